@@ -11,7 +11,7 @@ PEERS := deepspeed einops hjson msgpack ninja py-cpuinfo 'torchft; python_versio
 	$(addprefix opentelemetry-,api sdk proto semantic-conventions exporter-http-transport exporter-otlp-common \
 	exporter-otlp-proto-common exporter-otlp-proto-http)
 
-.PHONY: demo test campaigns lint docs browser bench gpu install clean
+.PHONY: demo test oldest campaigns lint docs browser bench gpu install clean
 
 install: $(VENV)/.installed
 
@@ -37,11 +37,19 @@ $(VENV)/.installed: $(VENV)/.trainer
 demo: $(VENV)/.trainer
 	$(BIN)/laconic compare --demo --out runs/demo
 
-# Two workers, a file each: many tests wait for processes and sockets more than they compute. conftest.py orders
+# Three workers, a file each: tests wait for processes and sockets for a third of their time. conftest.py orders
 # the files, the longest first. Hundreds of processes import laconic; without its bytecode, each takes a second for that.
 test campaigns: export PYTHONDONTWRITEBYTECODE :=
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10
+
+# The core with the oldest torch that it supports, in an environment of its own, which takes some GB: pip has that torch
+# with CUDA only.
+OLDEST := .venv-oldest
+oldest:
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet torch==2.11.0 numpy pytest pytest-timeout pytest-xdist hypothesis safetensors
+	PYTHONPATH=src $(OLDEST)/bin/python -m pytest -n 3 tests/codec tests/guard tests/optim tests/ragged tests/rehearse tests/shard
 
 # The tests that `make test` leaves out, because they are heavy by nature: see CONTRIBUTING.md.
 campaigns: install

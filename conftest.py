@@ -22,7 +22,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # ranks, minutes of the suite.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
-# Two workers of the suite share two cores. More threads would wait for each other.
+# The workers of the suite share two cores. More threads would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # All processes record what laconic unpickles; see tests/audit/unpickled_audit.py. A benchmark may name the file.
