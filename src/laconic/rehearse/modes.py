@@ -7,7 +7,7 @@ The function mode moves to host memory whatever asks for device "cuda", and lets
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -124,6 +124,7 @@ def accelerator(
             (torch.cuda, "current_stream", streams.current_stream),
             (torch.cuda, "stream", machine.stream),
             (torch.cuda, "set_device", lambda device: None),
+            (torch.cuda, "device", lambda device: nullcontext()),
             (torch.cuda, "Stream", streams.Stream),
             (torch.cuda, "Event", streams.Event),
             (torch.cuda, "current_device", lambda: 0),

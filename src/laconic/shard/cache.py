@@ -196,7 +196,7 @@ def make_slab(nbytes: int, device: torch.device, *, num_local: int = 1) -> Tenso
 def free_slab(slab: Tensor, device: torch.device) -> None:
     """Unlock the pages of a slab that `make_slab` made for `device`, once no transfer uses it any more."""
     if slab.nbytes and device.type == "cuda":  # torch's allocator looks after the pages of other accelerators
-        _unlock_pages_for_cuda(slab)
+        _unlock_pages_for_cuda(slab, device)
 
 
 def _lock_pages_for_cuda(slab: Tensor) -> str:
@@ -208,14 +208,16 @@ def _lock_pages_for_cuda(slab: Tensor) -> str:
     return f"CUDA error {error}" if error else ""
 
 
-def _unlock_pages_for_cuda(slab: Tensor) -> None:
-    """Unlock pages that `_lock_pages_for_cuda` locked.
+def _unlock_pages_for_cuda(slab: Tensor, device: torch.device) -> None:
+    """Unlock pages that `_lock_pages_for_cuda` locked, after the device has used them.
 
-    If memory is unmapped while the driver has it locked, locking fails for the memory that is mapped there next.
+    If memory is unmapped while the driver has it locked, locking fails for the memory that is mapped there next. Any
+    thread may collect a model. The current device of another one is the first GPU, on which it would make a context.
     """
     if torch.cuda.is_initialized() and slab.is_pinned():
-        torch.cuda.synchronize()
-        torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
 
 
 def _available_bytes() -> int:
