@@ -48,7 +48,7 @@ test: install
 OLDEST := .venv-oldest
 oldest:
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet torch==2.11.0 numpy pytest pytest-timeout pytest-xdist hypothesis safetensors
+	$(OLDEST)/bin/python -m pip install --quiet torch==2.11.0 transformers peft hypothesis pytest-timeout pytest-xdist
 	PYTHONPATH=src $(OLDEST)/bin/python -m pytest -n 3 tests/codec tests/guard tests/optim tests/ragged tests/rehearse tests/shard
 
 # The tests that `make test` leaves out, because they are heavy by nature: see CONTRIBUTING.md.

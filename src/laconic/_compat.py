@@ -214,6 +214,9 @@ class _OwnDispatch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+_OPERATIONS_LIKE_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag", "data"}
+"""The attributes of a tensor that run an operation; most do not."""
+
 if torch.__version__ < "2.12":
 
     class SelfDispatchedDTensor(DTensor):
@@ -226,7 +229,7 @@ if torch.__version__ < "2.12":
         def __torch_function__(
             cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            if func.__name__ in ("__get__", "__set__"):  # attributes run no operation
+            if func.__name__ in ("__get__", "__set__") and func.__self__.__name__ not in _OPERATIONS_LIKE_ATTRIBUTES:
                 return super().__torch_function__(func, types, args, kwargs or {})
             with _OwnDispatch():
                 return super().__torch_function__(func, types, args, kwargs or {})
