@@ -45,7 +45,7 @@ _TESTS_S = 400.0
 
 @dataclass(kw_only=True)
 class Report:
-    """What a machine has said so far."""
+    """The answers of a machine so far."""
 
     facts: dict[str, str]
     tests: str = "not run"

@@ -23,7 +23,7 @@ _SHAPES = ((70, 96), (64, 64), (5000,), (129, 33), (3, 50, 64))
 
 
 def _coded(codec: BlockCodec, numel: int, scale: float) -> list[str]:
-    """What the kernels of a codec do otherwise than its chain."""
+    """The kernels of a codec whose results are not those of its chain."""
     values, base = torch.randn(numel) * scale, torch.randn(numel) * scale
     values[numel // 4 : numel // 2] = 0
     found = []

@@ -139,7 +139,7 @@ _TWO_BIT_STEP = 0.9957
 
 
 class KernelForm(NamedTuple):
-    """What the kernels of codec/blocked_triton.py need to know of a codec."""
+    """The facts of a codec that the kernels of codec/blocked_triton.py need."""
 
     kind: Literal["even", "two", "float", "quantile"]
     bits: int

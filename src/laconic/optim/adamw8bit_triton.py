@@ -51,7 +51,7 @@ class ParameterStep(NamedTuple):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What the parameters of one launch have in common."""
+        """The facts that are the same for all parameters of one launch."""
         columns = self.grid.matrix(self.values).shape[1]
         tensors = self.values, self.gradient, *self.moments
         is_aligned = columns % _ALIGNMENT == 0 and all(each.data_ptr() % _ALIGNMENT == 0 for each in tensors)

@@ -147,8 +147,8 @@ class AwaitedHooks:
 
 
 _ATOMS = frozenset({type(None), bool, int, float, str})
-"""Types of arguments that hold nothing. Like tuples, lists and dicts they are told apart here: torch's function for
-trees of any kind takes ten times as long, three times for each unit and step."""
+"""The types of arguments that hold no tensor. Most arguments are these, tuples, lists, dicts or tensors. torch's
+function, which knows trees of any kind, takes several times as long, three times for each unit and step."""
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
