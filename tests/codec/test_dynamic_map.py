@@ -48,6 +48,26 @@ def test_every_number_goes_to_a_code_beside_it(signed: bool) -> None:
 
 
 @pytest.mark.parametrize("signed", [True, False])
+def test_both_tables_find_the_code_below_every_value(signed: bool) -> None:
+    """At both ends of all runs of values that share their upper 16 bits: the reference's code, and the kernel's."""
+    code = dynamic_map(CPU, signed=signed)
+    upper = torch.arange(code.HIGHEST, dtype=torch.int32) << 16
+    at_lowest = (code.LOWEST << 16) + torch.arange(0, 2**16, 2**8, dtype=torch.int32)
+    sizes = torch.cat([upper, upper | 0xFFFF, at_lowest]).view(torch.float32)
+    values = torch.cat([sizes, -sizes]) if signed else sizes
+    values = values.clamp(min=float(code.values.min()))
+    codes = code.encode(values, torch.arange(len(values), dtype=torch.int32))
+    with_one = torch.cat([values, torch.ones(1)])  # so that the reference's scale is 1
+    assert torch.equal(codes, reference.encode(with_one, signed, step=0, width=len(with_one))[0][:-1])
+    bits = values.view(torch.int32)
+    place = ((bits >> 16) & 0x7FFF).clamp(code.LOWEST, code.HIGHEST) - code.LOWEST
+    place += (bits < 0) * (code.HIGHEST - code.LOWEST + 1) if signed else 0
+    below = code.near[place].int()
+    below += (code.values[below + 1] < values) & (below < 254)
+    assert torch.equal(below, torch.bucketize(values, code.values[1:]).clamp(max=254).int())
+
+
+@pytest.mark.parametrize("signed", [True, False])
 def test_rounding_keeps_means_so_that_small_moments_decay(signed: bool) -> None:
     """[Note: Dithered rounding]: moments decay by the right factor, though a step is smaller than the map's gaps."""
     code = dynamic_map(CPU, signed=signed)

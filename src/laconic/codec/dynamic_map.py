@@ -56,11 +56,9 @@ class DynamicMap:
         assert (torch.bucketize(torch.fmax(*ends), above).clamp_(max=_NUM_CODES - 2) - first).max() <= 1
         self._first = first.to(torch.int32)
         self._next = above[first]
-        positive, negative = self._first.view(2, -1)[:, : self.HIGHEST + 1]
-        for codes in (positive, negative):  # all below the lowest share its entry
-            codes[self.LOWEST] = codes[: self.LOWEST + 1].min()
-        parts = (positive, negative) if signed else (positive,)
-        self.near = torch.cat([codes[self.LOWEST :] for codes in parts]).to(torch.uint8)
+        by_sign = self._first.view(2, -1)[: 2 if signed else 1, : self.HIGHEST + 1].to(torch.uint8)
+        lowest = by_sign[:, : self.LOWEST + 1].amin(1, keepdim=True)  # all below the lowest share its entry
+        self.near = torch.cat([lowest, by_sign[:, self.LOWEST + 1 :]], dim=1).view(-1)
         """A code not above the greatest number that is smaller than a value, and at most one code from it, by the upper
         16 bits of the value, from LOWEST to HIGHEST; then the same for negative values. Lower ones take the first."""
 
