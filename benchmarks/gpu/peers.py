@@ -5,9 +5,9 @@ Transfers between ranks are free here: both engines run as rank 0 of four ranks 
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,22 +42,33 @@ def _trainings(kinds: dict[str, dict[str, Any]], shape: Llama, device: torch.dev
     return found
 
 
-def offload_rank(sizes: Sizes, device_type: str) -> dict[str, list[float]]:
-    """Return the seconds of forward and backward under offload, block by block, by contestant."""
-    become_rank_0()
-    device, shape = device_of(device_type), sizes.memory
-    options = {"offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")}
-    trainings = _trainings(dict.fromkeys(("fsdp2", "none"), options), shape, device)
+def _alternating(
+    trainings: dict[str, Training], device: torch.device, step: Callable[[Training], object]
+) -> dict[str, list[float]]:
+    """Return the seconds of a step of each contestant, block by block, after a block that warms up."""
     times: dict[str, list[float]] = {kind: [] for kind in trainings}
     for block in range(-1, _BLOCKS):
         for kind in sorted(trainings, reverse=bool(block % 2)):
             start_s = _synchronised(device)
             for _ in range(_STEPS):
-                trainings[kind].backward()
-                trainings[kind].model.zero_grad()
+                step(trainings[kind])
             if block >= 0:
                 times[kind].append((_synchronised(device) - start_s) / _STEPS)
     return times
+
+
+def _forward_and_backward(training: Training) -> None:
+    training.backward()
+    training.model.zero_grad()
+
+
+def offload_rank(sizes: Sizes, device_type: str) -> dict[str, list[float]]:
+    """Return the seconds of forward and backward under offload, block by block, by contestant."""
+    become_rank_0()
+    device = device_of(device_type)
+    options = {"offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")}
+    trainings = _trainings(dict.fromkeys(("fsdp2", "none"), options), sizes.memory, device)
+    return _alternating(trainings, device, _forward_and_backward)
 
 
 @BENCHMARK.row("offload")
@@ -75,18 +86,8 @@ def offload(bench: Bench) -> Row:
 def host_rank(sizes: Sizes, device_type: str) -> dict[str, list[float]]:
     """Return the host's seconds for a step, block by block, by contestant: the device is never behind."""
     become_rank_0()
-    device, shape = device_of(device_type), sizes.host
-    trainings = _trainings({"fsdp2": {}, **_HOST_KINDS}, shape, device)
-    times: dict[str, list[float]] = {kind: [] for kind in trainings}
-    gc.collect()
-    for block in range(-1, _BLOCKS):
-        for kind in sorted(trainings, reverse=bool(block % 2)):
-            start_s = _synchronised(device)
-            for _ in range(_STEPS):
-                trainings[kind].step()
-            if block >= 0:
-                times[kind].append((_synchronised(device) - start_s) / _STEPS)
-    return times
+    device = device_of(device_type)
+    return _alternating(_trainings({"fsdp2": {}, **_HOST_KINDS}, sizes.host, device), device, Training.step)
 
 
 def _host_row(kind: str, limit: float) -> None:

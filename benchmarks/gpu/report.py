@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import platform
 import re
 import subprocess
 import sys
@@ -19,13 +18,16 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.gpu.__main__ import BENCHMARK
+from benchmarks.gpu.training import gpu_in_words
+from laconic.compare.machine import describe_machine
 from tests.support.code_digest import code_digest
 from tests.support.measure import BenchmarkError, Options
 from tests.support.record import Record, Row, recorded_rows, rows_table
@@ -47,7 +49,7 @@ _TESTS_S = 400.0
 class Report:
     """The answers of a machine so far."""
 
-    facts: dict[str, str]
+    facts: dict[str, Any]
     tests: str = "not run"
     """The last line of pytest, or why there is none."""
     tests_log: str = ""
@@ -61,7 +63,12 @@ class Report:
     def is_sound(self) -> bool:
         """True if no test failed, and every row about numbers is met."""
         about_numbers = [row for key, row in self.rows.items() if key.startswith(("policies", "loss"))]
-        return not self.failures and "failed" not in self.tests and all(row.is_met for row in about_numbers)
+        return not self.failures and not self.has_failed_tests and all(row.is_met for row in about_numbers)
+
+    @property
+    def has_failed_tests(self) -> bool:
+        """True if a test failed, or could not run."""
+        return "failed" in self.tests or "error" in self.tests
 
     def verdict(self) -> list[str]:
         """Three lines: whether laconic is sound here, how fast it is, and what falls short."""
@@ -80,29 +87,19 @@ class Report:
         """The whole report."""
         listed = "\n".join(f"- {key}: {value}" for key, value in self.facts.items())
         parts = ["# laconic on a GPU", *self.verdict(), listed, rows_table(list(self.rows.values()))]
-        for key, log in ({"CUDA tests": self.tests_log} if "failed" in self.tests else {}) | self.failures.items():
+        for key, log in ({"CUDA tests": self.tests_log} if self.has_failed_tests else {}) | self.failures.items():
             parts += [f"## {key}", f"```\n{log.strip()}\n```"]
         return "\n\n".join(parts) + "\n"
 
 
-def facts() -> dict[str, str]:
+def facts() -> dict[str, Any]:
     """The machine and its software."""
-    found = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": "none: toy sizes on CPU",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
+    found: dict[str, Any] = {**describe_machine(), "device": "none: toy sizes on CPU"}
     if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        count, nbytes = torch.cuda.device_count(), properties.total_memory
-        found["device"] = f"{count} x {properties.name}, {nbytes / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    for name in ("triton", "numpy", "pytest", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
+        count, nbytes = torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory
+        found["device"] = f"{count} x {nbytes / 2**30:.0f} GiB, {gpu_in_words()}"
+    for name in ("triton", "numpy", "pytest"):
+        found[name] = version(name) if find_spec(name) else "not installed"
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2_shard
 
 import laconic
 from benchmarks.llama import Llama, decoder_layers, loss_of
+from tests.support.alone import become_rank_0 as rank_0_of
 from tests.support.launch import launch
 from tests.support.measure import Benchmark, BenchmarkError, Options
 from tests.support.record import Record, Row, ratio_row
@@ -99,9 +99,14 @@ def _prepare(options: Options) -> Bench:
     return Bench(TOY if options.quick else FULL, "cuda" if has_gpu else "cpu")
 
 
-def _save(record: Record, bench: Bench) -> None:
+def gpu_in_words() -> str:
+    """The name of the GPU, and the versions of CUDA and NCCL."""
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    record.save(about=f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, NCCL {nccl}; ")
+    return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, NCCL {nccl}"
+
+
+def _save(record: Record, bench: Bench) -> None:
+    record.save(about=f"{gpu_in_words()}; ")
 
 
 BENCHMARK = Benchmark(
@@ -137,8 +142,7 @@ class Training:
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
         self._steps = 0
         rank = dist.get_rank() if dist.is_initialized() else 0
-        device = torch.device("cpu") if mesh is None else torch.device(mesh.device_type)
-        device = next(model.parameters()).device if device.type == "cpu" else device
+        device = next(model.parameters()).device if mesh is None else torch.device(mesh.device_type)
         # on the device before the first step: the host must not wait for a copy in one
         self._batches = [shape.tokens(device, seed=1000 * number + rank) for number in range(_BATCHES)]
 
@@ -184,19 +188,8 @@ def seconds_per_step(training: Training, device: torch.device) -> float:
 
 
 def become_rank_0() -> None:
-    """Make this process rank 0 of a cluster without other processes: collectives carry nothing and take no time.
-
-    Small agreements, which are exchanges of all with all, find that the other ranks say what this one says.
-    """
-    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
-    dist.init_process_group("fake", rank=0, world_size=NODES * LOCAL)
-    exchange = dist.all_to_all_single
-
-    def with_equals(output: Tensor, input: Tensor, *args: Any, **options: Any) -> Any:
-        output.copy_(input)
-        return exchange(output, input, *args, **options)
-
-    dist.all_to_all_single = with_equals
+    """Make this process rank 0 of a cluster without other processes."""
+    rank_0_of(NODES * LOCAL)
 
 
 def step_rank(sizes: Sizes, device_type: str) -> dict[str, tuple[list[float], list[float]]]:

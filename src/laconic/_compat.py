@@ -201,23 +201,21 @@ plain_results: Any = torch._C._disabled_torch_function_impl
 """
 
 
-class _OwnDispatch(TorchDispatchMode):
-    """Runs the `__torch_dispatch__` of a `SelfDispatchedDTensor`, which this torch's C++ passes over."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        for each in types:
-            if issubclass(each, SelfDispatchedDTensor):
-                with self:  # for the operations of the handler
-                    return each.__torch_dispatch__(func, types, args, kwargs)
-        return func(*args, **(kwargs or {}))
-
-
-_OPERATIONS_LIKE_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag", "data"}
-"""The attributes of a tensor that run an operation; most do not."""
-
 if torch.__version__ < "2.12":
+    _OPERATIONS_LIKE_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag", "data"}
+    """The attributes of a tensor that run an operation; most do not."""
+
+    class _OwnDispatch(TorchDispatchMode):
+        """Runs the `__torch_dispatch__` of a `SelfDispatchedDTensor`, which this torch's C++ passes over."""
+
+        def __torch_dispatch__(
+            self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            for each in types:
+                if issubclass(each, SelfDispatchedDTensor):
+                    with self:  # for the operations of the handler
+                        return each.__torch_dispatch__(func, types, args, kwargs)
+            return func(*args, **(kwargs or {}))
 
     class SelfDispatchedDTensor(DTensor):
         """A DTensor whose class has a `__torch_dispatch__` of its own.

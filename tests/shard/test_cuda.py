@@ -10,7 +10,6 @@ the same run with the device synchronised around every transfer: equal, bit for 
 from __future__ import annotations
 
 import gc
-import importlib
 import itertools
 import warnings
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from laconic.shard import lanes, unit
 from laconic.shard.cache import make_slab
 from laconic.shard.unit import unit_of
 from tests.support import sharded_net
+from tests.support.alone import become_rank_0
 from tests.support.launch import on_ranks, run_ranks
 
 pytestmark = [
@@ -46,16 +46,8 @@ LATE = 4_000_000
 
 def play_rank_0(num_nodes: int, num_local: int, device_type: str = "cuda") -> Any:
     """Replace this process's group by a cluster without other processes; every rank holds the data of rank 0."""
-    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
     dist.destroy_process_group()
-    dist.init_process_group("fake", rank=0, world_size=num_nodes * num_local)
-    exchange = dist.all_to_all_single
-
-    def with_equals(output: Tensor, input: Tensor, *args: Any, **options: Any) -> Any:
-        output.copy_(input)  # the others say what this rank says, when ranks agree on flags
-        return exchange(output, input, *args, **options)
-
-    dist.all_to_all_single = with_equals
+    become_rank_0(num_nodes * num_local)
     return laconic.init_mesh(device_type, nodes=num_nodes, local=num_local)
 
 

@@ -77,13 +77,13 @@ def supports(grid: Grid) -> bool:
 
 def step_8bit(rule: Any, steps: Sequence[ParameterStep]) -> None:
     """Take one step by `rule` on parameters of one device, in place: [Note: One launch]."""
-    contiguous = [each._replace(gradient=each.gradient.contiguous()) for each in steps if each.num_blocks]
-    for kind, group in itertools.groupby(sorted(contiguous, key=_order), key=lambda each: each.kind):
-        _launch(rule, list(group), *kind)
-
-
-def _order(step: ParameterStep) -> str:
-    return str(step.kind)
+    by_kind: dict[tuple[Any, ...], list[ParameterStep]] = {}
+    for each in steps:
+        if each.num_blocks:
+            own = each._replace(gradient=each.gradient.contiguous())
+            by_kind.setdefault(own.kind, []).append(own)
+    for kind, group in by_kind.items():
+        _launch(rule, group, *kind)
 
 
 def _launch(
