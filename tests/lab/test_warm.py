@@ -54,6 +54,7 @@ if dist.get_rank() == 0:
     dist.send(torch.zeros(250_000), 3)
 elif dist.get_rank() == 3:
     dist.recv(torch.zeros(250_000), 0)
+dist.barrier()  # a rank that goes at once may be one that another still connects to
 """
     result = run(lab, tmp_path, code)
     assert result.exit_code == 0, result
