@@ -79,8 +79,7 @@ def draw(bench: Bench, path: Path) -> None:
 def _save(record: Record, bench: Bench) -> None:
     draw(bench, PICTURE)
     record.save(
-        about="the job of examples/chat.toml with a Llama of 256 x 6 layers; ",
-        more=[render(bench.results)],
+        more=["The job of examples/chat.toml with a Llama of 256 x 6 layers.", render(bench.results)],
         results=[result.to_dict() for result in bench.results],
     )
 

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.__main__ import BENCHMARK
-from benchmarks.gpu.training import gpu_in_words
 from laconic.compare.machine import describe_machine
 from tests.support.code_digest import code_digest
 from tests.support.measure import BenchmarkError, Options
@@ -94,10 +93,9 @@ class Report:
 
 def facts() -> dict[str, Any]:
     """The machine and its software."""
-    found: dict[str, Any] = {**describe_machine(), "device": "none: toy sizes on CPU"}
+    found: dict[str, Any] = {"gpu": "none: toy sizes on CPU", **describe_machine()}
     if torch.cuda.is_available():
-        count, nbytes = torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory
-        found["device"] = f"{count} x {nbytes / 2**30:.0f} GiB, {gpu_in_words()}"
+        found["gpu memory"] = f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB"
     for name in ("triton", "numpy", "pytest"):
         found[name] = version(name) if find_spec(name) else "not installed"
     return found

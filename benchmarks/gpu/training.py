@@ -21,7 +21,7 @@ from benchmarks.llama import Llama, decoder_layers, loss_of
 from tests.support.alone import become_rank_0 as rank_0_of
 from tests.support.launch import launch
 from tests.support.measure import Benchmark, BenchmarkError, Options
-from tests.support.record import Record, Row, ratio_row
+from tests.support.record import Row, ratio_row
 
 NODES, LOCAL = 2, 2
 TIMEOUT_S = 300.0
@@ -99,21 +99,10 @@ def _prepare(options: Options) -> Bench:
     return Bench(TOY if options.quick else FULL, "cuda" if has_gpu else "cpu")
 
 
-def gpu_in_words() -> str:
-    """The name of the GPU, and the versions of CUDA and NCCL."""
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, NCCL {nccl}"
-
-
-def _save(record: Record, bench: Bench) -> None:
-    record.save(about=f"{gpu_in_words()}; ")
-
-
 BENCHMARK = Benchmark(
     measures=("laconic.codec", "laconic.comm", "laconic.optim", "laconic.shard"),
     name="gpu",
     prepare=_prepare,
-    save=_save,
 )
 
 

@@ -13,6 +13,7 @@ from benchmarks.gpu.__main__ import BENCHMARK
 from benchmarks.gpu.memory import Peak
 from benchmarks.gpu.overlap import overlap as overlap_of
 from benchmarks.gpu.training import TOY, Bench
+from laconic.compare.machine import describe_machine, in_words
 from tests.support import record
 
 
@@ -71,10 +72,10 @@ def test_losses_are_compared_over_all_ranks_and_steps() -> None:
 def test_rows_are_recorded_as_those_of_every_benchmark(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "RESULTS", tmp_path / "RESULTS.md")
     row = training.step_fsdp2(bench(training.step_rank, by_rank=[{"fsdp2": ([0.1], []), "none": ([0.1], [])}]))
-    record.Record("gpu", [row], BENCHMARK.rows, ["--rows", row.key]).save(about="a GPU; ")
+    record.Record("gpu", [row], BENCHMARK.rows, ["--rows", row.key]).save()
     text = (tmp_path / "RESULTS.md").read_text()
     assert "\n## gpu\n\n`python -m benchmarks.gpu --rows step-fsdp2`, " in text
-    assert "; a GPU; " in text
+    assert f"; {in_words(describe_machine())}." in text
 
 
 def test_without_a_gpu_the_command_says_what_helps(

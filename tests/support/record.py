@@ -39,6 +39,8 @@ class Row:
     """The day of the measurement."""
     command: str = ""
     """The command that measured the row."""
+    machine: str = ""
+    """The machine and the software of the measurement, in words."""
     measures: tuple[str, ...] = ()
     """The modules and packages whose code the row measured; of its benchmark, unless it says others."""
     code: str = ""
@@ -153,35 +155,35 @@ class Record:
         """The content of the JSON file before this run."""
         command = shlex.join(["python", "-m", module or f"benchmarks.{name}", *arguments])
         own = {row.key: row.measures or measures for row in rows}
-        now = {"date": self.machine["date"], "command": command}
+        now = {"date": self.machine["date"], "command": command, "machine": in_words(self.machine)}
         new = {
             row.key: dataclasses.asdict(row) | now | {"measures": own[row.key], "code": code_digest(own[row.key])}
             for row in rows
         }
-        self._rows = {**self.known.get("rows", {}), **new}
+        before = in_words(self.known["machine"]) if self.known else ""  # of rows that do not say their machine
+        self._rows = {**{key: {"machine": before} | row for key, row in self.known.get("rows", {}).items()}, **new}
         self._order += [key for key in self._rows if key not in self._order]
 
-    def save(self, *, about: str = "", more: Sequence[str] = (), **data: Any) -> None:
-        """Write the JSON file and the section.
-
-        Args:
-            about: text for the first line of the section, before the machine.
-            more: paragraphs below the table.
-            data: more keys of the JSON file.
-        """
+    def save(self, *, more: Sequence[str] = (), **data: Any) -> None:
+        """Write the JSON file and the section, with paragraphs `more` below the table; `data` is for the JSON file."""
         self._json.parent.mkdir(exist_ok=True)
         report = {"machine": self.machine, "rows": self._rows, **data}
         self._json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         shown = [Row(**self._rows[key]) for key in self._order if key in self._rows]
-        body = [f"{self._commands(shown)}; {about}{in_words(self.machine)}.", rows_table(shown), *more]
+        machines = dict.fromkeys(row.machine for row in shown)
+        body = [_commands(shown, machine) for machine in machines] + [rows_table(shown), *more]
         write_section(self._name, "\n\n".join(body), RESULTS)
         write_head()
 
-    def _commands(self, rows: list[Row]) -> str:
-        """Return each command with its date, and with its rows if there are several commands."""
-        runs: dict[tuple[str, str], list[str]] = {}
-        for row in rows:
+
+def _commands(rows: Sequence[Row], machine: str) -> str:
+    """Return each command on a machine with its date, and with its rows if there are several."""
+    runs: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row.machine == machine:
             runs.setdefault((row.command, row.date), []).append(row.key)
-        if len(runs) == 1:
-            return ", ".join(f"`{command}`, {date}" for command, date in runs)
-        return "; ".join(f"`{command}`, {date} ({', '.join(keys)})" for (command, date), keys in runs.items())
+    is_one = len(runs) == 1 and all(row.machine == machine for row in rows)
+    told = [
+        f"`{command}`, {date}" + ("" if is_one else f" ({', '.join(keys)})") for (command, date), keys in runs.items()
+    ]
+    return f"{'; '.join(told)}; {machine}."

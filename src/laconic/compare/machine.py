@@ -7,11 +7,13 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
+
 _PACKAGES = ("laconic", "torch", "transformers", "peft")
 
 
 def describe_machine() -> dict[str, str | int | float]:
-    """Return date, processor, cores, memory in GiB, kernel and versions, which every record of a measurement needs."""
+    """Return date, processor, cores, memory in GiB, kernel, GPU if any, and versions: every record needs them."""
     found: dict[str, str | int | float] = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "cpu": _cpu(),
@@ -20,6 +22,8 @@ def describe_machine() -> dict[str, str | int | float]:
         "kernel": platform.release(),
         "python": platform.python_version(),
     }
+    if torch.cuda.is_available():
+        found["gpu"] = _gpu()
     for name in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):  # laconic may be a source tree, and peft is optional
             found[name] = version(name)
@@ -30,7 +34,14 @@ def in_words(machine: dict[str, str | int | float]) -> str:
     """Return the result of `describe_machine` as one line of text."""
     software = ", ".join(f"{name} {machine[name]}" for name in ("python", *_PACKAGES) if name in machine)
     hardware = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
-    return f"{hardware}, Linux {machine['kernel']}; {software}"
+    gpu = f"{machine['gpu']}; " if "gpu" in machine else ""
+    return f"{hardware}, Linux {machine['kernel']}; {gpu}{software}"
+
+
+def _gpu() -> str:
+    """The first GPU, the number of GPUs, and the versions of CUDA and NCCL."""
+    count, nccl = torch.cuda.device_count(), ".".join(map(str, torch.cuda.nccl.version()))
+    return f"{count} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, NCCL {nccl}"
 
 
 def _cpu() -> str:
