@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,9 +24,11 @@ from torch.nn import functional
 from benchmarks.cyclic.bench import BENCHMARK, Bench, Setting
 from laconic.cyclic import CyclicDataParallel
 from laconic.cyclic.cut import Criterion, cut
+from tests.support.launch import launch
 from tests.support.record import Row
 
 WORKERS = 4
+_TIMEOUT_S = 6 * 3600.0
 RULES = ("dp", "v1", "v2", "lag2")
 Batch = list[tuple[Tensor, Tensor]]
 """The inputs and targets of every worker."""
@@ -95,23 +98,60 @@ class Outcome:
         return statistics.stdev(self.results)
 
 
-def outcomes(study: Study, progress: Callable[[str], None]) -> list[Outcome]:
-    """Train under every rule: with all settings on some seeds, and with the best setting on all seeds."""
-    return [_outcome(study, rule, progress) for rule in RULES]
+MakeStudy = Callable[..., Study]
+Run = tuple[str, Setting, int]
+"""The rule, the setting and the seed of a training."""
 
 
-def _outcome(study: Study, rule: str, progress: Callable[[str], None]) -> Outcome:
-    def train_all(setting: Setting, seeds: range) -> list[tuple[float, float]]:
-        found = [train(study, rule, setting, seed) for seed in seeds]
-        results = ", ".join(f"{valid:.4f} / {test:.4f}" for valid, test in found)
-        progress(f"{study.name}, {rule}, {setting}: validation / {study.measure} {results}")
-        return found
+def outcomes(make: MakeStudy, arguments: dict[str, Any]) -> list[Outcome]:
+    """Train under every rule: with all settings on some seeds, and with the best setting on all seeds.
 
-    tried = {setting: train_all(setting, range(study.tuning_seeds)) for setting in study.settings}
+    `make(**arguments)` returns the study. Runs are spread over the processors.
+    """
+    study = make(**arguments)
+    tuning = range(study.tuning_seeds)
+    found = _train_all(
+        make, arguments, [(r, setting, seed) for setting in study.settings for seed in tuning for r in RULES]
+    )
     sign = 1 if study.is_loss else -1
-    best = min(tried, key=lambda setting: sign * statistics.mean(valid for valid, _ in tried[setting]))
-    runs = [*tried[best], *train_all(best, range(study.tuning_seeds, study.seeds))]
-    return Outcome(rule=rule, setting=best, results=tuple(test for _, test in runs))
+
+    def validated(rule: str, setting: Setting) -> float:
+        return sign * statistics.mean(found[rule, setting, seed][0] for seed in tuning)
+
+    best = {rule: min(study.settings, key=functools.partial(validated, rule)) for rule in RULES}
+    rest = range(study.tuning_seeds, study.seeds)
+    found |= _train_all(make, arguments, [(rule, best[rule], seed) for seed in rest for rule in RULES])
+    return [
+        Outcome(
+            rule=rule,
+            setting=best[rule],
+            results=tuple(found[rule, best[rule], seed][1] for seed in range(study.seeds)),
+        )
+        for rule in RULES
+    ]
+
+
+def _train_all(make: MakeStudy, arguments: dict[str, Any], runs: Sequence[Run]) -> dict[Run, tuple[float, float]]:
+    """Return the results (validation, test) of runs. Neighbours in `runs` share a process, and so their plain steps."""
+    if not runs:
+        return {}
+    count = min(len(runs), os.cpu_count() or 1)
+    parts = launch(train_part, make, arguments, runs, num_ranks=count, backend=None, timeout_s=_TIMEOUT_S)
+    return dict(zip(runs, itertools.chain.from_iterable(parts), strict=True))
+
+
+def train_part(make: MakeStudy, arguments: dict[str, Any], runs: Sequence[Run]) -> list[tuple[float, float]]:
+    """Train this process's part of the runs, in order, and return their results (validation, test)."""
+    study, rank, count = make(**arguments), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    found = []
+    for rule, setting, seed in runs[rank * len(runs) // count : (rank + 1) * len(runs) // count]:
+        valid, test = train(study, rule, setting, seed)
+        print(
+            f"{study.name}, {rule}, {setting}, seed {seed}: validation {valid:.4f}, {study.measure} {test:.4f}",
+            flush=True,
+        )
+        found.append((valid, test))
+    return found
 
 
 def train(study: Study, rule: str, setting: Setting, seed: int) -> tuple[float, float]:
@@ -193,11 +233,11 @@ def all_within_noise(study: Study, plain: Outcome, others: Mapping[str, Outcome]
 
 
 def measure_study(
-    study: Study, claim: str, *, required: str = "within seed noise of dp", is_met: Verdict = all_within_noise,
-    tried: str = "",
+    make: MakeStudy, arguments: dict[str, Any], claim: str, *, required: str = "within seed noise of dp",
+    is_met: Verdict = all_within_noise, tried: str = "",
 ) -> Row:  # fmt: skip
-    """Train the study, and return its row."""
-    found = outcomes(study, lambda line: print(line, flush=True))
+    """Train the study that `make(**arguments)` returns, and return its row."""
+    study, found = make(**arguments), outcomes(make, arguments)
     plain, *others = found
     num_digits, scale = (4, 1) if study.is_loss else (2, 100)
 
@@ -230,7 +270,8 @@ def measure_study(
 @BENCHMARK.row("language")
 def language(bench: Bench) -> Row:
     return measure_study(
-        language_study(**bench.language, folder=bench.out / "tokens"),
+        language_study,
+        {**bench.language, "folder": bench.out / "tokens"},
         "eval loss on the trainer's corpus, a small Llama",
         tried=(
             "500 steps, all under the rule: dp 2.2264 ± 0.0182, v1 2.5328 ± 0.0408, v2 2.3576 ± 0.1042, lag2 "

@@ -68,8 +68,8 @@ FULL = {
         "settings": tuple(Setting(lr=lr, momentum=m) for lr, m in ((0.03, 0.9), (0.1, 0.9), (0.1, 0.5), (0.3, 0.5))),
     },
     "fashion": {
-        "seeds": 5, "tuning_seeds": 1, "epochs": 5, "num_train": 12_000,
-        "settings": (Setting(lr=0.02, momentum=0.9), Setting(lr=0.05, momentum=0.9)),
+        "seeds": 5, "tuning_seeds": 1, "epochs": 4, "num_train": 8_000,
+        "settings": (Setting(lr=0.05, momentum=0.9),),
     },
     "language": {
         "seeds": 5, "tuning_seeds": 1, "plain_steps": 400, "steps": 1000,

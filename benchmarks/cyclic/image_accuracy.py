@@ -25,13 +25,14 @@ _LABELS_AT = 8
 
 @BENCHMARK.row("digits")
 def digits(bench: Bench) -> Row:
-    return measure_study(digits_study(**bench.digits), "accuracy on scikit-learn's digits, a small ResNet")
+    return measure_study(digits_study, bench.digits, "accuracy on scikit-learn's digits, a small ResNet")
 
 
-@BENCHMARK.row("fashion")
+@BENCHMARK.row("fashion", section="images")
 def fashion(bench: Bench) -> Row:
     return measure_study(
-        fashion_study(**bench.fashion),
+        fashion_study,
+        bench.fashion,
         "accuracy on Fashion-MNIST, ResNet-18",
         required="v2 within one standard error of dp",
         is_met=lambda study, plain, others: is_within_error(study, plain, others["v2"]),
@@ -105,7 +106,14 @@ def _task(
     model: nn.Module | Sequence[nn.Module], images: Tensor, labels: Tensor, parts: Sequence[Tensor], rows: int,
     generator: torch.Generator, *, by: Criterion | Sequence[float],
 ) -> Task:  # fmt: skip
-    """A task of images, of which `parts` are to train on, to validate and to test; a worker takes `rows` at a time."""
+    """A task of images, of which `parts` are to train on, to validate and to test; a worker takes `rows` at a time.
+
+    It is on a GPU if there is one.
+    """
+    if torch.cuda.is_available():
+        images, labels = images.cuda(), labels.cuda()
+        for block in (model,) if isinstance(model, nn.Module) else model:
+            block.cuda()
     train, *held = parts
     steps_per_epoch = len(train) // (rows * WORKERS)
 

@@ -46,10 +46,10 @@ class Shape:
     layers: int = 8
     heads: int = 4
 
-    def build(self, length: int, *, seed: int) -> nn.Module:
-        """Build the model on the CPU; equal seeds give equal weights."""
+    def build(self, length: int, *, seed: int, device: str = "cpu") -> nn.Module:
+        """Build the model; equal seeds and devices give equal weights."""
         llama = Llama(**dataclasses.asdict(self), kv_heads=self.heads, vocab=_VOCAB, batch=1, sequence=length)
-        return llama.build(torch.device("cpu"), torch.float32, seed=seed)
+        return llama.build(torch.device(device), torch.float32, seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True)

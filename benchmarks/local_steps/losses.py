@@ -137,6 +137,8 @@ def save(record: Record, bench: Bench) -> None:
     """Write the rows and the curves of the losses, and draw the picture."""
     known = {key: curve for key, curve in record.known.get("curves", {}).items() if key.rsplit("/", 1)[0] in LOSSES}
     curves = {**known, **{name: answer.evaluations for name, answer in bench.answers.items()}}
+    if not curves:  # of a section without them
+        record.save()
+        return
     record.save(curves=curves)
-    if curves:
-        save_curves(curves, _PICTURE)
+    save_curves(curves, _PICTURE)

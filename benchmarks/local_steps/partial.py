@@ -52,14 +52,21 @@ def step_cost(
     checkpointing: bool = False,
 ) -> StepCost:
     """Return the cost of one step of a model of 1.3 B parameters, without allocating its tensors."""
+    model = _model(shape, sequence)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return step_cost_of(model, slices=slices, include=include, batch=batch, sequence=sequence)
+
+
+def step_cost_of(
+    model: nn.Module, *, slices: int, batch: int, sequence: int, include: Collection[Kind] = ("mlp", "attention")
+) -> StepCost:
+    """Return the cost of one step of a causal language model on the meta device. It cuts the model into slices."""
     with torch.device("meta"):
-        model = _model(shape, sequence)
         tokens = torch.zeros(batch, sequence, dtype=torch.long)
         # A mask of all pairs. transformers would read the values of a smaller mask, and a meta tensor has no values.
         mask = torch.zeros(batch, 1, sequence, sequence, dtype=torch.bool)
     partial_updates(model, slice_index=0, num_slices=slices, include=include)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     saved = _SavedStorages(model)
@@ -113,7 +120,8 @@ def _model(shape: Shape, sequence: int) -> Any:
             bos_token_id=0,
             eos_token_id=0,
         )
-        return hf.GPT2LMHeadModel(config)
+        with torch.device("meta"):
+            return hf.GPT2LMHeadModel(config)
     llama = Llama(
         hidden=HIDDEN, intermediate=5504, layers=LAYERS, heads=HEADS, kv_heads=HEADS, vocab=VOCAB, batch=1,
         sequence=sequence,
