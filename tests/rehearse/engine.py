@@ -253,6 +253,11 @@ def freeze_blocks(model: Net) -> None:
     model.blocks.requires_grad_(False)
 
 
+def add_idle(model: Net) -> None:
+    """Give the last layer's unit a parameter that no rank uses."""
+    model.idle = nn.Parameter(torch.ones(3, WIDTH).to("cuda"))
+
+
 def recompute(model: Net) -> None:
     """Recompute activations."""
     model.recomputes = True
@@ -350,6 +355,7 @@ ENGINE: dict[str, Program] = {
     "thawed, cache host": Program(options={"cache": "host"}, prepare=freeze_blocks, train=thawed),
     "accumulation": Program(train=training(micro_batches=3)),
     "accumulation, a block skipped": Program(options={"cache": "host"}, train=training(micro_batches=2, skip=0)),
+    "a parameter unused": Program(prepare=add_idle),
     "accumulation into .grad": Program(options={"cache": "device"}, train=training(micro_batches=2, syncs_all=True)),
     "prefetch": Program(options={"cache": "host"}, sharded=prefetch),
     "recomputation": Program(options={"cache": "host"}, prepare=recompute),

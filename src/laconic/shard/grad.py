@@ -2,10 +2,22 @@
 
 [Note: Agreement on used parameters]
 A reduction sums zero for a parameter without a gradient. If no rank has a gradient for it, its `.grad` must be None,
-not zero: Adam would move a parameter whose gradient is zero. So at the end of a backward the ranks agree, in one small
-message, on the parameters that got a gradient on any rank. They do so also if all parameters had a `.grad` before:
+not zero: Adam would move a parameter whose gradient is zero. So at the end of a backward the ranks unite their flags:
+one for each parameter, set if it got a gradient on this rank. They do so also if all parameters had a `.grad` before:
 users may clear gradients on one rank only, and no rank may wait for a message that others do not send. A bucket whose
 parameters have hooks agrees at once, because a hook may take the optimizer's step and free the gradient.
+
+Most ranks need no answer. A parameter that this rank has used keeps its `.grad`, whatever the others say. What they say
+matters for a parameter that this rank has not used, and only if its `.grad` is new, or if it has hooks. So on streams
+(NCCL) the flags follow the last sum down the reduce lane, in an all-reduce of a byte a parameter on each level. No
+thread waits for it, but on a rank that needs the answer: its host waits until the lane has copied the flags out.
+
+A rank could not remember the answer of an earlier step instead. Whether another rank has used the parameter now, only a
+message of this backward says, and this rank's optimizer may not begin without it. So a wait is the least that a rank
+with such a parameter can do; freeze what no rank ever uses. Nor can a rank that has used all be silent: it does not
+know who needs its flags. The sums themselves have no room for them: a rank gets its own part of a sum, but needs all
+flags. The weights of the next step would bring them after the optimizer. On Gloo a host waits for each transfer in any
+case, so there the hosts exchange their flags, in one trip.
 
 [Note: Cleared gradients]
 After a backward that does not sync, the engine keeps sums that are not in `.grad`: of a node, of an island, or on their
@@ -28,14 +40,19 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from laconic import _compat
-from laconic.comm.collectives import start_flags
+from laconic.comm.cluster import Cluster
+from laconic.comm.collectives import Communicator, start_flags
+from laconic.comm.traffic import Level
+from laconic.comm.watch import waiting_for
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.bucket import Bucket
+from laconic.shard.lanes import Lane
 
 _HIDDEN = "_laconic_hidden"
 """The attribute of an optimizer that takes a step: the parameters whose waiting gradients are hidden."""
@@ -73,12 +90,23 @@ class UsedParameters:
         """1 for each parameter that got a gradient on this rank, else 0: uint8, (P,)."""
         return torch.tensor([index in self._used for index in range(len(self.bucket.sharded))], dtype=torch.uint8)
 
+    @property
+    def needs_others(self) -> bool:
+        """True if only other ranks know what becomes of a parameter that got no gradient on this one."""
+        return any(
+            index not in self._used and (index in self._new or _compat.post_accumulate_hooks(parameter))
+            for index, parameter in enumerate(self.bucket.sharded)
+        )
+
     def conclude(self, used: Sequence[int]) -> None:
-        """Remove the new `.grad` of parameters that no rank used, and run the hooks of the others."""
-        new = set(self._new)
+        """Remove the new `.grad` of parameters that no rank used, and run the hooks of the others.
+
+        `used` has what some rank used, (P,); it may leave out what this one did.
+        """
+        own, new = set(self._used), set(self._new)
         self.forget()
         for index, parameter in enumerate(self.bucket.sharded):
-            if used[index]:
+            if index in own or used[index]:
                 for hook in _compat.post_accumulate_hooks(parameter):
                     hook(parameter)
             elif index in new:
@@ -90,18 +118,52 @@ class UsedParameters:
         self._new.clear()
 
 
-def agree(reduced: Sequence[UsedParameters]) -> None:
+def agree(reduced: Sequence[UsedParameters], lane: Lane) -> None:
     """Finish the `.grad` of all parameters of `reduced`: [Note: Agreement on used parameters].
 
     Collective over the ranks of their clusters. It removes gradients that no rank has, and runs the parameters' hooks.
+    `lane` is that of the sums.
     """
     kinds = [(each.bucket.cluster, each.bucket.replicas_diverge) for each in reduced]
     for cluster, diverge in dict.fromkeys(kinds):
         members = [each for each, kind in zip(reduced, kinds, strict=True) if kind == (cluster, diverge)]
         flags = [each.flags() for each in members]
-        united = start_flags(cluster, torch.cat(flags), across_islands=not diverge).wait()
+        names: tuple[Level, ...] = ("local", "node") if diverge else ("local", "node", "island")
+        levels = [level for name in names if (level := Communicator(cluster, name)).size > 1]
+        if levels and all(level.is_stream_ordered for level in levels):
+            is_needed = any(each.needs_others for each in members)
+            united = _unite_on_lane(cluster, levels, torch.cat(flags), lane, is_needed=is_needed)
+        else:
+            united = start_flags(cluster, torch.cat(flags), across_islands=not diverge).wait()
         for each, used in zip(members, united.split([len(own) for own in flags]), strict=True):
             each.conclude(used.tolist())
+
+
+def _unite_on_lane(
+    cluster: Cluster, levels: Sequence[Communicator], flags: Tensor, lane: Lane, *, is_needed: bool
+) -> Tensor:
+    """Unite flags over the ranks of `levels`, behind the jobs of the lane.
+
+    If it `is_needed` the host waits for the flags that some rank has set. Otherwise it gets back its own, at once.
+
+    Shapes: flags (K,), uint8, on the host -> (K,), on the host.
+    Cost: an all-reduce of K bytes on each level, counted as "control".
+    """
+    with lane.going_on():  # all memory here is the lane's own
+        if flags.all():  # most ranks, in most steps: nothing to copy
+            united = torch.ones(len(flags), dtype=torch.uint8, device=cluster.device)
+        else:
+            united = flags.pin_memory().to(cluster.device, non_blocking=True)
+        for level in levels:
+            level.all_reduce(united, dist.ReduceOp.MAX)
+        if not is_needed:
+            return flags
+        answer = united.to("cpu", non_blocking=True)
+    arrived = lane.record_event()
+    if arrived is not None:
+        with waiting_for("an agreement on used parameters"):
+            arrived.synchronize()
+    return answer
 
 
 class WaitingGradient(RaggedTensor):

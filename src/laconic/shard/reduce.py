@@ -379,7 +379,8 @@ class ReductionQueue:
         while self._in_flight:
             self._advance()
         _land(self._reduced)
-        agree([gradients.used for gradients in self._reduced])
+        if self._reduced:
+            agree([gradients.used for gradients in self._reduced], self._reduced[0].lanes.reduce)
         self._reduced.clear()
 
     def abandon(self) -> None:
@@ -401,7 +402,7 @@ class ReductionQueue:
         """Agree on the used parameters now, or at the end of the backward."""
         if gradients.used.has_hooks:
             _land([gradients])
-            agree([gradients.used])
+            agree([gradients.used], gradients.lanes.reduce)
         elif gradients not in self._reduced:
             self._reduced.append(gradients)
 
