@@ -33,7 +33,7 @@ def record(step: int, rank: int, *, counted: bool) -> StepRecord:
         lr=0.1,
         result=StepResult(loss=1.0 + rank, grad_norm=0.5),
         data_s=0.0,
-        step_s=2.0,
+        measured_s=lambda: 2.0,
         traffic=Snapshot(sizes=sizes, waits={"node": 0.25, "local": 9.0}) if counted else None,
         interface=InterfaceBytes(sent=100, received=50) if counted and rank % 2 == 0 else None,
         loopback=InterfaceBytes(sent=30, received=30) if counted and rank % 2 == 0 else None,

@@ -50,6 +50,7 @@ class Event:
         self._machine = machine
         self.number = -1 if timeline is None else machine.record(timeline, site)
         """That of its last record; -1 before the first, when it is no event to wait for."""
+        self._awaited = -1
 
     def record(self, stream: Stream | None = None) -> None:
         """Let the event complete when all work so far of a stream is done, by default the current one."""
@@ -68,6 +69,17 @@ class Event:
     def synchronize(self) -> None:
         """Let the host wait."""
         self._machine.wait(self._machine.thread, self.number, self._machine.site("synchronize"))
+        self._awaited = self.number
+
+    def elapsed_time(self, end: Event) -> float:
+        """The milliseconds between two events, of which the host has waited for the later: none pass here.
+
+        Raises:
+            RuntimeError: nobody has waited, so that a real device may not be there yet.
+        """
+        if -1 in (self.number, end.number) or end._awaited != end.number:
+            raise RuntimeError("both events must be recorded and completed before calculating elapsed time")
+        return 0.0
 
 
 class Stream:

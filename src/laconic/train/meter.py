@@ -1,6 +1,16 @@
-"""Measurements of a training step on one rank, and the share of the devices' FLOP/s that it uses (MFU)."""
+"""Measurements of a training step on one rank, and the share of the devices' FLOP/s that it uses (MFU).
+
+[Note: Seconds without a wait]
+An accelerator works behind the host, so the host's clock tells nothing of a step unless the host waits for the device.
+So the meter records an event before a step and one after it, on the stream that computes, and goes on. The device notes
+when it passes them. The seconds between are read with the record, when the figures of several steps are combined: the
+host then waits for the last of these steps. What runs on other streams and no longer holds up the computation belongs
+to the step that will need it. All other figures are the host's own, and complete when it has issued the step: bytes are
+counted where transfers are issued, memory where it is allocated.
+"""
 
 import time
+from functools import partial
 from typing import Any
 
 import psutil
@@ -24,6 +34,8 @@ _Interfaces = tuple[InterfaceBytes | None, InterfaceBytes | None]
 class StepMeter:
     """Measures the time, bytes and memory of steps. Call `fetch`, `start` and `stop` once per step, in this order.
 
+    None of them waits for the device: [Note: Seconds without a wait].
+
     A step's counters start where the last step's ended, since another rank may send before this rank begins the step.
     """
 
@@ -40,15 +52,14 @@ class StepMeter:
 
     def start(self) -> None:
         """Start to measure the step."""
-        self._synchronize()
         self._interfaces = self._last_interfaces or self._read_interfaces()
         self._traffic = self._stepper.traffic(self._last_traffic)
-        self._start_s = time.perf_counter()
+        self._data_s = time.perf_counter() - self._fetch_start_s
+        self._begin = self._moment()
 
     def stop(self, step: int, lr: float, result: StepResult) -> StepRecord:
         """End the measurement; return the record of the step."""
-        self._synchronize()
-        step_s = time.perf_counter() - self._start_s
+        end = self._moment()
         now = self._last_interfaces = self._read_interfaces()
         interface, loopback = (
             end - begin if end and begin else None for end, begin in zip(now, self._interfaces, strict=True)
@@ -58,8 +69,8 @@ class StepMeter:
             step=step,
             lr=lr,
             result=result,
-            data_s=self._start_s - self._fetch_start_s,
-            step_s=step_s,
+            data_s=self._data_s,
+            measured_s=partial(_seconds_between, self._begin, end),
             traffic=traffic - self._traffic if traffic is not None and self._traffic is not None else None,
             interface=interface,
             memory=self._stepper.memory(),
@@ -72,12 +83,24 @@ class StepMeter:
         """Ignore the bytes of the interfaces since the last step, for example those of an evaluation."""
         self._last_interfaces = None
 
-    def _synchronize(self) -> None:
-        if not self._is_on_cpu:
-            torch.accelerator.synchronize(self._device)
+    def _moment(self) -> Any:
+        """The present moment: the host's clock or, on an accelerator, an event behind all that computes so far."""
+        if self._is_on_cpu:
+            return time.perf_counter()
+        event = torch.get_device_module(self._device).Event(enable_timing=True)
+        event.record()
+        return event
 
     def _read_interfaces(self) -> _Interfaces:
         return (interface_bytes(), loopback_bytes()) if self._reads_interface else (None, None)
+
+
+def _seconds_between(begin: Any, end: Any) -> float:
+    """The seconds between two moments of a meter. Waits until the device has passed both."""
+    if isinstance(begin, float):
+        return end - begin
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -36,12 +36,13 @@ class StepRecord:
     result: StepResult
     data_s: float
     """Seconds to fetch the rows, before the step."""
-    step_s: float
-    """Seconds from the first forward to the end of the optimizer."""
+    measured_s: Callable[[], float]
+    """Gives `step_s`; on an accelerator it waits until the step has ended there."""
     traffic: Snapshot | None
     """Bytes and waiting during the step; None if the strategy does not count them."""
     interface: InterfaceBytes | None
-    """Bytes of the node's network interface during the step; None outside a lab, and on all but one rank per node."""
+    """Bytes of the node's network interface until the host had issued the step, and not before the last one's; None
+    outside a lab, and on all but one rank per node."""
     memory: Ledger | None
     """Bytes that the engine holds; None for a strategy without the engine."""
     loopback: InterfaceBytes | None = None
@@ -50,6 +51,11 @@ class StepRecord:
     """The most bytes that torch has allocated on the accelerator since the run began; 0 on CPU."""
     resident_bytes: int = 0
     """Bytes of this process's resident memory at the end of the step."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds from the first forward to the end of the optimizer, on the device. May wait: see `measured_s`."""
+        return self.measured_s()
 
 
 @dataclass(frozen=True, kw_only=True)
