@@ -12,16 +12,18 @@ process per worker on one machine; the stages count (schedule.py). For the bytes
 backward of one worker is traced, and the traces of all workers are added with their offsets in time (traces.py). On
 one device, image models are run under a meter (one_device.py). For throughput, real models train in the lab
 (throughput.py). For accuracy, one process plays all workers, which gives the same bits as N processes (accuracy.py,
-image_accuracy.py). For few bits, the small Llama goes on from its plain steps on N processes that count what they
-send (few_bits.py).
+image_accuracy.py, and warm_up.py for ways to begin). For few bits, the small Llama goes on from its plain steps on N
+processes that count what they send (few_bits.py).
 """
 
 from __future__ import annotations
 
 import sys
 
-from benchmarks.cyclic import schedule, traces, one_device, throughput, image_accuracy, accuracy, few_bits  # isort: skip  # noqa: F401
+from benchmarks.cyclic import schedule, traces, one_device, throughput, image_accuracy, accuracy, warm_up, few_bits  # isort: skip  # noqa: F401
 from benchmarks.cyclic.bench import BENCHMARK
+
+BENCHMARK.save = warm_up.save
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main(doc=__doc__))

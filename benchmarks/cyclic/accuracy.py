@@ -15,7 +15,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +98,7 @@ class Outcome:
         return statistics.stdev(self.results)
 
 
+R = TypeVar("R")
 MakeStudy = Callable[..., Study]
 Run = tuple[str, Setting, int]
 """The rule, the setting and the seed of a training."""
@@ -132,25 +133,31 @@ def outcomes(make: MakeStudy, arguments: dict[str, Any]) -> list[Outcome]:
 
 
 def _train_all(make: MakeStudy, arguments: dict[str, Any], runs: Sequence[Run]) -> dict[Run, tuple[float, float]]:
-    """Return the results (validation, test) of runs. Neighbours in `runs` share a process, and so their plain steps."""
+    """Return the results (validation, test) of runs."""
+    return dict(zip(runs, spread(train, make, arguments, runs), strict=True))
+
+
+def spread(train_one: Callable[..., R], make: MakeStudy, arguments: dict[str, Any], runs: Sequence[Any]) -> list[R]:
+    """Return `train_one(make(**arguments), *run)` of all runs, which are spread over the processors.
+
+    Neighbours in `runs` share a process, and so their plain steps.
+    """
     if not runs:
-        return {}
+        return []
     count = min(len(runs), os.cpu_count() or 1)
-    parts = launch(train_part, make, arguments, runs, num_ranks=count, backend=None, timeout_s=_TIMEOUT_S)
-    return dict(zip(runs, itertools.chain.from_iterable(parts), strict=True))
+    parts = launch(
+        train_part, train_one, make, arguments, runs, num_ranks=count, backend=None, timeout_s=_TIMEOUT_S
+    )  # fmt: skip
+    return list(itertools.chain.from_iterable(parts))
 
 
-def train_part(make: MakeStudy, arguments: dict[str, Any], runs: Sequence[Run]) -> list[tuple[float, float]]:
-    """Train this process's part of the runs, in order, and return their results (validation, test)."""
+def train_part(train_one: Callable[..., R], make: MakeStudy, arguments: dict[str, Any], runs: Sequence[Any]) -> list[R]:
+    """Train this process's part of the runs, in order."""
     study, rank, count = make(**arguments), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     found = []
-    for rule, setting, seed in runs[rank * len(runs) // count : (rank + 1) * len(runs) // count]:
-        valid, test = train(study, rule, setting, seed)
-        print(
-            f"{study.name}, {rule}, {setting}, seed {seed}: validation {valid:.4f}, {study.measure} {test:.4f}",
-            flush=True,
-        )
-        found.append((valid, test))
+    for each in runs[rank * len(runs) // count : (rank + 1) * len(runs) // count]:
+        found.append(train_one(study, *each))
+        print(f"{study.name}, {', '.join(map(str, each))}: {found[-1]}", flush=True)
     return found
 
 

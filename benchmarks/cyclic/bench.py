@@ -55,9 +55,13 @@ class Bench:
     """The arguments of `image_accuracy.fashion_study`."""
     language: dict[str, Any]
     """The arguments of `accuracy.language_study`."""
+    warm_up: dict[str, int]
+    """Those that differ for runs with other beginnings: seeds and steps."""
     few_bits: dict[str, int]
     """Those that differ for runs in few bits: seeds and steps."""
     out: Path
+    curves: dict[str, list[list[float]]] = dataclasses.field(default_factory=dict)
+    """The losses of the row about beginnings: by rule and beginning, by seed, after each tenth of the steps."""
 
 
 FULL = {
@@ -78,6 +82,7 @@ FULL = {
             Setting(lr=3e-3, momentum=0.95, nesterov=True),
         ),
     },
+    "warm_up": {"seeds": 3, "plain_steps": 0, "steps": 1000},
     "few_bits": {"seeds": 3, "plain_steps": 400, "steps": 700},
 }  # fmt: skip
 QUICK = {
@@ -92,6 +97,7 @@ QUICK = {
         "seeds": 2, "tuning_seeds": 1, "plain_steps": 2, "steps": 4,
         "settings": (Setting(lr=3e-3, momentum=0.9, nesterov=True),),
     },
+    "warm_up": {"seeds": 2, "plain_steps": 0, "steps": 10},
     "few_bits": {"seeds": 2, "plain_steps": 2, "steps": 4},
 }  # fmt: skip
 
