@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from laconic import Cache, Checks, Wire, fully_shard, init_mesh
+from laconic import Cache, Checks, Prefetch, Wire, fully_shard, init_mesh
 from laconic.optim import AdamW8bit, Muon, Shampoo
 from laconic.rehearse import Machine, rehearsal
 
@@ -358,6 +358,8 @@ ENGINE: dict[str, Program] = {
     "a parameter unused": Program(prepare=add_idle),
     "accumulation into .grad": Program(options={"cache": "device"}, train=training(micro_batches=2, syncs_all=True)),
     "prefetch": Program(options={"cache": "host"}, sharded=prefetch),
+    "prefetch three units": Program(options={"cache": "host", "prefetch": Prefetch(units=3)}),
+    "prefetch bytes": Program(options={"wire": _ZERO, "prefetch": Prefetch(budget_bytes=3 * WIDTH * WIDTH * 4)}),
     "recomputation": Program(options={"cache": "host"}, prepare=recompute),
     "recomputation, accumulation": Program(prepare=recompute, train=training(micro_batches=2)),
     "two forwards": Program(options={"cache": "host"}, train=two_forwards),

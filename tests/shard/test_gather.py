@@ -29,10 +29,10 @@ def events_of(model: Any, run: Callable[[], Any]) -> list[str]:
             )
     original = UnitGather.begin
 
-    def begin(self: UnitGather) -> None:
+    def begin(self: UnitGather, **options: bool) -> None:
         if self.state is GatherState.IDLE and self in names:
             events.append(f"gather {names[self]}")
-        original(self)
+        original(self, **options)
 
     UnitGather.begin = begin  # type: ignore[method-assign]
     try:

@@ -5,8 +5,9 @@ Equal layers add the same seconds, bytes and memory each, once a step has begun 
 equal layers runs with four of them, and once more with a fifth in the middle: what that adds counts for each layer
 that is left out. Peaks of memory are taken apart, one for each layer's phase, since with more layers memory may be
 fullest at another place. If the last layers' node shards stay on the device, and those of the others on the host, then
-both kinds of layers have a fifth. Micro-batches between the first and the last are equal, too. Where ranks own whole
-matrices, all layers run: which matrices a rank owns does not follow from those that it would own of fewer layers.
+there are four of each kind, and once more a fifth of each. Micro-batches between the first and the last are equal, too.
+All layers run where ranks own whole matrices, since which matrices a rank owns does not follow from those that it would
+own of fewer layers; and where a job says how many units are gathered ahead, which may be more than four.
 
 [Note: Steps now and then]
 A step that checks does more than others. So what a step takes is a mean over the steps from one check to the next:
@@ -29,8 +30,10 @@ from laconic.plan.playing import Player
 from laconic.plan.program import Program, Shape, StepWork, add_share
 from laconic.plan.rehearsal import STEPS, Rehearsal
 from laconic.shard.cache import choose_device_shards
+from laconic.shard.policies import Prefetch
 
 _KEPT = 4
+"""Of each kind, two at either end: while a layer computes, the gathers of two more have begun."""
 _MICRO_BATCHES = 3
 Figures = dict[tuple[object, ...], float]
 """All numbers of a reading and of a machine after it, which are linear in the number of layers."""
@@ -67,6 +70,7 @@ class RehearsedStep(Program):
     def num_layers(machine: Simulator, work: StepWork) -> int:
         """The number of layers of which a few are rehearsed; 0 if all are."""
         runs_all = machine.keeps_spans or work.job.optimizer.has_owners
+        runs_all = runs_all or work.job.shard.policy.prefetch != Prefetch()
         layers = 0 if runs_all else work.rehearsals.equal_layers(work.job)
         return layers if layers > _KEPT + 1 else 0
 
@@ -123,8 +127,9 @@ class RehearsedStep(Program):
         """The figures of all layers, with so many micro-batches."""
         on_device = self._num_on_device()
         on_host = self._num_layers - on_device
-        few_on_device = min(on_device, max(_KEPT // 2, _KEPT - on_host))
-        few_on_host = min(on_host, _KEPT - few_on_device)
+        kept = 2 * _KEPT if on_host and on_device else _KEPT
+        few_on_device = min(on_device, max(kept // 2, kept - on_host))
+        few_on_host = min(on_host, kept - few_on_device)
         base = total = self._figures(machine, few_on_host, few_on_device, micro_batches)
         for more, left in (((1, 0), on_host - few_on_host), ((0, 1), on_device - few_on_device)):
             if left:
@@ -153,14 +158,21 @@ class RehearsedStep(Program):
         return replace(self._config, train=replace(self._config.train, accumulation=count))
 
     def _ids(self, on_host: int, on_device: int) -> list[int] | None:
-        """The layers that stay if there are so many of either kind: the first and the last of each. None: all."""
+        """The layers that stay if there are so many of either kind: the first and the last of each. None: all.
+
+        What one more of a kind adds is the same for all, if none of its neighbours is of the other kind.
+        """
         if not self._num_layers:
             return None
-        first = on_host - on_host // 2
         begin = self._num_layers - on_device
-        last = range(begin - on_host // 2, begin) if not on_device else ()
-        kept = [*range(first), *last] if not on_device else list(range(on_host))
-        return [*kept, *range(begin, self._num_layers)]
+        last_on_host = (on_host + 1) // 2 if on_device else on_host // 2
+        first_on_device = (on_device + 1) // 2
+        border = self._num_layers - self._num_on_device() if on_device else begin
+        return [
+            *range(on_host - last_on_host),
+            *range(border - last_on_host, border + first_on_device),
+            *range(begin + first_on_device, self._num_layers),
+        ]
 
     def _figures(self, machine: Simulator, on_host: int, on_device: int, micro_batches: int) -> Figures:
         config = self._with_micro_batches(micro_batches)

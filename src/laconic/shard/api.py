@@ -28,7 +28,7 @@ from laconic.ragged.parts import slice_of_parameter
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard import extension
 from laconic.shard.bucket import HOME, Bucket, ManagedParameter, compute_dtype_of
-from laconic.shard.policies import Cache, Checks, ShardPolicy, Where, Wire, WireName
+from laconic.shard.policies import Cache, Checks, Prefetch, ShardPolicy, Where, Wire, WireName
 from laconic.shard.sharded_module import sharded_class
 from laconic.shard.unit import Origin, Unit, unit_of
 
@@ -52,6 +52,7 @@ def fully_shard(
     broadcast: bool = False,
     broadcast_buffers: bool = False,
     checks: Checks | None = None,
+    prefetch: Prefetch | None = None,
 ) -> _Modules:
     """Shard `module`'s parameters over the mesh, in place, and return it. It is one unit, gathered and freed together.
 
@@ -91,6 +92,7 @@ def fully_shard(
             the start of a forward of the root, when DDP does: [Note: Buffers] in shard/buffers.py. Without it each
             rank has its own, as under FSDP2.
         checks: how often the unit compares checksums of what crosses and of what rests in its cache. None: never.
+        prefetch: how many units are gathered ahead while this one computes. None: as their sizes say; see `Prefetch`.
 
     Raises:
         ValueError: a module is no module, has no forward, or holds a module that DDP or FSDP has wrapped or sharded; a
@@ -144,7 +146,7 @@ def fully_shard(
     unit = Unit(
         modules=modules, buckets=buckets, blocks=blocks, cluster=cluster, cache=policy, precision=precision,
         origin=origin, reshard_after_forward=reshards, checks=checks,
-        broadcast_buffers=broadcast_buffers,
+        prefetch=prefetch or Prefetch(), broadcast_buffers=broadcast_buffers,
     )  # fmt: skip
     for each in modules:
         _compat.register_as_sharded(each)

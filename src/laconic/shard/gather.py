@@ -8,9 +8,27 @@ NCCL, where waiting does not block the thread, it issues both at once.
 
 [Note: Prefetching]
 A forward under a root records the order in which its units run. The next forward begins the gathers of the units that
-came after this one last time; backward takes the same order in reverse. The next unit's gather across nodes begins when
-this unit's has arrived, and this unit's gather inside the node runs beside it. A second unit's gather keeps the wire
-busy in between, if its node shard arrives in the cache's own memory, so that it takes no memory early.
+came after this one last time; backward takes the same order in reverse.
+
+A gather has two stages. The first yields the node shard, by a copy from host memory or by the gather across nodes; the
+second is the gather inside the node. With the next unit alone begun ahead, its stages follow each other, and compute
+waits where they take longer together than it does. So the next unit is gathered whole, and of the unit after it the
+first stage begins, on other lanes: then the slowest stage alone must keep up with compute. A node shard that comes
+early waits in the cache's own memory, if collectives can use that, or else in memory of its own, 1 / L of the unit.
+
+The unit after may be tiny: then one is too few. What hides a gather is the time of the matmuls before it, and copies,
+gathers and matmuls all take time by the bytes of the weights. So bytes stand for time here. Measured times would differ
+between ranks, which would have to agree on them, and from run to run. The sizes and the recorded order are equal on all
+ranks and in all runs, and so is what they decide: [Note: The same order on every rank]. By default,
+
+- as many units are whole at once as fit in the bytes that two neighbours take at most, and one ahead at least. So
+  small units come several at a time, and no more memory is full of weights than with one unit ahead;
+- the first stages of the units after them begin as far as their node shards fit in the bytes of the largest, and of
+  one at least. Two such node shards wait while a unit computes, one of them in use by its second stage. Between two
+  units there are three: not before compute has waited may that of the unit that begins go.
+
+A unit that stays gathered while others run, as the root does, takes part as the largest of the others. `Prefetch` sets
+other limits. If a rank's forward takes another order than the last one, gathers may begin in vain, and are freed.
 
 [Note: Late copies]
 A unit that stays gathered until backward, as the root does, need not be in the cache before. Its copy to host memory,
@@ -19,8 +37,9 @@ go only after theirs. On an H200 compute waited 2.5 ms of a step for that. So su
 ends.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
+from itertools import accumulate, pairwise, takewhile
 
 import torch
 from torch import Tensor
@@ -31,6 +50,8 @@ from laconic.shard.bucket import Bucket
 from laconic.shard.crossing import CopiesOf, crossing_of
 from laconic.shard.extension import Observer
 from laconic.shard.lanes import Event, Lanes, wait_for
+from laconic.shard.ledger import Held
+from laconic.shard.policies import Prefetch
 
 
 class GatherState(Enum):
@@ -64,6 +85,8 @@ class BucketGather:
         self._stored: Event = None
         self._unstored: tuple[Tensor, Event] | None = None
         """The node shard that `store` has yet to copy to the cache, and the event after which it is complete."""
+        self._early: Held[Tensor] | None = None
+        """The memory of a node shard that came early, before the full buffer: [Note: Prefetching]."""
         self.num_crossings = 0
         """The gathers that began with this rank's shard, not with the cache."""
 
@@ -82,8 +105,10 @@ class BucketGather:
         """True if the parameters have changed since the gather began."""
         return self._version != self.bucket.version
 
-    def start_node(self) -> None:
+    def start_node(self, *, is_early: bool) -> None:
         """Issue the gather across nodes, unless the cache has the node shard of this version.
+
+        With `is_early` the node shard waits for the gather inside the node without the full buffer.
 
         Raises:
             RuntimeError: the parameters are on the meta device.
@@ -97,7 +122,7 @@ class BucketGather:
         bucket.form.find_hooks()
         self._version = bucket.version
         self._comes_from_cache = kept.holds(self._version)
-        self._node_shard = kept.gathered_in(bucket.full.node_shard)
+        self._node_shard = kept.gathered_in(self._allocate_early if is_early else bucket.full.node_shard)
         if self._comes_from_cache or self.crossing.prepare():
             self._loaded = kept.load_into(self._node_shard, self._lanes)
         if self._comes_from_cache:
@@ -107,6 +132,14 @@ class BucketGather:
         with self._lanes.gather_node.running(self._loaded):
             self.crossing.start(self._node_shard)
             self._is_crossing = True
+
+    def _allocate_early(self) -> Tensor:
+        bucket = self.bucket
+        if self._early is None:
+            with torch.inference_mode(False):  # it has versions, as the full buffer
+                memory = torch.empty(bucket.node_shard_numel, dtype=bucket.form.dtype, device=bucket.cluster.device)
+            self._early = Held(memory, bucket.ledger)
+        return self._early.memory
 
     def start_local(self) -> None:
         """Wait for the node shard and issue the gather inside the node."""
@@ -133,12 +166,23 @@ class BucketGather:
             self._pending.wait()
         self._pending, self._loaded = NOTHING, None
         event = self._lanes.gather_local.record_event()
-        self._unstored = None if self._comes_from_cache else (self._node_shard, self._arrived)
+        if self._comes_from_cache:
+            self._unstored = None
+        elif self._early is not None:  # its memory goes before that of the full buffer, which has a copy now
+            self._unstored = self.bucket.full.node_shard(), event
+        else:
+            self._unstored = self._node_shard, self._arrived
         self._arrived = None
         del self._node_shard
         if stores:  # now, so that the copy runs beside the next computation
             self.store()
         return event
+
+    def free_early(self) -> None:
+        """Free what the gather inside the node has read. Compute has waited for its event."""
+        if self._early is not None:
+            self._early.free()
+            self._early = None
 
     def store(self) -> None:
         """Copy the node shard to the cache, unless it came from there."""
@@ -159,8 +203,12 @@ class BucketGather:
 class UnitGather:
     """The gather of all buckets of a unit."""
 
-    def __init__(self, buckets: list[Bucket], lanes: Lanes, copies_of: CopiesOf, observer: Observer) -> None:
+    def __init__(
+        self, buckets: list[Bucket], lanes: Lanes, copies_of: CopiesOf, observer: Observer, prefetch: Prefetch
+    ) -> None:
         self.buckets, self._observer = buckets, observer
+        self.prefetch = prefetch
+        """Which gathers begin with this one."""
         self._gathers = [BucketGather(bucket, lanes, copies_of) for bucket in buckets]
         self.is_stream_ordered = all(gather.is_stream_ordered for gather in self._gathers)
         self._events: list[Event] = []
@@ -173,24 +221,39 @@ class UnitGather:
         return ((gather.bucket, gather.num_crossings) for gather in self._gathers)
 
     @property
-    def begins_without_memory(self) -> bool:
-        """True if `begin` allocates no memory that would otherwise be free."""
-        return not self.is_stream_ordered and all(bucket.node_shard.is_direct for bucket in self.buckets)
+    def whole_bytes(self) -> int:
+        """The bytes of the full buffers."""
+        return sum(b.form.numel * b.layout.num_shards * b.form.dtype.itemsize for b in self.buckets)
 
-    def begin(self) -> None:
-        """Begin a gather if none has begun or parameters changed since: [Note: The same order on every rank]."""
+    @property
+    def node_bytes(self) -> int:
+        """The bytes of this rank's node shards."""
+        return sum(bucket.node_shard_numel * bucket.form.dtype.itemsize for bucket in self.buckets)
+
+    @property
+    def can_begin_early(self) -> bool:
+        """True if the first stage takes time, and no memory for whole weights: [Note: Prefetching]."""
+        if not self.is_stream_ordered:  # Gloo would copy this rank's part once more
+            return all(bucket.node_shard.is_direct for bucket in self.buckets)
+        return all(b.cluster.num_local > 1 and (b.cluster.num_nodes > 1 or b.is_offloaded) for b in self.buckets)
+
+    def begin(self, *, is_early: bool = False) -> None:
+        """Begin a gather if none has begun or parameters changed since: [Note: The same order on every rank].
+
+        With `is_early` only its first stage, if `can_begin_early`: [Note: Prefetching].
+        """
         if self.state is not GatherState.IDLE and any(gather.is_stale for gather in self._gathers):
             self.release()
         if self.state is GatherState.IDLE:
             self._drop_damaged()
             for gather in self._gathers:
-                gather.start_node()
+                gather.start_node(is_early=is_early)
             if any(gather.needs_others for gather in self._gathers):
                 self._observer.gather_begun(self)
             self.state = GatherState.NODE
-            if self.is_stream_ordered:
-                self.start_local()
-                self._finish()
+        if self.state is GatherState.NODE and self.is_stream_ordered and not is_early:
+            self.start_local()
+            self._finish()
 
     def _finish(self) -> None:
         stores = not (self.stays and torch.is_grad_enabled())
@@ -234,6 +297,8 @@ class UnitGather:
             self._finish()
         for event in self._events:
             wait_for(event)
+        for gather in self._gathers:
+            gather.free_early()
         self._observer.arrived(self)
         for bucket in self.buckets:
             bucket.full.decode()
@@ -269,10 +334,6 @@ class UnitGather:
             gather.crossing.forget()
 
 
-PREFETCH = 2
-"""The number of units whose gathers across nodes begin early: [Note: Prefetching]."""
-
-
 class Order:
     """The order in which the units of one root run, and the gathers that begin early by it: [Note: Prefetching]."""
 
@@ -281,6 +342,9 @@ class Order:
         self._last_forward: list[UnitGather] = []
         self._forward: list[UnitGather] = []  # the present forward so far
         self._left: list[UnitGather] = []  # finished forwards of this step; backward visits them in reverse
+        self._open: list[UnitGather] = []  # whose forward has begun and not ended
+        self._around: set[UnitGather] = set()  # in whose forward others begin
+        self._pair_bytes = self._largest_bytes = self._largest_node_bytes = 0  # of units that are not around others
 
     @property
     def has_run(self) -> bool:
@@ -293,50 +357,86 @@ class Order:
         Several forwards may come before one backward. A forward that backward recomputes belongs to the present step.
         """
         self._is_recording = True
-        self._forward = []
+        self._forward, self._open = [], []
         if torch.is_grad_enabled() and not keeps and not _compat.in_backward():
             self._left = []
 
     def end_forward(self) -> None:
         """End a forward of the root: the recorded order serves the next one."""
         self._is_recording = False
-        self._last_forward, self._forward = self._forward, []
+        if self._forward != self._last_forward:
+            self._last_forward = self._forward
+            sizes_bytes = [gather.whole_bytes for gather in self._forward if gather not in self._around]
+            self._largest_bytes = max(sizes_bytes, default=0)
+            self._pair_bytes = max(map(sum, pairwise(sizes_bytes)), default=self._largest_bytes)
+            self._largest_node_bytes = max((g.node_bytes for g in self._forward if g not in self._around), default=0)
+        self._forward, self._open = [], []
 
     def enter_forward(self, gather: UnitGather, prefetch: Sequence[UnitGather] | None) -> None:
         """Begin the gather of a unit whose forward begins, and those of `prefetch`; None takes the recorded order."""
         gather.begin()
         following: Sequence[UnitGather] = []
         if self._is_recording:
+            self._around.update(self._open)
+            self._open.append(gather)
             self._forward.append(gather)
             position = len(self._forward)
             if self._last_forward[position - 1 : position] == [gather]:
-                following = _worth_beginning(self._last_forward[position : position + PREFETCH])
-        _begin_all(gather, following if prefetch is None else prefetch)
+                following = self._last_forward[position:]
+        self._begin_others(gather, following, prefetch)
 
     def leave_forward(self, gather: UnitGather) -> None:
         """Record that a unit's forward has ended."""
+        if gather in self._open:
+            self._open.remove(gather)
         if torch.is_grad_enabled():
             self._left.append(gather)
 
     def enter_backward(self, gather: UnitGather, prefetch: Sequence[UnitGather] | None) -> None:
         """Begin the gather of a unit whose backward begins, and those of `prefetch`; None takes the recorded order."""
         gather.begin()
+        following: Sequence[UnitGather] = []
         if prefetch is None:
             position = next((i for i in reversed(range(len(self._left))) if self._left[i] is gather), 0)
-            prefetch = _worth_beginning(self._left[max(0, position - PREFETCH) : position][::-1])
+            following = self._left[:position][::-1]
             del self._left[position:]
-        _begin_all(gather, prefetch)
+        self._begin_others(gather, following, prefetch)
 
     def end_backward(self) -> None:
         """End a backward that is finished or abandoned."""
         self._left = []
 
+    def _begin_others(
+        self, gather: UnitGather, following: Sequence[UnitGather], prefetch: Sequence[UnitGather] | None
+    ) -> None:
+        """Begin the gathers of `prefetch`; None chooses among those that follow `gather`."""
+        gather.start_local()
+        whole, early = self._chosen(gather, following) if prefetch is None else (prefetch, ())
+        for other in whole:
+            other.begin()
+        for other in early:
+            other.begin(is_early=True)
 
-def _begin_all(gather: UnitGather, following: Iterable[UnitGather]) -> None:
-    gather.start_local()
-    for other in following:
-        other.begin()
+    def _chosen(
+        self, gather: UnitGather, following: Sequence[UnitGather]
+    ) -> tuple[Sequence[UnitGather], Iterable[UnitGather]]:
+        """Choose the next units to gather whole, and those after them whose first stage begins: [Note: Prefetching]."""
+        policy = gather.prefetch
+        if policy.units is not None:
+            return following[: policy.units], ()
+        room = policy.budget_bytes
+        if room is None:
+            room = self._pair_bytes - (self._largest_bytes if gather in self._around else gather.whole_bytes)
+        num_whole = max(1, _fitting(following, lambda each: each.whole_bytes, room))
+        whole, after = following[:num_whole], following[num_whole:]
+        if policy.budget_bytes is None:
+            room, least = self._largest_node_bytes, 1
+        else:
+            room, least = room - sum(each.whole_bytes for each in whole), 0
+        num_early = max(least, _fitting(after, lambda each: each.node_bytes, room))
+        return whole, takewhile(lambda each: each.can_begin_early, after[:num_early])
 
 
-def _worth_beginning(following: list[UnitGather]) -> list[UnitGather]:
-    return [gather for distance, gather in enumerate(following) if distance == 0 or gather.begins_without_memory]
+def _fitting(gathers: Sequence[UnitGather], bytes_of: Callable[[UnitGather], int], room_bytes: int) -> int:
+    """The number of the first gathers that fit in `room_bytes` together."""
+    return sum(1 for _ in takewhile(lambda total: total <= room_bytes, accumulate(map(bytes_of, gathers))))

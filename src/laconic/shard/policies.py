@@ -71,6 +71,29 @@ class Cache(Policy):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prefetch(Policy):
+    """The policy that says how many units are gathered ahead of the one that computes.
+
+    By default the sizes of the units decide: [Note: Prefetching] in shard/gather.py. A list of
+    `set_modules_to_forward_prefetch` or `set_modules_to_backward_prefetch` comes before it.
+
+    Raises:
+        ValueError: a number is not positive, or both are given.
+    """
+
+    units: Count | None = option(None, key="prefetch_units")
+    """The number of units that are gathered ahead, whatever their sizes. 1 takes the least memory. Default: as many as
+    take no more memory than two neighbours, and a part of the unit after them."""
+    budget_bytes: Count | None = option(None, key="prefetch_bytes")
+    """The bytes of gathered weights ahead, on the device of each rank: as many units as fit are gathered, and one at
+    least; what is left goes to the node shards of those after them. Default: see prefetch_units."""
+
+    def _check_keys(self) -> None:
+        message = "and {prefetch_bytes=} are two limits; give one of them"
+        self._check("prefetch_units", self.units is None or self.budget_bytes is None, message)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Wire(Policy):
     """The bits in which weights and gradients cross between nodes. Inside a node everything stays exact.
 
@@ -291,6 +314,7 @@ class ShardPolicy(Policy):
     precision: Precision = Precision()
     reshard_after_forward: bool | None = None
     """Free gathered parameters after forward and gather them again in backward. Default: yes, the root too."""
+    prefetch: Prefetch = Prefetch()
     offload: bool = False
     """Parameters, gradients and the optimizer's states rest in host memory, where the optimizer steps; each shard is
     copied to the device before its gather, as under torch's `CPUOffloadPolicy`."""
@@ -325,6 +349,7 @@ class ShardPolicy(Policy):
             "wire": self.wire,
             "offload_policy": CPUOffloadPolicy(pin_memory=self.cache.pin_memory) if self.offload else None,
             "checks": self.checks,
+            "prefetch": self.prefetch,
             "granularity": self.granularity,
             "reshard_after_forward": self.reshard_after_forward is not False,
         }

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
@@ -56,7 +56,7 @@ from laconic.shard.gather import Order, UnitGather
 from laconic.shard.hooks import AwaitedHooks, OutputGradients, map_tensors
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Held, Ledger
-from laconic.shard.policies import Cache, Checks
+from laconic.shard.policies import Cache, Checks, Prefetch
 from laconic.shard.reduce import BucketGradients, Reduction, ReductionQueue
 
 
@@ -108,6 +108,7 @@ class Unit:
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     checks: Checks | None = None
+    prefetch: Prefetch = field(default_factory=Prefetch)
     broadcast_buffers: bool = False
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
@@ -169,7 +170,7 @@ class Unit:
         for bucket in self.buckets:
             bucket.open_account(root.ledger)
         # A unit may have another mesh than its root: [Note: Two parallelisms, two meshes] in ragged/dtensor.py.
-        self._gather = UnitGather(self.buckets, root.lanes, root.copies_of, root.observer)
+        self._gather = UnitGather(self.buckets, root.lanes, root.copies_of, root.observer, self.prefetch)
         self.gradients = [
             BucketGradients(bucket, root.lanes, root.begin_backward, root.observer) for bucket in self.buckets
         ]

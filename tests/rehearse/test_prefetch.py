@@ -1,0 +1,166 @@
+"""What the gathers that run ahead do on a device: beside which units, in how much memory, and alike on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laconic import Prefetch, fully_shard, init_mesh
+from laconic.rehearse import rehearsal
+from laconic.rehearse.order import clocks
+from laconic.rehearse.tape import Free, Step, Tape
+from tests.support.launch import launch
+
+WIDTH = 64
+EQUAL = (WIDTH,) * 6
+SMALL = (WIDTH, 8, 8, 8, 8, WIDTH)
+ODD = (33, 7, 5, 33, 3, 3, 9)
+
+
+class Stack(nn.Module):
+    """Layers of one product each, and a parameter of the root."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for width in widths)
+        self.scale = nn.Parameter(torch.ones(widths[0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for layer in self.layers:
+            missing = layer.in_features - x.shape[1]
+            x = layer(nn.functional.pad(x, (0, missing)))  # a negative number cuts
+        return x.sum()
+
+
+def _warm(
+    nodes: int, local: int, widths: tuple[int, ...], *, rank: int = 0, trains: bool = True, **options: Any
+) -> Tape:
+    """A forward, and a backward if it `trains`, after another one."""
+    with rehearsal(nodes=nodes, local=local, rank=rank) as machine:
+        mesh = init_mesh("cuda", nodes=nodes, local=local)
+        model: Any = Stack(widths).to("cuda")
+        for layer in (*model.layers, model):
+            fully_shard(layer, mesh=mesh, **options)
+        x = torch.randn(4, widths[0], device="cuda")
+
+        def step() -> None:
+            with torch.set_grad_enabled(trains):
+                loss = model(x)
+            if trains:
+                loss.backward()
+
+        step()
+        with machine.recording() as tape:
+            step()
+        return tape
+
+
+def _products_beside(widths: tuple[int, ...], **options: Any) -> dict[str, list[int]]:
+    """The number of layers whose product no event orders before or after each copy from the host, and each gather."""
+    timed = [(step, list(clock)) for step, clock in clocks(_warm(2, 2, widths, trains=False, **options))]
+    products = [(step, clock) for step, clock in timed if step.name == "aten::mm"]
+    assert len(products) == len(widths), {step.name for step, _ in timed}
+    found: dict[str, list[int]] = {}
+    for step, clock in timed:
+        is_copy = step.name == "aten::copy_" and step.place.startswith("shard/cache.py")
+        if not is_copy and (step.transfer is None or step.transfer.purpose != "weights"):
+            continue
+        kind = "copy" if step.transfer is None else step.transfer.level
+        beside = sum(
+            clock[other.timeline] < theirs[other.timeline] and theirs[step.timeline] < clock[step.timeline]
+            for other, theirs in products
+        )
+        found.setdefault(kind, []).append(beside)
+    return found
+
+
+def _all_products() -> dict[str, dict[str, list[int]]]:
+    cases: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+        "crossing": (EQUAL, {"cache": "none"}),
+        "from the host": (EQUAL, {"cache": "host"}),
+        "one unit": (EQUAL, {"cache": "host", "prefetch": Prefetch(units=1)}),
+        "three units": (EQUAL, {"cache": "none", "prefetch": Prefetch(units=3)}),
+        "small units": (SMALL, {"cache": "host"}),
+    }
+    return {name: _products_beside(widths, **options) for name, (widths, options) in cases.items()}
+
+
+def test_the_first_stage_runs_beside_two_layers_and_the_second_beside_one() -> None:
+    """The root, then the layers: what precedes the root's forward, and the first layer's, has no layer beside it."""
+    found = launch(_all_products, num_ranks=1, timeout_s=110, backend=None)[0]
+    assert found["crossing"] == {"node": [0, 0, 1, 2, 2, 2, 2], "local": [0, 0, 1, 1, 1, 1, 1]}
+    assert found["from the host"] == {"copy": [0, 0, 1, 2, 2, 2, 2], "local": [0, 0, 1, 1, 1, 1, 1]}
+    assert found["one unit"] == {"copy": [0, 0, 1, 1, 1, 1, 1], "local": [0, 0, 1, 1, 1, 1, 1]}
+    assert found["three units"] == {"node": [0, 0, 1, 2, 3, 3, 3], "local": [0, 0, 1, 2, 3, 3, 3]}
+    assert found["small units"] == {"copy": [0, 0, 1, 2, 3, 4, 4], "local": [0, 0, 1, 1, 2, 3, 1]}
+
+
+def _peaks(tape: Tape) -> tuple[int, int]:
+    """The most bytes on the device at once, and the most in full buffers."""
+    held = most = whole = most_whole = 0
+    for entry in tape.entries:
+        number = entry.memory if isinstance(entry, Free) else entry.allocates if isinstance(entry, Step) else None
+        if number is None or not tape.memories[number].is_device:
+            continue
+        memory = tape.memories[number]
+        size = -memory.nbytes if isinstance(entry, Free) else memory.nbytes
+        held += size
+        whole += size if "shard/bucket.py" in memory.place else 0
+        most, most_whole = max(most, held), max(most_whole, whole)
+    return most, most_whole
+
+
+def _memory() -> list[Any]:
+    found = []
+    for widths in (EQUAL, SMALL, ODD):
+        for cache in ("none", "host", "device"):
+            shape = (2, 3) if widths is ODD else (2, 2)
+            tapes = [_warm(*shape, widths, cache=cache, prefetch=policy) for policy in (Prefetch(units=1), None)]
+            found.append([widths, cache, [_peaks(tape) for tape in tapes]])
+    return found
+
+
+def test_by_default_two_node_shards_come_on_top_of_what_one_unit_ahead_takes() -> None:
+    for widths, cache, (one, default) in launch(_memory, num_ranks=1, timeout_s=110, backend=None)[0]:
+        assert default[1] == one[1], "no more memory is full of weights"
+        largest_node_shard = 4 * max(widths) ** 2 // 2
+        if cache == "device":  # node shards arrive where they stay
+            assert default == one, widths
+        elif widths == EQUAL:
+            assert default[0] == one[0] + 2 * largest_node_shard, cache
+        else:
+            assert one[0] < default[0] <= one[0] + 2 * largest_node_shard, (widths, cache)
+
+
+def _orders() -> list[int]:
+    """The number of transfers of each case, which are the same ones on all ranks."""
+    cases: list[dict[str, Any]] = [
+        {"cache": "none"},
+        {"cache": "host", "wire": "4bit"},
+        {"cache": "none", "prefetch": Prefetch(budget_bytes=2000)},
+    ]
+    found = []
+    for shape in ((3, 2), (2, 3)):
+        for options in cases:
+            by_rank = [
+                [
+                    (t.op, t.size, t.level, t.purpose, t.unit)
+                    for t in _transfers(_warm(*shape, ODD, rank=rank, **options))
+                ]
+                for rank in range(6)
+            ]
+            assert all(theirs == by_rank[0] for theirs in by_rank), (shape, options)
+            found.append(len(by_rank[0]))
+    return found
+
+
+def _transfers(tape: Tape) -> list[Any]:
+    steps = [entry for entry in tape.entries if isinstance(entry, Step) and entry.transfer is not None]
+    return list({id(step.transfer): step.transfer for step in steps}.values())
+
+
+def test_transfers_have_one_order_on_all_ranks() -> None:
+    assert min(launch(_orders, num_ranks=1, timeout_s=110, backend=None)[0]) > 4 * (len(ODD) + 1)

@@ -1,0 +1,161 @@
+"""How far gathers run ahead: the sizes of units decide, alike on all ranks, or a `Prefetch` policy."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from laconic import Prefetch
+from laconic.config import Config, from_dict
+from laconic.integrations.options import LaconicArguments
+from laconic.shard.gather import Order
+from tests.reference.prefetch import ahead
+from tests.shard.test_gather import events_of, gathered_before
+from tests.support import sharded_net
+from tests.support.launch import on_ranks
+
+
+class _Sized(SimpleNamespace):
+    """A unit's gather of which only sizes are known."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+    def begin(self, *, is_early: bool = False) -> None:
+        self.begun.append((self.place, is_early))
+
+    def start_local(self) -> None:
+        pass
+
+
+def _order_of(sizes: list[tuple[int, int]], outer: bool, policy: Prefetch) -> list[tuple[list[int], list[int]]]:
+    """What an `Order` begins in a second forward in which unit 0 is around all others, if it is `outer`."""
+    begun: list[tuple[int, bool]] = []
+    gathers: list[Any] = [
+        _Sized(place=i, whole_bytes=whole, node_bytes=node, can_begin_early=True, prefetch=policy, begun=begun)
+        for i, (whole, node) in enumerate(sizes)
+    ]
+    order, found = Order(), []
+    for _ in range(2):
+        found.clear()
+        order.begin_forward(keeps=False)
+        for gather in gathers:
+            begun.clear()
+            order.enter_forward(gather, None)
+            others = [each for each in begun if each[0] != gather.place]
+            found.append(([i for i, early in others if not early], [i for i, early in others if early]))
+            if gather.place or not outer:
+                order.leave_forward(gather)
+        if outer:
+            order.leave_forward(gathers[0])
+        order.end_forward()
+    return found
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_the_choice_equals_that_of_the_reference(outer: bool) -> None:
+    sample = random.Random(0)
+    for _ in range(300):
+        sizes = [
+            (sample.choice((0, 1, 2, 7, 30, 31)), sample.choice((0, 1, 3, 8))) for _ in range(sample.randint(1, 9))
+        ]
+        around = {0} if outer and len(sizes) > 1 else set()
+        budget = sample.choice((None, 1, 7, 40, 500))
+        want = ahead([w for w, _ in sizes], [n for _, n in sizes], around, budget_bytes=budget)
+        assert _order_of(sizes, outer, Prefetch(budget_bytes=budget)) == want, (sizes, budget)
+
+
+@pytest.mark.parametrize("num_units", [1, 2, 5, 20])
+def test_no_more_memory_is_full_of_weights_than_with_one_unit_ahead(num_units: int) -> None:
+    sample = random.Random(num_units)
+    for _ in range(200):
+        sizes = [sample.choice((1, 2, 7, 30)) for _ in range(num_units)]
+        most = max(map(sum, pairwise(sizes)), default=0)
+        for place, (whole, _) in enumerate(_order_of([(size, 1) for size in sizes], False, Prefetch())):
+            assert sum(sizes[i] for i in (place, *whole)) <= max(most, sizes[place])
+
+
+def test_small_units_come_several_at_a_time_and_large_ones_alone() -> None:
+    sizes = [(100, 25), (10, 3), (10, 3), (10, 3), (10, 3), (100, 25)]
+    whole = [ahead for ahead, _ in _order_of(sizes, False, Prefetch())]
+    assert whole == [[1], [2, 3, 4], [3, 4], [4], [5], []]
+    equal = _order_of([(8, 2)] * 4, False, Prefetch())
+    assert equal == [([1], [2]), ([2], [3]), ([3], []), ([], [])]
+
+
+# -- real ranks --------------------------------------------------------------------------------------------------------
+
+
+class Uneven(sharded_net.Net):
+    """Large and small blocks, of odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(sharded_net.Block(17, h) for h in (61, 3, 3, 3, 3, 61, 5))
+
+
+def _trained(**options: Any) -> tuple[Any, list[str]]:
+    model = sharded_net.shard(sharded_net.build(Uneven), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sharded_net.train_step(model, optimizer)
+    batch = sharded_net.inputs(0, dist.get_rank())
+    events = events_of(model, lambda: sharded_net.squared_error(model, batch).backward())
+    return model, events
+
+
+def _assert_equal_on_all_ranks(events: list[str]) -> None:
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, events)
+    assert all(theirs == events for theirs in by_rank)
+    assert sum(event.startswith("gather") for event in events) == 2 * 7 + 1, "each unit once each way, and the root"
+
+
+@on_ranks(3, local=1)
+def test_small_units_are_gathered_together_on_all_ranks_alike() -> None:
+    model, events = _trained(cache="none")
+    _assert_equal_on_all_ranks(events)
+    assert gathered_before(events, "forward blocks.0") == {"blocks.1"}
+    assert gathered_before(events, "forward blocks.1") == {"blocks.2", "blocks.3", "blocks.4"}
+    assert gathered_before(events, "forward blocks.4") == {"blocks.5"}
+    sharded_net.assert_nothing_gathered(model)
+
+
+@on_ranks(6, local=2)
+def test_a_policy_sets_a_number_of_units_or_of_bytes() -> None:
+    for cache in ("none", "host"):
+        model, events = _trained(cache=cache, prefetch=Prefetch(units=3))
+        _assert_equal_on_all_ranks(events)
+        for index in range(7):
+            following = {f"blocks.{i}" for i in range(index + 1, min(index + 4, 7))}
+            assert gathered_before(events, f"forward blocks.{index}") == following, (cache, index)
+        size = model.blocks[1]._laconic_unit.gather.whole_bytes
+        _, events = _trained(cache=cache, prefetch=Prefetch(budget_bytes=2 * size))
+        _assert_equal_on_all_ranks(events)
+        if cache == "none":
+            assert gathered_before(events, "forward blocks.0") == {"blocks.1", "blocks.2"}
+            assert gathered_before(events, "forward blocks.4") == {"blocks.5"}, "one at least"
+    model = sharded_net.shard(sharded_net.build(Uneven), cache="host", prefetch=Prefetch(units=5))
+    sharded_net.train_step(model)
+    model.zero_grad()
+    micro_batches = sharded_net.micro_batches(1)
+    sharded_net.squared_error(model, micro_batches[0][dist.get_rank()]).backward()
+    sharded_net.assert_gradients(model, sharded_net.oracle_of(model, Uneven), micro_batches)
+    sharded_net.assert_nothing_gathered(model)
+
+
+def test_a_policy_is_checked_under_every_name() -> None:
+    with pytest.raises(ValueError, match=r"Prefetch\(units=0\) must be at least 1"):
+        Prefetch(units=0)
+    with pytest.raises(ValueError, match=r"\(units=2\) and Prefetch\(budget_bytes=5\) are two limits; give one"):
+        Prefetch(units=2, budget_bytes=5)
+    with pytest.raises(ValueError, match=r"shard\.prefetch_units = 2 and shard\.prefetch_bytes = 5 are two limits"):
+        from_dict(Config, {"shard": {"prefetch_units": 2, "prefetch_bytes": 5}})
+    assert from_dict(Config, {"shard": {"prefetch_bytes": 5}}).shard.policy.prefetch == Prefetch(budget_bytes=5)
+    assert LaconicArguments(prefetch_units=2).policy.prefetch == Prefetch(units=2)
