@@ -75,26 +75,74 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> dis
     return cast(dist.ProcessGroup, group)
 
 
+def is_bound() -> bool:
+    """True if the default group is bound to an accelerator."""
+    return dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
+
+
+def splitting_device() -> torch.device | None:
+    """Return the accelerator to which the default group is bound, if groups can be split from it there; else None.
+
+    Its communicator has begun then. Gloo says that it can, but takes no part in what torch does with bound groups.
+    """
+    world = dist.group.WORLD
+    device = None if world is None else world.bound_device_id
+    if world is None or device is None or not torch.accelerator.is_available():
+        return None
+    can_split = backend_of(world, device.type) != "gloo" and world._get_backend(device).supports_splitting
+    return device if can_split else None
+
+
+def split_group(lists_of_ranks: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
+    """Split groups from the default one, and return that of this rank. Collective; there is a `splitting_device`."""
+    world = dist.group.WORLD
+    assert world is not None
+    group = dist.split_group(world, lists_of_ranks, timeout or timeout_of(world))
+    assert group is not None, "the lists have all ranks"
+    return group
+
+
+@contextlib.contextmanager
+def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
+    """Let torch make a group by itself in the body, not split it from the default group.
+
+    A split takes all ranks of the default group. From a bound group torch splits every group of NCCL. And those that
+    are no members of another backend's group take part in a split of which its members know nothing.
+    """
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
 def named_group(
-    name: str, ranks: list[int], timeout: timedelta | None, backend: str | None = None
+    name: str,
+    ranks: list[int],
+    timeout: timedelta | None,
+    backend: str | None = None,
+    device: torch.device | None = None,
 ) -> dist.ProcessGroup:
     """Make a group of ranks under a name that no group has had. `dist.new_group` takes no name.
 
-    Only the ranks of the group call this. None stands for the backend, or the time-out, of the default group.
+    Only the ranks of the group call this. None stands for the backend, or the time-out, of the default group. With
+    `device` the group is bound to that accelerator, and begins at once.
     """
     world, state = dist.group.WORLD, dist.distributed_c10d._world
     assert world is not None
     default_backend, store = state.pg_map[world]
     backend = backend or default_backend
-    group, _ = dist.distributed_c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        ranks,
-        backend,
-        store,
-        group_name=cast(Any, name),
-        timeout=timeout or timeout_of(world) or dist.distributed_c10d._get_default_timeout(cast(Any, backend)),
-    )
+    with _unbound(world):
+        group, _ = dist.distributed_c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            ranks,
+            backend,
+            store,
+            group_name=cast(Any, name),
+            timeout=timeout or timeout_of(world) or dist.distributed_c10d._get_default_timeout(cast(Any, backend)),
+            device_id=device,
+        )
     state.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return cast(dist.ProcessGroup, group)
 

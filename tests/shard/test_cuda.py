@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,13 +25,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import laconic
 from laconic import _compat
+from laconic.comm.groups import new_group, started_bytes
 from laconic.shard import cache as cache_module
 from laconic.shard import lanes, unit
 from laconic.shard.cache import make_slab
 from laconic.shard.unit import unit_of
 from tests.support import sharded_net
 from tests.support.alone import become_rank_0
-from tests.support.launch import on_ranks, run_ranks
+from tests.support.launch import free_port, on_ranks, run_ranks
 
 pytestmark = [
     pytest.mark.cuda,
@@ -261,6 +263,36 @@ def over_nccl(cache: str, accumulation: int) -> None:
 
 def test_one_rank_on_nccl_equals_unsharded() -> None:
     run_ranks(over_nccl, 1, "host", 2)
+
+
+def communicators_begin_at_once() -> None:
+    """The default group's communicator begins before the first transfer, and those that are split from it, too."""
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(free_port())
+    mesh = laconic.init_mesh("cuda")
+    world, device = dist.group.WORLD, torch.device("cuda", torch.cuda.current_device())
+    assert world is not None
+    assert world.bound_device_id == device
+    assert world._get_backend(device)._is_initialized()  # type: ignore[attr-defined]
+    assert list(laconic.Cluster.of(mesh).communicators) == ["default, all"], "no level has two ranks"
+    assert _compat.splitting_device() == device
+    split = _compat.split_group([[0]], None)
+    assert split is not world
+    alone = new_group([0], None, device=device)
+    lazy = new_group([0], None)
+    begun = [each._get_backend(device)._is_initialized() for each in (split, alone, lazy)]  # type: ignore[attr-defined]
+    assert begun == [True, True, False]
+    print(f"{started_bytes():,} bytes for one communicator")
+    for group in (split, alone, lazy):
+        number = torch.ones(1, device=device)
+        dist.all_reduce(number, group=group)
+        assert number.item() == 1
+    assert _compat.timeout_of(split) == _compat.timeout_of(world)
+    against_unsharded("host", 2)
+
+
+def test_communicators_begin_at_once() -> None:
+    run_ranks(communicators_begin_at_once, 1)
 
 
 @pytest.mark.parametrize(("cache", "accumulation"), list(itertools.product(("none", "host", "device"), (1, 2))))

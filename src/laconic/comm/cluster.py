@@ -11,6 +11,7 @@ its own.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterable
@@ -27,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from laconic import _compat
 from laconic.comm.agreement import RankGroup
 from laconic.comm.failure import watch_peers
-from laconic.comm.groups import has_peers, is_rehearsed, new_group
+from laconic.comm.groups import counting_started, has_peers, is_rehearsed, new_group
 from laconic.comm.launch import start_process_group
 from laconic.comm.traffic import IslandLevel, Level, Traffic
 from laconic.comm.watch import waiting_for, watch_progress
@@ -47,6 +48,8 @@ class _Made:
     clusters: dict[Any, Cluster] = field(default_factory=dict)
     joint: dict[tuple[str, tuple[int, ...]], Cluster] = field(default_factory=dict)
     """The clusters that `Cluster.over` has made or found."""
+    device_groups: dict[Any, dist.ProcessGroup] = field(default_factory=dict)
+    """The process groups of the device that are shared, by their ranks and use: [Note: Communicators] in groups.py."""
     host_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
     """The groups of all ranks of the job for small messages in host memory: one for all meshes of these ranks."""
 
@@ -108,8 +111,8 @@ def init_mesh(
         ValueError: the ranks do not fill the mesh, nodes have unequal numbers of ranks, the machine has no such
             device, or torchrun's environment is missing and there is no process group.
     """
-    _start_process_group(device_type, timeout)
     _select_device(device_type)
+    _start_process_group(device_type, timeout)
     world = dist.get_world_size()
     local = local if local is not None else _ranks_per_node(world)
     if min(islands, local) < 1 or (nodes is not None and nodes < 1):
@@ -153,8 +156,8 @@ def make_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...] |
     torch gives the groups of a mesh a timeout of their own, of half an hour on Gloo.
     """
     with waiting_for(f"the process groups of the mesh {shape}"):
-        if is_rehearsed() and names is not None:
-            return _mesh_of_one_rank(device_type, shape, names)
+        if (is_rehearsed() or _shares_groups(device_type)) and names is not None:
+            return _mesh_of_own_groups(device_type, shape, names)
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
     assert dist.group.WORLD is not None
     timeout = _compat.timeout_of(dist.group.WORLD)
@@ -164,12 +167,16 @@ def make_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...] |
     return mesh
 
 
-def _mesh_of_one_rank(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """The mesh of a rank whose peers are not there. torch makes the groups of all ranks, which takes long for many."""
+def _mesh_of_own_groups(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """The mesh whose groups are those of gathers. Those that torch makes would be further communicators.
+
+    In a rehearsal torch would make the groups of all ranks, which takes long for many.
+    """
     ranks = torch.arange(dist.get_world_size()).view(shape)
-    place = (ranks == dist.get_rank()).nonzero()[0].tolist()
-    along = [ranks[*place[:axis], :, *place[axis + 1 :]].tolist() for axis in range(ranks.ndim)]
-    return DeviceMesh.from_group([new_group(own, None) for own in along], device_type, ranks, mesh_dim_names=names)
+    along = [_device_group(_rows(ranks, axis), device_type, "gather") for axis in range(ranks.ndim)]
+    alone = [new_group([dist.get_rank()], None)] if None in along else []  # it begins only if somebody uses it
+    groups = [alone[0] if group is None else group for group in along]
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
 
 
 def _start_process_group(device_type: str, timeout: timedelta | None) -> None:
@@ -181,7 +188,8 @@ def _start_process_group(device_type: str, timeout: timedelta | None) -> None:
             f"init_mesh needs torchrun's environment, but {', '.join(missing)} is not set; start the script with "
             "`torchrun --nproc-per-node=...`, or call torch.distributed.init_process_group first"
         )
-    start_process_group(dist.get_default_backend_for_device(device_type), timeout)
+    device = None if device_type == "cpu" else torch.device(device_type, torch.accelerator.current_device_index())
+    start_process_group(dist.get_default_backend_for_device(device_type), timeout, device)
 
 
 def _select_device(device_type: str) -> None:
@@ -193,7 +201,8 @@ def _select_device(device_type: str) -> None:
         raise ValueError(
             f"init_mesh({device_type!r}) needs such a device, but torch finds {accelerator or 'none'} here"
         )
-    local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    rank = dist.get_rank() if dist.is_initialized() else os.environ.get("RANK", 0)
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
     torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
 
 
@@ -251,18 +260,21 @@ class Cluster:
         self.size = self.num_nodes * self.num_local
         """The number of ranks in the island."""
         self._ranks: list[list[int]] = islands[self.island_rank].tolist()  # by node, then by local rank
+        _adopt_groups(mesh)
         by_island = islands.flatten(1)
         on_host = _compat.host_backend()
         is_world = self.size == dist.get_world_size()
-        self.all_group = dist.group.WORLD if is_world else _own_group(by_island.tolist())
+        self.all_group = dist.group.WORLD if is_world else _device_group(by_island.tolist(), self.device_type, "gather")
         """Every rank of the island, in the order of ranks; None for an island of one rank among several."""
         # on every device, islands that train on their own exchange tensors in host memory
         self.island_group = _own_group(by_island.T.tolist(), on_host)
         """The ranks with this rank's place in all islands, in the order of islands; None if there is one island."""
-        replicas = self.island_group if self.device_type == "cpu" else _own_group(by_island.T.tolist())
-        self.gather_groups = _axis_groups(islands) | {"island": replicas}
+        replicas = self.island_group
+        if self.device_type != "cpu":  # nothing but sums goes over replicas, so the group of the mesh suits them
+            replicas = _device_group(_rows(islands, 0), self.device_type, "gather")
+        self.gather_groups = _axis_groups(islands, self.device_type, "gather") | {"island": replicas}
         """For each level the ranks that differ on this level only; None if it has one rank."""
-        self.reduce_groups = _axis_groups(islands) | {"island": replicas}
+        self.reduce_groups = _axis_groups(islands, self.device_type, "reduce") | {"island": replicas}
         """The same ranks; inside an island in other process groups."""
         has_islands = self.num_islands > 1
         self.flag_group = _own_group(by_island.tolist(), on_host) if has_islands else _host_group(islands, on_host)
@@ -302,13 +314,27 @@ class Cluster:
         made, key = _made(), (beside.device_type, tuple(sorted(ranks)))
         if key not in made.joint:
             is_world = len(key[1]) == dist.get_world_size()
-            group = dist.group.WORLD if is_world else _own_group([list(key[1])])
+            group = dist.group.WORLD if is_world else _device_group([list(key[1])], beside.device_type, "gather")
             assert group is not None, "the ranks are several"
             known = list(made.clusters.values())
             cluster = made.joint[key] = Cluster.of(DeviceMesh.from_group(group, beside.device_type))
             if all(cluster is not other for other in known):
                 cluster.traffic = beside.traffic
         return made.joint[key]
+
+    @property
+    def communicators(self) -> dict[str, dist.ProcessGroup]:
+        """The process groups of the device that this rank has for this cluster, each once, by what they are for.
+
+        Each takes device memory on an accelerator: `laconic.comm.groups.started_bytes`.
+        """
+        named = [(name, group) for name, group in (("default", dist.group.WORLD), ("all", self.all_group)) if group]
+        for kind, groups in (("gather", self.gather_groups), ("reduce", self.reduce_groups)):
+            named += [(f"{kind} {level}", group) for level, group in groups.items() if group is not None]
+        uses: dict[dist.ProcessGroup, list[str]] = {}
+        for name, group in named:
+            uses.setdefault(group, []).append(name)
+        return {", ".join(names): group for group, names in uses.items()}
 
     @property
     def device(self) -> torch.device:
@@ -408,10 +434,52 @@ def _side_by_side(rows: Tensor, ranks_per_node: int) -> int:
     return num_local if are_whole and are_distinct else 1
 
 
-def _axis_groups(islands: Tensor) -> dict[Level, dist.ProcessGroup | None]:
-    _, num_nodes, num_local = islands.shape
-    node = _own_group(islands.transpose(1, 2).reshape(-1, num_nodes).tolist())
-    return {"node": node, "local": _own_group(islands.reshape(-1, num_local).tolist())}
+def _rows(ranks: Tensor, axis: int) -> list[list[int]]:
+    """The ranks along an axis, for each place on the other axes."""
+    return ranks.movedim(axis, -1).flatten(0, -2).tolist() if ranks.ndim > 1 else [ranks.tolist()]
+
+
+def _axis_groups(islands: Tensor, device_type: str, use: str) -> dict[Level, dist.ProcessGroup | None]:
+    axes: dict[Level, int] = {"node": 1, "local": 2}
+    return {level: _device_group(_rows(islands, axis), device_type, use) for level, axis in axes.items()}
+
+
+def _shares_groups(device_type: str) -> bool:
+    """True if process groups are communicators with device memory: [Note: Communicators] in groups.py."""
+    assert dist.group.WORLD is not None
+    with contextlib.suppress(RuntimeError):  # no backend of the default group is for this device
+        return device_type != "cpu" and _compat.backend_of(dist.group.WORLD, device_type) != "gloo"
+    return False
+
+
+def _device_group(lists_of_ranks: list[list[int]], device_type: str, use: str) -> dist.ProcessGroup | None:
+    """The process group of this rank's list, to "gather" or to "reduce" in; None for lists of one rank.
+
+    The same lists have the same group again, where groups are shared. All ranks of the lists have asked for them then.
+    """
+    if len(lists_of_ranks[0]) == 1 or not _shares_groups(device_type):
+        return _own_group(lists_of_ranks)
+    if use == "gather" and len(lists_of_ranks[0]) == dist.get_world_size():
+        return dist.group.WORLD
+    groups, key = _made().device_groups, _key(lists_of_ranks, use)
+    if key not in groups:
+        group = _own_group(lists_of_ranks)
+        assert group is not None, "the ranks are several"
+        groups[key] = group
+    return groups[key]
+
+
+def _key(lists_of_ranks: list[list[int]], use: str) -> tuple[Any, ...]:
+    return use, *sorted(map(tuple, lists_of_ranks))
+
+
+def _adopt_groups(mesh: DeviceMesh) -> None:
+    """Let transfers along an axis of a mesh use its group, as FSDP2's do."""
+    if _shares_groups(mesh.device_type):
+        for axis in range(mesh.ndim):
+            rows = _rows(mesh.mesh, axis)
+            if len(rows[0]) > 1:
+                _made().device_groups.setdefault(_key(rows, "gather"), mesh.get_group(axis))
 
 
 def _host_group(islands: Tensor, backend: str) -> dist.ProcessGroup | None:
@@ -437,7 +505,10 @@ def _own_group(lists_of_ranks: list[list[int]], backend: str | None = None) -> d
     timeout = _compat.timeout_of(dist.group.WORLD)
     is_part = sum(map(len, lists_of_ranks)) < dist.get_world_size()  # of a larger mesh, with other groups elsewhere
     own = next(ranks for ranks in lists_of_ranks if dist.get_rank() in ranks)
-    with waiting_for(f"the process group of ranks {own}"):
-        if is_part or is_rehearsed():
-            return new_group(own, timeout, backend)
+    device = _compat.splitting_device() if backend is None else None
+    with waiting_for(f"the process group of ranks {own}"), counting_started(device):
+        if device is not None and not is_part:
+            return _compat.split_group(lists_of_ranks, timeout)
+        if is_part or is_rehearsed() or _compat.is_bound():
+            return new_group(own, timeout, backend, device)
         return dist.new_subgroups_by_enumeration(lists_of_ranks, timeout, backend)[0]

@@ -26,6 +26,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from laconic.comm.failure import ending_after, leave, watch_peers, watch_peers_early
+from laconic.comm.groups import counting_started, device_to_bind, new_group
 from laconic.comm.watch import waiting_for
 from laconic.errors import JobError
 
@@ -117,8 +119,10 @@ def initialized_accelerator() -> torch.device | None:
     return torch.device(accelerator.type, torch.accelerator.current_device_index()) if is_initialized() else None
 
 
-def start_process_group(backend: str, timeout: datetime.timedelta | None) -> None:
+def start_process_group(backend: str, timeout: datetime.timedelta | None, device: torch.device | None = None) -> None:
     """Call torch.distributed.init_process_group in torchrun's environment; the ranks watch each other from then on.
+
+    With NCCL the communicator of `device`, this rank's, begins at once: [Note: Communicators] in groups.py.
 
     If a rank dies before all have met, the others end within 10 seconds. If it dies before it has reached the
     rendezvous, only its launcher can know; without one the others end 5 seconds after `timeout` (None: torch's).
@@ -129,8 +133,14 @@ def start_process_group(backend: str, timeout: datetime.timedelta | None) -> Non
     awaited = "the process group of all ranks"
     with ending_after(limit.total_seconds(), awaited, store), waiting_for(awaited):
         watch_peers_early(store, rank, num_ranks)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+        _init(backend, device, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
     watch_peers()
+
+
+def _init(backend: str, device: torch.device | None, **place: Any) -> None:
+    bound = device_to_bind(backend, device)
+    with counting_started(bound):
+        dist.init_process_group(backend, device_id=bound, **place)
 
 
 @contextlib.contextmanager
@@ -143,10 +153,11 @@ def process_group(ranks: RankInfo, device: torch.device, timeout_s: float) -> It
         is_gpu_shared = device.type != "cpu" and ranks.num_local > torch.accelerator.device_count()
         backend = "gloo" if is_gpu_shared else dist.get_default_backend_for_device(device)
         if "MASTER_ADDR" in os.environ:
-            start_process_group(backend, timeout)
+            start_process_group(backend, timeout, device)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+            _init(backend, device, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    is_gloo, everyone = dist.get_backend() == "gloo", range(dist.get_world_size())
+    group = dist.group.WORLD if is_gloo else new_group(everyone, timeout, "gloo")
     assert group is not None
     try:
         yield group

@@ -14,6 +14,7 @@ import torch
 from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster, init_mesh
 from laconic.comm.failure import failing_together
+from laconic.comm.groups import started_bytes
 from laconic.comm.launch import ExitWithoutTeardown, RankInfo, ending_with_launcher, pick_device, process_group
 from laconic.config import ConfigError
 from laconic.doctor import probes
@@ -121,7 +122,8 @@ def _measured(
         measured = measure_all(cluster, peers, figures)
         if options.out is not None:
             write_out(options.out, figures, device, peers)
-    _say(ranks, _measured_lines(measured))
+        groups = list(_communicator_lines(cluster))
+    _say(ranks, [*_measured_lines(measured), *groups])
     return judge_measured(facts, measured, before)
 
 
@@ -160,6 +162,13 @@ def _measured_lines(measured: Measured) -> Iterator[str]:
             f'{"set":<10}cache = "{best.where}" was fastest, with {best.numel:,} parameters; for your job ask '
             "`laconic plan JOB.toml --cluster FILE`, where FILE comes from --out"
         )
+
+
+def _communicator_lines(cluster: Cluster) -> Iterator[str]:
+    """The groups of the device, which take memory there; on a CPU they take none that is worth a line."""
+    if cluster.device_type != "cpu":
+        names, taken = "; ".join(cluster.communicators), format_quantity(started_bytes(), "B")
+        yield f"{'groups':<10}{len(cluster.communicators)} communicators ({names}), begun in {taken} of device memory"
 
 
 def _figure(key: str, value: float) -> str:

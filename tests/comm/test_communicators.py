@@ -1,0 +1,260 @@
+"""How many process groups there are on a device, how they are made, and what they share: [Note: Communicators]."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import laconic
+from laconic import _compat
+from laconic.comm import cluster as cluster_module
+from laconic.comm.agreement import RankGroup
+from laconic.comm.groups import device_to_bind, new_group, started_bytes
+from laconic.comm.launch import RankInfo, process_group
+from laconic.doctor.cli import _communicator_lines
+from laconic.rehearse import rehearsal
+from tests.support.launch import free_port, launch, on_ranks
+
+CUDA = torch.device("cuda", 0)
+
+_events: list[tuple[str, list[int]]] = []
+"""How each group came, "split" from the default one or "made", with its ranks; and which of the latter "begun" at once.
+"""
+
+
+class Splitting(dist.ProcessGroup):
+    """A backend from which groups can be split, as from NCCL's. Nothing is ever sent."""
+
+    def __init__(self, name: str, ranks: list[int], rank: int) -> None:
+        super().__init__(rank, len(ranks))  # type: ignore[call-overload]
+        self._name, self._ranks = name, ranks
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._name
+
+    def getBackendName(self) -> str:
+        return "splitting"
+
+    @property
+    def _device_types(self) -> list[torch.device]:  # type: ignore[override]
+        return [torch.device("cpu"), torch.device("cuda")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(
+            name=lambda: "splitting",
+            supports_splitting=True,
+            options=SimpleNamespace(_timeout=datetime.timedelta(seconds=60)),
+            eager_connect_single_device=lambda device: _events.append(("begun", self._ranks)),
+            _set_sequence_number_for_group=lambda: None,
+        )
+
+    def split_group(self, ranks: list[int], *, group_name: str, **options: Any) -> Splitting:  # type: ignore[override]
+        _events.append(("split", list(ranks)))
+        return Splitting(group_name, list(ranks), list(ranks).index(dist.get_rank()))
+
+    def get_group_store(self) -> Any:
+        return None
+
+
+def _make(options: Any, backend_options: Any) -> Splitting:
+    ranks = list(options.global_ranks_in_group)
+    if ranks:
+        assert dist.group.WORLD is not None
+        is_alone = dist.group.WORLD.bound_device_id is None  # else torch would split it, which takes all ranks
+        _events.append(("made" if is_alone else "split without the others", ranks))
+    return Splitting(options.group_id, ranks or list(range(options.group_size)), options.group_rank)
+
+
+def _start(rank: int, num_ranks: int, *, bound: bool) -> None:
+    """Be a rank of a job whose default group is on a device that is not there."""
+    dist.Backend.register_backend("splitting", _make, extended_api=True, devices=["cpu", "cuda"])
+    dist.init_process_group("splitting", store=dist.HashStore(), rank=rank, world_size=num_ranks)
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.bound_device_id = CUDA if bound else None
+    accelerator: Any = torch.accelerator
+    accelerator.is_available = lambda: True
+    accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
+    accelerator.device_count, accelerator.set_device_index = lambda: 1, lambda index: None
+    accelerator.get_memory_info = lambda device=None: (10**9 - 10**6 * len(_events), 10**9)
+    torch.cuda.is_initialized = lambda: True  # else torch selects a device
+    module: Any = cluster_module
+    module.watch_peers = module.watch_progress = lambda: None
+    RankGroup.gather = lambda self, value: [value] * self.size  # type: ignore[method-assign]
+
+
+def _made_by(
+    rank: int, shape: tuple[int, int, int], bound: bool
+) -> tuple[dict[str, list[int]], list[tuple[str, list[int]]], int]:
+    islands, nodes, local = shape
+    _start(rank, islands * nodes * local, bound=bound)
+    cluster = laconic.Cluster.of(laconic.init_mesh("cuda", islands=islands, nodes=nodes, local=local))
+    assert laconic.Cluster.of(laconic.init_mesh("cuda", islands=islands, nodes=nodes, local=local)) is cluster
+    groups: dict[str, Any] = cluster.communicators
+    return {name: group._ranks for name, group in groups.items()}, _events, started_bytes()
+
+
+SHAPES = {
+    (1, 1, 1): ["default, all"],
+    (1, 3, 1): ["default, all, gather node", "reduce node"],
+    (1, 1, 3): ["default, all, gather local", "reduce local"],
+    (1, 2, 3): ["default, all", "gather node", "gather local", "reduce node", "reduce local"],
+    (1, 3, 2): ["default, all", "gather node", "gather local", "reduce node", "reduce local"],
+    (3, 1, 1): ["default, gather island, reduce island"],
+    (2, 3, 1): ["default", "all, gather node", "gather island, reduce island", "reduce node"],
+    (2, 1, 3): ["default", "all, gather local", "gather island, reduce island", "reduce local"],
+}
+"""The communicators of each shape (islands, nodes, local), by what they are for."""
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_groups_are_split_along_axes_on_all_ranks_in_one_order(shape: tuple[int, int, int]) -> None:
+    num_ranks = math.prod(shape)
+    kinds = []
+    for rank in sorted({0, num_ranks // 2, num_ranks - 1}):
+        groups, events, started = launch(_made_by, rank, shape, True, num_ranks=1, timeout_s=60, backend=None)[0]
+        assert list(groups) == SHAPES[shape]
+        default, *others = groups.values()
+        assert default == list(range(num_ranks))
+        split = [own for kind, own in events if kind == "split"]
+        assert sorted(split) == sorted(others), "each is split once, and a transfer can use it"
+        assert all(rank in own for own in split)
+        assert not [own for kind, own in events if kind == "begun"], "what was made alone is for the host, or for one"
+        assert started == 10**6 * len(split)
+        kinds.append([(kind, len(own)) for kind, own in events])
+    assert all(theirs == kinds[0] for theirs in kinds), "a split takes all ranks"
+
+
+def test_without_a_bound_device_groups_are_made_and_begin_when_used() -> None:
+    for shape in ((1, 2, 3), (2, 3, 1)):
+        groups, events, started = launch(_made_by, 1, shape, False, num_ranks=1, timeout_s=60, backend=None)[0]
+        assert list(groups) == SHAPES[shape]
+        assert {kind for kind, _ in events} == {"made"}
+        assert started == 0
+
+
+def _lines_of_the_doctor() -> list[str]:
+    _start(0, 6, bound=True)
+    return list(_communicator_lines(laconic.Cluster.of(laconic.init_mesh("cuda", nodes=2, local=3))))
+
+
+def test_the_doctor_names_them_and_says_what_they_took() -> None:
+    (line,) = launch(_lines_of_the_doctor, num_ranks=1, timeout_s=60, backend=None)[0]
+    assert "5 communicators (default, all; gather node; gather local; reduce node; reduce local)" in line
+    assert line.endswith("begun in 4 MB of device memory")
+
+
+def _part_of_a_mesh() -> Any:
+    """The ranks of a part cannot split from the default group, as the others are elsewhere."""
+    _start(1, 4, bound=True)
+    outer = init_device_mesh("cuda", (2, 2), mesh_dim_names=("tp", "dp"))
+    del _events[:]
+    cluster = laconic.Cluster.of(outer["dp"])
+    assert cluster.gather_groups["node"] is outer.get_group("dp"), "as FSDP2 does"
+    made = [event for event in _events if len(event[1]) > 1]
+    cyclic = new_group([0, 1], None)
+    assert cyclic.bound_device_id is None, "its receives are posted early"
+    assert dist.group.WORLD.bound_device_id == CUDA  # type: ignore[union-attr]
+    return made, list(cluster.communicators)
+
+
+def test_a_part_of_a_mesh_makes_its_own_communicator_which_begins_at_once() -> None:
+    made, names = launch(_part_of_a_mesh, num_ranks=1, timeout_s=60, backend=None)[0]
+    assert names == ["default", "all, gather node", "reduce node"]
+    assert made[:2] == [("made", [0, 1]), ("begun", [0, 1])]
+    assert [kind for kind, _ in made[2:]] == ["made"], "for small messages in host memory"
+
+
+def _shared_in_rehearsals() -> dict[str, Any]:
+    found = {}
+    for backend in ("nccl", "gloo"):
+        for nodes, local in ((3, 1), (2, 3), (64, 8)):
+            with rehearsal(nodes=nodes, local=local, backend=backend):
+                cluster = laconic.Cluster.of(laconic.init_mesh("cuda", nodes=nodes, local=local))
+                found[f"{backend} {nodes} {local}"] = list(cluster.communicators)
+    return found
+
+
+def test_on_gloo_nothing_is_shared() -> None:
+    found = launch(_shared_in_rehearsals, num_ranks=1, timeout_s=60, backend=None)[0]
+    assert found["nccl 3 1"] == SHAPES[1, 3, 1]
+    assert found["gloo 3 1"] == ["default, all", "gather node", "reduce node"]
+    assert found["nccl 2 3"] == found["gloo 2 3"] == found["nccl 64 8"] == SHAPES[1, 2, 3]
+
+
+@on_ranks(3, local=1)
+def test_real_ranks_on_gloo_gather_and_sum_in_groups_of_their_own() -> None:
+    cluster = laconic.Cluster.of(laconic.init_mesh("cpu"))
+    groups = cluster.communicators
+    assert list(groups) == ["default, all", "gather node", "reduce node"]
+    for group in groups.values():
+        number = torch.ones(1)
+        dist.all_reduce(number, group=group)
+        assert number == 3
+    assert started_bytes() == 0
+
+
+@on_ranks(3, local=3)
+def test_gloo_bound_to_a_device_is_not_split() -> None:
+    """Gloo says that it can be split, but torch asks of bound groups what Gloo does not have."""
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.bound_device_id = CUDA
+    torch.accelerator.is_available = lambda: True  # type: ignore[assignment]
+    assert _compat.splitting_device() is None
+    group = cluster_module._own_group([[0, 1, 2]])
+    assert group is not None
+    assert group.bound_device_id is None
+    number = torch.ones(1)
+    dist.all_reduce(number, group=group)
+    assert number == 3
+    dist.group.WORLD.bound_device_id = None  # torch's own messages would go to the device
+
+
+def test_the_device_is_bound_where_nccl_carries_it() -> None:
+    assert device_to_bind("nccl", CUDA) == CUDA
+    for backend, device in (("gloo", CUDA), ("nccl", torch.device("cpu")), ("nccl", None), ("xccl", CUDA)):
+        assert device_to_bind(backend, device) is None
+
+
+def _bound_by_laconic(by_mesh: bool) -> list[Any]:
+    """The devices to which laconic binds the default group that it starts."""
+    bound: list[Any] = []
+    start = dist.init_process_group
+
+    def init(backend: str, *, device_id: torch.device | None = None, **place: Any) -> None:
+        bound.append((backend, device_id))
+        start("gloo", **place)
+
+    accelerator: Any = torch.accelerator
+    accelerator.get_memory_info = lambda device=None: (10**9, 10**9)
+    accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
+    accelerator.device_count, accelerator.current_device_index = lambda: 2, lambda: 1
+    accelerator.set_device_index = lambda index: bound.append(index)
+    torch.cuda.is_initialized = lambda: True
+    with mock.patch.object(dist, "init_process_group", init):
+        if by_mesh:
+            place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+            with mock.patch.dict(os.environ, {**place, "MASTER_PORT": str(free_port())}):
+                laconic.init_mesh("cuda", local=1)
+        else:
+            ranks = RankInfo(rank=0, world_size=1, local_rank=0, num_local=1, num_nodes=1)
+            with process_group(ranks, torch.device("cuda", 0), 60):
+                pass
+    return bound
+
+
+def test_laconic_binds_the_group_that_it_starts() -> None:
+    by_mesh, by_command = (
+        launch(_bound_by_laconic, each, num_ranks=1, timeout_s=60, backend=None)[0] for each in (True, False)
+    )
+    assert by_mesh == [1, ("nccl", torch.device("cuda", 1))], "after the device was selected"
+    assert by_command == [("nccl", CUDA)]
