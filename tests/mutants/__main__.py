@@ -72,7 +72,8 @@ _NEAREST = {
     " shard/test_wire_twin shard/test_first_weights shard/test_cleared shard/test_models rehearse/test_without_values",
     "shard/crossing": "shard/test_crossing shard/test_wire_twin shard/test_conversion shard/test_cache",
     "shard/cache": "shard/test_cache shard/test_crossing shard/test_unit shard/test_offload",
-    "shard/gather": "shard/test_gather shard/test_unit shard/test_zero_copy shard/test_autograd shard/test_graphs",
+    "shard/gather": "shard/test_gather shard/test_prefetch rehearse/test_prefetch shard/test_unit shard/test_zero_copy"
+    " shard/test_autograd shard/test_graphs",
     "shard/buffers": "shard/test_buffers shard/test_errors",
     "shard/reduce": "shard/test_reduce shard/test_mixed_precision shard/test_cleared shard/test_autograd"
     " guard/test_checks",

@@ -4,7 +4,7 @@
 A process group matches transfers by their order, so every rank must issue the same transfers in the same order on each
 group. The engine therefore issues them at fixed points of the program and never looks at which transfer has arrived. It
 issues a gather across nodes when that gather begins, and the gather inside the node when the weights are used. Under
-NCCL, where waiting does not block the thread, it issues both at once.
+NCCL, where waiting does not block the thread, it issues both at once, or the second when the unit before begins.
 
 [Note: Prefetching]
 A forward under a root records the order in which its units run. The next forward begins the gathers of the units that
