@@ -82,7 +82,7 @@ FULL = {
             Setting(lr=3e-3, momentum=0.95, nesterov=True),
         ),
     },
-    "warm_up": {"seeds": 3, "plain_steps": 0, "steps": 1000},
+    "warm_up": {"seeds": 3, "plain_steps": 0, "steps": 700},
     "few_bits": {"seeds": 3, "plain_steps": 400, "steps": 700},
 }  # fmt: skip
 QUICK = {

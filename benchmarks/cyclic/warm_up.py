@@ -44,8 +44,8 @@ class WarmUp:
 NONE = WarmUp(name="none")
 WARM_UPS = (
     NONE,
-    WarmUp(name="400 plain steps", phases=((PLAIN, 0.4),)),
-    WarmUp(name="100 plain steps", phases=((PLAIN, 0.1),)),
+    WarmUp(name="plain to 40 %", phases=((PLAIN, 0.4),)),
+    WarmUp(name="plain to 10 %", phases=((PLAIN, 0.1),)),
     WarmUp(name="lag grows: plain to 5 %, v2 to 40 %", phases=((PLAIN, 0.05), ("v2", 0.4))),
     WarmUp(name="rate grows to 40 %", rate_until=0.4),
     WarmUp(name="momentum grows to 40 %", momentum_until=0.4),
