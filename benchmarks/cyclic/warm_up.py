@@ -34,8 +34,6 @@ class WarmUp:
     """The share of the steps in which the momentum grows from 0."""
     rate_until: float = 0.1
     """The share of the steps in which the learning rate grows from 0."""
-    max_grad_norm: float | None = None
-    """Clips gradients, under rules that allow it."""
 
     def __str__(self) -> str:
         return self.name
@@ -48,23 +46,18 @@ WARM_UPS = (
     WarmUp(name="plain to 10 %", phases=((PLAIN, 0.1),)),
     WarmUp(name="lag grows: plain to 5 %, v2 to 40 %", phases=((PLAIN, 0.05), ("v2", 0.4))),
     WarmUp(name="rate grows to 40 %", rate_until=0.4),
-    WarmUp(name="momentum grows to 40 %", momentum_until=0.4),
     WarmUp(name="rate and momentum grow to 40 %", rate_until=0.4, momentum_until=0.4),
-    WarmUp(name="clipped at norm 0.5", max_grad_norm=0.5),
 )
-_CLIPS = ("v1",)
-"""The rules under which gradients can be clipped by their global norm."""
 
 
 def train_warmed(study: Study, rule: str, setting: Setting, seed: int, warm_up: WarmUp) -> list[float]:
     """Train once, and return the test results after each tenth of the steps."""
     ends = {round(study.steps * number / _EVALUATIONS) for number in range(1, _EVALUATIONS + 1)}
-    options = {} if warm_up.max_grad_norm is None else {"max_grad_norm": warm_up.max_grad_norm}
     batches: Iterator[Batch] | None = None
     state: dict[str, Any] | None = None
     done, found = 0, []
     for name, share in (*warm_up.phases, (rule, 1.0)):
-        task, stages, trainer = begin(study, name, setting, seed, **options)
+        task, stages, trainer = begin(study, name, setting, seed)
         batches = batches or task.batches(study.steps)
         if state is not None:
             trainer.load_state_dict(state)
@@ -93,26 +86,22 @@ def warm_up(bench: Bench) -> Row:
     """Every beginning under every rule, beside plain training with the same rates."""
     arguments = {**bench.language, **bench.warm_up, "folder": bench.out / "tokens"}
     study, setting = language_study(**arguments), bench.language["settings"][0]
-    kinds = [(PLAIN, NONE), *((r, way) for way in WARM_UPS for r in RULES if way.max_grad_norm is None or r in _CLIPS)]
+    kinds = [(PLAIN, NONE), *((rule, way) for way in WARM_UPS for rule in RULES)]
     runs = [(rule, setting, seed, way) for rule, way in kinds for seed in range(study.seeds)]
     each = iter(spread(train_warmed, language_study, arguments, runs))
     curves = {(rule, way.name): [next(each) for _ in range(study.seeds)] for rule, way in kinds}
     bench.curves.update({f"{rule}, {name}": found for (rule, name), found in curves.items()})
     plain = [curve[-1] for curve in curves[PLAIN, NONE.name]]
 
-    def excess(rule: str, way: WarmUp) -> float | None:
-        found = curves.get((rule, way.name))
-        return (
-            None if found is None else statistics.mean(c[-1] / base - 1 for c, base in zip(found, plain, strict=True))
-        )
+    def excess(rule: str, way: WarmUp) -> float:
+        found = curves[rule, way.name]
+        return statistics.mean(curve[-1] / base - 1 for curve, base in zip(found, plain, strict=True))
 
     def told(way: WarmUp) -> str:
-        some = ((rule, excess(rule, way)) for rule in RULES)
-        return f"{way}: {', '.join(f'{rule} {value:+.1%}' for rule, value in some if value is not None)}"
+        return f"{way}: {', '.join(f'{rule} {excess(rule, way):+.1%}' for rule in RULES)}"
 
-    worst = {way: max(excess(rule, way) or 0.0 for rule in RULES) for way in WARM_UPS if way.max_grad_norm is None}
-    from_scratch = {way: value for way, value in worst.items() if not way.phases}
-    best = min(from_scratch, key=lambda way: from_scratch[way])
+    worst = {way: max(excess(rule, way) for rule in RULES) for way in WARM_UPS}
+    best = min((way for way in WARM_UPS if not way.phases), key=lambda way: worst[way])
     noise = statistics.stdev(plain) / statistics.mean(plain)
     return Row(
         claim="language model from scratch, no plain steps: the best way to begin, worst of v1, v2, lag2 against dp",
@@ -122,7 +111,11 @@ def warm_up(bench: Bench) -> Row:
         note=(
             f"{study.name}: eval loss after {study.steps} steps, means of {study.seeds} seeds against dp "
             f"{statistics.mean(plain):.4f} (deviation between seeds {noise:.1%}), learning rate {setting}, the same "
-            f"after the beginning. {'; '.join(map(told, WARM_UPS))}. Global clipping needs the rule v1."
+            f"after the beginning. {'; '.join(map(told, WARM_UPS))}."
+        ),
+        tried=(
+            "on another machine: momentum alone grows to 40 %: v2 +5.9 %, v1 +18.7 %; gradients clipped at a global norm "
+            "of 0.5, v1, one seed: +18.7 %, where v1 without was +15.9 %."
         ),
     )
 

@@ -41,9 +41,9 @@ def _sliced(*each: tuple[float, float]) -> list[dict[str, Any]]:
 
 
 OUTER: dict[int, list[dict[str, Any]]] = {
-    1: [{"outer_lr": lr, "outer_momentum": momentum} for lr, momentum in ((0.7, 0.9), (0.7, 0.8), (0.5, 0.8))],
-    2: _sliced((0.5, 0.8), (0.6, 0.7), (0.7, 0.6), (0.5, 0.6)),
-    4: _sliced((0.5, 0.8), (0.5, 0.6), (0.3, 0.8), (0.3, 0.6)),
+    1: [{"outer_lr": lr, "outer_momentum": momentum} for lr, momentum in ((0.7, 0.9), (0.7, 0.8))],
+    2: _sliced((0.5, 0.8), (0.4, 0.8), (0.25, 0.9)),
+    4: _sliced((0.3, 0.8), (0.2, 0.8), (0.1, 0.9)),
 }
 """The outer optimizers to choose from on `TUNING_SEED`: of all parameters, and of slices by their number."""
 REMEDIES: tuple[dict[str, Any], ...] = (
