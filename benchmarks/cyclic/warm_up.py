@@ -114,7 +114,7 @@ def warm_up(bench: Bench) -> Row:
             f"after the beginning. {'; '.join(map(told, WARM_UPS))}."
         ),
         tried=(
-            "on another machine: momentum alone grows to 40 %: v2 +5.9 %, v1 +18.7 %; gradients clipped at a global norm "
+            "on another machine: momentum alone grows to 40 %: v2 +5.9 %, v1 +18.7 %; gradients clipped at a norm "
             "of 0.5, v1, one seed: +18.7 %, where v1 without was +15.9 %."
         ),
     )
