@@ -26,6 +26,10 @@ MODEL = {"model_type": "llama"}
         ({"train": {"sequence_length": 8}}, ["`train.sequence_length`", "`data.sequence_length`"]),
         ({"shard": {"dp_shard": 8}}, ["`shard.dp_shard`", "nodes x local ranks", "torchrun"]),
         ({"shard": {"dp_replicate": 8}}, ["`shard.dp_replicate`", "islands"]),
+        (
+            {"shard": {"prefetch_units": 2, "prefetch_bytes": 5}},
+            ["shard.prefetch_units = 2", "shard.prefetch_bytes = 5"],
+        ),
         ({"train": {"steps": "ten"}}, ["`train.steps` must be an integer", "'ten' (string)"]),
         ({"train": {"steps": 1.5}}, ["`train.steps` must be an integer"]),
         ({"train": {"steps": True}}, ["`train.steps` must be an integer", "boolean"]),

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from laconic import Prefetch
-from laconic.config import Config, from_dict
-from laconic.integrations.options import LaconicArguments
 from laconic.shard.gather import Order
 from tests.reference.prefetch import ahead
 from tests.shard.test_gather import events_of, gathered_before
@@ -150,12 +148,8 @@ def test_a_policy_sets_a_number_of_units_or_of_bytes() -> None:
     sharded_net.assert_nothing_gathered(model)
 
 
-def test_a_policy_is_checked_under_every_name() -> None:
+def test_a_policy_is_checked() -> None:
     with pytest.raises(ValueError, match=r"Prefetch\(units=0\) must be at least 1"):
         Prefetch(units=0)
     with pytest.raises(ValueError, match=r"\(units=2\) and Prefetch\(budget_bytes=5\) are two limits; give one"):
         Prefetch(units=2, budget_bytes=5)
-    with pytest.raises(ValueError, match=r"shard\.prefetch_units = 2 and shard\.prefetch_bytes = 5 are two limits"):
-        from_dict(Config, {"shard": {"prefetch_units": 2, "prefetch_bytes": 5}})
-    assert from_dict(Config, {"shard": {"prefetch_bytes": 5}}).shard.policy.prefetch == Prefetch(budget_bytes=5)
-    assert LaconicArguments(prefetch_units=2).policy.prefetch == Prefetch(units=2)
