@@ -10,16 +10,23 @@ from itertools import pairwise
 
 
 def ahead(
-    whole_bytes: Sequence[int], node_bytes: Sequence[int], around: Collection[int], *, budget_bytes: int | None = None
+    whole_bytes: Sequence[int],
+    node_bytes: Sequence[int],
+    around: Collection[int],
+    *,
+    at_home: Collection[int] = (),
+    budget_bytes: int | None = None,
 ) -> list[tuple[list[int], list[int]]]:
-    """For each unit, by place, the units that are gathered whole, and those whose first stage begins."""
+    """For each unit, by place, the units that are gathered whole, and those whose first stage begins.
+
+    The node shards of the units `at_home` arrive where they stay.
+    """
     places = range(len(whole_bytes))
     inner = [place for place in places if place not in around]
     largest = max((whole_bytes[place] for place in inner), default=0)
     pair = largest
     for one, other in pairwise(inner):
         pair = max(pair, whole_bytes[one] + whole_bytes[other])
-    largest_node = max((node_bytes[place] for place in inner), default=0)
     found = []
     for place in places:
         rest = list(places[place + 1 :])
@@ -29,11 +36,10 @@ def ahead(
             (rest[:n] for n in range(len(rest) + 1) if n <= 1 or sum(whole_bytes[i] for i in rest[:n]) <= room), key=len
         )
         after = rest[len(whole) :]
-        room = largest_node if budget_bytes is None else room - sum(whole_bytes[i] for i in whole)
-        least = 1 if budget_bytes is None else 0
-        early = max(
-            (after[:n] for n in range(len(after) + 1) if n <= least or sum(node_bytes[i] for i in after[:n]) <= room),
-            key=len,
-        )
+        left = room - sum(whole_bytes[i] for i in whole)
+        early = [i for i in after[:1] if i in at_home]
+        if budget_bytes is not None:
+            fitting = (after[:n] for n in range(len(after) + 1) if sum(node_bytes[i] for i in after[:n]) <= left)
+            early = max(fitting, key=len, default=[])
         found.append((whole, early))
     return found

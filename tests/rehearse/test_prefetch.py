@@ -14,6 +14,8 @@ from laconic.rehearse.tape import Free, Step, Tape
 from tests.support.launch import launch
 
 WIDTH = 64
+UNIT = 4 * WIDTH**2
+"""The bytes of a layer."""
 EQUAL = (WIDTH,) * 6
 SMALL = (WIDTH, 8, 8, 8, 8, WIDTH)
 ODD = (33, 7, 5, 33, 3, 3, 9)
@@ -82,20 +84,24 @@ def _all_products() -> dict[str, dict[str, list[int]]]:
         "crossing": (EQUAL, {"cache": "none"}),
         "from the host": (EQUAL, {"cache": "host"}),
         "one unit": (EQUAL, {"cache": "host", "prefetch": Prefetch(units=1)}),
+        "with a budget": (EQUAL, {"cache": "none", "prefetch": Prefetch(budget_bytes=UNIT + UNIT // 2)}),
+        "from the host, with a budget": (EQUAL, {"cache": "host", "prefetch": Prefetch(budget_bytes=UNIT + UNIT // 2)}),
         "three units": (EQUAL, {"cache": "none", "prefetch": Prefetch(units=3)}),
         "small units": (SMALL, {"cache": "host"}),
     }
     return {name: _products_beside(widths, **options) for name, (widths, options) in cases.items()}
 
 
-def test_the_first_stage_runs_beside_two_layers_and_the_second_beside_one() -> None:
+def test_with_a_budget_the_first_stage_runs_beside_two_layers_and_the_second_beside_one() -> None:
     """The root, then the layers: what precedes the root's forward, and the first layer's, has no layer beside it."""
     found = launch(_all_products, num_ranks=1, timeout_s=110, backend=None)[0]
-    assert found["crossing"] == {"node": [0, 0, 1, 2, 2, 2, 2], "local": [0, 0, 1, 1, 1, 1, 1]}
-    assert found["from the host"] == {"copy": [0, 0, 1, 2, 2, 2, 2], "local": [0, 0, 1, 1, 1, 1, 1]}
+    assert found["crossing"] == {"node": [0, 0, 1, 1, 1, 1, 1], "local": [0, 0, 1, 1, 1, 1, 1]}
+    assert found["from the host"] == {"copy": [0, 0, 1, 1, 1, 1, 1], "local": [0, 0, 1, 1, 1, 1, 1]}
+    assert found["with a budget"] == {"node": [0, 0, 1, 2, 2, 2, 2], "local": [0, 0, 1, 1, 1, 1, 1]}
+    assert found["from the host, with a budget"] == {"copy": [0, 0, 1, 2, 2, 2, 2], "local": [0, 0, 1, 1, 1, 1, 1]}
     assert found["one unit"] == {"copy": [0, 0, 1, 1, 1, 1, 1], "local": [0, 0, 1, 1, 1, 1, 1]}
     assert found["three units"] == {"node": [0, 0, 1, 2, 3, 3, 3], "local": [0, 0, 1, 2, 3, 3, 3]}
-    assert found["small units"] == {"copy": [0, 0, 1, 2, 3, 4, 4], "local": [0, 0, 1, 1, 2, 3, 1]}
+    assert found["small units"] == {"copy": [0, 0, 1, 1, 2, 3, 1], "local": [0, 0, 1, 1, 2, 3, 1]}
 
 
 def _peaks(tape: Tape) -> tuple[int, int]:
@@ -118,21 +124,20 @@ def _memory() -> list[Any]:
     for widths in (EQUAL, SMALL, ODD):
         for cache in ("none", "host", "device"):
             shape = (2, 3) if widths is ODD else (2, 2)
-            tapes = [_warm(*shape, widths, cache=cache, prefetch=policy) for policy in (Prefetch(units=1), None)]
+            policies = (Prefetch(units=1), None, Prefetch(budget_bytes=UNIT + UNIT // 2))
+            tapes = [_warm(*shape, widths, cache=cache, prefetch=policy) for policy in policies]
             found.append([widths, cache, [_peaks(tape) for tape in tapes]])
     return found
 
 
-def test_by_default_two_node_shards_come_on_top_of_what_one_unit_ahead_takes() -> None:
-    for widths, cache, (one, default) in launch(_memory, num_ranks=1, timeout_s=110, backend=None)[0]:
-        assert default[1] == one[1], "no more memory is full of weights"
-        largest_node_shard = 4 * max(widths) ** 2 // 2
-        if cache == "device":  # node shards arrive where they stay
-            assert default == one, widths
-        elif widths == EQUAL:
-            assert default[0] == one[0] + 2 * largest_node_shard, cache
-        else:
-            assert one[0] < default[0] <= one[0] + 2 * largest_node_shard, (widths, cache)
+def test_with_a_budget_two_node_shards_come_on_top_of_what_one_unit_ahead_takes_and_by_default_none() -> None:
+    for widths, cache, (one, default, budget) in launch(_memory, num_ranks=1, timeout_s=110, backend=None)[0]:
+        assert default == one, (widths, cache)
+        if widths != EQUAL:
+            continue
+        assert budget[1] == one[1], "no more memory is full of weights"
+        node_shards = 0 if cache == "device" else 2  # there node shards arrive where they stay
+        assert budget[0] == one[0] + node_shards * UNIT // 2, cache
 
 
 def _orders() -> list[int]:

@@ -203,8 +203,7 @@ def peaks(device_type: str = "cuda") -> tuple[dict[str, int], int]:
     mesh = play_rank_0(2, 2, device_type)
     measured = {}
     for cache in ("none", "host", "device"):
-        one_ahead = laconic.Prefetch(units=1)
-        model = sharded_net.shard(sharded_net.build(Wide).to(device_type), mesh=mesh, cache=cache, prefetch=one_ahead)
+        model = sharded_net.shard(sharded_net.build(Wide).to(device_type), mesh=mesh, cache=cache)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(4):
             if step == 2:

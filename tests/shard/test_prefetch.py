@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -33,11 +34,21 @@ class _Sized(SimpleNamespace):
         pass
 
 
-def _order_of(sizes: list[tuple[int, int]], outer: bool, policy: Prefetch) -> list[tuple[list[int], list[int]]]:
+def _order_of(
+    sizes: list[tuple[int, int]], outer: bool, policy: Prefetch, at_home: Collection[int] = ()
+) -> list[tuple[list[int], list[int]]]:
     """What an `Order` begins in a second forward in which unit 0 is around all others, if it is `outer`."""
     begun: list[tuple[int, bool]] = []
     gathers: list[Any] = [
-        _Sized(place=i, whole_bytes=whole, node_bytes=node, can_begin_early=True, prefetch=policy, begun=begun)
+        _Sized(
+            place=i,
+            whole_bytes=whole,
+            node_bytes=node,
+            can_begin_early=True,
+            begins_without_memory=i in at_home,
+            prefetch=policy,
+            begun=begun,
+        )
         for i, (whole, node) in enumerate(sizes)
     ]
     order, found = Order(), []
@@ -66,8 +77,9 @@ def test_the_choice_equals_that_of_the_reference(outer: bool) -> None:
         ]
         around = {0} if outer and len(sizes) > 1 else set()
         budget = sample.choice((None, 1, 7, 40, 500))
-        want = ahead([w for w, _ in sizes], [n for _, n in sizes], around, budget_bytes=budget)
-        assert _order_of(sizes, outer, Prefetch(budget_bytes=budget)) == want, (sizes, budget)
+        at_home = {i for i in range(len(sizes)) if sample.random() < 0.5}
+        want = ahead([w for w, _ in sizes], [n for _, n in sizes], around, at_home=at_home, budget_bytes=budget)
+        assert _order_of(sizes, outer, Prefetch(budget_bytes=budget), at_home) == want, (sizes, budget, at_home)
 
 
 @pytest.mark.parametrize("num_units", [1, 2, 5, 20])
@@ -85,7 +97,10 @@ def test_small_units_come_several_at_a_time_and_large_ones_alone() -> None:
     whole = [ahead for ahead, _ in _order_of(sizes, False, Prefetch())]
     assert whole == [[1], [2, 3, 4], [3, 4], [4], [5], []]
     equal = _order_of([(8, 2)] * 4, False, Prefetch())
-    assert equal == [([1], [2]), ([2], [3]), ([3], []), ([], [])]
+    assert equal == [([1], []), ([2], []), ([3], []), ([], [])]
+    on_device = _order_of([(8, 2)] * 4, False, Prefetch(), at_home=range(4))
+    assert on_device == _order_of([(8, 2)] * 4, False, Prefetch(budget_bytes=10))
+    assert on_device == [([1], [2]), ([2], [3]), ([3], []), ([], [])]
 
 
 # -- real ranks --------------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ came after this one last time; backward takes the same order in reverse.
 
 A gather has two stages. The first yields the node shard, by a copy from host memory or by the gather across nodes; the
 second is the gather inside the node. With the next unit alone begun ahead, its stages follow each other, and compute
-waits where they take longer together than it does. So the next unit is gathered whole, and of the unit after it the
-first stage begins, on other lanes: then the slowest stage alone must keep up with compute. A node shard that comes
-early waits in the cache's own memory, if collectives can use that, or else in memory of its own, 1 / L of the unit.
+waits where they take longer together than it does. If the first stage of the unit after the next one begins, too, on
+other lanes, then the slowest stage alone must keep up with compute. A node shard that comes early waits in the cache's
+own memory, if collectives can use that, or else in memory of its own, 1 / L of the unit.
 
 The unit after may be tiny: then one is too few. What hides a gather is the time of the matmuls before it, and copies,
 gathers and matmuls all take time by the bytes of the weights. So bytes stand for time here. Measured times would differ
@@ -23,9 +23,13 @@ ranks and in all runs, and so is what they decide: [Note: The same order on ever
 
 - as many units are whole at once as fit in the bytes that two neighbours take at most, and one ahead at least. So
   small units come several at a time, and no more memory is full of weights than with one unit ahead;
-- the first stages of the units after them begin as far as their node shards fit in the bytes of the largest, and of
-  one at least. Two such node shards wait while a unit computes, one of them in use by its second stage. Between two
-  units there are three: not before compute has waited may that of the unit that begins go.
+- the first stage of the unit after them begins if that takes no memory, as under a cache on the device.
+
+A budget of bytes buys more: what whole units leave of it goes to the node shards of those after them, in memory of
+their own. Two of them wait while a unit computes, one of them in use by its second stage. Between two units there are
+three: not before compute has waited may that of the unit that begins go. It is not the default, because a host cache
+shall leave room for batches as large as ZeRO-3's: with three node shards it was 3 to 5 % less on the machines of the
+FCDP paper, by the planner.
 
 A unit that stays gathered while others run, as the root does, takes part as the largest of the others. `Prefetch` sets
 other limits. If a rank's forward takes another order than the last one, gathers may begin in vain, and are freed.
@@ -231,10 +235,15 @@ class UnitGather:
         return sum(bucket.node_shard_numel * bucket.form.dtype.itemsize for bucket in self.buckets)
 
     @property
+    def begins_without_memory(self) -> bool:
+        """True if node shards arrive in the cache's own memory."""
+        return all(bucket.node_shard.is_direct for bucket in self.buckets)
+
+    @property
     def can_begin_early(self) -> bool:
         """True if the first stage takes time, and no memory for whole weights: [Note: Prefetching]."""
         if not self.is_stream_ordered:  # Gloo would copy this rank's part once more
-            return all(bucket.node_shard.is_direct for bucket in self.buckets)
+            return self.begins_without_memory
         return all(b.cluster.num_local > 1 and (b.cluster.num_nodes > 1 or b.is_offloaded) for b in self.buckets)
 
     def begin(self, *, is_early: bool = False) -> None:
@@ -344,7 +353,7 @@ class Order:
         self._left: list[UnitGather] = []  # finished forwards of this step; backward visits them in reverse
         self._open: list[UnitGather] = []  # whose forward has begun and not ended
         self._around: set[UnitGather] = set()  # in whose forward others begin
-        self._pair_bytes = self._largest_bytes = self._largest_node_bytes = 0  # of units that are not around others
+        self._pair_bytes = self._largest_bytes = 0  # of units that are not around others
 
     @property
     def has_run(self) -> bool:
@@ -369,7 +378,6 @@ class Order:
             sizes_bytes = [gather.whole_bytes for gather in self._forward if gather not in self._around]
             self._largest_bytes = max(sizes_bytes, default=0)
             self._pair_bytes = max(map(sum, pairwise(sizes_bytes)), default=self._largest_bytes)
-            self._largest_node_bytes = max((g.node_bytes for g in self._forward if g not in self._around), default=0)
         self._forward, self._open = [], []
 
     def enter_forward(self, gather: UnitGather, prefetch: Sequence[UnitGather] | None) -> None:
@@ -430,10 +438,9 @@ class Order:
         num_whole = max(1, _fitting(following, lambda each: each.whole_bytes, room))
         whole, after = following[:num_whole], following[num_whole:]
         if policy.budget_bytes is None:
-            room, least = self._largest_node_bytes, 1
-        else:
-            room, least = room - sum(each.whole_bytes for each in whole), 0
-        num_early = max(least, _fitting(after, lambda each: each.node_bytes, room))
+            return whole, [each for each in after[:1] if each.begins_without_memory and each.can_begin_early]
+        room -= sum(each.whole_bytes for each in whole)
+        num_early = _fitting(after, lambda each: each.node_bytes, room)
         return whole, takewhile(lambda each: each.can_begin_early, after[:num_early])
 
 

@@ -82,8 +82,8 @@ class Prefetch(Policy):
     """
 
     units: Count | None = option(None, key="prefetch_units")
-    """The number of units that are gathered ahead, whatever their sizes. 1 takes the least memory. Default: as many as
-    take no more memory than two neighbours, and a part of the unit after them."""
+    """The number of units that are gathered ahead, whatever their sizes. Default: as many as take no
+    more memory than two neighbours."""
     budget_bytes: Count | None = option(None, key="prefetch_bytes")
     """The bytes of gathered weights ahead, on the device of each rank: as many units as fit are gathered, and one at
     least; what is left goes to the node shards of those after them. Default: see prefetch_units."""
