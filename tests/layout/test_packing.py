@@ -309,6 +309,7 @@ def test_whole_blocks_may_pad_without_a_gap() -> None:
     layout = packing.plan_bucket(["a", "b"], [(16,), (20,)], [2, 1], num_shards=4, itemsize=16)
     found = explain_bucket(layout, itemsize=16)
     assert (found.cause, found.tensors, found.block) == (Cause.GAPS, ("a",), 0)
+    assert str(found).endswith("whole blocks of a do not fill the shards evenly, and what is left is at the end")
 
 
 def test_only_tensors_behind_a_gap_are_named() -> None:

@@ -32,7 +32,8 @@ class Explanation:
     tensors: tuple[str, ...]
     """The names of the tensors that decide, the largest first."""
     block: int
-    """By cause: the elements of the alignment, the block that must fit, the common multiple, or the largest gap."""
+    """By cause: the elements of the alignment, the block that must fit, the common multiple, or the largest gap;
+    0 if all padding is behind the last tensor."""
     numel: int
     num_shards: int
     shard_numel: int
@@ -59,6 +60,8 @@ class Explanation:
                     f"tensors over two shards or more ({names}) make shards multiples of {self.block:,}, the least "
                     f"common multiple of their blocks; an even share is {even / self.block:.2f} of that"
                 )
+            case Cause.GAPS if not self.block:
+                reason = f"whole blocks of {names} do not fill the shards evenly, and what is left is at the end"
             case Cause.GAPS:
                 reason = f"whole blocks of {names} leave gaps before borders, the largest of {self.block:,} elements"
         sizes = f"{self.num_shards} shards of {self.shard_numel:,} for {self.numel:,} elements"
