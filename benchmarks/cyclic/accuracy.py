@@ -256,9 +256,15 @@ def measure_study(
         mean, deviation = statistics.mean(by_seed), statistics.stdev(by_seed)
         return f"{outcome.rule} {mean:+.{num_digits}f} ± {deviation:.{num_digits}f}"
 
+    is_tuned = len(study.settings) > 1
+    chosen = (
+        f", chosen from {', '.join(map(str, study.settings))} on validation data with the first {study.tuning_seeds} seeds"
+        if is_tuned
+        else ", not tuned"
+    )
     first = f", the first {study.plain_steps} under rule dp" if study.plain_steps else ""
     return Row(
-        claim=f"{claim}, tuned, {study.seeds} seeds, rules against dp",
+        claim=f"{claim},{' tuned,' if is_tuned else ''} {study.seeds} seeds, rules against dp",
         required=required,
         measured=", ".join(map(described, found)) + ("" if study.is_loss else " %"),
         is_met=is_met(study, plain, {outcome.rule: outcome for outcome in others}),
@@ -266,9 +272,7 @@ def measure_study(
             f"{study.measure}, mean ± standard deviation between seeds, {study.steps} steps{first}, {WORKERS} "
             "workers; noise: the larger of the two deviations. Differences from dp, seed by seed: "
             f"{', '.join(map(paired, others))}. Learning rates and, in brackets, momenta "
-            f"{', '.join(f'{outcome.rule} {outcome.setting}' for outcome in found)}, chosen from "
-            f"{', '.join(map(str, study.settings))} on validation data with the first "
-            f"{study.tuning_seeds} seeds."
+            f"{', '.join(f'{outcome.rule} {outcome.setting}' for outcome in found)}{chosen}."
         ),
         tried=tried,
     )
