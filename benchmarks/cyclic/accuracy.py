@@ -257,10 +257,9 @@ def measure_study(
         return f"{outcome.rule} {mean:+.{num_digits}f} ± {deviation:.{num_digits}f}"
 
     is_tuned = len(study.settings) > 1
+    settings = ", ".join(map(str, study.settings))
     chosen = (
-        f", chosen from {', '.join(map(str, study.settings))} on validation data with the first {study.tuning_seeds} seeds"
-        if is_tuned
-        else ", not tuned"
+        f", chosen from {settings} on validation data with the first {study.tuning_seeds} seeds" if is_tuned else ""
     )
     first = f", the first {study.plain_steps} under rule dp" if study.plain_steps else ""
     return Row(
