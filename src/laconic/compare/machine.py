@@ -7,8 +7,6 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
-
 _PACKAGES = ("laconic", "torch", "transformers", "peft")
 
 
@@ -22,8 +20,8 @@ def describe_machine() -> dict[str, str | int | float]:
         "kernel": platform.release(),
         "python": platform.python_version(),
     }
-    if torch.cuda.is_available():
-        found["gpu"] = _gpu()
+    if gpu := _gpu():
+        found["gpu"] = gpu
     for name in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):  # laconic may be a source tree, and peft is optional
             found[name] = version(name)
@@ -39,7 +37,11 @@ def in_words(machine: dict[str, str | int | float]) -> str:
 
 
 def _gpu() -> str:
-    """The first GPU, the number of GPUs, and the versions of CUDA and NCCL."""
+    """The first GPU, the number of GPUs, and the versions of CUDA and NCCL; "" without a GPU."""
+    import torch  # a mistake in a job is told before this import
+
+    if not torch.cuda.is_available():
+        return ""
     count, nccl = torch.cuda.device_count(), ".".join(map(str, torch.cuda.nccl.version()))
     return f"{count} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, NCCL {nccl}"
 
