@@ -35,6 +35,8 @@ from laconic.strategies.optimizers import lr_at
 
 _VOCAB = 256
 _EVAL_ROWS_AT_ONCE = 16
+DECAY, BETAS, MAX_NORM = 0.1, (0.9, 0.95), 1.0
+"""The inner optimizer: the weight decay of matrices, AdamW's betas, and the norm at which gradients are clipped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,21 +118,15 @@ class _Islands:
     def __init__(self, folder: Path, length: int) -> None:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self.mesh = laconic.init_mesh("cpu", islands=self.count, local=1)
-        config = DataConfig(sequence_length=length)
-        tokenizer = load_tokenizer(config.tokenizer)
         if self.rank == 0:
-            data.prepare(config, tokenizer, folder)
+            open_corpus(folder, length)
         dist.barrier()
-        self.tokens = data.open_tokens(data.prepare(config, tokenizer, folder), config)
+        self.tokens = open_corpus(folder, length)
         self._folder = folder
 
     def warm(self, job: Job, model: nn.Module) -> None:
         """Load the weights with which the job begins. A file keeps these weights for other jobs and later launches."""
-        start = Job(
-            name="warm", kind="ddp", seed=job.seed, steps=job.warm_steps, rows=job.rows, length=job.length,
-            lr=job.warm_lr, shape=job.shape, lr_schedule=job.lr_schedule, warmup_steps=job.warmup_steps,
-            schedule_steps=_schedule_steps(job),
-        )  # fmt: skip
+        start = start_of(job)
         name = hashlib.sha256(repr(start).encode()).hexdigest()[:16]
         file = self._folder / f"warm-{name}.pt"
         if not file.exists():  # all ranks agree, because rank 0 writes the file between two barriers
@@ -142,6 +138,21 @@ class _Islands:
                 torch.save(model.state_dict(), file)
             dist.barrier()
         model.load_state_dict(torch.load(file, weights_only=True))
+
+
+def open_corpus(folder: Path, length: int) -> data.TokenFiles:
+    """Return the tokens of the trainer's corpus for rows of `length`; make their files if they are not there."""
+    config = DataConfig(sequence_length=length)
+    return data.open_tokens(data.prepare(config, load_tokenizer(config.tokenizer), folder), config)
+
+
+def start_of(job: Job) -> Job:
+    """Return the job that trains the weights with which `job` begins."""
+    return Job(
+        name="warm", kind="ddp", seed=job.seed, steps=job.warm_steps, rows=job.rows, length=job.length,
+        lr=job.warm_lr, shape=job.shape, lr_schedule=job.lr_schedule, warmup_steps=job.warmup_steps,
+        schedule_steps=_schedule_steps(job),
+    )  # fmt: skip
 
 
 def run_jobs(folder: str, jobs: Sequence[Job]) -> list[Answer]:
@@ -199,8 +210,8 @@ def _run(job: Job, islands: _Islands) -> Answer:
 def _adamw(model: nn.Module, job: Job) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [[p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]]
-    decays = [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (0.1, 0.0), strict=True)]
-    return torch.optim.AdamW(decays, lr=job.lr, betas=(0.9, 0.95), fused=True)
+    decays = [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (DECAY, 0.0), strict=True)]
+    return torch.optim.AdamW(decays, lr=job.lr, betas=BETAS, fused=True)
 
 
 class _Steps:
@@ -218,19 +229,16 @@ class _Steps:
     ) -> Iterator[int]:
         """Take the steps, and yield the number of steps after each."""
         job = self._job
-        schedule = OptimizerConfig(lr=job.lr, warmup_steps=job.warmup_steps, lr_schedule=job.lr_schedule)
-        total_steps = _schedule_steps(job)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for step in range(job.steps):
-            rows = _rows(job, self._islands, job.warm_steps + step)
-            lr = lr_at(job.warm_steps + step, schedule, total_steps=total_steps)
-            if job.warm_steps:  # the states of the optimizer are empty, so warm up again
-                lr *= min(1.0, (step + 1) / job.warmup_steps)
+            islands = self._islands
+            rows = rows_of(job, islands.tokens, step, island=islands.rank, islands=islands.count)
+            lr = lr_of(job, step)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             before, start_s = interface_bytes(), time.perf_counter()
             wrapped(input_ids=rows, labels=rows).loss.backward()
-            nn.utils.clip_grad_norm_(trained, 1.0)
+            nn.utils.clip_grad_norm_(trained, MAX_NORM)
             if local is None:
                 optimizer.step()
             else:
@@ -252,17 +260,34 @@ def _schedule_steps(job: Job) -> int:
     return job.schedule_steps or job.warm_steps + job.steps
 
 
-def _rows(job: Job, islands: _Islands, step: int) -> Tensor:
-    """The rows of this island; the rows of all islands are one global batch."""
+def lr_of(job: Job, step: int) -> float:
+    """Return the inner learning rate in a step of the job, from 0."""
+    schedule = OptimizerConfig(lr=job.lr, warmup_steps=job.warmup_steps, lr_schedule=job.lr_schedule)
+    lr = lr_at(job.warm_steps + step, schedule, total_steps=_schedule_steps(job))
+    # after warm steps the states of the optimizer are empty, so warm up again
+    return lr * min(1.0, (step + 1) / job.warmup_steps) if job.warm_steps else lr
+
+
+def rows_of(job: Job, tokens: data.TokenFiles, step: int, *, island: int, islands: int) -> Tensor:
+    """Return the rows of an island in a step of the job, (rows, length). Those of all islands are one global batch."""
     sampler = Sampler(
         seed=job.seed,
-        num_tokens=len(islands.tokens.train),
+        num_tokens=len(tokens.train),
         sequence_length=job.length,
         micro_batch_size=job.rows,
-        rank=islands.rank,
-        world_size=islands.count,
+        rank=island,
+        world_size=islands,
     )
-    return torch.from_numpy(data.rows_at(islands.tokens.train, sampler.offsets(step)[0], job.length))
+    return torch.from_numpy(data.rows_at(tokens.train, sampler.offsets(job.warm_steps + step)[0], job.length))
+
+
+def held_rows(job: Job, tokens: data.TokenFiles, *, island: int = 0, islands: int = 1) -> Tensor:
+    """Return an island's part of the held-out rows, (rows, length), the same every time."""
+    spread = len(tokens.evaluation) - job.length
+    starts = [row * spread // job.eval_rows for row in range(island, job.eval_rows, islands)]
+    return torch.from_numpy(
+        data.rows_at(tokens.evaluation, torch.tensor(starts, dtype=torch.int64).numpy(), job.length)
+    )
 
 
 @torch.no_grad()
@@ -272,11 +297,8 @@ def _evaluate(model: nn.Module, local: laconic.LocalSteps | None, job: Job, isla
         with local.outer_parameters():
             return _evaluate(model, None, job, islands)
     total, count = 0.0, 0
-    spread = len(islands.tokens.evaluation) - job.length
-    starts = [row * spread // job.eval_rows for row in range(islands.rank, job.eval_rows, islands.count)]
-    for begin in range(0, len(starts), _EVAL_ROWS_AT_ONCE):
-        offsets = torch.tensor(starts[begin : begin + _EVAL_ROWS_AT_ONCE]).numpy()
-        rows = torch.from_numpy(data.rows_at(islands.tokens.evaluation, offsets, job.length))
+    held = held_rows(job, islands.tokens, island=islands.rank, islands=islands.count)
+    for rows in held.split(_EVAL_ROWS_AT_ONCE):
         total += float(model(input_ids=rows, labels=rows).loss) * len(rows)  # type: ignore[operator]
         count += len(rows)
     sums = torch.tensor([total, count], dtype=torch.float64)

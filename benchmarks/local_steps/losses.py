@@ -135,10 +135,11 @@ def mean_curve(curves: dict[str, Curve], name: str) -> dict[int, float]:
 
 def save(record: Record, bench: Bench) -> None:
     """Write the rows and the curves of the losses, and draw the picture."""
-    known = {key: curve for key, curve in record.known.get("curves", {}).items() if key.rsplit("/", 1)[0] in LOSSES}
-    curves = {**known, **{name: answer.evaluations for name, answer in bench.answers.items()}}
-    if not curves:  # of a section without them
+    if record.name != BENCHMARK.name:  # a section without curves
         record.save()
         return
+    known = {key: curve for key, curve in record.known.get("curves", {}).items() if key.rsplit("/", 1)[0] in LOSSES}
+    curves = {**known, **{name: answer.evaluations for name, answer in bench.answers.items()}}
     record.save(curves=curves)
-    save_curves(curves, _PICTURE)
+    if curves:
+        save_curves(curves, _PICTURE)

@@ -17,20 +17,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.local_steps.batched import Batched, Run
+from benchmarks.local_steps.batched import Batched, BatchedJob
 from benchmarks.local_steps.bench import BENCHMARK, Bench
 from benchmarks.local_steps.islands import Shape
 from benchmarks.local_steps.partial import step_cost_of
-from laconic.islands.fragments import SyncSchedule
 from tests.support.record import Row
 
-_FULL = Run(
-    steps=400, warm_steps=200, shape=Shape(hidden=384, intermediate=1024, layers=6, heads=8),
-    schedule=SyncSchedule(every=21, fragments=3, overlap=2),
+_FULL = BatchedJob(
+    steps=400, warm_steps=200, shape=Shape(hidden=384, intermediate=1024, layers=6, heads=8), lr=1e-3, warm_lr=1e-3,
+    every=21, fragments=3, overlap=2, codec="int4", eval_rows=1024,
 )  # fmt: skip
 _QUICK = dataclasses.replace(
     _FULL, steps=24, warm_steps=8, length=32, eval_rows=64, shape=Shape(hidden=32, intermediate=64, layers=3, heads=4),
-    schedule=SyncSchedule(every=12, fragments=3, overlap=2),
+    every=12,
 )  # fmt: skip
 SLICES = (2, 4)
 TUNING_SEED = 100
@@ -57,7 +56,7 @@ def _trainer(bench: Bench, length: int) -> Batched:
     return Batched(bench.folder / "tokens", length, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def flops_saved(run: Run, slices: int) -> float:
+def flops_saved(run: BatchedJob, slices: int) -> float:
     """Return the share of a step's FLOPs that an island saves by training one of the slices."""
     whole, part = (
         step_cost_of(
@@ -81,9 +80,9 @@ class Excess:
         return f"{self.mean:+.2%} ± {self.error:.2%}"
 
 
-def _tuned(trainer: Batched, usual: Run) -> dict[int, Run]:
+def _tuned(trainer: Batched, usual: BatchedJob) -> dict[int, BatchedJob]:
     """Return the run of each number of slices with the outer optimizer that is best on the tuning seed."""
-    chosen: dict[int, Run] = {}
+    chosen: dict[int, BatchedJob] = {}
     for slices, candidates in OUTER.items():
         start = dataclasses.replace(chosen.get(1, usual), slices=slices, seed=TUNING_SEED)
         losses = []
@@ -116,7 +115,7 @@ def _row(bench: Bench, islands: int, seeds: int) -> Row:
         [Excess(found[f"{slices}, equal {name}"], base) for slices in SLICES] for name in ("steps", "FLOPs")
     )
     rates = ", ".join(f"{n} slices {chosen[n].sliced_lr:g} and {chosen[n].sliced_momentum:g}" for n in SLICES)
-    schedule, millions = usual.schedule, sum(p.numel() for p in usual.shape.build(1, seed=0).parameters()) / 1e6
+    millions = sum(p.numel() for p in usual.shape.build(1, seed=0).parameters()) / 1e6
     return Row(
         claim=f"partial updates of 2 / 4 slices against streaming DiLoCo, {islands} islands, equal steps; equal FLOPs",
         required="<= +0.5 / +1 %; <= 0 %; standard error below 0.2 %",
@@ -130,8 +129,8 @@ def _row(bench: Bench, islands: int, seeds: int) -> Row:
             f"{millions:.1f} M parameters; {usual.steps} steps of {islands} x {usual.rows} x {usual.length} tokens "
             f"after {usual.warm_steps} of data parallel, on one cosine from {usual.lr:g}; at equal FLOPs "
             + " / ".join(str(longer[n].steps) for n in SLICES)
-            + f" steps, as an island saves {' / '.join(f'{saved[n]:.1%}' for n in SLICES)}. Every {schedule.every} "
-            f"steps, {schedule.fragments} fragments with overlap {schedule.overlap}, {usual.codec}. Each slice has "
+            + f" steps, as an island saves {' / '.join(f'{saved[n]:.1%}' for n in SLICES)}. Every {usual.every} "
+            f"steps, {usual.fragments} fragments with overlap {usual.overlap}, {usual.codec}. Each slice has "
             f"{' / '.join(str(islands // n) for n in SLICES)} holders. Outer rate and momentum {chosen[1].outer_lr:g} "
             f"and {chosen[1].outer_momentum:g}; of {rates}; the best of "
             f"{' / '.join(str(len(o)) for o in OUTER.values())} on another seed."

@@ -12,7 +12,6 @@ import torch
 
 from benchmarks.local_steps import batched, losses, traffic
 from benchmarks.local_steps.islands import Answer, Job, Shape, read_jobs, run_jobs, write_jobs
-from laconic.islands.fragments import SyncSchedule
 from tests.support.launch import run_ranks
 
 TINY = Shape(hidden=16, intermediate=32, layers=2, heads=2)
@@ -63,26 +62,22 @@ def test_jobs_begin_alike_and_report_their_syncs(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("warm-*.pt"))) == 1
 
 
+STREAMED: dict[str, Any] = {
+    "steps": 9, "rows": 2, "length": 16, "shape": TINY, "eval_rows": 8, "codec": "int4", "warm_steps": 3,
+    "warm_lr": 2e-3, "every": 4, "fragments": 2, "overlap": 1, "warmup_steps": 2,
+}  # fmt: skip
 _SLICED: dict[str, Any] = {"slices": 2, "sliced_lr": 0.5, "sliced_momentum": 0.6}
 
 
 def streamed_jobs(folder: str) -> list[Answer]:
-    common: dict[str, Any] = {
-        "steps": 9, "rows": 2, "length": 16, "shape": TINY, "eval_rows": 8, "codec": "int4", "warm_steps": 3,
-        "warm_lr": 2e-3, "every": 4, "fragments": 2, "overlap": 1, "warmup_steps": 2,
-    }  # fmt: skip
-    return run_jobs(folder, [Job(name="whole", **common), Job(name="sliced", **common, **_SLICED)])
+    return run_jobs(folder, [Job(name="whole", **STREAMED), Job(name="sliced", **STREAMED, **_SLICED)])
 
 
 def test_batched_islands_train_as_islands_on_ranks_do(tmp_path: Path) -> None:
     """Streamed in two fragments, in four bits, with slices and without: equal losses to rounding."""
     expected = [answer.evaluations[-1][2] for answer in run_ranks(streamed_jobs, 4, str(tmp_path), local=1)[0]]
     trainer = batched.Batched(tmp_path, 16, torch.device("cpu"))
-    schedule = SyncSchedule(every=4, fragments=2, overlap=1)
-    whole = batched.Run(
-        islands=4, steps=9, warm_steps=3, rows=2, length=16, shape=TINY, lr=2e-3, warmup_steps=2, schedule=schedule,
-        eval_rows=8,
-    )  # fmt: skip
+    whole = batched.BatchedJob(**STREAMED, islands=4)
     found = [trainer.train(run) for run in (whole, dataclasses.replace(whole, **_SLICED))]
     assert found == pytest.approx(expected, rel=2e-5)
     assert abs(expected[0] - expected[1]) > 1e-3 * expected[0], "slices make a difference that this could miss"

@@ -41,7 +41,7 @@ def step_on(
     has_hooks: bool = False,
     keeps_gradients: bool = False,
 ) -> dict[str, Any]:
-    """What the host waits for in each warm step, what it sends to other hosts, and the bytes of flags by level.
+    """Return the waits of the host in each warm step, its messages to other hosts, and the bytes of flags by level.
 
     With `has_hooks` the parameters of the blocks have hooks, whose units have no idle parameter. With `keeps_gradients`
     gradients become zero, not None, after each step.

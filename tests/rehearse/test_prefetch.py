@@ -1,4 +1,4 @@
-"""What the gathers that run ahead do on a device: beside which units, in how much memory, and alike on all ranks."""
+"""Gathers that run ahead on a device: the units beside which they run, their memory, and their order on all ranks."""
 
 from __future__ import annotations
 

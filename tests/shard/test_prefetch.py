@@ -37,7 +37,10 @@ class _Sized(SimpleNamespace):
 def _order_of(
     sizes: list[tuple[int, int]], outer: bool, policy: Prefetch, at_home: Collection[int] = ()
 ) -> list[tuple[list[int], list[int]]]:
-    """What an `Order` begins in a second forward in which unit 0 is around all others, if it is `outer`."""
+    """Return the gathers that an `Order` begins in its second forward, whole and early, for each unit.
+
+    With `outer` the forward of unit 0 contains those of all others.
+    """
     begun: list[tuple[int, bool]] = []
     gathers: list[Any] = [
         _Sized(

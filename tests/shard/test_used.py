@@ -22,7 +22,7 @@ NUM_LAYERS, NUM_STEPS = 4, 12
 
 
 class Chosen(nn.Module):
-    """The sum of the layers that it is told to use."""
+    """Sums the outputs of some of its layers, which the caller chooses."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -90,7 +90,7 @@ The claims on which most users decide, as measured:
 
 {chosen}
 
-**No cluster of GPUs has run laconic yet**; one GPU has, alone: [gpu](#gpu). Sections: {sections}.
+**No cluster of GPUs has run laconic yet**; an H200 and an H100 have, each alone: [gpu](#gpu). Sections: {sections}.
 """
 HEADLINES = (
     ("wire", "wire-full"), ("thinner", "bytes"), ("wire", "device-memory"), ("thinner", "seconds"), ("wire", "losses"),
@@ -148,7 +148,7 @@ class Record:
             module: the module that `python -m` ran. Default: that of the name below `benchmarks`.
             measures: the modules and packages whose code the rows measured.
         """
-        self._name, self._order = name, list(order)
+        self.name, self._order = name, list(order)
         self._json = RESULTS.parent / "results" / f"{name}.json"
         self.machine: dict[str, Any] = describe_machine()
         self.known: dict[str, Any] = json.loads(self._json.read_text()) if self._json.exists() else {}
@@ -172,7 +172,7 @@ class Record:
         shown = [Row(**self._rows[key]) for key in self._order if key in self._rows]
         machines = dict.fromkeys(row.machine for row in shown)
         body = [_commands(shown, machine) for machine in machines] + [rows_table(shown), *more]
-        write_section(self._name, "\n\n".join(body), RESULTS)
+        write_section(self.name, "\n\n".join(body), RESULTS)
         write_head()
 
 

@@ -1,4 +1,4 @@
-"""What the meter measures of a step, on the host and on an accelerator, and for what it waits."""
+"""The meter of training steps: its figures on the host and on an accelerator, and the waits of the host."""
 
 from __future__ import annotations
 

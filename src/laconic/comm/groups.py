@@ -103,8 +103,8 @@ def counting_started(device: torch.device | None) -> Iterator[None]:
 def started_bytes() -> int:
     """The device memory that communicators took when laconic let them begin: [Note: Communicators].
 
-    torch's allocator knows nothing of it. Other processes on the device may have changed it; 0 for communicators that
-    begin when they are used.
+    torch's allocator does not count this memory. Memory that other processes took in the meantime is in the figure. A
+    communicator that begins when it is first used adds nothing.
     """
     return _started_bytes
 

@@ -37,13 +37,15 @@ def in_words(machine: dict[str, str | int | float]) -> str:
 
 
 def _gpu() -> str:
-    """The first GPU, the number of GPUs, and the versions of CUDA and NCCL; "" without a GPU."""
-    import torch  # a mistake in a job is told before this import
+    """The number of GPUs, the name of the first, and the versions of CUDA and of NCCL, if there; "" without a GPU."""
+    import torch  # here: `laconic compare` reports a mistake in a job before it imports torch
 
     if not torch.cuda.is_available():
         return ""
-    count, nccl = torch.cuda.device_count(), ".".join(map(str, torch.cuda.nccl.version()))
-    return f"{count} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, NCCL {nccl}"
+    found = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    if torch.distributed.is_nccl_available():
+        found += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    return found
 
 
 def _cpu() -> str:

@@ -160,7 +160,8 @@ class RehearsedStep(Program):
     def _ids(self, on_host: int, on_device: int) -> list[int] | None:
         """The layers that stay if there are so many of either kind: the first and the last of each. None: all.
 
-        What one more of a kind adds is the same for all, if none of its neighbours is of the other kind.
+        A further layer in the middle of its kind adds the same as any other. At the border between the two kinds a
+        layer adds something else, so layers of both kinds stay there.
         """
         if not self._num_layers:
             return None

@@ -43,6 +43,7 @@ ends.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
+from functools import cached_property
 from itertools import accumulate, pairwise, takewhile
 
 import torch
@@ -224,12 +225,12 @@ class UnitGather:
         """The buckets, each with the number of its gathers so far that began with this rank's shard."""
         return ((gather.bucket, gather.num_crossings) for gather in self._gathers)
 
-    @property
+    @cached_property
     def whole_bytes(self) -> int:
         """The bytes of the full buffers."""
         return sum(b.form.numel * b.layout.num_shards * b.form.dtype.itemsize for b in self.buckets)
 
-    @property
+    @cached_property
     def node_bytes(self) -> int:
         """The bytes of this rank's node shards."""
         return sum(bucket.node_shard_numel * bucket.form.dtype.itemsize for bucket in self.buckets)
