@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,15 +78,18 @@ class Bench:
         ]
         for job in jobs:
             if job.name not in self.answers:
-                self.answers[job.name] = self._kept(job)
+                self.answers[job.name] = self._answer(job)
         return [self.answers[job.name] for job in jobs]
 
-    def _kept(self, job: Job) -> Answer:
-        """Read the answer of a job from its file; without a file, run the job and write the file."""
+    def kept(self, job: Job, run: Callable[[], Any]) -> Any:
+        """Return what `run` says about a job, read from the job's file; without a file, run it and write the file."""
         file = self.folder / f"answer-{hashlib.sha256(repr(job).encode()).hexdigest()[:16]}.json"
         if not file.exists():
-            file.write_text(json.dumps(dataclasses.asdict(self._run([job])[0])))
-        return Answer(**json.loads(file.read_text()))
+            file.write_text(json.dumps(run()))
+        return json.loads(file.read_text())
+
+    def _answer(self, job: Job) -> Answer:
+        return Answer(**self.kept(job, lambda: dataclasses.asdict(self._run([job])[0])))
 
     def warm_up(self, job: Job) -> None:
         """Write the weights that `job` begins with into the folder."""
