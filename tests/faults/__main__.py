@@ -5,8 +5,8 @@
     python -m tests.faults --quick                    a small fixed sample of each, printed only
 
 A campaign is a function that `campaign_row` registers. The suite runs a small fixed sample of the same code. RESULTS.md
-has three sections: `trust` has faults from outside, `mend` every member of a class of defects that was mended, and
-`parity` random programs beside the same programs without laconic.
+has four sections: `trust` has faults from outside, `device` what an accelerator would show, `mend` every member of a
+class of defects that was mended, and `parity` random programs beside the same programs without laconic.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 # They register the campaigns, in the order of the tables.
 from tests.faults import (  # isort: skip  # noqa: F401
     races,
+    lanes,
     crash_states,
     elsewhere,
     checkpoint_damage,

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from laconic import Cache, Checks, Prefetch, Wire, fully_shard, init_mesh
 from laconic.optim import AdamW8bit, Muon, Shampoo
-from laconic.rehearse import Machine, rehearsal
+from laconic.rehearse import Machine, mark, rehearsal
+from laconic.rehearse.operations import kind_of
 
 WIDTH = 16
 Body = Callable[[Any, torch.optim.Optimizer], None]
@@ -270,6 +271,19 @@ def prefetch(model: Any) -> None:
         following.set_modules_to_backward_prefetch([block])
 
 
+def _one_kernel(function: Any, args: Any, kwargs: Any, result: Any) -> int | None:
+    """The cost of an operation, in kernels: none for views, and for memory that nobody writes."""
+    if not hasattr(function, "_schema"):
+        return 1  # a chain that runs as one
+    kind = kind_of(function)
+    return None if kind.is_view or kind.is_empty else 1
+
+
+def _mark_its_backward(module: nn.Module, args: Any, output: Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(lambda gradient: mark("backward"))
+
+
 def _adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
@@ -307,19 +321,31 @@ class Program:
         """Make a unit of a module."""
         fully_shard(module, mesh=mesh, **self.options)
 
-    def record(self, *, has_values: bool = True) -> Machine:
-        """Run the program on a machine, which has its tape."""
+    def record(
+        self, *, has_values: bool = True, num_blocks: int = 3, is_warm: bool = False, counts: bool = False
+    ) -> Machine:
+        """Run the program on a machine, which has its tape.
+
+        If it `is_warm` it has run before, and the tape has a mark where each forward and each backward begins. If it
+        `counts`, there are no values, each step on the tape is a kernel or a copy, and its cost is 1.
+        """
         torch.manual_seed(0)
         shape = {"nodes": self.nodes, "local": self.local, "islands": self.islands}
-        with rehearsal(backend=self.backend, has_values=has_values, **shape) as machine:
+        has_values = has_values and not counts
+        cost_of = _one_kernel if counts else None
+        with rehearsal(backend=self.backend, has_values=has_values, cost_of=cost_of, **shape) as machine:
             mesh = self.make_mesh()
-            model = Net(self.width).to("cuda")
+            model = Net(self.width, num_blocks).to("cuda")
             self.prepare(model)
             for module in (*model.blocks, model):
                 self.shard(module, mesh)
             self.sharded(model)
             optimizer = self.optimizer([p for p in model.parameters() if p.requires_grad])
             optimizer = self.wrap(model, optimizer, mesh)
+            if is_warm:
+                self.train(model, optimizer)
+                model.register_forward_pre_hook(lambda *_: mark("forward"))
+                model.register_forward_hook(_mark_its_backward)
             with machine.recording():
                 self.train(model, optimizer)
             if has_values:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from laconic.rehearse.machine import byte_runs
 from laconic.rehearse.modes import accelerator
 from laconic.rehearse.order import overlap, races
 from laconic.rehearse.replay import Orders
-from laconic.rehearse.tape import Site, Tape
+from laconic.rehearse.tape import Site, Step, Tape
 from laconic.rehearse.threads import Thread
 
 Toy = Callable[[Machine, Any, bool], None]
@@ -259,6 +260,22 @@ def test_a_transfer_runs_beside_the_compute_that_no_event_orders() -> None:
     assert (hidden.transfer.op, hidden.transfer.level, hidden.transfer.sent_bytes) == ("all-reduce", "local", 64 * 4)
     assert [step.name for step in hidden.compute] == ["aten::mm"]
     assert exposed.compute == []
+
+
+def test_backward_runs_in_another_thread_as_on_an_accelerator() -> None:
+    threads = []
+    with rehearsal(local=2) as machine, machine.recording() as tape:
+        x = torch.ones(8, device="cuda", requires_grad=True)
+        x.register_hook(lambda gradient: threads.append(threading.current_thread()))
+        (x * 2).sum().backward()
+        failing = (x * 3).sum()
+        failing.register_hook(lambda gradient: {}["missing"])
+        with pytest.raises(KeyError, match="missing"):
+            failing.backward()
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
+    products = [step for step in tape.entries if isinstance(step, Step) and step.name == "aten::mul"]
+    assert len(products) > 2, "two of forwards; the machine sees those of backward, too"
 
 
 @pytest.mark.parametrize(

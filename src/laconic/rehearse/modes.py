@@ -6,11 +6,13 @@ The function mode moves to host memory whatever asks for device "cuda", and lets
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -30,6 +32,7 @@ from laconic.rehearse.threads import threads_of
 from laconic.rehearse.world import COLLECTIVES
 from laconic.shard import unit
 
+R = TypeVar("R")
 _DEVICE = torch.Tensor.device.__get__
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _IS_CPU = torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
@@ -61,6 +64,7 @@ def accelerator(
     real_part, real_hooks = torch.UntypedStorage.__getitem__, torch.autograd.graph.saved_tensors_hooks.__init__
     driver = SimpleNamespace(cudaHostRegister=machine.register_pages, cudaHostUnregister=machine.unregister_pages)
     devices = _Devices(machine)
+    operations = _Operations(machine, devices)
     run_backward = torch.autograd._engine_run_backward
 
     def module_of(device: Any = None) -> Any:
@@ -88,8 +92,11 @@ def accelerator(
         real_save(values, *args, **kwargs)
 
     def backward(*args: Any, **kwargs: Any) -> Any:
-        with devices:  # torch leaves the mode for the whole of `backward`, which runs hooks and functions of ours
-            return run_backward(*args, **kwargs)
+        def run_here() -> Any:
+            with operations, devices:  # modes are a thread's own, and torch leaves those of functions in `backward`
+                return run_backward(*args, **kwargs)
+
+        return _in_a_thread(run_here)
 
     def hooks_of_saved_tensors(hooks: Any, pack: Any, unpack: Any) -> None:
         real_hooks(hooks, _within(devices, pack), _within(devices, unpack))  # torch has left the mode for the operation
@@ -144,10 +151,29 @@ def accelerator(
             patches.enter_context(mock.patch.object(target, name, value))
         patches.enter_context(threads_of(machine))
         patches.enter_context(devices)
-        with _Operations(machine, devices):
+        with operations:
             yield machine
     machine.is_recording = False
     machine.memory_of.clear()
+
+
+def _in_a_thread(run: Callable[[], R]) -> R:
+    """Run in another thread of the host, as torch runs the backward of an accelerator, and wait for it.
+
+    What is a thread's own in Python or torch is not there: hooks and functions of ours must not need it.
+    """
+    end: Future[R] = Future()
+
+    def work() -> None:
+        try:
+            end.set_result(run())
+        except BaseException as error:  # it belongs to the thread that waits
+            end.set_exception(error)
+
+    thread = threading.Thread(target=work, name="backward")
+    thread.start()
+    thread.join()
+    return end.result()
 
 
 def _as_one_kernel(machine: Machine, function: Callable[..., Any], *arguments: Any) -> Any:

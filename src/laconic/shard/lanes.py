@@ -29,6 +29,11 @@ class Lane:
         if device.type != "cpu":
             self._stream = torch.get_device_module(device).Stream(device, priority=-1 if is_urgent else 0)
 
+    @property
+    def has_stream(self) -> bool:
+        """False on CPU, where the host waits for transfers."""
+        return self._stream is not None
+
     def running(self, *after: Event) -> AbstractContextManager[Any]:
         """Start a job: issue the body here, after everything on the compute stream so far and the given events."""
         if self._stream is not None:

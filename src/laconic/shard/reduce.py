@@ -255,23 +255,23 @@ class Reduction:
         self._across_nodes, self._across_islands = across_nodes, across_islands
         self._keeps_sum = True
         self._full = full
-        self._done: Event = None
-        """The lane's event after which compute may use the sum and free the bucket. It is of this bucket's last move:
-        the lane may have begun the next bucket's sum meanwhile, for which compute need not wait."""
+        self._summed: Event = None
+        """The lane's event after the first sum whose result is no longer the bucket itself: compute may free that."""
+        self.ended: Event = None
+        """The lane's event after all sums: compute may use `.grad`."""
         self._moves = self._sum()
 
     def advance(self) -> None:
-        """Finish the sum that is under way, if one is, and begin the next one."""
+        """Finish the sum that is under way, if one is, and begin the next one. Compute waits for none that begins."""
         lane = self.gradients.lanes.reduce
         with lane.running():
             self.level = next(self._moves, None)
-            if self.level is not None or self._across_nodes:  # otherwise nothing has run since the event before
-                self._done = lane.record_event()
         if self.level is None:
-            wait_for(self._done)
-        no_lane_reads = self.level is None or (self._done is None and self.level != "local")
-        if no_lane_reads and self._full is not None:  # [Note: Who may free a transfer buffer] in shard/lanes.py
-            self._full.free()
+            self.ended = lane.record_event()
+            wait_for(self._summed or self.ended)
+        no_lane_reads = self.level is None or (not lane.has_stream and self.level != "local")
+        if no_lane_reads and self._full is not None:
+            self._full.free()  # [Note: Who may free a transfer buffer] in shard/lanes.py
             self._full = None
 
     def abandon(self) -> None:
@@ -291,11 +291,15 @@ class Reduction:
                 self._full.memory.div_(bucket.divide_before)
             fresh = yield from self._reduce_scatter("local", self._full.memory)
         node_shard = self._with_waiting("node", fresh, goes_on=self._across_nodes)
+        if bucket.cluster.num_local > 1:
+            self._summed = gradients.lanes.reduce.record_event()
         del fresh
         if node_shard is None:
             yield "node"
         else:
             shard = yield from self._reduce_scatter("node", node_shard.memory)
+            if self._summed is None and bucket.cluster.num_nodes > 1:
+                self._summed = gradients.lanes.reduce.record_event()
             self._drop_cleared(shard)
             node_shard.free()
         if not self._across_nodes:
@@ -351,6 +355,8 @@ class ReductionQueue:
 
     def __init__(self) -> None:
         self._in_flight: list[Reduction] = []
+        self._ended: Event = None
+        """The lane's event after the sums that have ended; compute has not waited for it."""
         self._reduced: list[BucketGradients] = []  # whose use the ranks have yet to agree on
 
     def has(self, gradients: BucketGradients) -> bool:
@@ -368,9 +374,17 @@ class ReductionQueue:
         return any(each.gradients is gradients and each.level == "node" for each in self._in_flight)
 
     def add(self, reduction: Reduction) -> None:
-        """Begin a reduction, move those in flight one level on, finish its sum inside the node, and send that on."""
-        reduction.advance()
+        """Begin a reduction, move those in flight one level on, finish its sum inside the node, and send that on.
+
+        On a stream those in flight come first: who waits for an older one must not wait for this one. Without streams
+        the host waits for the older ones, and the new sum runs meanwhile.
+        """
+        has_stream = reduction.gradients.lanes.reduce.has_stream
+        if not has_stream:
+            reduction.advance()
         self._advance()
+        if has_stream:
+            reduction.advance()
         reduction.advance()
         self._in_flight.append(reduction)
 
@@ -378,6 +392,7 @@ class ReductionQueue:
         """Finish the reductions in flight, and agree on the parameters that got a gradient."""
         while self._in_flight:
             self._advance()
+        self.wait_for_ended()
         _land(self._reduced)
         if self._reduced:
             agree([gradients.used for gradients in self._reduced], self._reduced[0].lanes.reduce)
@@ -387,13 +402,21 @@ class ReductionQueue:
         """Finish the reductions in flight, and drop their sums."""
         for reduction in self._in_flight:
             reduction.abandon()
+            self._ended = reduction.ended or self._ended
         self._in_flight.clear()
         self._reduced.clear()
+        self.wait_for_ended()
+
+    def wait_for_ended(self) -> None:
+        """Let compute wait for the reductions that have ended. Until then it may not use their `.grad`."""
+        wait_for(self._ended)
+        self._ended = None
 
     def _advance(self) -> None:
         """Move each reduction one level on, the youngest first: its next sum then runs beside the older one's end."""
         for reduction in reversed(self._in_flight):
             reduction.advance()
+            self._ended = reduction.ended or self._ended
             if reduction.changed_grad:
                 self._note_use(reduction.gradients)
         self._in_flight = [reduction for reduction in self._in_flight if reduction.level is not None]
@@ -401,6 +424,7 @@ class ReductionQueue:
     def _note_use(self, gradients: BucketGradients) -> None:
         """Agree on the used parameters now, or at the end of the backward."""
         if gradients.used.has_hooks:
+            self.wait_for_ended()
             _land([gradients])
             agree([gradients.used], gradients.lanes.reduce)
         elif gradients not in self._reduced:

@@ -563,6 +563,7 @@ class Root:
         self.observer.all_issued()
         if self.is_last_backward:
             self.reductions.finish()
+        self.reductions.wait_for_ended()
         self.let_host_edit()
         for gradients in self.gradients:
             if gradients.has_partial_sums(across_islands=True) or self.reductions.has(gradients):
