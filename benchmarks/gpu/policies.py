@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.optim import AdamW, Optimizer
 
 import laconic
 from benchmarks.gpu.training import BENCHMARK, LOCAL, NODES, Bench, Sizes, device_of
-from benchmarks.llama import decoder_layers, loss_of
+from benchmarks.llama import Llama, decoder_layers, loss_of
 from laconic.optim.adamw8bit import AdamW8bit
 from laconic.optim.muon import Muon
 from laconic.optim.shampoo import Shampoo
@@ -29,6 +29,8 @@ _EXACT, _ROUNDED = 1e-4, 2e-2
 """The largest relative difference of two losses: of fp32 without TF32, and of policies that round numbers, whose codes
 may differ where the last bit of a number does."""
 Prepare = Callable[[nn.Module], Any]
+Losses = dict[str, list[float] | str]
+"""By policy: the losses of a rank, step by step, or the error that ended it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,13 +109,13 @@ POLICIES: tuple[Policy, ...] = (
 )  # fmt: skip
 
 
-def _train(policy: Policy, sizes: Sizes, device: torch.device) -> list[float]:
-    shape = sizes.loss
+def train(policy: Policy, shape: Llama, device: torch.device, *, nodes: int, local: int) -> list[float]:
+    """Return the losses of this rank, step by step, under a policy on nodes x local ranks. Local steps have islands."""
     model = shape.build(torch.device("cpu"), torch.float32).to(device)  # the same weights on both devices
     if policy.prepare is not None:
         policy.prepare(model)
-    shape_of_mesh = {"islands": NODES, "local": LOCAL} if policy.every else {"nodes": NODES, "local": LOCAL}
-    mesh = laconic.init_mesh(device.type, **shape_of_mesh)
+    shape_of_mesh = {"islands": nodes} if policy.every else {"nodes": nodes}
+    mesh = laconic.init_mesh(device.type, local=local, **shape_of_mesh)
     options = dict(policy.options)
     if hasattr(policy.optimizer, "granularity"):
         options["granularity"] = policy.optimizer.granularity
@@ -135,26 +137,30 @@ def _train(policy: Policy, sizes: Sizes, device: torch.device) -> list[float]:
     return losses
 
 
-def policies_rank(sizes: Sizes, device_type: str) -> dict[str, list[float] | str]:
+def policies_rank(sizes: Sizes, device_type: str) -> Losses:
     """Return the losses of this rank under each policy, or the error that ended it."""
-    found: dict[str, list[float] | str] = {}
+    return losses_by_policy(sizes.loss, device_of(device_type), nodes=NODES, local=LOCAL)
+
+
+def losses_by_policy(shape: Llama, device: torch.device, *, nodes: int, local: int) -> Losses:
+    """Return the losses of this rank under each policy, or the error that ended it: see `train`."""
+    found: Losses = {}
     for policy in POLICIES:
         start_s = time.perf_counter()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                found[policy.name] = _train(policy, sizes, device_of(device_type))
+                found[policy.name] = train(policy, shape, device, nodes=nodes, local=local)
         except Exception:  # of any kind: the others are of interest
             found[policy.name] = traceback.format_exc()
         gc.collect()
         if torch.distributed.get_rank() == 0:
-            print(f"  {device_type}: {policy.name}: {time.perf_counter() - start_s:.1f} s", file=sys.stderr, flush=True)
+            print(f"  {device.type}: {policy.name}: {time.perf_counter() - start_s:.1f} s", file=sys.stderr, flush=True)
     return found
 
 
-def _differences(bench: Bench) -> Iterator[tuple[Policy, float | str]]:
-    on_device = bench.launch(policies_rank)
-    on_cpu = bench.launch(policies_rank, device_type="cpu")
+def differences(on_device: Sequence[Losses], on_cpu: Sequence[Losses]) -> Iterator[tuple[Policy, float | str]]:
+    """Yield the largest relative difference of a loss under each policy, or an error. The losses are those of ranks."""
     for policy in POLICIES:
         pairs = [(here[policy.name], there[policy.name]) for here, there in zip(on_device, on_cpu, strict=True)]
         errors = [each for pair in pairs for each in pair if isinstance(each, str)]
@@ -167,17 +173,22 @@ def _differences(bench: Bench) -> Iterator[tuple[Policy, float | str]]:
 @BENCHMARK.row("policies")
 def policies(bench: Bench) -> Row:
     """Every policy trains on the device as it does on CPU."""
-    found = list(_differences(bench))
+    found = list(differences(bench.launch(policies_rank), bench.launch(policies_rank, device_type="cpu")))
+    ranks = f"{NODES} x {LOCAL} ranks that share the device, over Gloo"
+    return policies_row(found, bench.sizes.loss, ranks, bench.device_type.upper())
+
+
+def policies_row(found: Sequence[tuple[Policy, float | str]], shape: Llama, ranks: str, device: str) -> Row:
+    """Return the row of some differences, measured with `shape` on ranks that `ranks` describes."""
     good = [policy.name for policy, value in found if isinstance(value, float) and value <= policy.tolerance]
     texts = [f"{policy.name} {value if isinstance(value, str) else f'{value:.0e}'}" for policy, value in found]
     return Row(
-        claim=f"policies whose losses on {bench.device_type.upper()} are those on CPU",
+        claim=f"policies whose losses on {device} are those on CPU",
         required=f"{len(found)} of {len(found)}",
         measured=f"{len(good)} of {len(found)}",
         is_met=len(good) == len(found),
         note=(
-            f"{bench.sizes.loss}, fp32 without TF32, {_STEPS} steps on {NODES} x {LOCAL} ranks that share the device, "
-            f"over Gloo; largest relative difference of a loss, at most {_EXACT:.0e}, or {_ROUNDED:.0e} where numbers "
-            f"are rounded: {'; '.join(texts)}."
+            f"{shape}, fp32 without TF32, {_STEPS} steps on {ranks}; largest relative difference of a loss, at most "
+            f"{_EXACT:.0e}, or {_ROUNDED:.0e} where numbers are rounded: {'; '.join(texts)}."
         ),
     )

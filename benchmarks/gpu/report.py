@@ -4,7 +4,8 @@
     python -m benchmarks.gpu.report --quick     toy sizes, printed only; on CPU where there is no GPU
 
 It needs torch, numpy and pytest alone, and runs from `src`: `make gpu`. A call ends after `--minutes`; another one goes
-on with the rows that are left. It writes DIR/report.md: the machine, the tests, the rows, and what failed with its log.
+on with the rows that are left. On a machine with several GPUs the rows of benchmarks.gpu.several follow. It writes
+DIR/report.md: the machine, the tests, the rows, and what failed with its log.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ _TESTS = (
     "tests/checkpoint/test_cuda.py",
 )  # fmt: skip
 _TESTS_S = 400.0
+_QUICK_RANKS = 4
+"""The ranks on CPU for the rows of several GPUs, with `--quick`."""
 
 
 @dataclass(kw_only=True)
@@ -57,6 +60,8 @@ class Report:
     """The traceback of each row that failed."""
     left: list[str] = field(default_factory=list)
     """The rows for which there was no time."""
+    several: str = ""
+    """What benchmarks.gpu.several printed, on a machine with several GPUs."""
 
     @property
     def is_sound(self) -> bool:
@@ -86,6 +91,7 @@ class Report:
         """The whole report."""
         listed = "\n".join(f"- {key}: {value}" for key, value in self.facts.items())
         parts = ["# laconic on a GPU", *self.verdict(), listed, rows_table(list(self.rows.values()))]
+        parts += [self.several] if self.several else []
         for key, log in ({"CUDA tests": self.tests_log} if self.has_failed_tests else {}) | self.failures.items():
             parts += [f"## {key}", f"```\n{log.strip()}\n```"]
         return "\n\n".join(parts) + "\n"
@@ -135,6 +141,24 @@ def measure(report: Report, options: Options, ends: Callable[[], bool], argument
             BENCHMARK.save(Record("gpu", [row], BENCHMARK.rows, command, measures=BENCHMARK.measures), bench)
 
 
+def measure_several(report: Report, options: Options, seconds: float) -> None:
+    """Run the rows of several GPUs, one rank each, if there are some; with `--quick` on CPU, too."""
+    num_ranks = torch.cuda.device_count() or (_QUICK_RANKS if options.quick else 0)
+    if num_ranks < 2:
+        return
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command += ["-m", "benchmarks.gpu.several", *["--quick"] * options.quick]
+    print(f"several: {num_ranks} ranks ...", file=sys.stderr, flush=True)
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=max(seconds, 60.0), check=False)
+    except subprocess.TimeoutExpired as error:
+        report.failures["several"] = f"no end after {error.timeout:.0f} s\n{error.stderr}"
+        return
+    report.several = run.stdout
+    if run.returncode:
+        report.failures["several"] = run.stdout + run.stderr
+
+
 def of_today() -> dict[str, Row]:
     """The rows that this code gave today."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
@@ -165,6 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             report.tests = "not run, as there is no GPU"
         measure(report, options, lambda: time.monotonic() > end_s, given)
+        measure_several(report, options, end_s - time.monotonic())
     except BenchmarkError as error:
         print(f"benchmarks.gpu.report: {error}", file=sys.stderr)
         return 1

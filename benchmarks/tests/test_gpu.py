@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,7 @@ def test_a_report_says_whether_laconic_is_sound_and_what_failed(
         "step-plain": lambda bench: row("step-plain", is_met=False),
     }
     monkeypatch.setattr(report, "ORDER", ("policies", "step-plain", "codecs"))
+    monkeypatch.setattr(report, "measure_several", lambda *_: None)
     monkeypatch.setattr(BENCHMARK, "rows", {**rows, "codecs": lambda bench: row("codecs", is_met=True)})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert report.main(["--quick", "--out", str(tmp_path)]) == 0
@@ -128,3 +131,22 @@ def test_a_report_says_whether_laconic_is_sound_and_what_failed(
     assert "RuntimeError: no such luck" in text
     assert report.main(["--quick", "--out", str(tmp_path), "--minutes", "0"]) == 0
     assert "Left: policies, step-plain, codecs." in capsys.readouterr().out.splitlines()[-2]
+
+
+def test_rows_of_several_gpus_run_on_ranks_of_a_cpu() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "-m"]
+    command = [*torchrun, "benchmarks.gpu.several", "--quick", "--rows", "several-communicators,several-gathers"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True).stdout
+    rows = [line for line in said.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == 2, "the first rank alone prints"
+    assert "node" in rows[0]
+    assert "local" in rows[0]
+    assert "| 5 " in rows[1]
+    assert "2 x 2 ranks over Gloo: default, all; gather node" in said
+
+
+def test_rows_of_several_gpus_ask_for_torchrun() -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu.several", "--quick"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert run.returncode == 1
+    assert "start it with torchrun --nproc-per-node GPUS" in run.stderr
