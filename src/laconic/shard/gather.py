@@ -8,7 +8,7 @@ NCCL, where waiting does not block the thread, it issues both at once, or the se
 
 [Note: Prefetching]
 A forward under a root records the order in which its units run. The next forward begins the gathers of the units that
-came after this one last time; backward takes the same order in reverse.
+came after this one last time, even if some before it are skipped now; backward takes the same order in reverse.
 
 A gather has two stages. The first yields the node shard, by a copy from host memory or by the gather across nodes; the
 second is the gather inside the node. With the next unit alone begun ahead, its stages follow each other, and compute
@@ -351,6 +351,7 @@ class Order:
         self._is_recording = False
         self._last_forward: list[UnitGather] = []
         self._forward: list[UnitGather] = []  # the present forward so far
+        self._place = 0  # in the last forward, behind the last unit that has run again
         self._left: list[UnitGather] = []  # finished forwards of this step; backward visits them in reverse
         self._open: list[UnitGather] = []  # whose forward has begun and not ended
         self._around: set[UnitGather] = set()  # in whose forward others begin
@@ -367,7 +368,7 @@ class Order:
         Several forwards may come before one backward. A forward that backward recomputes belongs to the present step.
         """
         self._is_recording = True
-        self._forward, self._open = [], []
+        self._forward, self._open, self._place = [], [], 0
         if torch.is_grad_enabled() and not keeps and not _compat.in_backward():
             self._left = []
 
@@ -389,9 +390,10 @@ class Order:
             self._around.update(self._open)
             self._open.append(gather)
             self._forward.append(gather)
-            position = len(self._forward)
-            if self._last_forward[position - 1 : position] == [gather]:
-                following = self._last_forward[position:]
+            left = range(self._place, len(self._last_forward))
+            if (place := next((i for i in left if self._last_forward[i] is gather), None)) is not None:
+                self._place = place + 1  # some may have been skipped
+                following = self._last_forward[place + 1 :]
         self._begin_others(gather, following, prefetch)
 
     def leave_forward(self, gather: UnitGather) -> None:
