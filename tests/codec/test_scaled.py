@@ -64,6 +64,23 @@ def test_a_block_with_a_number_that_is_not_finite_is_nan(name: str, bad: float) 
     )
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", [(1, 16), (131, 48), (257, 144)])
+def test_a_gpu_encodes_to_the_bits_of_a_cpu(name: str, shape: tuple[int, int]) -> None:
+    weight_format = SCALED_FORMATS[name]
+    for whole in (matrix(*shape), matrix(*shape, seed=1).bfloat16(), torch.zeros(shape)):
+        scale = scale_of(weight_format, whole)
+        on_gpu = None if scale is None else scale.cuda()
+        codes, scales = weight_format.quantize(whole, scale)
+        own_codes, own_scales = weight_format.quantize(whole.cuda(), on_gpu)
+        assert torch.equal(own_codes.cpu().view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(own_scales.cpu().float(), scales.float())
+        decoded = weight_format.dequantize(own_codes, own_scales, on_gpu, whole.dtype)
+        assert torch.equal(decoded.cpu(), weight_format.dequantize(codes, scales, scale, whole.dtype))
+
+
 @pytest.mark.parametrize(("name", "bound"), [*zip(FORMATS, [0.5002, 0.5157, 0.504, 0.5157, 0.2813], strict=True)])
 def test_a_format_takes_few_bytes(name: str, bound: float) -> None:
     shape = (256, 512)

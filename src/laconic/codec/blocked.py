@@ -10,11 +10,12 @@ decodes to NaN.
 [Note: Fused coding]
 Coding is a chain of a dozen operations on every element. On a CPU each of them runs over a piece that lies in the
 processor's caches; compiled code was not faster there. On an accelerator each would read and write device memory. So on
-CUDA two kernels of triton, codec/blocked_triton.py, read a piece and write its message, or the reverse. Other
-accelerators, and the formats with scales, leave the chain to torch.compile, once for all sizes. A compiled product and
-sum may be rounded once instead of twice, so a value in the middle between two codes may take the other one. Decoded
-values have equal bits all the same: [Note: Codes are whole multiples of a step] in codec/blocked.py. Where no compiler
-works, the chain runs as it is, and a warning says so.
+CUDA two kernels of triton, codec/blocked_triton.py, read a piece and write its message, or the reverse. Two more, of
+codec/scaled_triton.py, do the same for the formats with scales. Other accelerators, and blocks that no kernel holds,
+leave the chain to torch.compile, once for all sizes. A compiled product and sum may be rounded once instead of twice,
+so a value in the middle between two codes may take the other one. Decoded values have equal bits all the same:
+[Note: Codes are whole multiples of a step] in codec/blocked.py. Where no compiler works, the chain runs as it is, and a
+warning says so.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import lru_cache, wraps
+from importlib import import_module
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -85,20 +87,19 @@ def _fused(function: Callable[..., R]) -> Callable[..., R]:
     return Fused(function)
 
 
-def kernels_for(tensor: Tensor) -> ModuleType | None:
-    """The module of triton's kernels, codec/blocked_triton.py; None where they do not run, or a graph is compiled."""
+def kernels_for(tensor: Tensor, name: str = "blocked_triton") -> ModuleType | None:
+    """A module of triton's kernels beside this one; None where they do not run, or a graph is compiled."""
     if not tensor.is_cuda or type(tensor) is not Tensor or torch.compiler.is_compiling():
         return None
-    return _kernels()
+    return _kernels(name)
 
 
 @lru_cache
-def _kernels() -> ModuleType | None:
+def _kernels(name: str) -> ModuleType | None:
     try:
-        from laconic.codec import blocked_triton
+        return import_module(f"laconic.codec.{name}")
     except ImportError:
         return None
-    return blocked_triton
 
 
 SIZE = 32

@@ -176,4 +176,14 @@ def _decode(  # type: ignore[no-untyped-def]
     at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     if ADDS:
         value += tl.load(out + at, mask=at < numel, other=0.0).to(tl.float32)
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=at < numel)
+    tl.store(out + at, rounded_to(value, out.dtype.element_ty), mask=at < numel)
+
+
+@triton.jit
+def rounded_to(value, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The fp32 numbers in a floating dtype, rounded to the nearest even."""
+    if dtype == tl.bfloat16:
+        bits = value.to(tl.int32, bitcast=True)
+        half = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(value == value, half, _NAN).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return value.to(dtype)

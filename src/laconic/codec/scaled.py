@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from laconic.codec.blocked import E2M1, fused, pack_bits, unpack
+from laconic.codec.blocked import E2M1, fused, kernels_for, pack_bits, unpack
 from laconic.codec.tiles import Grid
 from laconic.layout.granularity import Block, rows
 
@@ -135,8 +136,12 @@ class ScaledFormat:
         Reference: tests/reference/scaled.py, bit-equal.
         """
         matrix = matrix.contiguous()
-        codes = torch.empty_like(matrix, dtype=torch.uint8 if self.is_packed else self.code_dtype)
         scales = torch.empty(self.scales_shape(matrix.shape), dtype=self.scale_dtype, device=matrix.device)
+        if (kernels := self._kernels(matrix)) is not None:
+            codes = torch.empty(self.codes_shape(matrix.shape), dtype=self.code_dtype, device=matrix.device)
+            kernels.encode(self, matrix, matrix_scale, codes, scales)
+            return codes, scales
+        codes = torch.empty_like(matrix, dtype=torch.uint8 if self.is_packed else self.code_dtype)
         grid = self._grid(matrix.shape)
         encode = fused(_ENCODERS[self.scale], matrix.device)
         for panel in grid.panels(scales, is_whole=matrix.device.type != "cpu"):
@@ -151,6 +156,11 @@ class ScaledFormat:
         self, codes: Tensor, scales: Tensor, matrix_scale: Tensor | None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Decode what `quantize` returned. Shapes: -> (m, n), of `dtype`."""
+        if (kernels := self._kernels(codes)) is not None:
+            shape = codes.shape[0], codes.shape[1] * (2 if self.is_packed else 1)
+            matrix = torch.empty(shape, dtype=dtype, device=codes.device)
+            kernels.decode(self, codes.contiguous(), scales.contiguous(), matrix_scale, matrix)
+            return matrix
         if self.is_packed:
             codes = unpack(codes.reshape(-1), 4).view(codes.shape[0], -1)
         matrix = torch.empty(codes.shape, dtype=dtype, device=codes.device)
@@ -159,6 +169,11 @@ class ScaledFormat:
         for panel in grid.panels(scales, is_whole=codes.device.type != "cpu"):
             panel.write(matrix, decode(panel.read(as_bytes), scales[panel.scales], matrix_scale))
         return matrix
+
+    def _kernels(self, tensor: Tensor) -> ModuleType | None:
+        """The module of triton's kernels, if they run on this tensor and hold this format: [Note: Fused coding]."""
+        kernels = kernels_for(tensor, "scaled_triton")
+        return kernels if kernels is not None and kernels.holds_format(self) else None
 
     def _grid(self, shape: Sequence[int]) -> Grid:
         return Grid(
