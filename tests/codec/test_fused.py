@@ -10,6 +10,7 @@ from torch import Tensor
 
 from laconic.codec import CODECS
 from laconic.codec.blocked import BlockCodec, Fused, fused
+from laconic.codec.rotation import rotated_numel
 
 BLOCKED = [name for name, codec in CODECS.items() if isinstance(codec, BlockCodec)]
 
@@ -51,21 +52,24 @@ def test_a_cpu_compiles_nothing() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rotates", [False, True])
 @pytest.mark.parametrize("name", BLOCKED)
-def test_a_gpu_codes_to_the_bits_of_a_cpu(name: str) -> None:
+def test_a_gpu_codes_to_the_bits_of_a_cpu(name: str, rotates: bool) -> None:
     codec = CODECS[name]
     torch.manual_seed(0)
     for numel in (1, 1000, 128 * 300):
         values, base, sums = torch.randn(numel), torch.randn(numel, dtype=torch.bfloat16), torch.randn(numel)
-        payload, on_cpu = (torch.empty(codec.payload_bytes(numel), dtype=torch.uint8) for _ in range(2))
-        on_gpu, gpu_sums = payload.cuda(), sums.cuda()
-        codec.encode_into(on_gpu, values.cuda(), base.cuda(), check=False)
-        codec.encode_into(on_cpu, values, base, check=False)
+        coded_numel = rotated_numel(numel) if rotates else numel
+        on_cpu = torch.empty(codec.payload_bytes(coded_numel), dtype=torch.uint8)
+        on_gpu, gpu_sums = on_cpu.cuda(), sums.cuda()
+        codec.encode_into(on_gpu, values.cuda(), base.cuda(), check=False, rotates=rotates)
+        codec.encode_into(on_cpu, values, base, check=False, rotates=rotates)
         if name == "int2":  # its steps hold a sum, whose order is the device's
             assert (on_gpu.cpu() != on_cpu).float().mean() < 0.01
         else:
             assert torch.equal(on_gpu.cpu(), on_cpu)
-        assert torch.equal(codec.decode(on_gpu, numel).cpu(), codec.decode(on_gpu.cpu(), numel))
-        codec.decode_into(gpu_sums, on_gpu, adds=True)
-        codec.decode_into(sums, on_gpu.cpu(), adds=True)
+        decoded = codec.decode(on_gpu, numel, rotates=rotates).cpu()
+        assert torch.equal(decoded, codec.decode(on_gpu.cpu(), numel, rotates=rotates))
+        codec.decode_into(gpu_sums, on_gpu, adds=True, rotates=rotates)
+        codec.decode_into(sums, on_gpu.cpu(), adds=True, rotates=rotates)
         assert torch.equal(gpu_sums.cpu(), sums)

@@ -1,12 +1,19 @@
-"""Compile every kernel for GPUs that are not here, and print what each takes: `python -m tests.kernels.compiled`."""
+"""Compile every kernel for GPUs that are not here, and print what each takes as a JSON object.
+
+python -m tests.kernels.compiled          for all
+python -m tests.kernels.compiled sm_90    for some
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import subprocess
+import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,68 +23,126 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from laconic.codec import CODECS, WEIGHT_CODECS, blocked_triton
+from laconic.codec import CODECS, WEIGHT_CODECS, blocked_triton, scaled_triton
 from laconic.codec.blocked import BlockCodec
 from laconic.codec.dynamic_map import DynamicMap
+from laconic.codec.scaled import SCALED_FORMATS
 from laconic.optim import adamw8bit_triton
 
 CAPABILITIES = (80, 90, 100)
 """A100, H100 and B200."""
-_THREADS = 128
 _BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _TYPES = {"values": "*fp32", "base": "*fp32", "out": "*fp32", "borders": "*fp32", "numbers": "*fp32", "codes": "*u8",
           "steps": "*u8", "table": "*i64", "owners": "*i32", "signed_near": "*u8", "unsigned_near": "*u8",
-          "signed_values": "*fp32", "unsigned_values": "*fp32"}  # fmt: skip
-_INTEGERS = ("numel", "code_bytes", "offset")
-_ALIGNED = ("values", "base", "out", "codes", "steps", "numel", "code_bytes", "table", "owners")
-_ACCESS = re.compile(r"(ld|st)\.global(?:\.\w+)*?(?:\.v(\d))?\.[a-z](\d+)\s")
+          "signed_values": "*fp32", "unsigned_values": "*fp32", "matrix_scale": "*fp32"}  # fmt: skip
+_INTEGERS = ("numel", "coded_numel", "code_bytes", "offset", "num_rows", "num_columns", "across")
+_ALIGNED = ("values", "base", "out", "codes", "steps", "scales", "matrix_scale", "table", "owners",
+            "numel", "coded_numel", "code_bytes", "num_rows", "num_columns")  # fmt: skip
+_INSTRUCTION = re.compile(r"(?:^|[;{\s])([a-z]\w*(?:[.:]\w+)+)\s+([^;]*);")
+_ACCESS = re.compile(r"(ld|st)\.global(?:\.\w+)*?(?:\.v(\d))?\.[a-z](\d+)$")
 
 
-def kernels() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
-    """Yield the name of each kernel in use, the kernel, its constants, and the values of a program."""
+@dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """A kernel with its constants, as it is launched."""
+
+    kernel: Any
+    constants: dict[str, Any]
+    numel: int
+    """The values of a program."""
+    num_warps: int = 4
+    types: dict[str, str] = field(default_factory=dict)
+    """The types of arguments that are not as `_TYPES` says."""
+
+
+def kernels() -> Iterator[tuple[str, Compilation]]:
+    """Yield the name of each kernel in use and the kernel."""
     codecs = {**CODECS, **{f"{name} of weights": codec for name, codec in WEIGHT_CODECS.items()}}
     for name, codec in codecs.items():
         if not isinstance(codec, BlockCodec):
             continue
-        constants = blocked_triton.constants(codec, codec.form(torch.device("cpu")))
-        yield f"{name}, encode", blocked_triton._encode, {**constants, "SUBTRACTS": False}, blocked_triton.NUMEL
-        yield f"{name}, decode", blocked_triton._decode, {**constants, "ADDS": False}, blocked_triton.NUMEL
-        yield f"{name}, difference", blocked_triton._encode, {**constants, "SUBTRACTS": True}, blocked_triton.NUMEL
-        yield f"{name}, sum", blocked_triton._decode, {**constants, "ADDS": True}, blocked_triton.NUMEL
+        of_codec = blocked_triton.constants(codec, codec.form(torch.device("cpu")))
+        for told, rotates in (("", False), (" rotated", True)):
+            if rotates and codec in WEIGHT_CODECS.values():  # weights are not rotated
+                continue
+            for what, kernel, more in (
+                ("encode", blocked_triton._encode, {"SUBTRACTS": False}),
+                ("decode", blocked_triton._decode, {"ADDS": False}),
+                ("difference", blocked_triton._encode, {"SUBTRACTS": True}),
+                ("sum", blocked_triton._decode, {"ADDS": True}),
+            ):
+                constants, numel = {**of_codec, **more, "ROTATES": rotates}, blocked_triton.NUMEL
+                yield f"{name}{told}, {what}", Compilation(kernel=kernel, constants=constants, numel=numel)
+    for name, form in SCALED_FORMATS.items():
+        constants, numel = scaled_triton.constants_of_format(form), max(scaled_triton.NUMEL, form.height * form.width)
+        num_warps, types = scaled_triton.num_warps(form), {"scales": "*fp32" if form.scale == "fp32" else "*u8"}
+        for what, kernel in (("encode", scaled_triton._encode), ("decode", scaled_triton._decode)):
+            own = Compilation(kernel=kernel, constants=constants, numel=numel, num_warps=num_warps, types=types)
+            yield f"{name}, {what}", own
     for dtype in (tl.float32, tl.bfloat16):
         shape = {"HEIGHT": 32, "WIDTH": 32, "LOWEST": DynamicMap.LOWEST, "HIGHEST": DynamicMap.HIGHEST}
         constants = {**shape, "VALUES": dtype, "GRADIENT": dtype, "ALIGNED": True}
-        yield f"AdamW8bit, {dtype.name}", adamw8bit_triton._step_blocks, constants, 1024
+        own = Compilation(kernel=adamw8bit_triton._step_blocks, constants=constants, numel=1024)
+        yield f"AdamW8bit, {dtype.name}", own
 
 
-def compiled(kernel: Any, constants: dict[str, Any], capability: int) -> Any:
+def compiled(given: Compilation, capability: int) -> Any:
     """The kernel for a GPU of a capability."""
+    names, types = given.kernel.arg_names, {**_TYPES, **given.types}
     signature = {
-        name: "constexpr" if name in constants else _TYPES.get(name, "i32" if name in _INTEGERS else "fp32")
-        for name in kernel.arg_names
+        name: "constexpr" if name in given.constants else types.get(name, "i32" if name in _INTEGERS else "fp32")
+        for name in names
     }
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in _ALIGNED}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": _THREADS // 32, "enable_fp_fusion": False}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in _ALIGNED}
+    source = ASTSource(fn=given.kernel, signature=signature, constexprs=given.constants, attrs=aligned)
+    options = {"num_warps": given.num_warps, "enable_fp_fusion": False}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def facts(kernel: Any, constants: dict[str, Any], capability: int, numel: int) -> dict[str, float]:
-    """The registers of a thread, the bytes that it spills, and the bytes of memory that it moves for each value."""
-    result = compiled(kernel, constants, capability)
+def facts(given: Compilation, capability: int) -> dict[str, Any]:
+    """The registers of a thread, the bytes that it spills, and the bytes that it moves for each value.
+
+    `moved` has those bytes by argument, read or written: what all threads ask for, so a step that several threads read
+    counts several times, though it comes from a cache.
+    """
+    result = compiled(given, capability)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(result.asm["cubin"])
         file.flush()
         told = subprocess.run([_BIN / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True)
     registers, stack, local = (int(re.search(rf"{key}:(\d+)", told.stdout)[1]) for key in ("REG", "STACK", "LOCAL"))  # type: ignore[index]
-    accesses = [(int(wide or 1) * int(bits) // 8) for _, wide, bits in _ACCESS.findall(result.asm["ptx"])]
-    return {"registers": registers, "spilled": stack + local, "bytes_a_value": sum(accesses) * _THREADS / numel}
+    arguments = dict(enumerate(each for each in given.kernel.arg_names if each not in given.constants))
+    moved = {
+        f"{access} {arguments.get(place, 'what it has the address of')}": nbytes * 32 * given.num_warps / given.numel
+        for (access, place), nbytes in _accesses(result.asm["ptx"]).items()
+    }
+    return {"registers": registers, "spilled": stack + local, "bytes_a_value": sum(moved.values()), "moved": moved}
+
+
+def _accesses(ptx: str) -> Counter[tuple[str, int]]:
+    """The bytes that a thread "reads" and "writes" by the place of the argument whose address it uses.
+
+    The place is -1 for addresses that the kernel reads from memory.
+    """
+    origins: dict[str, int] = {}
+    found: Counter[tuple[str, int]] = Counter()
+    for name, operands in _INSTRUCTION.findall(re.sub("//.*", "", ptx)):
+        addresses = re.findall(r"%rd\d+", operands)
+        if access := _ACCESS.match(name):
+            kind, wide, bits = access.groups()
+            [origin] = {origins.get(each, -1) for each in re.findall(r"\[\s*(%rd\d+)", operands)}
+            found[{"ld": "reads", "st": "writes"}[kind], origin] += int(wide or 1) * int(bits) // 8
+        elif name == "ld.param.b64" and addresses:
+            origins[addresses[0]] = int(re.search(r"_param_(\d+)", operands)[1])  # type: ignore[index]
+        elif addresses and operands.startswith("%rd") and not name.startswith("ld."):
+            known = {origins[each] for each in addresses[1:] if each in origins}
+            if len(known) == 1:
+                origins[addresses[0]] = known.pop()
+    return found
 
 
 if __name__ == "__main__":
-    found = {
-        f"{name}, sm_{capability}": facts(kernel, constants, capability, numel)
-        for name, kernel, constants, numel in kernels()
-        for capability in CAPABILITIES
-    }
-    print(json.dumps(found))
+    chosen = [int(each.removeprefix("sm_")) for each in sys.argv[1:]] or CAPABILITIES
+    print(json.dumps({
+        f"{name}, sm_{capability}": facts(kernel, capability) for name, kernel in kernels() for capability in chosen
+    }))  # fmt: skip

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from laconic.codec.blocked import rotate
+from laconic.codec.rotation import rotate
 
 BLOCK = 128
 LEVELS = {

@@ -9,6 +9,9 @@ from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from laconic.codec.rotation import rotate, rotated_numel
 
 
 class Codec(ABC):
@@ -50,29 +53,43 @@ class Codec(ABC):
             )
         return self._encode(values) if values.numel() else values.new_empty(0, dtype=torch.uint8)
 
-    def decode(self, payload: Tensor, numel: int) -> Tensor:
+    def decode(self, payload: Tensor, numel: int, *, rotates: bool = False) -> Tensor:
         """Decode what `encode` returned: (payload_bytes(numel),), uint8 -> (numel,), fp32, on the same device.
+
+        `rotates` is that of `encode_into`. The payload then is that of `rotated_numel(numel)` values.
 
         Raises:
             ValueError: the payload of `numel` values has another length.
         """
-        if payload.shape != (self.payload_bytes(numel),):
-            raise ValueError(
-                f"{numel} values in {self.name} take {self.payload_bytes(numel)} bytes, got {tuple(payload.shape)}"
-            )
-        return self._decode(payload, numel) if numel else payload.new_empty(0, dtype=torch.float32)
+        wanted = self.payload_bytes(rotated_numel(numel) if rotates else numel)
+        if payload.shape != (wanted,):
+            raise ValueError(f"{numel} values in {self.name} take {wanted} bytes, got {tuple(payload.shape)}")
+        if not numel:
+            return payload.new_empty(0, dtype=torch.float32)
+        return self._decode_rotated(payload, numel) if rotates else self._decode(payload, numel)
 
-    def encode_into(self, out: Tensor, values: Tensor, base: Tensor | None = None, *, check: bool = True) -> None:
+    def encode_into(
+        self, out: Tensor, values: Tensor, base: Tensor | None = None, *, check: bool = True, rotates: bool = False
+    ) -> None:
         """Write the codes of `values`, or of their difference to `base`, into `out`, where `encode` would return them.
 
-        Shapes: values and base (numel,), of any floating dtypes; out (payload_bytes(numel),), uint8.
+        With `rotates`, runs of 32 values are rotated first, of which the last is filled up with zeros.
+
+        Shapes: values and base (numel,), of any floating dtypes; out (payload_bytes(numel),), uint8, or with `rotates`
+            (payload_bytes(rotated_numel(numel)),).
         """
         wide = values.to(torch.float32)
-        out.copy_(self.encode(wide if base is None else wide - base, check=check))
+        if base is not None:
+            wide = wide - base
+        if rotates:
+            filling = rotated_numel(len(wide)) - len(wide)
+            wide = functional.pad(wide, (0, filling)) if filling else wide
+            wide = rotate(wide, overwrites=wide is not values)
+        out.copy_(self.encode(wide, check=check))
 
-    def decode_into(self, out: Tensor, payload: Tensor, *, adds: bool = False) -> None:
+    def decode_into(self, out: Tensor, payload: Tensor, *, adds: bool = False, rotates: bool = False) -> None:
         """Decode into `out`, (numel,), of any floating dtype; with `adds`, add the values to what is there."""
-        values = self.decode(payload, out.numel())
+        values = self.decode(payload, out.numel(), rotates=rotates)
         if adds:
             out.add_(values)
         else:
@@ -83,6 +100,9 @@ class Codec(ABC):
 
     @abstractmethod
     def _decode(self, payload: Tensor, numel: int) -> Tensor: ...
+
+    def _decode_rotated(self, payload: Tensor, numel: int) -> Tensor:
+        return rotate(self._decode(payload, rotated_numel(numel)), overwrites=True)[:numel]
 
 
 class FloatCodec(Codec):
@@ -106,16 +126,18 @@ class FloatCodec(Codec):
     def _decode(self, payload: Tensor, numel: int) -> Tensor:
         return self._numbers(payload).to(torch.float32, copy=True)
 
-    def encode_into(self, out: Tensor, values: Tensor, base: Tensor | None = None, *, check: bool = True) -> None:
+    def encode_into(
+        self, out: Tensor, values: Tensor, base: Tensor | None = None, *, check: bool = True, rotates: bool = False
+    ) -> None:
         """See `Codec.encode_into`."""
-        if check or base is not None or not self._is_aligned(out):
-            super().encode_into(out, values, base, check=check)
+        if check or base is not None or rotates or not self._is_aligned(out):
+            super().encode_into(out, values, base, check=check, rotates=rotates)
         else:
             out.view(self._dtype).copy_(values)
 
-    def decode_into(self, out: Tensor, payload: Tensor, *, adds: bool = False) -> None:
+    def decode_into(self, out: Tensor, payload: Tensor, *, adds: bool = False, rotates: bool = False) -> None:
         """See `Codec.decode_into`."""
-        numbers = self._numbers(payload)
+        numbers = self.decode(payload, len(out), rotates=True) if rotates else self._numbers(payload)
         if adds:
             out.add_(numbers)
         else:

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from laconic.codec.base import Codec
+from laconic.codec.rotation import rotated_numel
 
 R = TypeVar("R")
 
@@ -100,26 +101,6 @@ def _kernels(name: str) -> ModuleType | None:
         return import_module(f"laconic.codec.{name}")
     except ImportError:
         return None
-
-
-SIZE = 32
-
-
-def rotate(values: Tensor) -> Tensor:
-    """Rotate runs of 32 values by the Hadamard matrix of order 32, divided by the root of 32. It is its own inverse.
-
-    Shapes: values (n,), fp32, n a multiple of 32 -> (n,). Source: SDP4Bit (arXiv 2410.15526, section 3.2).
-    """
-    return (values.view(-1, SIZE) @ _hadamard(values.device)).view(-1)
-
-
-@lru_cache
-def _hadamard(device: torch.device) -> Tensor:
-    """The Hadamard matrix by Sylvester's construction, (32, 32), orthonormal."""
-    matrix = torch.ones(1, 1)
-    while len(matrix) < SIZE:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return (matrix / SIZE**0.5).to(device)
 
 
 T = TypeVar("T")
@@ -199,32 +180,41 @@ class BlockCodec(Codec):
 
     def dequantize_into(self, out: Tensor, codes: Tensor, steps: Tensor) -> None:
         """Decode what `quantize` returned into `out`, (numel,), of any floating dtype."""
-        if (kernels := kernels_for(codes)) is not None:
+        if (kernels := self._kernels(codes)) is not None:
             kernels.decode(self, codes, steps.view(torch.uint8), out)
         else:
             out.copy_(self.dequantize(codes, steps, out.numel()))
 
-    def encode_into(self, out: Tensor, values: Tensor, base: Tensor | None = None, *, check: bool = True) -> None:
+    def encode_into(
+        self, out: Tensor, values: Tensor, base: Tensor | None = None, *, check: bool = True, rotates: bool = False
+    ) -> None:
         """See `Codec.encode_into`."""
-        if (kernels := kernels_for(values)) is None or check:
-            super().encode_into(out, values, base, check=check)
+        if (kernels := self._kernels(values)) is None or check:
+            super().encode_into(out, values, base, check=check, rotates=rotates)
         elif values.numel():
-            kernels.encode(self, values, base, *self._parts(out, values.numel()))
+            codes, steps = self._parts(out, values.numel(), rotates=rotates)
+            kernels.encode(self, values, base, codes, steps, rotates=rotates)
 
-    def decode_into(self, out: Tensor, payload: Tensor, *, adds: bool = False) -> None:
+    def decode_into(self, out: Tensor, payload: Tensor, *, adds: bool = False, rotates: bool = False) -> None:
         """See `Codec.decode_into`."""
-        if (kernels := kernels_for(payload)) is None:
-            super().decode_into(out, payload, adds=adds)
+        if (kernels := self._kernels(payload)) is None:
+            super().decode_into(out, payload, adds=adds, rotates=rotates)
         elif out.numel():
-            kernels.decode(self, *self._parts(payload, out.numel()), out, adds=adds)
+            codes, steps = self._parts(payload, out.numel(), rotates=rotates)
+            kernels.decode(self, codes, steps, out, adds=adds, rotates=rotates)
 
-    def _parts(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """The codes and the steps of a payload."""
-        size = self.code_bytes(numel)
+    def _kernels(self, tensor: Tensor) -> ModuleType | None:
+        """The module of triton's kernels, if they run on this tensor and hold this codec's blocks."""
+        kernels = kernels_for(tensor)
+        return kernels if kernels is not None and kernels.holds_codec(self) else None
+
+    def _parts(self, payload: Tensor, numel: int, *, rotates: bool = False) -> tuple[Tensor, Tensor]:
+        """The codes and the steps of a payload of `numel` values."""
+        size = self.code_bytes(rotated_numel(numel) if rotates else numel)
         return payload[:size], payload[size:]
 
     def _encode(self, values: Tensor) -> Tensor:
-        if (kernels := kernels_for(values)) is not None:
+        if (kernels := self._kernels(values)) is not None:
             payload = values.new_empty(self.payload_bytes(values.numel()), dtype=torch.uint8)
             kernels.encode(self, values, None, *self._parts(payload, values.numel()))
             return payload
@@ -232,12 +222,19 @@ class BlockCodec(Codec):
         return torch.cat([codes, steps.view(torch.uint8)])
 
     def _decode(self, payload: Tensor, numel: int) -> Tensor:
-        codes, steps = self._parts(payload, numel)
-        if (kernels := kernels_for(payload)) is not None:
+        if self._kernels(payload) is not None:
             values = torch.empty(numel, device=payload.device)
-            kernels.decode(self, codes, steps, values)
+            self.decode_into(values, payload)
             return values
+        codes, steps = self._parts(payload, numel)
         return self.dequantize(codes, steps.clone().view(torch.bfloat16), numel, fuse=True)
+
+    def _decode_rotated(self, payload: Tensor, numel: int) -> Tensor:
+        if self._kernels(payload) is None:
+            return super()._decode_rotated(payload, numel)
+        values = torch.empty(numel, device=payload.device)
+        self.decode_into(values, payload, rotates=True)
+        return values
 
 
 class Even(BlockCodec):

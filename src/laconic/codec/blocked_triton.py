@@ -3,7 +3,8 @@
 Both kernels have the bits of the plain chains in codec/blocked.py. They round each operation once: no multiply-add is
 fused, and quotients and roots are rounded correctly. bf16 numbers are made and read as integers, because triton's
 interpreter cuts them off where devices round. The one exception are the steps of two bits, which hold a sum of 128
-squares: its order is the device's.
+squares: its order is the device's. A rotation, before values are encoded or after they are decoded, is part of the
+kernel: [Note: The order of the rotation's sums] in codec/rotation.py.
 """
 
 from __future__ import annotations
@@ -16,31 +17,47 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from laconic.codec.rotation import ROOT_INVERSE, rotated_numel
+
 NUMEL = 2048
 """The values of a program: sixteen for each thread of four warps."""
 _TINY: tl.constexpr = tl.constexpr(torch.finfo(torch.bfloat16).tiny)
 _ROUNDS: tl.constexpr = tl.constexpr(1.5 * 2.0**23)
 """A number whose sum with a small one has no room behind the point, so the sum rounds to the nearest even."""
 _NAN: tl.constexpr = tl.constexpr(0x7FC0)
+_ROOT_INVERSE: tl.constexpr = tl.constexpr(ROOT_INVERSE)
 
 
-def encode(codec: Any, values: Tensor, base: Tensor | None, codes: Tensor, steps: Tensor) -> None:
+def holds_codec(codec: Any) -> bool:
+    """Whether the kernels are for a `BlockCodec`: blocks are powers of two, as triton needs, and whole rotations."""
+    return 32 <= codec.block <= NUMEL and codec.block & (codec.block - 1) == 0
+
+
+def encode(
+    codec: Any, values: Tensor, base: Tensor | None, codes: Tensor, steps: Tensor, *, rotates: bool = False
+) -> None:
     """Encode `values`, or their difference to `base`, (n,), of any floating dtypes.
 
-    Shapes: codes (code_bytes(n),) and steps (2 * num_blocks(n),), both uint8, at any addresses.
+    `rotates` is that of `Codec.encode_into`.
+
+    Shapes: codes (code_bytes(m),) and steps (2 * num_blocks(m),), both uint8, at any addresses; m is n, or with
+        `rotates` rotated_numel(n).
     """
     form = _form(codec, values.device)
-    _encode[(triton.cdiv(codec.num_blocks(values.numel()), NUMEL // codec.block),)](
-        values, values if base is None else base, codes, steps, form.borders, values.numel(), codes.numel(),
-        SUBTRACTS=base is not None, **constants(codec, form), **_OPTIONS,
+    numel = rotated_numel(values.numel()) if rotates else values.numel()
+    _encode[(triton.cdiv(codec.num_blocks(numel), NUMEL // codec.block),)](
+        values, values if base is None else base, codes, steps, form.borders, values.numel(), numel, codes.numel(),
+        SUBTRACTS=base is not None, ROTATES=rotates, **constants(codec, form), **_OPTIONS,
     )  # fmt: skip
 
 
-def decode(codec: Any, codes: Tensor, steps: Tensor, out: Tensor, *, adds: bool = False) -> None:
+def decode(codec: Any, codes: Tensor, steps: Tensor, out: Tensor, *, adds: bool = False, rotates: bool = False) -> None:
     """Decode what `encode` wrote into `out`, (n,), of any floating dtype; with `adds`, add it to what is there."""
     form = _form(codec, out.device)
-    _decode[(triton.cdiv(codec.num_blocks(out.numel()), NUMEL // codec.block),)](
-        out, codes, steps, form.numbers, out.numel(), codes.numel(), ADDS=adds, **constants(codec, form), **_OPTIONS
+    numel = rotated_numel(out.numel()) if rotates else out.numel()
+    _decode[(triton.cdiv(codec.num_blocks(numel), NUMEL // codec.block),)](
+        out, codes, steps, form.numbers, out.numel(), numel, codes.numel(),
+        ADDS=adds, ROTATES=rotates, **constants(codec, form), **_OPTIONS,
     )  # fmt: skip
 
 
@@ -66,8 +83,10 @@ def _encode(  # type: ignore[no-untyped-def]  # triton types its arguments
     steps,
     borders,
     numel,
+    coded_numel,
     code_bytes,
     SUBTRACTS: tl.constexpr,
+    ROTATES: tl.constexpr,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -79,6 +98,8 @@ def _encode(  # type: ignore[no-untyped-def]  # triton types its arguments
     x = tl.load(values + at, mask=at < numel, other=0.0).to(tl.float32)
     if SUBTRACTS:
         x -= tl.load(base + at, mask=at < numel, other=0.0).to(tl.float32)
+    if ROTATES:
+        x = _rotated(x, ROWS, BLOCK)
     sizes = tl.abs(x)
     largest = tl.max(sizes, axis=1)
     zero = tl.sum(x * 0.0, axis=1)
@@ -90,7 +111,7 @@ def _encode(  # type: ignore[no-untyped-def]  # triton types its arguments
         ratios = tl.div_rn(
             x, tl.maximum(largest, tl.full(largest.shape, 1e-38, tl.float32))[:, None] + tl.zeros_like(x)
         )
-        count = tl.minimum(numel - row * BLOCK, BLOCK).to(tl.float32)
+        count = tl.minimum(coded_numel - row * BLOCK, BLOCK).to(tl.float32)
         step = largest * tl.sqrt_rn(tl.div_rn(tl.sum(ratios * ratios, axis=1), count)) * LARGEST
     if KIND == "quantile":  # scales are rounded up: no value exceeds its scale
         half = (step.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
@@ -120,8 +141,8 @@ def _encode(  # type: ignore[no-untyped-def]  # triton types its arguments
         else:
             code = (x * inverse + (LARGEST + 0.5)).to(tl.int32)
     half = tl.where(is_bad, _NAN, half)
-    tl.store(steps + 2 * row, (half & 255).to(tl.uint8), mask=row * BLOCK < numel)
-    tl.store(steps + 2 * row + 1, (half >> 8).to(tl.uint8), mask=row * BLOCK < numel)
+    tl.store(steps + 2 * row, (half & 255).to(tl.uint8), mask=row * BLOCK < coded_numel)
+    tl.store(steps + 2 * row + 1, (half >> 8).to(tl.uint8), mask=row * BLOCK < coded_numel)
     PER: tl.constexpr = 8 if BITS == 3 else 8 // BITS
     BYTES: tl.constexpr = 3 if BITS == 3 else 1
     word = code
@@ -141,8 +162,10 @@ def _decode(  # type: ignore[no-untyped-def]
     steps,
     numbers,
     numel,
+    coded_numel,
     code_bytes,
     ADDS: tl.constexpr,
+    ROTATES: tl.constexpr,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -152,7 +175,7 @@ def _decode(  # type: ignore[no-untyped-def]
     PER: tl.constexpr = 8 if BITS == 3 else 8 // BITS
     BYTES: tl.constexpr = 3 if BITS == 3 else 1
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    is_row = row * BLOCK < numel
+    is_row = row * BLOCK < coded_numel
     low = tl.load(steps + 2 * row, mask=is_row, other=0).to(tl.int32)
     high = tl.load(steps + 2 * row + 1, mask=is_row, other=0).to(tl.int32)
     step = ((low << 16) | (high << 24)).to(tl.float32, bitcast=True)
@@ -173,10 +196,24 @@ def _decode(  # type: ignore[no-untyped-def]
     else:
         number = code.to(tl.float32) - LARGEST
     value = number * step[:, None]
+    if ROTATES:
+        value = _rotated(value, ROWS, BLOCK)
     at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     if ADDS:
         value += tl.load(out + at, mask=at < numel, other=0.0).to(tl.float32)
     tl.store(out + at, rounded_to(value, out.dtype.element_ty), mask=at < numel)
+
+
+@triton.jit
+def _rotated(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    # the order of the sums is that of [Note: The order of the rotation's sums]
+    parity = tl.arange(0, 32)[:, None] & tl.arange(0, 32)[None, :]
+    parity ^= parity >> 4
+    parity ^= parity >> 2
+    parity ^= parity >> 1
+    hadamard = (1 - 2 * (parity & 1)).to(tl.float32)
+    runs = tl.reshape(x * _ROOT_INVERSE, (ROWS * BLOCK // 32, 32))
+    return tl.reshape(tl.dot(runs, hadamard, input_precision="ieee"), (ROWS, BLOCK))
 
 
 @triton.jit

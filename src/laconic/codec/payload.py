@@ -18,11 +18,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from laconic.codec import CODECS, Codec
-from laconic.codec.blocked import SIZE as ROTATED
-from laconic.codec.blocked import rotate
+from laconic.codec.rotation import rotated_numel
 from laconic.layout.bucket import BucketLayout
 from laconic.layout.packing import round_up
 
@@ -43,8 +41,6 @@ class Piece:
     values: slice
     codes: slice
     codec: Codec
-    coded_numel: int
-    """The values, with the zeros that fill up the last rotation."""
     is_rotated: bool = False
     is_exact: bool = False
     """True for vectors, whose values travel as they are."""
@@ -71,7 +67,7 @@ class Payload:
     @classmethod
     def of_rows(cls, codec: Codec, num_rows: int, numel: int) -> Payload:
         """The payload of parts of `numel` values, each of which is coded at once. It refuses NaN and infinity."""
-        piece = Piece(slice(0, numel), slice(0, codec.payload_bytes(numel)), codec, numel)
+        piece = Piece(slice(0, numel), slice(0, codec.payload_bytes(numel)), codec)
         return cls([[piece]] * num_rows, [numel] * num_rows, check=True)
 
     def places(self) -> Iterator[int]:
@@ -97,20 +93,12 @@ class Payload:
         """
         for piece in self._pieces[index]:
             given, less = values(piece), None if base is None or piece.is_exact else base(piece)
-            if piece.is_rotated:
-                given, less = self._rotated(piece, given, less), None
-            piece.codec.encode_into(message[piece.codes], given, less, check=self._check)
-
-    def _rotated(self, piece: Piece, given: Tensor, less: Tensor | None) -> Tensor:
-        wide = given.float() if less is None else given.float() - less
-        filling = piece.coded_numel - piece.numel
-        return rotate(F.pad(wide, (0, filling)) if filling else wide)
+            piece.codec.encode_into(message[piece.codes], given, less, check=self._check, rotates=piece.is_rotated)
 
     def decode(self, index: int, message: Tensor) -> Iterator[tuple[Piece, Tensor]]:
         """Yield the pieces of a part and their values, (n,), fp32, that `encode` has written."""
         for piece in self._pieces[index]:
-            values = piece.codec.decode(message[piece.codes], piece.coded_numel)
-            yield piece, (rotate(values)[: piece.numel] if piece.is_rotated else values)
+            yield piece, piece.codec.decode(message[piece.codes], piece.numel, rotates=piece.is_rotated)
 
     def decode_into(self, index: int, message: Tensor, part: Tensor, *, adds: bool = False) -> None:
         """Write the values of a part into `part`, (n,), of any floating dtype; with `adds`, add them to what is there.
@@ -118,15 +106,8 @@ class Payload:
         Values that are exact are written all the same.
         """
         for piece in self._pieces[index]:
-            own, codes, is_sum = part[piece.values], message[piece.codes], adds and not piece.is_exact
-            if not piece.is_rotated:
-                piece.codec.decode_into(own, codes, adds=is_sum)
-                continue
-            values = rotate(piece.codec.decode(codes, piece.coded_numel))[: piece.numel]
-            if is_sum:
-                own.add_(values)
-            else:
-                own.copy_(values)
+            own, is_sum = part[piece.values], adds and not piece.is_exact
+            piece.codec.decode_into(own, message[piece.codes], adds=is_sum, rotates=piece.is_rotated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,10 +178,10 @@ def pieces_of(
         chosen, is_rotated = (exact, False) if is_exact else (codec, rotates)
         for begin in range(first, last, piece_numel):
             end = min(begin + piece_numel, last)
-            coded_numel = round_up(end - begin, ROTATED) if is_rotated else end - begin
+            coded_numel = rotated_numel(end - begin) if is_rotated else end - begin
             end_byte = begin_byte + chosen.payload_bytes(coded_numel)
             codes = slice(begin_byte, end_byte)
-            pieces.append(Piece(slice(begin, end), codes, chosen, coded_numel, is_rotated, is_exact))
+            pieces.append(Piece(slice(begin, end), codes, chosen, is_rotated, is_exact))
             begin_byte = round_up(end_byte, _BYTE_ALIGNMENT)
     return pieces
 

@@ -315,7 +315,7 @@ class _AlikeRows(Payload):
     @classmethod
     def among(cls, costs: Costs, codec: Codec, num_rows: int, numel: int) -> Payload:
         """See `Payload.of_rows`."""
-        piece = Piece(slice(0, numel), slice(0, codec.payload_bytes(numel)), codec, numel)
+        piece = Piece(slice(0, numel), slice(0, codec.payload_bytes(numel)), codec)
         rows = cls([[piece]] * num_rows, [numel] * num_rows)
         rows._costs = costs
         return rows
