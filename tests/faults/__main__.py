@@ -17,6 +17,7 @@ import sys
 from tests.faults import (  # isort: skip  # noqa: F401
     races,
     lanes,
+    kernels,
     crash_states,
     elsewhere,
     checkpoint_damage,

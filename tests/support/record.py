@@ -82,7 +82,7 @@ _HEAD = """\
 # Results
 
 Every figure that the documentation quotes, with the command that measures it; running it again replaces its rows.
-`python -m tests.faults` measures the rows of trust, mend and parity. Of {num} claims {num_short} fall short:
+`python -m tests.faults` measures the rows of trust, mend, parity and device. Of {num} claims {num_short} fall short:
 
 {short}
 

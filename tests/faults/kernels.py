@@ -1,0 +1,83 @@
+"""The kernels of triton without a GPU: what they take on those that people have, and their bits beside their twins'."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+from tests.faults.bench import Bench, campaign_row
+from tests.kernels.apart import told
+from tests.support.record import Row
+
+_MOST_REGISTERS, _MOST_KERNELS = 96, 2
+_MOST_BYTES = {"encode": 8.0, "decode": 5.0}
+"""The bytes of memory for each value: fp32 values and codes, without what is subtracted or added to."""
+_DATA = {"encode": ("reads values", "writes codes"), "decode": ("reads codes", "writes out")}
+_OTHERWISE = {"difference": "encode", "sum": "decode"}
+_MEASURES = ("laconic.codec", "laconic.optim.adamw8bit_triton")
+_TIMEOUT_S = 1500.0
+
+
+@campaign_row("kernels-compiled", section="device")
+def compiled(bench: Bench) -> Row:
+    """Compile every kernel for three generations of GPUs; a quick run for one."""
+    found = told("tests.kernels.compiled", *(["sm_90"] if bench.quick else []), timeout_s=_TIMEOUT_S)
+    most_spilled, spills = _worst((facts["spilled"], name) for name, facts in found.items())
+    most_registers, crowded = _worst((facts["registers"], name) for name, facts in found.items())
+    most_kernels, launched = _worst((num, name) for name, num in _interpreted()["kernels_a_piece"].items())
+    moved: dict[str, list[tuple[float, str]]] = {"encode": [], "decode": []}
+    for name, facts in found.items():
+        if not name.startswith("AdamW8bit"):
+            way = name.split(", ")[1]
+            way = _OTHERWISE.get(way, way)
+            moved[way].append((sum(facts["moved"][each] for each in _DATA[way]), name))
+    (encode_bytes, encodes), (decode_bytes, decodes) = _worst(moved["encode"]), _worst(moved["decode"])
+    return Row(
+        claim="Triton kernels for sm_80, sm_90, sm_100: spills; registers; kernels a piece; bytes a value, "
+        "encode / decode",
+        required=f"0; <= {_MOST_REGISTERS}; <= {_MOST_KERNELS}; <= {_MOST_BYTES['encode']:g} / <= "
+        f"{_MOST_BYTES['decode']:g}",
+        measured=f"{most_spilled:g}; {most_registers:g}; {most_kernels:g}; {encode_bytes:g} / {decode_bytes:g}",
+        is_met=most_spilled == 0
+        and most_registers <= _MOST_REGISTERS
+        and most_kernels <= _MOST_KERNELS
+        and encode_bytes <= _MOST_BYTES["encode"]
+        and decode_bytes <= _MOST_BYTES["decode"],
+        note=f"the worst of {len(found)} compilations: {f'spills of {spills}' if most_spilled else 'none spills'}; "
+        f"registers of {crowded}; kernels of {launched}; bytes of {encodes} / {decodes}. Bytes are those of fp32 "
+        "values and of codes, counted in the generated code. A difference reads 4 more of its base, a sum 4 more of "
+        "what it adds to. Not counted: scales, which are 0.0003 to 0.07 bytes a value (with them int8 decodes in "
+        "5.02), and the tables of e2m1, e3m0 and nf4, 64 bytes at most. Several threads ask for each, of a cache.",
+        measures=_MEASURES,
+    )
+
+
+@campaign_row("kernels-equal", section="device")
+def equal(bench: Bench) -> Row:
+    """Run every kernel in triton's interpreter beside its twin."""
+    found = _interpreted()
+    different = sum(len(each) for each in found["different"].values())
+    return Row(
+        claim="kernels equal to their twins in Triton's interpreter, fp32 and bf16",
+        required="to the bit",
+        measured=f"{found['compared']:,} comparisons, {different} different",
+        is_met=not different,
+        note="block codecs, plain and rotated, scaled formats and AdamW8bit: odd sizes, zeros of both signs, "
+        "denormals, huge values, ties, NaN and infinity; of AdamW8bit in bf16 the moments only. The sign of a NaN is "
+        "not compared." + "".join(f" {name}: {each[:3]}." for name, each in found["different"].items()),
+        measures=_MEASURES,
+    )
+
+
+def _worst(found: Iterable[tuple[float, str]]) -> tuple[float, str]:
+    """The largest number and the name that has it, or the first of several with how many more have it."""
+    known = list(found)
+    most = max(number for number, _ in known)
+    names = [name for number, name in known if number == most]
+    return most, names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+@functools.cache
+def _interpreted() -> dict[str, Any]:
+    return told("tests.kernels.interpreted", timeout_s=_TIMEOUT_S, TRITON_INTERPRET="1")
