@@ -197,7 +197,7 @@ class Links:
             ranks = mesh.mesh.flatten().tolist()
             self.nodes = [node_of_rank(rank) for rank in ranks]
             # On NCCL a posted receive blocks later operations with the same peer; on Gloo it does not.
-            num_groups = 3 if dist.get_backend(mesh.get_group()) == "nccl" else 2
+            num_groups = 3 if _compat.backend_of(mesh.get_group(), device.type) == "nccl" else 2
             timeout = _compat.timeout_of(mesh.get_group())
             with waiting_for("the process groups of the cyclic schedule"):
                 groups = [new_group(ranks, timeout) for _ in range(num_groups)]
