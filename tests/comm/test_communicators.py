@@ -225,8 +225,8 @@ def test_the_device_is_bound_where_nccl_carries_it() -> None:
         assert device_to_bind(backend, device) is None
 
 
-def _bound_by_laconic(by_mesh: bool) -> list[Any]:
-    """The devices to which laconic binds the default group that it starts."""
+def _bound_by_laconic(by_mesh: bool, num_local: int = 1) -> list[Any]:
+    """The devices to which laconic binds the default group that it starts, on a machine with two."""
     bound: list[Any] = []
     start = dist.init_process_group
 
@@ -246,7 +246,7 @@ def _bound_by_laconic(by_mesh: bool) -> list[Any]:
             with mock.patch.dict(os.environ, {**place, "MASTER_PORT": str(free_port())}):
                 laconic.init_mesh("cuda", local=1)
         else:
-            ranks = RankInfo(rank=0, world_size=1, local_rank=0, num_local=1, num_nodes=1)
+            ranks = RankInfo(rank=0, world_size=1, local_rank=0, num_local=num_local, num_nodes=1)
             with process_group(ranks, torch.device("cuda", 0), 60):
                 pass
     return bound
@@ -258,3 +258,22 @@ def test_laconic_binds_the_group_that_it_starts() -> None:
     )
     assert by_mesh == [1, ("nccl", torch.device("cuda", 1))], "after the device was selected"
     assert by_command == [("nccl", CUDA)]
+
+
+def test_ranks_that_share_a_device_talk_over_gloo() -> None:
+    """NCCL refuses two ranks on one device."""
+    (found,) = launch(_bound_by_laconic, False, 3, num_ranks=1, timeout_s=60, backend=None)
+    assert found == [("gloo", None)]
+
+
+def _sum_on_the_host() -> tuple[bool, float]:
+    _start(0, 1, bound=False)
+    ranks = RankInfo(rank=0, world_size=1, local_rank=0, num_local=1, num_nodes=1)
+    with process_group(ranks, CUDA, 60) as group:
+        number = torch.full((1,), 3.0)
+        dist.all_reduce(number, group=group)
+        return group is dist.group.WORLD, number.item()
+
+
+def test_a_command_has_a_group_for_the_host_beside_the_script_s_own() -> None:
+    assert launch(_sum_on_the_host, num_ranks=1, timeout_s=60, backend=None) == [(False, 3.0)]

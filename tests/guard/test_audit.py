@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic import Checks, CorruptionError
+from laconic.guard.audit import _as_if_nothing_was
 from tests.support import sharded_net
 from tests.support.flips import flipping_in_gradients, flipping_in_use
 from tests.support.launch import on_ranks
@@ -101,3 +104,19 @@ def test_what_cannot_be_compared_is_refused() -> None:
     batch = _batch(0) | ({"ids": torch.zeros(1, dtype=torch.int64)} if dist.get_rank() else {})
     with pytest.raises(ValueError, match="one structure on all ranks"):
         laconic.audit(_build(mesh=laconic.init_mesh("cpu", nodes=2, local=1)), batch, _loss)
+
+
+def test_the_random_numbers_of_a_device_are_those_without_an_audit() -> None:
+    """A stand-in is the device, whose state is one number."""
+    device, state = torch.device("cuda", 1), {"cuda:0": torch.tensor(5), "cuda:1": torch.tensor(7)}
+    module = SimpleNamespace(
+        get_rng_state=lambda device: state[str(device)].clone(),
+        set_rng_state=lambda value, device: state.update({str(device): value}),
+    )
+    layer, before = nn.Linear(2, 2), torch.get_rng_state()
+    with mock.patch.object(torch, "get_device_module", return_value=module):
+        with _as_if_nothing_was(layer, device):
+            state["cuda:1"] += 1
+            torch.rand(3)
+        assert (state["cuda:0"], state["cuda:1"]) == (5, 7)
+    assert torch.equal(torch.get_rng_state(), before)

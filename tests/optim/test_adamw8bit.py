@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import laconic.optim
 from laconic.codec import tiles
 from laconic.codec.tiles import Tiling
 from laconic.layout.granularity import elements
-from laconic.optim import AdamW8bit
+from laconic.optim import AdamW8bit, adamw8bit
 from laconic.optim.adamw8bit import _Rule
 from tests.reference.adamw8bit import ReferenceAdamW8bit
 from tests.reference.adamw8bit import blocks as reference_blocks
@@ -291,6 +293,20 @@ def test_working_memory_changes_no_bit(panel: int, monkeypatch: pytest.MonkeyPat
     parameters = [nn.Parameter(initial(shape)) for shape in SHAPES]
     stepped(parameters)
     assert all(torch.equal(one, two) for one, two in zip(parameters, expected, strict=True))
+
+
+def test_without_triton_a_device_takes_the_torch_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, on_device = ([nn.Parameter(initial(shape)) for shape in SHAPES] for _ in range(2))
+    stepped(expected)
+    monkeypatch.setitem(sys.modules, "laconic.optim.adamw8bit_triton", None)
+    monkeypatch.delattr(laconic.optim, "adamw8bit_triton", raising=False)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    adamw8bit._kernels.cache_clear()
+    try:
+        stepped(on_device)
+    finally:
+        adamw8bit._kernels.cache_clear()
+    assert all(torch.equal(one, two) for one, two in zip(on_device, expected, strict=True))
 
 
 @pytest.mark.cuda
