@@ -350,7 +350,7 @@ class Program:
                 self.train(model, optimizer)
             if has_values:
                 machine.keep_last_contents()
-            del model, optimizer
+            del model, optimizer, module  # now, so that it frees its locked pages on this machine
             gc.collect()
         return machine
 
