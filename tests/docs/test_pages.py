@@ -90,7 +90,7 @@ def _is_in(message: str, source: str) -> bool:
 
 
 CAMPAIGNS = BENCHMARK.rows.keys() - BENCHMARK.sections.keys()
-"""The campaigns of faults; `mend` and `parity` have sections of their own."""
+"""The campaigns of faults; `mend`, `parity` and `device` have sections of their own."""
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
     for line in (ROOT / "docs/promises.md").read_text().splitlines()

@@ -18,6 +18,7 @@ from tests.faults import (  # isort: skip  # noqa: F401
     races,
     lanes,
     kernels,
+    device_lines,
     crash_states,
     elsewhere,
     checkpoint_damage,

@@ -1,8 +1,11 @@
-"""All programs that the race checker watches."""
+"""All programs that the race checker watches: `python -m tests.rehearse.programs` runs each once."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Protocol
+
+import torch
 
 from laconic.rehearse.machine import Machine
 from tests.rehearse.cyclic import CYCLIC
@@ -20,3 +23,9 @@ class Watched(Protocol):
 
 
 PROGRAMS: dict[str, Watched] = {**ENGINE, **SAVES, **LOCAL_STEPS, **CYCLIC}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # the operations are tiny
+    warnings.simplefilter("ignore")  # of settings that are odd on purpose
+    for program in PROGRAMS.values():
+        program.record()

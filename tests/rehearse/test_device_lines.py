@@ -1,0 +1,211 @@
+"""Lines that run on an accelerator only: they are found in the code, and tests pass them without an accelerator."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.rehearse.device_lines import DevicePlace, device_places
+from tests.rehearse.passed import REASONS, Watch, not_passed, passed, told, watched_tests
+
+LEAST_SHARE = 0.98
+CODE = {
+    "shard/lanes.py": """
+        import torch
+        Event = torch.Event | None
+
+        class Lane:
+            def __init__(self, device):
+                self._device = device
+                self._stream = None
+                self._kept = []
+                if device.type != "cpu":
+                    self._stream = torch.Stream(device)  # device
+
+            def running(self):
+                if self._stream is None:
+                    return None
+                return self._stream  # device
+
+            def keep(self, event):
+                if self._stream is not None:
+                    self._kept.append(event)  # device
+
+            def kept(self) -> bool:
+                return bool(self._kept)
+
+            def record_event(self) -> Event:
+                return None if self._stream is None else self._stream.record_event()  # device 49
+        """,
+    "shard/uses.py": """
+        import torch
+
+        def uses(lane: Lane, tensor, lanes):
+            with lane.running():
+                done = lane.record_event()
+            if done is not None:
+                done.synchronize()  # device
+            if not tensor.is_cuda or tensor.dtype != torch.bfloat16:  # device 29
+                return None
+            copied = tensor.cpu()  # device
+            return copied  # device
+
+        def copies(tensor, lanes):
+            if tensor is None:
+                return
+            with lanes.to_host.running():  # device
+                tensor.copy_(tensor)  # device
+
+        def lands(lane):
+            if any(each.kept() for each in [lane]):
+                _only_there()  # device
+
+        def _only_there():
+            print(_TABLE)  # device
+
+        def _in_the_table():
+            return 1  # device
+
+        _TABLE = {"it": _in_the_table}
+
+        def devices(tensors) -> set[torch.device]:
+            return {
+                each.device  # device 8
+                for each in tensors if each.device.type != "cpu"
+            }
+
+        def waits(tensors):
+            for device in devices(tensors):
+                torch.accelerator.synchronize(device)  # device
+
+        def groups(backend, device: torch.device | None):
+            accelerator = torch.accelerator.current_accelerator()
+            if accelerator is None:
+                raise ValueError("none")
+            return _bound(device)  # device
+
+        def _bound(device):
+            "A docstring."  # which is no line
+            assert device is not None  # device
+
+        def on_any(tensor, flag):
+            if tensor.device.type == "meta" or flag:
+                return 0
+            if flag and tensor.device.type == "cpu":
+                return 1
+            return 2
+        """,
+    "optim/step_triton.py": """
+        import triton
+
+        class Kernel:
+            number = 0
+
+            def run(self):
+                return triton.jit  # device
+        """,
+    "optim/step.py": """
+        def kernels() -> ModuleType | None:
+            from optim import step_triton  # device
+            return step_triton  # device
+
+        def step(parts):
+            for part in parts:
+                kernels().step(part)  # device
+        """,
+    "train/loop.py": """
+        def loop(device):
+            if device.type == "cuda":
+                print("no room of the core")
+        """,
+}
+"""Files with a mark at each line of a device; a number is the column of a part of an expression."""
+
+
+def write(folder: Path, code: dict[str, str]) -> None:
+    for name, text in code.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(textwrap.dedent(text))
+
+
+def test_the_branches_that_a_cpu_does_not_take_are_found(tmp_path: Path) -> None:
+    write(tmp_path, CODE)
+    marked = set()
+    for name, text in CODE.items():
+        for number, line in enumerate(textwrap.dedent(text).splitlines(), 1):
+            if " # device" in line:
+                column = line.rpartition("# device")[2].strip()
+                marked.add((name, number, int(column) if column else None))
+    found = device_places(tmp_path, ("shard", "optim"))
+    assert {(each.file, each.line, each.columns and each.columns[0]) for each in found} == marked
+
+
+RUN = """
+    import threading
+
+    def on(device, flag):
+        if device == "gpu":
+            return (
+                flag
+            )
+        return 1 if flag else 2
+
+    def never():
+        return 3
+
+    if __name__ == "__main__":
+        thread = threading.Thread(target=on, args=("cpu", False))
+        thread.start()
+        thread.join()
+        print([each for each in range(3)
+               if on("gpu", True)])
+    """
+
+
+def test_what_runs_is_recorded_in_all_threads(tmp_path: Path) -> None:
+    write(tmp_path, {"run.py": RUN})
+
+    def place(line: int, last_line: int, columns: tuple[int, int] | None = None) -> DevicePlace:
+        return DevicePlace(file="run.py", function="on", line=line, last_line=last_line, columns=columns)
+
+    runs = place(6, 8), place(9, 9, (26, 27)), place(18, 19)
+    others = place(9, 9, (11, 12)), place(12, 12)
+    assert passed(Watch(arguments=[str(tmp_path / "run.py")]), (*runs, *others), tmp_path) == set(runs)
+
+
+def test_a_run_that_fails_is_no_measurement(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="-c raise SystemExit"):
+        passed(Watch(arguments=("-c", "raise SystemExit(3)")), [], tmp_path)
+
+
+ONE_PROGRAM = "from tests.rehearse.engine import ENGINE; ENGINE['cache host'].record()"
+
+
+def test_one_program_passes_the_lines_of_lanes_and_caches_on_a_device() -> None:
+    """A small part of the campaign below."""
+    places = [each for each in device_places() if each.file in ("shard/lanes.py", "shard/cache.py")]
+    there = [each for each in places if each.file == "shard/lanes.py" or each.function.startswith("NodeShard")]
+    assert len(there) >= 12
+    assert passed(Watch(arguments=("-c", ONE_PROGRAM)), places) >= set(there)
+
+
+CPU_TESTS = ("tests/shard/test_offload.py", "tests/ragged/test_redistribute.py", "tests/optim/test_owners.py")
+"""Tests of ranks on a CPU without a stand-in for a device."""
+VACUOUS = {"shard/gather.py UnitGather.begin"}
+"""A unit without parameters has no transfer that could block. So it takes the way of a device, and does nothing."""
+
+
+@pytest.mark.campaign
+def test_no_rank_on_a_cpu_passes_a_line_of_a_device() -> None:
+    found = passed(watched_tests(*CPU_TESTS), device_places())
+    assert {f"{each.file} {each.function}" for each in found} <= VACUOUS
+
+
+@pytest.mark.campaign
+def test_the_tests_pass_the_lines_of_a_device_without_one() -> None:
+    places = device_places()
+    missing = not_passed(places)
+    assert len(missing) <= (1 - LEAST_SHARE) * len(places), "\n".join(told(missing))
+    assert {f"{each.file} {each.function}" for each in missing} <= set(REASONS), "\n".join(told(missing))
