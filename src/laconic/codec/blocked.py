@@ -95,6 +95,10 @@ def kernels_for(tensor: Tensor, name: str = "blocked_triton") -> ModuleType | No
     return _kernels(name)
 
 
+KERNEL_NUMEL = 2048
+"""The values that a program of a kernel codes: sixteen for each thread of four warps."""
+
+
 @lru_cache
 def _kernels(name: str) -> ModuleType | None:
     try:
@@ -203,10 +207,14 @@ class BlockCodec(Codec):
             codes, steps = self._parts(payload, out.numel(), rotates=rotates)
             kernels.decode(self, codes, steps, out, adds=adds, rotates=rotates)
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether triton's kernels are for this codec: its blocks are powers of two, and hold whole rotations."""
+        return 32 <= self.block <= KERNEL_NUMEL and self.block & (self.block - 1) == 0
+
     def _kernels(self, tensor: Tensor) -> ModuleType | None:
-        """The module of triton's kernels, if they run on this tensor and hold this codec's blocks."""
-        kernels = kernels_for(tensor)
-        return kernels if kernels is not None and kernels.holds_codec(self) else None
+        """The module of triton's kernels, if they are for this codec and run on this tensor."""
+        return kernels_for(tensor) if self.has_kernels else None
 
     def _parts(self, payload: Tensor, numel: int, *, rotates: bool = False) -> tuple[Tensor, Tensor]:
         """The codes and the steps of a payload of `numel` values."""

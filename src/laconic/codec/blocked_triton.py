@@ -17,20 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from laconic.codec.blocked import KERNEL_NUMEL as NUMEL
 from laconic.codec.rotation import ROOT_INVERSE, rotated_numel
 
-NUMEL = 2048
-"""The values of a program: sixteen for each thread of four warps."""
 _TINY: tl.constexpr = tl.constexpr(torch.finfo(torch.bfloat16).tiny)
 _ROUNDS: tl.constexpr = tl.constexpr(1.5 * 2.0**23)
 """A number whose sum with a small one has no room behind the point, so the sum rounds to the nearest even."""
 _NAN: tl.constexpr = tl.constexpr(0x7FC0)
 _ROOT_INVERSE: tl.constexpr = tl.constexpr(ROOT_INVERSE)
-
-
-def holds_codec(codec: Any) -> bool:
-    """Whether the kernels are for a `BlockCodec`: blocks are powers of two, as triton needs, and whole rotations."""
-    return 32 <= codec.block <= NUMEL and codec.block & (codec.block - 1) == 0
 
 
 def encode(

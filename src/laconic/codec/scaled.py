@@ -33,6 +33,7 @@ ScaledName = Literal["fp8_128x128", "fp8_1x128", "fp8_1x128_e8m0", "mxfp8", "nvf
 _E4M3, _E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 _LARGEST_E4M3, _LARGEST_E2M1 = 448.0, 6.0
 _SMALLEST_SCALE = 2.0**-6  # the smallest normal number of e4m3: a smaller scale would lose bits
+_MOST_IN_KERNELS = 128 * 128  # values of a block: a program has the whole of one
 _SMALLEST_MAGNITUDE = 1e-12  # what a block of zeros counts as
 _E8M0_BIAS, _E8M0_NAN = 127, 255
 
@@ -170,10 +171,15 @@ class ScaledFormat:
             panel.write(matrix, decode(panel.read(as_bytes), scales[panel.scales], matrix_scale))
         return matrix
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether triton's kernels are for this format: sides are powers of two, as triton needs, and fit a program."""
+        is_power = all(side & (side - 1) == 0 for side in (self.height, self.width))
+        return is_power and self.height * self.width <= _MOST_IN_KERNELS
+
     def _kernels(self, tensor: Tensor) -> ModuleType | None:
-        """The module of triton's kernels, if they run on this tensor and hold this format: [Note: Fused coding]."""
-        kernels = kernels_for(tensor, "scaled_triton")
-        return kernels if kernels is not None and kernels.holds_format(self) else None
+        """The module of triton's kernels, if they are for this format and run on this tensor: [Note: Fused coding]."""
+        return kernels_for(tensor, "scaled_triton") if self.has_kernels else None
 
     def _grid(self, shape: Sequence[int]) -> Grid:
         return Grid(

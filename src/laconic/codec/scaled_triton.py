@@ -18,21 +18,14 @@ from laconic.codec.blocked_triton import rounded_to
 
 NUMEL = 2048
 """The values of a program, unless a block has more: sixteen for each thread of four warps."""
-_MOST_NUMEL = 128 * 128
 _LARGEST_E4M3: tl.constexpr = tl.constexpr(448.0)
 _LARGEST_E2M1: tl.constexpr = tl.constexpr(6.0)
 _SMALLEST_SCALE: tl.constexpr = tl.constexpr(2.0**-6)
 _SMALLEST_MAGNITUDE: tl.constexpr = tl.constexpr(1e-12)
 
 
-def holds_format(form: Any) -> bool:
-    """Whether the kernels are for a `ScaledFormat`: sides are powers of two, as triton needs, and fit in a program."""
-    is_power = all(side & (side - 1) == 0 for side in (form.height, form.width))
-    return is_power and form.height * form.width <= _MOST_NUMEL
-
-
 def encode(form: Any, matrix: Tensor, matrix_scale: Tensor | None, codes: Tensor, scales: Tensor) -> None:
-    """Encode a matrix, (m, n), contiguous, of any floating dtype, by a `ScaledFormat` that `holds_format`.
+    """Encode a matrix, (m, n), contiguous, of any floating dtype, by a `ScaledFormat` that `has_kernels`.
 
     Shapes: codes and scales of its `codes_shape` and `scales_shape`, contiguous; matrix_scale (), fp32.
     """

@@ -1,0 +1,104 @@
+"""Triton's kernels of the codecs on an accelerator that is not there: each is one operation, as on a GPU.
+
+What it does to the data, if there are values, is what the plain chain in torch does: tests/kernels holds both to equal
+bits. So the tape has the kernel's own reads and writes, and none of the memory that the chain takes in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from laconic.rehearse.machine import Machine, Run
+
+
+class BlockKernels:
+    """Stands for codec/blocked_triton.py."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def encode(
+        self, codec: Any, values: Tensor, base: Tensor | None, codes: Tensor, steps: Tensor, *, rotates: bool = False
+    ) -> None:
+        """See `blocked_triton.encode`."""
+        _launch(self._machine, _encode, [codes, steps], [values, base], codec, rotates)
+
+    def decode(
+        self, codec: Any, codes: Tensor, steps: Tensor, out: Tensor, *, adds: bool = False, rotates: bool = False
+    ) -> None:
+        """See `blocked_triton.decode`."""
+        read = [codes, steps, out] if adds else [codes, steps]
+        _launch(self._machine, _decode, [out], read, codec, adds, rotates)
+
+
+class ScaledKernels:
+    """Stands for codec/scaled_triton.py."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def encode(self, form: Any, matrix: Tensor, matrix_scale: Tensor | None, codes: Tensor, scales: Tensor) -> None:
+        """See `scaled_triton.encode`."""
+        _launch(self._machine, _quantize, [codes, scales], [matrix, matrix_scale], form)
+
+    def decode(self, form: Any, codes: Tensor, scales: Tensor, matrix_scale: Tensor | None, out: Tensor) -> None:
+        """See `scaled_triton.decode`."""
+        _launch(self._machine, _dequantize, [out], [codes, scales, matrix_scale], form)
+
+
+def kernels_of(machine: Machine) -> Callable[..., Any]:
+    """Return what takes the place of `kernels_for` in laconic.codec."""
+    modules = {"blocked_triton": BlockKernels(machine), "scaled_triton": ScaledKernels(machine)}
+
+    def kernels_for(tensor: Tensor, name: str = "blocked_triton") -> Any:
+        return modules[name] if tensor.is_cuda and type(tensor) is Tensor else None  # not so while a chain stands in
+
+    return kernels_for
+
+
+def _encode(codes: Tensor, steps: Tensor, values: Tensor, base: Tensor | None, codec: Any, rotates: bool) -> None:
+    payload = torch.empty(codes.numel() + steps.numel(), dtype=torch.uint8)
+    codec.encode_into(payload, values, base, check=False, rotates=rotates)
+    codes.copy_(payload[: codes.numel()])
+    steps.copy_(payload[codes.numel() :])
+
+
+def _decode(out: Tensor, *rest: Any) -> None:
+    codes, steps, codec, adds, rotates = *rest[:2], *rest[-3:]
+    codec.decode_into(out, torch.cat([codes, steps]), adds=adds, rotates=rotates)
+
+
+def _quantize(codes: Tensor, scales: Tensor, matrix: Tensor, matrix_scale: Tensor | None, form: Any) -> None:
+    for to, values in zip((codes, scales), form.quantize(matrix, matrix_scale), strict=True):
+        to.copy_(values)
+
+
+def _dequantize(out: Tensor, codes: Tensor, scales: Tensor, matrix_scale: Tensor | None, form: Any) -> None:
+    out.copy_(form.dequantize(codes, scales, matrix_scale, out.dtype))
+
+
+def _launch(
+    machine: Machine, function: Callable[..., None], written: list[Tensor], read: list[Tensor | None], *facts: Any
+) -> None:
+    """Run `function(*written, *read, *facts)`, if there are values, and write it down as one operation."""
+    arguments = (*written, *read, *facts)
+    tensors = [each for each in read if each is not None]
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        if machine.has_values:
+            function(*arguments)
+        if not machine.is_recording:
+            return
+        cost = machine.cost_of(function, tensors, {}, written) if machine.cost_of is not None else None
+        if machine.cost_of is not None and cost is None:
+            return
+        run = None
+        if machine.has_values:
+            references = (machine.reference(each) if isinstance(each, Tensor) else each for each in arguments)
+            run = Run(function, tuple(references), {}, [], None, gives_value=False)
+        touched = [*((each, True) for each in written), *((each, False) for each in tensors)]
+        machine.add_step(function.__name__.strip("_"), touched, run, cost)
