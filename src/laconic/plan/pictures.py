@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -206,12 +206,32 @@ def draw_timeline(estimate: Estimate, path: Path) -> None:
     Raises:
         ModuleNotFoundError: matplotlib is missing.
     """
+    draw_timelines([estimate], path)
+
+
+def draw_timelines(estimates: Sequence[Estimate], path: Path, title: str = "") -> None:
+    """Write a picture of the steps of estimates that kept their spans, one under another, on one scale of seconds.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is missing.
+    """
     from matplotlib.figure import Figure  # not pyplot, which would look for a display
+
+    lanes = [[lane for lane in PlanLane if any(span.lane is lane for span in each.spans)] for each in estimates]
+    heights = [1.2 + 0.6 * len(each) for each in lanes]
+    figure = Figure(figsize=(11, 0.3 + sum(heights)), layout="constrained", dpi=120)
+    every = figure.subplots(len(estimates), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
+    for axes, estimate, own in zip(every[:, 0], estimates, lanes, strict=True):
+        _draw_step(axes, estimate, own)
+        axes.set_xlim(0, max(each.seconds for each in estimates))
+    if title:
+        figure.suptitle(title, fontsize=10)
+    figure.savefig(path)
+
+
+def _draw_step(axes: Any, estimate: Estimate, lanes: Sequence[PlanLane]) -> None:
     from matplotlib.patches import Patch
 
-    lanes = [lane for lane in PlanLane if any(span.lane is lane for span in estimate.spans)]
-    figure = Figure(figsize=(11, 1.5 + 0.6 * len(lanes)), layout="constrained", dpi=120)
-    axes = figure.subplots()
     for row, lane in enumerate(lanes):
         work = [span for span in estimate.spans if span.lane is lane and not span.is_wait]
         for span in work:
@@ -241,9 +261,7 @@ def draw_timeline(estimate: Estimate, path: Path) -> None:
         axes.legend(handles=legend, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=4, frameon=False)
     axes.set_yticks(range(len(lanes)), [lane.value for lane in lanes], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlim(0, estimate.seconds)
     axes.set_xlabel("seconds", fontsize=8)
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(f"{estimate.label}: a step of {estimate.seconds:.3g} s, predicted", fontsize=9, loc="left")
-    figure.savefig(path)
