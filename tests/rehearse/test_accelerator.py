@@ -87,7 +87,7 @@ def _coded(weight_format: ScaledFormat, whole: torch.Tensor) -> list[torch.Tenso
 def _differing() -> list[str]:
     torch.manual_seed(0)
     found = []
-    with rehearsal(has_values=True), mock.patch.object(scaled, "kernels_for", lambda *_: None):  # without triton
+    with rehearsal(has_values=True), mock.patch.object(scaled, "kernels_for", return_value=None):  # without triton
         for name, weight_format in SCALED_FORMATS.items():
             whole = torch.randn(257, 384)  # several panels on a processor, and one on a device
             pairs = zip(_coded(weight_format, whole), _coded(weight_format, whole.to("cuda")), strict=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -114,21 +116,22 @@ def test_512_ranks_in_one_process_send_what_the_engine_counts() -> None:
     assert counted["local weights"] == 2 * weight // 8 * 7
 
 
-def _accumulate() -> list[int]:
+def _sums_beside_compute(*, syncs: bool) -> list[int]:
     def program() -> None:
         mesh = init_mesh("cuda", nodes=2, local=2)
         layers = [fully_shard(nn.Linear(64, 64).to("cuda"), mesh=mesh, cache="device") for _ in range(5)]
         model = fully_shard(nn.Sequential(*layers), mesh=mesh, cache="device")
-        model.set_requires_gradient_sync(False)  # type: ignore[attr-defined]
+        model.set_requires_gradient_sync(syncs)  # type: ignore[attr-defined]
         model(torch.randn(4, 64, device="cuda")).sum().backward()
 
     sums = [each for each in rehearse.overlap(rehearse.run(program, nodes=2, local=2)) if "scatter" in each.transfer.op]
-    assert {each.transfer.level for each in sums} == {"local"}
-    return [len(each.compute) for each in sums]
+    assert {each.transfer.level for each in sums} == {"local", *(["node"] if syncs else [])}
+    return [len(each.compute) for each in sums if each.transfer.level == "local"]
 
 
-def test_compute_does_not_wait_for_the_sum_of_the_bucket_before_in_a_micro_batch_that_accumulates() -> None:
-    *before, last = launch(_accumulate, num_ranks=1, timeout_s=110, backend=None)[0]
+@pytest.mark.parametrize("syncs", [False, True], ids=["in a micro-batch that accumulates", "in one that syncs"])
+def test_compute_does_not_wait_for_the_sum_of_the_bucket_before(syncs: bool) -> None:
+    *before, last = launch(partial(_sums_beside_compute, syncs=syncs), num_ranks=1, timeout_s=110, backend=None)[0]
     assert len(before) == 4
     assert min(before) > 0, "each sum inside the node runs beside the backward of the next layer"
     assert last == 0, "nothing is left to compute beside the last"
