@@ -32,6 +32,8 @@ class Options(argparse.Namespace):
     """Whether to measure small jobs, and to record nothing."""
     out: Path
     """The folder for the files of the runs; it exists."""
+    keeps: bool
+    """Whether that folder stays, since the command line names it."""
 
 
 def _save_rows(record: Record, bench: object) -> None:
@@ -93,6 +95,7 @@ class Benchmark(Generic[B]):
         rows: dict[str, Row] = {}
         failed = []
         with contextlib.ExitStack() as stack:
+            options.keeps = options.out is not None
             options.out = (options.out or Path(stack.enter_context(tempfile.TemporaryDirectory()))).absolute()
             options.out.mkdir(parents=True, exist_ok=True)
             try:
