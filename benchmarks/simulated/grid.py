@@ -1,0 +1,363 @@
+"""The grid: models, forms, lengths, nodes and rates, under every strategy; its rows, its tables and its pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.simulated.cluster import FIGURES, NODES, RANKS_PER_NODE, RATES_GBIT_PER_S, h100_nodes
+from benchmarks.simulated.jobs import BY_LABEL, FORMS, MODELS, RIVALS, TOKENS, Rival, job, simulate
+from laconic.comm.traffic import WIRE_LEVELS, Purpose
+from laconic.compare.markdown import markdown
+from laconic.plan.cluster_spec import ClusterSpec
+from laconic.plan.estimates import Estimate
+from laconic.plan.forks import map_forked
+from laconic.plan.job_trace import trace_job
+from laconic.plan.machine import PlanLane, Simulator
+from laconic.plan.pictures import draw_timelines
+from laconic.plan.prediction import Predictor, Refusal
+from tests.support.code_digest import code_digest
+from tests.support.measure import Options
+from tests.support.record import RESULTS, Row
+
+_COMPUTE = PlanLane.COMPUTE.value
+_LETTERS = {
+    PlanLane.WIRE.value: "w", PlanLane.LOCAL.value: "n", PlanLane.TO_DEVICE.value: "d", PlanLane.TO_HOST.value: "c",
+    PlanLane.HOST.value: "h",
+}  # fmt: skip
+_LEGEND = (
+    "Seconds of a step, and after them the seconds in which compute waits: w for the wire, n for the network inside "
+    "the node, d for copies to the device, c for copies to the host, h for work on the host; what is below half a per "
+    "cent of the step is left out. `*`: does not fit in the memory of the devices or hosts. The last column divides "
+    "the best of host, device and host offload by the best of FSDP2, HSDP and FSDP2 offload, of those that fit."
+)
+MEASURES = ("laconic.plan", "laconic.rehearse", "laconic.shard")
+"""The packages on which the figures hang."""
+_RECORD = RESULTS.parent / "results" / "simulated.json"
+_SHOWN_SHARE = 0.005
+_EQUAL = 1.005
+"""Smaller differences are none: the planner's own rule."""
+_BOUND = 1.05
+_TRIED_8B = (
+    "compute waited in backward until the next layer's sum inside the node had ended: 4bit took 1.735 s "
+    "(1.211x), and at 400 Gbit/s host took 1.196 s where HSDP takes 1.179 s, and 1.165 s since."
+)
+_COMPARED = ("FSDP2", "HSDP", "host", "4bit")
+_PURPOSES: tuple[Purpose, ...] = ("weights", "gradients")
+_PICTURED = ("FSDP2", "host", "4bit")
+_RATES_PICTURED = (25, 100)
+_GROUP = "Llama 3 8B", "full", 8192
+"""The jobs of `simulated-8b`, and of `--quick`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedStep:
+    """A step of one strategy, or why there is none: what the JSON file keeps of an estimate."""
+
+    seconds: float = 0.0
+    waits_s: Mapping[str, float] = field(default_factory=dict)
+    """The seconds in which compute waits, by the name of the lane."""
+    busy_s: Mapping[str, float] = field(default_factory=dict)
+    """The seconds in which each lane works."""
+    crossing_bytes: Mapping[str, float] = field(default_factory=dict)
+    """The payload bytes that a rank sends over the wire, by purpose."""
+    peak_bytes: float = 0.0
+    host_bytes: float = 0.0
+    fits: bool = False
+    refused: str = ""
+    """Why the strategy cannot run the job."""
+
+    @classmethod
+    def of(cls, found: Estimate | Refusal) -> SimulatedStep:
+        """The step of an estimate."""
+        if isinstance(found, Refusal):
+            return cls(refused=found.reason)
+        crossing = {
+            purpose: float(sum(found.sent_bytes.get((level, purpose), 0.0) for level in WIRE_LEVELS))
+            for purpose in _PURPOSES
+        }
+        return cls(
+            seconds=_rounded(found.seconds), waits_s=_by_lane(found.waits_s), busy_s=_by_lane(found.busy_s),
+            crossing_bytes={purpose: float(round(size)) for purpose, size in crossing.items()},
+            peak_bytes=float(round(found.peak_bytes)), host_bytes=float(round(found.host_bytes)), fits=found.fits,
+        )  # fmt: skip
+
+    @property
+    def bound(self) -> tuple[float, str]:
+        """The seconds of the busiest of compute and the lanes, below which no step can be, and which it is."""
+        lane = max(self.busy_s, key=lambda each: self.busy_s[each])
+        return self.busy_s[lane], lane
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.6g}")
+
+
+def _by_lane(seconds: Mapping[PlanLane, float]) -> dict[str, float]:
+    return {lane.value: _rounded(value) for lane, value in seconds.items() if value}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One job on one cluster, under all strategies."""
+
+    model: str
+    form: str
+    tokens: int
+    nodes: int
+    rate_gbit_per_s: int
+    steps: Mapping[str, SimulatedStep]
+    """By the label of the strategy."""
+
+    def best(self, *, is_own: bool) -> SimulatedStep | None:
+        """The fastest exact strategy of a side that fits; None if none does."""
+        fitting = [step for label, step in self.steps.items() if step.fits and _may_win(BY_LABEL[label], is_own=is_own)]
+        return min(fitting, key=lambda step: step.seconds, default=None)
+
+    @property
+    def ratio(self) -> float | None:
+        """Seconds of laconic's best by those of torch's best; None unless both have one that fits."""
+        own, other = self.best(is_own=True), self.best(is_own=False)
+        return own.seconds / other.seconds if own is not None and other is not None else None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model} {self.form}, {self.nodes} x {RANKS_PER_NODE}, {self.tokens} tokens, "
+            f"{self.rate_gbit_per_s} Gbit/s"
+        )
+
+
+def _may_win(rival: Rival, *, is_own: bool) -> bool:
+    return rival.is_own is is_own and rival.is_exact
+
+
+class Bench:
+    """The simulated cells, each group of jobs once, and the tables below the rows."""
+
+    def __init__(self, out: Path, *, quick: bool, keeps: bool) -> None:
+        self.out, self.quick, self.keeps = out, quick, keeps
+        self.nodes = NODES[:1] if quick else NODES
+        self.groups = [_GROUP] if quick else [(m, f, t) for m in MODELS for f in FORMS for t in TOKENS]
+        self._cells: dict[tuple[str, str, int], list[Cell]] = {}
+        self.grid: list[Cell] = []
+        """All cells, once the row of the grid has run."""
+
+    def take(self, cells: Sequence[Cell]) -> None:
+        """Take cells that the same code has simulated before: a simulation has no chance in it."""
+        for cell in cells:
+            self._cells.setdefault((cell.model, cell.form, cell.tokens), []).append(cell)
+
+    def cells(self, model: str, form: str, tokens: int) -> list[Cell]:
+        """The cells of a group: all clusters."""
+        return self._of([(model, form, tokens)])
+
+    def all(self) -> list[Cell]:
+        """All cells."""
+        return self._of(self.groups)
+
+    def _of(self, groups: Sequence[tuple[str, str, int]]) -> list[Cell]:
+        missing = [group for group in groups if group not in self._cells]
+        for group, cells in zip(missing, map_forked(self._simulate, missing), strict=True):
+            self._cells[group] = cells
+            print(f"{' '.join(map(str, group))}: {len(cells)} cells", flush=True)
+        return [cell for group in groups for cell in self._cells[group]]
+
+    def _simulate(self, group: tuple[str, str, int]) -> list[Cell]:
+        model, form, tokens = group
+        first = Predictor(job(model, form, tokens), h100_nodes(self.nodes[0], RATES_GBIT_PER_S[0]))
+        found = []
+        for nodes in self.nodes:
+            for rate in RATES_GBIT_PER_S:
+                predictor = first.on(h100_nodes(nodes, rate))
+                steps = {rival.label: SimulatedStep.of(simulate(predictor, rival)) for rival in RIVALS}
+                cell = Cell(model=model, form=form, tokens=tokens, nodes=nodes, rate_gbit_per_s=rate, steps=steps)
+                found.append(cell)
+            if self.keeps:
+                _draw(self.out, found[-len(RATES_GBIT_PER_S) :], first)
+        return found
+
+
+@contextmanager
+def open_bench(options: Options) -> Iterator[Bench]:
+    """Make the folder for the pictures, and take what is on record of the same code if no pictures are wanted."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    bench = Bench(options.out, quick=options.quick, keeps=options.keeps)
+    if not (options.quick or options.keeps) and _RECORD.exists():
+        known = json.loads(_RECORD.read_text(encoding="utf-8"))
+        bench.take(cells_of(known["cells"]) if known.get("cells_code") == code_of_cells() else [])
+    yield bench
+
+
+def code_of_cells() -> str:
+    """The digest of all code on which a cell hangs."""
+    own = ("benchmarks.simulated.cluster", "benchmarks.simulated.jobs")
+    return code_digest(MEASURES) + code_digest(own, RESULTS.parents[1])
+
+
+def _draw(out: Path, cells: Sequence[Cell], predictor: Predictor) -> None:
+    """Write the pictures of some cells of one job, which differ in their rates."""
+    for cell in cells:
+        if cell.rate_gbit_per_s in _RATES_PICTURED:
+            on = predictor.on(h100_nodes(cell.nodes, cell.rate_gbit_per_s))
+            steps = [simulate(on, BY_LABEL[label], keeps_spans=True) for label in _PICTURED]
+            name = f"{cell.model} {cell.form} {cell.nodes} {cell.tokens} {cell.rate_gbit_per_s}.png"
+            drawn = [step for step in steps if isinstance(step, Estimate)]
+            draw_timelines(drawn, out / name.lower().replace(" ", "-"), title=f"{cell}: simulated")
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def _shown(step: SimulatedStep) -> str:
+    if step.refused:
+        return "refused"
+    waits = [
+        f"{letter}{_short(step.waits_s[lane])}"
+        for lane, letter in _LETTERS.items()
+        if step.waits_s.get(lane, 0.0) >= _SHOWN_SHARE * step.seconds
+    ]
+    return " ".join([f"{step.seconds:.4g}{'' if step.fits else '*'}", *waits])
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
+
+
+def _against(cell: Cell) -> str:
+    if cell.ratio is not None:
+        return f"{cell.ratio:.3f}x"
+    sides = [word for is_own, word in ((True, "laconic"), (False, "torch")) if cell.best(is_own=is_own)]
+    return f"{sides[0]} alone fits" if sides else "none fits"
+
+
+def _seconds_table(cells: Sequence[Cell]) -> str:
+    columns = ("nodes, tokens, Gbit/s", *(rival.label for rival in RIVALS), "laconic / torch")
+    rows = [
+        [
+            f"{cell.nodes}, {cell.tokens}, {cell.rate_gbit_per_s}",
+            *(_shown(cell.steps[rival.label]) for rival in RIVALS),
+            _against(cell),
+        ]
+        for cell in cells
+    ]
+    return markdown(columns, rows, num_text_columns=1 + len(RIVALS))
+
+
+def _memory_table(cells: Sequence[Cell]) -> str:
+    """The memory of each job, which does not hang on the rate."""
+    rows = []
+    for cell in cells:
+        if cell.rate_gbit_per_s == RATES_GBIT_PER_S[0]:
+            shown = [
+                "refused" if step.refused else f"{step.peak_bytes / 1e9:.1f}{'' if step.fits else '*'}"
+                for step in cell.steps.values()
+            ]
+            rows.append([f"{cell.model} {cell.form}, {cell.nodes}, {cell.tokens}", *shown])
+    return markdown(("model, nodes, tokens", *cells[0].steps), rows, num_text_columns=1)
+
+
+def grid_tables(cells: Sequence[Cell]) -> str:
+    """The tables of all models and forms, and that of memory."""
+    parts = [_LEGEND]
+    for model, form in dict.fromkeys((cell.model, cell.form) for cell in cells):
+        own = [cell for cell in cells if (cell.model, cell.form) == (model, form)]
+        parts.append(f"**{model}, {form}**\n\n{_seconds_table(own)}")
+    parts.append(f"**The peak of a device's memory, GB**, the same at each rate\n\n{_memory_table(cells)}")
+    return "\n\n".join(parts)
+
+
+def figures_table() -> str:
+    """The figures of the cluster with their sources."""
+    rows = [[each.name, each.text, each.source] for each in FIGURES]
+    return markdown(("figure", "value", "source"), rows, num_text_columns=3)
+
+
+def data_of(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Cells for the JSON file."""
+    return [asdict(cell) for cell in cells]
+
+
+def cells_of(data: Sequence[Mapping[str, Any]]) -> list[Cell]:
+    """The cells that `data_of` has made."""
+    return [
+        Cell(**{**each, "steps": {label: SimulatedStep(**step) for label, step in each["steps"].items()}})
+        for each in data
+    ]
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def _bound_of_halves_s(step: SimulatedStep, cluster: ClusterSpec, group: tuple[str, str, int]) -> float:
+    """The seconds below which no step can be whose weights cross in forward, and whose gradients cross in backward."""
+    machine = Simulator(cluster)
+    forward_s = sum(machine.seconds(each.phase) for each in trace_job(job(*group)).forward)
+    wire_s = {purpose: machine.bytes_s("node", size) for purpose, size in step.crossing_bytes.items()}
+    return max(forward_s, wire_s["weights"]) + max(step.busy_s[_COMPUTE] - forward_s, wire_s["gradients"])
+
+
+def row_8b(bench: Bench) -> Row:
+    """How near steps of an 8B model on slow Ethernet come to what their busiest lane allows."""
+    cell = next(each for each in bench.cells(*_GROUP) if (each.nodes, each.rate_gbit_per_s) == (2, 25))
+    steps = {label: cell.steps[label] for label in _COMPARED}
+    own = {label: steps[label].seconds / steps[label].bound[0] for label in ("host", "4bit")}
+    told = []
+    for label, step in steps.items():
+        bound_s, lane = step.bound
+        waits = ", ".join(f"{each} {value:.3f} s" for each, value in step.waits_s.items() if value > 1e-3)
+        told.append(
+            f"{label}: the busiest is {lane}, {bound_s:.3f} s, and the step {step.seconds / bound_s:.3f}x of it; "
+            f"compute works {step.busy_s[_COMPUTE]:.3f} s and waits for {waits}"
+        )
+    halves_s = _bound_of_halves_s(steps["4bit"], h100_nodes(cell.nodes, cell.rate_gbit_per_s), _GROUP)
+    return Row(
+        key="simulated-8b",
+        claim=f"{cell}, seconds of {' / '.join(steps)}; host / 4bit against the busiest of compute and the lanes",
+        required=f"<= {_BOUND:.2f}x / <= {_BOUND:.2f}x of the bound",
+        measured=f"{' / '.join(f'{step.seconds:.3f} s' for step in steps.values())}; "
+        + " / ".join(f"{each:.3f}x" for each in own.values()),
+        is_met=max(own.values()) <= _BOUND,
+        note=f"{'; '.join(told)}. In four bits the wire bounds forward, and compute bounds backward, and no order of "
+        "transfers can mix the halves: a step's weights are not there before the step before has ended, nor its "
+        f"gradients before backward. A step whose halves are each at their bound takes {halves_s:.3f} s, and 4bit "
+        f"{steps['4bit'].seconds / halves_s:.3f}x of that. What is left are the ends. The root's unit has the embedding"
+        " and the output layer: its gradients cross after the last layer's, and nothing computes beside them.",
+        tried=_TRIED_8B,
+    )
+
+
+def row_grid(bench: Bench) -> Row:
+    """Whether laconic is ever the wrong choice in the grid, by its exact strategies."""
+    cells = bench.all()
+    bench.grid = cells
+    both = [(cell, cell.ratio) for cell in cells if cell.ratio is not None]
+    slower = [(cell, ratio) for cell, ratio in both if ratio > _EQUAL]
+    worst, worst_ratio = max(both, key=lambda each: each[1])
+    alone = [sum(cell.ratio is None and cell.best(is_own=own) is not None for cell in cells) for own in (True, False)]
+    refused = {f"{label}: {step.refused}" for cell in cells for label, step in cell.steps.items() if step.refused}
+    told = "; ".join(f"{cell} {ratio:.3f}x" for cell, ratio in slower)
+    return Row(
+        key="simulated-grid",
+        claim=f"{len(cells)} simulated cells; laconic's best exact strategy against the best of FSDP2 and "
+        "HSDP, of those that fit",
+        required=f"<= {_EQUAL}x in each of the {len(both)} in which both sides fit",
+        measured=f"{len(both) - len(slower)} of {len(both)}; {min(ratio for _, ratio in both):.3f}x to "
+        f"{worst_ratio:.3f}x",
+        is_met=not slower,
+        note=f"The worst: {worst}. Slower: {told or 'none'}. In {alone[0]} cells laconic alone fits, in {alone[1]} "
+        f"torch alone, in {len(cells) - len(both) - sum(alone)} nothing. Offload counts on both sides. "
+        f"{_in_four_bits(cells)} Refused: {'; '.join(sorted(refused)) or 'nothing'}.",
+    )
+
+
+def _in_four_bits(cells: Sequence[Cell]) -> str:
+    """How 4bit, which rounds, stands against torch's best."""
+    pairs = [(cell.steps["4bit"], cell.best(is_own=False)) for cell in cells]
+    ratios = [step.seconds / other.seconds for step, other in pairs if step.fits and other is not None]
+    return (
+        f"4bit, which rounds and is in no ratio above, takes {min(ratios):.3f}x to {max(ratios):.3f}x of torch's best."
+    )
