@@ -6,7 +6,8 @@ them, the engine and the trainer, runs as it is. So a phantom layer keeps its mo
 marks the phases of its unit instead of computing. A chain of autograd functions, without elements, takes the place of
 its graph. Backward runs it in reverse: one function begins each phase, then one for each gradient gives it to its
 parameter, in the order and with the activations of the trace, and the last one ends the phase. A gradient has memory of
-its own, as autograd's has, until the engine has taken it.
+its own, as autograd's has, until the engine has taken it. Where activations are recomputed, the phase of backward has
+the recomputation; the layer is called again for what engines do around it.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ class Phantom:
         self._after: int | None = None
         """The most activations since the last gradient."""
         self._rest: int | None = None
+        self._is_recomputing = False
         for unit, module in units.items():
             module.forward = partial(self._run_layer, unit)
         model.forward = self._run_model
@@ -115,6 +117,8 @@ class Phantom:
         return _Output(loss)
 
     def _run_layer(self, unit: int, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        if self._is_recomputing:
+            return hidden
         for segment in self._forward:
             if segment.unit == unit:
                 self._begin(unit, segment.phase, is_backward=False)
@@ -166,6 +170,13 @@ class Phantom:
 
     def _begin_backward(self, unit: int, phase: Phase, _: None) -> None:
         self._begin(unit, phase, is_backward=True)
+        module = self._modules[unit]
+        if unit != self._root and getattr(module, "gradient_checkpointing", False):
+            self._is_recomputing = True
+            nn.Module.__call__(
+                module, hidden_tensor(0, dtype=torch.float32)
+            )  # transformers' own would begin another recomputation
+            self._is_recomputing = False
 
     def _end_backward(self, _: None) -> None:
         self.end()

@@ -268,10 +268,24 @@ class Reduction:
             self.level = next(self._moves, None)
         if self.level is None:
             self.ended = lane.record_event()
-            wait_for(self._summed or self.ended)
-        no_lane_reads = self.level is None or (not lane.has_stream and self.level != "local")
-        if no_lane_reads and self._full is not None:
-            self._full.free()  # [Note: Who may free a transfer buffer] in shard/lanes.py
+            self._free_after(self._summed or self.ended)
+        elif not lane.has_stream and self.level != "local":
+            self._free_after(None)
+
+    def free_bucket(self) -> None:
+        """Free the bucket, as soon as compute has waited for the sum that reads it. Before that begins, do nothing."""
+        if self._summed is not None:
+            self._free_after(self._summed)
+
+    def _free_after(self, event: Event) -> None:
+        """Let compute wait for the lane before the bucket's memory goes, which older sums that waited may have, too.
+
+        See [Note: Who may free a transfer buffer] in shard/lanes.py.
+        """
+        if self._full is not None or event is self.ended:
+            wait_for(event)
+        if self._full is not None:
+            self._full.free()
             self._full = None
 
     def abandon(self) -> None:
@@ -406,6 +420,11 @@ class ReductionQueue:
         self._in_flight.clear()
         self._reduced.clear()
         self.wait_for_ended()
+
+    def free_buckets(self) -> None:
+        """Free the buckets whose sums inside the node have begun, as soon as compute has waited for them."""
+        for reduction in self._in_flight:
+            reduction.free_bucket()
 
     def wait_for_ended(self) -> None:
         """Let compute wait for the reductions that have ended. Until then it may not use their `.grad`."""

@@ -304,6 +304,7 @@ class Unit:
         if self.precision.output_dtype is not None:
             output = _cast(output, self.precision.output_dtype)
         if self._is_recomputed():
+            self.root.reductions.free_buckets()  # their sums ran beside this forward, and gradients need memory next
             return output
         if torch.is_grad_enabled():
             trains = any(not bucket.is_frozen for bucket in self.buckets)
