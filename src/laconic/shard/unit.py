@@ -124,6 +124,7 @@ class Unit:
         self._lanes: Lanes | None = None
         self._gather: UnitGather | None = None
         self._entered: set[nn.Module] = set()  # the modules called in the present pass
+        self._was_recomputed = False
         self.awaited = AwaitedHooks(self)
         for module in self.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
@@ -172,7 +173,7 @@ class Unit:
         # A unit may have another mesh than its root: [Note: Two parallelisms, two meshes] in ragged/dtensor.py.
         self._gather = UnitGather(self.buckets, root.lanes, root.copies_of, root.observer, self.prefetch)
         self.gradients = [
-            BucketGradients(bucket, root.lanes, root.begin_backward, root.observer) for bucket in self.buckets
+            BucketGradients(bucket, root.lanes, self._begin_gradients, root.observer) for bucket in self.buckets
         ]
 
     # torch's share_comm_ctx reads and sets these two names of FSDP2's state
@@ -265,6 +266,7 @@ class Unit:
         if self.precision.cast_forward_inputs and self.precision.param_dtype is not None:
             args, kwargs = _cast((args, kwargs), self.precision.param_dtype)
         if self._is_recomputed():
+            self._was_recomputed = True
             self.unshard()
             return args, kwargs
         begins_pass = not self._entered or module in self._entered
@@ -304,7 +306,6 @@ class Unit:
         if self.precision.output_dtype is not None:
             output = _cast(output, self.precision.output_dtype)
         if self._is_recomputed():
-            self.root.reductions.free_buckets()  # their sums ran beside this forward, and gradients need memory next
             return output
         if torch.is_grad_enabled():
             trains = any(not bucket.is_frozen for bucket in self.buckets)
@@ -368,8 +369,15 @@ class Unit:
         """True if the weights may go: a graph of gradients still needs them."""
         return self.reshard_after_backward and not self.root.creates_graph
 
+    def _begin_gradients(self) -> None:
+        """Make ready for the first gradient of a bucket, which is about to take memory."""
+        self.root.begin_backward()
+        if self._was_recomputed:  # the last sums have run beside that, so to wait for them takes no time
+            self.root.reductions.free_buckets()
+
     def _end_backward(self) -> None:
         """Free the weights and begin to reduce the gradients."""
+        self._was_recomputed = False
         if self._frees_after_backward:
             self.reshard()
         backward = self.root.backward
@@ -422,7 +430,7 @@ class Unit:
 
     def abandon(self) -> None:
         """Drop the gradients of a forward or backward that raised, and free the weights."""
-        self.phase = UnitPhase.REST
+        self.phase, self._was_recomputed = UnitPhase.REST, False
         self.awaited.clear()
         for gradients in self.gradients:
             gradients.discard()
