@@ -26,6 +26,7 @@ from benchmarks.plan.ranks import memory_bytes, train_all_watched
 from laconic.config import to_dict
 from tests.support.launch import free_port, torchrun_environment
 
+_THREAD_STACK_BYTES, _STACK_BYTES = 1 << 19, 8 << 20
 _TIMEOUT_S = 600.0  # bf16 is slow on a processor without units for it
 
 
@@ -45,7 +46,15 @@ def most_resident_bytes(case: Case, nodes: int, local: int, limit_bytes: int = 0
     for rank, log in enumerate(logs):
         environment = {**os.environ, **torchrun_environment(rank, size, local, port), "OMP_NUM_THREADS": "1"}
         with log.open("w") as stream:
-            ranks.append(subprocess.Popen(command, env=environment, stdout=stream, stderr=subprocess.STDOUT))
+            ranks.append(
+                subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    preexec_fn=_let_stacks_be_small if limit_bytes else None,
+                )
+            )
     try:
         if not _wait(ranks, logs):
             return None
@@ -54,6 +63,14 @@ def most_resident_bytes(case: Case, nodes: int, local: int, limit_bytes: int = 0
             process.kill()
             process.wait()
     return max(int(log.read_text().splitlines()[-1]) for log in logs)
+
+
+def _let_stacks_be_small() -> None:
+    """Give new threads small stacks: RLIMIT_DATA counts 8 MiB for each, of which a thread uses a few pages.
+
+    Each process group of Gloo has threads, so a strategy with several groups would pay for memory that nobody has.
+    """
+    resource.setrlimit(resource.RLIMIT_STACK, (_THREAD_STACK_BYTES, resource.RLIM_INFINITY))
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], logs: list[Path]) -> bool:
@@ -77,6 +94,7 @@ def main() -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if limit_bytes:
+        resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, resource.RLIM_INFINITY))  # of this thread, the first
         resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
     try:
         (summary,) = train_all_watched([json.loads(job.read_text())])
