@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 
-from laconic.rehearse.tape import Mark, Tape, Wait
+from laconic.rehearse.tape import Mark, Step, Tape, Wait
 from tests.faults.bench import Bench, campaign_row
 from tests.rehearse.engine import ENGINE
 from tests.rehearse.exposure import moved
@@ -21,6 +21,9 @@ _EXACT = (
     "cache none", "cache host", "cache device", "mixed precision", "LoRA, cache host", "replicas",
     "4 bits, cache device",
 )  # fmt: skip
+_DEEP = 16
+"""The layers of the programs whose operations are counted."""
+_COUNTED = ("cache none", "cache host", "4 bits, cache device")
 _OFFLOADED = ("offload", "offload, cache host", "offload, 8 bits")
 _OF_MESSAGES = ("guard/comparison.py", "shard/crossing.py")
 """Where the host waits for messages of other hosts, and for no device."""
@@ -76,6 +79,41 @@ def host_waits(bench: Bench) -> Row:
             + " (the comparison of ranks, sent before the last sums; the agreement on copies, in few bits)."
         ),
     )
+
+
+@campaign_row("lane-operations", section="device")
+def lane_operations(bench: Bench) -> Row:
+    """Operations on the engine's lanes for a unit in a step: kernels, copies and collectives."""
+    found = {name: _operations(name) for name in _COUNTED}
+    exact, coded = (max(sum(found[name].values()) for name in names) for names in (_COUNTED[:2], _COUNTED[2:]))
+    each = "; ".join(
+        f"{name}: {', '.join(f'{kind} {count:.1f}' for kind, count in of.most_common())}" for name, of in found.items()
+    )
+    return Row(
+        claim="operations on the lanes for a unit in a warm step, exact / in four bits",
+        required="<= 8.5 / <= 20",
+        measured=f"{exact:.1f} / {coded:.1f}",
+        is_met=exact <= 8.5 and coded <= 20,
+        note=(
+            f"{_DEEP} layers and the root on NCCL, 2 x 2 ranks, fp32; a codec's kernel is one operation, as on a GPU. "
+            f"{each}. A step has three more, of the flags of used parameters."
+        ),
+    )
+
+
+def _operations(name: str) -> Counter[str]:
+    """The operations on streams other than compute in a step, by kind, for each unit."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of settings that are odd on purpose
+        tape = ENGINE[name].record(num_blocks=_DEEP, is_warm=True, counts=True).tape
+    counted = Counter(
+        entry.name.removeprefix("aten::")
+        for entry in tape.entries
+        if isinstance(entry, Step)
+        and tape.timelines[entry.timeline] == "stream"
+        and (entry.cost is not None or entry.transfer is not None)
+    )
+    return Counter({kind: count / (_DEEP + 1) / _backwards(tape) for kind, count in counted.items()})
 
 
 def _waits(names: Sequence[str]) -> list[Counter[str]]:

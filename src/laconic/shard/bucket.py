@@ -402,6 +402,14 @@ class Form:
             like=parameter, patched=parameter if is_hooked else None,
         )  # fmt: skip
 
+    def sent(self, own: Tensor) -> Tensor:
+        """This rank's shard as a gather sends it, (C,): itself, or else `own`, to which it is written."""
+        shard = self._bucket.shard
+        if not self.converts and (shard.dtype, shard.device) == (own.dtype, own.device):
+            return shard
+        self.write(own)
+        return own
+
     def write(self, own: Tensor) -> None:
         """Write this rank's shard as a gather sends it, (C,)."""
         bucket = self._bucket

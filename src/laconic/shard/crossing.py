@@ -81,10 +81,7 @@ class WeightCrossing:
 
     def start(self, node_shard: Tensor) -> None:
         """Begin the gather. With True from `prepare`, `node_shard`, (N * C,), has the old node shard."""
-        own = self.bucket.own_part(node_shard)
-        if own.data_ptr() != self.bucket.shard.data_ptr():
-            self.bucket.form.write(own)
-        self._pending = self._node.all_gather(node_shard, own)
+        self._pending = self._node.all_gather(node_shard, self.bucket.form.sent(self.bucket.own_part(node_shard)))
 
     def finish(self, node_shard: Tensor) -> None:
         """Finish the gather: `node_shard` has the shards of all nodes."""
