@@ -75,14 +75,7 @@ def _encode(  # type: ignore[no-untyped-def]  # triton types its arguments
     WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    top = block // across * HEIGHT
-    left = block % across * WIDTH
-    inner = tl.arange(0, HEIGHT * WIDTH)
-    row = top[:, None] + (inner // WIDTH)[None, :]
-    column = left[:, None] + (inner % WIDTH)[None, :]
-    at = row.to(tl.int64) * num_columns + column
-    is_own = (row < num_rows) & (column < num_columns)
+    block, top, left, at, is_own = _own_blocks(num_rows, num_columns, across, HEIGHT, WIDTH, BLOCKS)
     x = tl.load(values + at, mask=is_own, other=0.0).to(tl.float32)
     bits = x.to(tl.int32, bitcast=True)
     # by the order of whole numbers NaN exceeds infinity, which exceeds all numbers
@@ -130,14 +123,7 @@ def _decode(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    top = block // across * HEIGHT
-    left = block % across * WIDTH
-    inner = tl.arange(0, HEIGHT * WIDTH)
-    row = top[:, None] + (inner // WIDTH)[None, :]
-    column = left[:, None] + (inner % WIDTH)[None, :]
-    at = row.to(tl.int64) * num_columns + column
-    is_own = (row < num_rows) & (column < num_columns)
+    block, top, left, at, is_own = _own_blocks(num_rows, num_columns, across, HEIGHT, WIDTH, BLOCKS)
     scale = tl.load(scales + block, mask=top < num_rows, other=0)
     if SCALE == "e4m3":
         scale = _from_e4m3(scale.to(tl.int32)) * tl.load(matrix_scale)
@@ -153,6 +139,20 @@ def _decode(  # type: ignore[no-untyped-def]
             scale = tl.where(biased == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
         number = _from_e4m3(tl.load(codes + at, mask=is_own, other=0).to(tl.int32))
     tl.store(out + at, rounded_to(number * scale[:, None], out.dtype.element_ty), mask=is_own)
+
+
+@triton.jit
+def _own_blocks(num_rows, num_columns, across, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    # the program's blocks, their first rows and columns, and the places of their elements, those in the matrix marked
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    top = block // across * HEIGHT
+    left = block % across * WIDTH
+    inner = tl.arange(0, HEIGHT * WIDTH)
+    row = top[:, None] + (inner // WIDTH)[None, :]
+    column = left[:, None] + (inner % WIDTH)[None, :]
+    at = row.to(tl.int64) * num_columns + column
+    is_own = (row < num_rows) & (column < num_columns)
+    return block, top, left, at, is_own
 
 
 @triton.jit
