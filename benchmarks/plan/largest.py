@@ -87,7 +87,9 @@ def row(bench: Bench) -> Row:
         note=f"{NODES} x {LOCAL} fresh processes, RLIMIT_DATA {_LIMIT_BYTES / 1e6:.0f} MB each, some 0.4 GB of it for "
         "Python and its libraries; rows of 128 tokens, 14 M parameters in fp32, activations recomputed. Rows: "
         f"{', '.join(f'{CANDIDATES[name].label} {rows}' for name, rows in found.items())}. The host cache lies in "
-        "shared pages, which the limit does not count, as an accelerator's memory would not hold it.",
+        "shared pages, which the limit does not count, as an accelerator's memory would not hold it. laconic has five "
+        "process groups of Gloo, and so 25 threads more than FSDP2, whose stacks of 0.5 MiB count: some 13 MB, and a "
+        "row takes 7. On accelerators NCCL has none of these.",
     )
 
 
