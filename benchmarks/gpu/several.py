@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -223,7 +223,7 @@ def main() -> int:
 
 
 def _record(key: str, row: Row) -> None:
-    keyed = Row(**{**vars(row), "key": key})
+    keyed = replace(row, key=key)
     order, arguments = [*BENCHMARK.rows, *ROWS], ["--rows", key]
     Record("gpu", [keyed], order, arguments, module="benchmarks.gpu.several", measures=BENCHMARK.measures).save()
 

@@ -13,32 +13,20 @@ from __future__ import annotations
 import sys
 
 from benchmarks.simulated import grid, h100
-from benchmarks.simulated.grid import (
-    MEASURES,
-    Bench,
-    cells_of,
-    code_of_cells,
-    data_of,
-    figures_table,
-    grid_tables,
-    open_bench,
-)
+from benchmarks.simulated.grid import MEASURES, Bench, figures_table, open_bench
 from tests.support.measure import Benchmark
 from tests.support.record import Record
 
 
 def _details(bench: Bench) -> str:
-    return grid_tables(bench.grid) if bench.grid else ""
+    return "\n\n".join(bench.tables.values())
 
 
 def _save(record: Record, bench: Bench) -> None:
     """Write the record. The tables are those of the last grid, which a run of other rows leaves as it is."""
-    known = record.known
-    cells, code = (bench.grid, code_of_cells()) if bench.grid else (
-        cells_of(known.get("cells", [])), known.get("cells_code", ""),
-    )  # fmt: skip
-    more = [f"The cluster's figures, of which none is from a step of ours:\n\n{figures_table()}"]
-    record.save(more=[*more, grid_tables(cells)] if cells else more, cells=data_of(cells), cells_code=code)
+    tables = {**record.known.get("tables", {}), **bench.tables}
+    figures = f"The cluster's figures, of which none is from a step of ours:\n\n{figures_table()}"
+    record.save(more=[figures, *tables.values()], tables=tables)
 
 
 BENCHMARK = Benchmark(measures=MEASURES,

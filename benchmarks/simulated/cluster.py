@@ -10,7 +10,7 @@ from laconic.plan.cluster_spec import DEFAULT_HEADER_FACTOR, ClusterSpec
 NODES = (2, 4, 16)
 RANKS_PER_NODE = 8
 RATES_GBIT_PER_S = (25, 100, 400)
-"""What the wire of one node carries, by its name: its eight ranks share it."""
+"""The rate that gives a node's wire its name. The eight ranks of the node share the wire."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ FIGURES: Sequence[Figure] = (MATMUL, ATTENTION, MEMORY, HOST_LINK, LOCAL, WIRE, 
 """All figures on which the simulated seconds hang. None was fitted to a step of ours."""
 
 _DEVICE_MEMORY_BYTES = round(79.1 * 2**30)
-"""What a process can have on an H100 of 80 GB, as CUDA's messages say it."""
+"""The device memory that one process gets on an H100 of 80 GB: CUDA's messages name it."""
 _FP32_FLOPS_PER_S = 0.8 * 67e12
 
 

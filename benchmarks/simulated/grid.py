@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from benchmarks.simulated.cluster import FIGURES, NODES, RANKS_PER_NODE, RATES_GBIT_PER_S, h100_nodes
 from benchmarks.simulated.jobs import BY_LABEL, FORMS, MODELS, RIVALS, TOKENS, Rival, job, simulate
@@ -20,9 +18,8 @@ from laconic.plan.job_trace import trace_job
 from laconic.plan.machine import PlanLane, Simulator
 from laconic.plan.pictures import draw_timelines
 from laconic.plan.prediction import Predictor, Refusal
-from tests.support.code_digest import code_digest
 from tests.support.measure import Options
-from tests.support.record import RESULTS, Row
+from tests.support.record import Row
 
 _COMPUTE = PlanLane.COMPUTE.value
 _LETTERS = {
@@ -37,7 +34,6 @@ _LEGEND = (
 )
 MEASURES = ("laconic.plan", "laconic.rehearse", "laconic.shard")
 """The packages on which the figures hang."""
-_RECORD = RESULTS.parent / "results" / "simulated.json"
 _SHOWN_SHARE = 0.005
 _EQUAL = 1.005
 """Smaller differences are none: the planner's own rule."""
@@ -56,7 +52,7 @@ _GROUP = "Llama 3 8B", "full", 8192
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedStep:
-    """A step of one strategy, or why there is none: what the JSON file keeps of an estimate."""
+    """A step of one strategy, or why there is none: what a cell keeps of an estimate."""
 
     seconds: float = 0.0
     waits_s: Mapping[str, float] = field(default_factory=dict)
@@ -143,13 +139,8 @@ class Bench:
         self.nodes = NODES[:1] if quick else NODES
         self.groups = [_GROUP] if quick else [(m, f, t) for m in MODELS for f in FORMS for t in TOKENS]
         self._cells: dict[tuple[str, str, int], list[Cell]] = {}
-        self.grid: list[Cell] = []
-        """All cells, once the row of the grid has run."""
-
-    def take(self, cells: Sequence[Cell]) -> None:
-        """Take cells that the same code has simulated before: a simulation has no chance in it."""
-        for cell in cells:
-            self._cells.setdefault((cell.model, cell.form, cell.tokens), []).append(cell)
+        self.tables: dict[str, str] = {}
+        """The tables below the rows, by the key of their row."""
 
     def cells(self, model: str, form: str, tokens: int) -> list[Cell]:
         """The cells of a group: all clusters."""
@@ -183,19 +174,9 @@ class Bench:
 
 @contextmanager
 def open_bench(options: Options) -> Iterator[Bench]:
-    """Make the folder for the pictures, and take what is on record of the same code if no pictures are wanted."""
+    """Make the folder for the pictures."""
     options.out.mkdir(parents=True, exist_ok=True)
-    bench = Bench(options.out, quick=options.quick, keeps=options.keeps)
-    if not (options.quick or options.keeps) and _RECORD.exists():
-        known = json.loads(_RECORD.read_text(encoding="utf-8"))
-        bench.take(cells_of(known["cells"]) if known.get("cells_code") == code_of_cells() else [])
-    yield bench
-
-
-def code_of_cells() -> str:
-    """The digest of all code on which a cell hangs."""
-    own = ("benchmarks.simulated.cluster", "benchmarks.simulated.jobs")
-    return code_digest(MEASURES) + code_digest(own, RESULTS.parents[1])
+    yield Bench(options.out, quick=options.quick, keeps=options.keeps)
 
 
 def _draw(out: Path, cells: Sequence[Cell], predictor: Predictor) -> None:
@@ -276,19 +257,6 @@ def figures_table() -> str:
     return markdown(("figure", "value", "source"), rows, num_text_columns=3)
 
 
-def data_of(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Cells for the JSON file."""
-    return [asdict(cell) for cell in cells]
-
-
-def cells_of(data: Sequence[Mapping[str, Any]]) -> list[Cell]:
-    """The cells that `data_of` has made."""
-    return [
-        Cell(**{**each, "steps": {label: SimulatedStep(**step) for label, step in each["steps"].items()}})
-        for each in data
-    ]
-
-
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
@@ -333,7 +301,7 @@ def row_8b(bench: Bench) -> Row:
 def row_grid(bench: Bench) -> Row:
     """Whether laconic is ever the wrong choice in the grid, by its exact strategies."""
     cells = bench.all()
-    bench.grid = cells
+    bench.tables["simulated-grid"] = grid_tables(cells)
     both = [(cell, cell.ratio) for cell in cells if cell.ratio is not None]
     slower = [(cell, ratio) for cell, ratio in both if ratio > _EQUAL]
     worst, worst_ratio = max(both, key=lambda each: each[1])

@@ -39,7 +39,7 @@ class Rival:
     """A strategy of the grid."""
 
     candidate: str
-    """The planner's name of it."""
+    """The name of the strategy in the planner."""
     label: str
     """Its name in the tables."""
     offloads: bool = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from benchmarks.simulated import grid
 from benchmarks.simulated.__main__ import BENCHMARK
 from benchmarks.simulated.cluster import FIGURES, h100_nodes
-from benchmarks.simulated.grid import Bench, Cell, SimulatedStep, cells_of, data_of, figures_table
+from benchmarks.simulated.grid import Bench, Cell, SimulatedStep, figures_table
 from benchmarks.simulated.jobs import RIVALS
 from laconic.plan.machine import PlanLane
 from laconic.plan.prediction import Refusal
@@ -41,11 +40,6 @@ def test_a_cell_of_the_table_says_seconds_waits_and_memory() -> None:
     assert grid._shown(SimulatedStep(refused="no")) == "refused"
     assert grid._against(cell(FSDP2=-10, host=3)) == "laconic alone fits"
     assert grid._against(cell(FSDP2=-10, host=-3)) == "none fits"
-
-
-def test_cells_come_back_from_the_record() -> None:
-    cells = [cell(FSDP2=10, host=-3)]
-    assert cells_of(json.loads(json.dumps(data_of(cells)))) == cells
 
 
 def test_each_figure_has_a_source_and_the_spec_its_value() -> None:

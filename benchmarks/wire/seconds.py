@@ -26,7 +26,7 @@ from laconic.lab import format_rate
 from tests.support.record import Row, ratio_row
 
 HPZ_PEERS = ("fsdp2-hpz", "deepspeed-hpz", "zero++")
-"""What keeps a copy of the weights on each node's devices, until backward or for good."""
+"""The strategies that keep a copy of the weights on each node's devices, until backward or for good."""
 LORA_RATES_BITS_PER_S = (10e6, 25e6, 50e6, 100e6, 200e6)
 BEFORE = "4c00c21"
 """The sources that the step time is compared with."""

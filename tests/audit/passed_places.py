@@ -26,7 +26,7 @@ class _Places:
                 self.parts.append((number, (first, columns[0]), (last, columns[1])))
 
     def of(self, code):
-        """What is left of a function: its lines, and the places of its instructions, by their offset."""
+        """The lines of a function that nothing has passed yet, and the places of its instructions, by their offset."""
         if code not in self._left:
             lines = {line for *_, line in code.co_lines() if line in self.by_line}
             offsets = {}

@@ -1,4 +1,4 @@
-"""What the order of streams shows of the engine's lanes: exposed transfers, waits of the host, operations.
+"""Rows about the engine's lanes, read from the order of streams: exposed transfers, waits of the host, operations.
 
 The programs are those of tests/rehearse, which run on an accelerator that is not there: docs/races.md.
 """

@@ -1,8 +1,9 @@
 """Run every kernel in triton's interpreter beside its twin: `TRITON_INTERPRET=1 python -m tests.kernels.interpreted`.
 
-It prints a JSON object: the number of comparisons, what differs, and the kernels that torch and triton launch for a
-piece. The interpreter cuts fp32 off where it makes bf16 and devices round, so parameters of AdamW8bit in bf16 are not
-compared here, only their moments; tests with a GPU compare both. The codecs round bf16 themselves.
+It prints a JSON object: the number of comparisons, the names of those that differ, and the number of kernels that torch
+and triton launch for a piece. The interpreter cuts fp32 off where it makes bf16 and devices round, so parameters of
+AdamW8bit in bf16 are not compared here, only their moments; tests with a GPU compare both. The codecs round bf16
+themselves.
 """
 
 from __future__ import annotations

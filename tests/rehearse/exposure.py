@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -67,7 +68,7 @@ def _passes(tape: Tape) -> list[_Pass]:
     passes = [_Pass() for _ in begins]
     for step, clock in clocks(tape):
         place = place_of[id(step)]
-        number = sum(begin <= place for begin in begins) - 1
+        number = bisect_right(begins, place) - 1
         if number < 0 or step.timeline in tape.threads:
             continue
         if step.transfer is not None:

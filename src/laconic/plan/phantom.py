@@ -173,9 +173,8 @@ class Phantom:
         module = self._modules[unit]
         if unit != self._root and getattr(module, "gradient_checkpointing", False):
             self._is_recomputing = True
-            nn.Module.__call__(
-                module, hidden_tensor(0, dtype=torch.float32)
-            )  # transformers' own would begin another recomputation
+            # not the layer's own __call__: that of transformers would begin another recomputation
+            nn.Module.__call__(module, hidden_tensor(0, dtype=torch.float32))
             self._is_recomputing = False
 
     def _end_backward(self, _: None) -> None:

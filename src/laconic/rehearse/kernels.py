@@ -1,6 +1,6 @@
 """Triton's kernels of the codecs on an accelerator that is not there: each is one operation, as on a GPU.
 
-What it does to the data, if there are values, is what the plain chain in torch does: tests/kernels holds both to equal
+If there are values, the plain chain in torch computes the result; tests/kernels proves that kernel and chain give equal
 bits. So the tape has the kernel's own reads and writes, and none of the memory that the chain takes in between.
 """
 
@@ -32,8 +32,7 @@ class BlockKernels:
         self, codec: Any, codes: Tensor, steps: Tensor, out: Tensor, *, adds: bool = False, rotates: bool = False
     ) -> None:
         """See `blocked_triton.decode`."""
-        read = [codes, steps, out] if adds else [codes, steps]
-        _launch(self._machine, _decode, [out], read, codec, adds, rotates)
+        _launch(self._machine, _decode, [out], [codes, steps, out if adds else None], codec, rotates)
 
 
 class ScaledKernels:
@@ -68,9 +67,8 @@ def _encode(codes: Tensor, steps: Tensor, values: Tensor, base: Tensor | None, c
     steps.copy_(payload[codes.numel() :])
 
 
-def _decode(out: Tensor, *rest: Any) -> None:
-    codes, steps, codec, adds, rotates = *rest[:2], *rest[-3:]
-    codec.decode_into(out, torch.cat([codes, steps]), adds=adds, rotates=rotates)
+def _decode(out: Tensor, codes: Tensor, steps: Tensor, addend: Tensor | None, codec: Any, rotates: bool) -> None:
+    codec.decode_into(out, torch.cat([codes, steps]), adds=addend is not None, rotates=rotates)
 
 
 def _quantize(codes: Tensor, scales: Tensor, matrix: Tensor, matrix_scale: Tensor | None, form: Any) -> None:

@@ -161,7 +161,7 @@ def accelerator(
 def _in_a_thread(run: Callable[[], R]) -> R:
     """Run in another thread of the host, as torch runs the backward of an accelerator, and wait for it.
 
-    What is a thread's own in Python or torch is not there: hooks and functions of ours must not need it.
+    The new thread has none of the caller's thread-local state. Our hooks and functions must not need that state.
     """
     end: Future[R] = Future()
 
