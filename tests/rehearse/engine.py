@@ -205,6 +205,18 @@ def edited_before_backward(model: Any, optimizer: torch.optim.Optimizer) -> None
         optimizer.zero_grad()
 
 
+def edited_after_backward(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """The host edits weights, also those of a block that backward leaves out: their gather begins in vain."""
+    model.blocks[0].register_forward_hook(lambda block, args, output: args[0])
+    for step in range(2):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+
+
 def thawed(model: Any, optimizer: torch.optim.Optimizer) -> None:
     """Frozen weights train later on."""
     training(steps=2)(model, optimizer)
@@ -426,6 +438,9 @@ ENGINE: dict[str, Program] = {
     "offload, edited by the host": Program(options={"offload_policy": CPUOffloadPolicy()}, train=edited_by_host),
     "offload, edited before backward": Program(
         options={"offload_policy": CPUOffloadPolicy(), "reshard_after_forward": False}, train=edited_before_backward
+    ),
+    "offload, edited after backward": Program(
+        options={"offload_policy": CPUOffloadPolicy()}, train=edited_after_backward
     ),
     "Gloo, cache none": Program(backend="gloo", train=training(micro_batches=2)),
     "Gloo, cache host": Program(backend="gloo", options={"cache": "host"}, prepare=recompute),

@@ -64,9 +64,9 @@ def _order_of(
             others = [each for each in begun if each[0] != gather.place]
             found.append(([i for i, early in others if not early], [i for i, early in others if early]))
             if gather.place or not outer:
-                order.leave_forward(gather)
+                order.leave_forward(gather, returns=True)
         if outer:
-            order.leave_forward(gathers[0])
+            order.leave_forward(gathers[0], returns=True)
         order.end_forward()
     return found
 
@@ -163,6 +163,19 @@ def test_a_policy_sets_a_number_of_units_or_of_bytes() -> None:
     micro_batches = sharded_net.micro_batches(1)
     sharded_net.squared_error(model, micro_batches[0][dist.get_rank()]).backward()
     sharded_net.assert_gradients(model, sharded_net.oracle_of(model, Uneven), micro_batches)
+    sharded_net.assert_nothing_gathered(model)
+
+
+@on_ranks(2, local=1)
+def test_frozen_units_that_backward_does_not_reach_are_not_gathered_for_it() -> None:
+    model = sharded_net.build(Uneven)
+    for frozen in (model.inp, *model.blocks[:3]):
+        frozen.requires_grad_(False)
+    sharded_net.shard(model)
+    batch = sharded_net.inputs(0, dist.get_rank())
+    events = events_of(model, lambda: sharded_net.squared_error(model, batch).backward())
+    gathered = [event.removeprefix("gather ") for event in events if event.startswith("gather blocks")]
+    assert sorted(gathered) == sorted([f"blocks.{i}" for i in range(7)] + [f"blocks.{i}" for i in range(3, 7)])
     sharded_net.assert_nothing_gathered(model)
 
 

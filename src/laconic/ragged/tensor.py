@@ -12,6 +12,13 @@ version counter of the shard. torch bumps it for in-place operations on views of
 it for operations on the RaggedTensor itself. It does so on every rank, even if the local part is empty, because all
 ranks must agree whether to gather again. DCP's request for the boxes of a tensor counts as a change, too, because a
 checkpoint load fills the boxes in place.
+
+[Note: Edits wait for reads]
+A device reads weights that rest in host memory behind the host's back, and no stream orders the host's edits after
+that. To wait at the end of each forward would let the device run dry before backward. So a forward leaves its wait here
+(`delay_edits`), and the next edit of any RaggedTensor makes it: an in-place operation, a request for the local part or
+the boxes, a step of an optimizer. In most steps backward comes before, and its end takes the wait away. Only a local
+part that was taken before the forward can be edited too soon.
 """
 
 from __future__ import annotations
@@ -99,6 +106,26 @@ def implements(*functions: Any) -> Callable[[Handler], Handler]:
         return handler
 
     return register
+
+
+_waits: list[Callable[[], None]] = []
+
+
+def delay_edits(wait: Callable[[], None]) -> None:
+    """Let the next edit call `wait` first: [Note: Edits wait for reads]."""
+    _waits.append(wait)
+
+
+def withdraw(wait: Callable[[], None]) -> None:
+    """Take back what `delay_edits` got, if no edit has called it yet."""
+    if wait in _waits:
+        _waits.remove(wait)
+
+
+def admit_edits() -> None:
+    """Make the waits that edits need: one is about to come."""
+    while _waits:
+        _waits.pop()()
 
 
 class RaggedTensor(BoxedTensor, _compat.SelfDispatchedDTensor):
@@ -203,6 +230,7 @@ class RaggedTensor(BoxedTensor, _compat.SelfDispatchedDTensor):
         """
         if self._local_tensor.is_meta:
             return self._local_tensor.new_empty(local_shape_on_meta(self.spec))
+        admit_edits()
         return LocalPart.of(self._local_tensor, self.spec)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
@@ -312,6 +340,7 @@ class RaggedTensor(BoxedTensor, _compat.SelfDispatchedDTensor):
 
     def held_boxes(self) -> list[Box]:
         """See `BoxedTensor.held_boxes`."""
+        admit_edits()
         spec = self.spec
         if self.numel() == 0:
             return [((0,) * self.dim(), self._local_tensor.view(self.shape))] if spec.cluster.shard_index == 0 else []
@@ -358,6 +387,8 @@ class RaggedTensor(BoxedTensor, _compat.SelfDispatchedDTensor):
     def __torch_dispatch__(  # type: ignore[override]  # `kwargs` may be None, whatever the stub says
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if _waits and func._schema.is_mutable:
+            admit_edits()
         handler = _handlers.get(func) or _handlers.get(func.overloadpacket) or _handlers[OTHERS]
         return handler(func, args, kwargs or {})
 

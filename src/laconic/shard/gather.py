@@ -51,12 +51,39 @@ from torch import Tensor
 
 from laconic import _compat
 from laconic.comm.collectives import NOTHING, Communicator
+from laconic.ragged.tensor import delay_edits, withdraw
 from laconic.shard.bucket import Bucket
 from laconic.shard.crossing import CopiesOf, crossing_of
 from laconic.shard.extension import Observer
-from laconic.shard.lanes import Event, Lanes, wait_for
+from laconic.shard.lanes import Event, Lane, Lanes, wait_for
 from laconic.shard.ledger import Held
 from laconic.shard.policies import Prefetch
+
+
+class HostReads:
+    """The reads of weights that rest in host memory, on the lane that gathers them."""
+
+    def __init__(self, lane: Lane, *, is_offloaded: bool) -> None:
+        """Without `is_offloaded` no weights rest there."""
+        self._lane = lane if is_offloaded else None
+        self._delayed: Event = None
+
+    def last(self) -> Event:
+        """An event after all reads so far; None if there are none."""
+        return None if self._lane is None else self._lane.record_event()
+
+    def delay_edits(self) -> None:
+        """Let the next edit wait for the reads so far: [Note: Edits wait for reads] in ragged/tensor.py."""
+        self.let_edit()
+        self._delayed = self.last()
+        if self._delayed is not None:
+            delay_edits(self._delayed.synchronize)
+
+    def let_edit(self) -> None:
+        """Let edits come at once: the host has waited for the reads."""
+        if self._delayed is not None:
+            withdraw(self._delayed.synchronize)
+            self._delayed = None
 
 
 class GatherState(Enum):
@@ -396,11 +423,11 @@ class Order:
                 following = self._last_forward[place + 1 :]
         self._begin_others(gather, following, prefetch)
 
-    def leave_forward(self, gather: UnitGather) -> None:
-        """Record that a unit's forward has ended."""
+    def leave_forward(self, gather: UnitGather, *, returns: bool) -> None:
+        """Record that a unit's forward has ended. It `returns` in backward if its outputs need a gradient."""
         if gather in self._open:
             self._open.remove(gather)
-        if torch.is_grad_enabled():
+        if returns and torch.is_grad_enabled():
             self._left.append(gather)
 
     def enter_backward(self, gather: UnitGather, prefetch: Sequence[UnitGather] | None) -> None:

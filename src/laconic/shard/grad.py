@@ -50,7 +50,7 @@ from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import Communicator, start_flags
 from laconic.comm.traffic import Level
 from laconic.comm.watch import waiting_for
-from laconic.ragged.tensor import RaggedTensor
+from laconic.ragged.tensor import RaggedTensor, admit_edits
 from laconic.shard.bucket import Bucket
 from laconic.shard.lanes import Lane
 
@@ -233,7 +233,8 @@ def _zeroings(gradient: Tensor) -> int:
 
 
 def _hide(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Hide waiting gradients from a step."""
+    """Hide waiting gradients from a step, which is about to edit the weights."""
+    admit_edits()
     _show_again(optimizer)  # of a step that raised
     if any(argument is not None for argument in (*args[1:], *kwargs.values())):
         return  # a closure

@@ -28,6 +28,7 @@ from laconic.comm.traffic import Level
 from laconic.shard.bucket import Bucket
 from laconic.shard.crossing import SumTransfer, ways_of_sums
 from laconic.shard.extension import Observer
+from laconic.shard.gather import HostReads
 from laconic.shard.grad import UsedParameters, WaitingGradient, WaitingSums, agree
 from laconic.shard.lanes import Event, Lanes, wait_for
 from laconic.shard.ledger import Held
@@ -402,15 +403,19 @@ class ReductionQueue:
         reduction.advance()
         self._in_flight.append(reduction)
 
-    def finish(self) -> None:
-        """Finish the reductions in flight, and agree on the parameters that got a gradient."""
+    def finish(self, reads: HostReads) -> bool:
+        """Finish the reductions in flight, and agree on the parameters that got a gradient.
+
+        Returns True if the host has waited for gradients, and with them for the reads of weights.
+        """
         while self._in_flight:
             self._advance()
         self.wait_for_ended()
-        _land(self._reduced)
+        has_waited = _land(self._reduced, reads)
         if self._reduced:
             agree([gradients.used for gradients in self._reduced], self._reduced[0].lanes.reduce)
         self._reduced.clear()
+        return has_waited
 
     def abandon(self) -> None:
         """Finish the reductions in flight, and drop their sums."""
@@ -450,11 +455,18 @@ class ReductionQueue:
             self._reduced.append(gradients)
 
 
-def _land(reduced: Sequence[BucketGradients]) -> None:
-    """Wait once for the gradients that leave the device, and put them into `.grad`."""
-    if any(gradients.leaves for gradients in reduced):
-        written = reduced[0].lanes.reduce.record_event()
+def _land(reduced: Sequence[BucketGradients], reads: HostReads | None = None) -> bool:
+    """Wait once for the gradients that leave the device and for `reads`, and put the gradients into `.grad`.
+
+    Returns False if none leaves, and nobody has waited.
+    """
+    leaves = any(gradients.leaves for gradients in reduced)
+    if leaves:
+        lane = reduced[0].lanes.reduce
+        with lane.going_on(reads.last() if reads is not None else None):
+            written = lane.record_event()
         assert written is not None, "they leave a device"
         written.synchronize()
     for gradients in reduced:
         gradients.land()
+    return leaves

@@ -108,7 +108,7 @@ class ShardedModule(FSDPModule, nn.Module):
             RuntimeError: a gathered parameter was edited in place; the edit would be lost.
         """
         self._laconic_unit.reshard()
-        self._laconic_unit.let_host_edit()
+        self._laconic_unit.delay_edits()
 
     def invalidate(self, *, recurse: bool = True) -> None:
         """Say that parameters have changed without notice, so that their cached and gathered copies are stale.

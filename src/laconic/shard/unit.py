@@ -47,12 +47,13 @@ from laconic import _compat
 from laconic.comm.cluster import Cluster
 from laconic.comm.journal import UnitProgress
 from laconic.layout.granularity import Blocks, check_matched
+from laconic.ragged.tensor import admit_edits
 from laconic.shard import extension
 from laconic.shard.bucket import Bucket
 from laconic.shard.buffers import Buffers
 from laconic.shard.cache import NodeShard, choose_device_shards, free_slab, make_slab
 from laconic.shard.crossing import Copies
-from laconic.shard.gather import Order, UnitGather
+from laconic.shard.gather import HostReads, Order, UnitGather
 from laconic.shard.hooks import AwaitedHooks, OutputGradients, map_tensors
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Held, Ledger
@@ -227,10 +228,10 @@ class Unit:
         if self._gather is not None:
             self._gather.release()
 
-    def let_host_edit(self) -> None:
-        """See `Root.let_host_edit`."""
+    def delay_edits(self) -> None:
+        """Let the next edit of weights in host memory wait until they have been read."""
         if self._root is not None:
-            self._root.let_host_edit()
+            self._root.host_reads.delay_edits()
 
     def forget_copies(self) -> None:
         """Let the weights cross exactly next time: [Note: Exact crossings] in shard/crossing.py."""
@@ -247,6 +248,7 @@ class Unit:
     def apply(self, function: Callable[[Tensor], Tensor], super_apply: Callable[[], None]) -> None:
         """Run `nn.Module._apply`, but convert the shard in place of the parameters that are views of it."""
         self.reshard()
+        admit_edits()
         for bucket in self.buckets:
             bucket.show([None] * len(bucket.sharded))
         try:
@@ -321,7 +323,7 @@ class Unit:
         self.phase = UnitPhase.REST
         if not _compat.in_backward() and not (self._stays_for_backward and torch.is_grad_enabled()):
             self.reshard()
-        self.root.order.leave_forward(self.gather)
+        self.root.order.leave_forward(self.gather, returns=len(self.awaited.outputs) > 0)
         self.progress.note("after forward")
 
     @property
@@ -475,7 +477,8 @@ class Root:
             unit.progress.name = ", ".join(filter(None, (names.get(child) for child in unit.modules))) or unit.name
             for bucket in unit.buckets:
                 bucket.unit_name = unit.name
-        self._has_offloaded = any(bucket.is_offloaded for bucket in self.buckets)
+        is_offloaded = any(bucket.is_offloaded for bucket in self.buckets)
+        self.host_reads = HostReads(self.lanes.gather_node, is_offloaded=is_offloaded)
         self.observer.leading()
         with torch.inference_mode(False):  # training could not fill a slab of inference tensors
             self._place_caches()
@@ -541,19 +544,13 @@ class Root:
         for unit in self.units:
             unit.gather.store()
         self._buffers.end_forward()
-        self.let_host_edit()
+        self.host_reads.delay_edits()
         if not torch.is_grad_enabled() and not _compat.in_backward():  # no backward will free what was gathered
             for unit in self.units:
                 unit.reshard()
                 unit.free_node_shards(ends_step=False)
             self.observer.all_issued()
             self.observer.settled(ends_step=True, is_last=True)
-
-    def let_host_edit(self) -> None:
-        """Wait on the host until weights that rest in its memory have been read: no stream orders its edits behind."""
-        read = self.lanes.gather_node.record_event() if self._has_offloaded else None
-        if read is not None:
-            read.synchronize()
 
     def begin_backward(self) -> Backward:
         """Begin a backward at its first gradient: of an output or, if none gets one, of a parameter."""
@@ -570,10 +567,12 @@ class Root:
         for unit in reversed(self.units):
             unit.finish_backward()
         self.observer.all_issued()
-        if self.is_last_backward:
-            self.reductions.finish()
+        has_waited = self.is_last_backward and self.reductions.finish(self.host_reads)
         self.reductions.wait_for_ended()
-        self.let_host_edit()
+        if has_waited:
+            self.host_reads.let_edit()
+        else:
+            self.host_reads.delay_edits()
         for gradients in self.gradients:
             if gradients.has_partial_sums(across_islands=True) or self.reductions.has(gradients):
                 gradients.show_waiting()
@@ -590,7 +589,7 @@ class Root:
     def abandon_iteration(self) -> None:
         """Drop the incomplete gradients of a forward or backward that raised."""
         self.reductions.abandon()
-        self.let_host_edit()
+        self.host_reads.delay_edits()
         self.observer.abandoned()
         for unit in self.units:
             unit.abandon()
