@@ -73,7 +73,7 @@ FULL = {
     },
     "fashion": {
         "seeds": 5, "tuning_seeds": 1, "epochs": 4, "num_train": 8_000,
-        "settings": (Setting(lr=0.05, momentum=0.9),),
+        "settings": tuple(Setting(lr=lr, momentum=m) for lr, m in ((0.05, 0.9), (0.02, 0.9), (0.05, 0.5), (0.1, 0.5))),
     },
     "language": {
         "seeds": 5, "tuning_seeds": 1, "plain_steps": 400, "steps": 1000,

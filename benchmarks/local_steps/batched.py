@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,41 +94,74 @@ def losses(values: Mapping[str, Tensor], shape: Shape, tokens: Tensor) -> Tensor
 
 
 class Inner:
-    """The inner optimizer of all islands: AdamW that touches no frozen slice, after clipping island by island."""
+    """The inner steps of all islands: AdamW that touches no frozen slice, after clipping island by island.
 
-    def __init__(self, values: Values, decayed: set[str], masks: Values, sliced_lr: float) -> None:
-        self.values, self._masks = values, masks
+    On a GPU a step is one CUDA graph, because its launches take more time than its kernels.
+    """
+
+    _EAGER_STEPS = 2
+    """The steps that make the states of the optimizer, before the graph is captured."""
+
+    def __init__(self, values: Values, decayed: set[str], masks: Values, sliced_lr: float, shape: Shape) -> None:
+        self.values, self._masks, self._shape = values, masks, shape
         self._decayed = [name for name in values if name in decayed]
-        self._scales = {name: sliced_lr if name in masks else 1.0 for name in values}
+        device = next(iter(values.values())).device
         groups = [
-            {"params": [values[name] for name in values if (name in masks) == is_sliced], "scale": scale}
+            {
+                "params": [value for name, value in values.items() if (name in masks) == is_sliced],
+                "lr": torch.zeros((), device=device),
+                "scale": scale,
+            }
             for is_sliced, scale in ((False, 1.0), (True, sliced_lr))
         ]
-        used = [group for group in groups if group["params"]]
-        self.adam = torch.optim.AdamW(used, betas=BETAS, weight_decay=0.0, fused=True)  # decay is in `step`
+        self._rates = {name: groups[name in masks]["lr"] for name in values}
+        self._adam = torch.optim.AdamW(
+            [group for group in groups if group["params"]], betas=BETAS, weight_decay=0.0,  # decay is in `_take`
+            fused=True, capturable=device.type == "cuda",
+        )  # fmt: skip
+        self._eager_left = self._EAGER_STEPS if device.type == "cuda" else math.inf
+        self._tokens: Tensor | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
 
-    def step(self, lr: float) -> None:
-        """Take a step along `.grad` of the values, and forget it."""
+    def step(self, tokens: Tensor, lr: float) -> None:
+        """Take a step on the rows of all islands, (islands, rows, length)."""
+        for group in self._adam.param_groups:
+            group["lr"].fill_(lr * group["scale"])
+        if self._tokens is None:
+            self._tokens = torch.empty_like(tokens, device=next(iter(self.values.values())).device)
+        self._tokens.copy_(tokens)
+        if self._eager_left > 0:
+            self._eager_left -= 1
+            self._take(self._tokens)
+            return
+        if self._graph is None:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._take(self._tokens)
+        self._graph.replay()
+
+    def _take(self, tokens: Tensor) -> None:
+        loss = losses(self.values, self._shape, tokens).sum()
+        # not `backward`, whose accumulation belongs to the stream of the first step, where nothing can be captured;
+        # and contiguous, because the fused optimizer takes no notice of strides
+        found = torch.autograd.grad(loss, list(self.values.values()))
+        gradients = {name: each.contiguous() for name, each in zip(self.values, found, strict=True)}
         with torch.no_grad():
             for name, mask in self._masks.items():
-                self.values[name].grad.mul_(mask)  # type: ignore[union-attr]
-            gradients: list[Any] = [value.grad for value in self.values.values()]
-            norms = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients])
+                gradients[name].mul_(mask)
+            norms = torch.stack([torch.linalg.vector_norm(each.flatten(1), dim=1) for each in gradients.values()])
             factors = (MAX_NORM / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
-            for gradient in gradients:
-                gradient.mul_(factors.view(-1, *[1] * (gradient.dim() - 1)))
+            for name, gradient in gradients.items():
+                self.values[name].grad = gradient.mul_(factors.view(-1, *[1] * (gradient.dim() - 1)))
             for name in self._decayed:
-                rate = lr * self._scales[name] * DECAY
-                value = self.values[name]
-                value.mul_(1 - rate * self._masks[name] if name in self._masks else 1 - rate)
-        for group in self.adam.param_groups:
-            group["lr"] = lr * group["scale"]
-        self.adam.step()
-        self.adam.zero_grad()
+                rate = self._rates[name] * DECAY
+                self.values[name].mul_(1 - rate * self._masks[name] if name in self._masks else 1 - rate)
+        self._adam.step()
+        self._adam.zero_grad()
 
     def forget(self, name: str) -> None:
         """Drop the state of slices that an island does not train now."""
-        state = self.adam.state[self.values[name]]
+        state = self._adam.state[self.values[name]]
         for key in ("exp_avg", "exp_avg_sq"):
             state[key].mul_(self._masks[name])
 
@@ -244,7 +276,7 @@ class Batched:
         start = self._begin(job)
         values = {name: _stacked(value, job.islands) for name, value in start.items()}
         masks = masks_of(job, self._device)
-        inner = Inner(values, _matrices(start), masks, job.sliced_inner_lr)
+        inner = Inner(values, _matrices(start), masks, job.sliced_inner_lr, job.shape)
         schedule = SyncSchedule(every=job.every, fragments=job.fragments, overlap=job.overlap)
         assigned = fragment_of(values, schedule.fragments, schedule.pattern)
         fragments = [
@@ -253,8 +285,7 @@ class Batched:
         ]
         under_way: tuple[Fragment, Tensor] | None = None
         for step in range(job.steps):
-            losses(values, job.shape, self._rows(job, step, job.islands)).sum().backward()
-            inner.step(lr_of(job, step))
+            inner.step(self._rows(job, step, job.islands), lr_of(job, step))
             position = schedule.position(step + 1)
             with torch.no_grad():
                 if position.since == 0:
@@ -274,17 +305,16 @@ class Batched:
             model: nn.Module = start.shape.build(start.length, seed=start.seed).to(self._device)
             named = {name: parameter.detach() for name, parameter in model.named_parameters()}
             values = {name: _stacked(value, 1) for name, value in named.items()}
-            inner = Inner(values, _matrices(named), {}, 1.0)
+            inner = Inner(values, _matrices(named), {}, 1.0, start.shape)
             for step in range(start.steps):
-                losses(values, start.shape, self._rows(start, step, job.islands).flatten(0, 1)[None]).sum().backward()
-                inner.step(lr_of(start, step))
+                inner.step(self._rows(start, step, job.islands).flatten(0, 1)[None], lr_of(start, step))
             self._warm[key] = {name: value.detach()[0] for name, value in values.items()}
         return self._warm[key]
 
     def _rows(self, job: Job, step: int, islands: int) -> Tensor:
         """The rows of all islands in a step, (islands, rows, length)."""
         each = [rows_of(job, self._tokens, step, island=island, islands=islands) for island in range(islands)]
-        return torch.stack(each).to(self._device)
+        return torch.stack(each)
 
     @torch.no_grad()
     def _evaluated(self, values: Values, job: BatchedJob) -> float:

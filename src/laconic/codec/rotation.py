@@ -34,7 +34,10 @@ def rotate(values: Tensor, *, overwrites: bool = False) -> Tensor:
     Shapes: values (n,), fp32, n a multiple of 32 -> (n,). Source: SDP4Bit (arXiv 2410.15526, section 3.2).
     """
     products = values.mul_(ROOT_INVERSE) if overwrites else values * ROOT_INVERSE
-    return (products.view(-1, SIZE) @ _hadamard(values.device)).view(-1)
+    runs, hadamard = products.view(-1, SIZE), _hadamard(values.device)
+    if len(runs) == 1:  # some processors sum the product of a single row in another order
+        return (runs.repeat(2, 1) @ hadamard)[0]
+    return (runs @ hadamard).view(-1)
 
 
 @lru_cache
