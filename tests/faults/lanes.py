@@ -71,9 +71,9 @@ def host_waits(bench: Bench) -> Row:
         is_met=worst[0] == 0 and worst[1] <= 1,
         note=(
             f"Programs: {', '.join(_EXACT)} / {', '.join(_OFFLOADED)}. What the program reads itself is not counted. "
-            f"Places: {', '.join(places) or 'none'}. With offload, one wait is for gradients that arrive on the host and "
-            "for the last read of weights there. An edit between forward and backward waits for the forward's reads, and "
-            "no step without one does. Besides, hosts wait for small messages of other hosts: "
+            f"Places: {', '.join(places) or 'none'}. With offload, one wait is for gradients that arrive on the host "
+            "and for the last read of weights there. An edit between forward and backward waits for the forward's "
+            "reads; a step without one does not. Besides, hosts wait for small messages of other hosts: "
             + ", ".join(f"{count:g} a step in {place}" for place, count in messages.items())
             + " (the comparison of ranks, sent before the last sums; the agreement on copies, in few bits)."
         ),

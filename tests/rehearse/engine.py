@@ -402,6 +402,16 @@ ENGINE: dict[str, Program] = {
     "recomputation, accumulation": Program(prepare=recompute, train=training(micro_batches=2)),
     "two forwards": Program(options={"cache": "host"}, train=two_forwards),
     "no reshard": Program(options={"cache": "host", "reshard_after_forward": False}),
+    "cache rank": Program(options={"cache": "rank"}, train=training(steps=3, micro_batches=2)),
+    "cache rank, evaluation": Program(options={"cache": "rank"}, train=evaluated),
+    "cache rank, LoRA, mixed precision": Program(
+        options={"cache": "rank", "mp_policy": _HALF}, prepare=adapt, train=training(steps=3)
+    ),
+    "cache rank, offload": Program(
+        options={"cache": "rank", "offload_policy": CPUOffloadPolicy()}, train=training(steps=3)
+    ),
+    "cache rank, 4 bits": Program(options={"cache": "rank", "wire": "4bit"}, train=training(steps=3)),
+    "Gloo, cache rank": Program(backend="gloo", options={"cache": "rank"}, train=training(steps=3)),
     "mixed precision": Program(options={"cache": "host", "mp_policy": _HALF}, train=training(micro_batches=2)),
     "clipping": Program(train=clipped),
     "evaluation": Program(options={"cache": "host"}, train=evaluated),

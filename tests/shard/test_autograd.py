@@ -58,7 +58,7 @@ def test_a_penalty_may_not_reach_the_outputs() -> None:
     sharded_net.assert_nothing_gathered(model)
 
 
-@pytest.mark.parametrize(("world", "cache"), [(1, "none"), (2, "none"), (2, "host"), (2, "device")])
+@pytest.mark.parametrize(("world", "cache"), [(1, "none"), (2, "none"), (2, "host"), (2, "device"), (2, "rank")])
 @on_ranks("world", local=1)
 def test_gradient_penalty(cache: str) -> None:
     """The gradient of a gradient needs the weights once more."""

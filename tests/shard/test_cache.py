@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"where": "disk"}, r"Cache\(where='disk'\) is not known; use one of 'none', 'host', 'device'"),
+        ({"where": "disk"}, r"Cache\(where='disk'\) is not known; use one of 'none', 'host', 'device', 'rank'"),
         ({"where": "host", "device_budget_bytes": -1}, r"Cache\(device_budget_bytes=-1\) must not be negative"),
         (
             {"where": "device", "device_budget_bytes": 5},
@@ -255,7 +255,7 @@ def test_a_node_shard_that_is_being_gathered_is_not_valid() -> None:
 
 # -- in a model --------------------------------------------------------------------------------------------------------
 
-CACHES: list[Any] = ["host", "device", Cache(where="host", device_budget_bytes=4000)]
+CACHES: list[Any] = ["host", "device", "rank", Cache(where="host", device_budget_bytes=4000)]
 UNTIL_BACKWARD = [Cache(where="host", until="backward"), Cache(where="device", until="backward")]
 
 
@@ -340,7 +340,7 @@ def model_output(model: Any) -> torch.Tensor:
         return plain(sharded_net.inputs(0, dist.get_rank())[0])
 
 
-@pytest.mark.parametrize("cache", CACHES, ids=["host", "device", "budget"])
+@pytest.mark.parametrize("cache", CACHES, ids=["host", "device", "rank", "budget"])
 def test_node_shards_become_stale_exactly_when_parameters_change(cache: Any) -> None:
     run_ranks(job_staleness, 3 if cache == "host" else 2, cache, local=1)
 

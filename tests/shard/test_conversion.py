@@ -120,9 +120,10 @@ def train_as_oracle(model: Any, rounding: Callable[[Tensor], Tensor], *, steps: 
         (4, 2, Float8Weight, {"cache": "host"}, 1),
         (3, 1, Float8Weight, {"cache": "device"}, 1),
         (2, 1, Float8Weight, {"reshard_after_forward": False}, 1),
+        (4, 2, Float8Weight, {"cache": "rank"}, 1),
         (2, 1, Float8Weight, {"cache": "host", "offload_policy": CPUOffloadPolicy()}, 1),
     ],
-    ids=["alone", "none", "host", "device", "kept", "offloaded"],
+    ids=["alone", "none", "host", "device", "kept", "rank", "offloaded"],
 )
 @on_ranks("world", local="local")
 def test_converted_weights_train_as_rounded_ones(
@@ -254,8 +255,9 @@ def rounded_to_bf16(weight: Tensor) -> Tensor:
         (4, 2, {"cache": "host"}),
         (3, 1, {"cache": "device", "offload_policy": CPUOffloadPolicy()}),
         (2, 1, {"reshard_after_forward": False}),
+        (4, 2, {"cache": "rank"}),
     ],
-    ids=["alone", "checked", "host", "device", "kept"],
+    ids=["alone", "checked", "host", "device", "kept", "rank"],
 )
 @on_ranks("world", local="local")
 def test_elements_and_their_scales_are_gathered_together(options: dict[str, Any]) -> None:

@@ -110,7 +110,7 @@ def test_initialising_parts_draws_the_same_numbers() -> None:
             assert torch.equal(model.get_buffer(key), want) or not want.is_floating_point(), f"{name}: {key}"
 
 
-@pytest.mark.parametrize("cache", ["none", "host"])
+@pytest.mark.parametrize("cache", ["none", "host", "rank"])
 @on_ranks(2, local=1)
 def test_parameters_left_on_meta_are_named(cache: str) -> None:
     model: Any = shard(on_meta(Net), cache=cache)

@@ -142,7 +142,7 @@ class Interrupted(Exception):
     """Stands for what may arrive while a gather waits."""
 
 
-@pytest.mark.parametrize("cache", ["none", "host"])
+@pytest.mark.parametrize("cache", ["none", "host", "rank"])
 @on_ranks(2, local=1)
 def test_a_gather_that_is_cut_short_is_begun_anew(cache: str) -> None:
     """An exception cuts a gather short: what arrived counts as nothing, and the next use gathers anew."""

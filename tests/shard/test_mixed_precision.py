@@ -186,7 +186,7 @@ class Mixed(nn.Module):
         return y * self.scale.sum().float() + self.table.sum()
 
 
-@pytest.mark.parametrize("cache", ["none", "host"])
+@pytest.mark.parametrize("cache", ["none", "host", "rank"])
 @on_ranks(4, local=2)
 def test_a_unit_may_mix_dtypes(cache: str) -> None:
     plain = sharded_net.build(Mixed)

@@ -132,12 +132,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], dic
 }
 COVER = """
 1x1  llama:none qwen2:host qwen3:device gpt2:none mixtral:host t5:device vit:none odd:host adapted:device
-2x1  llama:host odd:none mixtral:device t5:none qwen3:host
+2x1  llama:host odd:none mixtral:device t5:rank qwen3:rank
 1x2  gpt2:none vit:host qwen2:none adapted:device
 3x1  gpt2:host vit:none qwen2:device adapted:host t5:device
-1x3  llama:none odd:host mixtral:none qwen3:none
-2x2  llama:device gpt2:none t5:host mixtral:host adapted:device
-4x1  vit:host odd:host
+1x3  llama:rank odd:host mixtral:none qwen3:none
+2x2  llama:device gpt2:none t5:host mixtral:rank adapted:rank
+4x1  vit:host odd:rank
 1x4  qwen2:none qwen3:device
 3x2  gpt2:device mixtral:none qwen3:device adapted:host
 2x3  llama:none vit:device qwen2:host

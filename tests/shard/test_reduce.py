@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -46,9 +47,9 @@ def job_accumulation(cache: Any, num_micro_batches: int) -> None:
             "node", blocks
         ) + root_gathers * sharded_net.gather_bytes("node", root)
         assert m.gradients == sharded_net.reduce_bytes("node", sharded_net.buckets(model))
-        assert m.sent("local", "weights") == num_micro_batches * (
-            2 * sharded_net.gather_bytes("local", blocks) + sharded_net.gather_bytes("local", root)
-        )
+        in_node = [sharded_net.gather_bytes("local", each) for each in (blocks, root)]
+        num_local = [1, 1] if cache == "rank" else [2 * num_micro_batches, num_micro_batches]
+        assert m.sent("local", "weights") == sum(map(operator.mul, num_local, in_node))
         assert m.sent("local", "gradients") == num_micro_batches * sharded_net.reduce_bytes(
             "local", sharded_net.buckets(model)
         )
@@ -60,7 +61,7 @@ def job_accumulation(cache: Any, num_micro_batches: int) -> None:
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
-@pytest.mark.parametrize("cache", ["none", "host", "device"])
+@pytest.mark.parametrize("cache", ["none", "host", "device", "rank"])
 def test_weights_cross_once_per_optimizer_step_and_gradients_once(cache: str, num_micro_batches: int) -> None:
     run_ranks(job_accumulation, 4, cache, num_micro_batches, local=2)
 

@@ -60,7 +60,7 @@ def test_forward_without_gradients_leaves_nothing_gathered(cache: str) -> None:
     assert model.memory().device_bytes == sharded_net.held_bytes(model)
 
 
-@pytest.mark.parametrize("cache", ["none", "host", "device"])
+@pytest.mark.parametrize("cache", ["none", "host", "device", "rank"])
 @on_ranks(2, local=1)
 def test_a_model_without_references_is_freed(cache: str) -> None:
     model = sharded_net.shard(sharded_net.build(), cache=cache)

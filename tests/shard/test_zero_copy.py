@@ -53,7 +53,7 @@ def _plain(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if type(leaf) in (Tensor, nn.Parameter)]
 
 
-@pytest.mark.parametrize("cache", ["none", "host"])
+@pytest.mark.parametrize("cache", ["none", "host", "rank"])
 @on_ranks(4, local=2)
 def test_nothing_as_large_as_a_bucket_is_allocated_or_copied(cache: str) -> None:
     model = sharded_net.shard(sharded_net.build(lambda: sharded_net.Net(2, 64, 96)), cache=cache)
@@ -81,7 +81,7 @@ def test_nothing_as_large_as_a_bucket_is_allocated_or_copied(cache: str) -> None
     assert max(nbytes for _, nbytes in watches[3].copied) <= min(sizes) / 2
     # Shards are copied into node shards, and node shards from the host cache. No whole bucket is copied.
     slices = sum(bucket.node_shard_numel * 4 for bucket in all_buckets)
-    gathers = {"none": 2 * shards, "host": shards + 2 * slices}[cache]
+    gathers = {"none": 2 * shards, "host": shards + 2 * slices, "rank": shards}[cache]
     assert sum(nbytes for _, nbytes in watches[3].copied) <= gathers + vectors, watches[3].copied
 
 

@@ -65,12 +65,13 @@ def fully_shard(
         mesh: axes (island, node, local) or (node, local), or FSDP2's meshes of one axis, or of two axes of which the
             first replicates (HSDP); see `Cluster`. Default: all ranks, on the device of the parameters, or on the
             accelerator if they are on the meta device.
-        cache: where the node shard stays while the parameters do not change: "none", "host", "device", or a `Cache`.
+        cache: where weights stay while they do not change: nowhere ("none"), as a node shard ("host", "device"), or
+            whole on each rank ("rank"); or a `Cache`.
         wire: the bits in which weights and gradients cross between nodes: "exact", "8bit", "4bit", or a `Wire`. Weights
             in few bits need a cache.
         reshard_after_forward: False keeps the unit gathered until its backward. None means False for the root, which
-            backward needs first, and True for other units. FSDP2's integer, the number of ranks per node, keeps the
-            node shard on the device until backward.
+            backward needs first, and for `cache="rank"`; for other units it means True. FSDP2's integer, the number of
+            ranks per node, keeps the node shard on the device until backward.
         shard_placement_fn: FSDP2's. A result with a mesh, `ShardPlacementResult`, cuts the parameter over the ranks of
             that mesh, such as experts. A dim to cut is not honoured, with a warning: laconic cuts at block borders.
         mp_policy: torch's own. Without `reduce_dtype`, gradients are reduced in `param_dtype`, on every torch release.
@@ -114,6 +115,11 @@ def fully_shard(
     if dp_mesh_dims is not None:
         mesh = _named_axes(mesh, dp_mesh_dims)
     cluster, reshards, policy = _resolve_reshard(mesh, reshard_after_forward, policy)
+    if reshards and policy.where == "rank":
+        raise ValueError(
+            f"reshard_after_forward={reshard_after_forward} frees weights after forward, but cache='rank' keeps them; "
+            "leave it out, or use cache='none'"
+        )
     ignored = set(ignored_params or ())
     managed = _find_parameters(modules, ignored, _place_by(shard_placement_fn, cluster))
     for item in managed:

@@ -1,4 +1,4 @@
-"""Where a gathered node shard stays between its uses: nowhere, in host memory, or on the device.
+"""Where a gathered node shard stays between its uses: nowhere, in host memory, on the device, or in the whole unit.
 
 The cache is FCDP's (arXiv 2602.06499), with versions for its dirty bit: a shard is valid until its parameters change.
 """
@@ -29,6 +29,7 @@ class _Bucket(Protocol):
     cluster: Cluster
     ledger: Ledger
     form: Any
+    full: Any
 
     @property
     def node_shard_numel(self) -> int: ...
@@ -39,7 +40,7 @@ class NodeShard:
 
     It is gathered where it stays if collectives can use that memory, which makes it *direct*: on the device, and on the
     host if the device is the CPU. Otherwise it is gathered in the bucket's full buffer. Lanes copy it out and back if
-    it stays on the host; if it stays nowhere, it goes with that buffer.
+    it stays on the host; if it stays nowhere, it goes with that buffer. If it stays on the rank, the full buffer stays.
     """
 
     def __init__(self, bucket: _Bucket) -> None:
@@ -57,8 +58,9 @@ class NodeShard:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes between its uses."""
-        return self._bucket.node_shard_numel * self._dtype.itemsize if self.is_kept else 0
+        """The bytes that it takes between its uses, those of the whole buffer if that stays."""
+        num_kept = self._bucket.cluster.num_local if self.is_whole else int(self.is_kept)
+        return num_kept * self._bucket.node_shard_numel * self._dtype.itemsize
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -71,6 +73,11 @@ class NodeShard:
         return self.where != "none"
 
     @property
+    def is_whole(self) -> bool:
+        """True if it stays within the whole buffer, which no use frees."""
+        return self.where == "rank"
+
+    @property
     def outlives_backward(self) -> bool:
         """True if what it kept is used until the parameters change."""
         return self.is_kept and self.until == "change"
@@ -79,6 +86,11 @@ class NodeShard:
         """Stay in device memory from now on."""
         self._bucket.form.find_hooks()
         self.where, self.is_direct = "device", True
+
+    def stay_whole(self) -> None:
+        """Stay within the full buffer from now on, all of which stays."""
+        self._bucket.form.find_hooks()
+        self.where, self.is_direct = "rank", True
 
     def stay_in_slab(self, slab: Tensor) -> None:
         """Stay in `slab`, uint8 of shape (nbytes,), from now on."""
@@ -97,6 +109,9 @@ class NodeShard:
         """The memory in which it stays, (N * C,)."""
         if self._slab is not None:
             return self._slab
+        if self.is_whole:
+            whole_part: Tensor = self._bucket.full.node_shard()
+            return whole_part
         if self._memory is None:
             with torch.inference_mode(False):  # it may become a frozen shard, which needs versions
                 device = self._bucket.cluster.device

@@ -31,6 +31,9 @@ three: not before compute has waited may that of the unit that begins go. It is 
 shall leave room for batches as large as ZeRO-3's: with three node shards it was 3 to 5 % less on the machines of the
 FCDP paper, by the planner.
 
+Units whose whole weights stay on the rank need no memory for that: two of them begin ahead at least, so the next gather
+is under way when one ends.
+
 A unit that stays gathered while others run, as the root does, takes part as the largest of the others. `Prefetch` sets
 other limits. If a rank's forward takes another order than the last one, gathers may begin in vain, and are freed.
 
@@ -227,7 +230,8 @@ class BucketGather:
         self.store()
         stored, self._stored = self._stored, None
         wait_for(stored)
-        self.bucket.full.free()
+        if not self.bucket.node_shard.is_whole:
+            self.bucket.full.free()
         if self.bucket.is_frozen and not self.is_stale and self.bucket.stored.drop() and stored is not None:
             stored.synchronize()  # once in a run: from now on the host reads the parameter in the cache
 
@@ -263,6 +267,11 @@ class UnitGather:
         return sum(bucket.node_shard_numel * bucket.form.dtype.itemsize for bucket in self.buckets)
 
     @property
+    def stays_whole(self) -> bool:
+        """True if the full buffers stay between uses."""
+        return len(self.buckets) > 0 and all(bucket.node_shard.is_whole for bucket in self.buckets)
+
+    @property
     def begins_without_memory(self) -> bool:
         """True if node shards arrive in the cache's own memory."""
         return all(bucket.node_shard.is_direct for bucket in self.buckets)
@@ -280,7 +289,7 @@ class UnitGather:
         With `is_early` only its first stage, if `can_begin_early`: [Note: Prefetching].
         """
         if self.state is not GatherState.IDLE and any(gather.is_stale for gather in self._gathers):
-            self.release()
+            self._renew()
         if self.state is GatherState.IDLE:
             self._drop_damaged()
             for gather in self._gathers:
@@ -291,6 +300,14 @@ class UnitGather:
         if self.state is GatherState.NODE and self.is_stream_ordered and not is_early:
             self.start_local()
             self._finish()
+
+    def _renew(self) -> None:
+        """Release what is stale, and gather again: where the full buffers stay, into them."""
+        self.release()
+        self.state = GatherState.IDLE
+        for bucket in self.buckets:
+            if bucket.node_shard.is_whole:
+                bucket.form.free()
 
     def _finish(self) -> None:
         stores = not (self.stays and torch.is_grad_enabled())
@@ -343,7 +360,7 @@ class UnitGather:
         self.state = GatherState.FULL
 
     def release(self) -> None:
-        """Show the sharded parameters, and free the full buffers. A gather that has begun is finished first.
+        """Show the sharded parameters, and free the full buffers that do not stay. Finish a gather under way first.
 
         Raises:
             RuntimeError: a gathered parameter was edited in place; the edit would be lost.
@@ -351,7 +368,8 @@ class UnitGather:
         if self.state is GatherState.IDLE:
             return
         self._complete()
-        was_shown, self.state = self.state is GatherState.SHOWN, GatherState.IDLE
+        was_shown = self.state is GatherState.SHOWN
+        self.state = GatherState.FULL if self.stays_whole else GatherState.IDLE
         try:
             for bucket in self.buckets if was_shown else ():
                 bucket.full.hide()
@@ -465,7 +483,8 @@ class Order:
         room = policy.budget_bytes
         if room is None:
             room = self._pair_bytes - (self._largest_bytes if gather in self._around else gather.whole_bytes)
-        num_whole = max(1, _fitting(following, lambda each: each.whole_bytes, room))
+        at_least = 2 if all(each.stays_whole for each in following[:2]) else 1
+        num_whole = max(at_least, _fitting(following, lambda each: each.whole_bytes, room))
         whole, after = following[:num_whole], following[num_whole:]
         if policy.budget_bytes is None:
             return whole, [each for each in after[:1] if each.begins_without_memory and each.can_begin_early]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from laconic.codec import Codec
 
-Where = Literal["none", "host", "device"]
+Where = Literal["none", "host", "device", "rank"]
 Until = Literal["change", "backward"]
 OnDamage = Literal["raise", "regather"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -28,18 +28,20 @@ WireName = Literal["exact", "8bit", "4bit"]
 
 @dataclass(frozen=True, kw_only=True)
 class Cache(Policy):
-    """The policy that says where a unit's node shard stays between its uses, and for how long.
+    """The policy that says where a unit's weights stay between its uses, and for how long.
 
     Raises:
         ValueError: a value is unknown, `device_budget_bytes` is negative or given without `where="host"`, or `until` is
-            given without a cache.
+            given without a cache of node shards.
     """
 
     where: Where = option("none", key="cache")
     """Where a node shard (the part of a unit that a rank holds after the gather across nodes) stays between its uses.
     `none` frees it after each use (ZeRO-3). `host` keeps it in pinned host memory, so that weights cross the network
     once (FCDP): 1 / L of the unit per rank, with L local ranks. `device` keeps it in device memory: 1 / L of the unit
-    more (ZeRO++ hpZ)."""
+    more (ZeRO++ hpZ). `rank` keeps the whole unit on each rank, in the dtype of forward: weights are gathered once a
+    step, frozen ones once in a run, and backward gathers nothing. Gradients and the optimizer's states stay cut over
+    all ranks (ZeRO-1 and ZeRO-2)."""
     until: Until = option("change", key="cache_until")
     """How long a node shard is used. `change`: until its parameters change, so frozen weights cross once in a run, and
     others once in a step of many micro-batches (FCDP-Comm). `backward`: until the end of backward, so all weights cross
@@ -57,6 +59,11 @@ class Cache(Policy):
         self._check("device_budget_bytes", not self.device_budget_bytes or self.where == "host", message)
         message = "says how long a cache is used, but {cache='none'} keeps nothing; use {cache='host'} or 'device'"
         self._check("cache_until", self.until == "change" or self.where != "none", message)
+        message = (
+            "lets weights go after backward, but {cache='rank'} keeps them; use {cache='none'} with "
+            "{reshard_after_forward=False}, which keeps them from forward to backward"
+        )
+        self._check("cache_until", self.until == "change" or self.where != "rank", message)
 
     @classmethod
     def of(cls, cache: Cache | Where) -> Cache:
@@ -339,6 +346,9 @@ class ShardPolicy(Policy):
         self._check("wire", not self.wire.sends_differences or self.cache.until == "change", message)
         message = "cannot feed errors back with {param_dtype='float16'}, whose loss scale changes; leave it out"
         self._check("wire", not self.wire.feedback or self.precision.param_dtype != "float16", message)
+        message = "frees weights after forward, but {cache='rank'} keeps them; leave it out, or use {cache='none'}"
+        frees = self.reshard_after_forward is True
+        self._check("reshard_after_forward", not frees or self.cache.where != "rank", message)
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `laconic.fully_shard` that it decides, without `mp_policy`, for every unit and the root."""
@@ -351,5 +361,5 @@ class ShardPolicy(Policy):
             "checks": self.checks,
             "prefetch": self.prefetch,
             "granularity": self.granularity,
-            "reshard_after_forward": self.reshard_after_forward is not False,
+            "reshard_after_forward": None if self.cache.where == "rank" else self.reshard_after_forward is not False,
         }

@@ -328,7 +328,8 @@ class Unit:
 
     @property
     def _stays_for_backward(self) -> bool:
-        return self.reshard_after_forward is False or (self.reshard_after_forward is None and self.is_root)
+        is_default = self.reshard_after_forward is None and (self.is_root or self.cache.where == "rank")
+        return self.reshard_after_forward is False or is_default
 
     def _is_recomputed(self) -> bool:
         """True in a forward whose graph will be thrown away: [Note: Recomputed forwards]."""
@@ -502,7 +503,10 @@ class Root:
         """Let node shards stay where the units' policies say, unless there is one node."""
         hosted: list[list[NodeShard]] = []
         for unit in self.units:
-            if unit.cache.where != "none":
+            if unit.cache.where == "rank":
+                for bucket in unit.buckets:
+                    bucket.node_shard.stay_whole()
+            elif unit.cache.where != "none":
                 kept = [bucket.node_shard for bucket in unit.buckets if bucket.cluster.num_nodes > 1]
                 for each in kept:
                     each.until = unit.cache.until

@@ -99,9 +99,10 @@ class _Trees:
         chances = (True, True, True, True, True, True, True, False) if depth == 0 else (False, True)
         if not draw(st.sampled_from(chances)):
             return None
+        cache = draw(st.sampled_from(("none", "host", "device", "rank")))
         return Unit(
-            cache=draw(st.sampled_from(("none", "host", "device"))),
-            reshard_after_forward=draw(st.sampled_from((None, True, False))),
+            cache=cache,
+            reshard_after_forward=draw(st.sampled_from((None, False) if cache == "rank" else (None, True, False))),
             granularity=_seldom(draw, st.sampled_from(("rows", "elements", "whole")), None),
             checks=_seldom(draw, st.integers(0, 3), None, 2),
             precision=None if is_plain or self.precision is None or not draw(st.booleans()) else self.precision,

@@ -168,6 +168,14 @@ STRATEGIES = (
         shard={"cache": "device"},
     ),
     _HOST.variant(
+        name="rank",
+        label="laconic rank",
+        note="laconic: whole weights stay on each rank; gradients and states are cut. No weights cross in backward.",
+        source="ZeRO-1 and ZeRO-2, arXiv 1910.02054, sections 5.1 and 5.2",
+        colours=("#1b7837", "#5aae61"),
+        shard={"cache": "rank"},
+    ),
+    _HOST.variant(
         name="8bit",
         label="laconic 8bit",
         note="laconic host with crossings in 8 bits. It trains with rounded weights and gradients.",
