@@ -82,12 +82,17 @@ class Strays:
 
 
 class _Registrations:
-    """Counts the modules and parameters that are registered anywhere in this process."""
+    """Counts the modules and parameters that are registered anywhere in this process, but for sharded modules.
+
+    All below a sharded module is known, and a slice of a `ModuleList`, which the models of transformers take in each
+    forward, registers its layers again.
+    """
 
     count = 0
 
-    def __call__(self, *_: Any) -> None:
-        self.count += 1
+    def __call__(self, module: nn.Module, name: str, registered: Any) -> None:
+        if not isinstance(registered, nn.Module) or unit_of(registered) is None:
+            self.count += 1
 
 
 _registrations = _Registrations()

@@ -73,7 +73,10 @@ def _leaves(value: Any) -> Iterator[Any]:
     """Yield the arguments of an operation, those in lists and dicts one by one."""
     if isinstance(value, (list, tuple)):
         for item in value:
-            yield from _leaves(item)
+            if isinstance(item, Tensor):  # most are, and there are thousands in a step
+                yield item
+            else:
+                yield from _leaves(item)
     elif isinstance(value, dict):
         yield from _leaves(list(value.values()))
     else:

@@ -81,6 +81,7 @@ class Bucket:
         """The divisor of summed gradients that the user has set; None stands for the number of ranks."""
         self.reduced_hook: Callable[[Tensor], None] | None = None
         self.ledger = Ledger()
+        self._slices: dict[int, list[slice]] = {}
         self.places = [item.places for item in managed]
         """Every (module, attribute) that shows each parameter."""
         self.specs = [
@@ -151,14 +152,24 @@ class Bucket:
 
         Shapes: `buffer` is this rank's shard, (C,), its node shard, (N * C,), or the full buffer, (L * N * C,).
         """
-        numel, place, slot = len(buffer), self.cluster, self.layout.slots[index]
-        whole, shard = self.layout.numel, self.layout.shard_numel
-        begin = place.shard_index * shard if numel == shard else place.local_rank * numel if numel < whole else 0
-        return buffer[max(0, slot.offset - begin) : max(0, slot.offset + slot.numel - begin)]
+        return buffer[self._slices_of(len(buffer))[index]]
 
     def parts(self, buffer: Tensor) -> list[Tensor]:
         """The elements of each parameter in a buffer: see `part`."""
-        return [self.part(buffer, index) for index in range(len(self.specs))]
+        return [buffer[part] for part in self._slices_of(len(buffer))]
+
+    def _slices_of(self, numel: int) -> list[slice]:
+        """The elements of each parameter in the buffer of `numel` elements: see `part`."""
+        if numel not in self._slices:
+            cluster, whole, shard = self.cluster, self.layout.numel, self.layout.shard_numel
+            begin = (
+                cluster.shard_index * shard if numel == shard else cluster.local_rank * numel if numel < whole else 0
+            )
+            self._slices[numel] = [
+                slice(max(0, slot.offset - begin), max(0, slot.offset + slot.numel - begin))
+                for slot in self.layout.slots
+            ]
+        return self._slices[numel]
 
     @property
     def divide_before(self) -> float:
@@ -607,6 +618,8 @@ def compute_dtype_of(dtype: torch.dtype, precision: MixedPrecisionPolicy) -> tor
 
 def _collect(sink: weakref.ref[GradientSink], index: int, parameter: nn.Parameter) -> None:
     """Collect a gradient. A strong reference to `sink`, held by the hook, would be a cycle that Python never frees."""
+    if parameter.grad is None:  # it was written in place
+        return
     target = sink()
     assert target is not None, "a gradient came for a model that is gone"
     target.collect(index, parameter)

@@ -84,8 +84,7 @@ class BucketGradients:
             ValueError: the gradient is sparse.
         """
         gradient, parameter.grad = parameter.grad, None
-        if gradient is None:  # it was written in place
-            return
+        assert gradient is not None
         if gradient.is_sparse:
             raise ValueError(
                 f"{self.bucket.layout.slots[index].name} got a sparse gradient, which cannot be reduced in a flat "
