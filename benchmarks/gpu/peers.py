@@ -19,9 +19,9 @@ from benchmarks.gpu.training import BENCHMARK, LOCAL, NODES, Bench, Sizes, Train
 from benchmarks.llama import Llama
 from tests.support.record import Row, ratio_row
 
-_BLOCKS, _STEPS = 5, 3
+BLOCKS, _STEPS = 5, 3
 _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-_HOST_KINDS: dict[str, dict[str, Any]] = {"none": {}, "host": {}, "4bit": {"wire": "4bit"}}
+HOST_KINDS: dict[str, dict[str, Any]] = {"none": {}, "host": {}, "4bit": {"wire": "4bit"}}
 
 
 def _synchronised(device: torch.device) -> float:
@@ -30,7 +30,10 @@ def _synchronised(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _trainings(kinds: dict[str, dict[str, Any]], shape: Llama, device: torch.device) -> dict[str, Training]:
+def trainings_of(
+    kinds: dict[str, dict[str, Any]], shape: Llama, device: torch.device, *, fused: bool = True
+) -> dict[str, Training]:
+    """Return the training of each contestant, as rank 0 of ranks that are not there, by name: FSDP2 and caches."""
     mesh = laconic.init_mesh(device.type, nodes=NODES, local=LOCAL)
     flat = init_device_mesh(device.type, (NODES * LOCAL,))
     found = {}
@@ -38,16 +41,16 @@ def _trainings(kinds: dict[str, dict[str, Any]], shape: Llama, device: torch.dev
         on_host = "offload_policy" in options
         model = shape.build(torch.device("cpu") if on_host else device, torch.float32)
         cache = "host" if kind == "4bit" else kind
-        found[kind] = Training(cache, model, shape, flat if kind == "fsdp2" else mesh, _BF16, **options)
+        found[kind] = Training(cache, model, shape, flat if kind == "fsdp2" else mesh, _BF16, fused=fused, **options)
     return found
 
 
-def _alternating(
-    trainings: dict[str, Training], device: torch.device, step: Callable[[Training], object]
+def alternating(
+    trainings: dict[str, Training], device: torch.device, step: Callable[[Training], object], blocks: int = BLOCKS
 ) -> dict[str, list[float]]:
     """Return the seconds of a step of each contestant, block by block, after a block that warms up."""
     times: dict[str, list[float]] = {kind: [] for kind in trainings}
-    for block in range(-1, _BLOCKS):
+    for block in range(-1, blocks):
         for kind in sorted(trainings, reverse=bool(block % 2)):
             start_s = _synchronised(device)
             for _ in range(_STEPS):
@@ -67,8 +70,8 @@ def offload_rank(sizes: Sizes, device_type: str) -> dict[str, list[float]]:
     become_rank_0()
     device = device_of(device_type)
     options = {"offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")}
-    trainings = _trainings(dict.fromkeys(("fsdp2", "none"), options), sizes.memory, device)
-    return _alternating(trainings, device, _forward_and_backward)
+    trainings = trainings_of(dict.fromkeys(("fsdp2", "none"), options), sizes.memory, device)
+    return alternating(trainings, device, _forward_and_backward)
 
 
 @BENCHMARK.row("offload")
@@ -79,7 +82,7 @@ def offload(bench: Bench) -> Row:
     return ratio_row(
         claim="forward and backward under CPU offload, laconic / FSDP2", ratio=ours / theirs, limit=1.0,
         note=f"{bench.sizes.memory}, fp32 in host memory, bf16 compute; rank 0 of {NODES * LOCAL}, transfers between "
-        f"ranks free; {ours * 1e3:.1f} ms against {theirs * 1e3:.1f} ms, medians of {_BLOCKS} alternating blocks.",
+        f"ranks free; {ours * 1e3:.1f} ms against {theirs * 1e3:.1f} ms, medians of {BLOCKS} alternating blocks.",
     )  # fmt: skip
 
 
@@ -87,7 +90,7 @@ def host_rank(sizes: Sizes, device_type: str) -> dict[str, list[float]]:
     """Return the host's seconds for a step, block by block, by contestant: the device is never behind."""
     become_rank_0()
     device = device_of(device_type)
-    return _alternating(_trainings({"fsdp2": {}, **_HOST_KINDS}, sizes.host, device), device, Training.step)
+    return alternating(trainings_of({"fsdp2": {}, **HOST_KINDS}, sizes.host, device), device, Training.step)
 
 
 def _host_row(kind: str, limit: float) -> None:
@@ -99,7 +102,7 @@ def _host_row(kind: str, limit: float) -> None:
         return ratio_row(
             claim=f"a step whose kernels take no time, {kind} / FSDP2", ratio=ratio, limit=limit,
             note=f"{bench.sizes.host}, fp32 with bf16 compute, fused AdamW; rank 0 of {NODES * LOCAL}, transfers "
-            f"between ranks free; {each}, medians of {_BLOCKS} alternating blocks of {_STEPS} steps.",
+            f"between ranks free; {each}, medians of {BLOCKS} alternating blocks of {_STEPS} steps.",
         )  # fmt: skip
 
 

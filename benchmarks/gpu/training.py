@@ -118,6 +118,7 @@ class Training:
         policy: MixedPrecisionPolicy | None = None,
         *,
         learning_rate: float = 1e-4,
+        fused: bool = True,
         **options: Any,
     ) -> None:
         """`options` are arguments of `fully_shard`, laconic's or torch's."""
@@ -128,7 +129,7 @@ class Training:
                 fsdp2_shard(module, mesh=mesh, mp_policy=policy, **options)
             else:
                 laconic.fully_shard(module, mesh=mesh, mp_policy=policy, cache=kind, **options)  # type: ignore[arg-type]
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=fused, foreach=not fused)
         self._steps = 0
         rank = dist.get_rank() if dist.is_initialized() else 0
         device = next(model.parameters()).device if mesh is None else torch.device(mesh.device_type)

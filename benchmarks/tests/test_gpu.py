@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import host_time
 from benchmarks.gpu import memory, overlap, policies, report, training
 from benchmarks.gpu.__main__ import BENCHMARK
 from benchmarks.gpu.memory import Peak
@@ -99,6 +100,20 @@ def test_policies_are_compared_one_by_one_and_errors_are_told() -> None:
     assert (row.required, row.measured, row.is_met) == (f"{total} of {total}", f"{total - 2} of {total}", False)
     assert "host 1e-02" in row.note, "more than the bound of exact policies"
     assert "checks Traceback: no" in row.note
+
+
+def test_the_hosts_time_is_compared_with_fsdp2s_pair_by_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {
+        "fsdp2": [2.0, 4.0, 2.0],
+        "none": [1.0, 3.0, 1.8],
+        "host": [1.0] * 3,
+        "4bit": [4.0] * 3,
+        "plain": [0.5] * 3,
+    }
+    monkeypatch.setattr(host_time, "launch", lambda *_, **__: [times])
+    found = host_time.host_time(host_time.Bench(TOY.host))
+    assert (found.measured, found.is_met) == ("0.750x / 0.500x / 2.000x", False)
+    assert "fsdp2 666,667, none 600,000" in found.note, "microseconds for each of three layers"
 
 
 def row(key: str, *, is_met: bool) -> record.Row:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import laconic
+from laconic.guard import traps
 from tests.support import sharded_net
 from tests.support.launch import on_ranks
 
@@ -70,6 +71,17 @@ def test_a_parameter_added_afterwards_is_named() -> None:
     model.blocks[0].late = nn.Parameter(torch.ones(2))
     with pytest.warns(UserWarning, match=r"3 trainable parameters, such as blocks.0.late, were added after"):
         model(BATCH)
+
+
+@on_ranks(1)
+def test_a_slice_of_sharded_layers_is_no_reason_to_look_again() -> None:
+    """The models of transformers take one in each forward; to look at all parameters each time takes a millisecond."""
+    model: Any = sharded_net.shard(sharded_net.build())
+    before = traps._registrations.count
+    model.blocks[:2]
+    assert traps._registrations.count == before
+    nn.ModuleList([nn.Linear(3, 3)])
+    assert traps._registrations.count > before
 
 
 @pytest.mark.parametrize("broadcast", [False, True])

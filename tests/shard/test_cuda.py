@@ -168,7 +168,7 @@ def race(num_nodes: int, num_local: int, device_type: str = "cuda") -> list[str]
     mesh = play_rank_0(num_nodes, num_local, device_type)
     device = torch.device(device_type)
     wrong = []
-    for cache in ("none", "host", "device"):
+    for cache in ("none", "host", "device", "rank"):
         with transfers(late=0, synchronous=True):
             expected = trained(mesh, cache, device, compute_late=0, side_stream=False)
         assert all(value.isfinite().all() for value in expected)
@@ -297,7 +297,7 @@ def test_communicators_begin_at_once() -> None:
     run_ranks(communicators_begin_at_once, 1)
 
 
-@pytest.mark.parametrize(("cache", "accumulation"), list(itertools.product(("none", "host", "device"), (1, 2))))
+@pytest.mark.parametrize(("cache", "accumulation"), list(itertools.product(("none", "host", "device", "rank"), (1, 2))))
 def test_two_by_two_ranks_on_one_gpu_over_gloo_equal_unsharded(cache: str, accumulation: int) -> None:
     run_ranks(against_unsharded, 4, cache, accumulation, local=2)
 

@@ -1,6 +1,7 @@
 """Operations on RaggedTensors: element-wise ones on local parts, random fills and allocations."""
 
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -45,9 +46,13 @@ def _others(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    args, kwargs = _gather_for_plain_targets(func, args, kwargs)
-    specs = _specs_by_position(args, kwargs)
-    local_args, local_kwargs = _localize((args, kwargs), specs)
+    specs = _specs_of_lists((*args, *kwargs.values()))
+    if specs is not None:
+        local_args, local_kwargs = tuple(map(_local_list, args)), {key: _local_list(kwargs[key]) for key in kwargs}
+    else:
+        args, kwargs = _gather_for_plain_targets(func, args, kwargs)
+        specs = _specs_by_position(args, kwargs)
+        local_args, local_kwargs = _localize((args, kwargs), specs)
     result = func(*local_args, **local_kwargs)
     changed = _note_changes(func, args, kwargs)
     if changed:  # as the schema says, functions in place return their argument or, for lists, nothing
@@ -55,6 +60,35 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if isinstance(result, (list, tuple)):
         return [item if spec is None else RaggedTensor(item, spec) for item, spec in zip(result, specs, strict=True)]
     return RaggedTensor(result, specs[0]) if isinstance(result, Tensor) and specs[0] is not None else result
+
+
+def _specs_of_lists(values: Sequence[Any]) -> Sequence[RaggedSpec | None] | None:
+    """The layouts of the operands by position if they are lists of nothing but RaggedTensors, cut by the same specs.
+
+    The steps of optimizers call functions on such lists, with thousands of tensors. None: the operands are others.
+    """
+    lists = [value for value in values if isinstance(value, (list, tuple)) and len(value) > 0]
+    if not lists or any(isinstance(value, Tensor) and value.dim() > 0 for value in values):
+        return None
+    specs: list[RaggedSpec] | None = None
+    for each in lists:
+        if not all(isinstance(item, RaggedTensor) for item in each):
+            if any(isinstance(item, Tensor) and item.dim() > 0 for item in each):
+                return None
+            continue
+        found = [item.spec for item in each]
+        if specs is None:
+            specs = found
+        elif len(found) != len(specs) or any(map(operator.is_not, found, specs)):
+            return None
+    return specs
+
+
+def _local_list(value: Any) -> Any:
+    """Replace a list of RaggedTensors by their local parts."""
+    if isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], RaggedTensor):
+        return [item._local_tensor for item in value]
+    return value
 
 
 def _specs_by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[RaggedSpec | None]:

@@ -76,13 +76,16 @@ class BucketGradients:
             if parameter.requires_grad
         )
 
-    @torch.no_grad()  # with create_graph=True a gradient has a graph of its own
     def collect(self, index: int, parameter: nn.Parameter) -> None:
         """Move a gathered parameter's gradient into the bucket, in the reduce dtype.
 
         Raises:
             ValueError: the gradient is sparse.
         """
+        if torch.is_grad_enabled():  # with create_graph=True a gradient has a graph of its own
+            with torch.no_grad():
+                self.collect(index, parameter)
+            return
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         if gradient.is_sparse:
@@ -227,15 +230,15 @@ class BucketGradients:
             return
         self.bucket.ledger.hold_until_freed(shard, on_host=self.bucket.is_offloaded)
         for index, parameter in trainable:
-            local = self.bucket.part(shard, index)
-            if parameter.grad is None or isinstance(parameter.grad, WaitingGradient):
+            local, present = self.bucket.part(shard, index), parameter.grad
+            if present is None or isinstance(present, WaitingGradient):
                 self.used.note_new_gradient(index)
-            if parameter.grad is None:
+            if present is None:
                 gradient = parameter.like(local)  # type: ignore[attr-defined]
                 gradient.base = shard  # so `shard` lives, and is counted, until the last of its gradients goes
                 parameter.grad = gradient
             else:
-                parameter.grad.to_local().add_(local)  # type: ignore[attr-defined]
+                present.to_local().add_(local)  # type: ignore[attr-defined]
 
 
 class Reduction:
