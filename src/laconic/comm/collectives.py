@@ -4,7 +4,8 @@
 Gloo implements reduce-scatter as an all-reduce, which moves twice the bytes. Its all-gather needs a buffer as large as
 the result. So on CPU tensors laconic builds both from sends and receives, which read and write the tensors themselves:
 without copies, with the fewest bytes, and with no buffers but the parts of a sum. Gloo cannot say whether a receive has
-arrived unless one waits for it, so nothing here polls. Gloo has no sends of CUDA tensors; for these, a reduction is an
+arrived unless one waits for it, so nothing here polls. Across three or more nodes a thread paces them: [Note: Rounds of
+pieces] in comm/pacing.py. Gloo has no sends of CUDA tensors; for these, a reduction is an
 all-to-all and a local sum.
 
 [Note: Messages that nobody awaits]
@@ -26,7 +27,7 @@ its own work.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,9 @@ from torch import Tensor
 
 from laconic import _compat
 from laconic.comm.cluster import Cluster
+from laconic.comm.groups import has_peers
 from laconic.comm.journal import Ticket, described, issue
+from laconic.comm.pacing import start_paced_exchange
 from laconic.comm.traffic import Level, Purpose, Traffic
 from laconic.comm.watch import waiting_for
 
@@ -112,13 +115,14 @@ class Communicator:
         self.level: Level = level
         self.rank, self.size = cluster.place_on(level)
         self._traffic = cluster.traffic
-        self._peers = [peer for peer in range(self.size) if peer != self.rank]
+        self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         self._gather_group = cluster.gather_groups[level]
         self._reduce_group = cluster.reduce_groups[level]
         group = self._gather_group
         backend = _compat.backend_of(group, cluster.device_type) if group is not None else None
         self._uses_sends = backend == "gloo" and cluster.device_type == "cpu"
         self._has_reduce_scatter = backend != "gloo"
+        self._paces = self._uses_sends and level != "local" and self.size > 2 and has_peers(group)
         self._device_type = cluster.device_type
         self.is_stream_ordered = self._device_type != "cpu" and backend != "gloo"
         """True if waiting never blocks the thread, so that one transfer may start right behind another."""
@@ -258,8 +262,11 @@ class Communicator:
         """Receive from every peer and send to every peer; both arguments are indexed by rank."""
         ticket = self._ticket(purpose, group)
         tag = ticket.tag  # Gloo ends the process if a message is longer than the receive that it meets
+        if self._paces and landings[self._peers[0]].nbytes > 0:
+            works: list[Any] = [start_paced_exchange(group, tag, list(landings), list(messages))]
+            return _Exchange(works, self._traffic, self.level, described(*ticket.label), ticket)
         with waiting_for(described(*ticket.label)):  # a lost connection may be an error already
-            works = [dist.irecv(landings[peer], group=group, group_src=peer, tag=tag) for peer in self._peers]
+            works = [dist.irecv(landings[peer], group=group, group_src=peer, tag=tag) for peer in reversed(self._peers)]
             works += [dist.isend(messages[peer], group=group, group_dst=peer, tag=tag) for peer in self._peers]
         return _Exchange(works, self._traffic, self.level, described(*ticket.label), ticket)
 
