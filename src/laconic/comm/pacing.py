@@ -5,13 +5,13 @@ If all nodes send to all at once, several streams share each port of the switch,
 are done early, and their ports are idle while others are full. Acknowledgements, and Gloo's word that a receive is
 ready, wait in the queues behind data. On four nodes at 200 Mbit/s messages of 1 to 4 MB came at 0.68 to 0.89 of the
 rate in the lab, where a port queues 0.2 s, though no packet was lost. So messages travel in rounds: in round k a rank
-sends to rank r + k and receives from rank r - k. And they travel in pieces of which two are under way, so ranks keep
-step and queues stay short. That came at 0.96 to 0.99 of the rate. Two nodes have one stream each way, and send all at
-once, as do the ranks inside a node.
+sends to rank r + k and receives from rank r - k. And they travel in pieces, the next one when this one has come and
+gone. So ranks keep step, and queues stay short. In steps of training that is faster than two pieces under way. Two
+nodes have one stream each way, and send all at once, as do the ranks inside a node.
 
-A piece takes long beside the time of Python that posts it, and is short beside a round trip that waits. So it has the
-bytes of `_PIECE_S` at the rate of the slowest rank. The ranks measure this rate, and agree on it, after the 8th
-exchange of a group, the 16th, the 32nd, and so on.
+A piece takes long beside the time of Python that posts it, and is short beside what a queue holds. So it has the bytes
+of `_PIECE_S` at the rate of the slowest rank. The ranks measure this rate, and agree on it, before the 9th exchange of
+a group, the 17th, the 33rd, and so on.
 
 Somebody must post the next piece when one has arrived. A thread does so, one for the process. It takes exchanges in the
 order in which they are issued, which is the same on all ranks. So no two ranks wait for each other, and what compute
@@ -23,7 +23,6 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 
@@ -31,10 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_PIECE_S = 0.005
+_PIECE_S = 0.01
 _LEAST_BYTES, _MOST_BYTES = 1 << 17, 1 << 23
 _FIRST_AGREEMENT = 8
-_PIECES_UNDER_WAY = 2
 
 
 class _Pace:
@@ -60,8 +58,7 @@ class _Pace:
         mine = torch.tensor([int(self._bytes_per_s)])
         theirs = list(mine.repeat(group.size()).split(1))
         for works in _in_rounds(group, tag, theirs, [mine] * group.size(), piece_bytes=mine.nbytes):
-            for work in works:
-                work.wait()
+            _wait(works)
         rate = float(torch.stack(theirs).min())
         self.piece_bytes = int(min(max(rate * _PIECE_S, _LEAST_BYTES), _MOST_BYTES))
         self._bytes_per_s = 0.0
@@ -99,9 +96,7 @@ class PacedExchange:
         return _in_rounds(self.group, self.tag, self._landings, self._messages, piece_bytes=piece_bytes)
 
     def end(self, error: Exception | None = None) -> None:
-        """Let `wait` return, or raise `error`. Later pieces of an exchange that has failed change nothing."""
-        if self._has_ended.is_set():
-            return
+        """Let `wait` return, or raise `error`."""
         self._error = error
         self._landings = self._messages = ()
         self._has_ended.set()
@@ -125,12 +120,16 @@ def _in_rounds(
             yield [work for work in works if work is not None]
 
 
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
 class _Pump:
     """The thread that posts the pieces of all exchanges of this process."""
 
     def __init__(self) -> None:
         self._exchanges: SimpleQueue[PacedExchange] = SimpleQueue()
-        self._under_way: deque[tuple[PacedExchange, list[dist.Work], float | None]] = deque()
         self._paces: weakref.WeakKeyDictionary[dist.ProcessGroup, _Pace] = weakref.WeakKeyDictionary()
         threading.Thread(target=self._run, name="laconic-pacing", daemon=True).start()
 
@@ -140,46 +139,23 @@ class _Pump:
 
     def _run(self) -> None:
         while True:
-            while self._under_way and self._exchanges.empty():
-                self._finish_oldest()
             exchange = self._exchanges.get()
             try:
                 self._send(exchange)
-            except Exception as error:  # a lost connection may be known when a piece is posted
+            except Exception as error:  # of the backend; the thread that waits for the exchange raises it
                 exchange.end(error)
-            del exchange  # while the next one is awaited, nothing keeps this one's tensors
+            else:
+                exchange.end()
+            del exchange  # while the next one is awaited, nothing keeps this one's process group
 
     def _send(self, exchange: PacedExchange) -> None:
         pace = self._paces.setdefault(exchange.group, _Pace())
         if pace.begin():
-            while self._under_way:
-                self._finish_oldest()
             pace.agree(exchange.group, exchange.tag)
-        start_s, last = time.monotonic(), None
+        start_s = time.monotonic()
         for works in exchange.pieces(pace.piece_bytes):
-            if last is not None:
-                self._put(exchange, last, None)
-            last = works
-        assert last is not None, "there are other ranks, and messages have bytes"
-        self._put(exchange, last, start_s)
-
-    def _put(self, exchange: PacedExchange, works: list[dist.Work], began_s: float | None) -> None:
-        self._under_way.append((exchange, works, began_s))
-        while len(self._under_way) >= _PIECES_UNDER_WAY:
-            self._finish_oldest()
-
-    def _finish_oldest(self) -> None:
-        """Wait for the piece that was posted first; the last one of an exchange has the time when that began."""
-        exchange, works, began_s = self._under_way.popleft()
-        try:
-            for work in works:
-                work.wait()
-        except Exception as error:  # of the backend; the thread that waits for the exchange raises it
-            exchange.end(error)
-            return
-        if began_s is not None:
-            self._paces[exchange.group].note(exchange.nbytes, time.monotonic() - began_s)
-            exchange.end()
+            _wait(works)
+        pace.note(exchange.nbytes, time.monotonic() - start_s)
 
 
 _pump: _Pump | None = None
