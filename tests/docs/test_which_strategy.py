@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "which-strategy.md"
 HEAD = "| strategy | s/step | wire | device | fits |\n|---|---|---|---|---|\n"
 CASES = {
-    "lora-14b": ["ddp", "device", "host", "hsdp", "fsdp2-hpz", "none", "fsdp2"],
-    "a40-10b": ["hsdp", "host", "device", "4bit", "fsdp2-hpz", "none", "fsdp2", "ddp"],
-    "full-13b": ["host", "device", "4bit", "none", "hsdp", "fsdp2", "fsdp2-reduced"],
+    "lora-14b": ["ddp", "rank", "device", "host", "hsdp", "fsdp2-hpz", "none", "fsdp2"],
+    "a40-10b": ["hsdp", "host", "device", "rank", "4bit", "fsdp2-hpz", "none", "fsdp2", "ddp"],
+    "full-13b": ["host", "device", "rank", "4bit", "none", "hsdp", "fsdp2", "fsdp2-reduced"],
     "sites": ["local-steps", "4bit", "host", "hsdp", "fsdp2-reduced", "fsdp2"],
     "infiniband": ["fsdp2", "fsdp2-hpz", "host", "none", "device", "hsdp"],
 }

@@ -60,7 +60,7 @@ def test_a_healthy_lab_has_no_finding(lab: Lab, tmp_path: Path) -> None:
     for line in (r"node 1 +\S+: 1 x .* talks over wire0", r"versions +torch \S+, Python", r"wire +.*bit/s, .*latency"):
         assert re.search(line, said), said
     steps = re.findall(r'^step +cache = "(\w+)": .* a node sends (.*)$', said, re.M)
-    assert [where for where, _ in steps] == ["none", "host", "device"]
+    assert [where for where, _ in steps] == ["none", "host", "device", "rank"]
     assert steps[0][1] != steps[1][1] == steps[2][1], "a cache saves a gather"
     assert said.endswith("all is well\n")
 

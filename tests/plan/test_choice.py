@@ -84,7 +84,7 @@ def test_the_fastest_exact_strategy_is_taken(predictor: Predictor) -> None:
     assert choice.recommended is not None
     exact = [entry.estimate for entry in choice.entries if not entry.estimate.inexact]
     assert choice.recommended.seconds <= 1.05 * min(each.seconds for each in exact if each.fits)
-    assert choice.recommended.strategy in ("host", "device", "budget", "hsdp")
+    assert choice.recommended.strategy in ("host", "device", "rank", "budget", "hsdp")
     order = [entry.estimate.seconds_per_token for entry in choice.entries if entry.estimate.fits]
     assert order == sorted(order)
     for entry in choice.entries:

@@ -49,6 +49,7 @@ def _order_of(
             node_bytes=node,
             can_begin_early=True,
             begins_without_memory=i in at_home,
+            stays_whole=False,
             prefetch=policy,
             begun=begun,
         )

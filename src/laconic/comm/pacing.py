@@ -58,7 +58,7 @@ class _Pace:
         mine = torch.tensor([int(self._bytes_per_s)])
         theirs = list(mine.repeat(group.size()).split(1))
         for works in _in_rounds(group, tag, theirs, [mine] * group.size(), piece_bytes=mine.nbytes):
-            _wait(works)
+            _finish(works)
         rate = float(torch.stack(theirs).min())
         self.piece_bytes = int(min(max(rate * _PIECE_S, _LEAST_BYTES), _MOST_BYTES))
         self._bytes_per_s = 0.0
@@ -120,7 +120,7 @@ def _in_rounds(
             yield [work for work in works if work is not None]
 
 
-def _wait(works: Sequence[dist.Work]) -> None:
+def _finish(works: Sequence[dist.Work]) -> None:
     for work in works:
         work.wait()
 
@@ -154,7 +154,7 @@ class _Pump:
             pace.agree(exchange.group, exchange.tag)
         start_s = time.monotonic()
         for works in exchange.pieces(pace.piece_bytes):
-            _wait(works)
+            _finish(works)
         pace.note(exchange.nbytes, time.monotonic() - start_s)
 
 
