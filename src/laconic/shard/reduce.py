@@ -469,6 +469,8 @@ def _land(reduced: Sequence[BucketGradients], reads: HostReads | None = None) ->
             written = lane.record_event()
         assert written is not None, "they leave a device"
         written.synchronize()
+        if reads is not None:
+            reads.let_edit()
     for gradients in reduced:
         gradients.land()
     return leaves

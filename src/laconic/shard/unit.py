@@ -573,9 +573,7 @@ class Root:
         self.observer.all_issued()
         has_waited = self.is_last_backward and self.reductions.finish(self.host_reads)
         self.reductions.wait_for_ended()
-        if has_waited:
-            self.host_reads.let_edit()
-        else:
+        if not has_waited:
             self.host_reads.delay_edits()
         for gradients in self.gradients:
             if gradients.has_partial_sums(across_islands=True) or self.reductions.has(gradients):

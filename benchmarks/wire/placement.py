@@ -1,0 +1,77 @@
+"""Whole weights on each rank (`cache="rank"`) beside DDP, and beside what the wire alone takes."""
+
+from __future__ import annotations
+
+from benchmarks.wire.bench import BENCHMARK, FLAT, HOME, RATE_BITS_PER_S, Bench, Job, Setup, wire_bytes
+from laconic.lab import format_rate
+from tests.support.record import Row
+
+_PEERS = ("ddp", "fsdp2")
+_EIGHT = Setup(nodes=8, local=1)
+_BOUNDS = {FLAT: 1.06, _EIGHT: 1.10}
+"""What a step may take of the seconds of its bytes at the wire's rate."""
+
+
+@BENCHMARK.row("rank-shaped", section="placement")
+def rank_shaped(bench: Bench) -> Row:
+    """Full training where the wire is the bound."""
+    return _on_a_wire(bench, HOME, FLAT)
+
+
+@BENCHMARK.row("rank-8x1", section="placement")
+def rank_8x1(bench: Bench) -> Row:
+    """The same on eight nodes of one rank each."""
+    return _on_a_wire(bench, _EIGHT)
+
+
+def _on_a_wire(bench: Bench, *setups: Setup) -> Row:
+    measured, each, is_met = [], [], True
+    for setup in setups:
+        bench.alternate([(name, "full", RATE_BITS_PER_S) for name in ("rank", *_PEERS)], setup)
+        times = {name: bench.step_s(name, "full", RATE_BITS_PER_S, setup) for name in ("rank", *_PEERS)}
+        wire_s = 8 * wire_bytes(bench.result("rank", "full", RATE_BITS_PER_S, setup=setup)) / RATE_BITS_PER_S
+        by_ddp, by_wire = times["rank"] / times["ddp"], times["rank"] / wire_s
+        is_met = is_met and by_ddp <= 1 and by_wire <= _BOUNDS.get(setup, by_wire)
+        measured.append(f"{setup}: {by_ddp:.3f}x, {by_wire:.3f}x")
+        seconds = ", ".join(f"{name} {time:.3f} s" for name, time in times.items())
+        each.append(f"{setup}: {seconds}, the wire alone {wire_s:.3f} s")
+    bounds = ", ".join(f"<= {_BOUNDS[setup]:.2f}x on {setup}" for setup in setups if setup in _BOUNDS)
+    return Row(
+        claim=f"step time, whole weights on each rank, {' and '.join(map(str, setups))} at "
+        f"{format_rate(RATE_BITS_PER_S)}, against DDP; the wire alone",
+        required=f"<= 1.00x; {bounds}",
+        measured="; ".join(measured),
+        is_met=is_met,
+        note=f"full training; {'; '.join(each)}; medians of {bench.repeats} alternating runs each.",
+    )
+
+
+@BENCHMARK.row("rank-unshaped", section="placement")
+def rank_unshaped(bench: Bench) -> Row:
+    """Full training where processors are the bound."""
+    return _against(bench, "full", None, by_ddp=1.0, by_fsdp2=0.6)
+
+
+@BENCHMARK.row("rank-lora", section="placement")
+def rank_lora(bench: Bench) -> Row:
+    """LoRA, whose frozen weights never move."""
+    return _against(bench, "lora", RATE_BITS_PER_S, by_ddp=1.0, by_fsdp2=0.1)
+
+
+def _against(bench: Bench, job: Job, rate: float | None, *, by_ddp: float, by_fsdp2: float) -> Row:
+    bench.alternate([(name, job, rate) for name in ("rank", *_PEERS)])
+    times = {name: bench.step_s(name, job, rate) for name in ("rank", *_PEERS)}
+    ratios = [times["rank"] / times[name] for name in _PEERS]
+    wire = "an unshaped wire" if rate is None else format_rate(rate)
+    return Row(
+        claim=f"step time, whole weights on each rank, {'LoRA' if job == 'lora' else 'full training'}, {wire}, "
+        "against DDP / FSDP2",
+        required=f"<= {by_ddp:.2f}x / <= {by_fsdp2:.2f}x",
+        measured=" / ".join(f"{ratio:.3f}x" for ratio in ratios),
+        is_met=ratios[0] <= by_ddp and ratios[1] <= by_fsdp2,
+        note=(
+            f"{HOME}; {', '.join(f'{name} {time:.3f} s' for name, time in times.items())}; medians of {bench.repeats} "
+            "alternating runs each. Four ranks share two processors. DDP reduces once, at the end, where each unit "
+            "reduces on two levels, and ranks wait for each other each time."
+        ),
+    )
