@@ -7,9 +7,10 @@ from laconic.lab import format_rate
 from tests.support.record import Row
 
 _PEERS = ("ddp", "fsdp2")
+_ALL = ("rank", *_PEERS)
 _EIGHT = Setup(nodes=8, local=1)
 _BOUNDS = {FLAT: 1.06, _EIGHT: 1.10}
-"""What a step may take of the seconds of its bytes at the wire's rate."""
+"""The largest ratio of a step's seconds to the seconds of its bytes on the wire alone."""
 
 
 @BENCHMARK.row("rank-shaped", section="placement")
@@ -27,8 +28,8 @@ def rank_8x1(bench: Bench) -> Row:
 def _on_a_wire(bench: Bench, *setups: Setup) -> Row:
     measured, each, is_met = [], [], True
     for setup in setups:
-        bench.alternate([(name, "full", RATE_BITS_PER_S) for name in ("rank", *_PEERS)], setup)
-        times = {name: bench.step_s(name, "full", RATE_BITS_PER_S, setup) for name in ("rank", *_PEERS)}
+        bench.alternate([(name, "full", RATE_BITS_PER_S) for name in _ALL], setup)
+        times = {name: bench.step_s(name, "full", RATE_BITS_PER_S, setup) for name in _ALL}
         wire_s = 8 * wire_bytes(bench.result("rank", "full", RATE_BITS_PER_S, setup=setup)) / RATE_BITS_PER_S
         by_ddp, by_wire = times["rank"] / times["ddp"], times["rank"] / wire_s
         is_met = is_met and by_ddp <= 1 and by_wire <= _BOUNDS.get(setup, by_wire)
@@ -59,8 +60,8 @@ def rank_lora(bench: Bench) -> Row:
 
 
 def _against(bench: Bench, job: Job, rate: float | None, *, by_ddp: float, by_fsdp2: float) -> Row:
-    bench.alternate([(name, job, rate) for name in ("rank", *_PEERS)])
-    times = {name: bench.step_s(name, job, rate) for name in ("rank", *_PEERS)}
+    bench.alternate([(name, job, rate) for name in _ALL])
+    times = {name: bench.step_s(name, job, rate) for name in _ALL}
     ratios = [times["rank"] / times[name] for name in _PEERS]
     wire = "an unshaped wire" if rate is None else format_rate(rate)
     return Row(

@@ -2,9 +2,10 @@
 
 [Note: The order of the rotation's sums]
 Each value of a run, times the root's inverse, is rounded once; then the run's 32 products are added, or subtracted, one
-after the other. A processor's product of matrices has that order, since the sums of a product wait in registers, and
-so has `tl.dot` without tensor cores in codec/blocked_triton.py. The matrix holds ones, so a fused multiply-add rounds
-as a sum does. So a GPU rotates to the bits of a CPU. Butterflies would take 5 sums instead of 31, but as operations of
+after the other. A processor's product of two rows and more has that order, since its sums wait in registers, and so
+has `tl.dot` without tensor cores in codec/blocked_triton.py. The matrix holds ones, so a fused multiply-add rounds
+as a sum does. So a GPU rotates to the bits of a CPU. A single row is doubled: some processors (Intel's, with AVX-512)
+have another product for it, of another order. Butterflies would take 5 sums instead of 31, but as operations of
 torch they take a CPU almost four times as long as the product.
 """
 
@@ -35,7 +36,7 @@ def rotate(values: Tensor, *, overwrites: bool = False) -> Tensor:
     """
     products = values.mul_(ROOT_INVERSE) if overwrites else values * ROOT_INVERSE
     runs, hadamard = products.view(-1, SIZE), _hadamard(values.device)
-    if len(runs) == 1:  # some processors sum the product of a single row in another order
+    if len(runs) == 1:  # [Note: The order of the rotation's sums]
         return (runs.repeat(2, 1) @ hadamard)[0]
     return (runs @ hadamard).view(-1)
 

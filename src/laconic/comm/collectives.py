@@ -4,9 +4,9 @@
 Gloo implements reduce-scatter as an all-reduce, which moves twice the bytes. Its all-gather needs a buffer as large as
 the result. So on CPU tensors laconic builds both from sends and receives, which read and write the tensors themselves:
 without copies, with the fewest bytes, and with no buffers but the parts of a sum. Gloo cannot say whether a receive has
-arrived unless one waits for it, so nothing here polls. Across three or more nodes a thread paces them: [Note: Rounds of
-pieces] in comm/pacing.py. Gloo has no sends of CUDA tensors; for these, a reduction is an
-all-to-all and a local sum.
+arrived unless one waits for it, so nothing here polls. Gloo has no sends of CUDA tensors; for these, a reduction is an
+all-to-all and a local sum. Across three or more nodes a thread paces messages: [Note: Rounds of pieces] in
+comm/pacing.py.
 
 [Note: Messages that nobody awaits]
 A model may be dropped while a gather is under way, as after an exception in forward. Gloo loses a connection whose
@@ -115,7 +115,7 @@ class Communicator:
         self.level: Level = level
         self.rank, self.size = cluster.place_on(level)
         self._traffic = cluster.traffic
-        self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        self._peers = [peer for peer in range(self.size) if peer != self.rank]
         self._gather_group = cluster.gather_groups[level]
         self._reduce_group = cluster.reduce_groups[level]
         group = self._gather_group
@@ -266,7 +266,7 @@ class Communicator:
             works: list[Any] = [start_paced_exchange(group, tag, list(landings), list(messages))]
             return _Exchange(works, self._traffic, self.level, described(*ticket.label), ticket)
         with waiting_for(described(*ticket.label)):  # a lost connection may be an error already
-            works = [dist.irecv(landings[peer], group=group, group_src=peer, tag=tag) for peer in reversed(self._peers)]
+            works = [dist.irecv(landings[peer], group=group, group_src=peer, tag=tag) for peer in self._peers]
             works += [dist.isend(messages[peer], group=group, group_dst=peer, tag=tag) for peer in self._peers]
         return _Exchange(works, self._traffic, self.level, described(*ticket.label), ticket)
 

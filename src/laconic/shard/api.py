@@ -115,11 +115,7 @@ def fully_shard(
     if dp_mesh_dims is not None:
         mesh = _named_axes(mesh, dp_mesh_dims)
     cluster, reshards, policy = _resolve_reshard(mesh, reshard_after_forward, policy)
-    if reshards and policy.where == "rank":
-        raise ValueError(
-            f"reshard_after_forward={reshard_after_forward} frees weights after forward, but cache='rank' keeps them; "
-            "leave it out, or use cache='none'"
-        )
+    ShardPolicy(cache=policy, reshard_after_forward=reshards)  # refuses what does not go together
     ignored = set(ignored_params or ())
     managed = _find_parameters(modules, ignored, _place_by(shard_placement_fn, cluster))
     for item in managed:

@@ -405,19 +405,18 @@ class ReductionQueue:
         reduction.advance()
         self._in_flight.append(reduction)
 
-    def finish(self, reads: HostReads) -> bool:
+    def finish(self, reads: HostReads) -> None:
         """Finish the reductions in flight, and agree on the parameters that got a gradient.
 
-        Returns True if the host has waited for gradients, and with them for the reads of weights.
+        If the host waits for gradients, it waits for the reads of weights as well.
         """
         while self._in_flight:
             self._advance()
         self.wait_for_ended()
-        has_waited = _land(self._reduced, reads)
+        _land(self._reduced, reads)
         if self._reduced:
             agree([gradients.used for gradients in self._reduced], self._reduced[0].lanes.reduce)
         self._reduced.clear()
-        return has_waited
 
     def abandon(self) -> None:
         """Finish the reductions in flight, and drop their sums."""
@@ -457,13 +456,9 @@ class ReductionQueue:
             self._reduced.append(gradients)
 
 
-def _land(reduced: Sequence[BucketGradients], reads: HostReads | None = None) -> bool:
-    """Wait once for the gradients that leave the device and for `reads`, and put the gradients into `.grad`.
-
-    Returns False if none leaves, and nobody has waited.
-    """
-    leaves = any(gradients.leaves for gradients in reduced)
-    if leaves:
+def _land(reduced: Sequence[BucketGradients], reads: HostReads | None = None) -> None:
+    """Put gradients into `.grad`. If some leave the device, the host waits once, for them and for `reads`."""
+    if any(gradients.leaves for gradients in reduced):
         lane = reduced[0].lanes.reduce
         with lane.going_on(reads.last() if reads is not None else None):
             written = lane.record_event()
@@ -473,4 +468,3 @@ def _land(reduced: Sequence[BucketGradients], reads: HostReads | None = None) ->
             reads.let_edit()
     for gradients in reduced:
         gradients.land()
-    return leaves

@@ -571,10 +571,10 @@ class Root:
         for unit in reversed(self.units):
             unit.finish_backward()
         self.observer.all_issued()
-        has_waited = self.is_last_backward and self.reductions.finish(self.host_reads)
+        self.host_reads.delay_edits()
+        if self.is_last_backward:
+            self.reductions.finish(self.host_reads)
         self.reductions.wait_for_ended()
-        if not has_waited:
-            self.host_reads.delay_edits()
         for gradients in self.gradients:
             if gradients.has_partial_sums(across_islands=True) or self.reductions.has(gradients):
                 gradients.show_waiting()
