@@ -18,7 +18,7 @@ EXPLAINED: dict[str, str] = {
 """By the mutant's name: why it changes no result."""
 
 MISSED: dict[str, str] = {
-    "shard/unit:Root._place_caches: False -> True": "only the end of a process with page-locked memory could tell",
+    "shard/cache:Slab.fill: False -> True": "only the end of a process with page-locked memory could tell",
     "shard/cache:NodeShard.kept: self._stored.synchronize() -> pass": "there are no events on a CPU;"
     " tests/rehearse/test_order.py, which is not near, finds the races",
     "shard/unit:Unit.begin_backward: self.awaited.outputs.discard(hook) -> pass": "the hooks go with their graph; only"

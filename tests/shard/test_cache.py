@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,11 @@ import laconic
 from laconic.config import Config, from_dict
 from laconic.integrations import LaconicArguments
 from laconic.shard import cache as cache_module
-from laconic.shard.cache import NodeShard, choose_device_shards, free_slab, make_slab
+from laconic.shard.cache import NodeShard, Slab, choose_device_shards, free_slab, make_slab
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
 from laconic.shard.policies import Cache
-from laconic.shard.unit import Root, unit_of
+from laconic.shard.unit import unit_of
 from tests.support import sharded_net
 from tests.support.launch import on_ranks, run_ranks
 
@@ -83,7 +84,7 @@ def test_a_slab_has_exactly_the_requested_bytes() -> None:
 
 
 def test_too_little_host_memory_warns_once_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "_available_bytes", lambda: 1_000)
+    monkeypatch.setattr(cache_module, "host_memory", lambda: (1_000, 1_000))
     with pytest.warns(UserWarning, match=r"needs 0.01 GB, but the machine has 0.00 GB.*Use cache='none'") as caught:
         make_slab(10_000_000, CPU)
     assert len(caught) == 1
@@ -124,14 +125,14 @@ def test_the_user_says_whether_the_host_cache_is_page_locked(pins: bool) -> None
     """The number of slabs that are page-locked if the ranks have GPUs, which are pretended while a slab is made."""
     model = sharded_net.shard(sharded_net.build(), cache=Cache(where="host", pin_memory=pins))
     with pytest.MonkeyPatch.context() as patched:
-        calls, place = page_lock_returning(0, patched), Root._place_caches
+        calls, fill = page_lock_returning(0, patched), Slab.fill
 
-        def place_on_gpu(root: Root) -> None:
+        def fill_on_gpu(slab: Slab, shards: Sequence[NodeShard]) -> None:
             with pytest.MonkeyPatch.context() as pretended:
-                pretended.setattr(root, "cluster", SimpleNamespace(device=torch.device("cuda"), num_local=1))
-                place(root)
+                pretended.setattr(slab, "_cluster", SimpleNamespace(device=torch.device("cuda"), num_local=1))
+                fill(slab, shards)
 
-        patched.setattr(Root, "_place_caches", place_on_gpu)
+        patched.setattr(Slab, "fill", fill_on_gpu)
         sharded_net.train_step(model)
     assert len(calls) == int(pins)
 
@@ -140,7 +141,9 @@ def test_only_the_host_cache_can_do_without_page_locking() -> None:
     """In Python, in a file and as an option."""
     with pytest.raises(ValueError, match=r"Cache\(pin_memory=False\) is for the host cache: it needs where='host'"):
         Cache(where="device", pin_memory=False)
-    with pytest.raises(ValueError, match=r"shard\.pin_memory = False .* needs shard\.cache = 'host', got .* 'none'"):
+    with pytest.raises(
+        ValueError, match=r"shard\.pin_memory = False .* needs shard\.cache = 'host' or 'auto', got .* 'none'"
+    ):
         from_dict(Config, {"shard": {"cache": "none", "pin_memory": False}})
     assert not from_dict(Config, {"shard": {"pin_memory": False}}).shard.policy.cache.pin_memory
     (options,) = HfArgumentParser(LaconicArguments).parse_args_into_dataclasses(["--pin_memory", "false"])
@@ -168,10 +171,6 @@ def test_another_accelerator_gets_pinned_memory_from_torch(
     assert len(messages) == refuses
     assert all("could not page-lock" in text and "(no pinned memory here;" in text for text in messages)
     free_slab(slab, torch.device("xpu"))  # calls nothing of CUDA's
-
-
-def test_available_memory_is_plausible() -> None:
-    assert 1e6 < cache_module._available_bytes() < 1e15
 
 
 # -- one node shard ----------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from laconic.rehearse.operations import Inputs, Kind, inputs_of, kind_of, run, s
 from laconic.rehearse.tape import HOST
 from laconic.rehearse.threads import threads_of
 from laconic.rehearse.world import COLLECTIVES
-from laconic.shard import unit
+from laconic.shard import cache
 
 R = TypeVar("R")
 _DEVICE = torch.Tensor.device.__get__
@@ -110,7 +110,7 @@ def accelerator(
     replaced: list[tuple[Any, str, Any]] = []
     if not has_values:
         replaced += [
-            (unit, "make_slab", make_slab),
+            (cache, "make_slab", make_slab),
             (torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(_by_device_and_dtype)),
         ]
     if cost_of is not None:

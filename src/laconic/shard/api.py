@@ -28,7 +28,7 @@ from laconic.ragged.parts import slice_of_parameter
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard import extension
 from laconic.shard.bucket import HOME, Bucket, ManagedParameter, compute_dtype_of
-from laconic.shard.policies import Cache, Checks, Prefetch, ShardPolicy, Where, Wire, WireName
+from laconic.shard.policies import Cache, CacheName, Checks, Prefetch, ShardPolicy, Wire, WireName
 from laconic.shard.sharded_module import sharded_class
 from laconic.shard.unit import Origin, Unit, unit_of
 
@@ -40,7 +40,7 @@ def fully_shard(
     module: _Modules,
     *,
     mesh: DeviceMesh | None = None,
-    cache: Cache | Where = "none",
+    cache: Cache | CacheName = "none",
     wire: Wire | WireName = "exact",
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
@@ -65,8 +65,8 @@ def fully_shard(
         mesh: axes (island, node, local) or (node, local), or FSDP2's meshes of one axis, or of two axes of which the
             first replicates (HSDP); see `Cluster`. Default: all ranks, on the device of the parameters, or on the
             accelerator if they are on the meta device.
-        cache: where weights stay while they do not change: nowhere ("none"), as a node shard ("host", "device"), or
-            whole on each rank ("rank"); or a `Cache`.
+        cache: where weights stay while they do not change: nowhere ("none"), as a node shard ("host", "device"), whole
+            on each rank ("rank"), or where that saves most in the memory that there is ("auto"); or a `Cache`.
         wire: the bits in which weights and gradients cross between nodes: "exact", "8bit", "4bit", or a `Wire`. Weights
             in few bits need a cache.
         reshard_after_forward: False keeps the unit gathered until its backward. None means False for the root, which

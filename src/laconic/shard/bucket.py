@@ -205,6 +205,13 @@ class Bucket:
         self.stored.restore()
         self.node_shard = NodeShard(self)
 
+    def rest_nowhere(self) -> None:
+        """Free the weights that stay between uses, and let none stay from now on. No gather is under way."""
+        self.stored.restore()
+        self.node_shard.free()
+        self.full.free()
+        self.node_shard = NodeShard(self)
+
     def part_of_gradient(self, index: int, gradient: Tensor) -> Tensor:
         """This rank's part of a gathered parameter's gradient, in the shape of its slot."""
         dtensor = self.specs[index].dtensor

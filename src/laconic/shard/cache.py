@@ -9,9 +9,9 @@ import contextlib
 import mmap
 import resource
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from laconic.comm.cluster import Cluster
 from laconic.shard.lanes import Event, Lanes
 from laconic.shard.ledger import Held, Ledger
 from laconic.shard.policies import Until, Where
+from laconic.shard.room import host_memory
 
 
 class _Bucket(Protocol):
@@ -119,6 +120,13 @@ class NodeShard:
             self._memory = Held(memory, self._bucket.ledger)
         return self._memory.memory
 
+    def allocate(self) -> int:
+        """Allocate the device memory in which it stays. Returns its bytes; 0 if it stays nowhere or on the host."""
+        if self.is_whole or self.where == "device":
+            self.buffer()
+            return self.nbytes
+        return 0
+
     def invalidate(self) -> None:
         """Count what it kept as lost."""
         self._version = None
@@ -172,6 +180,39 @@ def choose_device_shards(sizes_bytes: Sequence[int], budget_bytes: int) -> set[i
     return set(range(len(sizes_bytes) - num_chosen, len(sizes_bytes)))
 
 
+class Slab:
+    """The host memory of all node shards of one root that stay on the host."""
+
+    def __init__(self, cluster: Cluster, ledger: Ledger, *, is_pinned: bool) -> None:
+        """Take no memory yet. What `fill` takes is page-locked if `is_pinned` and the device is an accelerator."""
+        self._cluster, self._ledger, self._is_pinned = cluster, ledger, is_pinned
+        self._nbytes = 0
+        self._release: weakref.finalize[Any, Slab] | None = None
+
+    def fill(self, shards: Sequence[NodeShard]) -> None:
+        """Let node shards stay in host memory from now on, of which there was none."""
+        if not shards:
+            return
+        sizes_bytes = [shard.nbytes for shard in shards]
+        device = self._cluster.device if self._is_pinned else torch.device("cpu")  # whose slabs are ordinary memory
+        slab = make_slab(sum(sizes_bytes), device, num_local=self._cluster.num_local)
+        self._nbytes = slab.nbytes
+        self._ledger.hold(self._nbytes, on_host=True)
+        if device.type != "cpu":
+            self._release = weakref.finalize(self, free_slab, slab, device)  # keeps the slab until then
+            self._release.atexit = False
+        for shard, part in zip(shards, slab.split(sizes_bytes), strict=True):
+            shard.stay_in_slab(part)
+
+    def free(self) -> None:
+        """Free the memory, in which no node shard stays any more."""
+        self._ledger.hold(-self._nbytes, on_host=True)
+        self._nbytes = 0
+        if self._release is not None:
+            self._release()
+            self._release = None
+
+
 def make_slab(nbytes: int, device: torch.device, *, num_local: int = 1) -> Tensor:
     """Allocate host memory of `nbytes`, uint8, page-locked if the device is an accelerator.
 
@@ -180,7 +221,7 @@ def make_slab(nbytes: int, device: torch.device, *, num_local: int = 1) -> Tenso
     last view goes. Warns if the machine has too little memory for the slabs of all `num_local` ranks, or if locking
     fails.
     """
-    available = _available_bytes()
+    available, _ = host_memory()
     if nbytes * num_local > available:
         warnings.warn(
             f"the host cache needs {nbytes * num_local / 1e9:.2f} GB, but the machine has {available / 1e9:.2f} GB "
@@ -233,8 +274,3 @@ def _unlock_pages_for_cuda(slab: Tensor, device: torch.device) -> None:
         with torch.cuda.device(device):
             torch.cuda.synchronize()
             torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
-
-
-def _available_bytes() -> int:
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    return next(int(kib) for name, kib, *_ in lines if name == "MemAvailable:") * 1024

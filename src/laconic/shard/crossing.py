@@ -72,6 +72,11 @@ class WeightCrossing:
         self.bucket, self._node = bucket, node
         self._pending = NOTHING
 
+    @property
+    def arriving_bytes(self) -> int:
+        """The bytes that a gather brings from other nodes."""
+        return (self._node.size - 1) * self.bucket.form.numel * self.bucket.form.dtype.itemsize
+
     def prepare(self) -> bool:
         """Decide how the weights of the bucket's present version cross. Returns whether the old node shard is needed.
 
@@ -102,6 +107,12 @@ class CodedValues(WeightCrossing):
         parts = shards_of_nodes(bucket.layout, bucket.peers)
         payload = payload_of(bucket.layout, parts, codec, plain=bucket.compute_dtype, device_type=kind)
         self._messages = Messages(node, payload, bucket.ledger.hold)
+        self._payload_bytes = payload.nbytes
+
+    @property
+    def arriving_bytes(self) -> int:
+        """See `WeightCrossing.arriving_bytes`."""
+        return (self._node.size - 1) * self._payload_bytes
 
     def start(self, node_shard: Tensor) -> None:
         """See `WeightCrossing.start`."""

@@ -60,6 +60,7 @@ from laconic.shard.crossing import CopiesOf, crossing_of
 from laconic.shard.extension import Observer
 from laconic.shard.lanes import Event, Lane, Lanes, wait_for
 from laconic.shard.ledger import Held
+from laconic.shard.placement import BucketUse
 from laconic.shard.policies import Prefetch
 
 
@@ -134,6 +135,19 @@ class BucketGather:
     def needs_others(self) -> bool:
         """True if a gather that has begun needs other ranks: not all of it is in the cache."""
         return self._is_crossing or self._local.size > 1
+
+    def use(self) -> BucketUse:
+        """The bytes of the bucket. Collective as `Form.dtype` is."""
+        bucket, cluster = self.bucket, self.bucket.cluster
+        node_bytes = bucket.node_shard_numel * bucket.form.dtype.itemsize
+        gradient_bytes = 0 if bucket.is_frozen else bucket.layout.numel * bucket.reduce_dtype.itemsize
+        return BucketUse(
+            whole_bytes=cluster.num_local * node_bytes,
+            node_bytes=node_bytes,
+            crossing_bytes=self.crossing.arriving_bytes,
+            gradient_bytes=gradient_bytes,
+            node_gradient_bytes=gradient_bytes // cluster.num_local,
+        )
 
     @property
     def is_stale(self) -> bool:
@@ -387,6 +401,18 @@ class UnitGather:
         """Let the weights cross exactly next time: [Note: Exact crossings] in shard/crossing.py."""
         for gather in self._gathers:
             gather.crossing.forget()
+
+    def rest_nowhere(self) -> None:
+        """Free what stays between uses, and let nothing stay from now on."""
+        self.release()
+        self.state = GatherState.IDLE
+        for bucket in self.buckets:
+            bucket.rest_nowhere()
+        self.forget_copies()
+
+    def uses(self) -> tuple[BucketUse, ...]:
+        """The bytes of each bucket: see `BucketUse`."""
+        return tuple(map(BucketGather.use, self._gathers))
 
 
 class Order:

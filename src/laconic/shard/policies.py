@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from laconic.codec import Codec
 
 Where = Literal["none", "host", "device", "rank"]
+CacheName = Literal[Where, "auto"]
+SumsWhere = Literal["node", "rank"]
 Until = Literal["change", "backward"]
 OnDamage = Literal["raise", "regather"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -27,21 +29,30 @@ WireName = Literal["exact", "8bit", "4bit"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where one unit's weights and sums of gradients rest between their uses. The words are those of `Cache`."""
+
+    weights: Where = "none"
+    gradients: SumsWhere = "node"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cache(Policy):
     """The policy that says where a unit's weights stay between its uses, and for how long.
 
     Raises:
-        ValueError: a value is unknown, `device_budget_bytes` is negative or given without `where="host"`, or `until` is
-            given without a cache of node shards.
+        ValueError: a value is unknown, a number of bytes is negative or given without the value of `where` that it is
+            for, or `until` is given without a cache of node shards.
     """
 
-    where: Where = option("none", key="cache")
+    where: CacheName = option("none", key="cache")
     """Where a node shard (the part of a unit that a rank holds after the gather across nodes) stays between its uses.
     `none` frees it after each use (ZeRO-3). `host` keeps it in pinned host memory, so that weights cross the network
     once (FCDP): 1 / L of the unit per rank, with L local ranks. `device` keeps it in device memory: 1 / L of the unit
     more (ZeRO++ hpZ). `rank` keeps the whole unit on each rank, in the dtype of forward: weights are gathered once a
     step, frozen ones once in a run, and backward gathers nothing. Gradients and the optimizer's states stay cut over
-    all ranks (ZeRO-1 and ZeRO-2)."""
+    all ranks (ZeRO-1 and ZeRO-2). `auto` chooses one of these for each unit after the first step, and where its
+    gradients wait: those that save most seconds within `device_bytes` and `host_bytes`."""
     until: Until = option("change", key="cache_until")
     """How long a node shard is used. `change`: until its parameters change, so frozen weights cross once in a run, and
     others once in a step of many micro-batches (FCDP-Comm). `backward`: until the end of backward, so all weights cross
@@ -51,24 +62,45 @@ class Cache(Policy):
     pin_memory: bool = True
     """For `host` only, as in torch's CPUOffloadPolicy: page-lock the cache. Without it copies are several times slower
     and do not overlap with compute; set it to false where a machine lets a process lock little memory (`ulimit -l`)."""
+    gradients: SumsWhere = option("node", key="cache_gradients")
+    """Where sums of gradients wait between the micro-batches of a step. `node` sums each micro-batch's inside the node,
+    and keeps 1 / L of them with L local ranks. `rank` keeps them whole and sums once, in the last micro-batch, as DDP's
+    `no_sync` does."""
+    device_bytes: Size | None = None
+    """For `auto` only: the bytes of device memory on each rank that weights and gradients may take between their uses.
+    Default: those that are free after the first step, but for 1 / 16 of the device's memory."""
+    host_bytes: Size | None = None
+    """For `auto` only: the same for host memory. Default: those that are free, but for 1 / 16 of the machine's memory,
+    divided by the ranks on a node; 0 where the device is the CPU, whose memory is the host's."""
 
     def _check_keys(self) -> None:
-        message = "is for the host cache: it needs {cache='host'}, got {cache=}"
-        self._check("pin_memory", self.pin_memory or self.where == "host", message)
+        message = "is for the host cache: it needs {cache='host'} or 'auto', got {cache=}"
+        self._check("pin_memory", self.pin_memory or self.where in ("host", "auto"), message)
+        for key in ("device_bytes", "host_bytes"):
+            message = "limits what {cache='auto'} may take; got {cache=}"
+            self._check(key, getattr(self, key) is None or self.where == "auto", message)
+        message = "is what {cache='auto'} chooses itself; leave it out"
+        self._check("cache_gradients", self.gradients == "node" or self.where != "auto", message)
         message = "needs {cache='host'}, because it moves a part of the host cache to the device; got {cache=}"
         self._check("device_budget_bytes", not self.device_budget_bytes or self.where == "host", message)
         message = "says how long a cache is used, but {cache='none'} keeps nothing; use {cache='host'} or 'device'"
         self._check("cache_until", self.until == "change" or self.where != "none", message)
         message = (
-            "lets weights go after backward, but {cache='rank'} keeps them; use {cache='none'} with "
+            "lets weights go after backward, but {cache=} keeps them; use {cache='none'} with "
             "{reshard_after_forward=False}, which keeps them from forward to backward"
         )
-        self._check("cache_until", self.until == "change" or self.where != "rank", message)
+        self._check("cache_until", self.until == "change" or self.where not in ("rank", "auto"), message)
 
     @classmethod
-    def of(cls, cache: Cache | Where) -> Cache:
+    def of(cls, cache: Cache | CacheName) -> Cache:
         """The policy that `fully_shard(cache=)` was given, as an object or as a word."""
         return cache if isinstance(cache, Cache) else cls(where=cache)
+
+    def placement(self, *, keeps_copies: bool) -> Placement:
+        """Where a unit rests at first: with "auto", nowhere, unless it `keeps_copies` for differences on the wire."""
+        if self.where == "auto":
+            return Placement(weights="host" if keeps_copies else "none")
+        return Placement(weights=self.where, gradients=self.gradients)
 
     def node_gathers_per_step(self, *, num_micro_batches: int) -> int:
         """How often a trainable bucket's weights cross the wire per optimizer step (arXiv 2602.06499)."""

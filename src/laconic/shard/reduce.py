@@ -4,6 +4,11 @@ The sum inside the node runs in every micro-batch, the sum across nodes once per
 one node shard of partial sums. Sums are in the reduce dtype and are divided once, at the end. Islands are the replicas
 of HSDP: the sum of a shard over the islands follows, unless `LocalSteps` trains the islands on their own.
 
+[Note: Gradients that wait whole]
+With `Cache(gradients="rank")` no sum runs before the last micro-batch: the bucket's buffer stays, and the gradients of
+the next backward are added where they are, as under DDP's `no_sync`. That saves the sums inside the node of all
+micro-batches but one, and takes the memory of all gradients, where a node shard of sums takes 1 / L of it.
+
 [Note: Gradients that do not come]
 A parameter without a gradient on this rank adds zero, because other ranks may have a gradient for it (a router may send
 tokens to an expert on one rank only). All ranks must reduce the same buckets: those of every unit whose outputs got
@@ -38,16 +43,19 @@ from laconic.shard.linear import is_gradient
 class BucketGradients:
     """The gradients of one bucket, from the first one in a backward to `.grad` of the sharded parameters."""
 
-    def __init__(self, bucket: Bucket, lanes: Lanes, begin_backward: Callable[[], object], observer: Observer) -> None:
-        """`begin_backward` is called in a backward before the first gradient is written."""
+    def __init__(self, bucket: Bucket, lanes: Lanes, begin_backward: Callable[[], bool], observer: Observer) -> None:
+        """`begin_backward` is called before a buffer takes gradients, and says if it may have those that wait whole."""
         self.bucket, self.lanes, self.observer = bucket, lanes, observer
         self._begin_backward = begin_backward
         self.ways = ways_of_sums(bucket)
         self._full: Held[Tensor] | None = None
         self._written: set[int] = set()
         self.waiting: dict[Level, Held[Tensor]] = {}
-        """Sums of earlier backwards, by the level that they have yet to cross: a node's, (N * C,), wait to be summed
-        across the nodes ("node"), and an island's, (C,), over the islands ("island")."""
+        """Sums of earlier backwards, by the level that they have yet to cross: this rank's, (L * N * C,), wait to be
+        summed inside the node ("local"), a node's, (N * C,), across the nodes ("node"), and an island's, (C,), over the
+        islands ("island")."""
+        self._written_before: set[int] = set()
+        """The parameters that have a part in the gradients that wait whole."""
         self.used = UsedParameters(bucket)
         self._leaving: list[Tensor] = []
         """Shards of gradients on their way to host memory: [Note: Gradients that leave the device]."""
@@ -60,8 +68,13 @@ class BucketGradients:
         return self.bucket.cluster.num_islands > 1 and not self.bucket.replicas_diverge
 
     def has_partial_sums(self, *, across_islands: bool) -> bool:
-        """True if sums of earlier backwards wait to be sent on: across nodes or, with `across_islands`, to islands."""
-        return "node" in self.waiting or (across_islands and "island" in self.waiting)
+        """True if sums of earlier backwards wait to be sent on; those of an island if they go `across_islands` now."""
+        return self.waits_whole or "node" in self.waiting or (across_islands and "island" in self.waiting)
+
+    @property
+    def waits_whole(self) -> bool:
+        """True if gradients of earlier backwards wait as they are: [Note: Gradients that wait whole]."""
+        return "local" in self.waiting
 
     @property
     def has_gradients(self) -> bool:
@@ -122,7 +135,10 @@ class BucketGradients:
 
     def _allocate(self) -> Held[Tensor]:
         if self._full is None:
-            self._begin_backward()
+            if self._begin_backward() and self.waits_whole:
+                self._full = self.waiting.pop("local")
+                self._written, self._written_before = self._written_before, set()
+                return self._full
             device = self.bucket.cluster.device
             full = torch.empty(self.bucket.layout.numel, dtype=self.bucket.reduce_dtype, device=device)
             self._full = Held(full, self.bucket.ledger)
@@ -134,8 +150,15 @@ class BucketGradients:
 
     def take_full(self) -> Held[Tensor]:
         """Hand over the gradients, (L * N * C,), to be reduced. The caller frees them."""
+        self._allocate()
         self.used.add(self._written)
         return self.take_unreduced()
+
+    def keep_whole(self) -> None:
+        """Let the gradients wait for those of the next backward: [Note: Gradients that wait whole]."""
+        self.waiting["local"] = self._allocate()
+        self.used.add(self._written)
+        self._full, self._written, self._written_before = None, set(), self._written
 
     def take_unreduced(self) -> Held[Tensor]:
         """Hand over the gradients, (L * N * C,). The caller frees them: [Note: Gradients that do not come]."""
@@ -170,6 +193,7 @@ class BucketGradients:
         """End `show_waiting`: drop the sums of the parameters that were cleared meanwhile, and return these."""
         cleared = self._shown.take()
         self.used.remove(cleared)
+        self._written_before -= cleared
         for index in cleared:
             for sums in self.waiting.values():
                 self.bucket.part(sums.memory, index).zero_()
@@ -194,6 +218,7 @@ class BucketGradients:
         self._full = None
         self.waiting.clear()
         self._written.clear()
+        self._written_before.clear()
         self._leaving.clear()
         self.used.forget()
         self._shown.take()

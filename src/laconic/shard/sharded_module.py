@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from laconic.comm.traffic import Traffic
 from laconic.shard.extension import overrides
 from laconic.shard.ledger import Ledger
+from laconic.shard.policies import Placement
 from laconic.shard.unit import Unit, units_below
 
 
@@ -126,6 +127,27 @@ class ShardedModule(FSDPModule, nn.Module):
         A state dict, a checkpoint, a load and any edit do this by themselves. See `laconic.Wire`.
         """
         self._laconic_unit.forget_copies()
+
+    def placements(self) -> dict[str, Placement]:
+        """Return where each unit below this root rests now, by the unit's name. Collective before the first forward.
+
+        Under `cache="auto"` that is at first nowhere, and from the second step on what was chosen.
+        """
+        return {unit.name: unit.placement for unit in self._laconic_unit.root.units}
+
+    def set_placements(self, placements: Mapping[str, Placement]) -> None:
+        """Let units rest elsewhere from now on, whatever their `cache` says, such as where another run has chosen.
+
+        Collective before the first forward. Call it on the root between steps, on every rank alike.
+
+        Args:
+            placements: by the names that `placements()` returns; other units stay where they are.
+
+        Raises:
+            ValueError: a name is not that of a unit, a word is unknown, or weights that cross as differences would rest
+                nowhere.
+        """
+        self._laconic_unit.root.set_placements(placements)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether parameters are freed after forward. False saves the gather in backward and costs their memory.

@@ -34,7 +34,7 @@ recomputed forward as the real one. Either way the weights stay until the backwa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -51,13 +51,15 @@ from laconic.ragged.tensor import admit_edits
 from laconic.shard import extension
 from laconic.shard.bucket import Bucket
 from laconic.shard.buffers import Buffers
-from laconic.shard.cache import NodeShard, choose_device_shards, free_slab, make_slab
+from laconic.shard.cache import NodeShard, Slab, choose_device_shards
+from laconic.shard.choosing import Chooser
 from laconic.shard.crossing import Copies
 from laconic.shard.gather import HostReads, Order, UnitGather
 from laconic.shard.hooks import AwaitedHooks, OutputGradients, map_tensors
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Held, Ledger
-from laconic.shard.policies import Cache, Checks, Prefetch
+from laconic.shard.placement import UnitUse
+from laconic.shard.policies import Cache, Checks, Placement, Prefetch, ShardPolicy
 from laconic.shard.reduce import BucketGradients, Reduction, ReductionQueue
 
 
@@ -120,6 +122,10 @@ class Unit:
     def __post_init__(self) -> None:
         self.progress = UnitProgress(", ".join(type(module).__name__ for module in self.modules))
         self.gradients: list[BucketGradients] = []
+        keeps_copies = any(bucket.wire.sends_differences for bucket in self.buckets)
+        self.placement = self.cache.placement(keeps_copies=keeps_copies)
+        """Where the weights and the sums of gradients rest now."""
+        self.num_gathers = self.num_sums = 0
         self._phase = UnitPhase.REST
         self._root: Root | None = None
         self._lanes: Lanes | None = None
@@ -228,6 +234,25 @@ class Unit:
         if self._gather is not None:
             self._gather.release()
 
+    def check_placement(self, placement: Placement) -> None:
+        """Refuse a placement that the unit cannot have.
+
+        Raises:
+            ValueError: a word is unknown, or weights that cross as differences would rest nowhere.
+        """
+        policy = Cache(where=placement.weights, gradients=placement.gradients)
+        for bucket in self.buckets:
+            ShardPolicy(cache=policy, wire=bucket.wire)
+
+    def use(self) -> UnitUse:
+        """The use of the unit since the counters were set to zero: see `UnitUse`."""
+        return UnitUse(
+            buckets=self.gather.uses(),
+            num_gathers=self.num_gathers,
+            num_sums=self.num_sums,
+            keeps_copies=any(bucket.wire.sends_differences for bucket in self.buckets),
+        )
+
     def delay_edits(self) -> None:
         """Let the next edit of weights in host memory wait until they have been read."""
         if self._root is not None:
@@ -290,6 +315,7 @@ class Unit:
             self._refuse_several_roots()
             root.begin_forward()
         self._entered.clear()
+        self.num_gathers += torch.is_grad_enabled() and root.probe is None
         for bucket in self.buckets:
             if bucket.stored.is_dropped and not bucket.is_frozen:
                 bucket.stored.restore()
@@ -328,7 +354,7 @@ class Unit:
 
     @property
     def _stays_for_backward(self) -> bool:
-        is_default = self.reshard_after_forward is None and (self.is_root or self.cache.where == "rank")
+        is_default = self.reshard_after_forward is None and (self.is_root or self.placement.weights == "rank")
         return self.reshard_after_forward is False or is_default
 
     def _is_recomputed(self) -> bool:
@@ -350,6 +376,7 @@ class Unit:
         self.phase = UnitPhase.BACKWARD
         self.progress.note("in backward")
         if self.unshard_in_backward:
+            self.num_gathers += not self._stays_for_backward and self.root.probe is None
             self.root.order.enter_backward(self.gather, _gathers(self.backward_prefetch))
             self.unshard()
         if not backward.adds_to_grad:
@@ -372,11 +399,15 @@ class Unit:
         """True if the weights may go: a graph of gradients still needs them."""
         return self.reshard_after_backward and not self.root.creates_graph
 
-    def _begin_gradients(self) -> None:
-        """Make ready for the first gradient of a bucket, which is about to take memory."""
+    def _begin_gradients(self) -> bool:
+        """Make ready for the first gradient of a bucket, which is about to take memory.
+
+        Returns whether it may be that of the gradients that wait whole: not if a probe gets those of this backward.
+        """
         self.root.begin_backward()
         if self._was_recomputed:  # the last sums have run beside that, so to wait for them takes no time
             self.root.reductions.free_buckets()
+        return self.root.probe is None
 
     def _end_backward(self) -> None:
         """Free the weights and begin to reduce the gradients."""
@@ -386,14 +417,22 @@ class Unit:
         backward = self.root.backward
         reduces = self._is_in_backward and backward is not None and backward.adds_to_grad
         self.phase = UnitPhase.REST
+        self.num_sums += self.root.probe is None
         # All trained buckets, with or without gradients here: [Note: Gradients that do not come].
         for gradients in self.gradients:
             if gradients.has_gradients or (reduces and not gradients.bucket.is_frozen):
                 if self.root.probe is not None:
                     gradients.show_unreduced(self.root.probe)
+                elif self._keeps_gradients_whole:
+                    gradients.keep_whole()
                 else:
                     self._reduce(gradients, gradients.take_full())
         self.progress.note("after backward")
+
+    @property
+    def _keeps_gradients_whole(self) -> bool:
+        """True in a micro-batch whose gradients wait for those of the next: [Note: Gradients that wait whole]."""
+        return self.placement.gradients == "rank" and not self.requires_gradient_sync
 
     def _reduce(self, gradients: BucketGradients, full: Held[Tensor] | None) -> None:
         across_nodes = self.requires_gradient_sync
@@ -411,7 +450,7 @@ class Unit:
         for gradients in self.gradients if syncs else ():
             has_partial_sums = gradients.has_partial_sums(across_islands=self.requires_all_reduce)
             if has_partial_sums and not self.root.reductions.is_crossing_nodes(gradients):
-                self._reduce(gradients, None)
+                self._reduce(gradients, gradients.take_full() if gradients.waits_whole else None)
         if self._frees_after_backward:
             self.free_node_shards(ends_step=syncs)
 
@@ -480,9 +519,14 @@ class Root:
                 bucket.unit_name = unit.name
         is_offloaded = any(bucket.is_offloaded for bucket in self.buckets)
         self.host_reads = HostReads(self.lanes.gather_node, is_offloaded=is_offloaded)
+        is_pinned = all(unit.cache.pin_memory for unit in self.units)
+        self._slab = Slab(self.cluster, self.ledger, is_pinned=is_pinned)
         self.observer.leading()
         with torch.inference_mode(False):  # training could not fill a slab of inference tensors
             self._place_caches()
+        to_place = [unit for unit in self.units if unit.cache.where == "auto"]
+        self.chooser = Chooser(self, to_place) if to_place else None
+        """Chooses where units rest, once; None if their caches say."""
         self._buffers = Buffers(self.units)
 
     @property
@@ -499,34 +543,49 @@ class Root:
         """The copies of the weights that the nodes of `cluster` have: [Note: Exact crossings] in crossing.py."""
         return self._copies.setdefault(cluster, Copies(cluster, self.observer))
 
+    def set_placements(self, placements: Mapping[str, Placement]) -> None:
+        """See `ShardedModule.set_placements`."""
+        units = {unit.name: unit for unit in self.units}
+        for name, placement in placements.items():
+            if name not in units:
+                raise ValueError(f"{name!r} is no unit of this root; its units are {', '.join(map(repr, units))}")
+            units[name].check_placement(placement)
+        if self.chooser is not None:
+            self.chooser.settle()
+        self.place({units[name]: placement for name, placement in placements.items()})
+
+    def place(self, placements: Mapping[Unit, Placement]) -> None:
+        """Let units rest elsewhere from now on. No forward or backward runs."""
+        with torch.inference_mode(False):  # training could not fill a slab of inference tensors
+            for unit in self.units:
+                unit.gather.rest_nowhere()
+            self._slab.free()
+            for unit, placement in placements.items():
+                unit.placement = placement
+            self._place_caches()
+
+    def allocate_resting(self, units: Iterable[Unit]) -> int:
+        """Allocate the device memory in which weights of `units` stay. Returns its bytes."""
+        shards = [bucket.node_shard for unit in units for bucket in unit.buckets]
+        return sum(shard.allocate() for shard in shards)
+
     def _place_caches(self) -> None:
-        """Let node shards stay where the units' policies say, unless there is one node."""
+        """Let weights stay where the units' placements say; those of one node as node shards do not."""
         hosted: list[list[NodeShard]] = []
         for unit in self.units:
-            if unit.cache.where == "rank":
+            if unit.placement.weights == "rank":
                 for bucket in unit.buckets:
                     bucket.node_shard.stay_whole()
-            elif unit.cache.where != "none":
+            elif unit.placement.weights != "none":
                 kept = [bucket.node_shard for bucket in unit.buckets if bucket.cluster.num_nodes > 1]
                 for each in kept:
                     each.until = unit.cache.until
                     each.stay_on_device()
-                if unit.cache.where == "host":
+                if unit.placement.weights == "host":
                     hosted.append(kept)
         budget_bytes = max((unit.cache.device_budget_bytes for unit in self.units), default=0)
         on_device = choose_device_shards([sum(shard.nbytes for shard in each) for each in hosted], budget_bytes)
-        in_slab = [shard for index, each in enumerate(hosted) if index not in on_device for shard in each]
-        if not in_slab:
-            return
-        sizes_bytes = [shard.nbytes for shard in in_slab]
-        is_pinned = all(unit.cache.pin_memory for unit in self.units)
-        device = self.cluster.device if is_pinned else torch.device("cpu")  # whose slabs are ordinary memory
-        slab = make_slab(sum(sizes_bytes), device, num_local=self.cluster.num_local)
-        self.ledger.hold(slab.nbytes, on_host=True)
-        if device.type != "cpu":
-            weakref.finalize(self, free_slab, slab, device).atexit = False  # keeps the slab until then
-        for shard, part in zip(in_slab, slab.split(sizes_bytes), strict=True):
-            shard.stay_in_slab(part)
+        self._slab.fill([shard for index, each in enumerate(hosted) if index not in on_device for shard in each])
 
     def begin_forward(self) -> None:
         """Begin a forward. A forward that backward recomputes belongs to the present step."""
@@ -535,6 +594,8 @@ class Root:
         if self.post_optim_event is not None:
             self.post_optim_event.wait()
             self.post_optim_event = None
+        if self.chooser is not None and torch.is_grad_enabled() and not _compat.in_backward():
+            self.chooser.begin_forward()
         self.observer.begin_forward()
         self.order.begin_forward(keeps=any(unit.awaited.outputs for unit in self.units))
         self._buffers.begin_forward(syncs=self.top.requires_gradient_sync)
@@ -582,6 +643,8 @@ class Root:
             unit.leave_backward()
         self._end_backward()
         syncs = self.probe is None and any(unit.requires_gradient_sync for unit in self.units)
+        if self.chooser is not None and syncs:
+            self.chooser.end_step()
         self.observer.settled(ends_step=syncs, is_last=self.is_last_backward)
 
     def _end_backward(self) -> None:

@@ -1,0 +1,180 @@
+"""`cache="auto"`: after the first step, each unit of a root is placed where that saves most: [Note: Placement].
+
+[Note: One choice on all ranks]
+Ranks have different rooms and measure different speeds, and must place alike, since a gather needs all of them. So they
+tell each other what they have found, and all choose by the least room and the slowest transfer. The choice is a
+function of numbers that are then equal, so nobody sends it. It stays for the whole run, and a checkpoint has it.
+
+[Note: Room is tried]
+A rank that ran out of memory in the middle of a step would leave the others waiting, and no step could be repeated. So
+memory is tried between two steps: what shall stay is allocated at once, and so, for a moment, is the rest that the
+first step needed. If a rank finds no room, all choose again, within half of the bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import torch
+
+from laconic.comm.agreement import RankGroup
+from laconic.comm.cluster import Cluster
+from laconic.comm.speed import Speed, measure_copies, measure_gathers
+from laconic.shard.placement import Choice, Speeds, UnitUse, choose
+from laconic.shard.policies import Cache, Placement
+from laconic.shard.room import Room, held_bytes, room_after_a_step
+
+_log = logging.getLogger("laconic")
+_WORDS = {
+    "none": "free after each use",
+    "host": "as node shards in host memory",
+    "device": "as node shards on the device",
+    "rank": "whole on each rank",
+}
+_LEAST_BYTES = 1 << 20
+"""Half of a budget that is smaller is no budget."""
+
+
+class Placeable(Protocol):
+    """A unit, as a chooser sees it."""
+
+    cache: Cache
+
+    def use(self) -> UnitUse:
+        """What the first step has shown of it."""
+
+
+class Places(Protocol):
+    """A root, as a chooser sees it."""
+
+    cluster: Cluster
+
+    def place(self, placements: Mapping[Any, Placement], /) -> None:
+        """Let units rest elsewhere."""
+
+    def allocate_resting(self, units: Iterable[Any], /) -> int:
+        """Allocate the device memory in which weights of `units` stay. Returns its bytes."""
+
+
+class Chooser:
+    """Places the units of one root whose cache is "auto", once the first step has shown what they need."""
+
+    def __init__(self, root: Places, units: Sequence[Placeable]) -> None:
+        """Choose for `units` of `root`, which has found them just now."""
+        self._root, self._units = root, units
+        self._held_before = held_bytes(root.cluster.device)
+        self._has_stepped = self._is_done = False
+
+    def settle(self) -> None:
+        """Choose nothing: somebody else has said where units rest."""
+        self._is_done = True
+
+    def end_step(self) -> None:
+        """Note the end of a backward that syncs: an optimizer's step may follow."""
+        self._has_stepped = True
+
+    def begin_forward(self) -> None:
+        """Before the second step, choose and place. Collective over the island.
+
+        Raises:
+            ValueError: copies of weights for differences on the wire have no room.
+        """
+        if self._is_done or not self._has_stepped:
+            return
+        self._is_done = True
+        choice = self._choose()
+        if self._root.cluster.shard_index == 0 and self._root.cluster.island_rank == 0:
+            _log.warning("%s", _sentence(choice))
+
+    def _choose(self) -> Choice:
+        cluster, uses = self._root.cluster, [unit.use() for unit in self._units]
+        speeds, room = _agree(cluster, _measured(cluster), self._room())
+        device_bytes, host_bytes = room.device_bytes, room.host_bytes
+        while True:
+            choice = choose(uses, speeds, device_bytes=device_bytes, host_bytes=host_bytes)
+            if self._place(choice, room.step_bytes):
+                return choice
+            _log.warning(
+                "there was no memory for the %.2f GB on the device and %.2f GB on the host that were to be allowed: "
+                "choosing within half of them",
+                choice.saving.device_bytes / 1e9, choice.saving.host_bytes / 1e9,
+            )  # fmt: skip
+            device_bytes, host_bytes = choice.saving.device_bytes // 2, choice.saving.host_bytes // 2
+            if max(device_bytes, host_bytes) < _LEAST_BYTES:
+                device_bytes = host_bytes = 0
+
+    def _room(self) -> Room:
+        """This rank's room, within the budget that the user has set."""
+        cluster, caches = self._root.cluster, [unit.cache for unit in self._units]
+        given = {
+            name: min((size for cache in caches if (size := getattr(cache, name)) is not None), default=None)
+            for name in ("device_bytes", "host_bytes")
+        }
+        if None not in given.values():
+            return Room(step_bytes=0, **given)  # type: ignore[arg-type]
+        found = room_after_a_step(cluster.device, held_before=self._held_before, num_local=cluster.num_local)
+        return Room(**{**asdict(found), **{name: size for name, size in given.items() if size is not None}})
+
+    def _place(self, choice: Choice, step_bytes: int) -> bool:
+        """Place the units, and return whether all ranks have room: [Note: Room is tried]. Collective."""
+        has_room = True
+        try:
+            self._root.place(dict(zip(self._units, choice.placements, strict=True)))
+            resting_bytes = self._root.allocate_resting(self._units)
+            waiting_bytes = max(0, choice.saving.device_bytes - resting_bytes)
+            torch.empty(step_bytes + waiting_bytes, dtype=torch.uint8, device=self._root.cluster.device)
+        except (RuntimeError, OSError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            has_room = False
+        return all(_gather(self._root.cluster, has_room))
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, OSError) or "can't allocate memory" in str(error)
+
+
+def _measured(cluster: Cluster) -> Speeds:
+    copy = None if cluster.device_type == "cpu" else measure_copies(cluster.device)
+    return Speeds(node=measure_gathers(cluster, "node"), local=measure_gathers(cluster, "local"), copy=copy)
+
+
+def _agree(cluster: Cluster, speeds: Speeds, room: Room) -> tuple[Speeds, Room]:
+    """The slowest transfers and the least room of all ranks: [Note: One choice on all ranks]. Collective."""
+    by_rank: list[list[dict[str, Any]]] = _gather(cluster, [asdict(speeds), asdict(room)])
+
+    def slowest(level: str) -> Speed:
+        each = [Speed(**found[level]) for found, _ in by_rank]
+        return Speed(
+            latency_s=max(speed.latency_s for speed in each), bytes_per_s=min(speed.bytes_per_s for speed in each)
+        )
+
+    agreed = Speeds(node=slowest("node"), local=slowest("local"), copy=None if speeds.copy is None else slowest("copy"))
+    least = {name: min(found[name] for _, found in by_rank) for name in ("device_bytes", "host_bytes")}
+    return agreed, Room(step_bytes=max(found["step_bytes"] for _, found in by_rank), **least)
+
+
+def _gather(cluster: Cluster, value: Any) -> list[Any]:
+    """The values of all ranks of the island."""
+    return [value] if cluster.size == 1 else RankGroup(cluster.flag_group).gather(value)
+
+
+def _sentence(choice: Choice) -> str:
+    """The choice in one line."""
+    weights = Counter(each.weights for each in choice.placements)
+    parts = [f"{count} {_WORDS[where]}" for where, count in weights.most_common()]
+    whole = sum(each.gradients == "rank" for each in choice.placements)
+    if whole:
+        parts.append(f"gradients of {whole} whole until the last micro-batch")
+    saving = choice.saving
+    return (
+        f"cache='auto' places {len(choice.placements)} units: {', '.join(parts)}. That takes "
+        f"{saving.device_bytes / 1e9:.2f} GB on each device and {saving.host_bytes / 1e9:.2f} GB of host memory, and "
+        f"saves {saving.seconds:.3g} s of transfers a step"
+    )

@@ -1,0 +1,323 @@
+"""Where each unit's weights and gradients rest between their uses, chosen by seconds a byte: `cache="auto"`.
+
+[Note: Placement]
+A unit's weights may rest nowhere, as a node shard in host memory or on the device, or whole on the rank; its gradients
+may wait between micro-batches as sums of the node, or whole on the rank. Each choice takes memory and saves transfers:
+
+| weights rest | take | a step gathers across nodes | inside the node | copies |
+|---|---|---|---|---|
+| nowhere | nothing | at each use | at each use | |
+| as node shard on the host | a node shard there | when they change | at each use | at each use |
+| as node shard on the device | a node shard | when they change | at each use | |
+| whole on the rank | all of them | when they change | when they change | |
+
+The first step shows how often each unit is used and how many micro-batches there are. The ranks measure how long a
+transfer takes on each level. Then the choice is a knapsack: of each unit one of up to eight placements, all within so
+many bytes of device memory and of host memory, such that the transfers that are saved take the most seconds. Seconds of
+different lanes count alike, though some of them hide behind compute: which of them do, only a rehearsal of the whole
+step knows, and where all hide, each choice is as good.
+
+[Note: The best set]
+The knapsack is solved exactly, unit by unit. A state is the bytes that the units so far take, and the most seconds that
+they save in them. Units of one size lead to the same states in many ways, of which one is kept. A state goes if another
+one takes no more and saves no less; or if what it saves, and the most that the other units could in the bytes that are
+left, if units could be split, is less than a set that is known. So some dozen units leave few states. Where they leave
+too many, the most promising go on, and the set may be a little below the best.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, product
+from typing import NamedTuple
+
+from laconic.comm.speed import Speed
+from laconic.shard.policies import Placement, SumsWhere, Where
+
+_MOST_STATES = 1024
+_EQUAL = 1e-9
+"""Sums of seconds that differ by less, relative to them, are equal: they were added in another order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """The speed of each kind of transfer."""
+
+    node: Speed
+    """Across the nodes."""
+    local: Speed
+    """Inside a node."""
+    copy: Speed | None
+    """Between host and device; None where the device is the CPU, and nothing is copied."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketUse:
+    """One bucket of a unit, in bytes on each rank."""
+
+    whole_bytes: int
+    """Of the gathered weights."""
+    node_bytes: int
+    """Of the node shard."""
+    crossing_bytes: int
+    """Received from other nodes in a gather."""
+    gradient_bytes: int
+    """Of whole gradients; 0 if the bucket is frozen."""
+    node_gradient_bytes: int
+    """Of sums of the node."""
+
+    @property
+    def is_trained(self) -> bool:
+        """True if its weights change in a step."""
+        return self.gradient_bytes > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitUse:
+    """The use of one unit in an optimizer step."""
+
+    buckets: tuple[BucketUse, ...]
+    num_gathers: int
+    """The times that its weights are gathered, if they rest nowhere."""
+    num_sums: int
+    """The times that its gradients are summed, if they do not wait whole: once for each micro-batch."""
+    keeps_copies: bool
+    """True if weights cross as differences to a node shard, which must rest somewhere."""
+
+
+class Saving(NamedTuple):
+    """What a placement saves and takes, beside a unit that rests nowhere."""
+
+    seconds: float
+    device_bytes: int
+    host_bytes: int
+
+
+class Choice(NamedTuple):
+    """The placements of all units, and what they save and take together."""
+
+    placements: list[Placement]
+    saving: Saving
+
+
+def choose(units: Sequence[UnitUse], speeds: Speeds, *, device_bytes: int, host_bytes: int) -> Choice:
+    """Choose the placement of each unit that saves most seconds of transfers in all: [Note: Placement].
+
+    Args:
+        units: in the order of forward. Of units alike, the last ones get more memory, since backward begins with them.
+        speeds: the speed of transfers.
+        device_bytes: the most that all may take of the device's memory.
+        host_bytes: the same of the host's.
+
+    Raises:
+        ValueError: units that keep copies for differences on the wire find no room for them.
+    """
+    options = [list(_options(unit, speeds)) for unit in units]
+    numbers = best_set([[saving for _, saving in each] for each in options], device_bytes, host_bytes)
+    if numbers is None:
+        need_bytes = sum(bucket.node_bytes for unit in units if unit.keeps_copies for bucket in unit.buckets)
+        raise ValueError(
+            f"wire= sends differences to copies of the weights, {need_bytes / 1e9:.2f} GB on each rank, but "
+            f"device_bytes={device_bytes} and host_bytes={host_bytes} have no room for them; raise one, or use "
+            "wire='exact'"
+        )
+    chosen = [each[number] for each, number in zip(options, numbers, strict=True)]
+    return Choice([placement for placement, _ in chosen], _total(saving for _, saving in chosen))
+
+
+def _total(savings: Iterator[Saving]) -> Saving:
+    each = list(savings)
+    return Saving(*(sum(values) for values in zip(*each, strict=True))) if each else Saving(0.0, 0, 0)
+
+
+def _options(unit: UnitUse, speeds: Speeds) -> Iterator[tuple[Placement, Saving]]:
+    """The placements of a unit, those that take less first."""
+    crosses = any(bucket.crossing_bytes for bucket in unit.buckets)
+    moves = crosses or any(bucket.whole_bytes > bucket.node_bytes for bucket in unit.buckets)
+    may_rest: dict[Where, bool] = {"none": not unit.keeps_copies, "host": crosses, "device": crosses, "rank": moves}
+    weights = [rests for rests, may in may_rest.items() if may]
+    sums: list[SumsWhere] = ["node", "rank"] if unit.num_sums > 1 else ["node"]
+    nowhere_s = _gather_s(unit, "none", speeds)
+    found: dict[Saving, Placement] = {}
+    for rests, waits in product(weights, sums):
+        gathers, gradients = _resting(unit, rests), _waiting(unit, waits, speeds)
+        saved_s = nowhere_s - _gather_s(unit, rests, speeds) + gradients.seconds
+        saving = Saving(saved_s, gathers.device_bytes + gradients.device_bytes, gathers.host_bytes)
+        found[saving] = Placement(weights=rests, gradients=waits)  # of two that are equal, the one that moves less
+    for saving in sorted(found, key=lambda each: (each.device_bytes, each.host_bytes, -each.seconds)):
+        yield found[saving], saving
+
+
+def _gather_s(unit: UnitUse, rests: Where, speeds: Speeds) -> float:
+    """The seconds of a step's gathers and copies."""
+    total, uses = 0.0, unit.num_gathers
+    for bucket in unit.buckets:
+        changes = min(uses, 1) if bucket.is_trained else 0
+        crossings = uses if rests == "none" else changes
+        joins = changes if rests == "rank" else uses
+        total += crossings * speeds.node.seconds(bucket.crossing_bytes)
+        total += joins * speeds.local.seconds(bucket.whole_bytes - bucket.node_bytes)
+        if rests == "host" and speeds.copy is not None:  # out after a crossing, else in
+            total += uses * speeds.copy.seconds(bucket.node_bytes)
+    return total
+
+
+def _resting(unit: UnitUse, rests: Where) -> Saving:
+    whole_bytes, node_bytes = (
+        sum(getattr(bucket, name) for bucket in unit.buckets) for name in ("whole_bytes", "node_bytes")
+    )
+    on_device = {"none": 0, "host": 0, "device": node_bytes, "rank": whole_bytes}[rests]
+    return Saving(0.0, on_device, node_bytes if rests == "host" else 0)
+
+
+def _waiting(unit: UnitUse, waits: SumsWhere, speeds: Speeds) -> Saving:
+    if waits == "node":
+        return Saving(0.0, 0, 0)
+    more_bytes = [bucket.gradient_bytes - bucket.node_gradient_bytes for bucket in unit.buckets]
+    return Saving((unit.num_sums - 1) * sum(map(speeds.local.seconds, more_bytes)), sum(more_bytes), 0)
+
+
+# -- the knapsack ------------------------------------------------------------------------------------------------------
+
+
+def best_set(options: Sequence[Sequence[Saving]], device_bytes: int, host_bytes: int) -> list[int] | None:
+    """Choose one of each unit's `options`, by index, that save most together within the bytes: [Note: The best set].
+
+    None if even those that take least do not fit. Of sets that save equally, one that takes less of the device.
+
+    Reference: tests/reference/placement.py.
+    """
+    rest = [_Bound(options[index:]) for index in range(len(options) + 1)]
+    known = _steepest(options, device_bytes, host_bytes)
+    known_s = float("-inf") if known is None else _saved_s(options, known)
+    states: dict[tuple[int, int], _State] = {(0, 0): _State(0.0, None)}
+    for each, bound in zip(options, rest[1:], strict=True):
+        found: dict[tuple[int, int], _State] = {}
+        for (on_device, on_host), state in states.items():
+            for number, option in enumerate(each):
+                taken = on_device + option.device_bytes, on_host + option.host_bytes
+                seconds = state.seconds + option.seconds
+                if taken[0] > device_bytes or taken[1] > host_bytes:
+                    continue
+                if seconds + bound.most_s(device_bytes - taken[0]) < known_s * (1 - _EQUAL):
+                    continue
+                if taken not in found or found[taken].seconds < seconds * (1 - _EQUAL):
+                    found[taken] = _State(seconds, (state.numbers, number))
+        states = _undominated(found)
+        if len(states) > _MOST_STATES:
+            by_promise = sorted(
+                states.items(), key=lambda item: -item[1].seconds - bound.most_s(device_bytes - item[0][0])
+            )
+            states = dict(by_promise[:_MOST_STATES])
+    best_s = max((state.seconds for state in states.values()), default=float("-inf"))
+    if best_s < known_s * (1 - _EQUAL) or not states:
+        return known
+    good = {taken: state for taken, state in states.items() if state.seconds >= best_s * (1 - _EQUAL)}
+    return list(_unchained(good[min(good)].numbers))
+
+
+class _State(NamedTuple):
+    seconds: float
+    numbers: tuple[object, int] | None
+    """The chosen options, the last one first."""
+
+
+def _unchained(chain: object) -> Iterator[int]:
+    numbers: list[int] = []
+    while isinstance(chain, tuple):
+        chain, number = chain
+        numbers.append(number)
+    return reversed(numbers)
+
+
+def _undominated(states: dict[tuple[int, int], _State]) -> dict[tuple[int, int], _State]:
+    """The states of which none takes at most as much and saves at least as much as another."""
+    kept: dict[tuple[int, int], _State] = {}
+    stairs: list[tuple[int, float]] = []  # by host bytes ascending: the most seconds of those kept, ascending
+    for taken in sorted(states):
+        seconds, place = states[taken].seconds, bisect_right(stairs, (taken[1], float("inf")))
+        if place and stairs[place - 1][1] >= seconds:
+            continue
+        kept[taken] = states[taken]
+        end = place
+        while end < len(stairs) and stairs[end][1] <= seconds:
+            end += 1
+        stairs[place:end] = [(taken[1], seconds)]
+    return kept
+
+
+class _Bound:
+    """The most that some units save in so many bytes of the device, if units could be split and hosts were large."""
+
+    def __init__(self, options: Sequence[Sequence[Saving]]) -> None:
+        self._base_bytes, self._base_s, steps = 0, 0.0, []
+        for each in options:
+            first, *hull = _hull(each)
+            self._base_bytes += first.device_bytes
+            self._base_s += first.seconds
+            steps += [
+                (after.device_bytes - before.device_bytes, after.seconds - before.seconds)
+                for before, after in pairwise([first, *hull])
+            ]
+        steps.sort(key=lambda step: -step[1] / step[0])
+        self._bytes = list(accumulate((size for size, _ in steps), initial=0))
+        self._seconds = list(accumulate((seconds for _, seconds in steps), initial=0.0))
+
+    def most_s(self, left_bytes: int) -> float:
+        """The most seconds in `left_bytes`."""
+        left_bytes -= self._base_bytes
+        if left_bytes < 0:
+            return float("-inf")
+        place = bisect_right(self._bytes, left_bytes) - 1
+        seconds = self._base_s + self._seconds[place]
+        if place + 1 < len(self._bytes):
+            size = self._bytes[place + 1] - self._bytes[place]
+            seconds += (left_bytes - self._bytes[place]) / size * (self._seconds[place + 1] - self._seconds[place])
+        return seconds
+
+
+def _hull(options: Sequence[Saving]) -> list[Saving]:
+    """The upper hull of seconds over bytes of the device, from the option that takes least of it."""
+    hull: list[Saving] = []
+    for option in sorted(options, key=lambda each: (each.device_bytes, -each.seconds)):
+        if hull and option.seconds <= hull[-1].seconds:
+            continue
+        while len(hull) > 1 and _slope(hull[-1], option) >= _slope(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(option)
+    return hull
+
+
+def _slope(before: Saving, after: Saving) -> float:
+    return (after.seconds - before.seconds) / (after.device_bytes - before.device_bytes)
+
+
+def _saved_s(options: Sequence[Sequence[Saving]], numbers: Sequence[int]) -> float:
+    return sum(each[number].seconds for each, number in zip(options, numbers, strict=True))
+
+
+def _steepest(options: Sequence[Sequence[Saving]], device_bytes: int, host_bytes: int) -> list[int] | None:
+    """A set that fits, made by one steepest step after the other; None if it finds none."""
+    numbers = [min(range(len(each)), key=lambda i, each=each: each[i][1:]) for each in options]  # type: ignore[misc]
+    chosen = [each[number] for each, number in zip(options, numbers, strict=True)]
+    left = [
+        device_bytes - sum(each.device_bytes for each in chosen),
+        host_bytes - sum(each.host_bytes for each in chosen),
+    ]
+    if min(left) < 0:
+        return None
+    steps = [(unit, number) for unit, each in enumerate(options) for number in range(len(each))]
+
+    def promise(step: tuple[int, int]) -> float:
+        before, after = chosen[step[0]], options[step[0]][step[1]]
+        return -(after.seconds - before.seconds) / max(1, after.device_bytes - before.device_bytes)
+
+    for unit, number in sorted(steps, key=promise):
+        before, after = options[unit][numbers[unit]], options[unit][number]
+        more = after.device_bytes - before.device_bytes, after.host_bytes - before.host_bytes
+        if after.seconds > before.seconds and more[0] <= left[0] and more[1] <= left[1]:
+            left = [left[0] - more[0], left[1] - more[1]]
+            numbers[unit] = number
+    return numbers
