@@ -43,6 +43,10 @@ class Stepper:
         """See `laconic.strategies.stepper.Stepper.traffic`."""
         return self.counters.snapshot()
 
+    def placements(self) -> dict[str, Any]:
+        """None."""
+        return {}
+
     def memory(self) -> Ledger:
         """The step's number, as bytes."""
         return Ledger(device_bytes=self.steps)

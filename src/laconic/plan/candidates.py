@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from laconic import registry
 from laconic.config import ConfigError, ScheduleConfig, ShardConfig, SyncConfig
 from laconic.plan.cyclic import CyclicProgram
 from laconic.plan.local_steps import LocalStepsProgram
 from laconic.plan.machine import Simulator
+from laconic.plan.placing import placed
 from laconic.plan.program import Program, Shape, StepWork
 from laconic.plan.rehearsed import RehearsedStep
 from laconic.registry import Strategy
@@ -46,7 +48,13 @@ def is_asked_for(strategy: Strategy, shard: ShardConfig, sync: SyncConfig, sched
 
 def on_engine(machine: Simulator, work: StepWork, shape: Shape) -> Program:
     """The engine, with islands or without: a `Make`."""
-    return (LocalStepsProgram if work.job.sync.is_local else RehearsedStep)(machine, work, shape)
+    make = LocalStepsProgram if work.job.sync.is_local else RehearsedStep
+    if work.job.shard.policy.cache.where != "auto":
+        return make(machine, work, shape)
+    found = placed(machine, work, shape, make)
+    program = make(machine, replace(work, placements=found.placements), shape)
+    program.notes = (str(found.choice),)
+    return program
 
 
 def cyclic(machine: Simulator, work: StepWork, shape: Shape) -> Program:

@@ -146,7 +146,7 @@ def rehearse(
         states = (state for each in run.optimizer.by_stage for state in each.state.values())
         tensors = (each for state in states for each in state.values() if isinstance(each, Tensor))
         kinds |= {recorder.memory(each).id: "optimizer" for each in tensors if recorder.knows(each)}
-    return Rehearsal(tape=tape, kinds=kinds, outer_states=set(), buckets=(), cached_bytes=(), matrices=(), fragments=())
+    return Rehearsal(tape=tape, kinds=kinds)
 
 
 @dataclass(frozen=True, slots=True)

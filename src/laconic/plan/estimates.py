@@ -18,6 +18,11 @@ PROCESS_BYTES = {"cuda": 1.5e9, "cpu": 0.6e9}
 private memory of Python and its libraries, with the stacks of Gloo's threads: 0.55 GB (benchmarks, row `fits`)."""
 
 
+def process_bytes(device_type: str) -> float:
+    """See `PROCESS_BYTES`; a device of another type counts as CUDA's."""
+    return PROCESS_BYTES.get(device_type, PROCESS_BYTES["cuda"])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """The prediction of one strategy. Bytes and memory are of one rank, as a mean over the ranks of a node."""
@@ -111,8 +116,7 @@ def read_program(
     cluster = machine.cluster
     resting = {kind: float(size) for kind, size in machine.held.items()}
     on_host = machine.host_bytes
-    process = PROCESS_BYTES.get(machine.device_type, PROCESS_BYTES["cuda"])
-    needed = reading.peak_bytes + process
+    needed = reading.peak_bytes + process_bytes(machine.device_type)
     if machine.device_type == "cpu":  # one memory serves as both
         needed += on_host
     return Estimate(
@@ -134,7 +138,7 @@ def read_program(
         inexact=inexact,
         spans=tuple(reading.spans),
         begin_s=reading.begin_s,
-        notes=notes,
+        notes=(*notes, *program.notes),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from laconic.config import Config, OptimizerConfig
@@ -10,6 +11,7 @@ from laconic.plan.job_trace import trace_job
 from laconic.plan.machine import Reading, Simulator
 from laconic.plan.model_trace import ModelTrace
 from laconic.plan.rehearsal import Rehearsals
+from laconic.shard.policies import Placement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,8 @@ class StepWork:
     """The job under the strategy."""
     trace: ModelTrace
     rehearsals: Rehearsals
+    placements: Mapping[str, Placement] | None = None
+    """Where units rest, by their names; None: as the job's cache says."""
 
     @property
     def micro_batches(self) -> int:
@@ -53,6 +57,8 @@ class Program(ABC):
 
     inexact: str = ""
     """What the strategy trains otherwise than ZeRO-3, in words; empty if it trains the same."""
+    notes: tuple[str, ...] = ()
+    """What a reader of its figures must know."""
 
     @abstractmethod
     def read(self, machine: Simulator) -> Reading:

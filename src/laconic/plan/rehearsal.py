@@ -48,6 +48,8 @@ from laconic.plan.phantom import Phantom
 from laconic.ragged.spec import RaggedSpec
 from laconic.rehearse import Machine, Tape, rehearsal
 from laconic.shard import crossing
+from laconic.shard.placement import UnitUse
+from laconic.shard.policies import Placement
 from laconic.shard.unit import units_below
 from laconic.strategies import parallelize
 from laconic.strategies.simultaneous import Simultaneous
@@ -69,15 +71,17 @@ class Rehearsal:
     tape: Tape
     kinds: Mapping[int, Kind]
     """What the memories are that outlive the engine's work: by their numbers."""
-    outer_states: Set[int]
+    outer_states: Set[int] = frozenset()
     """The memories of what islands keep between syncs. They are the host's, on a CPU too, as `OuterFragment` says."""
-    buckets: Sequence[tuple[str, BucketLayout]]
+    buckets: Sequence[tuple[str, BucketLayout]] = ()
     """The name of each bucket's unit, and its layout."""
-    cached_bytes: Sequence[int]
+    cached_bytes: Sequence[int] = ()
     """The bytes of each unit's node shard, the root first, as the engine counts units; 0 without a cache."""
-    matrices: Sequence[Matrix]
+    uses: Mapping[str, UnitUse] = field(default_factory=dict)
+    """The use of each unit in the last step, by its name."""
+    matrices: Sequence[Matrix] = ()
     """The matrices that owners update, in the order of the optimizer's parameters: optim/owners.py."""
-    fragments: Sequence[Sequence[RaggedSpec]]
+    fragments: Sequence[Sequence[RaggedSpec]] = ()
     """What islands sync, fragment by fragment; none without islands."""
 
 
@@ -93,16 +97,33 @@ class Rehearsals:
     """By what tells rehearsals of this model apart."""
 
     def of(
-        self, job: Config, trace: ModelTrace, *, nodes: int, local: int, islands: int, kept: Sequence[int] | None = None
+        self,
+        job: Config,
+        trace: ModelTrace,
+        *,
+        nodes: int,
+        local: int,
+        islands: int,
+        kept: Sequence[int] | None = None,
+        placements: Mapping[str, Placement] | None = None,
     ) -> Rehearsal:
-        """The rehearsal of `job` on this many ranks; `kept` are the layers that stay in the model. Default: all.
+        """The rehearsal of `job` on this many ranks.
+
+        Args:
+            job: its keys.
+            trace: of the model.
+            nodes: of an island.
+            local: the ranks of a node.
+            islands: their number.
+            kept: the layers that stay in the model. Default: all.
+            placements: where units rest. Default: as the job's cache says.
 
         Raises:
             JobError, ValueError: the trainer refuses the job.
         """
-        key = (repr(job), trace.device_type, nodes, local, islands, tuple(kept or ()))
+        key = (repr(job), trace.device_type, nodes, local, islands, tuple(kept or ()), repr(placements))
         if key not in self.done:
-            self.done[key] = _rehearse(job, trace, self._model(job, kept), kept, nodes, local, islands)
+            self.done[key] = _rehearse(job, trace, self._model(job, kept), kept, nodes, local, islands, placements)
         return self.done[key]
 
     def model(self, job: Config) -> nn.Module:
@@ -135,7 +156,14 @@ class Rehearsals:
 
 
 def _rehearse(
-    job: Config, trace: ModelTrace, model: nn.Module, kept: Sequence[int] | None, nodes: int, local: int, islands: int
+    job: Config,
+    trace: ModelTrace,
+    model: nn.Module,
+    kept: Sequence[int] | None,
+    nodes: int,
+    local: int,
+    islands: int,
+    placements: Mapping[str, Placement] | None,
 ) -> Rehearsal:
     world_size = nodes * local * islands
     ranks = RankInfo(rank=0, world_size=world_size, local_rank=0, num_local=local, num_nodes=nodes * islands)
@@ -150,6 +178,9 @@ def _rehearse(
     ):
         costs.machine = machine
         stepper = Simultaneous(model, Setup.of(job, ranks, machine.device))
+        if placements is not None:
+            stepper.module.set_placements(placements)
+        units = units_below(model)
         phantom = Phantom(machine, costs, trace, model, dict(zip(kept or range(len(layers)), layers, strict=True)))
 
         def begin_update(*_: Any) -> None:
@@ -165,6 +196,8 @@ def _rehearse(
 
         for number in range(STEPS):
             machine.mark(("step", number))
+            for unit in units:
+                unit.begin_counting()
             take_step()
         machine.mark(END)
         outer_states = set() if stepper.local is None else _sync_all(machine, stepper.local, take_step)
@@ -172,7 +205,6 @@ def _rehearse(
             kinds[_number_of(machine, tensor)] = "parameters"
         for state in stepper.optimizer.state.values():
             kinds.update({_number_of(machine, each): "optimizer" for each in _tensors(state)})
-        units = units_below(model)
         owned = getattr(stepper.optimizer, "matrices", {}).values()
         fragments = stepper.local.fragments if stepper.local is not None else ()
         return Rehearsal(
@@ -180,6 +212,7 @@ def _rehearse(
             kinds={number: kind for number, kind in kinds.items() if number is not None},
             outer_states=outer_states,
             buckets=[(unit.name, bucket.layout) for unit in units for bucket in unit.buckets],
+            uses={unit.name: unit.use() for unit in units},
             cached_bytes=[sum(each.node_shard.nbytes for each in unit.buckets) for unit in units],
             matrices=[matrix for matrices in owned for matrix in matrices],
             fragments=[[_spec_of(each) for each in fragment.parameters.values()] for fragment in fragments],

@@ -7,7 +7,8 @@ that is left out. Peaks of memory are taken apart, one for each layer's phase, s
 fullest at another place. If the last layers' node shards stay on the device, and those of the others on the host, then
 there are four of each kind, and once more a fifth of each. Micro-batches between the first and the last are equal, too.
 All layers run where ranks own whole matrices, since which matrices a rank owns does not follow from those that it would
-own of fewer layers; and where a job says how many units are gathered ahead, which may be more than four.
+own of fewer layers; where a job says how many units are gathered ahead, which may be more than four; and where each
+unit has a place of its own.
 
 [Note: Steps now and then]
 A step that checks does more than others. So what a step takes is a mean over the steps from one check to the next:
@@ -70,7 +71,7 @@ class RehearsedStep(Program):
     def num_layers(machine: Simulator, work: StepWork) -> int:
         """The number of layers of which a few are rehearsed; 0 if all are."""
         runs_all = machine.keeps_spans or work.job.optimizer.has_owners
-        runs_all = runs_all or work.job.shard.policy.prefetch != Prefetch()
+        runs_all = runs_all or work.job.shard.policy.prefetch != Prefetch() or work.placements is not None
         layers = 0 if runs_all else work.rehearsals.equal_layers(work.job)
         return layers if layers > _KEPT + 1 else 0
 
@@ -140,7 +141,8 @@ class RehearsedStep(Program):
     def _rehearse(self, config: Config, kept: Sequence[int] | None) -> Rehearsal:
         nodes, local, islands = self._shape.nodes, self._shape.local, self._shape.islands
         return self._work.rehearsals.of(
-            config, self._work.trace, nodes=nodes, local=local, islands=islands, kept=kept
+            config, self._work.trace, nodes=nodes, local=local, islands=islands, kept=kept,
+            placements=self._work.placements,
         )  # fmt: skip
 
     def _num_on_device(self) -> int:

@@ -14,9 +14,8 @@ first step needed. If a rank finds no room, all choose again, within half of the
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 import torch
@@ -24,17 +23,11 @@ import torch
 from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster
 from laconic.comm.speed import Speed, measure_copies, measure_gathers
-from laconic.shard.placement import Choice, Speeds, UnitUse, choose
+from laconic.shard.placement import Chosen, Speeds, UnitUse, choose_placements
 from laconic.shard.policies import Cache, Placement
 from laconic.shard.room import Room, held_bytes, room_after_a_step
 
 _log = logging.getLogger("laconic")
-_WORDS = {
-    "none": "free after each use",
-    "host": "as node shards in host memory",
-    "device": "as node shards on the device",
-    "rank": "whole on each rank",
-}
 _LEAST_BYTES = 1 << 20
 """Half of a budget that is smaller is no budget."""
 
@@ -66,8 +59,18 @@ class Chooser:
     def __init__(self, root: Places, units: Sequence[Placeable]) -> None:
         """Choose for `units` of `root`, which has found them just now."""
         self._root, self._units = root, units
-        self._held_before = held_bytes(root.cluster.device)
+        self._held_before: int | None = None  # until the first forward
         self._has_stepped = self._is_done = False
+        caches = [unit.cache for unit in units]
+        self._given: dict[str, int | None] = {
+            name: min((size for cache in caches if (size := getattr(cache, name)) is not None), default=None)
+            for name in ("device_bytes", "host_bytes")
+        }
+
+    @property
+    def is_done(self) -> bool:
+        """True once units rest where they will for the whole run."""
+        return self._is_done
 
     def settle(self) -> None:
         """Choose nothing: somebody else has said where units rest."""
@@ -83,19 +86,21 @@ class Chooser:
         Raises:
             ValueError: copies of weights for differences on the wire have no room.
         """
+        if not self._is_done and self._held_before is None and None in self._given.values():
+            self._held_before = held_bytes(self._root.cluster.device)
         if self._is_done or not self._has_stepped:
             return
         self._is_done = True
         choice = self._choose()
         if self._root.cluster.shard_index == 0 and self._root.cluster.island_rank == 0:
-            _log.warning("%s", _sentence(choice))
+            _log.warning("%s", choice)
 
-    def _choose(self) -> Choice:
+    def _choose(self) -> Chosen:
         cluster, uses = self._root.cluster, [unit.use() for unit in self._units]
         speeds, room = _agree(cluster, _measured(cluster), self._room())
         device_bytes, host_bytes = room.device_bytes, room.host_bytes
         while True:
-            choice = choose(uses, speeds, device_bytes=device_bytes, host_bytes=host_bytes)
+            choice = choose_placements(uses, speeds, device_bytes=device_bytes, host_bytes=host_bytes)
             if self._place(choice, room.step_bytes):
                 return choice
             _log.warning(
@@ -109,17 +114,14 @@ class Chooser:
 
     def _room(self) -> Room:
         """This rank's room, within the budget that the user has set."""
-        cluster, caches = self._root.cluster, [unit.cache for unit in self._units]
-        given = {
-            name: min((size for cache in caches if (size := getattr(cache, name)) is not None), default=None)
-            for name in ("device_bytes", "host_bytes")
-        }
-        if None not in given.values():
-            return Room(step_bytes=0, **given)  # type: ignore[arg-type]
+        cluster = self._root.cluster
+        given = {name: size for name, size in self._given.items() if size is not None}
+        if self._held_before is None:
+            return Room(step_bytes=0, **given)
         found = room_after_a_step(cluster.device, held_before=self._held_before, num_local=cluster.num_local)
-        return Room(**{**asdict(found), **{name: size for name, size in given.items() if size is not None}})
+        return replace(found, **given)
 
-    def _place(self, choice: Choice, step_bytes: int) -> bool:
+    def _place(self, choice: Chosen, step_bytes: int) -> bool:
         """Place the units, and return whether all ranks have room: [Note: Room is tried]. Collective."""
         has_room = True
         try:
@@ -163,18 +165,3 @@ def _agree(cluster: Cluster, speeds: Speeds, room: Room) -> tuple[Speeds, Room]:
 def _gather(cluster: Cluster, value: Any) -> list[Any]:
     """The values of all ranks of the island."""
     return [value] if cluster.size == 1 else RankGroup(cluster.flag_group).gather(value)
-
-
-def _sentence(choice: Choice) -> str:
-    """The choice in one line."""
-    weights = Counter(each.weights for each in choice.placements)
-    parts = [f"{count} {_WORDS[where]}" for where, count in weights.most_common()]
-    whole = sum(each.gradients == "rank" for each in choice.placements)
-    if whole:
-        parts.append(f"gradients of {whole} whole until the last micro-batch")
-    saving = choice.saving
-    return (
-        f"cache='auto' places {len(choice.placements)} units: {', '.join(parts)}. That takes "
-        f"{saving.device_bytes / 1e9:.2f} GB on each device and {saving.host_bytes / 1e9:.2f} GB of host memory, and "
-        f"saves {saving.seconds:.3g} s of transfers a step"
-    )

@@ -28,6 +28,7 @@ too many, the most promising go on, and the set may be a little below the best.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
@@ -36,6 +37,12 @@ from typing import NamedTuple
 from laconic.comm.speed import Speed
 from laconic.shard.policies import Placement, SumsWhere, Where
 
+_WORDS = {
+    "none": "free after each use",
+    "host": "as node shards in host memory",
+    "device": "as node shards on the device",
+    "rank": "whole on each rank",
+}
 _MOST_STATES = 1024
 _EQUAL = 1e-9
 """Sums of seconds that differ by less, relative to them, are equal: they were added in another order."""
@@ -95,14 +102,27 @@ class Saving(NamedTuple):
     host_bytes: int
 
 
-class Choice(NamedTuple):
+class Chosen(NamedTuple):
     """The placements of all units, and what they save and take together."""
 
     placements: list[Placement]
     saving: Saving
 
+    def __str__(self) -> str:
+        """The choice in one line."""
+        weights = Counter(each.weights for each in self.placements)
+        parts = [f"{count} {_WORDS[where]}" for where, count in weights.most_common()]
+        whole = sum(each.gradients == "rank" for each in self.placements)
+        if whole:
+            parts.append(f"gradients of {whole} whole until the last micro-batch")
+        return (
+            f"cache='auto' places {len(self.placements)} units: {', '.join(parts)}. That takes "
+            f"{self.saving.device_bytes / 1e9:.2f} GB on each device and {self.saving.host_bytes / 1e9:.2f} GB of host "
+            f"memory, and saves {self.saving.seconds:.3g} s of transfers a step"
+        )
 
-def choose(units: Sequence[UnitUse], speeds: Speeds, *, device_bytes: int, host_bytes: int) -> Choice:
+
+def choose_placements(units: Sequence[UnitUse], speeds: Speeds, *, device_bytes: int, host_bytes: int) -> Chosen:
     """Choose the placement of each unit that saves most seconds of transfers in all: [Note: Placement].
 
     Args:
@@ -124,7 +144,7 @@ def choose(units: Sequence[UnitUse], speeds: Speeds, *, device_bytes: int, host_
             "wire='exact'"
         )
     chosen = [each[number] for each, number in zip(options, numbers, strict=True)]
-    return Choice([placement for placement, _ in chosen], _total(saving for _, saving in chosen))
+    return Chosen([placement for placement, _ in chosen], _total(saving for _, saving in chosen))
 
 
 def _total(savings: Iterator[Saving]) -> Saving:

@@ -135,6 +135,12 @@ class ShardedModule(FSDPModule, nn.Module):
         """
         return {unit.name: unit.placement for unit in self._laconic_unit.root.units}
 
+    @property
+    def is_placed(self) -> bool:
+        """True unless `cache="auto"` has yet to choose where units of this root rest."""
+        chooser = self._laconic_unit.root.chooser
+        return chooser is None or chooser.is_done
+
     def set_placements(self, placements: Mapping[str, Placement]) -> None:
         """Let units rest elsewhere from now on, whatever their `cache` says, such as where another run has chosen.
 

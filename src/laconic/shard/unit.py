@@ -125,7 +125,7 @@ class Unit:
         keeps_copies = any(bucket.wire.sends_differences for bucket in self.buckets)
         self.placement = self.cache.placement(keeps_copies=keeps_copies)
         """Where the weights and the sums of gradients rest now."""
-        self.num_gathers = self.num_sums = 0
+        self.begin_counting()
         self._phase = UnitPhase.REST
         self._root: Root | None = None
         self._lanes: Lanes | None = None
@@ -244,12 +244,16 @@ class Unit:
         for bucket in self.buckets:
             ShardPolicy(cache=policy, wire=bucket.wire)
 
+    def begin_counting(self) -> None:
+        """Count uses of the unit from now on."""
+        self._num_gathers = self._num_sums = 0
+
     def use(self) -> UnitUse:
-        """The use of the unit since the counters were set to zero: see `UnitUse`."""
+        """The use of the unit since `begin_counting`."""
         return UnitUse(
             buckets=self.gather.uses(),
-            num_gathers=self.num_gathers,
-            num_sums=self.num_sums,
+            num_gathers=self._num_gathers,
+            num_sums=self._num_sums,
             keeps_copies=any(bucket.wire.sends_differences for bucket in self.buckets),
         )
 
@@ -315,7 +319,7 @@ class Unit:
             self._refuse_several_roots()
             root.begin_forward()
         self._entered.clear()
-        self.num_gathers += torch.is_grad_enabled() and root.probe is None
+        self._num_gathers += torch.is_grad_enabled() and root.probe is None
         for bucket in self.buckets:
             if bucket.stored.is_dropped and not bucket.is_frozen:
                 bucket.stored.restore()
@@ -376,7 +380,7 @@ class Unit:
         self.phase = UnitPhase.BACKWARD
         self.progress.note("in backward")
         if self.unshard_in_backward:
-            self.num_gathers += not self._stays_for_backward and self.root.probe is None
+            self._num_gathers += not self._stays_for_backward and self.root.probe is None
             self.root.order.enter_backward(self.gather, _gathers(self.backward_prefetch))
             self.unshard()
         if not backward.adds_to_grad:
@@ -417,7 +421,7 @@ class Unit:
         backward = self.root.backward
         reduces = self._is_in_backward and backward is not None and backward.adds_to_grad
         self.phase = UnitPhase.REST
-        self.num_sums += self.root.probe is None
+        self._num_sums += self.root.probe is None
         # All trained buckets, with or without gradients here: [Note: Gradients that do not come].
         for gradients in self.gradients:
             if gradients.has_gradients or (reduces and not gradients.bucket.is_frozen):

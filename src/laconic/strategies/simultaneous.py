@@ -17,9 +17,9 @@ and training ends.
 import contextlib
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from laconic.data.batches import Batch
 from laconic.islands.exchange import SyncReport
 from laconic.islands.local_steps import LocalSteps
 from laconic.shard.ledger import Ledger
+from laconic.shard.policies import Placement
 from laconic.strategies.islands import make_local_steps, num_launches
 from laconic.strategies.memory import local_nbytes, state_nbytes
 from laconic.strategies.optimizers import make_optimizer
@@ -90,6 +91,8 @@ class Simultaneous(Stepper):
         self.module = model
         self._forward_module, mesh = parallelize(model, setup)
         self._engine: Any = model if mesh is not None else None
+        self._is_placed_by_itself = mesh is not None and setup.shard.policy.cache.where == "auto"
+        self._shape = [ranks.num_nodes, ranks.num_local]
         self._syncs_always = registry.named(setup.shard.strategy).reduces_always
         self.optimizer = make_optimizer(model, optimizer)
         self.local: LocalSteps | None = None
@@ -210,8 +213,18 @@ class Simultaneous(Stepper):
         """See `Stepper.consistent`. Inside, a model with islands has the outer parameters."""
         return self.local.outer_parameters() if self.local else contextlib.nullcontext()
 
+    def placements(self) -> Mapping[str, Placement]:
+        """See `Stepper.placements`."""
+        if not self._is_placed_by_itself or not self._engine.is_placed:
+            return {}
+        placements: Mapping[str, Placement] = self._engine.placements()
+        return placements
+
     def save(self, save: Save, extra: dict[str, Any]) -> None:
         """See `Stepper.save`."""
+        if placements := self.placements():
+            units = {name: asdict(placement) for name, placement in placements.items()}
+            extra = {**extra, "placements": {"cluster": self._shape, "units": units}}
         if self._loss_scale is not None:
             extra = {**extra, "loss_scale": self._loss_scale.state()}
         save(model=self.module, optimizer=self.optimizer, local_steps=self.local, extra=extra)
@@ -223,7 +236,15 @@ class Simultaneous(Stepper):
         )
         if self._loss_scale is not None and extra is not None and "loss_scale" in extra:
             self._loss_scale.load(extra["loss_scale"])
+        if self._is_placed_by_itself and extra is not None:
+            self._place_again(extra.get("placements"))
         return extra
+
+    def _place_again(self, saved: Any) -> None:
+        """Let units rest where the saved run has chosen, if it had the same units on as many nodes and ranks."""
+        if saved is None or saved["cluster"] != self._shape or set(saved["units"]) != set(self._engine.placements()):
+            return
+        self._engine.set_placements({name: Placement(**values) for name, values in saved["units"].items()})
 
     def close(self) -> None:
         """See `Stepper.close`."""

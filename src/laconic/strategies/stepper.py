@@ -6,7 +6,7 @@ cyclic schedule.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from laconic.config import Config, ModelConfig, OptimizerConfig, ShardConfig, Sy
 from laconic.data.batches import Batch
 from laconic.islands.exchange import SyncReport
 from laconic.shard.ledger import Ledger
+from laconic.shard.policies import Placement
 from laconic.strategies.cyclic_metrics import DeviceTimeline
 from laconic.strategies.islands import num_islands
 
@@ -163,6 +164,10 @@ class Stepper(ABC):
 
         `before` has the counts after the last step. Bytes sent since then are left out if they belong to the next step.
         """
+
+    def placements(self) -> Mapping[str, Placement]:
+        """Where each unit rests, by its name, once `shard.cache = "auto"` has chosen; empty before, and without it."""
+        return {}
 
     def memory(self) -> Ledger | None:
         """The bytes that the engine holds; None for a strategy without the engine."""

@@ -12,7 +12,7 @@ from laconic.registry import Strategy, named, strategies
 def job_under(strategy: Strategy, config: Config) -> Config:
     """`config` with the keys of `strategy` in its sections, and without keys of [shard] that are for other strategies.
 
-    The budget of the host cache stays, and so do the keys of [sync] and [schedule] that the strategy does not set.
+    The budgets of the cache stay, and so do the keys of [sync] and [schedule] that the strategy does not set.
 
     Raises:
         ConfigError: the strategy cannot run the job.
@@ -25,6 +25,10 @@ def job_under(strategy: Strategy, config: Config) -> Config:
     keys: dict[str, Any] = {"cache": "host", "cache_until": "change", "wire": None, "cluster": None, **strategy.shard}
     if not strategy.on_engine or keys["cache"] != "host":
         keys["device_budget_bytes"] = 0
+    if not strategy.on_engine or keys["cache"] != "auto":
+        keys |= {"device_bytes": None, "host_bytes": None}
+    if not strategy.on_engine or keys["cache"] == "auto":
+        keys["cache_gradients"] = "node"
     if not strategy.takes_checks:
         keys |= {key: keys_of(ShardConfig)[key].default for key in CHECKED}
     sync = SyncConfig()

@@ -1,6 +1,7 @@
 """The training loop, from a configuration to a summary."""
 
 import contextlib
+import dataclasses
 import errno
 import gc
 import hashlib
@@ -210,6 +211,7 @@ class Trainer:
         summary = {
             **summarise(self.config, self.ranks, self.stepper.module, self.recorder.steps),
             "device": self.device.type,
+            "placements": {name: dataclasses.asdict(each) for name, each in self.stepper.placements().items()},
             "start_step": self.start_step,
             "tokens_per_step": self.batches.tokens_after(train.steps) // train.steps,
             "evaluations": self.recorder.evaluations,

@@ -10,6 +10,7 @@ counted where transfers are issued, memory where it is allocated.
 """
 
 import time
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -74,6 +75,7 @@ class StepMeter:
             traffic=traffic - self._traffic if traffic is not None and self._traffic is not None else None,
             interface=interface,
             memory=self._stepper.memory(),
+            resting=dict(Counter(placement.weights for placement in self._stepper.placements().values())),
             loopback=loopback,
             allocated_peak_bytes=0 if self._is_on_cpu else torch.accelerator.max_memory_allocated(self._device),
             resident_bytes=psutil.Process().memory_info().rss,

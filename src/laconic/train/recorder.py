@@ -148,6 +148,7 @@ def reduce_records(
             tokens_per_s=tokens_in(record.step, 1) / record.step_s,
             **_wire_figures(record, total, ranks),
             **_memory_figures(record, total, peak, ranks),
+            resting=record.resting,
             syncs=tuple(sync for sync in syncs if sync.step == record.step),
             cyclic=metrics,
         )

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -51,6 +51,8 @@ class StepRecord:
     """The most bytes that torch has allocated on the accelerator since the run began; 0 on CPU."""
     resident_bytes: int = 0
     """Bytes of this process's resident memory at the end of the step."""
+    resting: Mapping[str, int] = field(default_factory=dict)
+    """See `ClusterStep.resting`."""
 
     @property
     def step_s(self) -> float:
@@ -112,6 +114,8 @@ class ClusterStep:
     """The most bytes that torch has allocated on the fullest rank's accelerator since the run began; None on CPU."""
     resident_bytes: int = 0
     """Bytes of resident memory of the largest process."""
+    resting: Mapping[str, int] = field(default_factory=dict)
+    """The units whose weights rest in each place, once `shard.cache = "auto"` has chosen; empty without it."""
     syncs: tuple[SyncMetrics, ...] = ()
     """The syncs that ended with this step."""
     cyclic: CyclicMetrics | None = None

@@ -176,6 +176,14 @@ STRATEGIES = (
         shard={"cache": "rank"},
     ),
     _HOST.variant(
+        name="auto-cache",
+        label="laconic auto",
+        note="laconic: each unit rests where that saves most transfers in the free memory, as it finds out after "
+        "the first step.",
+        colours=("#e7298a", "#f768a1"),
+        shard={"cache": "auto"},
+    ),
+    _HOST.variant(
         name="8bit",
         label="laconic 8bit",
         note="laconic host with crossings in 8 bits. It trains with rounded weights and gradients.",
