@@ -1,0 +1,177 @@
+"""`cache="auto"` beside every peer that fits in the same memory, over jobs, rates, clusters and memories."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, get_args
+
+from benchmarks.wire.bench import BENCHMARK, Bench, Job, Setup
+from laconic.compare import Case, ComparisonError
+from laconic.compare.case import config_of
+from laconic.compare.runner import explain_failure
+from laconic.config import to_dict
+from laconic.lab import format_rate
+from tests.support.record import Row
+
+_JOB = "grid"
+_SHAPES = ((2, 1), (4, 1), (8, 1), (2, 2), (4, 2), (1, 4))
+_RATES = (None, 1e9, 200e6, 50e6)
+_PEERS = ("ddp", "hsdp", "fsdp2", "fsdp2-zero2", "fsdp2-hpz")
+_MEMORIES = ("ddp", "hsdp", "fsdp2")
+_FIXED = ("none", "device", "rank")
+"""On a CPU the host's memory is the device's, so "host" is "device"."""
+_SLACK = 1.01
+"""Peaks of one strategy differ by less from run to run."""
+_WORST, _BY_FIXED, _BY_BITS = 1.05, 1.03, 0.35
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A job on a cluster at a rate, in the memory of a peer."""
+
+    job: Job
+    setup: Setup
+    rate_bits_per_s: float | None
+    memory: str
+    figures: dict[str, Any]
+
+    def __str__(self) -> str:
+        rate = "unshaped" if self.rate_bits_per_s is None else format_rate(self.rate_bits_per_s)
+        return f"{self.job} {self.setup} {rate}, memory of {self.memory}"
+
+    def seconds(self, name: str) -> float:
+        """The median of a contestant's steps."""
+        return statistics.median(self.figures[name]["times_s"])
+
+    def fitting(self, names: tuple[str, ...]) -> list[str]:
+        """Those of `names` that took part and fit in the memory."""
+        most = self.figures[self.memory]["peak_bytes"] * _SLACK
+        return [name for name in names if name in self.figures and self.figures[name]["peak_bytes"] <= most]
+
+    def ratio(self, name: str, others: tuple[str, ...]) -> tuple[float, str]:
+        """The seconds of laconic's contestant `name` against the fastest of `others` that fit, and which that is."""
+        best = min(self.fitting(others), key=self.seconds)
+        return self.seconds(f"{name}:{self.memory}") / self.seconds(best), best
+
+    @property
+    def memory_ratio(self) -> float:
+        """The peak of auto's device memory against that which is allowed."""
+        return float(self.figures[f"auto:{self.memory}"]["peak_bytes"] / self.figures[self.memory]["peak_bytes"])
+
+
+@lru_cache(maxsize=1)  # the rows share them
+def measured(bench: Bench) -> tuple[Cell, ...]:
+    """Measure all cells, or a few of a quick bench."""
+    return tuple(_cells(bench))
+
+
+def _cells(bench: Bench) -> Iterator[Cell]:
+    shapes, rates = (_SHAPES[3:4], _RATES[2:3]) if bench.quick else (_SHAPES, _RATES)
+    for nodes, local in shapes:
+        setup = Setup(nodes, local, _JOB)
+        for job in get_args(Job):
+            for rate in rates if nodes > 1 else (None,):
+                figures = _contest(bench, setup, job, rate)
+                for memory in _MEMORIES:
+                    if memory in figures:
+                        yield Cell(job, setup, rate, memory, figures)
+
+
+def _contest(bench: Bench, setup: Setup, job: Job, rate: float | None) -> dict[str, Any]:
+    """The figures of all contestants on one cluster."""
+    comparison = bench.comparison(setup)
+    base = dataclasses.replace(comparison.base, log=dataclasses.replace(comparison.base.log, jsonl=False))
+
+    def keys(strategy: str, **changes: Any) -> dict[str, Any]:
+        config = to_dict(config_of(base, Case(strategy=strategy, job=job), comparison.out))
+        return {**config, "shard": {**config["shard"], **changes}}
+
+    kept = [name for name in (*_PEERS, *_FIXED) if _runs(name, setup)]
+    limited = {"auto": keys("auto-cache")}
+    if setup.nodes > 1 and rate is not None:
+        limited["auto-4bit"] = keys("auto-cache", wire="4bit")
+    name = f"{setup}-{job}-{rate}".replace(" ", "")
+    given, answer = comparison.out / f"{name}.json", comparison.out / f"{name}-figures.json"
+    given.write_text(
+        json.dumps(
+            {"jobs": {each: keys(each) for each in kept}, "limited": limited, "repeats": 1 if bench.quick else 5}
+        )
+    )
+    outcome = comparison.run_ranks(["-m", "benchmarks.wire.contest", str(given), str(answer)], rate)
+    if not answer.exists():
+        raise ComparisonError(f"{setup} {job}: {explain_failure(outcome)}")
+    figures: dict[str, Any] = json.loads(answer.read_text())
+    return figures
+
+
+def _runs(name: str, setup: Setup) -> bool:
+    """Whether a strategy is something else than another one on this cluster."""
+    if name in ("hsdp", "fsdp2-hpz", "device") and setup.nodes == 1:
+        return False
+    return not (name in ("hsdp", "fsdp2-hpz") and setup.local == 1)
+
+
+@BENCHMARK.row("grid-peers", section="placement")
+def grid_peers(bench: Bench) -> Row:
+    """`cache="auto"` against every peer."""
+    cells = measured(bench)
+    ratios = sorted((*cell.ratio("auto", _PEERS), str(cell)) for cell in cells)
+    median, worst = statistics.median(ratio for ratio, *_ in ratios), ratios[-1][0]
+    most = max(cell.memory_ratio for cell in cells)
+    return Row(
+        claim='step time, `cache="auto"` against the best peer that fits in the same memory, exact wire: the median of '
+        "cells, the worst; the most device memory against the one allowed",
+        required=f"<= 1.00x, <= {_WORST:.2f}x; <= 1.00x",
+        measured=f"{median:.3f}x, {worst:.3f}x; {most:.3f}x",
+        is_met=median <= 1 and worst <= _WORST and most <= _SLACK,
+        note=f"{_how(bench, cells)} {_listed(ratios)}.",
+    )
+
+
+@BENCHMARK.row("grid-fixed", section="placement")
+def grid_fixed(bench: Bench) -> Row:
+    """`cache="auto"` against every fixed placement."""
+    cells = measured(bench)
+    ratios = sorted((*cell.ratio("auto", _FIXED), str(cell)) for cell in cells)
+    return Row(
+        claim='step time, `cache="auto"` against the best fixed placement that fits: the worst of cells, the median',
+        required=f"<= {_BY_FIXED:.2f}x in every cell",
+        measured=f"{ratios[-1][0]:.3f}x, {statistics.median(ratio for ratio, *_ in ratios):.3f}x",
+        is_met=ratios[-1][0] <= _BY_FIXED,
+        note=f"{_how(bench, cells)} {_listed(ratios)}.",
+    )
+
+
+@BENCHMARK.row("grid-4bit", section="placement")
+def grid_4bit(bench: Bench) -> Row:
+    """The same in four bits where the wire is shaped."""
+    cells = [cell for cell in measured(bench) if f"auto-4bit:{cell.memory}" in cell.figures]
+    ratios = sorted(cell.ratio("auto-4bit", _PEERS)[0] for cell in cells)
+    median = statistics.median(ratios)
+    return Row(
+        claim='step time, `cache="auto"` with `wire="4bit"` against the best peer that fits, where the wire is shaped: '
+        "the median of cells",
+        required=f"<= {_BY_BITS:.2f}x",
+        measured=f"{median:.3f}x",
+        is_met=median <= _BY_BITS,
+        note=f"{_how(bench, cells)} From {ratios[0]:.3f}x to {ratios[-1]:.3f}x.",
+    )
+
+
+def _how(bench: Bench, cells: Sequence[Cell]) -> str:
+    repeats = 1 if bench.quick else 5
+    return (
+        f"{len(cells)} cells of full training and LoRA, a Llama of 2.3 M parameters in fp32; medians of {repeats} steps "
+        "in turns, in the same processes."
+    )
+
+
+def _listed(ratios: list[tuple[float, str, str]]) -> str:
+    """The worst cells, and how many are met."""
+    worst = "; ".join(f"{cell}: {ratio:.3f}x of {best}" for ratio, best, cell in ratios[::-1][:6])
+    return f"{sum(ratio <= 1 for ratio, *_ in ratios)} are at most 1.00x; the worst: {worst}"
