@@ -105,6 +105,10 @@ class Bucket:
         self.stored = StoredWeights(self, whole, [item.parameter.requires_grad for item in managed])
         self.sharded = self.stored.parameters
         """The sharded parameters, in the order of the layout."""
+        self._managed: list[ManagedParameter] = list(managed)
+        """The parameters as they were given, while an outer unit may take them."""
+        self._offered_to: object = None
+        self._version_offered = 0
         self.show(self.sharded)
         extension.observer_class().cut(self, whole)
 
@@ -204,6 +208,24 @@ class Bucket:
         self.full.drop()
         self.stored.restore()
         self.node_shard = NodeShard(self)
+
+    def offer(self, policies: object) -> None:
+        """Let an outer unit with equal `policies` take the parameters: [Note: Small buckets travel together]."""
+        self._offered_to, self._version_offered = policies, self.version
+
+    def is_offered_to(self, policies: object) -> bool:
+        """True if an outer unit with these policies may take the parameters: nobody has used or changed them."""
+        return self._offered_to is not None and self._offered_to == policies and self.version == self._version_offered
+
+    def take_back(self) -> list[ManagedParameter]:
+        """The parameters as they were given. The bucket is of no more use."""
+        for item, sharded in zip(self._managed, self.sharded, strict=True):
+            setattr(sharded, HOME, item.name)  # an optimizer that has them already is told so
+        return self._managed
+
+    def keep(self) -> None:
+        """Keep the parameters from now on."""
+        self._offered_to, self._managed = None, []
 
     def rest_nowhere(self) -> None:
         """Free the weights that stay between uses, and let none stay from now on. No gather is under way."""

@@ -154,6 +154,11 @@ class BucketGather:
         """True if the parameters have changed since the gather began."""
         return self._version != self.bucket.version
 
+    @property
+    def is_whole(self) -> bool:
+        """True if the full buffer stays, and has the weights of the present version."""
+        return self.bucket.node_shard.is_whole and self.bucket.node_shard.holds(self.bucket.version)
+
     def start_node(self, *, is_early: bool) -> None:
         """Issue the gather across nodes, unless the cache has the node shard of this version.
 
@@ -260,6 +265,8 @@ class UnitGather:
         self.prefetch = prefetch
         """Which gathers begin with this one."""
         self._gathers = [BucketGather(bucket, lanes, copies_of) for bucket in buckets]
+        self._moving: list[BucketGather] = []
+        """The gathers that the present one consists of: those of buckets that are not whole already."""
         self.is_stream_ordered = all(gather.is_stream_ordered for gather in self._gathers)
         self._events: list[Event] = []
         self.state = GatherState.IDLE
@@ -306,9 +313,10 @@ class UnitGather:
             self._renew()
         if self.state is GatherState.IDLE:
             self._drop_damaged()
-            for gather in self._gathers:
+            self._moving = [gather for gather in self._gathers if not gather.is_whole]
+            for gather in self._moving:
                 gather.start_node(is_early=is_early)
-            if any(gather.needs_others for gather in self._gathers):
+            if any(gather.needs_others for gather in self._moving):
                 self._observer.gather_begun(self)
             self.state = GatherState.NODE
         if self.state is GatherState.NODE and self.is_stream_ordered and not is_early:
@@ -319,13 +327,13 @@ class UnitGather:
         """Release what is stale, and gather again: where the full buffers stay, into them."""
         self.release()
         self.state = GatherState.IDLE
-        for bucket in self.buckets:
-            if bucket.node_shard.is_whole:
-                bucket.form.free()
+        for gather in self._gathers:
+            if gather.bucket.node_shard.is_whole and gather.is_stale:
+                gather.bucket.form.free()
 
     def _finish(self) -> None:
         stores = not (self.stays and torch.is_grad_enabled())
-        self._events = [gather.finish(stores=stores) for gather in self._gathers]
+        self._events = [gather.finish(stores=stores) for gather in self._moving]
 
     def store(self) -> None:
         """Copy to the cache what has waited: [Note: Late copies]."""
@@ -336,7 +344,7 @@ class UnitGather:
     def start_local(self) -> None:
         """Begin the gather inside the node, once the node shards have arrived."""
         if self.state is GatherState.NODE:
-            for gather in self._gathers:
+            for gather in self._moving:
                 gather.start_local()
             self.state = GatherState.LOCAL
 
@@ -365,11 +373,11 @@ class UnitGather:
             self._finish()
         for event in self._events:
             wait_for(event)
-        for gather in self._gathers:
+        for gather in self._moving:
             gather.free_early()
         self._observer.arrived(self)
-        for bucket in self.buckets:
-            bucket.full.decode()
+        for gather in self._moving:
+            gather.bucket.full.decode()
         self._events = []
         self.state = GatherState.FULL
 

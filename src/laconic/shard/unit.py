@@ -176,6 +176,7 @@ class Unit:
                 bucket.close_account()
         self._root = root
         for bucket in self.buckets:
+            bucket.keep()
             bucket.open_account(root.ledger)
         # A unit may have another mesh than its root: [Note: Two parallelisms, two meshes] in ragged/dtensor.py.
         self._gather = UnitGather(self.buckets, root.lanes, root.copies_of, root.observer, self.prefetch)
