@@ -163,11 +163,14 @@ def grid_4bit(bench: Bench) -> Row:
     )
 
 
+def _repeats(bench: Bench) -> int:
+    return 1 if bench.quick else 5
+
+
 def _how(bench: Bench, cells: Sequence[Cell]) -> str:
-    repeats = 1 if bench.quick else 5
     return (
-        f"{len(cells)} cells of full training and LoRA, a Llama of 2.3 M parameters in fp32; medians of {repeats} steps "
-        "in turns, in the same processes."
+        f"{len(cells)} cells of full training and LoRA, a Llama of 2.3 M parameters in fp32; medians of {_repeats(bench)} "
+        "steps in turns, in the same processes."
     )
 
 

@@ -53,12 +53,15 @@ def placed(machine: Simulator, work: StepWork, shape: Shape, make: Callable[...,
     if host_bytes is None:
         free_bytes = cluster.host_memory_bytes * (1 - 1 / MARGIN) / cluster.ranks_per_node
         host_bytes = 0 if machine.device_type == "cpu" else math.floor(free_bytes)
-    uses = work.rehearsals.of(
+    first_step = work.rehearsals.of(
         work.job, work.trace, nodes=shape.nodes, local=shape.local, islands=shape.islands
-    ).uses  # fmt: skip
+    )  # fmt: skip
     speeds = speeds_of(cluster, shape, device_type=machine.device_type)
-    choice = choose_placements(list(uses.values()), speeds, device_bytes=device_bytes, host_bytes=host_bytes)
-    return Placed(placements=dict(zip(uses, choice.placements, strict=True)), choice=choice)
+    choice = choose_placements(
+        list(first_step.uses.values()), speeds, device_bytes=device_bytes, host_bytes=host_bytes,
+        passing_bytes=first_step.passing_bytes,
+    )  # fmt: skip
+    return Placed(placements=dict(zip(first_step.uses, choice.placements, strict=True)), choice=choice)
 
 
 def speeds_of(cluster: ClusterSpec, shape: Shape, *, device_type: str) -> Speeds:

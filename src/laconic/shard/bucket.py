@@ -331,15 +331,23 @@ class StoredWeights:
         bucket.dtype, self._device = shard.dtype, shard.device
         self._move(shard.detach(), bucket.version + 1)
 
+    @property
+    def may_drop(self) -> bool:
+        """True if a copy that rests elsewhere can stand for the frozen shard, as it has the parameters' own bits.
+
+        It has not under mixed precision, if parameters convert themselves, and if weights cross in few bits.
+        """
+        bucket = self._bucket
+        is_own_form = bucket.compute_dtype == bucket.dtype and bucket.gathers_own_bits
+        return is_own_form and bucket.is_frozen and not bucket.is_offloaded
+
     def drop(self) -> bool:
         """Free the memory of a frozen shard and use its copy inside the cached node shard. Returns whether it did.
 
-        It does nothing if the node shard goes after backward, or has not the parameters' own bits: under mixed
-        precision, if parameters convert themselves, and if weights cross in few bits.
+        It does nothing if the node shard goes after backward, or cannot stand for the shard.
         """
         bucket, kept = self._bucket, self._bucket.node_shard
-        is_other_form = bucket.compute_dtype != bucket.dtype or not bucket.gathers_own_bits
-        if not kept.outlives_backward or is_other_form or self.is_dropped or bucket.is_offloaded:
+        if not kept.outlives_backward or not self.may_drop or self.is_dropped:
             return False
         self.is_dropped = True
         # `.data` is an alias with its own version counter: a gather into the node shard is no edit.

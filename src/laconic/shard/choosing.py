@@ -46,6 +46,10 @@ class Places(Protocol):
 
     cluster: Cluster
 
+    @property
+    def passing_bytes(self) -> int:
+        """The bytes of whole weights on the device while units take turns."""
+
     def place(self, placements: Mapping[Any, Placement], /) -> None:
         """Let units rest elsewhere."""
 
@@ -100,17 +104,21 @@ class Chooser:
         speeds, room = _agree(cluster, _measured(cluster), self._room())
         device_bytes, host_bytes = room.device_bytes, room.host_bytes
         while True:
-            choice = choose_placements(uses, speeds, device_bytes=device_bytes, host_bytes=host_bytes)
-            if self._place(choice, room.step_bytes):
+            choice = choose_placements(
+                uses, speeds, device_bytes=device_bytes, host_bytes=host_bytes, passing_bytes=self._root.passing_bytes
+            )
+            taken = choice.saving
+            if self._place(choice, room.step_bytes) or max(taken.device_bytes, taken.host_bytes) <= 0:
                 return choice
             _log.warning(
                 "there was no memory for the %.2f GB on the device and %.2f GB on the host that were to be allowed: "
                 "choosing within half of them",
-                choice.saving.device_bytes / 1e9, choice.saving.host_bytes / 1e9,
+                taken.device_bytes / 1e9, taken.host_bytes / 1e9,
             )  # fmt: skip
-            device_bytes, host_bytes = choice.saving.device_bytes // 2, choice.saving.host_bytes // 2
-            if max(device_bytes, host_bytes) < _LEAST_BYTES:
-                device_bytes = host_bytes = 0
+            device_bytes, host_bytes = (
+                half if (half := max(0, nbytes) // 2) >= _LEAST_BYTES else 0
+                for nbytes in (taken.device_bytes, taken.host_bytes)
+            )
 
     def _room(self) -> Room:
         """This rank's room, within the budget that the user has set."""
@@ -127,8 +135,8 @@ class Chooser:
         try:
             self._root.place(dict(zip(self._units, choice.placements, strict=True)))
             resting_bytes = self._root.allocate_resting(self._units)
-            waiting_bytes = max(0, choice.saving.device_bytes - resting_bytes)
-            torch.empty(step_bytes + waiting_bytes, dtype=torch.uint8, device=self._root.cluster.device)
+            rest_bytes = max(0, step_bytes + choice.saving.device_bytes - resting_bytes)
+            torch.empty(rest_bytes, dtype=torch.uint8, device=self._root.cluster.device)
         except (RuntimeError, OSError) as error:
             if not _is_out_of_memory(error):
                 raise

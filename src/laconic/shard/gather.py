@@ -147,6 +147,7 @@ class BucketGather:
             crossing_bytes=self.crossing.arriving_bytes,
             gradient_bytes=gradient_bytes,
             node_gradient_bytes=gradient_bytes // cluster.num_local,
+            dropped_bytes=bucket.layout.shard_numel * bucket.dtype.itemsize if bucket.stored.may_drop else 0,
         )
 
     @property
@@ -435,6 +436,15 @@ class Order:
         self._open: list[UnitGather] = []  # whose forward has begun and not ended
         self._around: set[UnitGather] = set()  # in whose forward others begin
         self._pair_bytes = self._largest_bytes = 0  # of units that are not around others
+
+    @property
+    def pair_bytes(self) -> int:
+        """The most that two neighbours take whole, of the units that are not around others."""
+        return self._pair_bytes
+
+    def is_around(self, gather: UnitGather) -> bool:
+        """True if other units run in the forward of this one."""
+        return gather in self._around
 
     @property
     def has_run(self) -> bool:

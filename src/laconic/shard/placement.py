@@ -23,6 +23,12 @@ they save in them. Units of one size lead to the same states in many ways, of wh
 one takes no more and saves no less; or if what it saves, and the most that the other units could in the bytes that are
 left, if units could be split, is less than a set that is known. So some dozen units leave few states. Where they leave
 too many, the most promising go on, and the set may be a little below the best.
+
+[Note: What a choice takes]
+The memory that counts is that of the fullest moment, beside a step in which nothing rests. There the unit that is
+around all others, the root, is whole in any case. Of the others two neighbours are: a unit that rests elsewhere still
+takes its turn in that room, but if all of them rest whole, nobody needs it. A frozen shard that has a copy in what
+rests goes.
 """
 
 from __future__ import annotations
@@ -74,6 +80,8 @@ class BucketUse:
     """Of whole gradients; 0 if the bucket is frozen."""
     node_gradient_bytes: int
     """Of sums of the node."""
+    dropped_bytes: int = 0
+    """Of this rank's shard, if it goes while its copy rests elsewhere, as a frozen one does."""
 
     @property
     def is_trained(self) -> bool:
@@ -92,6 +100,8 @@ class UnitUse:
     """The times that its gradients are summed, if they do not wait whole: once for each micro-batch."""
     keeps_copies: bool
     """True if weights cross as differences to a node shard, which must rest somewhere."""
+    is_around: bool = False
+    """True if other units run in its forward, as in the root's: then it is whole when a step needs most memory."""
 
 
 class Saving(NamedTuple):
@@ -117,34 +127,60 @@ class Chosen(NamedTuple):
             parts.append(f"gradients of {whole} whole until the last micro-batch")
         return (
             f"cache='auto' places {len(self.placements)} units: {', '.join(parts)}. That takes "
-            f"{self.saving.device_bytes / 1e9:.2f} GB on each device and {self.saving.host_bytes / 1e9:.2f} GB of host "
-            f"memory, and saves {self.saving.seconds:.3g} s of transfers a step"
+            f"{max(0, self.saving.device_bytes) / 1e9:.2f} GB more of each device and "
+            f"{self.saving.host_bytes / 1e9:.2f} GB of host memory, and saves {self.saving.seconds:.3g} s of transfers "
+            "a step"
         )
 
 
-def choose_placements(units: Sequence[UnitUse], speeds: Speeds, *, device_bytes: int, host_bytes: int) -> Chosen:
+def choose_placements(
+    units: Sequence[UnitUse], speeds: Speeds, *, device_bytes: int, host_bytes: int, passing_bytes: int = 0
+) -> Chosen:
     """Choose the placement of each unit that saves most seconds of transfers in all: [Note: Placement].
 
     Args:
         units: in the order of forward. Of units alike, the last ones get more memory, since backward begins with them.
         speeds: the speed of transfers.
-        device_bytes: the most that all may take of the device's memory.
+        device_bytes: the most that all may take of the device's memory: [Note: What a choice takes].
         host_bytes: the same of the host's.
+        passing_bytes: of the whole weights that a step holds while units take turns, beside those of units that are
+            around others.
 
     Raises:
         ValueError: units that keep copies for differences on the wire find no room for them.
     """
     options = [list(_options(unit, speeds)) for unit in units]
-    numbers = best_set([[saving for _, saving in each] for each in options], device_bytes, host_bytes)
-    if numbers is None:
+    may_be_whole = [
+        each if unit.is_around else [option for option in each if option[0].weights == "rank"] or each
+        for unit, each in zip(units, options, strict=True)
+    ]
+    found = [
+        _best(each, device_bytes + credit_bytes, host_bytes, credit_bytes)
+        for each, credit_bytes in ((options, 0), (may_be_whole, passing_bytes))
+    ]
+    chosen = max((each for each in found if each is not None), key=lambda each: each.saving.seconds, default=None)
+    if chosen is None:
         need_bytes = sum(bucket.node_bytes for unit in units if unit.keeps_copies for bucket in unit.buckets)
         raise ValueError(
             f"wire= sends differences to copies of the weights, {need_bytes / 1e9:.2f} GB on each rank, but "
             f"device_bytes={device_bytes} and host_bytes={host_bytes} have no room for them; raise one, or use "
             "wire='exact'"
         )
+    return chosen
+
+
+def _best(
+    options: Sequence[Sequence[tuple[Placement, Saving]]], device_bytes: int, host_bytes: int, credit_bytes: int
+) -> Chosen | None:
+    """The best of these placements, which leave `credit_bytes` that a step without them takes; None if none fits."""
+    numbers = best_set([[saving for _, saving in each] for each in options], device_bytes, host_bytes)
+    if numbers is None:
+        return None
     chosen = [each[number] for each, number in zip(options, numbers, strict=True)]
-    return Chosen([placement for placement, _ in chosen], _total(saving for _, saving in chosen))
+    total = _total(saving for _, saving in chosen)
+    return Chosen(
+        [placement for placement, _ in chosen], total._replace(device_bytes=total.device_bytes - credit_bytes)
+    )
 
 
 def _total(savings: Iterator[Saving]) -> Saving:
@@ -185,11 +221,11 @@ def _gather_s(unit: UnitUse, rests: Where, speeds: Speeds) -> float:
 
 
 def _resting(unit: UnitUse, rests: Where) -> Saving:
-    whole_bytes, node_bytes = (
-        sum(getattr(bucket, name) for bucket in unit.buckets) for name in ("whole_bytes", "node_bytes")
+    whole_bytes, node_bytes, dropped_bytes = (
+        sum(getattr(bucket, name) for bucket in unit.buckets) for name in ("whole_bytes", "node_bytes", "dropped_bytes")
     )
-    on_device = {"none": 0, "host": 0, "device": node_bytes, "rank": whole_bytes}[rests]
-    return Saving(0.0, on_device, node_bytes if rests == "host" else 0)
+    on_device = {"none": 0, "host": 0, "device": node_bytes, "rank": 0 if unit.is_around else whole_bytes}[rests]
+    return Saving(0.0, on_device - (dropped_bytes if rests != "none" else 0), node_bytes if rests == "host" else 0)
 
 
 def _waiting(unit: UnitUse, waits: SumsWhere, speeds: Speeds) -> Saving:
@@ -207,8 +243,9 @@ def best_set(options: Sequence[Sequence[Saving]], device_bytes: int, host_bytes:
 
     None if even those that take least do not fit. Of sets that save equally, one that takes less of the device.
 
-    Reference: tests/reference/placement.py.
+    Bytes may be negative: what an option frees. Reference: tests/reference/placement.py.
     """
+    options, device_bytes = _from_zero(options, device_bytes)
     rest = [_Bound(options[index:]) for index in range(len(options) + 1)]
     known = _steepest(options, device_bytes, host_bytes)
     known_s = float("-inf") if known is None else _saved_s(options, known)
@@ -236,6 +273,16 @@ def best_set(options: Sequence[Sequence[Saving]], device_bytes: int, host_bytes:
         return known
     good = {taken: state for taken, state in states.items() if state.seconds >= best_s * (1 - _EQUAL)}
     return list(_unchained(good[min(good)].numbers))
+
+
+def _from_zero(options: Sequence[Sequence[Saving]], device_bytes: int) -> tuple[list[list[Saving]], int]:
+    """The same options and limit, but for the least bytes of each unit, which all its options have."""
+    least = [min(option.device_bytes for option in each) for each in options]
+    shifted = [
+        [option._replace(device_bytes=option.device_bytes - less) for option in each]
+        for each, less in zip(options, least, strict=True)
+    ]
+    return shifted, device_bytes - sum(least)
 
 
 class _State(NamedTuple):

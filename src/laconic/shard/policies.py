@@ -67,8 +67,8 @@ class Cache(Policy):
     and keeps 1 / L of them with L local ranks. `rank` keeps them whole and sums once, in the last micro-batch, as DDP's
     `no_sync` does."""
     device_bytes: Size | None = None
-    """For `auto` only: the bytes of device memory on each rank that weights and gradients may take between their uses.
-    Default: those that are free after the first step, but for 1 / 16 of the device's memory."""
+    """For `auto` only: the bytes of device memory on each rank that a step may take more than one in which nothing
+    rests. Default: those that are free after the first step, but for 1 / 16 of the device's memory."""
     host_bytes: Size | None = None
     """For `auto` only: the same for host memory. Default: those that are free, but for 1 / 16 of the machine's memory,
     divided by the ranks on a node; 0 where the device is the CPU, whose memory is the host's."""

@@ -256,6 +256,7 @@ class Unit:
             num_gathers=self._num_gathers,
             num_sums=self._num_sums,
             keeps_copies=any(bucket.wire.sends_differences for bucket in self.buckets),
+            is_around=self.root.order.is_around(self.gather),
         )
 
     def delay_edits(self) -> None:
@@ -568,6 +569,11 @@ class Root:
             for unit, placement in placements.items():
                 unit.placement = placement
             self._place_caches()
+
+    @property
+    def passing_bytes(self) -> int:
+        """The bytes of whole weights on the device while units take turns."""
+        return self.order.pair_bytes
 
     def allocate_resting(self, units: Iterable[Unit]) -> int:
         """Allocate the device memory in which weights of `units` stay. Returns its bytes."""
