@@ -169,8 +169,8 @@ def _repeats(bench: Bench) -> int:
 
 def _how(bench: Bench, cells: Sequence[Cell]) -> str:
     return (
-        f"{len(cells)} cells of full training and LoRA, a Llama of 2.3 M parameters in fp32; medians of {_repeats(bench)} "
-        "steps in turns, in the same processes."
+        f"{len(cells)} cells of full training and LoRA, a Llama of 2.3 M parameters in fp32; medians of "
+        f"{_repeats(bench)} steps in turns, in the same processes."
     )
 
 

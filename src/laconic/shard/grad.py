@@ -17,7 +17,7 @@ message of this backward says, and this rank's optimizer may not begin without i
 with such a parameter can do; freeze what no rank ever uses. Nor can a rank that has used all be silent: it does not
 know who needs its flags. The sums themselves have no room for them: a rank gets its own part of a sum, but needs all
 flags. The weights of the next step would bring them after the optimizer. On Gloo a host waits for each transfer in any
-case, so there the hosts exchange their flags, in one trip.
+case, so there the hosts exchange their flags, in one trip, while the last sums are under way.
 
 [Note: Cleared gradients]
 After a backward that does not sync, the engine keeps sums that are not in `.grad`: of a node, of an island, or on their
@@ -47,7 +47,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from laconic import _compat
 from laconic.comm.cluster import Cluster
-from laconic.comm.collectives import Communicator, start_flags
+from laconic.comm.collectives import Communicator, PendingFlags, start_flags
 from laconic.comm.traffic import Level
 from laconic.comm.watch import waiting_for
 from laconic.ragged.tensor import RaggedTensor, admit_edits
@@ -118,25 +118,44 @@ class UsedParameters:
         self._new.clear()
 
 
-def agree(reduced: Sequence[UsedParameters], lane: Lane) -> None:
-    """Finish the `.grad` of all parameters of `reduced`: [Note: Agreement on used parameters].
+class Agreement:
+    """The ranks' agreement on the parameters of some buckets: [Note: Agreement on used parameters].
 
-    Collective over the ranks of their clusters. It removes gradients that no rank has, and runs the parameters' hooks.
-    `lane` is that of the sums.
+    Collective over the ranks of their clusters, when it begins and when it is concluded.
     """
-    kinds = [(each.bucket.cluster, each.bucket.replicas_diverge) for each in reduced]
-    for cluster, diverge in dict.fromkeys(kinds):
-        members = [each for each, kind in zip(reduced, kinds, strict=True) if kind == (cluster, diverge)]
-        flags = [each.flags() for each in members]
-        names: tuple[Level, ...] = ("local", "node") if diverge else ("local", "node", "island")
-        levels = [level for name in names if (level := Communicator(cluster, name)).size > 1]
-        if levels and all(level.is_stream_ordered for level in levels):
-            is_needed = any(each.needs_others for each in members)
-            united = _unite_on_lane(cluster, levels, torch.cat(flags), lane, is_needed=is_needed)
-        else:
-            united = start_flags(cluster, torch.cat(flags), across_islands=not diverge).wait()
-        for each, used in zip(members, united.split([len(own) for own in flags]), strict=True):
-            each.conclude(used.tolist())
+
+    def __init__(self, reduced: Sequence[UsedParameters]) -> None:
+        """Begin to agree on parameters that get no further gradient. Hosts send their flags at once."""
+        kinds = [(each.bucket.cluster, each.bucket.replicas_diverge) for each in reduced]
+        self._groups: list[tuple[list[UsedParameters], list[Communicator], PendingFlags | None]] = []
+        for cluster, diverge in dict.fromkeys(kinds):
+            members = [each for each, kind in zip(reduced, kinds, strict=True) if kind == (cluster, diverge)]
+            names: tuple[Level, ...] = ("local", "node") if diverge else ("local", "node", "island")
+            levels = [level for name in names if (level := Communicator(cluster, name)).size > 1]
+            pending = None
+            if not levels or not all(level.is_stream_ordered for level in levels):
+                pending = start_flags(cluster, _flags(members), across_islands=not diverge)
+            self._groups.append((members, levels, pending))
+
+    def conclude(self, lane: Lane) -> None:
+        """Finish the `.grad` of all parameters, whose sums have ended on `lane`.
+
+        It removes gradients that no rank has, and runs the parameters' hooks.
+        """
+        for members, levels, pending in self._groups:
+            if pending is not None:
+                united = pending.wait()
+            else:
+                is_needed = any(each.needs_others for each in members)
+                cluster = members[0].bucket.cluster
+                united = _unite_on_lane(cluster, levels, _flags(members), lane, is_needed=is_needed)
+            sizes = [len(each.bucket.sharded) for each in members]
+            for each, used in zip(members, united.split(sizes), strict=True):
+                each.conclude(used.tolist())
+
+
+def _flags(members: Sequence[UsedParameters]) -> Tensor:
+    return torch.cat([each.flags() for each in members])
 
 
 def _unite_on_lane(

@@ -34,7 +34,7 @@ from laconic.shard.bucket import Bucket
 from laconic.shard.crossing import SumTransfer, ways_of_sums
 from laconic.shard.extension import Observer
 from laconic.shard.gather import HostReads
-from laconic.shard.grad import UsedParameters, WaitingGradient, WaitingSums, agree
+from laconic.shard.grad import Agreement, UsedParameters, WaitingGradient, WaitingSums
 from laconic.shard.lanes import Event, Lanes, wait_for
 from laconic.shard.ledger import Held
 from laconic.shard.linear import is_gradient
@@ -289,6 +289,11 @@ class Reduction:
         """The lane's event after all sums: compute may use `.grad`."""
         self._moves = self._sum()
 
+    @property
+    def ends_in_grad(self) -> bool:
+        """True if the sum goes to `.grad` at its end, and does not wait for a later backward."""
+        return self._across_nodes and (self._across_islands or not self.gradients.has_replicas)
+
     def advance(self) -> None:
         """Finish the sum that is under way, if one is, and begin the next one. Compute waits for none that begins."""
         lane = self.gradients.lanes.reduce
@@ -435,12 +440,15 @@ class ReductionQueue:
 
         If the host waits for gradients, it waits for the reads of weights as well.
         """
+        ending = [each.gradients for each in self._in_flight if each.ends_in_grad and not each.gradients.used.has_hooks]
+        reduced = list(dict.fromkeys([*self._reduced, *ending]))
+        agreement = Agreement([gradients.used for gradients in reduced])
         while self._in_flight:
             self._advance()
         self.wait_for_ended()
-        _land(self._reduced, reads)
-        if self._reduced:
-            agree([gradients.used for gradients in self._reduced], self._reduced[0].lanes.reduce)
+        _land(reduced, reads)
+        for gradients in reduced[:1]:
+            agreement.conclude(gradients.lanes.reduce)
         self._reduced.clear()
 
     def abandon(self) -> None:
@@ -476,7 +484,7 @@ class ReductionQueue:
         if gradients.used.has_hooks:
             self.wait_for_ended()
             _land([gradients])
-            agree([gradients.used], gradients.lanes.reduce)
+            Agreement([gradients.used]).conclude(gradients.lanes.reduce)
         elif gradients not in self._reduced:
             self._reduced.append(gradients)
 
