@@ -95,9 +95,7 @@ class Chooser:
         if self._is_done or not self._has_stepped:
             return
         self._is_done = True
-        choice = self._choose()
-        if self._root.cluster.shard_index == 0 and self._root.cluster.island_rank == 0:
-            _log.warning("%s", choice)
+        self._say(str(self._choose()))
 
     def _choose(self) -> Chosen:
         cluster, uses = self._root.cluster, [unit.use() for unit in self._units]
@@ -110,15 +108,19 @@ class Chooser:
             taken = choice.saving
             if self._place(choice, room.step_bytes) or max(taken.device_bytes, taken.host_bytes) <= 0:
                 return choice
-            _log.warning(
-                "there was no memory for the %.2f GB on the device and %.2f GB on the host that were to be allowed: "
-                "choosing within half of them",
-                taken.device_bytes / 1e9, taken.host_bytes / 1e9,
-            )  # fmt: skip
+            self._say(
+                f"there was no memory for the {taken.device_bytes / 1e9:.2f} GB on the device and "
+                f"{taken.host_bytes / 1e9:.2f} GB on the host that were to be allowed: choosing within half of them"
+            )
             device_bytes, host_bytes = (
                 half if (half := max(0, nbytes) // 2) >= _LEAST_BYTES else 0
                 for nbytes in (taken.device_bytes, taken.host_bytes)
             )
+
+    def _say(self, sentence: str) -> None:
+        """Let one rank of all islands log a sentence."""
+        if self._root.cluster.shard_index == 0 and self._root.cluster.island_rank == 0:
+            _log.warning("%s", sentence)
 
     def _room(self) -> Room:
         """This rank's room, within the budget that the user has set."""

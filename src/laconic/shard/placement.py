@@ -96,8 +96,8 @@ class UnitUse:
     buckets: tuple[BucketUse, ...]
     num_gathers: int
     """The times that its weights are gathered, if they rest nowhere."""
-    num_sums: int
-    """The times that its gradients are summed, if they do not wait whole: once for each micro-batch."""
+    num_early_sums: int
+    """The times that its gradients are summed before the micro-batch that syncs, if they do not wait whole."""
     keeps_copies: bool
     """True if weights cross as differences to a node shard, which must rest somewhere."""
     is_around: bool = False
@@ -194,7 +194,8 @@ def _options(unit: UnitUse, speeds: Speeds) -> Iterator[tuple[Placement, Saving]
     moves = crosses or any(bucket.whole_bytes > bucket.node_bytes for bucket in unit.buckets)
     may_rest: dict[Where, bool] = {"none": not unit.keeps_copies, "host": crosses, "device": crosses, "rank": moves}
     weights = [rests for rests, may in may_rest.items() if may]
-    sums: list[SumsWhere] = ["node", "rank"] if unit.num_sums > 1 else ["node"]
+    may_wait = unit.num_early_sums > 0 and any(bucket.is_trained for bucket in unit.buckets)
+    sums: list[SumsWhere] = ["node", "rank"] if may_wait else ["node"]
     nowhere_s = _gather_s(unit, "none", speeds)
     found: dict[Saving, Placement] = {}
     for rests, waits in product(weights, sums):
@@ -232,7 +233,7 @@ def _waiting(unit: UnitUse, waits: SumsWhere, speeds: Speeds) -> Saving:
     if waits == "node":
         return Saving(0.0, 0, 0)
     more_bytes = [bucket.gradient_bytes - bucket.node_gradient_bytes for bucket in unit.buckets]
-    return Saving((unit.num_sums - 1) * sum(map(speeds.local.seconds, more_bytes)), sum(more_bytes), 0)
+    return Saving(unit.num_early_sums * sum(map(speeds.local.seconds, more_bytes)), sum(more_bytes), 0)
 
 
 # -- the knapsack ------------------------------------------------------------------------------------------------------
@@ -249,6 +250,7 @@ def best_set(options: Sequence[Sequence[Saving]], device_bytes: int, host_bytes:
     rest = [_Bound(options[index:]) for index in range(len(options) + 1)]
     known = _steepest(options, device_bytes, host_bytes)
     known_s = float("-inf") if known is None else _saved_s(options, known)
+    least_s = _slightly_less(known_s)
     states: dict[tuple[int, int], _State] = {(0, 0): _State(0.0, None)}
     for each, bound in zip(options, rest[1:], strict=True):
         found: dict[tuple[int, int], _State] = {}
@@ -258,9 +260,9 @@ def best_set(options: Sequence[Sequence[Saving]], device_bytes: int, host_bytes:
                 seconds = state.seconds + option.seconds
                 if taken[0] > device_bytes or taken[1] > host_bytes:
                     continue
-                if seconds + bound.most_s(device_bytes - taken[0]) < known_s * (1 - _EQUAL):
+                if seconds + bound.most_s(device_bytes - taken[0]) < least_s:
                     continue
-                if taken not in found or found[taken].seconds < seconds * (1 - _EQUAL):
+                if taken not in found or found[taken].seconds < _slightly_less(seconds):
                     found[taken] = _State(seconds, (state.numbers, number))
         states = _undominated(found)
         if len(states) > _MOST_STATES:
@@ -269,9 +271,9 @@ def best_set(options: Sequence[Sequence[Saving]], device_bytes: int, host_bytes:
             )
             states = dict(by_promise[:_MOST_STATES])
     best_s = max((state.seconds for state in states.values()), default=float("-inf"))
-    if best_s < known_s * (1 - _EQUAL) or not states:
+    if best_s < least_s or not states:
         return known
-    good = {taken: state for taken, state in states.items() if state.seconds >= best_s * (1 - _EQUAL)}
+    good = {taken: state for taken, state in states.items() if state.seconds >= _slightly_less(best_s)}
     return list(_unchained(good[min(good)].numbers))
 
 
@@ -283,6 +285,11 @@ def _from_zero(options: Sequence[Sequence[Saving]], device_bytes: int) -> tuple[
         for each, less in zip(options, least, strict=True)
     ]
     return shifted, device_bytes - sum(least)
+
+
+def _slightly_less(seconds: float) -> float:
+    """The least sum that counts as equal. Copies may cost more than they save, so sums may be negative."""
+    return seconds - _EQUAL * abs(seconds)
 
 
 class _State(NamedTuple):

@@ -29,8 +29,12 @@ WireName = Literal["exact", "8bit", "4bit"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Where one unit's weights and sums of gradients rest between their uses. The words are those of `Cache`."""
+class Placement(Policy):
+    """Where one unit's weights and sums of gradients rest between their uses. The words are those of `Cache`.
+
+    Raises:
+        ValueError: a word is unknown.
+    """
 
     weights: Where = "none"
     gradients: SumsWhere = "node"

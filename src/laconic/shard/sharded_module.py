@@ -150,8 +150,7 @@ class ShardedModule(FSDPModule, nn.Module):
             placements: by the names that `placements()` returns; other units stay where they are.
 
         Raises:
-            ValueError: a name is not that of a unit, a word is unknown, or weights that cross as differences would rest
-                nowhere.
+            ValueError: a name is not that of a unit, or weights that cross as differences would rest nowhere.
         """
         self._laconic_unit.root.set_placements(placements)
 

@@ -239,22 +239,22 @@ class Unit:
         """Refuse a placement that the unit cannot have.
 
         Raises:
-            ValueError: a word is unknown, or weights that cross as differences would rest nowhere.
+            ValueError: weights that cross as differences would rest nowhere.
         """
-        policy = Cache(where=placement.weights, gradients=placement.gradients)
+        policy = Cache(where=placement.weights)
         for bucket in self.buckets:
             ShardPolicy(cache=policy, wire=bucket.wire)
 
     def begin_counting(self) -> None:
         """Count uses of the unit from now on."""
-        self._num_gathers = self._num_sums = 0
+        self._num_gathers = self._num_early_sums = 0
 
     def use(self) -> UnitUse:
         """The use of the unit since `begin_counting`."""
         return UnitUse(
             buckets=self.gather.uses(),
             num_gathers=self._num_gathers,
-            num_sums=self._num_sums,
+            num_early_sums=self._num_early_sums,
             keeps_copies=any(bucket.wire.sends_differences for bucket in self.buckets),
             is_around=self.root.order.is_around(self.gather),
         )
@@ -423,7 +423,7 @@ class Unit:
         backward = self.root.backward
         reduces = self._is_in_backward and backward is not None and backward.adds_to_grad
         self.phase = UnitPhase.REST
-        self._num_sums += self.root.probe is None
+        self._num_early_sums += self.root.probe is None and not self.requires_gradient_sync
         # All trained buckets, with or without gradients here: [Note: Gradients that do not come].
         for gradients in self.gradients:
             if gradients.has_gradients or (reduces and not gradients.bucket.is_frozen):

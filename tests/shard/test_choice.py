@@ -1,0 +1,300 @@
+"""The choice of placements: the best set of all, within the bytes, and what it comes to for units made by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from laconic.comm.speed import AS_IN_A_RACK, Speed
+from laconic.shard import placement as placement_module
+from laconic.shard.placement import BucketUse, Choice, Saving, Speeds, UnitUse, _steepest, best_set, choose
+from laconic.shard.policies import Placement
+from tests.reference.placement import least_step_seconds, most_seconds, step_seconds, taken_bytes
+
+RACK = Speeds(node=AS_IN_A_RACK["node"], local=AS_IN_A_RACK["local"], copy=AS_IN_A_RACK["copy"])
+EVEN = Speeds(node=Speed(bytes_per_s=1e9), local=Speed(bytes_per_s=1e9), copy=Speed(bytes_per_s=1e12))
+SLOW_WIRE = replace(EVEN, node=Speed(bytes_per_s=1e6))
+MUCH = 10**12
+
+
+def _bucket(nbytes: int = 1200, *, nodes: int = 2, local: int = 2, is_frozen: bool = False) -> BucketUse:
+    node_bytes = nbytes // local
+    return BucketUse(
+        whole_bytes=nbytes,
+        node_bytes=node_bytes,
+        crossing_bytes=(nodes - 1) * node_bytes // nodes,
+        gradient_bytes=0 if is_frozen else nbytes,
+        node_gradient_bytes=0 if is_frozen else node_bytes,
+    )
+
+
+def _unit(
+    *buckets: BucketUse, num_gathers: int = 2, num_early_sums: int = 0, keeps_copies: bool = False, **options: Any
+) -> UnitUse:
+    return UnitUse(
+        buckets=buckets or (_bucket(**options),),
+        num_gathers=num_gathers,
+        num_early_sums=num_early_sums,
+        keeps_copies=keeps_copies,
+    )
+
+
+def _weights(choice: Choice) -> list[str]:
+    return [each.weights for each in choice.placements]
+
+
+def _gradients(choice: Choice) -> list[str]:
+    return [each.gradients for each in choice.placements]
+
+
+# -- the best set ------------------------------------------------------------------------------------------------------
+
+
+def _random_options(draw: random.Random, *, has_host: bool, is_coarse: bool) -> list[list[Saving]]:
+    """Some units' options. Coarse ones are small numbers, with many ties; host options may cost seconds."""
+    most = 4 if is_coarse else 1000
+
+    def option() -> Saving:
+        seconds = draw.randint(-most, most) if is_coarse else draw.uniform(-0.3, 1) * 10 ** draw.randint(-3, 3)
+        host_bytes = draw.choice((0, draw.randint(0, most))) if has_host else 0
+        return Saving(float(seconds), draw.randint(0, most), host_bytes)
+
+    def unit() -> list[Saving]:
+        nothing = [Saving(0.0, 0, 0)] if draw.random() < 0.7 else []
+        return nothing + [option() for _ in range(draw.randint(1 - len(nothing), 4))]
+
+    return [unit() for _ in range(draw.randint(0, 5))]
+
+
+def _total(options: Sequence[Sequence[Saving]], numbers: Sequence[int]) -> tuple[float, int, int]:
+    """The seconds, device bytes and host bytes of a set."""
+    chosen = [unit[index] for unit, index in zip(options, numbers, strict=True)]
+    seconds, device, host = (sum(each[place] for each in chosen) for place in range(3))
+    return seconds, int(device), int(host)
+
+
+@pytest.mark.parametrize("has_host", [False, True])
+@pytest.mark.parametrize("is_coarse", [False, True])
+def test_the_best_set_is_the_best_of_all_sets(has_host: bool, is_coarse: bool) -> None:
+    draw, infeasible = random.Random(f"{has_host} {is_coarse}"), 0
+    for number in range(400):
+        options = _random_options(draw, has_host=has_host, is_coarse=is_coarse)
+        most = sum(max((each.device_bytes for each in unit), default=0) for unit in options)
+        device_bytes, host_bytes = draw.randint(0, most + 1), draw.randint(0, most + 1)
+        want, numbers = most_seconds(options, device_bytes, host_bytes), best_set(options, device_bytes, host_bytes)
+        where = f"case {number}: {options}, {device_bytes}, {host_bytes}"
+        if want is None:
+            infeasible += 1
+            assert numbers is None, where
+            continue
+        assert numbers is not None, where
+        total = _total(options, numbers)
+        assert total[0] == pytest.approx(want, rel=1e-7, abs=1e-9), where
+        assert total[1] <= device_bytes, where
+        assert total[2] <= host_bytes, where
+    assert 10 < infeasible < 300, "both kinds are tried"
+
+
+def test_of_sets_that_save_equally_one_takes_less_of_the_device() -> None:
+    options = [[Saving(0.0, 0, 0), Saving(3.0, 8, 0), Saving(3.0, 0, 5)], [Saving(0.0, 0, 0), Saving(0.0, 4, 0)]]
+    assert best_set(options, 100, 100) == [2, 0]
+    assert best_set(options, 100, 0) == [1, 0]
+
+
+def _states_counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of states after each unit, of all best sets from now on."""
+    sizes: list[int] = []
+    undominated = placement_module._undominated
+
+    def counted(states: Any) -> Any:
+        sizes.append(len(states))
+        return undominated(states)
+
+    monkeypatch.setattr(placement_module, "_undominated", counted)
+    return sizes
+
+
+def test_states_that_cannot_become_the_best_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sixteen units without like sizes some dozen states stay, where some two hundred would."""
+    sizes, draw = _states_counted(monkeypatch), random.Random(7)
+    options = [
+        [Saving(0.0, 0, 0)] + [Saving(draw.uniform(0, 1), draw.randint(10**8, 10**9), 0) for _ in range(3)]
+        for _ in range(16)
+    ]
+    assert best_set(options, 3 * 10**9, 0) is not None
+    assert max(sizes) < 40
+
+
+@pytest.mark.parametrize(("most_states", "better"), [(1024, 1.05), (16, 1.0)])
+def test_many_units_lead_to_few_states_and_to_no_less_than_steps_do(
+    most_states: int, better: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eighty units of which no two are alike: all sets are some 10 ** 48."""
+    sizes = _states_counted(monkeypatch)
+    monkeypatch.setattr(placement_module, "_MOST_STATES", most_states)
+    draw = random.Random(5)
+    for share in (0.1, 0.5, 0.9):
+        options = [
+            [Saving(0.0, 0, 0)]
+            + [Saving(draw.uniform(-0.1, 1), draw.randint(0, 10**9), draw.choice((0, 10**8))) for _ in range(3)]
+            for _ in range(80)
+        ]
+        device_bytes = int(share * sum(max(each.device_bytes for each in unit) for unit in options))
+        numbers = best_set(options, device_bytes, 10**9)
+        steps = _steepest(options, device_bytes, 10**9)
+        assert numbers is not None
+        assert steps is not None
+        assert _total(options, numbers)[0] >= _total(options, steps)[0] * better * (1 - 1e-9)
+        assert _total(options, numbers)[1] <= device_bytes
+        assert _total(options, numbers)[2] <= 10**9
+    assert max(sizes) <= 4 * most_states
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+def _random_unit(draw: random.Random) -> UnitUse:
+    nodes, local = draw.choice(((1, 1), (1, 3), (3, 1), (2, 2), (3, 2), (2, 5)))
+    buckets = [
+        _bucket(
+            draw.choice((30, 60, 600, 6000)) * local * nodes, nodes=nodes, local=local, is_frozen=draw.random() < 0.3
+        )
+        for _ in range(draw.choice((0, 1, 1, 2)))
+    ]
+    return UnitUse(
+        buckets=tuple(buckets),
+        num_gathers=draw.randint(0, 5),
+        num_early_sums=draw.randint(0, 2),
+        keeps_copies=nodes > 1 and len(buckets) > 0 and draw.random() < 0.2,
+    )
+
+
+def _random_speeds(draw: random.Random) -> Speeds:
+    node, local, copy = (
+        Speed(latency_s=draw.choice((0.0, 1e-5)), bytes_per_s=10 ** draw.uniform(6, 9)) for _ in range(3)
+    )
+    return Speeds(node=node, local=local, copy=draw.choice((copy, None)))
+
+
+def test_the_choice_makes_the_shortest_step_of_all_placements_within_the_bytes() -> None:
+    draw, refused = random.Random(3), 0
+    for number in range(300):
+        units = [_random_unit(draw) for _ in range(draw.randint(0, 3))]
+        speeds = _random_speeds(draw)
+        most = sum(bucket.whole_bytes + bucket.gradient_bytes for unit in units for bucket in unit.buckets)
+        device_bytes, host_bytes = (draw.choice((0, draw.randint(0, most), 2 * most)) for _ in range(2))
+        least = least_step_seconds(units, speeds, device_bytes, host_bytes)
+        if least is None:
+            refused += 1
+            with pytest.raises(ValueError, match="raise one, or use wire='exact'"):
+                choose(units, speeds, device_bytes=device_bytes, host_bytes=host_bytes)
+            continue
+        choice = choose(units, speeds, device_bytes=device_bytes, host_bytes=host_bytes)
+        pairs = list(zip(units, choice.placements, strict=True))
+        seconds = sum(step_seconds(unit, each, speeds) for unit, each in pairs)
+        assert seconds == pytest.approx(least, rel=1e-6), number
+        nowhere = sum(step_seconds(unit, Placement(), speeds) for unit in units)
+        assert choice.saving.seconds == pytest.approx(nowhere - seconds, rel=1e-6, abs=1e-12), number
+        taken = [taken_bytes(unit, each) for unit, each in pairs]
+        assert choice.saving[1:] == (sum(device for device, _ in taken), sum(host for _, host in taken)), number
+        assert choice.saving.device_bytes <= device_bytes, number
+        assert choice.saving.host_bytes <= host_bytes, number
+        for unit, each in pairs:
+            assert not (unit.keeps_copies and each.weights == "none"), number
+            assert each.gradients == "node" or unit.num_early_sums > 0, number
+            assert each.gradients == "node" or any(bucket.is_trained for bucket in unit.buckets), number
+    assert 5 < refused < 100, "both kinds are tried"
+
+
+def test_on_a_slow_wire_node_shards_come_before_whole_weights() -> None:
+    units = [_unit() for _ in range(4)]
+    assert _weights(choose(units, SLOW_WIRE, device_bytes=4 * 600, host_bytes=0)) == ["device"] * 4
+    assert _weights(choose(units, SLOW_WIRE, device_bytes=5 * 600, host_bytes=0)) == ["device"] * 3 + ["rank"]
+    assert _weights(choose(units, SLOW_WIRE, device_bytes=MUCH, host_bytes=0)) == ["rank"] * 4
+
+
+def test_where_both_levels_are_equally_fast_whole_weights_win() -> None:
+    units = [_unit() for _ in range(4)]
+    assert _weights(choose(units, EVEN, device_bytes=4 * 600, host_bytes=0)) == ["none"] * 2 + ["rank"] * 2
+
+
+def test_the_host_takes_what_the_device_has_no_room_for() -> None:
+    units = [_unit() for _ in range(3)]
+    assert _weights(choose(units, RACK, device_bytes=0, host_bytes=0)) == ["none"] * 3
+    assert _weights(choose(units, SLOW_WIRE, device_bytes=0, host_bytes=MUCH)) == ["host"] * 3
+    assert _weights(choose(units, SLOW_WIRE, device_bytes=0, host_bytes=2 * 600)) == ["none", "host", "host"]
+    assert sorted(_weights(choose(units, SLOW_WIRE, device_bytes=1200, host_bytes=600))) == ["device", "device", "host"]
+    slow_copies = replace(SLOW_WIRE, copy=Speed(bytes_per_s=1e5))
+    assert _weights(choose(units, slow_copies, device_bytes=0, host_bytes=MUCH)) == ["none"] * 3
+
+
+def test_frozen_weights_come_first_and_their_gradients_never_wait() -> None:
+    """Frozen weights at rest save all of their gathers, others all but one."""
+    frozen, trained = _unit(_bucket(is_frozen=True)), _unit()
+    choice = choose([frozen, trained], EVEN, device_bytes=1200, host_bytes=0)
+    assert _weights(choice) == ["rank", "none"]
+    assert choice.saving.seconds == pytest.approx(2 * (300 + 600) / 1e9)
+    units = [replace(unit, num_early_sums=2) for unit in (frozen, trained)]
+    assert _gradients(choose(units, EVEN, device_bytes=MUCH, host_bytes=0)) == ["node", "rank"]
+
+
+def test_one_rank_a_node_has_whole_weights_rather_than_node_shards() -> None:
+    """Both take the same bytes, but from a node shard of its own each use copies."""
+    [chosen] = choose([_unit(local=1)], RACK, device_bytes=1200, host_bytes=0).placements
+    assert chosen.weights == "rank"
+    assert _weights(choose([_unit(local=1)], RACK, device_bytes=1199, host_bytes=0)) == ["none"]
+    assert _weights(choose([_unit(local=1)], RACK, device_bytes=0, host_bytes=1200)) == ["host"]
+
+
+def test_one_node_has_whole_weights_or_none() -> None:
+    units = [_unit(nodes=1, local=4), _unit(nodes=1, local=4)]
+    assert _weights(choose(units, RACK, device_bytes=1200, host_bytes=MUCH)) == ["none", "rank"]
+    assert _weights(choose(units, RACK, device_bytes=1199, host_bytes=MUCH)) == ["none", "none"]
+    assert choose([_unit(nodes=1, local=1, num_early_sums=1)], RACK, device_bytes=MUCH, host_bytes=MUCH).saving == (
+        0,
+        0,
+        0,
+    )
+
+
+def test_one_bucket_that_crosses_makes_a_unit_that_may_rest() -> None:
+    """The parameters of one unit may have two meshes: here ranks of one node share some, and two nodes the others."""
+    for buckets in ((_bucket(nodes=1, local=1), _bucket()), (_bucket(), _bucket(nodes=1, local=1))):
+        choice = choose([_unit(*buckets)], SLOW_WIRE, device_bytes=1200 + 600, host_bytes=0)
+        assert _weights(choice) == ["device"]
+        assert choice.saving == (pytest.approx(300 / 1e6), 1800, 0)
+        assert _weights(choose([_unit(*buckets)], SLOW_WIRE, device_bytes=2400, host_bytes=0)) == ["rank"]
+
+
+def test_gradients_wait_whole_if_there_are_several_micro_batches() -> None:
+    for num_early_sums, waits in ((0, "node"), (1, "rank"), (8, "rank")):
+        units = [_unit(num_early_sums=num_early_sums)]
+        assert _gradients(choose(units, EVEN, device_bytes=MUCH, host_bytes=MUCH)) == [waits]
+    choice = choose([_unit(num_gathers=2, num_early_sums=8)], EVEN, device_bytes=600, host_bytes=0)
+    assert choice.placements == [Placement(gradients="rank")], "eight sums are saved, and one gather"
+
+
+def test_copies_for_differences_rest_somewhere_or_are_refused() -> None:
+    copies, plain = _unit(keeps_copies=True), _unit()
+    slow_copies = replace(EVEN, copy=Speed(bytes_per_s=1e3))
+    for speeds in (EVEN, slow_copies):
+        assert _weights(choose([plain, copies], speeds, device_bytes=0, host_bytes=600)) == ["none", "host"]
+    assert _weights(choose([plain, copies], SLOW_WIRE, device_bytes=600, host_bytes=0)) == ["none", "device"]
+    assert _weights(choose([copies, copies], slow_copies, device_bytes=600, host_bytes=600)) == ["host", "device"]
+    message = r"0.00 GB on each rank, but device_bytes=599 and host_bytes=599 have no room for them; raise one, or use"
+    with pytest.raises(ValueError, match=message):
+        choose([plain, copies], EVEN, device_bytes=599, host_bytes=599)
+
+
+def test_of_units_alike_the_last_get_the_memory() -> None:
+    """Backward begins with them."""
+    units = [_unit() for _ in range(12)]
+    for speeds in (EVEN, RACK):
+        for num_fitting in range(13):
+            choice = choose(units, speeds, device_bytes=1200 * num_fitting + 100, host_bytes=0)
+            ranks = {"none": 0, "device": 1, "rank": 2}
+            assert [ranks[each] for each in _weights(choice)] == sorted(ranks[each] for each in _weights(choice))
