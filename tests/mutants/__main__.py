@@ -69,14 +69,18 @@ _NEAREST = {
     "shard": "shard/test_bucket shard/test_unit shard/test_api shard/test_reduce shard/test_autograd shard/test_graphs"
     " shard/test_cache shard/test_zero_copy shard/test_errors shard/test_offload shard/test_mixed_precision"
     " shard/test_crossing shard/test_fsdp2_names shard/test_gather shard/test_buffers shard/test_conversion"
-    " shard/test_wire_twin shard/test_first_weights shard/test_cleared shard/test_models rehearse/test_without_values",
+    " shard/test_wire_twin shard/test_first_weights shard/test_cleared shard/test_models rehearse/test_without_values"
+    " shard/test_whole_gradients shard/test_auto",
     "shard/crossing": "shard/test_crossing shard/test_wire_twin shard/test_conversion shard/test_cache",
-    "shard/cache": "shard/test_cache shard/test_crossing shard/test_unit shard/test_offload",
+    "shard/cache": "shard/test_cache shard/test_crossing shard/test_unit shard/test_offload shard/test_auto",
     "shard/gather": "shard/test_gather shard/test_prefetch rehearse/test_prefetch shard/test_unit shard/test_zero_copy"
     " shard/test_autograd shard/test_graphs",
     "shard/buffers": "shard/test_buffers shard/test_errors",
     "shard/reduce": "shard/test_reduce shard/test_mixed_precision shard/test_cleared shard/test_autograd"
-    " guard/test_checks",
+    " shard/test_whole_gradients guard/test_checks",
+    "shard/placement": "shard/test_choice",
+    "shard/choosing": "shard/test_auto",
+    "shard/room": "shard/test_room",
     "shard/grad": "shard/test_cleared shard/test_autograd shard/test_reduce",
     "shard/policies": "shard/test_errors shard/test_mixed_precision shard/test_crossing shard/test_api",
 }

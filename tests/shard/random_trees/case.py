@@ -24,6 +24,10 @@ class Unit:
     """The options of one call of `fully_shard`."""
 
     cache: str = "none"
+    gradients: str = "node"
+    """Where they wait between micro-batches; "auto" chooses."""
+    budget: int = 0
+    """The bytes of the device that "auto" has, and half of them on the host."""
     reshard_after_forward: bool | None = None
     granularity: str | None = None
     checks: int | None = None
@@ -113,6 +117,8 @@ class Step:
     """How a parameter changes after the step: "" (not at all), noticed, or unnoticed, which needs `invalidate`."""
     toggles: int | None = None
     """The parameter, modulo their number, whose `requires_grad` changes after the step."""
+    moves: int | None = None
+    """Units rest elsewhere after the step: the nth where the sum of this number and n says."""
 
 
 @dataclass(frozen=True)

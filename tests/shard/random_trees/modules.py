@@ -13,7 +13,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import laconic
+from laconic.shard.policies import Placement, SumsWhere, Where
 from tests.shard.random_trees.case import Case, Node, Precision, Unit
+
+_WEIGHTS: tuple[Where, ...] = ("rank", "none", "host", "device")
+_SUMS: tuple[SumsWhere, ...] = ("node", "rank")
 
 
 @dataclass
@@ -350,13 +354,23 @@ class Model:
             laconic.fully_shard(
                 module,
                 mesh=mesh,
-                cache=unit.cache,  # type: ignore[arg-type]
+                cache=_cache(unit),
                 reshard_after_forward=unit.reshard_after_forward,
                 granularity=_granularity(unit.granularity),
                 checks=_checks(unit.checks),
                 mp_policy=policy(unit.precision),
                 ignored_params=self.ignored,
             )
+
+    def move(self, number: int) -> None:
+        """Let the units that have run rest elsewhere."""
+        units: list[Any] = [module._laconic_unit for module, _ in self.units()]
+        for root in dict.fromkeys(unit._root for unit in units if unit._root is not None):
+            places = {
+                unit.name: Placement(weights=_WEIGHTS[(number + index) % 4], gradients=_SUMS[(number + index) // 4 % 2])
+                for index, unit in enumerate(root.units)
+            }
+            root.set_placements(places)
 
     def managed(self) -> set[str]:
         """The names of the parameters that units take."""
@@ -411,6 +425,12 @@ def _own_parameters(module: nn.Module, of_nodes: set[nn.Module]) -> Iterator[nn.
 
 def _granularity(name: str | None) -> Any:
     return {None: None, "rows": laconic.rows(2), "elements": laconic.elements(3), "whole": laconic.whole()}[name]
+
+
+def _cache(unit: Unit) -> laconic.Cache:
+    if unit.cache == "auto":
+        return laconic.Cache(where="auto", device_bytes=unit.budget, host_bytes=unit.budget // 2)
+    return laconic.Cache(where=unit.cache, gradients=unit.gradients)  # type: ignore[arg-type]
 
 
 def _checks(interval: int | None) -> laconic.Checks | None:

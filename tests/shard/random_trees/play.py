@@ -78,6 +78,7 @@ class Player:
         module: nn.Module,
         managed: set[str],
         set_sync: Callable[[bool], None] | None = None,
+        move: Callable[[int], None] | None = None,
     ) -> None:
         """Make the optimizer.
 
@@ -87,9 +88,10 @@ class Player:
             module: the sharded model, or the oracle's copy of the unsharded one.
             managed: the names of the parameters that units take.
             set_sync: sets whether the next backward sends gradients; None on the oracle.
+            move: lets units rest elsewhere; None on the oracle.
         """
         self.case, self.rank, self.module = case, rank, module
-        self.managed, self.set_sync = managed, set_sync
+        self.managed, self.set_sync, self.move = managed, set_sync, move
         self.named = dict(module.named_parameters())
         self.trace: Trace = []
         self.scales: dict[str, float] = {}
@@ -247,6 +249,8 @@ class Player:
             names = [name for name in self.named if "layers." not in name]  # experts: all ranks need equal graphs
             for name in names[step.toggles % len(names) :][:1] if names else []:
                 self.named[name].requires_grad_(not self.named[name].requires_grad)
+        if step.moves is not None and self.move is not None:
+            self.move(step.moves)
         for name, buffer in self.module.named_buffers():
             self._record(name, keep(buffer))
 
@@ -273,7 +277,7 @@ def play_rank(case: Case, rank: int, mesh: Any) -> Trace:
         for unit in units:
             unit.set_requires_gradient_sync(syncs, recurse=False)  # type: ignore[operator]
 
-    player = Player(case, rank, model.module, managed, set_sync)
+    player = Player(case, rank, model.module, managed, set_sync, model.move)
     for _ in player.play():
         pass
     return player.trace

@@ -99,9 +99,11 @@ class _Trees:
         chances = (True, True, True, True, True, True, True, False) if depth == 0 else (False, True)
         if not draw(st.sampled_from(chances)):
             return None
-        cache = draw(st.sampled_from(("none", "host", "device", "rank")))
+        cache = draw(st.sampled_from(("none", "host", "device", "rank", "auto")))
         return Unit(
             cache=cache,
+            gradients="node" if cache == "auto" else draw(st.sampled_from(("node", "rank"))),
+            budget=draw(st.sampled_from((0, 300, 1000, 10**6))) if cache == "auto" else 0,
             reshard_after_forward=draw(st.sampled_from((None, False) if cache == "rank" else (None, True, False))),
             granularity=_seldom(draw, st.sampled_from(("rows", "elements", "whole")), None),
             checks=_seldom(draw, st.integers(0, 3), None, 2),
@@ -130,6 +132,7 @@ class _Steps:
             zero=draw(st.sampled_from(("none", "none", "zeros", "keep"))),
             edits=_seldom(draw, st.sampled_from(("noticed", "unnoticed")), ""),
             toggles=_seldom(draw, st.integers(0, 30), None),
+            moves=_seldom(draw, st.integers(0, 7), None),
         )
 
     def micro(self, *, accumulates: bool) -> Micro:

@@ -1,0 +1,91 @@
+"""Measured transfers: their bytes, the numbers that come of times by a pretended clock, and what is not measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import laconic
+from laconic.comm import speed as speed_module
+from laconic.comm.speed import AS_IN_A_RACK, Speed, _speed, measure_copies, measure_gathers
+from laconic.comm.traffic import IslandLevel
+from tests.support.launch import on_ranks
+
+LEVELS: tuple[IslandLevel, ...] = ("node", "local")
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("world_size", "local"), [(1, 1), (3, 1), (3, 3), (6, 2)])
+@on_ranks("world_size", local="local", timeout_s=60)
+def test_gathers_are_measured_and_their_bytes_counted() -> None:
+    cluster = laconic.Cluster.of(laconic.init_mesh("cpu"))
+    sizes = {"node": cluster.num_nodes, "local": cluster.num_local}
+    for level in LEVELS:
+        before = cluster.traffic.snapshot()
+        speed = measure_gathers(cluster, level)
+        moved = cluster.traffic.snapshot() - before
+        nbytes = (sizes[level] - 1) * 6 * (64 + 2**18)  # one gather warms up, and five are measured
+        assert moved.total(level, "control", "sent") == moved.total(level, "control", "received") == nbytes
+        assert moved.total() == 2 * nbytes, "nothing else was counted"
+        if sizes[level] == 1:
+            assert speed == Speed(), "one rank takes no time"
+            assert speed.seconds(10**12) == 0
+        else:
+            assert 0 < speed.latency_s < math.inf
+            assert 0 < speed.bytes_per_s < math.inf
+
+
+@on_ranks(2, local=1)
+def test_a_rehearsal_has_no_clock_and_sends_nothing() -> None:
+    cluster = laconic.Cluster.of(laconic.init_mesh("cpu"))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(speed_module, "is_rehearsed", lambda: True)
+        before = cluster.traffic.snapshot()
+        assert measure_gathers(cluster, "node") == AS_IN_A_RACK["node"]
+        assert measure_gathers(cluster, "local") == Speed()
+        assert measure_copies(torch.device("cuda")) == AS_IN_A_RACK["copy"]
+        assert (cluster.traffic.snapshot() - before).total() == 0
+
+
+def test_seconds_grow_with_bytes_and_nothing_takes_no_time() -> None:
+    speed = Speed(latency_s=0.25, bytes_per_s=8.0)
+    assert [speed.seconds(nbytes) for nbytes in (0, 1, 16)] == [0.0, 0.375, 2.25]
+    assert Speed().seconds(10**15) == 0.0
+
+
+def _on_clock(monkeypatch: pytest.MonkeyPatch, seconds_of: Callable[[int, int], float]) -> Speed:
+    """The speed of transfers, of 1,064 bytes at most, by a clock on which the nth takes `seconds_of(bytes, n)`."""
+    clock = [100.0]
+    monkeypatch.setattr(speed_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def make(nbytes: int) -> Callable[[], object]:
+        count = [0]
+
+        def transfer() -> None:
+            clock[0] += seconds_of(nbytes, count[0])
+            count[0] += 1
+
+        return transfer
+
+    return _speed(make, CPU, 1064, factor=3)
+
+
+def test_the_fastest_transfers_count_but_never_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latency and rate are those of the clock, though the first transfer is the fastest and others take longer."""
+
+    def seconds(nbytes: int, number: int) -> float:
+        return 0.0 if number == 0 else 2.0 + nbytes / 64 + (0.0 if number == 3 else 5.0)
+
+    speed = _on_clock(monkeypatch, seconds)
+    assert speed.latency_s == pytest.approx(3.0)
+    assert speed.bytes_per_s == pytest.approx(3 * 64), "a rank gets three times what it gives"
+
+
+def test_a_busy_machine_gives_finite_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a small transfer may take longer than a large one."""
+    speed = _on_clock(monkeypatch, lambda nbytes, number: 9.0 if nbytes == 64 else 4.0)
+    assert speed == Speed(latency_s=4.0, bytes_per_s=3 * 1000 / 0.4)
