@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports a name when it is first 
     from laconic.partial.updates import assign_slice, partial_updates, unsliced, unsliced_state_dict
     from laconic.ragged.tensor import RaggedTensor
     from laconic.shard.api import fully_shard
-    from laconic.shard.policies import Cache, Checks, Prefetch, Wire
+    from laconic.shard.policies import Cache, Checks, Placement, Prefetch, Wire
     from laconic.shard.sharded_module import ShardedModule
 
 __version__ = "0.1.0"
@@ -40,6 +40,7 @@ __all__ = [
     "LocalSteps",
     "Membership",
     "OuterSGD",
+    "Placement",
     "Prefetch",
     "RaggedTensor",
     "ScaledFormat",
@@ -80,6 +81,7 @@ _HOMES = {
     "EMA": "laconic.optim.ema",
     "LocalSteps": "laconic.islands.local_steps",
     "Membership": "laconic.islands.policies",
+    "Placement": "laconic.shard.policies",
     "Prefetch": "laconic.shard.policies",
     "RaggedTensor": "laconic.ragged.tensor",
     "ScaledFormat": "laconic.codec.scaled",

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from laconic.config import OptimizerConfig, ScheduleConfig
 from laconic.cyclic.links import ByteLayout, Links
-from laconic.cyclic.placement import Placement
+from laconic.cyclic.placement import PlacedStages
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.cyclic.schedule import StatePlacement
 from laconic.cyclic.stage import trainable
@@ -59,7 +59,7 @@ class Buffers:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Watch the places where buffers are made."""
-        empty, receive, update = ByteLayout.empty, Links._receive, Placement.update
+        empty, receive, update = ByteLayout.empty, Links._receive, PlacedStages.update
         content, compute = Worker._content, Worker._compute
 
         def receiving(links: Links, *args: Any) -> Any:
@@ -67,7 +67,7 @@ class Buffers:
             self.add(transfer.buffers[0])
             return transfer
 
-        def updating(placement: Placement, stage: int, *args: Any) -> None:
+        def updating(placement: PlacedStages, stage: int, *args: Any) -> None:
             update(placement, stage, *args)
             self.add(placement.buffers[stage])
 
@@ -82,7 +82,7 @@ class Buffers:
         with (
             mock.patch.object(ByteLayout, "empty", lambda layout, device: self.add(empty(layout, device))),
             mock.patch.object(Links, "_receive", receiving),
-            mock.patch.object(Placement, "update", updating),
+            mock.patch.object(PlacedStages, "update", updating),
             mock.patch.object(Worker, "_content", sending),
             mock.patch.object(Worker, "_compute", computing),
         ):

@@ -79,6 +79,17 @@ def _weights(model: Any) -> list[str]:
     return [each.weights for each in model.placements().values()]
 
 
+def _peak_bytes(model: Any, micro_batches: int = 1) -> int:
+    """The most device bytes that the engine holds in a step."""
+    model.reset_peak_memory()
+    for number in range(micro_batches):
+        model.set_requires_gradient_sync(number == micro_batches - 1)
+        sharded_net.squared_error(model, sharded_net.inputs(7, dist.get_rank())).backward()
+    model.zero_grad()
+    peak: int = model.memory().device_peak_bytes
+    return peak
+
+
 def _resting_bytes(model: Any) -> int:
     """The bytes of the device that weights at rest take."""
     on_device = [bucket for bucket in buckets(model) if bucket.node_shard.where in ("device", "rank")]
@@ -136,14 +147,11 @@ def test_any_budget_gives_the_losses_of_no_cache_within_its_bytes() -> None:
         assert seen[2] == model.placements(), "and not changed any more"
         _assert_alike({name: (each.weights, each.gradients) for name, each in model.placements().items()})
         assert {each.gradients for each in model.placements().values()} == {"node"}, "there is one micro-batch"
-        shards = sum(bucket.shard.nbytes for bucket in buckets(model) if not bucket.stored.is_dropped)
-        assert _resting_bytes(model) <= budget
-        assert model.memory().device_bytes <= shards + budget
         assert model.memory().host_bytes <= budget // 3
+        assert _peak_bytes(model) <= _peak_bytes(plain) + budget
         places.append(_weights(model))
-    assert set(places[0]) == {"none"}
     if dist.get_world_size() > 1:
-        assert places[1] != places[0]
+        assert places[0] != places[1]
         assert "none" not in places[3][1:], "with much memory all that is used twice rests somewhere"
     else:
         assert places[3] == places[0], "one rank has all in its shards"
@@ -167,13 +175,9 @@ def test_gradients_that_wait_whole_count_in_the_budget() -> None:
         gradients = [each.gradients for each in chosen.values()]
         assert ("rank" in gradients) == (share > 0)
         assert share < 3 or gradients == ["rank", "node", "rank", "rank"], "frozen ones have none"
-        model.set_requires_gradient_sync(False)
-        sharded_net.squared_error(model, sharded_net.inputs(0, dist.get_rank())).backward()
-        trained = [bucket for bucket in buckets(model) if not bucket.is_frozen]
-        sums = sum(bucket.layout.numel * 4 // bucket.cluster.num_local for bucket in trained)
-        shards = sum(bucket.shard.nbytes for bucket in buckets(model) if not bucket.stored.is_dropped)
-        assert model.memory().device_bytes <= shards + sums + budget
-        assert share > 0 or model.memory().device_bytes == shards + sums
+        plain = sharded_net.shard(_net(0))
+        _train(plain, micro_batches=3)
+        assert _peak_bytes(model, 3) <= _peak_bytes(plain, 3) + budget
 
 
 @on_ranks(4, local=2)
@@ -237,6 +241,10 @@ def test_a_training_forward_after_a_step_chooses_once() -> None:
         sharded_net.squared_error(model, batch).backward()  # ends a step
         evaluate()
         assert not made
+        with model.no_sync():
+            sharded_net.squared_error(model, batch).backward()
+        assert not made, "no optimizer has stepped"
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
         assert set(_weights(model)) == {"none"}
         with model.no_sync():
             sharded_net.squared_error(model, batch).backward()
@@ -247,8 +255,7 @@ def test_a_training_forward_after_a_step_chooses_once() -> None:
             evaluate()
         assert len(made) == 1
         other = sharded_net.shard(_net(), cache=_auto())
-        sharded_net.train_step(other)
-        sharded_net.train_step(other)
+        _train(other, steps=2)
         assert len(made) == 2, "each root chooses for itself"
 
 
@@ -259,7 +266,7 @@ def test_an_audit_is_no_step_and_its_uses_do_not_count() -> None:
         laconic.audit(model, sharded_net.inputs(0, dist.get_rank()), sharded_net.squared_error)
         laconic.audit(model, sharded_net.inputs(0, dist.get_rank()), sharded_net.squared_error)
         assert not made
-        sharded_net.train_step(model)
+        _train(model, steps=1)
         uses = [unit.use() for unit in model._laconic_unit.root.units]
         assert [use.num_gathers for use in uses] == [1, 2, 2, 2]
         assert [use.num_early_sums for use in uses] == [0] * 4
@@ -369,8 +376,8 @@ def test_where_a_rank_never_has_memory_nothing_rests() -> None:
     with _without_memory(100, lambda: torch.OutOfMemoryError("no memory")) as tried:
         model = sharded_net.shard(_net(), cache=_auto())
         assert _train(model) == _train(sharded_net.shard(_net()))
-    assert set(_weights(model)) == {"none"}
-    assert tried[-1] == 0
+    assert set(_weights(model)) <= {"none", "rank"}, "the last choice takes no more than a step without it"
+    _assert_alike(_weights(model))
     assert len(tried) < 30
     assert all(after <= before // 2 for before, after in pairwise(tried))
 
@@ -378,7 +385,7 @@ def test_where_a_rank_never_has_memory_nothing_rests() -> None:
 @on_ranks(2, local=1)
 def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
     model = sharded_net.shard(_net(), cache=_auto())
-    sharded_net.train_step(model)
+    _train(model, steps=1)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Root, "allocate_resting", _raise_something_else)
         with pytest.raises(RuntimeError, match="something else"):
@@ -414,7 +421,7 @@ def test_copies_for_differences_always_rest_somewhere() -> None:
         assert model.memory().host_bytes <= host_bytes
     for device_bytes, host_bytes in ((0, 0), (node_shards // 3, node_shards // 3)):
         model = sharded_net.shard(_net(1), cache=_auto(device_bytes, host_bytes), wire="4bit")
-        sharded_net.train_step(model)
+        _train(model, steps=1)
         message = (
             rf"device_bytes={device_bytes} and host_bytes={host_bytes} have no room.*raise one, or use wire='exact'"
         )

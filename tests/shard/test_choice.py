@@ -11,7 +11,17 @@ import pytest
 
 from laconic.comm.speed import AS_IN_A_RACK, Speed
 from laconic.shard import placement as placement_module
-from laconic.shard.placement import BucketUse, Choice, Saving, Speeds, UnitUse, _steepest, best_set, choose
+from laconic.shard.placement import (
+    BucketUse,
+    Chosen,
+    Passing,
+    Saving,
+    Speeds,
+    UnitUse,
+    _steepest,
+    best_set,
+    choose_placements,
+)
 from laconic.shard.policies import Placement
 from tests.reference.placement import least_step_seconds, most_seconds, step_seconds, taken_bytes
 
@@ -43,11 +53,11 @@ def _unit(
     )
 
 
-def _weights(choice: Choice) -> list[str]:
+def _weights(choice: Chosen) -> list[str]:
     return [each.weights for each in choice.placements]
 
 
-def _gradients(choice: Choice) -> list[str]:
+def _gradients(choice: Chosen) -> list[str]:
     return [each.gradients for each in choice.placements]
 
 
@@ -191,9 +201,9 @@ def test_the_choice_makes_the_shortest_step_of_all_placements_within_the_bytes()
         if least is None:
             refused += 1
             with pytest.raises(ValueError, match="raise one, or use wire='exact'"):
-                choose(units, speeds, device_bytes=device_bytes, host_bytes=host_bytes)
+                choose_placements(units, speeds, device_bytes=device_bytes, host_bytes=host_bytes)
             continue
-        choice = choose(units, speeds, device_bytes=device_bytes, host_bytes=host_bytes)
+        choice = choose_placements(units, speeds, device_bytes=device_bytes, host_bytes=host_bytes)
         pairs = list(zip(units, choice.placements, strict=True))
         seconds = sum(step_seconds(unit, each, speeds) for unit, each in pairs)
         assert seconds == pytest.approx(least, rel=1e-6), number
@@ -212,49 +222,57 @@ def test_the_choice_makes_the_shortest_step_of_all_placements_within_the_bytes()
 
 def test_on_a_slow_wire_node_shards_come_before_whole_weights() -> None:
     units = [_unit() for _ in range(4)]
-    assert _weights(choose(units, SLOW_WIRE, device_bytes=4 * 600, host_bytes=0)) == ["device"] * 4
-    assert _weights(choose(units, SLOW_WIRE, device_bytes=5 * 600, host_bytes=0)) == ["device"] * 3 + ["rank"]
-    assert _weights(choose(units, SLOW_WIRE, device_bytes=MUCH, host_bytes=0)) == ["rank"] * 4
+    assert _weights(choose_placements(units, SLOW_WIRE, device_bytes=4 * 600, host_bytes=0)) == ["device"] * 4
+    assert _weights(choose_placements(units, SLOW_WIRE, device_bytes=5 * 600, host_bytes=0)) == ["device"] * 3 + [
+        "rank"
+    ]
+    assert _weights(choose_placements(units, SLOW_WIRE, device_bytes=MUCH, host_bytes=0)) == ["rank"] * 4
 
 
 def test_where_both_levels_are_equally_fast_whole_weights_win() -> None:
     units = [_unit() for _ in range(4)]
-    assert _weights(choose(units, EVEN, device_bytes=4 * 600, host_bytes=0)) == ["none"] * 2 + ["rank"] * 2
+    assert _weights(choose_placements(units, EVEN, device_bytes=4 * 600, host_bytes=0)) == ["none"] * 2 + ["rank"] * 2
 
 
 def test_the_host_takes_what_the_device_has_no_room_for() -> None:
     units = [_unit() for _ in range(3)]
-    assert _weights(choose(units, RACK, device_bytes=0, host_bytes=0)) == ["none"] * 3
-    assert _weights(choose(units, SLOW_WIRE, device_bytes=0, host_bytes=MUCH)) == ["host"] * 3
-    assert _weights(choose(units, SLOW_WIRE, device_bytes=0, host_bytes=2 * 600)) == ["none", "host", "host"]
-    assert sorted(_weights(choose(units, SLOW_WIRE, device_bytes=1200, host_bytes=600))) == ["device", "device", "host"]
+    assert _weights(choose_placements(units, RACK, device_bytes=0, host_bytes=0)) == ["none"] * 3
+    assert _weights(choose_placements(units, SLOW_WIRE, device_bytes=0, host_bytes=MUCH)) == ["host"] * 3
+    assert _weights(choose_placements(units, SLOW_WIRE, device_bytes=0, host_bytes=2 * 600)) == ["none", "host", "host"]
+    assert sorted(_weights(choose_placements(units, SLOW_WIRE, device_bytes=1200, host_bytes=600))) == [
+        "device",
+        "device",
+        "host",
+    ]
     slow_copies = replace(SLOW_WIRE, copy=Speed(bytes_per_s=1e5))
-    assert _weights(choose(units, slow_copies, device_bytes=0, host_bytes=MUCH)) == ["none"] * 3
+    assert _weights(choose_placements(units, slow_copies, device_bytes=0, host_bytes=MUCH)) == ["none"] * 3
 
 
 def test_frozen_weights_come_first_and_their_gradients_never_wait() -> None:
     """Frozen weights at rest save all of their gathers, others all but one."""
     frozen, trained = _unit(_bucket(is_frozen=True)), _unit()
-    choice = choose([frozen, trained], EVEN, device_bytes=1200, host_bytes=0)
+    choice = choose_placements([frozen, trained], EVEN, device_bytes=1200, host_bytes=0)
     assert _weights(choice) == ["rank", "none"]
     assert choice.saving.seconds == pytest.approx(2 * (300 + 600) / 1e9)
     units = [replace(unit, num_early_sums=2) for unit in (frozen, trained)]
-    assert _gradients(choose(units, EVEN, device_bytes=MUCH, host_bytes=0)) == ["node", "rank"]
+    assert _gradients(choose_placements(units, EVEN, device_bytes=MUCH, host_bytes=0)) == ["node", "rank"]
 
 
 def test_one_rank_a_node_has_whole_weights_rather_than_node_shards() -> None:
     """Both take the same bytes, but from a node shard of its own each use copies."""
-    [chosen] = choose([_unit(local=1)], RACK, device_bytes=1200, host_bytes=0).placements
+    [chosen] = choose_placements([_unit(local=1)], RACK, device_bytes=1200, host_bytes=0).placements
     assert chosen.weights == "rank"
-    assert _weights(choose([_unit(local=1)], RACK, device_bytes=1199, host_bytes=0)) == ["none"]
-    assert _weights(choose([_unit(local=1)], RACK, device_bytes=0, host_bytes=1200)) == ["host"]
+    assert _weights(choose_placements([_unit(local=1)], RACK, device_bytes=1199, host_bytes=0)) == ["none"]
+    assert _weights(choose_placements([_unit(local=1)], RACK, device_bytes=0, host_bytes=1200)) == ["host"]
 
 
 def test_one_node_has_whole_weights_or_none() -> None:
     units = [_unit(nodes=1, local=4), _unit(nodes=1, local=4)]
-    assert _weights(choose(units, RACK, device_bytes=1200, host_bytes=MUCH)) == ["none", "rank"]
-    assert _weights(choose(units, RACK, device_bytes=1199, host_bytes=MUCH)) == ["none", "none"]
-    assert choose([_unit(nodes=1, local=1, num_early_sums=1)], RACK, device_bytes=MUCH, host_bytes=MUCH).saving == (
+    assert _weights(choose_placements(units, RACK, device_bytes=1200, host_bytes=MUCH)) == ["none", "rank"]
+    assert _weights(choose_placements(units, RACK, device_bytes=1199, host_bytes=MUCH)) == ["none", "none"]
+    assert choose_placements(
+        [_unit(nodes=1, local=1, num_early_sums=1)], RACK, device_bytes=MUCH, host_bytes=MUCH
+    ).saving == (
         0,
         0,
         0,
@@ -264,17 +282,17 @@ def test_one_node_has_whole_weights_or_none() -> None:
 def test_one_bucket_that_crosses_makes_a_unit_that_may_rest() -> None:
     """The parameters of one unit may have two meshes: here ranks of one node share some, and two nodes the others."""
     for buckets in ((_bucket(nodes=1, local=1), _bucket()), (_bucket(), _bucket(nodes=1, local=1))):
-        choice = choose([_unit(*buckets)], SLOW_WIRE, device_bytes=1200 + 600, host_bytes=0)
+        choice = choose_placements([_unit(*buckets)], SLOW_WIRE, device_bytes=1200 + 600, host_bytes=0)
         assert _weights(choice) == ["device"]
         assert choice.saving == (pytest.approx(300 / 1e6), 1800, 0)
-        assert _weights(choose([_unit(*buckets)], SLOW_WIRE, device_bytes=2400, host_bytes=0)) == ["rank"]
+        assert _weights(choose_placements([_unit(*buckets)], SLOW_WIRE, device_bytes=2400, host_bytes=0)) == ["rank"]
 
 
 def test_gradients_wait_whole_if_there_are_several_micro_batches() -> None:
     for num_early_sums, waits in ((0, "node"), (1, "rank"), (8, "rank")):
         units = [_unit(num_early_sums=num_early_sums)]
-        assert _gradients(choose(units, EVEN, device_bytes=MUCH, host_bytes=MUCH)) == [waits]
-    choice = choose([_unit(num_gathers=2, num_early_sums=8)], EVEN, device_bytes=600, host_bytes=0)
+        assert _gradients(choose_placements(units, EVEN, device_bytes=MUCH, host_bytes=MUCH)) == [waits]
+    choice = choose_placements([_unit(num_gathers=2, num_early_sums=8)], EVEN, device_bytes=600, host_bytes=0)
     assert choice.placements == [Placement(gradients="rank")], "eight sums are saved, and one gather"
 
 
@@ -282,12 +300,15 @@ def test_copies_for_differences_rest_somewhere_or_are_refused() -> None:
     copies, plain = _unit(keeps_copies=True), _unit()
     slow_copies = replace(EVEN, copy=Speed(bytes_per_s=1e3))
     for speeds in (EVEN, slow_copies):
-        assert _weights(choose([plain, copies], speeds, device_bytes=0, host_bytes=600)) == ["none", "host"]
-    assert _weights(choose([plain, copies], SLOW_WIRE, device_bytes=600, host_bytes=0)) == ["none", "device"]
-    assert _weights(choose([copies, copies], slow_copies, device_bytes=600, host_bytes=600)) == ["host", "device"]
+        assert _weights(choose_placements([plain, copies], speeds, device_bytes=0, host_bytes=600)) == ["none", "host"]
+    assert _weights(choose_placements([plain, copies], SLOW_WIRE, device_bytes=600, host_bytes=0)) == ["none", "device"]
+    assert _weights(choose_placements([copies, copies], slow_copies, device_bytes=600, host_bytes=600)) == [
+        "host",
+        "device",
+    ]
     message = r"0.00 GB on each rank, but device_bytes=599 and host_bytes=599 have no room for them; raise one, or use"
     with pytest.raises(ValueError, match=message):
-        choose([plain, copies], EVEN, device_bytes=599, host_bytes=599)
+        choose_placements([plain, copies], EVEN, device_bytes=599, host_bytes=599)
 
 
 def test_of_units_alike_the_last_get_the_memory() -> None:
@@ -295,6 +316,20 @@ def test_of_units_alike_the_last_get_the_memory() -> None:
     units = [_unit() for _ in range(12)]
     for speeds in (EVEN, RACK):
         for num_fitting in range(13):
-            choice = choose(units, speeds, device_bytes=1200 * num_fitting + 100, host_bytes=0)
+            choice = choose_placements(units, speeds, device_bytes=1200 * num_fitting + 100, host_bytes=0)
             ranks = {"none": 0, "device": 1, "rank": 2}
             assert [ranks[each] for each in _weights(choice)] == sorted(ranks[each] for each in _weights(choice))
+
+
+def test_what_passes_in_any_case_is_free_once_all_of_its_kind_rest_whole() -> None:
+    root = replace(_unit(), is_around=True)
+    units, passing = [root, *[_unit()] * 3], Passing(around_bytes=1200, others_bytes=2000, all_bytes=3000)
+
+    def rests(device_bytes: int) -> list[str]:
+        return _weights(choose_placements(units, EVEN, device_bytes=device_bytes, host_bytes=0, passing=passing))
+
+    assert rests(0)[0] == "rank", "the root is whole at the fullest moment"
+    assert rests(0)[1:] == ["none"] * 3
+    assert rests(1200)[1:].count("rank") == 1
+    assert rests(4 * 1200 - 3000) == ["rank"] * 4
+    assert rests(4 * 1200 - 3000 - 1) != ["rank"] * 4

@@ -46,7 +46,7 @@ class UsedVersion:
     counters: tuple[int, ...]  # the number of in-place changes of each parameter
 
 
-class Placement:
+class PlacedStages:
     """The parameters of all stages on the device `number`.
 
     The trainable parameters of `stages`, equal on all devices, become views of buffers. The `schedule` decides which

@@ -19,7 +19,7 @@ from laconic.cyclic.coding import RingWire, check_wire
 from laconic.cyclic.links import Baton, ByteLayout, Links, PeerLost
 from laconic.cyclic.meter import Report
 from laconic.cyclic.optimizers import BatchLossScale, MakeOptimizer, StageOptimizers
-from laconic.cyclic.placement import Placement
+from laconic.cyclic.placement import PlacedStages
 from laconic.cyclic.schedule import Rule, Schedule, StatePlacement
 from laconic.cyclic.snapshot import Snapshots
 from laconic.cyclic.stage import refuse_shared, trainable
@@ -97,7 +97,7 @@ class CyclicDataParallel:
                 self._broadcast_values()
         layouts = [ByteLayout(parameters) for parameters in by_stage]
         ring_wire = RingWire(policy, self.schedule, layouts, device, self._links.nodes)
-        self._placement = Placement(self.stages, self.schedule, number, self.optimizer, ring_wire)
+        self._placement = PlacedStages(self.stages, self.schedule, number, self.optimizer, ring_wire)
         count = len(self.stages) if self.schedule.has_device_per_worker else 1
         share = stagger if self.rule.is_staggered and count > 1 else 0.0
         self._worker = Worker(

@@ -12,7 +12,7 @@ from laconic.cyclic.coding import RingWire
 from laconic.cyclic.links import Baton, Links
 from laconic.cyclic.meter import Report
 from laconic.cyclic.optimizers import KEPT_BATCHES, BatchLossScale, Settings
-from laconic.cyclic.placement import Placement, UsedVersion
+from laconic.cyclic.placement import PlacedStages, UsedVersion
 from laconic.cyclic.program import messages_to, program
 from laconic.cyclic.schedule import (
     Compute,
@@ -55,7 +55,7 @@ class Worker:
     schedule: Schedule
     number: int
     links: Links
-    placement: Placement
+    placement: PlacedStages
     wire: RingWire
     baton: Baton
     max_grad_norm: float | None

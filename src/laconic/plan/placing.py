@@ -59,7 +59,7 @@ def placed(machine: Simulator, work: StepWork, shape: Shape, make: Callable[...,
     speeds = speeds_of(cluster, shape, device_type=machine.device_type)
     choice = choose_placements(
         list(first_step.uses.values()), speeds, device_bytes=device_bytes, host_bytes=host_bytes,
-        passing_bytes=first_step.passing_bytes,
+        passing=first_step.passing,
     )  # fmt: skip
     return Placed(placements=dict(zip(first_step.uses, choice.placements, strict=True)), choice=choice)
 

@@ -48,7 +48,7 @@ from laconic.plan.phantom import Phantom
 from laconic.ragged.spec import RaggedSpec
 from laconic.rehearse import Machine, Tape, rehearsal
 from laconic.shard import crossing
-from laconic.shard.placement import UnitUse
+from laconic.shard.placement import Passing, UnitUse
 from laconic.shard.policies import Placement
 from laconic.shard.unit import units_below
 from laconic.strategies import parallelize
@@ -79,8 +79,8 @@ class Rehearsal:
     """The bytes of each unit's node shard, the root first, as the engine counts units; 0 without a cache."""
     uses: Mapping[str, UnitUse] = field(default_factory=dict)
     """The use of each unit in the last step, by its name."""
-    passing_bytes: int = 0
-    """Those of whole weights while units take turns: see `choose_placements`."""
+    passing: Passing = field(default_factory=Passing)
+    """What whole weights add to the fullest moment of the last step."""
     matrices: Sequence[Matrix] = ()
     """The matrices that owners update, in the order of the optimizer's parameters: optim/owners.py."""
     fragments: Sequence[Sequence[RaggedSpec]] = ()
@@ -215,7 +215,7 @@ def _rehearse(
             outer_states=outer_states,
             buckets=[(unit.name, bucket.layout) for unit in units for bucket in unit.buckets],
             uses={unit.name: unit.use() for unit in units},
-            passing_bytes=units[0].root.passing_bytes if units else 0,
+            passing=units[0].root.passing if units else Passing(),
             cached_bytes=[sum(each.node_shard.nbytes for each in unit.buckets) for unit in units],
             matrices=[matrix for matrices in owned for matrix in matrices],
             fragments=[[_spec_of(each) for each in fragment.parameters.values()] for fragment in fragments],

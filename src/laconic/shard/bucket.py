@@ -73,6 +73,8 @@ class Bucket:
         """The bits of this bucket's crossings: `BucketKind.wire`."""
         self.unit_name = ""
         """For messages; the root sets it."""
+        self.is_around = False
+        """True if other units run while the unit's weights are gathered; the root sets it."""
         self.dtype = managed[0].parameter.dtype
         self._precision, self.offload = precision, offload
         self.replicas_diverge = False
@@ -549,7 +551,8 @@ class FullBuffer:
     def _count(self, *, is_allocated: bool) -> None:
         assert self._tensor is not None
         self.is_allocated = is_allocated
-        self._bucket.ledger.hold(self._tensor.nbytes if is_allocated else -self._tensor.nbytes)
+        nbytes = self._tensor.nbytes if is_allocated else -self._tensor.nbytes
+        self._bucket.ledger.hold_full(nbytes, is_around=self._bucket.is_around)
 
     def decode(self) -> None:
         """Make the gathered parameters out of a buffer that is complete, if they convert: [Note: Conversion]."""

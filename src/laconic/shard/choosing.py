@@ -23,7 +23,7 @@ import torch
 from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster
 from laconic.comm.speed import Speed, measure_copies, measure_gathers
-from laconic.shard.placement import Chosen, Speeds, UnitUse, choose_placements
+from laconic.shard.placement import Chosen, Passing, Speeds, UnitUse, choose_placements
 from laconic.shard.policies import Cache, Placement
 from laconic.shard.room import Room, held_bytes, room_after_a_step
 
@@ -41,14 +41,18 @@ class Placeable(Protocol):
         """What the first step has shown of it."""
 
 
-class Places(Protocol):
+class PlacingRoot(Protocol):
     """A root, as a chooser sees it."""
 
     cluster: Cluster
 
     @property
-    def passing_bytes(self) -> int:
-        """The bytes of whole weights on the device while units take turns."""
+    def version(self) -> int:
+        """A number that every change of weights increases."""
+
+    @property
+    def passing(self) -> Passing:
+        """What whole weights add to the fullest moment."""
 
     def place(self, placements: Mapping[Any, Placement], /) -> None:
         """Let units rest elsewhere."""
@@ -58,13 +62,15 @@ class Places(Protocol):
 
 
 class Chooser:
-    """Places the units of one root whose cache is "auto", once the first step has shown what they need."""
+    """PlacingRoot the units of one root whose cache is "auto", once the first step has shown what they need."""
 
-    def __init__(self, root: Places, units: Sequence[Placeable]) -> None:
+    def __init__(self, root: PlacingRoot, units: Sequence[Placeable]) -> None:
         """Choose for `units` of `root`, which has found them just now."""
         self._root, self._units = root, units
         self._held_before: int | None = None  # until the first forward
-        self._has_stepped = self._is_done = False
+        self._is_done = False
+        self._version_before: int | None = None  # of the weights, before an optimizer's step
+        self._passing = Passing()
         caches = [unit.cache for unit in units]
         self._given: dict[str, int | None] = {
             name: min((size for cache in caches if (size := getattr(cache, name)) is not None), default=None)
@@ -82,7 +88,7 @@ class Chooser:
 
     def end_step(self) -> None:
         """Note the end of a backward that syncs: an optimizer's step may follow."""
-        self._has_stepped = True
+        self._version_before, self._passing = self._root.version, self._root.passing
 
     def begin_forward(self) -> None:
         """Before the second step, choose and place. Collective over the island.
@@ -92,7 +98,7 @@ class Chooser:
         """
         if not self._is_done and self._held_before is None and None in self._given.values():
             self._held_before = held_bytes(self._root.cluster.device)
-        if self._is_done or not self._has_stepped:
+        if self._is_done or self._version_before in (None, self._root.version):
             return
         self._is_done = True
         self._say(str(self._choose()))
@@ -103,7 +109,7 @@ class Chooser:
         device_bytes, host_bytes = room.device_bytes, room.host_bytes
         while True:
             choice = choose_placements(
-                uses, speeds, device_bytes=device_bytes, host_bytes=host_bytes, passing_bytes=self._root.passing_bytes
+                uses, speeds, device_bytes=device_bytes, host_bytes=host_bytes, passing=self._passing
             )
             taken = choice.saving
             if self._place(choice, room.step_bytes) or max(taken.device_bytes, taken.host_bytes) <= 0:

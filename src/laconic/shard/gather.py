@@ -438,15 +438,6 @@ class Order:
         self._pair_bytes = self._largest_bytes = 0  # of units that are not around others
 
     @property
-    def pair_bytes(self) -> int:
-        """The most that two neighbours take whole, of the units that are not around others."""
-        return self._pair_bytes
-
-    def is_around(self, gather: UnitGather) -> bool:
-        """True if other units run in the forward of this one."""
-        return gather in self._around
-
-    @property
     def has_run(self) -> bool:
         """True once a unit has run in a forward of the root."""
         return bool(self._last_forward or self._forward)

@@ -1,7 +1,7 @@
 """The bytes that the engine holds, counted alike on CPU, where no allocator counts them, and on CUDA."""
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -15,6 +15,10 @@ class _Memory(Protocol):
 _M = TypeVar("_M", bound=_Memory)
 
 
+WITHOUT = tuple(map(frozenset, ((True,), (False,), (True, False))))
+"""The kinds of full buffers beside which peaks are kept: of units around others, of those that are not, and all."""
+
+
 @dataclass(kw_only=True)
 class Ledger:
     """Bytes of a rank's shards, gradients, node shards, full buffers, transfers; no activations or optimizer states."""
@@ -24,6 +28,10 @@ class Ledger:
     """The most bytes on the device since the last reset."""
     host_bytes: int = 0
     """Bytes of this rank's host cache."""
+    full_bytes: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0}, repr=False)
+    """Bytes of full buffers, of units that are around others (True) and of those that are not."""
+    peaks_without: dict[frozenset[bool], int] = field(default_factory=lambda: dict.fromkeys(WITHOUT, 0), repr=False)
+    """The most bytes on the device since the last reset besides these full buffers."""
 
     def hold(self, nbytes: int, *, on_host: bool = False) -> None:
         """Add `nbytes` of device memory or, `on_host`, of host memory; a negative number when memory is freed."""
@@ -31,7 +39,20 @@ class Ledger:
             self.host_bytes += nbytes
             return
         self.device_bytes += nbytes
+        if nbytes > 0:
+            self._note_peaks()
+
+    def hold_full(self, nbytes: int, *, is_around: bool) -> None:
+        """Add the bytes of a full buffer, of a unit that is around others or not."""
+        self.full_bytes[is_around] += nbytes
+        self.hold(nbytes)
+
+    def _note_peaks(self) -> None:
         self.device_peak_bytes = max(self.device_peak_bytes, self.device_bytes)
+        for kinds in WITHOUT:
+            rest_bytes = self.device_bytes - sum(map(self.full_bytes.__getitem__, kinds))
+            if rest_bytes > self.peaks_without[kinds]:
+                self.peaks_without[kinds] = rest_bytes
 
     def hold_until_freed(self, tensor: Tensor, *, on_host: bool) -> None:
         """Count the memory of `tensor` as long as somebody holds the tensor.
@@ -43,8 +64,10 @@ class Ledger:
         weakref.finalize(tensor, self.hold, -tensor.nbytes, on_host=on_host).atexit = False
 
     def reset_peak(self) -> None:
-        """Set the peak to the bytes that are held now."""
-        self.device_peak_bytes = self.device_bytes
+        """Set the peaks to the bytes that are held now."""
+        self.device_peak_bytes = 0
+        self.peaks_without = dict.fromkeys(WITHOUT, 0)
+        self._note_peaks()
 
 
 class Held(Generic[_M]):

@@ -25,9 +25,11 @@ left, if units could be split, is less than a set that is known. So some dozen u
 too many, the most promising go on, and the set may be a little below the best.
 
 [Note: What a choice takes]
-The memory that counts is that of the fullest moment, beside a step in which nothing rests. There the unit that is
-around all others, the root, is whole in any case. Of the others two neighbours are: a unit that rests elsewhere still
-takes its turn in that room, but if all of them rest whole, nobody needs it. A frozen shard that has a copy in what
+The memory that counts is that of the fullest moment, beside a step in which nothing rests. There some weights are whole
+in any case: those of the root, which is around all others, and of two neighbours that take turns. If all weights of a
+kind rest whole, what passes needs no room besides, and the ledger of the first step says how much that is. While one
+unit of the kind still takes turns, all of that room stays. So four sets are looked for, in which those around others
+are all whole or not, and the others as well, and the best of the four is taken. A frozen shard that has a copy in what
 rests goes.
 """
 
@@ -104,6 +106,18 @@ class UnitUse:
     """True if other units run in its forward, as in the root's: then it is whole when a step needs most memory."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Passing:
+    """The bytes by which the fullest moment of a step is fuller than it were if gathered weights took no memory."""
+
+    around_bytes: int = 0
+    """Those of units that are around others."""
+    others_bytes: int = 0
+    """Those of the others."""
+    all_bytes: int = 0
+    """Those of all."""
+
+
 class Saving(NamedTuple):
     """What a placement saves and takes, beside a unit that rests nowhere."""
 
@@ -134,29 +148,30 @@ class Chosen(NamedTuple):
 
 
 def choose_placements(
-    units: Sequence[UnitUse], speeds: Speeds, *, device_bytes: int, host_bytes: int, passing_bytes: int = 0
+    units: Sequence[UnitUse], speeds: Speeds, *, device_bytes: int, host_bytes: int, passing: Passing | None = None
 ) -> Chosen:
     """Choose the placement of each unit that saves most seconds of transfers in all: [Note: Placement].
 
     Args:
         units: in the order of forward. Of units alike, the last ones get more memory, since backward begins with them.
         speeds: the speed of transfers.
-        device_bytes: the most that all may take of the device's memory: [Note: What a choice takes].
-        host_bytes: the same of the host's.
-        passing_bytes: of the whole weights that a step holds while units take turns, beside those of units that are
-            around others.
+        device_bytes: the most by which the fullest moment may grow on the device: [Note: What a choice takes].
+        host_bytes: the most that all may take of the host's memory.
+        passing: what whole weights add to the fullest moment of a step in which nothing rests. Default: nothing.
 
     Raises:
         ValueError: units that keep copies for differences on the wire find no room for them.
     """
-    options = [list(_options(unit, speeds)) for unit in units]
-    may_be_whole = [
-        each if unit.is_around else [option for option in each if option[0].weights == "rank"] or each
-        for unit, each in zip(units, options, strict=True)
-    ]
+    options, passing = [list(_options(unit, speeds)) for unit in units], passing or Passing()
     found = [
-        _best(each, device_bytes + credit_bytes, host_bytes, credit_bytes)
-        for each, credit_bytes in ((options, 0), (may_be_whole, passing_bytes))
+        _best(limited, device_bytes + credit_bytes, host_bytes, credit_bytes)
+        for are_whole, credit_bytes in (
+            ((), 0),
+            ((True,), passing.around_bytes),
+            ((False,), passing.others_bytes),
+            ((True, False), passing.all_bytes),
+        )
+        if (limited := _limited(units, options, are_whole)) is not None
     ]
     chosen = max((each for each in found if each is not None), key=lambda each: each.saving.seconds, default=None)
     if chosen is None:
@@ -167,6 +182,17 @@ def choose_placements(
             "wire='exact'"
         )
     return chosen
+
+
+def _limited(
+    units: Sequence[UnitUse], options: Sequence[Sequence[tuple[Placement, Saving]]], are_whole: tuple[bool, ...]
+) -> list[list[tuple[Placement, Saving]]] | None:
+    """The options with which all units of some kinds, around others or not, rest whole; None if one cannot."""
+    limited = [
+        [option for option in each if unit.is_around not in are_whole or option[0].weights == "rank"]
+        for unit, each in zip(units, options, strict=True)
+    ]
+    return limited if all(limited) else None
 
 
 def _best(
@@ -225,7 +251,7 @@ def _resting(unit: UnitUse, rests: Where) -> Saving:
     whole_bytes, node_bytes, dropped_bytes = (
         sum(getattr(bucket, name) for bucket in unit.buckets) for name in ("whole_bytes", "node_bytes", "dropped_bytes")
     )
-    on_device = {"none": 0, "host": 0, "device": node_bytes, "rank": 0 if unit.is_around else whole_bytes}[rests]
+    on_device = {"none": 0, "host": 0, "device": node_bytes, "rank": whole_bytes}[rests]
     return Saving(0.0, on_device - (dropped_bytes if rests != "none" else 0), node_bytes if rests == "host" else 0)
 
 

@@ -57,8 +57,8 @@ from laconic.shard.crossing import Copies
 from laconic.shard.gather import HostReads, Order, UnitGather
 from laconic.shard.hooks import AwaitedHooks, OutputGradients, map_tensors
 from laconic.shard.lanes import Lanes
-from laconic.shard.ledger import Held, Ledger
-from laconic.shard.placement import UnitUse
+from laconic.shard.ledger import WITHOUT, Held, Ledger
+from laconic.shard.placement import Passing, UnitUse
 from laconic.shard.policies import Cache, Checks, Placement, Prefetch, ShardPolicy
 from laconic.shard.reduce import BucketGradients, Reduction, ReductionQueue
 
@@ -245,6 +245,11 @@ class Unit:
         for bucket in self.buckets:
             ShardPolicy(cache=policy, wire=bucket.wire)
 
+    @property
+    def is_around(self) -> bool:
+        """True if other units run while its weights are gathered."""
+        return any(unit is not self for module in self.modules for unit in units_below(module))
+
     def begin_counting(self) -> None:
         """Count uses of the unit from now on."""
         self._num_gathers = self._num_early_sums = 0
@@ -256,7 +261,7 @@ class Unit:
             num_gathers=self._num_gathers,
             num_early_sums=self._num_early_sums,
             keeps_copies=any(bucket.wire.sends_differences for bucket in self.buckets),
-            is_around=self.root.order.is_around(self.gather),
+            is_around=self.is_around,
         )
 
     def delay_edits(self) -> None:
@@ -522,7 +527,7 @@ class Root:
         for unit in self.units:
             unit.progress.name = ", ".join(filter(None, (names.get(child) for child in unit.modules))) or unit.name
             for bucket in unit.buckets:
-                bucket.unit_name = unit.name
+                bucket.unit_name, bucket.is_around = unit.name, unit.is_around
         is_offloaded = any(bucket.is_offloaded for bucket in self.buckets)
         self.host_reads = HostReads(self.lanes.gather_node, is_offloaded=is_offloaded)
         is_pinned = all(unit.cache.pin_memory for unit in self.units)
@@ -571,9 +576,16 @@ class Root:
             self._place_caches()
 
     @property
-    def passing_bytes(self) -> int:
-        """The bytes of whole weights on the device while units take turns."""
-        return self.order.pair_bytes
+    def version(self) -> int:
+        """A number that every change of weights increases."""
+        return sum(bucket.version for bucket in self.buckets)
+
+    @property
+    def passing(self) -> Passing:
+        """What whole weights add to the fullest moment since the peaks were reset."""
+        ledger = self.ledger
+        around, others, all_full = (ledger.device_peak_bytes - ledger.peaks_without[kinds] for kinds in WITHOUT)
+        return Passing(around_bytes=around, others_bytes=others, all_bytes=all_full)
 
     def allocate_resting(self, units: Iterable[Unit]) -> int:
         """Allocate the device memory in which weights of `units` stay. Returns its bytes."""
