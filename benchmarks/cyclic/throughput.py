@@ -48,7 +48,7 @@ def sharded(bench: Bench) -> Row:
         baseline="fsdp2",
         states="sharded",
         claim="throughput in the lab, sharded states, against FSDP2 with a true ring",
-        note=" FSDP2 gathers ahead of use and waits for its reductions, as torch does on CPU.",
+        note=" FSDP2's gathers and reductions run beside compute, as on NCCL.",
         is_valid=True,
     )
 

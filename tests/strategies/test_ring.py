@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +21,7 @@ from laconic.config import Config, JobError, ModelConfig, ShardConfig
 from laconic.strategies import ring
 from laconic.strategies.checks import check_job
 from laconic.strategies.ring import RingReduceScatter, use_rings
+from tests.support.jobs import job, train_all
 from tests.support.launch import on_ranks, run_ranks
 
 SIZES = (1, 2, 7, 1001)
@@ -81,23 +86,36 @@ def test_the_ring_sums_like_gloo_with_half_its_bytes() -> None:
         check_sums(sent)
 
 
-def trained(shape: tuple[int, ...], *, rings: bool, reduce_dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """The parameters after three steps with two micro-batches, on odd sizes."""
+def give_waiting_rings(units: list[Any]) -> None:
+    """The same ring, for which FSDP2 waits."""
+    for unit in units:
+        unit.set_custom_reduce_scatter(RingReduceScatter())
+
+
+def trained(
+    shape: tuple[int, ...], way: str, *, reduce_dtype: torch.dtype | None = None, syncs_all: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> list[torch.Tensor]:  # fmt: skip
+    """The parameters after three steps with two micro-batches, on odd sizes, with frozen ones among them."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 7)) for _ in range(3)]
-    model = nn.Sequential(nn.Linear(7, 7), *layers)
+    model = nn.Sequential(nn.Linear(7, 7), *layers).to(dtype)
+    layers[1][2].requires_grad_(False)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    replicas = mesh["replicate"].get_group() if way == "behind backward" and len(shape) == 2 else None
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     for module in (*layers, model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
-    if rings:
-        use_rings([model, *layers])
+        fully_shard(module, mesh=mesh["shard"] if replicas else mesh, reshard_after_forward=True, mp_policy=policy)
+    if way == "behind backward":
+        use_rings([model, *layers], replicas)
+    elif way == "waiting":
+        give_waiting_rings([model, *layers])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(dist.get_rank())
     for _ in range(3):
         for micro_batch in range(2):
-            model.set_requires_gradient_sync(micro_batch == 1)  # type: ignore[operator]
-            model(torch.randn(2, 7)).square().sum().backward()
+            model.set_requires_gradient_sync(syncs_all or micro_batch == 1)  # type: ignore[operator]
+            model(torch.randn(2, 7, dtype=dtype)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     return [parameter.full_tensor().detach() for parameter in model.parameters()]  # type: ignore[attr-defined]
@@ -106,9 +124,10 @@ def trained(shape: tuple[int, ...], *, rings: bool, reduce_dtype: torch.dtype | 
 def job_trains(*shapes: tuple[int, ...]) -> None:
     for shape in shapes:
         for reduce_dtype in (None, torch.bfloat16):
-            expected = trained(shape, rings=False, reduce_dtype=reduce_dtype)
+            expected = trained(shape, "Gloo's own", reduce_dtype=reduce_dtype)
             tolerance = 1e-5 if reduce_dtype is None else 0.05
-            for ours, theirs in zip(trained(shape, rings=True, reduce_dtype=reduce_dtype), expected, strict=True):
+            found = trained(shape, "behind backward", reduce_dtype=reduce_dtype)
+            for ours, theirs in zip(found, expected, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
@@ -118,6 +137,127 @@ def job_trains(*shapes: tuple[int, ...]) -> None:
 )
 def test_fsdp2_and_hsdp_train_the_same_with_rings(world_size: int, shapes: list[tuple[int, ...]]) -> None:
     run_ranks(job_trains, world_size, *shapes)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "in the parameters' dtype": {},
+    "in bfloat16": {"dtype": torch.bfloat16},
+    "cast": {"reduce_dtype": torch.bfloat16},
+    "added": {"syncs_all": True},
+    "divided": {"reduce_dtype": torch.float16},
+}
+"""Reductions that FSDP2 does not read at once, and the three that it does."""
+
+
+class Late(RingReduceScatter):
+    """A ring that others overtake."""
+
+    def __call__(self, output_tensor: torch.Tensor, *arguments: Any, **keys: Any) -> None:
+        """See `RingReduceScatter`."""
+        output_tensor.fill_(float("nan"))
+        time.sleep(0.02)
+        super().__call__(output_tensor, *arguments, **keys)
+
+
+def job_trains_behind_backward(*shapes: tuple[int, ...]) -> None:
+    begin_mean = ring._begin_mean
+
+    def begin_mean_late(*arguments: Any) -> Any:
+        time.sleep(0.02)
+        return begin_mean(*arguments)
+
+    for shape in shapes:
+        for name, case in CASES.items():
+            if len(shape) == 2 and case.get("reduce_dtype") == torch.float16:
+                continue  # torch's own HSDP has it
+            expected = trained(shape, "waiting", **case)
+            with patch.object(ring, "RingReduceScatter", Late), patch.object(ring, "_begin_mean", begin_mean_late):
+                found = trained(shape, "behind backward", **case)
+            for ours, theirs in zip(found, expected, strict=True):
+                assert torch.equal(ours, theirs), (shape, name)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "shapes"),
+    [(3, [(3,), (3, 1), (1, 3)]), (4, [(2, 2)]), pytest.param(6, [(2, 3), (3, 2)], marks=pytest.mark.campaign)],
+)
+def test_reductions_behind_backward_have_the_same_bits(world_size: int, shapes: list[tuple[int, ...]]) -> None:
+    """As FSDP2 and HSDP that wait for the same ring, and for torch's own all-reduce over replicas."""
+    run_ranks(job_trains_behind_backward, world_size, *shapes)
+
+
+def job_overlaps(num_replicas: int) -> None:
+    """The first ring ends after the next layer's backward begins, and the first mean begins a layer later still."""
+    layers = [nn.Linear(7, 7) for _ in range(3)]
+    model = nn.Sequential(*layers)
+    mesh = init_device_mesh("cpu", (num_replicas, 2), mesh_dim_names=("replicate", "shard"))
+    for module in (*layers, model):
+        fully_shard(module, mesh=mesh["shard"])
+    use_rings([model, *layers], mesh["replicate"].get_group())
+    has_begun = [threading.Event() for _ in layers]
+    for layer, event in zip(layers, has_begun, strict=True):
+        layer.register_full_backward_pre_hook(lambda *_, event=event: event.set())
+    begin_mean, rings, means = ring._begin_mean, [], []
+
+    class Held(RingReduceScatter):
+        def __call__(self, *arguments: Any, **keys: Any) -> None:
+            assert has_begun[1].wait(60), "backward waits for its first ring"
+            super().__call__(*arguments, **keys)
+            rings.append(threading.current_thread().name)
+
+    def begin_mean_late(*arguments: Any) -> Any:
+        assert has_begun[0].wait(60), "backward waits for its first mean"
+        means.append(threading.current_thread().name)
+        return begin_mean(*arguments)
+
+    with patch.object(ring, "RingReduceScatter", Held), patch.object(ring, "_begin_mean", begin_mean_late):
+        model(torch.randn(2, 7, requires_grad=True)).square().sum().backward()
+    assert len(rings) == len(means) == 3
+    assert all(name.startswith("laconic-ring") for name in (*rings, *means))
+
+
+@pytest.mark.parametrize(("world_size", "num_replicas"), [(2, 1), (4, 2)])
+def test_backward_goes_on_while_a_reduction_is_under_way(world_size: int, num_replicas: int) -> None:
+    run_ranks(job_overlaps, world_size, num_replicas)
+
+
+@pytest.mark.timeout(300)
+def test_hsdp_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    """On CPU each replica's shards are on a mesh of their own. Its checkpoints go on under FSDP2, too."""
+
+    def run(name: str, strategy: str = "hsdp", **settings: Any) -> Any:
+        return job(tmp_path, shard={"strategy": strategy}, train={"output": str(tmp_path / name), **settings})
+
+    configs = [
+        run("whole"),
+        *(run(name, steps=2, save_every=0) for name in ("broken", "moved")),
+        run("broken", resume="auto"),
+        run("moved", "fsdp2", resume="auto"),
+    ]
+    unbroken, start, _, rest, moved = run_ranks(train_all, 4, configs, local=2)[0]
+    assert rest["start_step"] == moved["start_step"] == 2
+    assert moved["losses"] == pytest.approx(rest["losses"], rel=1e-5)
+    assert start["losses"] + rest["losses"] == unbroken["losses"]
+    assert start["grad_norms"] + rest["grad_norms"] == unbroken["grad_norms"]
+
+
+def job_fails() -> None:
+    """A reduction that fails ends backward with its error."""
+    layers = [nn.Linear(7, 7) for _ in range(2)]
+    model = nn.Sequential(*layers)
+    for module in (*layers, model):
+        fully_shard(module)
+    use_rings([model, *layers])
+
+    def fail(*arguments: Any) -> None:
+        raise ConnectionError("the wire is cut")
+
+    with patch.object(RingReduceScatter, "__call__", fail), pytest.raises(ConnectionError, match="the wire is cut"):
+        model(torch.ones(2, 7)).sum().backward()
+
+
+def test_a_failed_reduction_ends_backward() -> None:
+    run_ranks(job_fails, 2)
 
 
 def test_gloos_own_collectives_are_refused_on_a_gpu() -> None:

@@ -18,7 +18,7 @@ _BAR, _BAR_CELLS = "\u2588", 16
 """A cell of the bar for a step's seconds, and the length of FSDP2's."""
 
 LEGEND = """\
-FSDP2: with a true ring reduce-scatter, and gathers that run ahead, as on NCCL. Gloo's own reduce-scatter is an
+FSDP2: with a true ring reduce-scatter, and transfers beside compute, as on NCCL. Gloo's own reduce-scatter is an
 all-reduce, which moves gradients twice. wire MB: bytes that each node sends in one optimizer step from the second on,
 by the interface's counters, with headers. local MB: bytes that the ranks of a node send to each other, likewise.
 device MB: peak of torch's allocator on a rank: parameters, gradients, optimizer states, activations, transfers.

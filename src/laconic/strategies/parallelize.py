@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -79,7 +80,10 @@ def fsdp2_hpz(model: nn.Module, setup: Setup) -> tuple[nn.Module, None]:
 def hsdp(model: nn.Module, setup: Setup) -> tuple[nn.Module, None]:
     """FSDP2 inside each node, and replicas between nodes: see `parallelize`."""
     shape = setup.ranks.num_nodes, setup.ranks.num_local
-    return shard_by_fsdp2(model, setup, make_mesh(setup.device.type, shape, ("replicate", "shard")))
+    mesh = make_mesh(setup.device.type, shape, ("replicate", "shard"))
+    if setup.device.type != "cpu" or mixed_precision(setup.shard, setup.model).reduce_dtype is torch.float16:
+        return shard_by_fsdp2(model, setup, mesh)
+    return shard_by_fsdp2(model, setup, mesh["shard"], replicas=mesh["replicate"].get_group())
 
 
 def ddp(model: nn.Module, setup: Setup) -> tuple[nn.Module, None]:
@@ -99,14 +103,23 @@ def _flat_mesh(setup: Setup) -> DeviceMesh:
 
 
 def shard_by_fsdp2(
-    model: nn.Module, setup: Setup, mesh: DeviceMesh, *, with_rings: bool = True, **arguments: Any
+    model: nn.Module,
+    setup: Setup,
+    mesh: DeviceMesh,
+    *,
+    with_rings: bool = True,
+    replicas: ProcessGroup | None = None,
+    **arguments: Any,
 ) -> tuple[nn.Module, None]:
-    """Apply torch's `fully_shard` over `mesh`, with other `arguments` than the job's, and fill in the weights."""
+    """Apply torch's `fully_shard` over `mesh`, with other `arguments` than the job's, and fill in the weights.
+
+    `replicas` are for `use_rings`.
+    """
     reshards = setup.shard.policy.reshard_after_forward is not False  # the root too, as in ZeRO-3
     common = {"mp_policy": mixed_precision(setup.shard, setup.model), "reshard_after_forward": reshards}
     _fully_shard(model, fully_shard, {**common, "mesh": mesh, **arguments})
     if setup.device.type == "cpu" and with_rings:
-        use_rings([model, *layers_to_shard(model)])
+        use_rings([model, *layers_to_shard(model)], replicas)
     _fill(model, setup)
     return model, None
 

@@ -1,27 +1,47 @@
-"""FSDP2 on Gloo with the collectives that NCCL gives it: a true ring reduce-scatter, and gathers ahead of their use.
+"""FSDP2 on Gloo with the collectives that NCCL gives it: a true ring reduce-scatter, and overlap with compute.
 
 [Note: The strongest baseline]
-Gloo runs a reduce-scatter as an all-reduce, which moves twice the bytes. And FSDP2 waits for each gather on CPU, where
-it has no streams to run them on. Neither belongs to FSDP2: on NCCL it has both a ring and overlap. So the baselines
-here get them through FSDP2's public interface, `set_custom_reduce_scatter`, `set_custom_all_gather` and
-`set_modules_to_forward_prefetch`. Gloo's all-gather is a ring already, so only its wait moves to the first use.
+Gloo runs a reduce-scatter as an all-reduce, which moves twice the bytes. And on CPU, where FSDP2 has no streams, it
+waits for each gather and each reduction. Neither belongs to FSDP2: on NCCL it has both a ring and overlap. So the
+baselines here get them through FSDP2's public interface: `set_custom_reduce_scatter`, `set_custom_all_gather`,
+`set_modules_to_forward_prefetch` and, for the replicas of HSDP, `set_all_reduce_hook`. Gloo's all-gather is a ring
+already, so only its wait moves to the first use.
 
 A ring in rank order is also the flat collective that crosses the wire least. One rank of a node sends to another node,
 so (R - 1) / R of the buffer leaves each node, however many of the R ranks are on it. If every rank sent to every other
 at once, as comm/collectives.py does on one level, L ranks of a node would send to L ranks of every other: on 2 nodes of
 2 ranks a third more. On nodes of one rank both move the same bytes, and the ring was as fast or faster.
 
-FSDP2 needs the result of a reduction when the call returns, so reductions do not overlap with compute. A gather that
-runs ahead fills the wire meanwhile.
+[Note: Reductions behind backward]
+FSDP2 gives each reduction an output, and makes the gradients of the unit views of it. On NCCL all of that is in the
+order of a stream, and the optimizer waits for the stream. Here a thread fills the output while backward goes on. What
+is in it, nobody sees before `backward` returns, since a callback of autograd waits for the thread. One ring is under
+way at a time, as on NCCL: the next unit's gradients are copied together when the ring before them has ended. HSDP's
+all-reduce follows in the order of the same thread, but in Gloo's own: it works in place, so it holds no other memory,
+and the next ring need not wait for it.
+
+That is right only if FSDP2 itself does not read the output at once. It does where it casts (gradients are reduced in
+another dtype than the parameters'), where it adds (a parameter has a gradient already, from a micro-batch before), and
+where it divides (float16, for which it asks for sums in place of means) or calls a hook of the parameter. Then the host
+waits for the thread, and nothing overlaps. FSDP2 takes these turns by what anybody can see of its parameters, and so
+does `_reads_at_once`. All other cases have the same bits with and without the wait: the operations and their order are
+the same.
+
+FSDP2's own all-reduce over replicas would read the output at once, too. So HSDP's parameters are given to FSDP2 on the
+mesh of their shards alone, and the hook sums over replicas: FSDP2's way for a hybrid of one's own. In float16 its own
+is left in place, since it divides by the number of all ranks in two parts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from laconic import _compat
 
@@ -87,6 +107,104 @@ def _segments(part: Tensor) -> tuple[Tensor, ...]:
     return part.tensor_split(min(_SEGMENTS, max(1, part.numel())))
 
 
+class Reductions:
+    """The reductions of a model that run behind its backward: [Note: Reductions behind backward]."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="laconic-ring")
+        self._jobs: list[Future[dist.Work | None]] = []
+        self._ring: Future[dist.Work | None] | None = None
+
+    def start_ring(self, *arguments: Any) -> None:
+        """Start `RingReduceScatter` with these arguments. Only in a backward."""
+        self._ring = self._start(RingReduceScatter(), *arguments)
+
+    def start_mean(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        """Average a tensor over a group in place, after the rings that have been started. Only in a backward."""
+        self._start(_begin_mean, tensor, group)
+
+    def wait_for_ring(self) -> None:
+        """Wait for the last ring, but not for means."""
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.result()
+
+    def finish(self) -> None:
+        """Wait for all that has been started."""
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            work = job.result()
+            if work is not None:
+                work.wait()
+
+    def _start(self, job: Callable[..., dist.Work | None], *arguments: Any) -> Future[dist.Work | None]:
+        self._jobs.append(self._thread.submit(job, *arguments))
+        _compat.after_this_backward(self.finish)
+        return self._jobs[-1]
+
+
+def _begin_mean(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    return dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=group, async_op=True)
+
+
+class RingBehindBackward(_Allocator):
+    """`RingReduceScatter` behind backward: [Note: Reductions behind backward]."""
+
+    def __init__(self, unit: nn.Module, reductions: Reductions) -> None:
+        self._unit, self._reductions = unit, reductions
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Make an uninitialised tensor, when no other ring's are alive."""
+        self._reductions.wait_for_ring()
+        return super().allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """See `RingReduceScatter`. `output_tensor` has its values when backward returns, or at once if FSDP2 reads."""
+        self._reductions.start_ring(output_tensor, input_tensor, group, op)
+        if op != dist.ReduceOp.AVG or _reads_at_once(self._unit, output_tensor):
+            self._reductions.wait_for_ring()
+
+
+class MeanOverReplicas:
+    """HSDP's all-reduce behind backward, for FSDP2's `set_all_reduce_hook`: [Note: Reductions behind backward]."""
+
+    def __init__(self, unit: nn.Module, reductions: Reductions, group: dist.ProcessGroup) -> None:
+        self._unit, self._reductions, self._group = unit, reductions, group
+
+    def __call__(self, reduce_output: Tensor) -> None:
+        """Average the output of a reduce-scatter over the replicas, in place."""
+        self._reductions.start_mean(reduce_output, self._group)
+        if _reads_at_once(self._unit, reduce_output):
+            self._reductions.finish()
+
+
+def _reads_at_once(unit: nn.Module, reduced: Tensor) -> bool:
+    """Whether FSDP2 itself reads what it gets of a reduction of means: [Note: Reductions behind backward]."""
+    return not all(
+        isinstance(parameter, DTensor)  # else gathered weights stay, and gradients are not to be seen
+        and parameter.dtype == reduced.dtype
+        and parameter.grad is None
+        and not getattr(parameter, "_post_accumulate_grad_hooks", None)
+        for parameter in _own_parameters(unit)
+        if parameter.requires_grad
+    )
+
+
+def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that are gathered together with `module`."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _own_parameters(child)
+
+
 class AllGatherAhead(_Allocator):
     """Gloo's all-gather, which is a ring, without the wait; for FSDP2's `set_custom_all_gather`."""
 
@@ -102,13 +220,18 @@ class AllGatherAhead(_Allocator):
         return work
 
 
-def use_rings(units: Sequence[Any]) -> None:
+def use_rings(units: Sequence[Any], replicas: dist.ProcessGroup | None = None) -> None:
     """Give FSDP2 modules on CPU the collectives of [Note: The strongest baseline].
 
-    `units` are all modules that were given to FSDP2's `fully_shard`, in the order in which their forwards begin.
+    `units` are all modules that were given to FSDP2's `fully_shard`, in the order in which their forwards begin. With
+    `replicas`, the ranks that have the same shards, gradients are averaged over these, too: HSDP, for units that are
+    sharded on a mesh of one axis, and not for gradients that are reduced in float16.
     """
+    reductions = Reductions()
     for unit in units:
-        unit.set_custom_reduce_scatter(RingReduceScatter())
+        unit.set_custom_reduce_scatter(RingBehindBackward(unit, reductions))
         unit.set_custom_all_gather(AllGatherAhead())
+        if replicas is not None:
+            unit.set_all_reduce_hook(MeanOverReplicas(unit, reductions, replicas))
     for unit, following in pairwise(units):
         unit.set_modules_to_forward_prefetch([following])

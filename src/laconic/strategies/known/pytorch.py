@@ -41,7 +41,8 @@ def reduced_always(strategy: Strategy, source: str) -> Strategy:
 FSDP2 = Strategy(
     name="fsdp2",
     label="FSDP2",
-    note="PyTorch's FSDP2 (ZeRO-3) with what NCCL gives it: a true ring reduce-scatter, and gathers that run ahead.",
+    note="PyTorch's FSDP2 (ZeRO-3) with what NCCL gives it: a true ring reduce-scatter, and gathers and reductions "
+    "that run beside compute.",
     source=f"PyTorch FSDP, arXiv 2304.11277; {_CODE}",
     maker="PyTorch",
     colours=("#4d4d4d", "#b0b0b0"),
