@@ -97,7 +97,7 @@ def model_numels(config: Config) -> tuple[list[tuple[int, ...]], int]:
     ("name", "nodes", "local"),
     [
         (name, *shape)
-        for name in (*FSDP2, "ddp")
+        for name in (*FSDP2, "ddp", "ddp-zero1")
         for shape in SHAPES
         if name != "fsdp2-hpz" or shape[1] > 1  # hpZ needs two ranks per node
     ],
@@ -107,7 +107,7 @@ def test_bytes_equal_the_closed_formulas(name: str, nodes: int, local: int) -> N
     config = job()
     shapes, numel = model_numels(config)
     ranks = nodes * local
-    if name != "ddp":
+    if name in FSDP2:
         numel = sum(padded_numel(shape, local if name == "hsdp" else ranks) for shape in shapes)
     expected = step_bytes(
         name if nodes > 1 or name != "fsdp2-hpz" else "fsdp2",
@@ -145,7 +145,7 @@ def test_gradient_accumulation_moves_weights_again_and_gradients_once() -> None:
 def test_whole_gradients_stay_between_micro_batches() -> None:
     """Without a sync FSDP2 keeps unsharded gradients, and DDP keeps its own beside its buckets."""
     _, numel = model_numels(job())
-    for name, kept_bytes in (("fsdp2", 4 * numel), ("ddp", 4 * numel)):
+    for name, kept_bytes in (("fsdp2", 4 * numel), ("ddp", 4 * numel), ("ddp-zero1", 4 * numel)):
         one, two = (estimated(job(train={"accumulation": count}), spec(2, 2), name) for count in (1, 2))
         layer_bytes = 4 * numel / LAYERS
         assert kept_bytes - 2 * layer_bytes < two.peak_bytes - one.peak_bytes <= kept_bytes
@@ -251,6 +251,7 @@ def test_a_fast_network_is_hidden_and_a_slow_one_is_not(name: str) -> None:
         ("fsdp2-hpz", {}, (3, 1), "at least 2 ranks"),
         ("fsdp2", {"optimizer": {"name": "muon"}}, (2, 2), "whole blocks or matrices"),
         ("ddp", {"shard": {"param_dtype": "bfloat16"}}, (2, 2), "no mixed precision"),
+        ("ddp-zero1", {"optimizer": {"name": "muon"}}, (2, 2), "set shard.strategy to 'ddp' or 'laconic'"),
     ],
 )
 def test_refusals_say_why(name: str, sections: dict[str, Any], shape: tuple[int, int], reason: str) -> None:
@@ -265,6 +266,24 @@ def test_gloos_own_collectives_are_refused_on_cuda() -> None:
     found = predict(job(), spec(2, 2), "fsdp2-gloo", "cuda")
     assert isinstance(found, Refusal)
     assert "CPU" in found.reason
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 1), (1, 1)])
+def test_zero1_keeps_the_states_of_the_fullest_rank(nodes: int, local: int) -> None:
+    """Each rank's parameters and states are those of torch's own partition, which is not even."""
+    ranks = nodes * local
+    shapes, numel = model_numels(job())
+    parts = [0] * ranks
+    for is_vector in (False, True):
+        for shape in sorted((each for each in shapes if (len(each) < 2) is is_vector), key=math.prod, reverse=True):
+            parts[parts.index(min(parts))] += math.prod(shape)
+    whole, cut = (estimated(job(), spec(nodes, local), name) for name in ("ddp", "ddp-zero1"))
+    assert cut.resting["optimizer"] == pytest.approx(8 * max(parts), rel=1e-3)
+    assert cut.resting["parameters"] == whole.resting["parameters"] == 4 * numel
+    assert cut.resting["gradients"] == whole.resting["gradients"]
+    assert (cut.resting_bytes < whole.resting_bytes) is (ranks > 1)
+    sent = [each.sent_bytes.get(("node", "gradients")) for each in (cut, whole)]
+    assert sent[0] == sent[1]
 
 
 def test_ddp_runs_optimizers_of_whole_matrices() -> None:

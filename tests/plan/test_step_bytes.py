@@ -22,7 +22,7 @@ def in_weights(strategy: str, nodes: int, local: int) -> StepBytes:
     ("strategy", "on_2x2", "on_4x1"),
     [
         ("fsdp2", 2.25, 2.25), ("fsdp2-gloo", 3.0, 3.0), ("hsdp", 1.0, 1.5), ("ddp", 1.5, 1.5), ("none", 1.5, 2.25),
-        ("host", 1.0, 1.5), ("device", 1.0, 1.5),
+        ("host", 1.0, 1.5), ("device", 1.0, 1.5), ("ddp-zero1", 2.25, 2.25),
     ],
 )  # fmt: skip
 def test_weights_on_the_wire(strategy: str, on_2x2: float, on_4x1: float) -> None:

@@ -20,7 +20,7 @@ from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError, ModelConfig, ShardConfig
 from laconic.strategies import ring
 from laconic.strategies.checks import check_job
-from laconic.strategies.ring import RingReduceScatter, use_rings
+from laconic.strategies.ring import RingReduceScatter, pass_around, use_rings
 from tests.support.jobs import job, train_all
 from tests.support.launch import on_ranks, run_ranks
 
@@ -84,6 +84,24 @@ def test_the_ring_sums_like_gloo_with_half_its_bytes() -> None:
     for segments in (1, 4, 64):
         ring._SEGMENTS = segments
         check_sums(sent)
+
+
+def job_passes_around() -> None:
+    sent = dist.isend = SentBytes()
+    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    assert group is not None
+    for sizes in ([1] * size, [7 * (index + 1) for index in range(size)], [1001, *[2] * (size - 1)]):
+        whole = [torch.full((numel,), float(index)) for index, numel in enumerate(sizes)]
+        parts = [part.clone() if index == rank else torch.empty_like(part) for index, part in enumerate(whole)]
+        before = sent.total
+        pass_around(parts, group)
+        assert all(map(torch.equal, parts, whole))
+        assert sent.total - before == 4 * (sum(sizes) - (sizes[(rank + 1) % size] if size > 1 else sum(sizes)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_parts_of_all_sizes_go_around(world_size: int) -> None:
+    run_ranks(job_passes_around, world_size)
 
 
 def give_waiting_rings(units: list[Any]) -> None:

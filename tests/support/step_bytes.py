@@ -17,6 +17,7 @@ A gather is one pass, a reduce-scatter one, an all-reduce two.
 | fsdp2-hpz    | flat, then inside the node                                  | flat, once                          |
 | hsdp         | inside the node, twice                                      | inside the node; across nodes twice |
 | ddp          | never                                                       | flat, twice                         |
+| ddp-zero1    | flat, once                                                  | flat, twice                         |
 | none         | two levels, twice                                           | two levels, once                    |
 | host, device | two levels, then inside the node; frozen ones inside, twice | two levels, once                    |
 | 8bit, 4bit   | as host, in 8.125 or 4.125 bits between nodes               | as host, in as many bits            |
@@ -99,6 +100,8 @@ def step_bytes(
         return 2 * inside_weights + inside_gradients + 2 * across_gradients
     if strategy == "ddp":
         return 2 * flat_gradients
+    if strategy == "ddp-zero1":
+        return 2 * flat_gradients + _flat(nodes, local, trained_bytes)
     if strategy == "none":
         return 2 * (_across(nodes, weights_bytes) + inside_weights) + inside_gradients + across_gradients
     if strategy in ("host", "device"):

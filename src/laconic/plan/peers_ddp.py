@@ -7,11 +7,18 @@ following one until it has 25 MiB. A bucket is summed as soon as its last gradie
 With `gradient_as_bucket_view=True`, which laconic's baseline sets, `.grad` is a view into a bucket. So DDP keeps all
 buckets between steps, and a gradient is copied into its bucket at once. Without a sync (all micro-batches but the last)
 gradients have memory of their own beside the buckets.
+
+[Note: ZeRO-1's parts]
+torch's ZeroRedundancyOptimizer takes the largest parameter that is left, group by group, and gives it to the rank that
+has least. All ranks wait for the fullest one, so its part counts. Then parts go along a ring of all ranks, as in an
+all-gather: [Note: ZeRO-1 beside DDP] in strategies/zero1.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from torch import nn
 
 from laconic.plan.machine import Job, PlanTransfer, Simulator
 from laconic.plan.model_trace import ModelTrace, ParameterSpec
@@ -48,10 +55,14 @@ class Ddp(WrittenProgram):
         machine.hold("gradients", self._gradient_bytes)
         self._has_grads, self._own_bytes = False, 0.0
         """Whether micro-batches before have left gradients, and the memory of these beside the buckets."""
+        updated = self._updated(work.rehearsals.model(work.job))
         self._update = UpdateCost(
-            machine, optimizer_cost(work.optimizer, work.rehearsals.model(work.job), machine.device_type),
-            gradient_bytes=self._gradient_bytes,
-        )  # fmt: skip
+            machine, optimizer_cost(work.optimizer, updated, machine.device_type), gradient_bytes=self._gradient_bytes
+        )
+
+    def _updated(self, model: nn.Module) -> nn.Module:
+        """The parameters that a rank updates."""
+        return model
 
     def step(self) -> None:
         """See `Program.step`."""
@@ -85,6 +96,26 @@ class Ddp(WrittenProgram):
         self._machine.touch(f"divide bucket {place}", 2 * bucket.nbytes)
         route = self._ring.all_reduce(bucket.nbytes)
         return self._machine.send(PlanTransfer.along(route, f"reduce bucket {place}", "gradients"))
+
+
+class DdpZero1(Ddp):
+    """DDP whose optimizer's states are cut over the ranks, on a machine: [Note: ZeRO-1's parts]."""
+
+    def step(self) -> None:
+        """See `Program.step`."""
+        super().step()
+        route = self._ring.gather(self._gradient_bytes)
+        self._machine.wait(self._machine.send(PlanTransfer.along(route, "broadcast", "weights")), "broadcast")
+
+    def _updated(self, model: nn.Module) -> nn.Module:
+        parts: list[list[nn.Parameter]] = [[] for _ in range(self._ring.size)]
+        sizes = [0] * len(parts)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in sorted(trained, key=lambda each: (each.ndim < 2, -each.numel())):  # as the optimizer's groups
+            least = sizes.index(min(sizes))
+            parts[least].append(parameter)
+            sizes[least] += parameter.numel()
+        return nn.ParameterList(parts[sizes.index(max(sizes))])
 
 
 def _buckets(trace: ModelTrace) -> list[_Bucket]:

@@ -102,6 +102,25 @@ class RingReduceScatter(_Allocator):
             output_tensor.div_(size)
 
 
+def pass_around(parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Bring part r, which rank r has, to `parts[r]` of all ranks, along a ring. Parts may differ in size.
+
+    Cost: this rank sends all parts but that of the rank after it, and receives all but its own. No memory.
+    """
+    size, rank = group.size(), group.rank()
+    before, after = (rank - 1) % size, (rank + 1) % size
+    rest = [piece for step in range(1, size) for piece in _segments(parts[(rank - step) % size])]
+    passed_on = len(rest) - len(_segments(parts[after])) if size > 1 else 0
+    receives = [dist.irecv(piece, group=group, group_src=before) for piece in rest]
+    sends = [dist.isend(piece, group=group, group_dst=after) for piece in _segments(parts[rank]) if size > 1]
+    for index, receive in enumerate(receives):
+        receive.wait()  # type: ignore[union-attr]
+        if index < passed_on:
+            sends.append(dist.isend(rest[index], group=group, group_dst=after))
+    for send in sends:
+        send.wait()  # type: ignore[union-attr]
+
+
 def _segments(part: Tensor) -> tuple[Tensor, ...]:
     """Cut a part into messages, none of them empty."""
     return part.tensor_split(min(_SEGMENTS, max(1, part.numel())))

@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import laconic.checkpoint
 from laconic import registry
 from laconic.comm.traffic import Snapshot
+from laconic.config import OptimizerConfig
 from laconic.data.batches import Batch
 from laconic.islands.exchange import SyncReport
 from laconic.islands.local_steps import LocalSteps
@@ -94,7 +95,7 @@ class Simultaneous(Stepper):
         self._is_placed_by_itself = mesh is not None and setup.shard.policy.cache.where == "auto"
         self._shape = [ranks.num_nodes, ranks.num_local]
         self._syncs_always = registry.named(setup.shard.strategy).reduces_always
-        self.optimizer = make_optimizer(model, optimizer)
+        self.optimizer = self._optimizer_of(model, optimizer)
         self.local: LocalSteps | None = None
         """The wrapper of the optimizer that synchronises islands; None without islands."""
         self._has_islands = sync.is_local
@@ -113,6 +114,10 @@ class Simultaneous(Stepper):
         self._loss_scale: LossScale | None = None
         if setup.shard.policy.precision.param_dtype == "float16":
             self._loss_scale = LossScale(scale=optimizer.loss_scale, growth_steps=optimizer.loss_scale_growth_steps)
+
+    @staticmethod
+    def _optimizer_of(model: nn.Module, settings: OptimizerConfig) -> torch.optim.Optimizer:
+        return make_optimizer(model, settings)
 
     def enter(self, step: int) -> int:
         """See `Stepper.enter`. The rows that this island trains on follow from its slot."""

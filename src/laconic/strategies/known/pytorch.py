@@ -60,6 +60,30 @@ _HSDP = FSDP2.variant(
     shard={"strategy": "hsdp"},
     parallelize="laconic.strategies.parallelize:hsdp",
 )
+_DDP = Strategy(
+    name="ddp",
+    label="DDP",
+    note="PyTorch's DDP: every rank keeps everything.",
+    source="PyTorch Distributed, arXiv 2006.15704",
+    maker="PyTorch",
+    colours=("#a3c1da", "#a3c1da"),
+    shard={"strategy": "ddp"},
+    limits=(
+        *NOT_ON_ENGINE,
+        SYNCS_EVERY_STEP,
+        *(
+            Limit.only(
+                f"shard.{key}",
+                None,
+                message=f"shard.{key} = {{value!r}} but shard.strategy = {{strategy!r}} has no mixed precision: "
+                "leave it out and set model.dtype",
+            )
+            for key in ("param_dtype", "reduce_dtype")
+        ),
+    ),
+    parallelize="laconic.strategies.parallelize:ddp",
+    predict="laconic.plan.peers_ddp:Ddp",
+)
 
 STRATEGIES = (
     FSDP2,
@@ -115,28 +139,26 @@ STRATEGIES = (
     _HSDP,
     reduced_always(FSDP2, "PyTorch FSDP, arXiv 2304.11277, section 3.4"),
     reduced_always(_HSDP, "hybrid sharding, arXiv 2304.11277, section 3.2.2"),
-    Strategy(
-        name="ddp",
-        label="DDP",
-        note="PyTorch's DDP: every rank keeps everything.",
-        source="PyTorch Distributed, arXiv 2006.15704",
-        maker="PyTorch",
-        colours=("#a3c1da", "#a3c1da"),
-        shard={"strategy": "ddp"},
+    _DDP,
+    _DDP.variant(
+        name="ddp-zero1",
+        label="DDP ZeRO-1",
+        note="DDP with PyTorch's ZeroRedundancyOptimizer: each rank keeps the optimizer's states of some parameters, "
+        "and sends these to all others when it has updated them.",
+        source="ZeRO, arXiv 1910.02054, section 5.1; torch's torch/distributed/optim/zero_redundancy_optimizer.py",
+        colours=("#5b9bb0", "#7fbdd1"),
+        shard={"strategy": "ddp-zero1"},
         limits=(
-            *NOT_ON_ENGINE,
-            SYNCS_EVERY_STEP,
-            *(
-                Limit.only(
-                    f"shard.{key}",
-                    None,
-                    message=f"shard.{key} = {{value!r}} but shard.strategy = {{strategy!r}} has no mixed precision: "
-                    "leave it out and set model.dtype",
-                )
-                for key in ("param_dtype", "reduce_dtype")
+            *_DDP.limits,
+            Limit.only(
+                "optimizer.name",
+                "adamw",
+                message="optimizer.name = {value!r} but shard.strategy = {strategy!r} is for torch's own optimizers; "
+                "set shard.strategy to 'ddp' or 'laconic', or optimizer.name to 'adamw'",
             ),
         ),
-        parallelize="laconic.strategies.parallelize:ddp",
-        predict="laconic.plan.peers_ddp:Ddp",
+        saves=False,  # a rank has states of its own parameters alone, and of DDP a checkpoint takes one rank's
+        stepper="laconic.strategies.zero1:Zero1Stepper",
+        predict="laconic.plan.peers_ddp:DdpZero1",
     ),
 )
