@@ -21,7 +21,7 @@ from tests.support.record import Row
 _JOB = "grid"
 _SHAPES = ((2, 1), (4, 1), (8, 1), (2, 2), (4, 2), (1, 4))
 _RATES = (None, 1e9, 200e6, 50e6)
-_PEERS = ("ddp", "hsdp", "fsdp2", "fsdp2-zero2", "fsdp2-hpz")
+_PEERS = ("ddp", "ddp-zero1", "hsdp", "fsdp2", "fsdp2-zero2", "fsdp2-hpz")
 _MEMORIES = ("ddp", "hsdp", "fsdp2")
 _FIXED = ("none", "device", "rank")
 """On a CPU the host's memory is the device's, so "host" is "device"."""
