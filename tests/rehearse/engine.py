@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from laconic import Cache, Checks, Prefetch, Wire, fully_shard, init_mesh
+from laconic import Cache, Checks, Placement, Prefetch, Wire, fully_shard, init_mesh
 from laconic.optim import AdamW8bit, Muon, Shampoo
 from laconic.rehearse import Machine, mark, rehearsal
 from laconic.rehearse.operations import kind_of
@@ -101,6 +101,14 @@ def clipped(model: Any, optimizer: torch.optim.Optimizer) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
+
+
+def moved_between_steps(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Let all units rest elsewhere before each step."""
+    for step, (weights, gradients) in enumerate((("rank", "rank"), ("host", "node"), ("device", "rank"))):
+        names = model.placements()
+        model.set_placements({name: Placement(weights=weights, gradients=gradients) for name in names})
+        training(steps=2, micro_batches=1 + step)(model, optimizer)
 
 
 def evaluated(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -411,6 +419,21 @@ ENGINE: dict[str, Program] = {
         options={"cache": "rank", "offload_policy": CPUOffloadPolicy()}, train=training(steps=3)
     ),
     "cache rank, 4 bits": Program(options={"cache": "rank", "wire": "4bit"}, train=training(steps=3)),
+    "cache auto": Program(
+        options={"cache": Cache(where="auto", device_bytes=5 * WIDTH * WIDTH * 4, host_bytes=2 * WIDTH * WIDTH * 4)},
+        train=training(steps=4, micro_batches=2),
+    ),
+    "cache auto, 4 bits": Program(
+        options={"cache": Cache(where="auto", device_bytes=0, host_bytes=1 << 30), "wire": "4bit"},
+        train=training(steps=4),
+    ),
+    "placed by hand": Program(prepare=freeze_blocks, train=moved_between_steps),
+    "gradients wait whole": Program(
+        options={"cache": Cache(where="host", gradients="rank")}, train=training(steps=3, micro_batches=3)
+    ),
+    "gradients wait whole, a block skipped": Program(
+        options={"cache": Cache(gradients="rank")}, train=training(micro_batches=2, skip=0)
+    ),
     "Gloo, cache rank": Program(backend="gloo", options={"cache": "rank"}, train=training(steps=3)),
     "mixed precision": Program(options={"cache": "host", "mp_policy": _HALF}, train=training(micro_batches=2)),
     "clipping": Program(train=clipped),
