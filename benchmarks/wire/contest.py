@@ -21,14 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from laconic import registry
 from laconic.comm.agreement import RankGroup
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, from_dict
 from laconic.data.batches import Batch
 from laconic.hf.models import build_model
 from laconic.strategies.memory import measured_peak
-from laconic.strategies.simultaneous import Simultaneous
-from laconic.strategies.stepper import Setup
+from laconic.strategies.stepper import Setup, Stepper
 
 _WARM_STEPS = 3
 """In the first step all rests as at first, in the second it moves to where it was chosen, and the third is warm."""
@@ -43,7 +43,8 @@ class Contestant:
         """Build the model and shard it. Collective."""
         device = torch.device("cpu")
         model = build_model(config.model, config.lora, device="meta")
-        self._stepper = Simultaneous(model, Setup.of(config, ranks, device))
+        make = registry.load(registry.named(config.shard.strategy).stepper)
+        self._stepper: Stepper = make(model, Setup.of(config, ranks, device))
         generator = torch.Generator().manual_seed(ranks.rank)
         vocab_size = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
         shape = config.train.micro_batch_size, config.data.sequence_length

@@ -388,6 +388,7 @@ class ShardPolicy(Policy):
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `laconic.fully_shard` that it decides, without `mp_policy`, for every unit and the root."""
+        may_stay = self.cache.where in ("rank", "auto")  # whole on the rank, or in the root while its units run
         from torch.distributed.fsdp import CPUOffloadPolicy
 
         return {
@@ -397,5 +398,7 @@ class ShardPolicy(Policy):
             "checks": self.checks,
             "prefetch": self.prefetch,
             "granularity": self.granularity,
-            "reshard_after_forward": None if self.cache.where == "rank" else self.reshard_after_forward is not False,
+            "reshard_after_forward": self.reshard_after_forward
+            if may_stay
+            else self.reshard_after_forward is not False,
         }
