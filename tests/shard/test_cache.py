@@ -404,7 +404,7 @@ def test_on_one_node_nothing_is_cached() -> None:
 class Adapted(nn.Module):
     """A frozen linear layer and a low-rank correction that trains."""
 
-    def __init__(self, d: int = 64, rank: int = 2) -> None:
+    def __init__(self, d: int = 64, rank: int = 6) -> None:
         super().__init__()
         self.base = nn.Linear(d, d).requires_grad_(False)
         self.down = nn.Linear(d, rank, bias=False)

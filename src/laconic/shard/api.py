@@ -315,10 +315,12 @@ class _Policies:
 def _offer_small(buckets: list[Bucket], own: _Policies) -> None:
     """Let an outer unit take the small trained buckets beside frozen ones: [Note: Small buckets travel together]."""
     frozen_bytes = sum(_whole_bytes(bucket) for bucket in buckets if bucket.is_frozen)
+    # islands train different slices, and must cut alike
+    has_slices = any(slice_of_parameter(*bucket.places[0][0]) is not None for bucket in buckets)
     for bucket in buckets:
-        size_bytes = _whole_bytes(bucket)
-        is_small = size_bytes <= min(_SMALL_BYTES, frozen_bytes / _SMALL_SHARE)
-        if is_small and not bucket.is_frozen and not bucket.form.converts and not own.has_granularity:
+        is_small = _whole_bytes(bucket) <= min(_SMALL_BYTES, frozen_bytes / _SMALL_SHARE)
+        is_special = has_slices or own.has_granularity or bucket.form.converts or bucket.cluster is not own.cluster
+        if is_small and not bucket.is_frozen and not is_special:
             bucket.offer(own)
         else:
             bucket.keep()
