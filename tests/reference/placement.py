@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from laconic.shard.placement import Saving, Speeds, UnitUse
+from laconic.shard.placement import JOINING, Saving, Speeds, UnitUse
 from laconic.shard.policies import Placement
 
 
@@ -26,6 +26,8 @@ def step_seconds(unit: UnitUse, placement: Placement, speeds: Speeds) -> float:
                 seconds += speeds.node.seconds(bucket.crossing_bytes)
             if placement.weights != "rank" or not has_whole:
                 seconds += speeds.local.seconds(bucket.whole_bytes - bucket.node_bytes)
+            if placement.weights in ("host", "device"):
+                seconds += JOINING.seconds(bucket.node_bytes)
             if placement.weights == "host" and speeds.copy is not None:
                 seconds += speeds.copy.seconds(bucket.node_bytes)
             has_node_shard = has_whole = True

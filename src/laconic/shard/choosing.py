@@ -2,8 +2,9 @@
 
 [Note: One choice on all ranks]
 Ranks have different rooms and measure different speeds, and must place alike, since a gather needs all of them. So they
-tell each other what they have found, and all choose by the least room and the slowest transfer. The choice is a
-function of numbers that are then equal, so nobody sends it. It stays for the whole run, and a checkpoint has it.
+tell each other what they have found, and all choose by the least room, the slowest transfer and the first rank's uses.
+The choice is a function of numbers that are then equal, so nobody sends it. It stays for the whole run, and a
+checkpoint of `laconic.train` has it.
 
 [Note: Room is tried]
 A rank that ran out of memory in the middle of a step would leave the others waiting, and no step could be repeated. So
@@ -62,7 +63,7 @@ class PlacingRoot(Protocol):
 
 
 class Chooser:
-    """PlacingRoot the units of one root whose cache is "auto", once the first step has shown what they need."""
+    """Places the units of one root whose cache is "auto", once the first step has shown what they need."""
 
     def __init__(self, root: PlacingRoot, units: Sequence[Placeable]) -> None:
         """Choose for `units` of `root`, which has found them just now."""
@@ -104,13 +105,12 @@ class Chooser:
         self._say(str(self._choose()))
 
     def _choose(self) -> Chosen:
-        cluster, uses = self._root.cluster, [unit.use() for unit in self._units]
-        speeds, room = _agree(cluster, _measured(cluster), self._room())
+        cluster = self._root.cluster
+        uses = [unit.use() for unit in self._units]
+        speeds, room, passing, uses = _agree(cluster, _measured(cluster), self._room(), self._passing, uses)
         device_bytes, host_bytes = room.device_bytes, room.host_bytes
         while True:
-            choice = choose_placements(
-                uses, speeds, device_bytes=device_bytes, host_bytes=host_bytes, passing=self._passing
-            )
+            choice = choose_placements(uses, speeds, device_bytes=device_bytes, host_bytes=host_bytes, passing=passing)
             taken = choice.saving
             if self._place(choice, room.step_bytes) or max(taken.device_bytes, taken.host_bytes) <= 0:
                 return choice
@@ -163,19 +163,30 @@ def _measured(cluster: Cluster) -> Speeds:
     return Speeds(node=measure_gathers(cluster, "node"), local=measure_gathers(cluster, "local"), copy=copy)
 
 
-def _agree(cluster: Cluster, speeds: Speeds, room: Room) -> tuple[Speeds, Room]:
-    """The slowest transfers and the least room of all ranks: [Note: One choice on all ranks]. Collective."""
-    by_rank: list[list[dict[str, Any]]] = _gather(cluster, [asdict(speeds), asdict(room)])
+def _agree(
+    cluster: Cluster, speeds: Speeds, room: Room, passing: Passing, uses: Sequence[UnitUse]
+) -> tuple[Speeds, Room, Passing, list[UnitUse]]:
+    """What all ranks choose by: [Note: One choice on all ranks]. Collective."""
+    counts = [[use.num_gathers, use.num_early_sums] for use in uses]
+    own: dict[str, Any] = {"speeds": asdict(speeds), "room": asdict(room), "passing": asdict(passing), "counts": counts}
+    by_rank: list[dict[str, Any]] = _gather(cluster, own)
 
     def slowest(level: str) -> Speed:
-        each = [Speed(**found[level]) for found, _ in by_rank]
+        each = [Speed(**found["speeds"][level]) for found in by_rank]
         return Speed(
             latency_s=max(speed.latency_s for speed in each), bytes_per_s=min(speed.bytes_per_s for speed in each)
         )
 
+    def least(name: str) -> dict[str, int]:
+        return {key: min(found[name][key] for found in by_rank) for key in own[name]}
+
     agreed = Speeds(node=slowest("node"), local=slowest("local"), copy=None if speeds.copy is None else slowest("copy"))
-    least = {name: min(found[name] for _, found in by_rank) for name in ("device_bytes", "host_bytes")}
-    return agreed, Room(step_bytes=max(found["step_bytes"] for _, found in by_rank), **least)
+    step_bytes = max(found["room"]["step_bytes"] for found in by_rank)
+    first = [
+        replace(use, num_gathers=num_gathers, num_early_sums=num_early_sums)
+        for use, (num_gathers, num_early_sums) in zip(uses, by_rank[0]["counts"], strict=True)
+    ]
+    return agreed, Room(**{**least("room"), "step_bytes": step_bytes}), Passing(**least("passing")), first
 
 
 def _gather(cluster: Cluster, value: Any) -> list[Any]:

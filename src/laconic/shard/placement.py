@@ -51,6 +51,8 @@ _WORDS = {
     "device": "as node shards on the device",
     "rank": "whole on each rank",
 }
+JOINING = Speed(bytes_per_s=1e11)
+"""The copy of a node shard that rests into the whole weights, in memory: so little that it decides between equals."""
 _MOST_STATES = 1024
 _EQUAL = 1e-9
 """Sums of seconds that differ by less, relative to them, are equal: they were added in another order."""
@@ -244,6 +246,8 @@ def _gather_s(unit: UnitUse, rests: Where, speeds: Speeds) -> float:
         total += joins * speeds.local.seconds(bucket.whole_bytes - bucket.node_bytes)
         if rests == "host" and speeds.copy is not None:  # out after a crossing, else in
             total += uses * speeds.copy.seconds(bucket.node_bytes)
+        if rests in ("host", "device"):
+            total += uses * JOINING.seconds(bucket.node_bytes)
     return total
 
 
