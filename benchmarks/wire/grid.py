@@ -171,7 +171,7 @@ def _repeats(bench: Bench, rate: float | None) -> int:
 def _how(bench: Bench, cells: Sequence[Cell]) -> str:
     steps = f"medians of {_repeats(bench, None)} steps in turns ({_repeats(bench, 50e6)} at 50 Mbit/s)"
     return (
-        f"{len(cells)} cells of full training and LoRA, a Llama of 2.3 M parameters in fp32, 256 tokens a rank; {steps}, "
+        f"{len(cells)} cells of full training and LoRA, a Llama of 2.3 M parameters, 256 tokens a rank; {steps} "
         "in the same processes."
     )
 
