@@ -77,7 +77,7 @@ class Contestant:
         self.peak_bytes = int(held)
 
     def figures(self) -> dict[str, Any]:
-        """What the benchmark reads."""
+        """The figures that the benchmark reads."""
         return {
             "times_s": self.times_s,
             "peak_bytes": self.peak_bytes,

@@ -58,7 +58,7 @@ class Program(ABC):
     inexact: str = ""
     """What the strategy trains otherwise than ZeRO-3, in words; empty if it trains the same."""
     notes: tuple[str, ...] = ()
-    """What a reader of its figures must know."""
+    """Notes for readers of its figures."""
 
     @abstractmethod
     def read(self, machine: Simulator) -> Reading:

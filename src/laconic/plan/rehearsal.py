@@ -80,7 +80,7 @@ class Rehearsal:
     uses: Mapping[str, UnitUse] = field(default_factory=dict)
     """The use of each unit in the last step, by its name."""
     passing: Passing = field(default_factory=Passing)
-    """What whole weights add to the fullest moment of the last step."""
+    """The bytes that whole weights add to the fullest moment of the last step."""
     matrices: Sequence[Matrix] = ()
     """The matrices that owners update, in the order of the optimizer's parameters: optim/owners.py."""
     fragments: Sequence[Sequence[RaggedSpec]] = ()

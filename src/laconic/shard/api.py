@@ -303,7 +303,7 @@ def _find_parameters(
 
 @dataclass(frozen=True, kw_only=True)
 class _Policies:
-    """What two units must have in common, so that parameters of one may join the other's."""
+    """The policies that two units must share, so that parameters of one may join the other's."""
 
     cluster: Cluster
     precision: MixedPrecisionPolicy

@@ -222,7 +222,7 @@ class Bucket:
     def take_back(self) -> list[ManagedParameter]:
         """The parameters as they were given. The bucket is of no more use."""
         for item, sharded in zip(self._managed, self.sharded, strict=True):
-            setattr(sharded, HOME, item.name)  # an optimizer that has them already is told so
+            setattr(sharded, HOME, item.name)  # an optimizer that has them already refuses them
         return self._managed
 
     def keep(self) -> None:

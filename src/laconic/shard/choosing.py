@@ -39,7 +39,7 @@ class Placeable(Protocol):
     cache: Cache
 
     def use(self) -> UnitUse:
-        """What the first step has shown of it."""
+        """Its use in the first step."""
 
 
 class PlacingRoot(Protocol):
@@ -53,7 +53,7 @@ class PlacingRoot(Protocol):
 
     @property
     def passing(self) -> Passing:
-        """What whole weights add to the fullest moment."""
+        """The bytes that whole weights add to the fullest moment."""
 
     def place(self, placements: Mapping[Any, Placement], /) -> None:
         """Let units rest elsewhere."""
@@ -166,7 +166,7 @@ def _measured(cluster: Cluster) -> Speeds:
 def _agree(
     cluster: Cluster, speeds: Speeds, room: Room, passing: Passing, uses: Sequence[UnitUse]
 ) -> tuple[Speeds, Room, Passing, list[UnitUse]]:
-    """What all ranks choose by: [Note: One choice on all ranks]. Collective."""
+    """The numbers by which all ranks choose: [Note: One choice on all ranks]. Collective."""
     counts = [[use.num_gathers, use.num_early_sums] for use in uses]
     own: dict[str, Any] = {"speeds": asdict(speeds), "room": asdict(room), "passing": asdict(passing), "counts": counts}
     by_rank: list[dict[str, Any]] = _gather(cluster, own)

@@ -27,10 +27,10 @@ too many, the most promising go on, and the set may be a little below the best.
 [Note: What a choice takes]
 The memory that counts is that of the fullest moment, beside a step in which nothing rests. There some weights are whole
 in any case: those of the root, which is around all others, and of two neighbours that take turns. If all weights of a
-kind rest whole, what passes needs no room besides, and the ledger of the first step says how much that is. While one
-unit of the kind still takes turns, all of that room stays. So four sets are looked for, in which those around others
-are all whole or not, and the others as well, and the best of the four is taken. A frozen shard that has a copy in what
-rests goes.
+kind rest whole, the passing ones need no room besides, and the ledger of the first step says how much that is. While
+one unit of the kind still takes turns, all of that room stays. So four sets are looked for, in which those around
+others are all whole or not, and the others as well, and the best of the four is taken. A frozen shard that has a copy
+in what rests goes.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Passing:
 
 
 class Saving(NamedTuple):
-    """What a placement saves and takes, beside a unit that rests nowhere."""
+    """The seconds that a placement saves and the bytes that it takes, beside a unit that rests nowhere."""
 
     seconds: float
     device_bytes: int

@@ -23,7 +23,7 @@ class Room:
     host_bytes: int
     """This rank's part of what is free on the machine; 0 if the device is the CPU, whose memory is the host's."""
     step_bytes: int
-    """What a step needs besides what is held between steps."""
+    """Bytes that a step needs besides those that are held between steps."""
 
 
 def held_bytes(device: torch.device) -> int:

@@ -582,7 +582,7 @@ class Root:
 
     @property
     def passing(self) -> Passing:
-        """What whole weights add to the fullest moment since the peaks were reset."""
+        """The bytes that whole weights add to the fullest moment since the peaks were reset."""
         ledger = self.ledger
         around, others, all_full = (ledger.device_peak_bytes - ledger.peaks_without[kinds] for kinds in WITHOUT)
         return Passing(around_bytes=around, others_bytes=others, all_bytes=all_full)
