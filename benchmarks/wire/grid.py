@@ -127,7 +127,10 @@ def grid_peers(bench: Bench) -> Row:
         required=f"<= 1.00x, <= {_WORST:.2f}x; <= 1.00x",
         measured=f"{median:.3f}x, {worst:.3f}x; {most:.3f}x",
         is_met=median <= 1 and worst <= _WORST and most <= _SLACK,
-        note=f"{_how(bench, cells)} {_listed(ratios)}.",
+        note=(
+            f"{_how(bench, cells)} {_by_job_and_rate(cells)}. {_listed(ratios)}. Where no wire is slow, processors are the "
+            "bound, and each unit has work of its own in Python; a LoRA here moves little but messages."
+        ),
     )
 
 
@@ -174,6 +177,16 @@ def _how(bench: Bench, cells: Sequence[Cell]) -> str:
         f"{len(cells)} cells of full training and LoRA, a Llama of 2.3 M parameters, 256 tokens a rank; {steps} "
         "in the same processes."
     )
+
+
+def _by_job_and_rate(cells: Sequence[Cell]) -> str:
+    """The medians of each job, and of each rate."""
+    ratios: dict[str, list[float]] = {}
+    for cell in cells:
+        rate = "unshaped" if cell.rate_bits_per_s is None else format_rate(cell.rate_bits_per_s)
+        for key in (cell.job, f"{cell.job} {rate}"):
+            ratios.setdefault(key, []).append(cell.ratio("auto", _PEERS)[0])
+    return "Medians: " + ", ".join(f"{key} {statistics.median(found):.3f}x" for key, found in ratios.items())
 
 
 def _listed(ratios: list[tuple[float, str, str]]) -> str:
