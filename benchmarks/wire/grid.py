@@ -128,8 +128,8 @@ def grid_peers(bench: Bench) -> Row:
         measured=f"{median:.3f}x, {worst:.3f}x; {most:.3f}x",
         is_met=median <= 1 and worst <= _WORST and most <= _SLACK,
         note=(
-            f"{_how(bench, cells)} {_by_job_and_rate(cells)}. {_listed(ratios)}. Where no wire is slow, processors are the "
-            "bound, and each unit has work of its own in Python; a LoRA here moves little but messages."
+            f"{_how(bench, cells)} {_by_job_and_rate(cells)}. {_listed(ratios)}. Where no wire is slow, processors are "
+            "the bound, and each unit has work of its own in Python; a LoRA here moves little but messages."
         ),
     )
 
