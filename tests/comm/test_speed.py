@@ -89,3 +89,28 @@ def test_a_busy_machine_gives_finite_speeds(monkeypatch: pytest.MonkeyPatch) -> 
     """There a small transfer may take longer than a large one."""
     speed = _on_clock(monkeypatch, lambda nbytes, number: 9.0 if nbytes == 64 else 4.0)
     assert speed == Speed(latency_s=4.0, bytes_per_s=3 * 1000 / 0.4)
+
+
+def test_a_device_is_waited_for_before_and_after_each_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[torch.device] = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(synchronize=waits.append))
+    monkeypatch.setattr(torch, "empty", lambda *shape, device, **options: empty(*shape, **options))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(speed_module, "is_rehearsed", lambda: False)
+    assert 0 < measure_copies(torch.device("cuda", 1)).bytes_per_s < math.inf
+    assert waits == [torch.device("cuda", 1)] * 24, "twelve copies, of two sizes"
+
+
+def test_on_a_stream_gathers_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def all_gather(whole: torch.Tensor, piece: torch.Tensor, purpose: str) -> SimpleNamespace:
+        sizes.append(piece.nbytes)
+        return SimpleNamespace(wait=lambda: None)
+
+    ranks = SimpleNamespace(size=2, is_stream_ordered=True, all_gather=all_gather)
+    monkeypatch.setattr(speed_module, "Communicator", lambda cluster, level: ranks)
+    monkeypatch.setattr(speed_module, "is_rehearsed", lambda: False)
+    measure_gathers(SimpleNamespace(device=CPU), "node")  # type: ignore[arg-type]
+    assert set(sizes) == {64, 2**23}
