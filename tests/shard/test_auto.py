@@ -117,7 +117,7 @@ def _choices_counted() -> Iterator[list[Any]]:
 
 @contextmanager
 def _logged() -> Iterator[list[str]]:
-    """What this rank logs in the body."""
+    """The lines that this rank logs in the body."""
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]

@@ -75,6 +75,17 @@ def _train(model: Any, steps: int = 3) -> list[Tensor]:
     return losses
 
 
+def _assert_only_adapters_move(model: Any) -> None:
+    """Assert that a warm step gathers and reduces the trained buckets once, and moves nothing else."""
+    _train(model, steps=1)
+    trained = [bucket for bucket in sharded_net.buckets(model) if not bucket.is_frozen]
+    with sharded_net.moved(model) as bytes_moved:
+        _train(model, steps=1)
+    for level in ("node", "local"):
+        assert bytes_moved.sent(level, "weights") == sharded_net.gather_bytes(level, trained)  # type: ignore[arg-type]
+    assert bytes_moved.gradients == sharded_net.reduce_bytes("node", trained)
+
+
 @pytest.mark.parametrize("cache", ["none", "host", "rank"])
 @on_ranks(6, local=2)
 def test_adapters_of_all_blocks_train_in_one_bucket_to_the_same_bits(cache: Any) -> None:
@@ -93,14 +104,7 @@ def test_adapters_of_all_blocks_train_in_one_bucket_to_the_same_bits(cache: Any)
 
 @on_ranks(4, local=2)
 def test_what_crosses_is_counted_as_ever() -> None:
-    model = _sharded(cache="rank")
-    _train(model, steps=1)
-    trained = [bucket for bucket in sharded_net.buckets(model) if not bucket.is_frozen]
-    with sharded_net.moved(model) as bytes_moved:
-        _train(model, steps=1)
-    for level in ("node", "local"):
-        assert bytes_moved.sent(level, "weights") == sharded_net.gather_bytes(level, trained)  # type: ignore[arg-type]
-    assert bytes_moved.gradients == sharded_net.reduce_bytes("node", trained)
+    _assert_only_adapters_move(_sharded(cache="rank"))
 
 
 @on_ranks(4, local=2)
@@ -108,12 +112,7 @@ def test_a_frozen_base_that_is_whole_stays_where_larger_adapters_change() -> Non
     """Their bucket is gathered in each step, and nothing else of their unit."""
     model = _sharded(rank=16, cache="rank")
     assert all(_trained_names(block) for block in model.blocks), "more than an eighth of the unit"
-    _train(model, steps=1)
-    trained = [bucket for bucket in sharded_net.buckets(model) if not bucket.is_frozen]
-    with sharded_net.moved(model) as bytes_moved:
-        _train(model, steps=1)
-    for level in ("node", "local"):
-        assert bytes_moved.sent(level, "weights") == sharded_net.gather_bytes(level, trained)  # type: ignore[arg-type]
+    _assert_only_adapters_move(model)
 
 
 @on_ranks(2, local=1)

@@ -203,7 +203,7 @@ def _skip(skips: tuple[int, ...]) -> None:
 
 @on_ranks(4, local=2)
 def test_a_unit_that_some_micro_batches_skip() -> None:
-    """What waits for a unit that the last micro-batch does not use is summed at its end."""
+    """If the last micro-batch does not use a unit, its waiting gradients are summed at the end."""
     for skips in ((1,), (0,), (0, 1), (1, 2), (2,)):
         _skip(skips)
 

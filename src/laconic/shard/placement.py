@@ -383,7 +383,7 @@ class _Bound:
 
 
 def _hull(options: Sequence[Saving]) -> list[Saving]:
-    """The upper hull of seconds over bytes of the device, from the option that takes least of it."""
+    """The upper hull of seconds over device bytes. It begins with the option that takes the fewest bytes."""
     hull: list[Saving] = []
     for option in sorted(options, key=lambda each: (each.device_bytes, -each.seconds)):
         if hull and option.seconds <= hull[-1].seconds:

@@ -7,7 +7,7 @@ of HSDP: the sum of a shard over the islands follows, unless `LocalSteps` trains
 [Note: Gradients that wait whole]
 With `Cache(gradients="rank")` no sum runs before the last micro-batch: the bucket's buffer stays, and the gradients of
 the next backward are added where they are, as under DDP's `no_sync`. That saves the sums inside the node of all
-micro-batches but one, and takes the memory of all gradients, where a node shard of sums takes 1 / L of it.
+micro-batches but one. It takes the memory of all gradients; node shards of sums take 1 / L of that.
 
 [Note: Gradients that do not come]
 A parameter without a gradient on this rank adds zero, because other ranks may have a gradient for it (a router may send

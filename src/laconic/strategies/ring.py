@@ -13,12 +13,12 @@ at once, as comm/collectives.py does on one level, L ranks of a node would send 
 2 ranks a third more. On nodes of one rank both move the same bytes, and the ring was as fast or faster.
 
 [Note: Reductions behind backward]
-FSDP2 gives each reduction an output, and makes the gradients of the unit views of it. On NCCL all of that is in the
-order of a stream, and the optimizer waits for the stream. Here a thread fills the output while backward goes on. What
-is in it, nobody sees before `backward` returns, since a callback of autograd waits for the thread. One ring is under
-way at a time, as on NCCL: the next unit's gradients are copied together when the ring before them has ended. HSDP's
-all-reduce follows in the order of the same thread, but in Gloo's own: it works in place, so it holds no other memory,
-and the next ring need not wait for it.
+FSDP2 gives each reduction an output. The gradients of the unit become views of that output. On NCCL all of that is in
+the order of a stream, and the optimizer waits for the stream. Here a thread fills the output while backward goes on.
+Nobody sees its contents before `backward` returns, since a callback of autograd waits for the thread. One ring is
+under way at a time, as on NCCL: the next unit's gradients are copied together when the ring before them has ended.
+HSDP's all-reduce follows in the order of the same thread, but in Gloo's own: it works in place, so it holds no other
+memory, and the next ring need not wait for it.
 
 That is right only if FSDP2 itself does not read the output at once. It does where it casts (gradients are reduced in
 another dtype than the parameters'), where it adds (a parameter has a gradient already, from a micro-batch before), and
