@@ -72,6 +72,8 @@ POLICIES: tuple[Policy, ...] = (
     Policy(name="host", options={"cache": "host"}),
     Policy(name="device", options={"cache": "device"}),
     Policy(name="rank", options={"cache": "rank"}),
+    Policy(name="auto", options={"cache": "auto"}),
+    Policy(name="auto, part on the device", options={"cache": laconic.Cache(where="auto", device_bytes=2**20)}),
     Policy(name="4bit, rank", options={"cache": "rank", "wire": "4bit"}, tolerance=_ROUNDED),
     Policy(name="host, part on the device", options={"cache": laconic.Cache(where="host", device_budget_bytes=2**20)}),
     Policy(name="host until backward", options={"cache": laconic.Cache(where="host", until="backward")}),

@@ -226,6 +226,35 @@ def test_peak_allocated_memory_by_cache() -> None:
     assert measured["device"] == pytest.approx(measured["none"] + weight_bytes / 2, rel=0.05)
 
 
+def peaks_of_auto(device_type: str = "cuda") -> list[tuple[int, int, int]]:
+    """By budget: the budget, the bytes of the device that placements take, and the peak of allocated bytes beside it."""
+    mesh = play_rank_0(2, 2, device_type)
+    found = []
+    for budget in (0, 2**24, 2**26):
+        cache = laconic.Cache(where="auto", device_bytes=budget, host_bytes=0)
+        model = sharded_net.shard(sharded_net.build(Wide).to(device_type), mesh=mesh, cache=cache)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            if step == 3:
+                torch.cuda.reset_peak_memory_stats()
+                model.reset_peak_memory()
+            model(torch.ones(4, 1024, device=device_type)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        peak = torch.cuda.memory_stats().get("requested_bytes.all.peak") or model.memory().device_peak_bytes
+        kept = sum(placement.weights != "none" for placement in model.placements().values())
+        found.append((budget, kept, peak))
+        del model, optimizer
+        gc.collect()
+    return found
+
+
+def test_auto_takes_no_more_than_its_budget() -> None:
+    (_, none_kept, least), *others = run_ranks(peaks_of_auto, 1)[0]
+    assert none_kept == 0
+    assert all(kept > 0 and peak <= least + budget for budget, kept, peak in others)
+
+
 # -- real ranks --------------------------------------------------------------------------------------------------------
 
 
@@ -297,7 +326,7 @@ def test_communicators_begin_at_once() -> None:
     run_ranks(communicators_begin_at_once, 1)
 
 
-@pytest.mark.parametrize(("cache", "accumulation"), list(itertools.product(("none", "host", "device", "rank"), (1, 2))))
+@pytest.mark.parametrize(("cache", "accumulation"), list(itertools.product(("none", "host", "device", "rank", "auto"), (1, 2))))
 def test_two_by_two_ranks_on_one_gpu_over_gloo_equal_unsharded(cache: str, accumulation: int) -> None:
     run_ranks(against_unsharded, 4, cache, accumulation, local=2)
 
