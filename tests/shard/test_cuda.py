@@ -326,7 +326,9 @@ def test_communicators_begin_at_once() -> None:
     run_ranks(communicators_begin_at_once, 1)
 
 
-@pytest.mark.parametrize(("cache", "accumulation"), list(itertools.product(("none", "host", "device", "rank", "auto"), (1, 2))))
+@pytest.mark.parametrize(
+    ("cache", "accumulation"), list(itertools.product(("none", "host", "device", "rank", "auto"), (1, 2)))
+)
 def test_two_by_two_ranks_on_one_gpu_over_gloo_equal_unsharded(cache: str, accumulation: int) -> None:
     run_ranks(against_unsharded, 4, cache, accumulation, local=2)
 

@@ -1,4 +1,4 @@
-"""Small trained buckets beside frozen ones: an outer unit takes them, and all of them travel together."""
+"""Small trained buckets beside frozen ones: each rank holds them whole, and an outer unit takes them all."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
 from laconic.shard.api import _SMALL_BYTES
+from laconic.shard.bucket import Bucket
 from laconic.shard.unit import unit_of
 from tests.support import sharded_net
 from tests.support.launch import on_ranks
@@ -83,12 +84,21 @@ def _assert_only_adapters_move(model: Any) -> None:
         _train(model, steps=1)
     for level in ("node", "local"):
         assert bytes_moved.sent(level, "weights") == sharded_net.gather_bytes(level, trained)  # type: ignore[arg-type]
-    assert bytes_moved.gradients == sharded_net.reduce_bytes("node", trained)
+    assert bytes_moved.gradients == sharded_net.reduce_bytes("node", trained) + _ring_bytes(trained)["node"]
+
+
+def _ring_bytes(trained: list[Bucket]) -> dict[str, int]:
+    """The bytes that a rank sends, by level, while all ranks sum the gradients of whole buckets in a ring."""
+    size = dist.get_world_size()
+    whole = [bucket for bucket in trained if bucket.cluster.cut is not None]
+    num_local = next((bucket.cluster.cut.num_local for bucket in whole if bucket.cluster.cut), 1)
+    nbytes = sum(2 * (size - 1) * bucket.layout.numel * bucket.reduce_dtype.itemsize // size for bucket in whole)
+    return {"node": nbytes // num_local, "local": nbytes - nbytes // num_local}
 
 
 @pytest.mark.parametrize("cache", ["none", "host", "rank"])
 @on_ranks(6, local=2)
-def test_adapters_of_all_blocks_train_in_one_bucket_to_the_same_bits(cache: Any) -> None:
+def test_adapters_of_all_blocks_train_whole_in_one_bucket_as_if_cut(cache: Any) -> None:
     together, apart = _sharded(cache=cache), _sharded(cache=cache, granularity=laconic.rows(1))
     for block in together.blocks:
         assert _trained_names(block) == []
@@ -96,15 +106,40 @@ def test_adapters_of_all_blocks_train_in_one_bucket_to_the_same_bits(cache: Any)
     assert _trained_names(together) == [f"blocks.{i}.{name}.weight" for i in range(3) for name in ("down", "up")]
     assert sum(not bucket.is_frozen for bucket in unit_of(together).buckets) == 1  # type: ignore[union-attr]
     assert all(_trained_names(block) == ["down.weight", "up.weight"] for block in apart.blocks), "a granularity stays"
-    assert torch.equal(torch.stack(_train(together)), torch.stack(_train(apart)))
+    torch.testing.assert_close(torch.stack(_train(together)), torch.stack(_train(apart)), rtol=1e-6, atol=1e-6)
     assert list(together.state_dict()) == list(apart.state_dict())
     for name, value in sharded_net.full_parameters(together).items():
-        assert torch.equal(value, sharded_net.full_parameters(apart)[name]), name
+        torch.testing.assert_close(value, sharded_net.full_parameters(apart)[name], rtol=1e-5, atol=1e-6)
+    for parameter in [p for p in together.parameters() if p.requires_grad]:
+        assert parameter.to_local().shape == (parameter.numel(),), "the parameter is whole"
+        _assert_equal_on_all_ranks(parameter.to_local())
 
 
-@on_ranks(4, local=2)
-def test_what_crosses_is_counted_as_ever() -> None:
-    _assert_only_adapters_move(_sharded(cache="rank"))
+def _assert_equal_on_all_ranks(value: Tensor) -> None:
+    ends = torch.stack([value, -value])
+    dist.all_reduce(ends, dist.ReduceOp.MAX)
+    assert torch.equal(ends[0], -ends[1])
+
+
+@pytest.mark.parametrize(("size", "local"), [(4, 2), (3, 1), (2, 2)])
+@on_ranks("size", local="local")
+def test_one_sum_of_gradients_is_all_that_moves() -> None:
+    model = _sharded(cache="rank")
+    _train(model, steps=1)
+    trained = [bucket for bucket in sharded_net.buckets(model) if not bucket.is_frozen]
+    with sharded_net.moved(model) as bytes_moved:
+        _train(model, steps=1)
+    num_local = unit_of(model).cluster.num_local  # type: ignore[union-attr]
+    expected = _ring_bytes(trained)
+    if num_local == dist.get_world_size():
+        expected = {"node": 0, "local": sum(expected.values())}
+    for level, nbytes in expected.items():
+        assert bytes_moved.sent(level, "weights") == 0  # type: ignore[arg-type]
+        assert bytes_moved.sent(level, "gradients") == nbytes  # type: ignore[arg-type]
+    with sharded_net.moved(model) as bytes_moved:
+        norm = torch.nn.utils.get_total_norm([p.detach() for p in model.parameters() if p.requires_grad])
+    assert norm > 0
+    assert bytes_moved.snapshot.total() == 0, "each rank has all of the norm"
 
 
 @on_ranks(4, local=2)

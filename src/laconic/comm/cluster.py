@@ -255,6 +255,8 @@ class Cluster:
         self.mesh = mesh
         self.device_type = mesh.device_type
         self.traffic = Traffic()
+        self.cut: Cluster | None = None
+        """The same ranks as one island, if these are its `replicas`."""
         self.num_islands, self.num_nodes, self.num_local = islands.shape
         self.island_rank, self.node_rank, self.local_rank = (islands == dist.get_rank()).nonzero()[0].tolist()
         self.size = self.num_nodes * self.num_local
@@ -321,6 +323,28 @@ class Cluster:
             if all(cluster is not other for other in known):
                 cluster.traffic = beside.traffic
         return made.joint[key]
+
+    @cached_property
+    def replicas(self) -> Cluster | None:
+        """The same ranks, each an island of one rank that holds all; their traffic is counted here, too.
+
+        None if there are islands already, or further ranks in the job. The first use is collective over the ranks.
+        """
+        if self.num_islands > 1 or self.size == 1 or self.size < dist.get_world_size():
+            return None
+        shape = self.size, 1, 1
+        replicas = Cluster(make_mesh(self.device_type, shape, AXES), torch.arange(self.size).view(shape))
+        replicas.traffic, replicas.cut = self.traffic, self
+        return replicas
+
+    def bytes_by_level(self, level: Level, nbytes: int) -> dict[Level, int]:
+        """The levels that `nbytes` bytes of a ring along `level` take, as a mean over the ranks."""
+        if self.cut is None:
+            return {level: nbytes}
+        num_nodes, num_local = self.cut.num_nodes, self.cut.num_local
+        crossing = nbytes // num_local if num_nodes > 1 else 0  # one rank of each node sends to another node
+        parts: dict[Level, int] = {"node": crossing, "local": nbytes - crossing}
+        return {each: size for each, size in parts.items() if size}
 
     @property
     def communicators(self) -> dict[str, dist.ProcessGroup]:

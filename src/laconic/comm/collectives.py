@@ -114,7 +114,7 @@ class Communicator:
         self._owner = owner
         self.level: Level = level
         self.rank, self.size = cluster.place_on(level)
-        self._traffic = cluster.traffic
+        self._cluster, self._traffic = cluster, cluster.traffic
         self._peers = [peer for peer in range(self.size) if peer != self.rank]
         self._gather_group = cluster.gather_groups[level]
         self._reduce_group = cluster.reduce_groups[level]
@@ -236,7 +236,8 @@ class Communicator:
 
     def _count(self, purpose: Purpose, nbytes: int) -> None:
         """Count a transfer in which `nbytes` bytes leave this rank and as many enter it."""
-        self._traffic.count(self.level, purpose, sent_bytes=nbytes, received_bytes=nbytes)
+        for level, size in self._cluster.bytes_by_level(self.level, nbytes).items():
+            self._traffic.count(level, purpose, sent_bytes=size, received_bytes=size)
 
     def _ticket(self, purpose: Purpose, group: dist.ProcessGroup) -> Ticket:
         return issue(group, purpose, "" if self._owner is None else self._owner.unit_name)
@@ -441,7 +442,7 @@ def pass_on(cluster: Cluster, outgoing: Sequence[Tensor], arriving: Sequence[Ten
 def _count_to_all(cluster: Cluster, num_ranks: int, nbytes: int) -> Level:
     """Count `nbytes` bytes to and from each of the nearest `num_ranks` ranks. Returns the farthest level."""
     farthest: Level = "local"
-    nearer = 1
+    nearer, cluster = 1, cluster.cut or cluster
     reaches: dict[Level, int] = {"local": cluster.num_local, "node": cluster.size, "island": num_ranks}
     for level, reach in reaches.items():
         if reach > nearer:

@@ -1,15 +1,19 @@
 """`fully_shard`: FSDP2's call; and the kinds of a unit's parameters, each of which has buckets of its own.
 
-[Note: Small buckets travel together]
-The adapters of a LoRA are small, and each unit has some. A unit gathers them every step and reduces their gradients, in
-four transfers that take no time but their latency. So an inner unit leaves a small trained bucket beside frozen ones to
-the next outer unit, and in the end to the root: there all of them make one bucket, as in DDP. The root's weights stay
-while its units run, and its gradients are reduced at the end of backward. That costs overlap: what crosses at the end
-hides behind nothing. So a bucket is small if its bytes take about as long as the latencies: 64 KiB take 2.6 ms at 200
-Mbit/s. Larger ones cross with their unit.
+[Note: Small buckets]
+The adapters of a LoRA are small, and each unit has some. Cut over all ranks, they would be gathered every step, their
+gradients reduced, and the parts of their norm added: six messages on two levels, which take no time but their latency.
+So small trained parameters beside frozen ones are not cut. Each rank is a replica that holds all of them with their
+optimizer states, and one sum of gradients is all that moves, as under DDP. A bucket is small if its bytes take about as
+long as the latencies: 64 KiB take 2.6 ms at 200 Mbit/s. Larger ones are cut, and cross with their unit.
+
+An inner unit leaves its small bucket to the next outer unit, and in the end to the root: there all of them make one
+bucket. The root's gradients are reduced at the end of backward. That costs overlap: what crosses at the end hides
+behind nothing.
 
 The outer call cuts the parameters anew, from the values that it was given. So nothing moves that was edited after the
-inner call, nor after the first forward; nor where the two calls have other policies.
+inner call, nor after the first forward; nor where the two calls have other policies. Small buckets cross exactly,
+whatever the wire. They are cut where the job has ranks beyond the mesh, or islands.
 """
 
 from __future__ import annotations
@@ -136,10 +140,9 @@ def fully_shard(
     own = _Policies(
         cluster=cluster, precision=precision, offload=offload, wire=coding, has_granularity=granularity is not None
     )
-    managed = [
-        *_find_parameters(modules, ignored, _place_by(shard_placement_fn, cluster)),
-        *_take_small(modules, own),
-    ]
+    kind_of = partial(_kind_of, precision=precision)
+    found = _find_parameters(modules, ignored, _place_by(shard_placement_fn, cluster))
+    managed = [*_with_small(found, own, kind_of), *_take_small(modules, own)]
     for item in managed:
         check_dtensor(item.parameter, item.name, item.cluster, may_share_axes=dp_mesh_dims is not None)
     _check_parameters(managed, offload)
@@ -152,7 +155,7 @@ def fully_shard(
     blocks = resolve(granularity, [(item.name, item.local) for item in managed], uncut)
     buckets = [
         bucket
-        for kind, group in group_by_kind(managed, partial(_kind_of, precision=precision)).items()
+        for kind, group in group_by_kind(managed, kind_of).items()
         for bucket in _make_buckets(
             kind,
             group,
@@ -161,9 +164,9 @@ def fully_shard(
             offload,
             coding,
             may_shrink=granularity is None and not any(item.name in uncut for item in group),
+            offered_to=own if kind.is_small else None,
         )
     ]
-    _offer_small(buckets, own)
     for item in managed:
         setattr(item.parameter, HOME, item.name)  # recognises tied weights later, and optimizers of replaced parameters
     origin = Origin(ignored)
@@ -312,22 +315,27 @@ class _Policies:
     has_granularity: bool
 
 
-def _offer_small(buckets: list[Bucket], own: _Policies) -> None:
-    """Let an outer unit take the small trained buckets beside frozen ones: [Note: Small buckets travel together]."""
-    frozen_bytes = sum(_whole_bytes(bucket) for bucket in buckets if bucket.is_frozen)
+def _with_small(
+    found: Sequence[ManagedParameter], own: _Policies, kind_of: Callable[[ManagedParameter], BucketKind]
+) -> Iterator[ManagedParameter]:
+    """Give the small trained parameters beside frozen ones to replicas: [Note: Small buckets]."""
+    groups = group_by_kind(found, kind_of)
+    nbytes = {kind: _gathered_bytes(group, own.precision) for kind, group in groups.items()}
+    frozen_bytes = sum(nbytes[kind] for kind in groups if not kind.is_trained)
+    most_bytes = min(_SMALL_BYTES, frozen_bytes / _SMALL_SHARE)
     # islands train different slices, and must cut alike
-    has_slices = any(slice_of_parameter(*bucket.places[0][0]) is not None for bucket in buckets)
-    for bucket in buckets:
-        is_small = _whole_bytes(bucket) <= min(_SMALL_BYTES, frozen_bytes / _SMALL_SHARE)
-        is_special = has_slices or own.has_granularity or bucket.form.converts or bucket.cluster is not own.cluster
-        if is_small and not bucket.is_frozen and not is_special:
-            bucket.offer(own)
+    are_special = own.has_granularity or any(kind.part is not None for kind in groups)
+    for item in found:
+        kind = kind_of(item)
+        is_special = are_special or kind.converted or item.cluster is not own.cluster
+        if kind.is_trained and nbytes[kind] <= most_bytes and not is_special:
+            yield dataclasses.replace(item, cluster=own.cluster.replicas or own.cluster, is_small=True)
         else:
-            bucket.keep()
+            yield item
 
 
-def _whole_bytes(bucket: Bucket) -> int:
-    return bucket.layout.numel * bucket.compute_dtype.itemsize
+def _gathered_bytes(group: Iterable[ManagedParameter], precision: MixedPrecisionPolicy) -> int:
+    return sum(item.local.numel() * compute_dtype_of(item.parameter.dtype, precision).itemsize for item in group)
 
 
 def _take_small(modules: Sequence[nn.Module], own: _Policies) -> Iterator[ManagedParameter]:
@@ -381,10 +389,11 @@ def _resolve_wire(wire: Wire, cache: Cache, managed: list[ManagedParameter]) -> 
     Raises:
         ValueError: differences are to cross, but no cache keeps what they are differences to.
     """
-    if wire.is_exact or not managed:
+    coded = [item for item in managed if not item.is_small]
+    if wire.is_exact or not coded:
         return wire
-    if all(item.cluster.num_nodes == 1 for item in managed):
-        if wire.gradients == "exact" or all(item.cluster.num_islands == 1 for item in managed):
+    if all(item.cluster.num_nodes == 1 for item in coded):
+        if wire.gradients == "exact" or all(item.cluster.num_islands == 1 for item in coded):
             remedy = "give a mesh whose axis 'node' has them (laconic.init_mesh under torchrun)"
             wire.warn_of_one_node("all ranks that share the parameters", remedy)
         return wire
@@ -408,16 +417,18 @@ class BucketKind:
     """The name of a parameter whose conversion needs FSDP2's equal chunks; it has a bucket of its own."""
     cut: Hashable = None
     """The way in which DTensors are cut into unequal shards; see `uneven_cut` in ragged/dtensor.py."""
+    is_small: bool = False
+    """True for parameters that are not cut: [Note: Small buckets]."""
 
     def wire(self, policy: Wire, layout: BucketLayout, *, num_nodes: int, num_islands: int) -> Wire:
-        """The policy of a bucket of this kind: exact if it has vectors alone, or is frozen.
+        """The policy of a bucket of this kind: exact if it is small, has vectors alone, or is frozen.
 
         The policy may have frozen weights coded, too. Weights cross between nodes only, and those that convert
         themselves as they do; gradients cross between islands, too.
         """
         may_be_coded = (self.is_trained or (policy.frozen and not self.converted)) and self.dtype.is_floating_point
         has_matrix = any(len(slot.shape) > 1 for slot in layout.slots)
-        if not (may_be_coded and has_matrix and max(num_nodes, num_islands) > 1):
+        if self.is_small or not (may_be_coded and has_matrix and max(num_nodes, num_islands) > 1):
             return Wire()
         if num_nodes > 1 and not self.converted:
             return policy
@@ -447,6 +458,7 @@ def _kind_of(item: ManagedParameter, *, precision: MixedPrecisionPolicy) -> Buck
         place=(item.cluster, parameter.device),
         converted=converted,
         cut=None if converted else uneven_cut(parameter),
+        is_small=item.is_small,
     )
 
 
@@ -459,6 +471,7 @@ def _make_buckets(
     wire: Wire,
     *,
     may_shrink: bool,
+    offered_to: object,
 ) -> list[Bucket]:
     cluster, shapes = group[0].cluster, [tuple(item.local.shape) for item in group]
     numels, compute_dtype = dict(zip(blocks.names, blocks.numels, strict=True)), compute_dtype_of(kind.dtype, precision)
@@ -481,6 +494,7 @@ def _make_buckets(
             precision=precision,
             offload=offload,
             wire=kind.wire(wire, layout, num_nodes=num_nodes, num_islands=num_islands),
+            offered_to=offered_to,
         )
         for members, layout in zip(plan.members, plan.buckets, strict=True)
     ]

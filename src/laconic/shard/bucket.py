@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,9 @@ from laconic.shard.ledger import Ledger
 from laconic.shard.linear import GradientSink, set_sink, write_gradient_in_place
 from laconic.shard.policies import Wire
 
+_TINY_NUMEL = 1 << 14
+"""A gradient of so many elements is copied sooner than a function in Python has written it in place."""
+_requires_grad = attrgetter("requires_grad")
 HOME = "_laconic_home"
 """The attribute of the parameters that `fully_shard` has replaced: their names."""
 
@@ -48,6 +52,8 @@ class ManagedParameter:
     """The ranks that the parameter is cut over."""
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     """Every (module, attribute) that shows the parameter; a tied weight has several."""
+    is_small: bool = False
+    """True if it is not cut, and an outer unit may take it: [Note: Small buckets] in shard/api.py."""
 
     @property
     def local(self) -> Tensor:
@@ -66,8 +72,12 @@ class Bucket:
         precision: MixedPrecisionPolicy,
         offload: OffloadPolicy,
         wire: Wire,
+        offered_to: object = None,
     ) -> None:
-        """Copy this rank's shard of `managed`, the parameters of `layout` in its order, and show sharded parameters."""
+        """Copy this rank's shard of `managed`, the parameters of `layout` in its order, and show sharded parameters.
+
+        An outer unit whose policies equal `offered_to` may take the parameters: [Note: Small buckets] in shard/api.py.
+        """
         self.layout, self.cluster = layout, managed[0].cluster
         self.wire = wire
         """The bits of this bucket's crossings: `BucketKind.wire`."""
@@ -107,10 +117,8 @@ class Bucket:
         self.stored = StoredWeights(self, whole, [item.parameter.requires_grad for item in managed])
         self.sharded = self.stored.parameters
         """The sharded parameters, in the order of the layout."""
-        self._managed: list[ManagedParameter] = list(managed)
-        """The parameters as they were given, while an outer unit may take them."""
-        self._offered_to: object = None
-        self._version_offered = 0
+        self._offered_to, self._version_offered = offered_to, self.version
+        self._managed = [] if offered_to is None else list(managed)
         self.show(self.sharded)
         extension.observer_class().cut(self, whole)
 
@@ -211,10 +219,6 @@ class Bucket:
         self.stored.restore()
         self.node_shard = NodeShard(self)
 
-    def offer(self, policies: object) -> None:
-        """Let an outer unit with equal `policies` take the parameters: [Note: Small buckets travel together]."""
-        self._offered_to, self._version_offered = policies, self.version
-
     def is_offered_to(self, policies: object) -> bool:
         """True if an outer unit with these policies may take the parameters: nobody has used or changed them."""
         return self._offered_to is not None and self._offered_to == policies and self.version == self._version_offered
@@ -246,7 +250,7 @@ class Bucket:
     @property
     def is_frozen(self) -> bool:
         """True if no parameter of the bucket requires a gradient now."""
-        return not any(parameter.requires_grad for parameter in self.sharded)
+        return not any(map(_requires_grad, self.sharded))
 
     def own_part(self, node_shard: Tensor) -> Tensor:
         """This rank's shard within its node shard, (N * C,): [Note: A bucket's order]."""
@@ -591,7 +595,8 @@ class FullBuffer:
         if not view.is_floating_point():  # such as a quantised table: it can never train
             return nn.Parameter(view, requires_grad=False)
         parameter = nn.Parameter(view)
-        if self._sink is not None and self._bucket.specs[index].dtensor is None:
+        spec = self._bucket.specs[index]
+        if self._sink is not None and spec.dtensor is None and spec.slot.numel > _TINY_NUMEL:
             set_sink(parameter, self._sink, index)
         return self._watched(index, parameter)
 

@@ -78,8 +78,11 @@ class ShardedModule(FSDPModule, nn.Module):
         if self._laconic_unit.ledger is not None:
             self._laconic_unit.ledger.reset_peak()
 
-    def _units(self, recurse: bool = True) -> list[Unit]:
-        return units_below(self) if recurse else [self._laconic_unit]
+    def _units(self, recurse: bool = True) -> Sequence[Unit]:
+        own = self._laconic_unit
+        if not recurse:
+            return [own]
+        return own.root.units if own.is_root else units_below(self)  # a walk over all modules takes time each step
 
     def _set(self, recurse: bool, **settings: bool) -> None:
         for unit in self._units(recurse):

@@ -449,8 +449,13 @@ class Unit:
         across_nodes = self.requires_gradient_sync
         if full is not None or across_nodes:
             self.root.observer.reducing(self, across_nodes=across_nodes)
-        reduction = Reduction(gradients, full, across_nodes=across_nodes, across_islands=self.requires_all_reduce)
+        across_islands = self._crosses_islands(gradients)
+        reduction = Reduction(gradients, full, across_nodes=across_nodes, across_islands=across_islands)
         self.root.reductions.add(reduction)
+
+    def _crosses_islands(self, gradients: BucketGradients) -> bool:
+        """True if sums go over replicas now. Those of a small bucket are all the sums it has."""
+        return self.requires_all_reduce or gradients.bucket.cluster.cut is not None
 
     def finish_backward(self) -> None:
         """Reduce the gradients that are left and, in a micro-batch that syncs, partial sums of earlier ones."""
@@ -459,7 +464,7 @@ class Unit:
         self.awaited.inputs.clear()  # of a retained graph; its next backward begins at the outputs
         syncs = self.requires_gradient_sync and self.root.probe is None
         for gradients in self.gradients if syncs else ():
-            has_partial_sums = gradients.has_partial_sums(across_islands=self.requires_all_reduce)
+            has_partial_sums = gradients.has_partial_sums(across_islands=self._crosses_islands(gradients))
             if has_partial_sums and not self.root.reductions.is_crossing_nodes(gradients):
                 self._reduce(gradients, gradients.take_full() if gradients.waits_whole else None)
         if self._frees_after_backward:
