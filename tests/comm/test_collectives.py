@@ -98,8 +98,14 @@ def job(by_sends: bool) -> None:
         ranks = range(n * loc)
         assert numbers.tolist() == [combine(ranks), combine(-rank for rank in ranks)]
         delta = cluster.traffic.snapshot() - before
+        for level, peers in (("node", (n - 1) * loc), ("local", loc - 1)):
+            assert delta.total(level, "control", "sent") == 8 * peers, "in one trip"  # type: ignore[arg-type]
+        many, before = torch.arange(20_000.0), cluster.traffic.snapshot()
+        expected = many * len(ranks) + sum(ranks) if op == dist.ReduceOp.SUM else many + max(ranks)
+        assert torch.equal(all_reduce(cluster, many + dist.get_rank(), op), expected)
+        delta = cluster.traffic.snapshot() - before
         for level, size in (("node", n), ("local", loc)):
-            assert delta.total(level, "control", "sent") == 2 * (size - 1) * 8 // size  # type: ignore[arg-type]
+            assert delta.total(level, "control", "sent") == 2 * (size - 1) * many.nbytes // size, "rings"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("by_sends", [True, False], ids=["sends", "collectives"])
@@ -176,12 +182,20 @@ def job_replicas() -> None:
         rounding = torch.randn(C + 1, generator=torch.Generator().manual_seed(dist.get_rank())).to(dtype)
         island.start_all_reduce(rounding).wait()
         assert island.all_reduce(rounding.clone(), dist.ReduceOp.MAX).equal(rounding), "all have the same bits"
+        own, before = values[island.rank].clone(), cluster.traffic.snapshot()
+        for _ in island.sum_in_place(own):
+            pass
+        assert torch.equal(own, sum(values[1:], values[0]))
+        assert_sent(cluster, before, "island", "gradients", 2 * (island.size - 1) * own.nbytes // island.size)
+        for _ in island.sum_in_place(rounding):
+            pass
+        assert island.all_reduce(rounding.clone(), dist.ReduceOp.MAX).equal(rounding), "all have the same bits"
         whole = torch.cat([value[:C] for value in values])
         summed = island.start_reduce_scatter(whole).finish()
         assert torch.equal(summed, values[island.rank][:C] * island.size), "the other transfers serve islands too"
 
 
-@pytest.mark.parametrize("num_islands", [2, 3])
+@pytest.mark.parametrize("num_islands", [2, 3, 5])
 def test_islands_sum_gradients(num_islands: int) -> None:
     run_ranks(job_replicas, 2 * num_islands, local=2)
 

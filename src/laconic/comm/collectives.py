@@ -42,6 +42,15 @@ from laconic.comm.traffic import Level, Purpose, Traffic
 from laconic.comm.watch import waiting_for
 
 _Tensors = Sequence[Tensor] | Tensor
+_ONE_TRIP_BYTES = 1 << 15
+"""What a rank sends to all in one trip takes no longer than its latency."""
+_TWO_TRIPS_BYTES = 1 << 20
+_UNITED: dict[Any, Callable[[Tensor], Tensor]] = {
+    dist.ReduceOp.SUM: lambda rows: rows.sum(0, dtype=rows.dtype),
+    dist.ReduceOp.MAX: lambda rows: rows.amax(0),
+    dist.ReduceOp.MIN: lambda rows: rows.amin(0),
+}
+"""By operation, the function of all ranks' rows that every rank applies alike."""
 
 
 class Pending:
@@ -206,8 +215,28 @@ class Communicator:
         return self._issue(purpose, dist.all_reduce, tensor, group=self._reduce_group)
 
     def sum_in_place(self, tensor: Tensor) -> Iterator[None]:
-        """Sum `tensor` as `start_all_reduce` does. Yields while the sum is under way."""
-        pending = self.start_all_reduce(tensor)
+        """Sum `tensor` as `start_all_reduce` does. Yields while the sum is under way.
+
+        On Gloo, whose ring takes 2 (R - 1) trips, a small tensor takes two: each rank sums a part, and all gather the
+        parts. Large ones would fill the queues: [Note: Rounds of pieces] in comm/pacing.py.
+        """
+        is_small = tensor.nbytes <= _TWO_TRIPS_BYTES and tensor.numel() >= self.size
+        if not self._uses_sends or self.size == 2 or not is_small:
+            pending = self.start_all_reduce(tensor)
+            yield
+            pending.wait()
+            return
+        group = self._reduce_group
+        assert group is not None, "several ranks have one"
+        self._count("gradients", 2 * (self.size - 1) * tensor.nbytes // self.size)
+        parts = list(tensor.view(-1).tensor_split(self.size))
+        own = parts[self.rank]
+        terms = [own if peer == self.rank else torch.empty_like(own) for peer in range(self.size)]
+        pending = self._exchange("gradients", group, terms, parts, paces=False)
+        yield
+        pending.wait()
+        own.copy_(torch.stack(terms).sum(0, dtype=own.dtype))
+        pending = self._exchange("gradients", group, parts, [own] * self.size, paces=False)
         yield
         pending.wait()
 
@@ -259,11 +288,22 @@ class Communicator:
         collective(*tensors, group=group, async_op=False)
         return self._pending(ticket, [])
 
-    def _exchange(self, purpose: Purpose, group: dist.ProcessGroup, landings: _Tensors, messages: _Tensors) -> Pending:
-        """Receive from every peer and send to every peer; both arguments are indexed by rank."""
+    def _exchange(
+        self,
+        purpose: Purpose,
+        group: dist.ProcessGroup,
+        landings: _Tensors,
+        messages: _Tensors,
+        *,
+        paces: bool = True,
+    ) -> Pending:
+        """Receive from every peer and send to every peer; both arguments are indexed by rank.
+
+        Parts that are not all equal have no pieces: `paces` is False.
+        """
         ticket = self._ticket(purpose, group)
         tag = ticket.tag  # Gloo ends the process if a message is longer than the receive that it meets
-        if self._paces and landings[self._peers[0]].nbytes > 0:
+        if paces and self._paces and landings[self._peers[0]].nbytes > 0:
             works: list[Any] = [start_paced_exchange(group, tag, list(landings), list(messages))]
             return _Exchange(works, self._traffic, self.level, described(*ticket.label), ticket)
         with waiting_for(described(*ticket.label)):  # a lost connection may be an error already
@@ -318,7 +358,18 @@ class ReduceScatter:
 
 
 def all_reduce(cluster: Cluster, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce a small tensor over the whole island, in place: inside the nodes, then across them."""
+    """Reduce a small tensor over the whole island, in place, now. Every rank gets the same bits.
+
+    Cost: a ring on each level, inside the nodes and then across them. On CPU, if all of them together have few bytes,
+        each rank sends its own to every other in one trip, and all reduce them alike.
+    """
+    group, united = cluster.flag_group, _UNITED.get(op)
+    if cluster.device_type == "cpu" and group is not None and united is not None:
+        num_ranks = group.size()
+        if num_ranks * tensor.nbytes <= _ONE_TRIP_BYTES:
+            arriving = tensor.new_empty(num_ranks, tensor.numel())
+            _start_to_all(cluster, group, arriving, tensor.reshape(1, -1).repeat(num_ranks, 1), "control").wait()
+            return tensor.copy_(united(arriving).view_as(tensor))
     Communicator(cluster, "local").all_reduce(tensor, op)
     return Communicator(cluster, "node").all_reduce(tensor, op)
 
@@ -388,12 +439,8 @@ def start_flags(
     group = cluster.all_flag_group if across_islands else cluster.flag_group
     if group is None or not len(flags):
         return PendingFlags(NOTHING, flags[None])
-    num_ranks = group.size()
-    level = _count_to_all(cluster, num_ranks, len(flags))
-    arriving = flags.new_empty(num_ranks, len(flags))
-    ticket = issue(group, purpose)
-    work = dist.all_to_all_single(arriving.view(-1), flags.repeat(num_ranks), group=group, async_op=True)
-    return PendingFlags(Pending([work], cluster.traffic, level, purpose, ticket), arriving)
+    arriving = flags.new_empty(group.size(), len(flags))
+    return PendingFlags(_start_to_all(cluster, group, arriving, flags.repeat(group.size(), 1), purpose), arriving)
 
 
 def swap_rows(cluster: Cluster, rows: Tensor, *, across_islands: bool = False) -> Tensor:
@@ -407,17 +454,8 @@ def swap_rows(cluster: Cluster, rows: Tensor, *, across_islands: bool = False) -
     group = cluster.island_group if across_islands else cluster.flag_group
     if group is None:
         return rows
-    num_ranks = group.size()
-    if across_islands:
-        level: Level = "island"
-        size = (num_ranks - 1) * rows[0].nbytes
-        cluster.traffic.count(level, "control", sent_bytes=size, received_bytes=size)
-    else:
-        level = _count_to_all(cluster, num_ranks, rows[0].nbytes)
     arriving = torch.empty_like(rows)
-    ticket = issue(group, "checksums")
-    work = dist.all_to_all_single(arriving.view(-1), rows.view(-1), group=group, async_op=True)
-    Pending([work], cluster.traffic, level, "checksums", ticket).wait()
+    _start_to_all(cluster, group, arriving, rows, "checksums", are_islands=across_islands).wait()
     return arriving
 
 
@@ -437,6 +475,32 @@ def pass_on(cluster: Cluster, outgoing: Sequence[Tensor], arriving: Sequence[Ten
         works = [dist.irecv(each, group=group, group_src=(rank - 1) % size) for each in arriving if each.numel()]
         works += [dist.isend(each, group=group, group_dst=(rank + 1) % size) for each in outgoing if each.numel()]
     Pending(works, cluster.traffic, level).wait()
+
+
+def _start_to_all(
+    cluster: Cluster,
+    group: dist.ProcessGroup,
+    arriving: Tensor,
+    rows: Tensor,
+    purpose: str,
+    *,
+    are_islands: bool = False,
+) -> Pending:
+    """Begin to send row r of `rows` to rank r of a group on the host, and to fill row r of `arriving` from it.
+
+    The group's ranks are the nearest ones, unless they `are_islands`: one rank of each.
+
+    Shapes: R ranks; rows and arriving (R, K), contiguous.
+    """
+    if are_islands:
+        level: Level = "island"
+        size = (len(rows) - 1) * rows[0].nbytes
+        cluster.traffic.count(level, "control", sent_bytes=size, received_bytes=size)
+    else:
+        level = _count_to_all(cluster, len(rows), rows[0].nbytes)
+    ticket = issue(group, purpose)
+    work = dist.all_to_all_single(arriving.view(-1), rows.view(-1), group=group, async_op=True)
+    return Pending([work], cluster.traffic, level, purpose, ticket)
 
 
 def _count_to_all(cluster: Cluster, num_ranks: int, nbytes: int) -> Level:

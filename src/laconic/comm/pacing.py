@@ -10,7 +10,8 @@ gone. So ranks keep step, and queues stay short. In steps of training that is fa
 nodes have one stream each way, and send all at once, as do the ranks inside a node.
 
 A piece takes long beside the time of Python that posts it, and is short beside what a queue holds. So it has the bytes
-of `_PIECE_S` at the rate of the slowest rank. The ranks measure this rate, and agree on it, before the 9th exchange of
+of `_PIECE_S` at the rate of the slowest rank. An exchange that is no longer altogether goes all at once: rounds would
+cost it a latency each. The ranks measure this rate, and agree on it, before the 9th exchange of
 a group, the 17th, the 33rd, and so on.
 
 Somebody must post the next piece when one has arrived. A thread does so, one for the process. It takes exchanges in the
@@ -92,8 +93,9 @@ class PacedExchange:
             raise self._error
 
     def pieces(self, piece_bytes: int) -> Iterator[list[dist.Work]]:
-        """Post one piece after the other, and yield the works of each."""
-        return _in_rounds(self.group, self.tag, self._landings, self._messages, piece_bytes=piece_bytes)
+        """Post one piece after the other, and yield the works of each; of a small exchange, all together."""
+        pieces = _in_rounds(self.group, self.tag, self._landings, self._messages, piece_bytes=piece_bytes)
+        return iter([[work for works in pieces for work in works]]) if self.nbytes <= piece_bytes else pieces
 
     def end(self, error: Exception | None = None) -> None:
         """Let `wait` return, or raise `error`."""
