@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
+from laconic.comm.traffic import Level
 from laconic.shard.api import _SMALL_BYTES
-from laconic.shard.bucket import Bucket
 from laconic.shard.unit import unit_of
 from tests.support import sharded_net
 from tests.support.launch import on_ranks
@@ -84,16 +84,7 @@ def _assert_only_adapters_move(model: Any) -> None:
         _train(model, steps=1)
     for level in ("node", "local"):
         assert bytes_moved.sent(level, "weights") == sharded_net.gather_bytes(level, trained)  # type: ignore[arg-type]
-    assert bytes_moved.gradients == sharded_net.reduce_bytes("node", trained) + _ring_bytes(trained)["node"]
-
-
-def _ring_bytes(trained: list[Bucket]) -> dict[str, int]:
-    """The bytes that a rank sends, by level, while all ranks sum the gradients of whole buckets in a ring."""
-    size = dist.get_world_size()
-    whole = [bucket for bucket in trained if bucket.cluster.cut is not None]
-    num_local = next((bucket.cluster.cut.num_local for bucket in whole if bucket.cluster.cut), 1)
-    nbytes = sum(2 * (size - 1) * bucket.layout.numel * bucket.reduce_dtype.itemsize // size for bucket in whole)
-    return {"node": nbytes // num_local, "local": nbytes - nbytes // num_local}
+    assert bytes_moved.gradients == sharded_net.reduce_bytes("node", trained)
 
 
 @pytest.mark.parametrize("cache", ["none", "host", "rank"])
@@ -129,13 +120,10 @@ def test_one_sum_of_gradients_is_all_that_moves() -> None:
     trained = [bucket for bucket in sharded_net.buckets(model) if not bucket.is_frozen]
     with sharded_net.moved(model) as bytes_moved:
         _train(model, steps=1)
-    num_local = unit_of(model).cluster.num_local  # type: ignore[union-attr]
-    expected = _ring_bytes(trained)
-    if num_local == dist.get_world_size():
-        expected = {"node": 0, "local": sum(expected.values())}
-    for level, nbytes in expected.items():
-        assert bytes_moved.sent(level, "weights") == 0  # type: ignore[arg-type]
-        assert bytes_moved.sent(level, "gradients") == nbytes  # type: ignore[arg-type]
+    levels: tuple[Level, ...] = ("node", "local")
+    for level in levels:
+        assert bytes_moved.sent(level, "weights") == 0
+        assert bytes_moved.sent(level, "gradients") == sharded_net.reduce_bytes(level, trained)
     with sharded_net.moved(model) as bytes_moved:
         norm = torch.nn.utils.get_total_norm([p.detach() for p in model.parameters() if p.requires_grad])
     assert norm > 0

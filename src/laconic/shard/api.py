@@ -142,10 +142,11 @@ def fully_shard(
     )
     kind_of = partial(_kind_of, precision=precision)
     found = _find_parameters(modules, ignored, _place_by(shard_placement_fn, cluster))
-    managed = [*_with_small(found, own, kind_of), *_take_small(modules, own)]
-    for item in managed:
+    taken = list(_take_small(modules, own))
+    for item in (*found, *taken):
         check_dtensor(item.parameter, item.name, item.cluster, may_share_axes=dp_mesh_dims is not None)
-    _check_parameters(managed, offload)
+    _check_parameters([*found, *taken], offload)
+    managed = [*_with_small(found, own, kind_of), *taken]
     if broadcast:
         extension.observer_class().broadcasting(modules[0], managed)
         for item in managed:

@@ -34,7 +34,7 @@ from laconic.shard.ledger import Ledger
 from laconic.shard.linear import GradientSink, set_sink, write_gradient_in_place
 from laconic.shard.policies import Wire
 
-_TINY_NUMEL = 1 << 14
+_TINY_NUMEL = 1 << 12
 """A gradient of so many elements is copied sooner than a function in Python has written it in place."""
 _requires_grad = attrgetter("requires_grad")
 HOME = "_laconic_home"

@@ -27,8 +27,8 @@ class Room:
 
 
 def held_bytes(device: torch.device) -> int:
-    """The bytes that this process holds on an accelerator now; 0 on CPU, where all of its memory counts."""
-    return 0 if device.type == "cpu" else int(torch.get_device_module(device).memory_allocated(device))
+    """The bytes that this process holds now: tensors on an accelerator, or all that is resident on CPU."""
+    return _resident_bytes() if device.type == "cpu" else int(torch.get_device_module(device).memory_allocated(device))
 
 
 def room_after_a_step(device: torch.device, *, held_before: int, num_local: int) -> Room:
@@ -42,7 +42,8 @@ def room_after_a_step(device: torch.device, *, held_before: int, num_local: int)
     available, total = host_memory()
     host_bytes = max(0, available - total // MARGIN) // num_local
     if device.type == "cpu":
-        step_bytes = max(0, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - _resident_bytes())
+        # what was made since may not have been there at the fullest moment, so the next step needs as much besides it
+        step_bytes = max(0, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held_before)
         return Room(device_bytes=max(0, host_bytes - step_bytes), host_bytes=0, step_bytes=step_bytes)
     module = torch.get_device_module(device)
     free, total = module.mem_get_info(device)
