@@ -95,6 +95,10 @@ def test_copies_on_each_node_adapters_and_mixed_precision(tmp_path: Path) -> Non
         ({"shard": {"param_dtype": "float16"}}, "shard.param_dtype = 'float16'.*its own rule"),
         ({"lora": {"enabled": True, "quantize": "nf4"}}, "lora.quantize = 'nf4'"),
         ({"train": {"compile": True}}, "train.compile = True"),
+        (
+            {"train": {"rows": "by-speed"}},
+            "gathers inside the layers, where no compute can be timed alone; give the rows",
+        ),
     ],
 )
 def test_jobs_that_deepspeed_would_run_in_another_way_are_refused(

@@ -79,6 +79,8 @@ def test_every_strategy_takes_the_mean_over_the_tokens_of_the_global_batch(tmp_p
         "packed": packed,
         "padded ddp": {**padded, "shard": {"strategy": "ddp"}},
         "cyclic packed": {**packed, **cyclic},
+        "packed, unequal rows": {**packed, "train": {"micro_batch_size": 2, "rows": [1, 3, 2]}},
+        "padded, unequal rows": {**padded, "train": {**padded["train"], "rows": [4, 1, 1]}},
     }
     configs = {name: chat_job(tmp_path, name, **sections) for name, sections in jobs.items()}
     islands = chat_job(tmp_path, "islands", **padded, sync={"mode": "local", "every": STEPS})

@@ -293,6 +293,11 @@ class TrainConfig(Section):
     """Rows per rank and micro-batch."""
     accumulation: Count = 1
     """Micro-batches per rank and optimizer step."""
+    rows: Literal["equal", "by-speed"] | tuple[int, ...] = "equal"
+    """How the rows of a step are divided over ranks. `by-speed`: slower ranks get fewer, as measured now and then. A
+    list: the rows of each rank, which add up to `micro_batch_size` times `accumulation` for each rank of an island. A
+    faster rank's micro-batches are larger than `micro_batch_size`, and need memory for that. Losses stay as they are,
+    but for the order of sums."""
     seed: int = 0
     """Seed of dropout. Each step of each rank derives its own seed from it, so a resumed run drops the same out."""
     compile: bool = False
@@ -330,6 +335,11 @@ class TrainConfig(Section):
         super().__post_init__()
 
     def _check_keys(self) -> None:
+        is_list = isinstance(self.rows, tuple)
+        message = "is not known; use 'equal', 'by-speed' or the rows of each rank"
+        self._check("rows", is_list or self.rows in ("equal", "by-speed"), message)
+        message = "must give each rank a whole number of rows, at least 1"
+        self._check("rows", not is_list or all(isinstance(n, int) and n >= 1 for n in self.rows), message)
         message = f"and train.steps = {self.steps} are both set; keep one"
         self._check("epochs", self.epochs is None or self.steps == TrainConfig.steps, message)
 

@@ -9,7 +9,18 @@ without a message. With M micro-batches over all ranks, the loss of a micro-batc
 by T / M, their mean number. Ranks and micro-batches then average, as for any other job, and the average is the sum over
 all targets divided by T. A micro-batch without a target adds zero, and is not divided by zero. The model divides:
 transformers' losses take the divisor as `num_items_in_batch`. Islands take optimizer steps of their own, so each
-island counts the targets of its own rows. Rows of a token stream all have equally many targets, and need no divisor.
+island counts the targets of its own rows. Rows of a token stream all have equally many targets, and need no divisor
+where all micro-batches have equally many rows.
+
+[Note: Unequal rows]
+Ranks that take different times for a row may get different numbers of rows: `Division.rows`. The global batch and the
+order of its rows stay: an island's rows are cut into runs, one for each rank, and a run into micro-batches, the longer
+ones first. All ranks have equally many micro-batches, since they gather and reduce together. So a slower rank has
+smaller ones, and a faster rank larger ones, which need more memory. Where a rank has fewer rows than micro-batches, the
+others have one row of two tokens, none of which counts: a model needs some row to run its transfers. As M does not
+change, [Note: Mean over tokens] holds as it stands, and streams need its divisor, too. So the losses are those of equal
+rows, but for the order of sums. Dropout, and a loss that routers add, depend on who has which rows, as on the number of
+ranks.
 
 [Note: A sampler without state]
 A counter-based generator with the key (seed, s) draws all rows of step s at once, and rank r takes its rows by
@@ -76,6 +87,8 @@ def pack_rows(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[i
 
 IGNORED = -100
 """The label of a token that the loss does not count, as in transformers."""
+LEAST_TOKENS = 2
+"""A row has at least so many tokens, as some models need."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +128,17 @@ class Batch:
         }
         return replace(self, **moved)
 
+    @classmethod
+    def without_rows(cls, num_items: float, *, has_positions: bool) -> "Batch":
+        """A micro-batch of a rank that has no row for it: [Note: Unequal rows]."""
+        ids = torch.zeros((1, LEAST_TOKENS), dtype=torch.int64)
+        return cls(
+            input_ids=ids,
+            labels=torch.full_like(ids, IGNORED),
+            position_ids=torch.arange(LEAST_TOKENS)[None] if has_positions else None,
+            num_items=torch.tensor(num_items, dtype=torch.float32),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
@@ -132,20 +156,33 @@ class Division:
     """Micro-batches per part."""
     equal_shapes: bool = False
     """Whether all micro-batches must have one shape, as the cyclic schedule needs."""
+    rows: tuple[int, ...] | None = None
+    """The rows of a step of each part of `peers`: [Note: Unequal rows]. None: equally many."""
 
     @property
     def rows_per_step(self) -> int:
         """The number of rows of the global batch."""
         return self.accumulation * self.num_workers * self.micro_batch_size
 
-    def own(self, rows: np.ndarray) -> np.ndarray:
-        """This rank's micro-batches of the global batch. Shape: (micro-batches, micro-batch size)."""
-        return rows[:, self.workers.start : self.workers.stop].reshape(-1, self.micro_batch_size)
+    def own(self, rows: np.ndarray) -> list[np.ndarray]:
+        """The rows of each micro-batch of this rank, in order.
+
+        Shapes: `rows`, the global batch, (accumulation, parts, micro-batch size) -> (rows of the micro-batch,) each.
+        """
+        if self.rows is None:
+            return list(rows[:, self.workers.start : self.workers.stop].reshape(-1, self.micro_batch_size))
+        place = self.workers.start - self._peers.start
+        first = sum(self.rows[:place])
+        run = self.together(rows).reshape(-1)[first : first + self.rows[place]]
+        return np.array_split(run, self.accumulation)
 
     def together(self, rows: np.ndarray) -> np.ndarray:
-        """The micro-batches that share this rank's optimizer step. Shape: (micro-batches, micro-batch size)."""
-        peers = self.peers or range(self.num_workers)
-        return rows[:, peers.start : peers.stop].reshape(-1, self.micro_batch_size)
+        """The rows that share this rank's optimizer step. Shape: (micro-batches, mean rows of a micro-batch)."""
+        return rows[:, self._peers.start : self._peers.stop].reshape(-1, self.micro_batch_size)
+
+    @property
+    def _peers(self) -> range:
+        return self.peers or range(self.num_workers)
 
 
 class Batches(ABC):
@@ -187,10 +224,12 @@ class TrainingData(ABC):
     def describe(self) -> str:
         """One line with the sizes of the corpus."""
 
-    def check_model(self, run: Callable[[Batch], Any]) -> None:  # noqa: B027  # streams need nothing special
+    @abstractmethod
+    def check_model(self, run: Callable[[Batch], Any], *, is_unequal: bool = False) -> None:
         """Run the model once, if rows need it, to see that it treats these rows as the data means them. Collective.
 
-        `run` returns a transformers output with the loss and the logits of a batch.
+        `run` returns a transformers output with the loss and the logits of a batch. With `is_unequal`, ranks may have
+        different numbers of rows.
 
         Raises:
             JobError: the model lets documents of a row see each other, or divides the loss by another number.

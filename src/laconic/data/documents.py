@@ -24,7 +24,17 @@ from torch import nn
 
 from laconic.config import DataConfig, JobError
 from laconic.data import arrays
-from laconic.data.batches import IGNORED, Batch, Batches, Division, EpochSampler, TrainingData, hashed, pack_rows
+from laconic.data.batches import (
+    IGNORED,
+    LEAST_TOKENS,
+    Batch,
+    Batches,
+    Division,
+    EpochSampler,
+    TrainingData,
+    hashed,
+    pack_rows,
+)
 from laconic.data.corpus import Corpus
 from laconic.data.formats import CorpusFormat, Encoder
 from laconic.hf.chat import Encoded
@@ -32,11 +42,23 @@ from laconic.hf.chat import Encoded
 _TOKENS = 8  # of each of the two documents in a row
 
 
-def check_model(run: Callable[[Batch], Any], *, is_packed: bool) -> None:
+_OF_DOCUMENTS = (
+    "rows of documents",
+    "so rows with few tokens that count would weigh too much; for text, leave data.packing out to train on a "
+    "stream of tokens, whose rows count equally; for chat data, choose another model",
+)
+OF_UNEQUAL_RANKS = (
+    "different numbers of rows on each rank",
+    "so the rows of a rank with few of them would weigh too much; leave train.rows out, or choose another model",
+)
+"""What a model cannot train on, and why, with the remedy: see `check_model`."""
+
+
+def check_model(run: Callable[[Batch], Any], *, is_packed: bool, words: tuple[str, str] = _OF_DOCUMENTS) -> None:
     """Run a model on two rows. The second documents of the rows are equal, and the first ones are not.
 
     With `is_packed`, the logits of the second documents must be equal too. And the loss must be the sum over all
-    targets, divided by the batch's `num_items`.
+    targets, divided by the batch's `num_items`. `words` are for the message: what needs this, and what to do.
 
     Raises:
         JobError: one of the two is not so.
@@ -54,9 +76,7 @@ def check_model(run: Callable[[Batch], Any], *, is_packed: bool) -> None:
         output = run(batch)
     except TypeError as error:  # an unexpected keyword argument
         advice = "set data.packing = false, or " if is_packed else ""
-        raise JobError(
-            f"this model cannot train on rows of documents: {error}; {advice}choose another model"
-        ) from error
+        raise JobError(f"this model cannot train on {words[0]}: {error}; {advice}choose another model") from error
     logits = output.logits.detach().float().cpu()
     second_documents = logits[:, _TOKENS:]
     difference = (second_documents[0] - second_documents[1]).abs().mean() / second_documents.abs().mean()
@@ -71,8 +91,7 @@ def check_model(run: Callable[[Batch], Any], *, is_packed: bool) -> None:
     if float(output.loss.detach()) < 0.5 * float(total):  # a mean is far smaller, and a model may add a loss of its own
         raise JobError(
             "this model divides its loss by the number of tokens of each micro-batch (it takes no num_items_in_batch), "
-            "so rows with few tokens that count would weigh too much; for text, leave data.packing out to train on a "
-            "stream of tokens, whose rows count equally; for chat data, choose another model"
+            f"{words[1]}"
         )
 
 
@@ -147,8 +166,8 @@ class RowFiles(TrainingData):
             f"{self.train.num_targets.sum():,}; held out: {len(self.evaluation):,} rows"
         )
 
-    def check_model(self, run: Callable[[Batch], Any]) -> None:
-        """See `TrainingData.check_model`."""
+    def check_model(self, run: Callable[[Batch], Any], *, is_unequal: bool = False) -> None:
+        """See `TrainingData.check_model`. Rows of documents have different numbers of targets anyway."""
         check_model(run, is_packed=self.is_packed)
 
     def batches(self, division: Division, rank: int, world_size: int) -> Batches:
@@ -172,7 +191,12 @@ class _DocumentBatches(Batches):
         rows = self._sampler.global_rows(step).reshape(shape)
         together = division.together(rows)
         num_items = max(int(train.num_targets[together].sum()), 1) / len(together)
-        return [self._batch(train, micro_batch, num_items, 1.0) for micro_batch in division.own(rows)]
+        return [
+            self._batch(train, micro_batch, num_items, 1.0)
+            if len(micro_batch)
+            else Batch.without_rows(num_items, has_positions=self._files.is_packed)
+            for micro_batch in division.own(rows)
+        ]
 
     def tokens_after(self, steps: int) -> int:
         """See `Batches.tokens_after`."""
@@ -194,7 +218,7 @@ class _DocumentBatches(Batches):
     def _batch(self, split: Rows, rows: np.ndarray, num_items: float, weight: float) -> Batch:
         length = self._files.config.sequence_length
         if not self._is_fixed:
-            length = max([2, *(int(split.num_tokens[row]) for row in rows if row >= 0)])
+            length = max([LEAST_TOKENS, *(int(split.num_tokens[row]) for row in rows if row >= 0)])
         ids = np.zeros((len(rows), length), dtype=np.int64)
         labels = np.full_like(ids, IGNORED)
         positions = np.tile(np.arange(length), (len(rows), 1))

@@ -1,10 +1,11 @@
 """A corpus as one stream of tokens, and the preparation of a corpus in general."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,6 +47,11 @@ class TokenFiles(TrainingData):
             f"{len(self.evaluation):,} held out"
         )
 
+    def check_model(self, run: Callable[[Batch], Any], *, is_unequal: bool = False) -> None:
+        """See `TrainingData.check_model`. Rows that count equally need nothing: [Note: Unequal rows] in batches.py."""
+        if is_unequal:
+            documents.check_model(run, is_packed=False, words=documents.OF_UNEQUAL_RANKS)
+
     def batches(self, division: Division, rank: int, world_size: int) -> Batches:
         """See `TrainingData.batches`."""
         return _StreamBatches(self, division, rank, world_size)
@@ -68,8 +74,16 @@ class _StreamBatches(Batches):
 
     def step(self, step: int) -> list[Batch]:
         """See `Batches.step`."""
-        offsets = self._division.own(self._sampler.global_offsets(step))
-        return [self._batch(self._files.train, micro_batch) for micro_batch in offsets]
+        micro_batches = self._division.own(self._sampler.global_offsets(step))
+        if self._division.rows is None:
+            return [self._batch(self._files.train, offsets) for offsets in micro_batches]
+        num_items = self._division.micro_batch_size * (self._length - 1.0)  # the mean: [Note: Mean over tokens]
+        return [
+            self._batch(self._files.train, offsets, torch.tensor(num_items))
+            if len(offsets)
+            else Batch.without_rows(num_items, has_positions=False)
+            for offsets in micro_batches
+        ]
 
     def tokens_after(self, steps: int) -> int:
         """See `Batches.tokens_after`."""
@@ -84,9 +98,9 @@ class _StreamBatches(Batches):
             rows = (first + np.arange(rows_each)) % num_rows  # the last batch wraps around
             yield self._batch(self._files.evaluation, rows * self._length)
 
-    def _batch(self, tokens: np.ndarray, offsets: np.ndarray) -> Batch:
+    def _batch(self, tokens: np.ndarray, offsets: np.ndarray, num_items: torch.Tensor | None = None) -> Batch:
         rows = torch.from_numpy(rows_at(tokens, offsets, self._length))
-        return Batch(input_ids=rows, labels=rows)
+        return Batch(input_ids=rows, labels=rows, num_items=num_items)
 
 
 def prepare(config: DataConfig, tokenizer: Tokenizer, folder: Path, *, writes: bool = True) -> Path:

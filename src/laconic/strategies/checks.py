@@ -46,8 +46,10 @@ def check_job(config: Config, ranks: RankInfo, device_type: str | None = None) -
         check_workers(config.schedule, config.optimizer, config.log, ranks)
     elif config.sync.is_local and strategy.is_own:
         _check_islands(config.sync, config.lora, config.train)
+    islands = num_islands(config.sync, ranks)
+    _check_rows(config.train, config.shard, ranks.world_size, islands)
     with config.shard.in_own_words():
-        config.shard.policy.audits.check_ranks(ranks.world_size // num_islands(config.sync, ranks))
+        config.shard.policy.audits.check_ranks(ranks.world_size // islands)
 
 
 def check_workers(schedule: ScheduleConfig, optimizer: OptimizerConfig, log: LogConfig, ranks: RankInfo) -> None:
@@ -98,6 +100,34 @@ def _check_islands(sync: SyncConfig, lora: LoraConfig, train: TrainConfig) -> No
         f"sync.recovery = {sync.membership.recovery!r} is for a run that goes on when torchrun starts it again; set "
         "train.resume = 'auto' (a run without anything to resume starts from step 0)",
     )
+
+
+def _check_rows(train: TrainConfig, shard: ShardConfig, num_ranks: int, islands: int) -> None:
+    """Refuse rows of ranks that do not add up, and speeds that are measured after memory is: [Note: Unequal rows]."""
+    cache = shard.policy.cache
+    _refuse_if(
+        train.rows == "by-speed" and cache.where == "auto" and None in (cache.device_bytes, cache.host_bytes),
+        "train.rows = 'by-speed' and shard.cache = 'auto': the cache takes what the first step leaves free, and later "
+        "the micro-batches of faster ranks grow; set shard.device_bytes and shard.host_bytes, or give the rows of each "
+        "rank as a list",
+    )
+    if not isinstance(train.rows, tuple):
+        return
+    given = f"train.rows = {list(train.rows)}"
+    _refuse_if(
+        len(train.rows) != num_ranks, f"{given} has rows for {len(train.rows)} ranks, and there are {num_ranks}"
+        "; give the rows of each rank, or set train.rows = 'by-speed'",
+    )  # fmt: skip
+    size = num_ranks // islands
+    wanted = size * train.micro_batch_size * train.accumulation
+    for island in range(islands):
+        found = sum(train.rows[island * size : (island + 1) * size])
+        where = "" if islands == 1 else f" for island {island}, ranks {island * size} to {(island + 1) * size - 1}"
+        _refuse_if(
+            found != wanted,
+            f"{given} adds up to {found}{where}; it must be {wanted}: {size} ranks x train.micro_batch_size = "
+            f"{train.micro_batch_size} x train.accumulation = {train.accumulation}",
+        )
 
 
 def _check_sharding(shard: ShardConfig) -> None:

@@ -26,7 +26,7 @@ from laconic.comm.agreement import RankGroup
 from laconic.comm.failure import failing_together, set_peer_timeout
 from laconic.comm.launch import RankInfo, ending_with_launcher, pick_device, process_group
 from laconic.config import Config, JobError, to_dict, to_toml
-from laconic.data.batches import Batch, Division
+from laconic.data.batches import Batch, Batches, Division
 from laconic.errors import writing
 from laconic.hf.tokenizer import load_tokenizer, with_vocabulary
 from laconic.store import files
@@ -37,6 +37,7 @@ from laconic.strategies.memory import measured_peak
 from laconic.strategies.optimizers import set_learning_rates
 from laconic.strategies.stepper import NotFiniteError, Setup, Stepper
 from laconic.train import prepare
+from laconic.train.balance import RowBalance
 from laconic.train.lock import OutputLock
 from laconic.train.loggers import BarLogger, JsonlLogger, LineLogger, Logger, TensorBoardLogger, WandbLogger
 from laconic.train.meter import StepMeter, flops_per_token, peak_flops
@@ -138,13 +139,19 @@ class Trainer:
         self.config = config = replace(config, train=prepare.with_steps(config.train, corpus, workers))
         with prepare.as_job_error():
             self.stepper = self._make_stepper(model)
-        corpus.check_model(self._outputs)
+        corpus.check_model(self._outputs, is_unequal=config.train.rows != "equal")
         self.meter = StepMeter(self.stepper, ranks, device)
         self.start_step = 0
+        extra: dict[str, Any] = {}
         if config.train.resume != "never":
-            self.start_step = prepare.resume(self.stepper, config.train, to_dict(config), self.peers, self.console)
+            self.start_step, extra = prepare.resume(
+                self.stepper, config.train, to_dict(config), self.peers, self.console
+            )
         self.start_step = self.stepper.enter(self.start_step)
-        division = Division(
+        say = partial(self.console.print, markup=False, highlight=False, soft_wrap=True)
+        self.balance = RowBalance(self.stepper.module, config.train, ranks, self.stepper.peers, device, say)
+        self.balance.load(extra)
+        self.division = Division(
             num_workers=self.stepper.num_workers,
             workers=self.stepper.workers,
             peers=self.stepper.peers,
@@ -152,7 +159,8 @@ class Trainer:
             accumulation=config.train.accumulation,
             equal_shapes=config.schedule.is_cyclic,
         )
-        self.batches = corpus.batches(division, ranks.rank, ranks.world_size)
+        self.corpus = corpus
+        self.batches = self._make_batches()
         self.saver: AsyncSaver | None = None
         if config.train.async_save:
             self.saver = AsyncSaver(self.output / prepare.CHECKPOINTS, keep=config.train.keep)
@@ -177,6 +185,10 @@ class Trainer:
         self.console.print(f"cut into stages of {stepper.blocks_by_stage} blocks", highlight=False)
         return stepper
 
+    def _make_batches(self) -> Batches:
+        division = replace(self.division, rows=self.balance.own_rows())
+        return self.corpus.batches(division, self.ranks.rank, self.ranks.world_size)
+
     def train(self) -> dict[str, Any]:
         """Take the remaining steps; return the summary. Collective.
 
@@ -195,6 +207,8 @@ class Trainer:
             for done in range(self.start_step + 1, train.steps + 1):
                 signals.begin_step()
                 self.recorder.add(self._step(done - 1))
+                if done < train.steps and self.balance.compare(done - self.start_step, done, self.peers):
+                    self.batches = self._make_batches()
                 is_first = done == self.start_step + 1  # a line for the first step shows that the run works
                 if is_first or self._is_due(done, train.log_every) or self.recorder.num_pending >= _MAX_PENDING:
                     self.recorder.flush()
@@ -208,10 +222,12 @@ class Trainer:
                     self._stop(done, stop)
                     break
         self.stepper.close()
+        self.balance.close()
         summary = {
             **summarise(self.config, self.ranks, self.stepper.module, self.recorder.steps),
             "device": self.device.type,
             "placements": {name: dataclasses.asdict(each) for name, each in self.stepper.placements().items()},
+            "rows": list(self.balance.rows),
             "start_step": self.start_step,
             "tokens_per_step": self.batches.tokens_after(train.steps) // train.steps,
             "evaluations": self.recorder.evaluations,
@@ -308,12 +324,15 @@ class Trainer:
         lr = set_learning_rates(self.stepper.optimizer, taken, config.optimizer, config.train.steps)
         torch.manual_seed(_step_seed(config.train.seed, step, self.ranks.rank))
         self.stepper.begin()
+        self.balance.begin_step(step + 1 - self.start_step)
         self.meter.start()
         try:
             result = self.stepper.step(batches, is_last=step + 1 == config.train.steps)
         except NotFiniteError as error:
             self._stop_training(step, error)
-        return self.meter.stop(step + 1, lr, result)
+        record = self.meter.stop(step + 1, lr, result)
+        self.balance.end_step()
+        return replace(record, rows=self.balance.rows)
 
     def _measure_memory(self, take_step: Callable[[], StepRecord]) -> StepRecord:
         with measured_peak() as peak:
@@ -353,7 +372,7 @@ class Trainer:
     def _save(self, step: int) -> None:
         """Write a checkpoint or, with train.async_save, start to write it."""
         self.recorder.flush()
-        extra = {"tokens": self.batches.tokens_after(step), "config": to_dict(self.config)}
+        extra = {"tokens": self.batches.tokens_after(step), "config": to_dict(self.config), **self.balance.state()}
         folder, keep = self.output / prepare.CHECKPOINTS, self.config.train.keep
         save = self.saver.save if self.saver else partial(laconic.checkpoint.save_checkpoint, folder, keep=keep)
         self.stepper.save(partial(save, step), extra)

@@ -195,13 +195,16 @@ def _refuse_unequal(digests: list[str], ranks: RankInfo, folder: Path) -> None:
         )
 
 
-def resume(stepper: Stepper, train: TrainConfig, job: dict[str, Any], peers: RankGroup, console: Console) -> int:
+def resume(
+    stepper: Stepper, train: TrainConfig, job: dict[str, Any], peers: RankGroup, console: Console
+) -> tuple[int, dict[str, Any]]:
     """Go on from the last sync of islands or from the newest checkpoint, whichever is later. Collective.
 
     Of the same step, the checkpoint: it goes on to the same bits, also if islands sync fragment by fragment. `job` is
     the configuration as a table.
 
-    Return the number of steps that the run has taken already; 0 if there is nothing to resume.
+    Return the number of steps that the run has taken already, 0 if there is nothing to resume; and what the checkpoint
+    has beside the stepper's state.
 
     Raises:
         JobError: the checkpoint belongs to another job.
@@ -210,12 +213,12 @@ def resume(stepper: Stepper, train: TrainConfig, job: dict[str, Any], peers: Ran
     newest = peers.broadcast(newest_step(checkpoints) if peers.rank == 0 else 0)
     if stepper.recovered_steps and stepper.recovered_steps > newest:
         console.print(f"going on from the sync of islands after step {stepper.recovered_steps}", highlight=False)
-        return stepper.recovered_steps
+        return stepper.recovered_steps, {}
     with as_job_error():
         extra = stepper.load(checkpoints)
     if extra is None:
         console.print("nothing to resume: starting from step 0")
-        return 0
+        return 0, {}
     defaults = to_dict(Config())  # of keys that an older release did not have
     saved = {section: {**defaults.get(section, {}), **keys} for section, keys in extra["config"].items()}
     if changed := differences(saved, job):
@@ -223,7 +226,7 @@ def resume(stepper: Stepper, train: TrainConfig, job: dict[str, Any], peers: Ran
     console.print(f"resuming after step {extra['step']}", highlight=False)
     if "islands" in extra:
         console.print(f"the checkpoint {extra['islands']}", highlight=False, soft_wrap=True)
-    return int(extra["step"])
+    return int(extra["step"]), extra
 
 
 def newest_step(checkpoints: Path) -> int:

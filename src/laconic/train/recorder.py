@@ -149,6 +149,7 @@ def reduce_records(
             **_wire_figures(record, total, ranks),
             **_memory_figures(record, total, peak, ranks),
             resting=record.resting,
+            rows=record.rows,
             syncs=tuple(sync for sync in syncs if sync.step == record.step),
             cyclic=metrics,
         )

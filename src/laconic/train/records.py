@@ -53,6 +53,8 @@ class StepRecord:
     """Bytes of this process's resident memory at the end of the step."""
     resting: Mapping[str, int] = field(default_factory=dict)
     """See `ClusterStep.resting`."""
+    rows: tuple[int, ...] = ()
+    """See `ClusterStep.rows`."""
 
     @property
     def step_s(self) -> float:
@@ -116,6 +118,8 @@ class ClusterStep:
     """Bytes of resident memory of the largest process."""
     resting: Mapping[str, int] = field(default_factory=dict)
     """The units whose weights rest in each place, once `shard.cache = "auto"` has chosen; empty without it."""
+    rows: tuple[int, ...] = ()
+    """The rows of each rank in this step, unless `train.rows = "equal"`."""
     syncs: tuple[SyncMetrics, ...] = ()
     """The syncs that ended with this step."""
     cyclic: CyclicMetrics | None = None

@@ -35,6 +35,12 @@ _DEEPSPEED = Strategy(
         ),
         _limit("shard.param_dtype", "float16", "scales the loss by its own rule; use 'bfloat16'", is_only=False),
         _limit("lora.quantize", None, "cuts no weights in blocks of few bits; leave it out", is_only=True),
+        _limit(
+            "train.rows",
+            "by-speed",
+            "gathers inside the layers, where no compute can be timed alone; give the rows of each rank as a list",
+            is_only=False,
+        ),
         _limit("train.compile", False, "gathers inside the layers that would be compiled; leave it out", is_only=True),
     ),
     reduces_always=True,

@@ -119,6 +119,11 @@ _CYCLIC_SCHEDULE = LACONIC.variant(
             reason=": every worker has one micro-batch per step; raise train.micro_batch_size, or schedule.workers",
         ),
         _beside_cyclic(
+            "train.rows",
+            "equal",
+            reason=": its messages have one size, so all workers have equally many rows; leave one of the two out",
+        ),
+        _beside_cyclic(
             "optimizer.name",
             "adamw",
             "adamw8bit",

@@ -1,0 +1,181 @@
+"""Unequal rows of ranks: who gets how many, that none is lost, and that the loss is the mean over all targets."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from laconic.config import JobError, ModelConfig
+from laconic.data import tokens as data
+from laconic.data.batches import IGNORED, LEAST_TOKENS, Batch, Division, TrainingData
+from laconic.data.unequal import fastest_rows, last_end
+from laconic.hf.models import build_model
+from laconic.hf.tokenizer import ByteTokenizer
+from tests.data.test_documents import texts
+from tests.reference import unequal as naive
+from tests.support.jobs import SMALL_LLAMA, job
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_division_ends_earlier(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    num_ranks = int(generator.integers(1, 5))
+    seconds = generator.uniform(0.2, 2.0, size=num_ranks).tolist()
+    num_rows = num_ranks + int(generator.integers(0, 12))
+    rows = fastest_rows(seconds, num_rows)
+    assert sum(rows) == num_rows
+    assert min(rows) >= 1
+    assert last_end(rows, seconds) == pytest.approx(naive.earliest_end(seconds, num_rows))
+
+
+def test_equal_speeds_give_equal_rows_and_half_the_speed_half_of_them() -> None:
+    assert fastest_rows([0.3] * 4, 36) == (9, 9, 9, 9)
+    assert fastest_rows([1.0, 1.0, 2.0, 2.0], 36) == (12, 12, 6, 6)
+    assert fastest_rows([1.0, 1.0, 1.0], 7) == (3, 2, 2)
+    assert fastest_rows([1.0, 1000.0], 9) == (8, 1)
+
+
+NUM_RANKS, MICRO_BATCH, ACCUMULATION = 3, 2, 3
+DIVISIONS = [
+    (6, 6, 6),
+    (1, 10, 7),
+    (2, 15, 1),
+    (9, 5, 4),
+]  # of 18 rows; a rank with less than 3 has empty micro-batches
+
+
+def division(rank: int, rows: tuple[int, ...] | None, **changes: Any) -> Division:
+    fields: dict[str, Any] = {"micro_batch_size": MICRO_BATCH, "accumulation": ACCUMULATION, **changes}
+    return Division(num_workers=NUM_RANKS, workers=range(rank, rank + 1), rows=rows, **fields)
+
+
+@pytest.mark.parametrize("rows", DIVISIONS)
+def test_each_row_is_on_one_rank_in_micro_batches_of_like_size(rows: tuple[int, ...]) -> None:
+    global_batch = np.random.default_rng(0).permutation(18).reshape(ACCUMULATION, NUM_RANKS, MICRO_BATCH)
+    parts = [division(rank, rows).own(global_batch) for rank in range(NUM_RANKS)]
+    assert [len(part) for part in parts] == [ACCUMULATION] * NUM_RANKS
+    assert [sum(map(len, part)) for part in parts] == list(rows)
+    assert all(max(map(len, part)) - min(map(len, part)) <= 1 for part in parts)
+    assert (
+        np.concatenate([micro_batch for part in parts for micro_batch in part]).tolist()
+        == global_batch.ravel().tolist()
+    )
+
+
+def test_an_island_divides_its_own_rows(tmp_path: Path) -> None:
+    """Four ranks in islands of two: the rows of an island are those that it has with equal rows."""
+    global_batch = np.arange(16).reshape(2, 4, 2)
+    for first, rows in ((0, (5, 3)), (2, (1, 7))):
+        peers = range(first, first + 2)
+        pair = [
+            Division(
+                num_workers=4, workers=range(rank, rank + 1), peers=peers, micro_batch_size=2, accumulation=2, rows=rows
+            )
+            for rank in peers
+        ]
+        found = np.concatenate([micro_batch for each in pair for micro_batch in each.own(global_batch)])
+        assert found.tolist() == global_batch[:, first : first + 2].ravel().tolist()
+
+
+def stream(folder: Path) -> TrainingData:
+    config = job(folder).data
+    return data.open_data(data.prepare(config, ByteTokenizer(), folder / "tokens"), config)
+
+
+def padded(folder: Path) -> TrainingData:
+    """Documents of different lengths, too few for the last step of an epoch."""
+    return texts(folder, [5, 7, 4, 9, 3, 6, 12, 8, 5, 11, 10, 7, 6, 4, 9, 12, 5, 8, 3, 7, 9, 10], packing=False)
+
+
+def packed(folder: Path) -> TrainingData:
+    return texts(folder, [5, 7, 12, 9, 3, 6, 12, 8, 5, 11, 10, 7, 6, 4, 9, 12, 5, 8, 3, 7, 9, 10] * 2, packing=True)
+
+
+def step_of(corpus: TrainingData, rows: tuple[int, ...] | None, step: int) -> list[list[Batch]]:
+    """The micro-batches of each rank."""
+    return [[*corpus.batches(division(rank, rows), rank, NUM_RANKS).step(step)] for rank in range(NUM_RANKS)]
+
+
+def counted_rows(ranks: list[list[Batch]]) -> list[bytes]:
+    """All rows of a step that count, without their padding."""
+    found = []
+    for batch in (batch for rank in ranks for batch in rank):
+        for ids, labels in zip(batch.input_ids, batch.labels, strict=True):
+            if (labels != IGNORED).any():
+                found.append(bytes(ids.tolist()).rstrip(b"\0"))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("corpus", [stream, padded, packed])
+@pytest.mark.parametrize("rows", DIVISIONS)
+def test_the_global_batch_stays(tmp_path: Path, corpus: Any, rows: tuple[int, ...]) -> None:
+    files = corpus(tmp_path)
+    whole = files.batches(Division(micro_batch_size=18), 0, 1)
+    for step in (0, 1, 4):
+        assert counted_rows(step_of(files, rows, step)) == counted_rows([[*whole.step(step)]])
+    unequal = files.batches(division(0, rows), 0, NUM_RANKS)
+    assert [unequal.tokens_after(steps) for steps in (1, 4)] == [whole.tokens_after(steps) for steps in (1, 4)]
+
+
+@pytest.mark.parametrize("corpus", [stream, padded, packed])
+def test_ranks_and_micro_batches_average_to_the_mean_over_all_targets(tmp_path: Path, corpus: Any) -> None:
+    """Loss and gradients against one process that sees one row, or one document, at a time."""
+    files = corpus(tmp_path)
+    model: Any = build_model(
+        ModelConfig(config={"model_type": "llama", **SMALL_LLAMA, "vocab_size": 256}), device="cpu"
+    )
+    for step, rows in ((0, DIVISIONS[1]), (1, DIVISIONS[2])):
+        ranks = step_of(files, rows, step)
+        losses = [model(**batch.arguments(), use_cache=False).loss for rank in ranks for batch in rank]
+        mean = torch.stack(losses).mean()
+        mean.backward()
+        gradients = taken(model)
+        documents = [document for rank in step_of(files, None, step) for batch in rank for document in apart(batch)]
+        expected = naive.mean_loss(model, *zip(*documents, strict=True))  # type: ignore[arg-type]
+        expected.backward()
+        assert float(mean.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+        torch.testing.assert_close(gradients, taken(model), rtol=1e-4, atol=1e-6)
+    sizes = [len(batch.input_ids) for batch in ranks[2]]
+    assert sizes == [1, 1, 1]
+    assert [batch.input_ids.shape[1] for batch in ranks[2][1:]] == [LEAST_TOKENS] * 2, "no row costs no compute"
+
+
+def taken(model: Any) -> dict[str, Tensor]:
+    """The gradients, which are then forgotten."""
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def apart(batch: Batch) -> list[tuple[Tensor, Tensor]]:
+    """The documents of a micro-batch, each with the tokens that count."""
+    found = []
+    for place, (ids, labels) in enumerate(zip(batch.input_ids, batch.labels, strict=True)):
+        positions = torch.arange(len(ids)) if batch.position_ids is None else batch.position_ids[place]
+        starts = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
+        for begin, end in itertools.pairwise(starts):
+            if (labels[begin:end] != IGNORED).any():
+                found.append((ids[begin:end], labels[begin:end] != IGNORED))
+    return found
+
+
+def test_a_model_that_divides_for_itself_trains_on_equal_rows_only(tmp_path: Path) -> None:
+    tiny = {"hidden_size": 16, "vocab_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    mamba: Any = build_model(ModelConfig(config={"model_type": "mamba", **tiny}), device="cpu")
+    files = stream(tmp_path)
+
+    def run(batch: Batch) -> Any:
+        return mamba(input_ids=batch.input_ids, labels=batch.labels)
+
+    files.check_model(run)
+    with pytest.raises(
+        JobError, match=r"the rows of a rank with few of them would weigh too much; leave train\.rows out"
+    ):
+        files.check_model(run, is_unequal=True)
+    files.check_model(lambda batch: mamba(**batch.arguments()), is_unequal=True)
