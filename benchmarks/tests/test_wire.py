@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.wire import __main__ as wire
-from benchmarks.wire import bench, picture, seconds, traffic
+from benchmarks.wire import bench, picture, seconds, slowed, traffic
 from tests.support import record
 from tests.support.canned import canned, canned_host
 
@@ -84,3 +84,28 @@ def test_a_missed_row_is_shown_as_missed() -> None:
     assert "yes" in met
     assert len(header) == len(missed) == len(met)
     assert rest == ["", "- *bytes*: because."]
+
+
+@pytest.mark.parametrize(
+    ("shown", "folder", "contents"),
+    [
+        ("cgroup.controllers", ".", {"cpu.max": "4000 10000"}),
+        ("cpu/tasks", "cpu", {"cpu.cfs_quota_us": "4000", "cpu.cfs_period_us": "10000"}),
+    ],
+)
+def test_control_groups_of_both_versions_get_their_quotas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: str, folder: str, contents: dict[str, str]
+) -> None:
+    monkeypatch.setattr(slowed, "_ROOT", tmp_path)
+    with slowed.control_groups([0.4]) as groups:
+        assert groups == [None], "there are no control groups"
+    (tmp_path / shown).parent.mkdir(exist_ok=True)
+    (tmp_path / shown).touch()
+    with slowed.control_groups([0.4, 0.2]) as groups:
+        first, second = map(Path, filter(None, groups))
+        assert first.parent == second.parent == tmp_path / folder
+        assert {name: (first / name).read_text() for name in contents} == contents
+        for file in (*first.iterdir(), *second.iterdir()):
+            file.unlink()  # the files of a real control group go with it
+    assert not first.exists()
+    assert not second.exists()

@@ -1,0 +1,77 @@
+"""Batches by speed beside equal batches, where two of four ranks have half the processor of the others."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.wire.bench import BENCHMARK, HOME, Bench
+from benchmarks.wire.slowed import control_groups
+from laconic.compare import Case, ComparisonError
+from laconic.compare.case import config_of
+from laconic.compare.runner import explain_failure
+from laconic.config import to_toml
+from tests.support.record import Row
+
+_SHARES = (0.4, 0.4, 0.2, 0.2)
+"""Of one processor, by rank. A machine with two of them can always give 1.2."""
+_ROWS, _TOKENS = 6, 128
+_WARM_STEPS = 8
+"""After step 4 the ranks compare, and after step 8 again, by what their new rows take."""
+_LEAST, _LOSSES = 1.25, 1e-5
+
+
+@BENCHMARK.row("unequal", section="placement")
+def unequal(bench: Bench) -> Row:
+    """`train.rows = "by-speed"` against equal rows."""
+    steps = _WARM_STEPS + (4 if bench.quick else 8)
+    runs: dict[str, list[dict[str, Any]]] = {"equal": [], "by-speed": []}
+    with control_groups(_SHARES) as groups:
+        for repeat in range(1 if bench.quick else 2):
+            for rows, summaries in runs.items():
+                summaries.append(_trained(bench, rows, steps, groups, repeat))
+    step_s = {
+        rows: statistics.median(time_s for each in summaries for time_s in each["step_s"][_WARM_STEPS:])
+        for rows, summaries in runs.items()
+    }
+    gain = step_s["equal"] / step_s["by-speed"]
+    first, *others = (each["losses"] for summaries in runs.values() for each in summaries)
+    worst = max(abs(a / b - 1) for losses in others for a, b in zip(losses, first, strict=True))
+    found = {tuple(each["rows"]) for each in runs["by-speed"]}
+    limited = "quotas of control groups" if groups[0] else "signals that stop and continue them"
+    return Row(
+        claim=f"tokens/s, rows by measured speed, two of four ranks at half speed, {HOME}, against equal rows",
+        required=f">= {_LEAST:.2f}x; losses equal within {_LOSSES:.0e}",
+        measured=f"{gain:.3f}x; within {worst:.1e}",
+        is_met=gain >= _LEAST and worst <= _LOSSES,
+        measures=("laconic.data.batches", "laconic.data.unequal", "laconic.train.balance"),
+        note=(
+            f"ranks have {', '.join(map(str, _SHARES))} of a processor by {limited}; {4 * _ROWS} rows of {_TOKENS} "
+            f"tokens a step, divided into {' or '.join(str(list(rows)) for rows in sorted(found))}, where the shares "
+            f"alone would give 8, 8, 4, 4 and 1.5x; {step_s['equal']:.3f} s a step against {step_s['by-speed']:.3f} s, "
+            f"medians of the steps after {_WARM_STEPS} of {len(runs['equal'])} alternating runs each; unshaped wire."
+        ),
+    )
+
+
+def _trained(bench: Bench, rows: str, steps: int, groups: list[str | None], repeat: int) -> dict[str, Any]:
+    """The summary of one run."""
+    comparison = bench.comparison(replace(HOME, job_file="grid"))
+    config = config_of(comparison.base, Case(strategy="host", steps=steps, repeat=repeat), comparison.out)
+    output = comparison.out / f"unequal-{rows}-{repeat}"
+    config = replace(
+        config,
+        data=replace(config.data, sequence_length=_TOKENS),
+        train=replace(config.train, rows=rows, micro_batch_size=_ROWS, output=str(output)),
+        log=replace(config.log, memory_step=0),
+    )
+    job, limits = comparison.out / f"{output.name}.toml", comparison.out / "limits.json"
+    job.write_text(to_toml(config), encoding="utf-8")
+    limits.write_text(json.dumps(list(zip(_SHARES, groups, strict=True))))
+    outcome = comparison.run_ranks(["-m", "benchmarks.wire.slowed", str(job), str(limits)], None)
+    if outcome.exit_code:
+        raise ComparisonError(f"{output.name}: {explain_failure(outcome)}")
+    summary: dict[str, Any] = json.loads((output / "summary.json").read_text())
+    return summary
