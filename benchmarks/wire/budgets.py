@@ -190,8 +190,8 @@ def tried(case: Case) -> _Found:
         return _Found(case, str(error), 0.0, False, ())
     agreed = [outcome.peak_bytes + more_bytes + (0 if case.is_told else _SLACK_BYTES) for outcome in plain]
     excess = max(outcome.peak_bytes / bytes_ for outcome, bytes_ in zip(found, agreed, strict=True))
-    pairs = zip((loss for each in plain for loss in each.losses), (loss for each in found for loss in each.losses))
-    apart = max(abs(a - b) / abs(a) for a, b in pairs)
+    losses = ([loss for each in outcomes for loss in each.losses] for outcomes in (plain, found))
+    apart = max(abs(a - b) / abs(a) for a, b in zip(*losses, strict=True))
     are_equal = apart <= (0.0 if case.micro_batches == 1 else _ROUNDED)
     return _Found(case, "", excess, are_equal, found[0].rests)
 

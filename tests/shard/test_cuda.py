@@ -227,7 +227,7 @@ def test_peak_allocated_memory_by_cache() -> None:
 
 
 def peaks_of_auto(device_type: str = "cuda") -> list[tuple[int, int, int]]:
-    """By budget: the budget, the bytes of the device that placements take, and the peak of allocated bytes beside it."""
+    """The budgets, each with the number of units that rest somewhere, and with the peak of allocated bytes."""
     mesh = play_rank_0(2, 2, device_type)
     found = []
     for budget in (0, 2**24, 2**26):
