@@ -183,6 +183,33 @@ def test_groups_are_made_once_for_equal_meshes() -> None:
     assert laconic.Cluster.of(laconic.init_mesh("cpu", nodes=4, local=1)) is not cluster
 
 
+@pytest.mark.parametrize(("size", "num_local"), [(4, 2), (3, 1), (2, 2)])
+@on_ranks("size", local="num_local")
+def test_replicas_are_islands_of_one_rank_that_share_the_traffic() -> None:
+    cluster = laconic.Cluster.of(laconic.init_mesh("cpu"))
+    replicas = cluster.replicas
+    assert replicas is cluster.replicas
+    assert replicas is not None
+    size = dist.get_world_size()
+    assert (replicas.num_islands, replicas.num_nodes, replicas.num_local) == (size, 1, 1)
+    assert (replicas.island_rank, replicas.size) == (dist.get_rank(), 1)
+    assert (replicas.cut, cluster.cut, replicas.traffic) == (cluster, None, cluster.traffic)
+    assert replicas.replicas is None, "they are replicas"
+    num_nodes, num_local = cluster.num_nodes, cluster.num_local
+    crossing = {(2, 2): 500, (3, 1): 1000, (1, 2): 0}[num_nodes, num_local]
+    parts = {"node": crossing, "local": 1000 - crossing}
+    assert replicas.bytes_by_level("island", 1000) == {level: nbytes for level, nbytes in parts.items() if nbytes}
+    assert cluster.bytes_by_level("node", 1000) == {"node": 1000}
+
+
+@on_ranks(4, local=1)
+def test_ranks_beside_others_have_no_replicas() -> None:
+    """Groups of them would be made by some ranks of the job alone."""
+    assert laconic.Cluster.of(laconic.init_mesh("cpu", islands=2)).replicas is None
+    half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
+    assert laconic.Cluster.of(half).replicas is None
+
+
 @on_ranks(1)
 def test_a_new_default_process_group_has_clusters_of_its_own() -> None:
     old = laconic.Cluster.of(default_mesh())
