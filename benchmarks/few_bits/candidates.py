@@ -23,8 +23,8 @@ def _always(make: Callable[[], Code]) -> Make:
     return lambda slots, nodes: make()
 
 
-def _steps(width: float, *, rotates: bool = True, rounding: Rounding = "nearest") -> Make:
-    return lambda slots, nodes: Uniform(width, rotates=rotates, rounding=rounding)
+def _steps(width: float, *, rotates: bool = True, rounding: Rounding = "nearest", limit: int = 0) -> Make:
+    return lambda slots, nodes: Uniform(width, rotates=rotates, rounding=rounding, limit=limit)
 
 
 def _by_column(make: Make) -> Make:
@@ -44,6 +44,9 @@ EXACT = Coding(name="exact")
 FLOOR = Coding(name="exact, summed in another order", is_reversed=True)
 _INT2 = _codec("int2")
 _SIGN = _always(Signs)
+_TERNARY = _steps(1.224, limit=1)
+"""Three levels: the best step for a normal distribution (J. Max, 1960)."""
+_ENDS = _with_ends(_codec("int4"), _INT2)
 
 
 CONTINUED = (
@@ -51,6 +54,7 @@ CONTINUED = (
     Coding(name="int4 rotated", make=_codec("int4")),
     _fed("int2 rotated", _INT2, "fp32"),
     _fed("int2 rotated", _INT2, "int4"),
+    _fed("int2 rotated, ends in int4", _ENDS, "int4"),
     Coding(name="int3 rotated", make=_codec("int3")),
     Coding(name="int2 rotated", make=_INT2),
     Coding(name="steps of 1 rms rotated", make=_steps(1.0)),
@@ -58,6 +62,8 @@ CONTINUED = (
     _fed("steps of 1.5 rms rotated", _steps(1.5), "int4"),
     _fed("steps of 1.5 rms rotated", _steps(1.5), "int4", returned=0.5),
     _fed("steps of 2 rms rotated", _steps(2.0), "int4"),
+    Coding(name="three levels rotated", make=_TERNARY),
+    _fed("three levels rotated", _TERNARY, "int4"),
     _fed("signs rotated", _SIGN, "int4"),
     Coding(name="int2 rotated, random signs", make=_always(lambda: Flipped(Product(TwoBit())))),
     _fed("int2 by column rotated", _by_column(_INT2), "int4"),
@@ -66,11 +72,13 @@ CONTINUED = (
 """The codings on which most depends."""
 SCRATCH = (
     "exact, summed in another order", "int2 rotated, feedback in int4", "steps of 1.5 rms rotated",
-    "steps of 1.5 rms rotated, feedback in int4", "int3 rotated", "steps of 1 rms rotated", "int4 rotated",
+    "steps of 1.5 rms rotated, feedback in int4", "int3 rotated", "steps of 1 rms rotated",
+    "int2 rotated, ends in int4, feedback in int4", "int4 rotated", "three levels rotated, feedback in int4",
     "steps of 2 rms rotated, feedback in int4", "int2 rotated", "int2 rotated, feedback in fp32",
 )  # fmt: skip
 """Those of them that are trained from scratch, too."""
 MORE = (
+    Coding(name="seven levels rotated", make=_steps(0.65, limit=3)),
     Coding(name="steps of 1.5 rms rotated, random signs", make=_always(lambda: Flipped(Uniform(1.5)))),
     _fed("int2 rotated", _INT2, "int4", returned=0.5),
     Coding(name="steps of 1.5 rms", make=_steps(1.5, rotates=False)),
@@ -80,7 +88,6 @@ MORE = (
     Coding(name="steps of 2 rms rotated", make=_steps(2.0)),
     _fed("steps of 3 rms rotated", _steps(3.0), "int4"),
     Coding(name="steps of 2 rms dithered", make=_steps(2.0, rotates=False, rounding="dithered")),
-    _fed("int2 rotated, ends in int4", _with_ends(_codec("int4"), _INT2), "int4"),
     _fed("top64", _codec("top64", rotates=False), "bf16"),
     Coding(name="int2 by column rotated", make=_by_column(_INT2)),
     _fed("steps of 1 rms rotated", _steps(1.0), "int4"),
@@ -88,7 +95,7 @@ MORE = (
     _fed("int2", _codec("int2", rotates=False), "int4"),
     Coding(name="int4", make=_codec("int4", rotates=False)),
     Coding(name="int3", make=_codec("int3", rotates=False)),
-    Coding(name="int2 rotated, ends in int4", make=_with_ends(_codec("int4"), _INT2)),
+    Coding(name="int2 rotated, ends in int4", make=_ENDS),
     _fed("int3 rotated", _codec("int3"), "int4"),
     Coding(name="int2 rotated, difference to the mean", make=_INT2, way="predicted"),
     _fed("int2 rotated", _INT2, "int8"),
@@ -110,4 +117,4 @@ def plan() -> list[tuple[Coding, Protocol]]:
     continued: list[tuple[Coding, Protocol]] = [(coding, "continued") for coding in CONTINUED]
     scratch: list[tuple[Coding, Protocol]] = [(of_name[name], "scratch") for name in SCRATCH]
     more: list[tuple[Coding, Protocol]] = [(coding, "continued") for coding in MORE]
-    return [*continued, *scratch[:5], *more[:12], *scratch[5:], *more[12:]]
+    return [*continued, *scratch[:5], *more[:8], *scratch[5:], *more[8:]]

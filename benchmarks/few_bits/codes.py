@@ -24,6 +24,9 @@ from laconic.codec.rotation import rotate
 
 _CONTEXTS = 32
 _SCALE_BITS = 16
+_LEAST_STEP = 1e-15
+_PACKED_BITS = {1: 8 / 5, 2: 7 / 3}
+"""The bits of a value of so many steps on each side of zero: five of three levels in 8 bits, three of five in 7."""
 Rounding = Literal["nearest", "stochastic", "dithered"]
 
 
@@ -96,14 +99,19 @@ class Uniform(Code):
     """
 
     _LIMIT = 127
+    _EVERY = 16
+    """The mean of what codes stand for is that of each sixteenth block."""
 
     def __init__(
         self, width: float, *, rotates: bool = True, rounding: Rounding = "nearest", limit: int = 0, block: int = 128
     ) -> None:
-        """With `limit` and no width (0), the largest value of a block takes so many steps."""
+        """With `limit`, codes end there; with no width (0), the largest value of a block takes so many steps."""
         self.width, self.rotates, self.rounding, self.block = width, rotates, rounding, block
         self.limit = limit or self._LIMIT
-        self.nominal_bits = math.ceil(math.log2(2 * limit + 1)) + _SCALE_BITS / block if limit else None
+        self.nominal_bits = None
+        if limit:
+            packed = _PACKED_BITS.get(limit, float(math.ceil(math.log2(2 * limit + 1))))
+            self.nominal_bits = packed + _SCALE_BITS / block
 
     def cross(self, values: Tensor) -> Tensor:
         counts, steps = self._counts(values)
@@ -113,8 +121,9 @@ class Uniform(Code):
             assert dither is not None
             codes.sub_(dither)
         elif self.rounding == "nearest":
-            missed = codes.abs().sub_(counts.abs_()).mul_(codes.abs().clamp_(max=1))
-            codes.sub_(codes.sign() * (missed.sum() / codes.count_nonzero().clamp(min=1)))
+            some = codes[:: self._EVERY].abs()
+            missed = (some - counts[:: self._EVERY].abs()).mul_(some > 0).sum() / (some > 0).sum().clamp(min=1)
+            codes.sub_(codes.sign().mul_(missed))
         arrived = codes.mul_(steps).view(-1)
         return (rotate(arrived, overwrites=True) if self.rotates else arrived).view_as(values)
 
@@ -125,7 +134,8 @@ class Uniform(Code):
             steps = torch.linalg.vector_norm(blocks, dim=1).mul_(self.width * self.block**-0.5)
         else:
             steps = torch.linalg.vector_norm(blocks, dim=1, ord=math.inf).mul_(1 / self.limit)
-        steps = steps.clamp_(min=torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16).float().unsqueeze(1)
+        # squares of values below 1e-19 are zero: without the bound such values would be very many steps
+        steps = steps.clamp_(min=_LEAST_STEP).to(torch.bfloat16).float().unsqueeze(1)
         return blocks / steps, steps
 
     def numbers(self, values: Tensor) -> tuple[Tensor, Tensor] | None:

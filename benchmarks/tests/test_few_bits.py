@@ -174,6 +174,11 @@ def test_codes_are_right_on_average_or_near() -> None:
     assert error(dithered.cross(values)) == pytest.approx(1 / 12**0.5, rel=0.05)
     mean = torch.stack([stochastic.cross(values) for _ in range(200)]).mean(0)
     assert error(mean) < 0.05
+    for tiny in (0.0, 1e-40, 1e-25, 1e-17):
+        uneven = torch.cat([values[:2], values[2:] * tiny])
+        arrived = Uniform(1.5).cross(uneven)
+        torch.testing.assert_close(arrived[:2], Uniform(1.5).cross(values[:2]), rtol=0.05, atol=0.05)
+        assert arrived[2:].abs().amax() <= 8 * tiny
     peaks = Uniform(0.0, limit=7, rounding="stochastic")
     assert error(torch.stack([peaks.cross(values) for _ in range(200)]).mean(0)) < 0.03
     assert peaks.nominal_bits == 4.125
