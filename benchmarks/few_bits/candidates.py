@@ -71,16 +71,17 @@ CONTINUED = (
 )
 """The codings on which most depends."""
 SCRATCH = (
-    "exact, summed in another order", "int2 rotated, feedback in int4", "steps of 1.5 rms rotated",
-    "steps of 1.5 rms rotated, feedback in int4", "int3 rotated", "steps of 1 rms rotated",
-    "int2 rotated, ends in int4, feedback in int4", "int4 rotated", "three levels rotated, feedback in int4",
-    "steps of 2 rms rotated, feedback in int4", "int2 rotated", "int2 rotated, feedback in fp32",
+    "exact, summed in another order", "steps of 1.5 rms rotated",
+    "steps of 1.5 rms rotated, 0.5 of the feedback in int4", "int2 rotated, feedback in int4", "int2 rotated",
+    "int3 rotated", "steps of 1 rms rotated", "steps of 1.5 rms rotated, feedback in int4", "int4 rotated",
+    "three levels rotated", "int2 rotated, ends in int4, feedback in int4", "int2 rotated, feedback in fp32",
 )  # fmt: skip
 """Those of them that are trained from scratch, too."""
 MORE = (
     Coding(name="seven levels rotated", make=_steps(0.65, limit=3)),
     Coding(name="steps of 1.5 rms rotated, random signs", make=_always(lambda: Flipped(Uniform(1.5)))),
     _fed("int2 rotated", _INT2, "int4", returned=0.5),
+    _fed("steps of 2 rms rotated", _steps(2.0), "int4", returned=0.5),
     Coding(name="steps of 1.5 rms", make=_steps(1.5, rotates=False)),
     _fed("int2 rotated", _INT2, "int2"),
     _fed("int2 rotated", _INT2, "bf16"),
@@ -117,4 +118,4 @@ def plan() -> list[tuple[Coding, Protocol]]:
     continued: list[tuple[Coding, Protocol]] = [(coding, "continued") for coding in CONTINUED]
     scratch: list[tuple[Coding, Protocol]] = [(of_name[name], "scratch") for name in SCRATCH]
     more: list[tuple[Coding, Protocol]] = [(coding, "continued") for coding in MORE]
-    return [*continued, *scratch[:5], *more[:8], *scratch[5:], *more[8:]]
+    return [*continued, *scratch[:5], *more[:9], *scratch[5:], *more[9:]]
