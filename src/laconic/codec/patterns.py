@@ -1,0 +1,141 @@
+"""Bit patterns of small floats as whole numbers in their order, and runs of bits in words: what codes of patterns need.
+
+Every pattern has a number of its own, NaNs and both zeros included, and neighbouring values have neighbouring numbers.
+So a difference of numbers counts units in the last place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WORD_BITS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatternForm:
+    """How to read the patterns of one format."""
+
+    bits: int
+    """The bits of a pattern: 16, 8, or 4 for two patterns a byte, the first in the lower half."""
+    mantissa_bits: int | None
+    """The bits below the exponent. None: a pattern is a whole number without sign, of one scale."""
+
+    def numel(self, tensor: Tensor) -> int:
+        """The number of patterns in a tensor."""
+        return tensor.numel() * 2 if self.bits == 4 else tensor.numel()
+
+    def patterns(self, tensor: Tensor) -> Tensor:
+        """The patterns of a flat tensor as whole numbers without sign, (numel,), int32."""
+        if self.bits == 16:
+            return tensor.view(torch.int16).to(torch.int32) & 0xFFFF
+        wide = tensor.view(torch.uint8)
+        if self.bits == 4:
+            wide = torch.stack([wide & 15, wide >> 4], dim=1).view(-1)
+        return wide.to(torch.int32)
+
+    def tensor(self, patterns: Tensor, dtype: torch.dtype) -> Tensor:
+        """The reverse of `patterns`: a flat tensor of this dtype. Bits above those of a pattern are left out."""
+        if self.bits == 16:
+            return patterns.to(torch.int16).view(dtype)
+        narrow = patterns.to(torch.uint8)
+        if self.bits == 4:
+            low, high = narrow.view(-1, 2).unbind(1)
+            narrow = (low & 15) | (high << 4)
+        return narrow.view(dtype)
+
+    def numbers(self, patterns: Tensor) -> Tensor:
+        """Each pattern's place in the order of values, int32: negative ones lie below zero, and -0.0 is -1."""
+        if self.mantissa_bits is None:
+            return patterns
+        sign = patterns >> (self.bits - 1)
+        magnitude = patterns & (2 ** (self.bits - 1) - 1)
+        return magnitude ^ -sign
+
+    def patterns_of(self, numbers: Tensor) -> Tensor:
+        """The reverse of `numbers`."""
+        if self.mantissa_bits is None:
+            return numbers
+        sign = numbers >> 31  # of 32 bits: all ones or none
+        return (numbers ^ sign) | (sign & 2 ** (self.bits - 1))
+
+    def exponents(self, patterns: Tensor) -> Tensor:
+        """The biased exponents, int32. Denormals have that of the smallest normal number, since their ulp is its."""
+        if self.mantissa_bits is None:
+            return torch.ones_like(patterns)
+        exponent_bits = self.bits - 1 - self.mantissa_bits
+        return ((patterns >> self.mantissa_bits) & (2**exponent_bits - 1)).clamp_(min=1)
+
+
+PLAIN_BYTES = PatternForm(bits=8, mantissa_bits=None)
+"""Bytes as whole numbers, such as scales of e8m0."""
+E2M1_PAIRS = PatternForm(bits=4, mantissa_bits=1)
+"""Two numbers of e2m1 in each byte, as in MXFP4 and NVFP4."""
+_FORMS = {
+    torch.bfloat16: PatternForm(bits=16, mantissa_bits=7),
+    torch.float16: PatternForm(bits=16, mantissa_bits=10),
+    torch.float8_e4m3fn: PatternForm(bits=8, mantissa_bits=3),
+    torch.float8_e5m2: PatternForm(bits=8, mantissa_bits=2),
+    torch.float8_e8m0fnu: PLAIN_BYTES,
+    torch.uint8: PLAIN_BYTES,
+}
+
+
+def pattern_form_of(dtype: torch.dtype) -> PatternForm:
+    """The form of a dtype's patterns; of uint8 that of plain bytes.
+
+    Raises:
+        ValueError: the dtype has more than 16 bits, or is none of floats.
+    """
+    if dtype not in _FORMS:
+        raise ValueError(
+            f"differences of {dtype} are not coded without loss; use one of {', '.join(map(str, _FORMS))}: with "
+            "fully_shard, gather in bf16 by mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+        )
+    return _FORMS[dtype]
+
+
+def bit_length(numbers: Tensor) -> Tensor:
+    """The bits of whole numbers below 2**31, int32: 0 for 0, 1 for 1, 2 for 2 and 3, and so on."""
+    high = numbers >> 15
+    parts = torch.where(high > 0, high, numbers).to(torch.float32)  # which holds 24 bits
+    length = ((parts.view(torch.int32) >> 23) - 126).clamp_(min=0)
+    return length + 15 * (high > 0)
+
+
+def write_fields(words: Tensor, values: Tensor, offsets: Tensor) -> None:
+    """Add fields of at most 16 bits to a run of bits.
+
+    Shapes: words (w,), int64, each with 32 bits of the run, and two more words than the run has; values and offsets,
+        in bits, (f,). A value has no bit beyond its field, and no two fields overlap.
+    """
+    spread = values.to(torch.int64) << (offsets & (WORD_BITS - 1))
+    first = offsets >> 5
+    words.index_add_(0, first, spread & 0xFFFFFFFF)
+    words.index_add_(0, first + 1, spread >> WORD_BITS)
+
+
+def read_fields(words: Tensor, widths: Tensor, offsets: Tensor) -> Tensor:
+    """Read fields that `write_fields` has added.
+
+    Shapes: words (w,), int32 or int64, with two more words than the run; widths and offsets (f,) -> (f,), int64.
+    """
+    first = offsets >> 5
+    low = words.index_select(0, first).to(torch.int64) & 0xFFFFFFFF
+    high = words.index_select(0, first + 1).to(torch.int64) & 0xFFFF
+    both = ((high << WORD_BITS) | low) >> (offsets & (WORD_BITS - 1))
+    return both & ((1 << widths) - 1)
+
+
+def write_ones(words: Tensor, positions: Tensor) -> None:
+    """Set the bits at these positions, all different, in a run of zeros: words (w,), int64, of 32 bits each."""
+    words.index_add_(0, positions >> 5, 1 << (positions & (WORD_BITS - 1)))
+
+
+def positions_of_ones(words: Tensor) -> Tensor:
+    """The positions of the ones in words (w,), int32, in ascending order: (ones,), int64. Reads their number."""
+    octets = words.view(torch.uint8)
+    shifts = torch.arange(8, device=words.device, dtype=torch.uint8)
+    return ((octets.unsqueeze(1) >> shifts) & 1).view(-1).nonzero().view(-1)
