@@ -81,6 +81,7 @@ RARE = 16
 """Contexts with fewer values have no entry in the table, but `_defaults`."""
 _MAX_LEVEL = 15
 _STEP_BITS = 12  # the bits below one ulp in the sum of a block
+_MAX_STEP = (1 << 18) - 1  # of one value in that sum, so that a jump says little about its block
 _ZERO_CLASS = 9  # log2(BLOCK): the class of a mean step of one ulp
 _COLUMNS = 16  # of a tile: values with Rice codes, those in buckets of 2**1, 2**2, ..., and at the last all others
 _EXACT_BINS, _BINS = 16, 64
@@ -267,7 +268,7 @@ def _scales(moved: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
     sizes, exponents = moved.abs().view(-1, BLOCK), exponents.view(-1, BLOCK)
     top = exponents.amax(1)
     steps = (sizes << _STEP_BITS) >> (top.unsqueeze(1) - exponents).clamp_(max=30)
-    total = steps.clamp_(max=(1 << 22) - 1).sum(1, dtype=torch.int32)
+    total = steps.clamp_(max=_MAX_STEP).sum(1, dtype=torch.int32)
     scale = top - _STEP_BITS + bit_length(total)
     is_changed = sizes.amax(1) > 0
     base = torch.where(is_changed, scale, -_MAX_LEVEL).amax() - _MAX_LEVEL

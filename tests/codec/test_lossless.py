@@ -1,0 +1,299 @@
+"""Lossless differences: payloads and results against one value at a time, any patterns, and what they may cost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from laconic.codec import lossless
+from laconic.codec.lossless import BLOCK, TILE, decode, differences_by_context, encode, last_difference, part_bytes
+from laconic.codec.patterns import E2M1_PAIRS, PLAIN_BYTES, PatternForm, pattern_form_of
+from tests.reference import lossless as naive
+
+DTYPES = {
+    "bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2, "uint8": torch.uint8, "e2m1": torch.uint8,
+}  # fmt: skip
+SIZES = [1, 2, 31, 511, BLOCK, 513, 1000, 4099, TILE, TILE + 2, 2 * TILE + 777]
+
+
+def form_of(name: str) -> PatternForm:
+    return E2M1_PAIRS if name == "e2m1" else pattern_form_of(DTYPES[name])
+
+
+def random_patterns(name: str, numel: int, seed: int) -> Tensor:
+    """Any patterns; `numel` is even for two a byte."""
+    nbytes = numel * form_of(name).bits // 8
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(256, (nbytes,), generator=generator, dtype=torch.uint8).view(DTYPES[name])
+
+
+def trained(name: str, numel: int, step: float, seed: int = 0) -> list[Tensor]:
+    """Three versions of values that drift by steps of one size, as weights under Adam do."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(numel, generator=generator)
+    weights[:: max(3, numel // 7)] = 0.0
+    drift = torch.randn(numel, generator=generator)
+    versions = []
+    for _ in range(3):
+        weights = weights + step * (drift + 0.3 * torch.randn(numel, generator=generator))
+        versions.append(shown(name, weights))
+    return versions
+
+
+def shown(name: str, weights: Tensor) -> Tensor:
+    """Weights as copies of a format; of whole numbers their tens."""
+    if name == "uint8":
+        return (40 * weights).clamp(0, 255).to(torch.uint8)
+    if name == "e2m1":
+        borders = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+        codes = torch.bucketize(2 * weights.abs(), borders).to(torch.uint8) | (weights.signbit().to(torch.uint8) << 3)
+        low, high = codes.view(-1, 2).unbind(1)
+        return low | (high << 4)
+    return weights.to(DTYPES[name])
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+def check(name: str, held: Tensor, new: Tensor, last: Tensor | None, *, by_naive: bool = True) -> int:
+    """Encode and decode both ways; the length of the payload."""
+    form = form_of(name)
+    payload = encode(held, new, last, form=form)
+    assert payload.dtype == torch.uint8
+    assert len(payload) <= new.nbytes
+    result = decode(held, payload, last, form=form)
+    assert result.dtype == new.dtype
+    assert torch.equal(bits_of(result), bits_of(new))
+    if by_naive:
+        own = naive.FORMS[name]
+        olds, news = form.patterns(held).tolist(), form.patterns(new).tolist()
+        lasts = None if last is None else last.tolist()
+        assert payload.tolist() == list(naive.encoded(own, olds, news, lasts))
+        if len(payload) < new.nbytes:
+            assert naive.decoded(own, olds, bytes(payload.tolist()), lasts) == news
+    return len(payload)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("numel", SIZES)
+def test_payloads_and_results_are_those_of_one_value_at_a_time(name: str, numel: int) -> None:
+    numel += numel % 2 * (name == "e2m1")
+    for step in (3e-2, 1e-3, 3e-5):
+        before, held, new = trained(name, numel, step, seed=numel)
+        last = last_difference(before, held, form=form_of(name))
+        own, olds = naive.FORMS[name], (form_of(name).patterns(each).tolist() for each in (before, held))
+        assert last.tolist() == naive.differences(own, *olds)
+        check(name, held, new, last)
+        check(name, held, new, None)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("numel", [30, 1000, TILE + 600])
+def test_any_patterns_become_any_others(name: str, numel: int) -> None:
+    before, held, new = (random_patterns(name, numel, seed) for seed in range(3))
+    last = last_difference(before, held, form=form_of(name))
+    assert check(name, held, new, last) == check(name, held, new, None) == new.nbytes, "nothing to gain: as they are"
+    bits_of(new)[40:] = bits_of(held)[40:]  # a few that change without any rule
+    check(name, held, new, last)
+    check(name, held, new, None)
+
+
+WILD = (0x7FC0, 0xFFFF, 0x7F80, 0xFF80, 0x8000, 0x0000, 0x0001, 0x8001, 0x7F7F, 0xFF7F)
+"""NaNs, infinities, zeros of both signs, denormals, the largest numbers: in bf16."""
+
+
+@pytest.mark.parametrize("step", [1e-2, 1e-3, 1e-5])
+def test_few_wild_values_among_calm_ones(step: float) -> None:
+    """They are escapes of Rice codes and of buckets. What is held gives the scale of its block, which then is none."""
+    wild = torch.tensor(WILD, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    before, held, new = trained("bfloat16", 2 * TILE - 100, step)
+    calm = check("bfloat16", held, new, last_difference(before, held))
+    new[5 : 5 + 997 * len(wild) : 997] = wild
+    assert check("bfloat16", held, new, last_difference(before, held)) <= calm + 9 * len(wild) + 100
+    held[700 : 700 + 1009 * len(wild) : 1009] = wild
+    bytes_of_blocks = len(wild) * 2 * BLOCK
+    assert check("bfloat16", held, new, last_difference(before, held)) <= calm + bytes_of_blocks
+    check("bfloat16", held, new, None)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), name=st.sampled_from(list(DTYPES)))
+def test_odd_mixtures(data: st.DataObject, name: str) -> None:
+    numel = 2 * data.draw(st.integers(1, 700))
+    seed = data.draw(st.integers(0, 2**16))
+    before, held, new = trained(name, numel, 10.0 ** -data.draw(st.integers(0, 6)), seed)
+    other = random_patterns(name, numel, seed)
+    share = data.draw(st.sampled_from([0, 0.01, 0.3]))
+    generator = torch.Generator().manual_seed(seed)
+    for each in (before, held, new):
+        is_other = torch.rand(len(each), generator=generator) < share
+        bits_of(each).view(len(each), -1)[is_other] = bits_of(other).view(len(each), -1)[is_other]
+    for begin in data.draw(st.lists(st.integers(0, len(held) - 1), max_size=2)):
+        bits_of(new)[begin * new.element_size() :][:600] = bits_of(held)[begin * new.element_size() :][:600]
+    last = data.draw(st.sampled_from([None, last_difference(before, held, form=form_of(name))]))
+    check(name, held, new, last)
+
+
+def all_patterns(dtype: torch.dtype) -> Tensor:
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def check_pairs(dtype: torch.dtype, held: Tensor) -> None:
+    """Every new pattern after each of some held ones, in payloads whose other values are calm."""
+    new = all_patterns(dtype)
+    calm = torch.ones(7 * len(new), dtype=dtype)
+    for pattern in held:
+        olds = torch.cat([pattern.expand(len(new)), calm])
+        news = torch.cat([new, calm])
+        payload = encode(olds, news)
+        assert len(payload) < news.nbytes / 4, "not the values themselves"
+        assert torch.equal(bits_of(decode(olds, payload)), bits_of(news))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_new_pattern_after_some_held_ones(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**15), 2**15, (4,), generator=generator, dtype=torch.int32).to(torch.int16)
+    odd = torch.tensor([0, -(2**15), -1, 0x7F80], dtype=torch.int32).to(torch.int16)
+    check_pairs(dtype, torch.cat([bits, odd]).view(dtype))
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(36000)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_new_pattern_after_every_held_one(dtype: torch.dtype) -> None:
+    """All 65,536 x 65,536 pairs: payloads that have, for each new pattern, 64 held ones."""
+    new = all_patterns(dtype).view(torch.int16)
+    for first in range(0, len(new), 64):
+        held = new[first : first + 64]
+        for order in (new, new.flip(0)):  # the contexts of a block are then of one exponent, or of all
+            olds = held.repeat_interleave(len(order)).view(dtype)
+            news = order.repeat(64).view(dtype)
+            if order is not new:
+                olds, news = olds.view(64, -1).t().reshape(-1), news.view(64, -1).t().reshape(-1)
+            for old_part, new_part in zip(olds.split(1 << 20), news.split(1 << 20), strict=True):
+                payload = encode(old_part, new_part)
+                assert torch.equal(bits_of(decode(old_part, payload)), bits_of(new_part))
+
+
+def test_eight_bit_pairs_all_of_them() -> None:
+    for name in ("float8_e4m3fn", "float8_e5m2", "uint8"):
+        new = torch.arange(256, dtype=torch.uint8)
+        olds, news = new.repeat_interleave(256).view(DTYPES[name]), new.repeat(256).view(DTYPES[name])
+        calm = torch.ones(2**18, dtype=torch.uint8).view(DTYPES[name])
+        assert check(name, torch.cat([olds, calm]), torch.cat([news, calm]), None, by_naive=False) < 2**17
+
+
+def test_what_does_not_change_costs_a_bit_for_128_weights() -> None:
+    for name in DTYPES:
+        numel = 64 * TILE
+        _, held, _ = trained(name, numel, 1e-3)
+        assert check(name, held, held.clone(), None, by_naive=False) <= numel / 128 / 8 + 5 * 64
+        bits_of(new := held.clone())[7] ^= 1
+        assert check(name, held, new, None, by_naive=False) <= numel / 128 / 8 + 5 * 64 + 160
+
+
+@pytest.mark.parametrize(("step", "most"), [(1e-2, 0.2), (1e-3, 0.25), (1e-4, 0.15), (1e-5, 0.05)])
+def test_bits_are_near_the_entropy_under_the_same_contexts(step: float, most: float) -> None:
+    before, held, new = trained("bfloat16", 1 << 18, step)
+    last = last_difference(before, held)
+    contexts, differences = differences_by_context(held, new, last)
+    _, counts = (contexts.long() * 2**20 + differences).unique(return_counts=True)
+    of_context = torch.bincount(contexts).double()
+    of_context = of_context[of_context > 0]
+    entropy = float((of_context * of_context.log2()).sum() - (counts * counts.double().log2()).sum())
+    payload = encode(held, new, last)
+    assert entropy < 8 * len(payload) < entropy + most * len(held)
+    assert sum(part_bytes(payload, len(held))) == len(payload)
+    assert len(payload) < len(encode(held, new)), "the last difference tells something of these"
+
+
+def test_a_payload_may_lie_anywhere_in_a_message() -> None:
+    before, held, new = trained("bfloat16", 3000, 1e-3)
+    last = last_difference(before, held)
+    payload = encode(held, new, last)
+    message = torch.zeros(len(payload) + 9, dtype=torch.uint8)
+    message[5 : 5 + len(payload)] = payload
+    assert torch.equal(decode(held, message[5 : 5 + len(payload)], last), new)
+
+
+def test_no_values_take_no_bytes() -> None:
+    none = torch.empty(0, dtype=torch.bfloat16)
+    assert len(encode(none, none)) == 0
+    assert decode(none, torch.empty(0, dtype=torch.uint8)).dtype == torch.bfloat16
+
+
+def test_damaged_payloads_are_refused_or_give_other_values() -> None:
+    """No read beyond the payload and no endless loop; equal sizes cannot be told, and digests are the engine's."""
+    before, held, new = trained("bfloat16", 3 * BLOCK, 1e-3)
+    last = last_difference(before, held)
+    payload = encode(held, new, last)
+    refused = 0
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        bad = payload.clone()
+        place = int(torch.randint(len(bad), (1,), generator=generator))
+        bad[place] ^= 1 << int(torch.randint(8, (1,), generator=generator))
+        try:
+            assert decode(held, bad, last).shape == new.shape
+        except ValueError:  # of any other kind is a failure
+            refused += 1
+    assert refused > 20
+    for size in (1, 5, len(payload) - 4):
+        with pytest.raises(ValueError, match=r"does not fit the held values: it is damaged"):
+            decode(held, payload[:size], last)
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    x = torch.ones(8, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"differences of torch.float32 are not coded.*param_dtype=torch.bfloat16"):
+        encode(x.float(), x.float())
+    with pytest.raises(ValueError, match=r"flat tensors of at most 33554432 values, got shape \(2, 4\); use x.view"):
+        encode(x.view(2, 4), x.view(2, 4))
+    with pytest.raises(ValueError, match=r"new values of torch.float16, shape \(8,\), have no difference to held"):
+        encode(x, x.half())
+    with pytest.raises(ValueError, match=r"the last differences of 8 values are as many int8 numbers, got torch.int16"):
+        encode(x, x, torch.zeros(8, dtype=torch.int16))
+    with pytest.raises(ValueError, match=r"the last differences of 8 values .* shape \(7,\); pass what last_diff"):
+        decode(x, torch.zeros(3, dtype=torch.uint8), torch.zeros(7, dtype=torch.int8))
+
+
+def test_numbers_are_in_the_order_of_values() -> None:
+    for name, dtype in DTYPES.items():
+        form = form_of(name)
+        patterns = torch.arange(2**form.bits, dtype=torch.int32)
+        numbers = form.numbers(patterns)
+        assert torch.equal(form.patterns_of(numbers), patterns)
+        assert numbers.unique().numel() == len(patterns)
+        assert numbers.tolist() == [naive.number(naive.FORMS[name], each) for each in patterns.tolist()]
+        if dtype.is_floating_point:
+            values = form.tensor(patterns, dtype).float()
+            ascending = values[numbers.argsort()]
+            ascending = ascending[~ascending.isnan()]
+            assert (ascending.diff() >= 0).all()
+    assert pattern_form_of(torch.float8_e8m0fnu) is PLAIN_BYTES
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_gpu_encodes_to_the_bytes_of_a_cpu(name: str) -> None:
+    for step in (1e-2, 1e-3, 1e-5):
+        before, held, new = trained(name, 5 * TILE + 700, step)
+        form = form_of(name)
+        last = last_difference(before, held, form=form)
+        assert torch.equal(last_difference(before.cuda(), held.cuda(), form=form).cpu(), last)
+        payload = encode(held, new, last, form=form)
+        on_gpu = encode(held.cuda(), new.cuda(), last.cuda(), form=form)
+        assert torch.equal(on_gpu.cpu(), payload)
+        decoded = decode(held.cuda(), on_gpu, last.cuda(), form=form)
+        assert torch.equal(bits_of(decoded.cpu()), bits_of(new))
+
+
+def test_constants_are_those_of_the_oracle() -> None:
+    assert (BLOCK, TILE, lossless.MAX_QUOTIENT) == (naive.BLOCK, naive.TILE, naive.MAX_QUOTIENT)
