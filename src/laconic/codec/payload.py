@@ -126,13 +126,14 @@ class Part:
 
 def shards_of_nodes(layout: BucketLayout, peers: Sequence[int]) -> list[Part]:
     """Return the parts that cross between nodes, in the order of nodes: the whole shards of a rank's node shard."""
-    return [Part(shard, 0, layout.shard_numel) for shard in peers]
+    return [Part(shard, 0, layout.size(shard)) for shard in peers]
 
 
 def parts_of_islands(layout: BucketLayout, shard: int, num_islands: int) -> list[Part]:
     """Return the parts that cross between islands, in the order of islands: one shard, cut."""
-    size = round_up(-(-layout.shard_numel // num_islands), _PART_ALIGNMENT)
-    begins = [min(island * size, layout.shard_numel) for island in range(num_islands + 1)]
+    numel = layout.size(shard)
+    size = round_up(-(-numel // num_islands), _PART_ALIGNMENT)
+    begins = [min(island * size, numel) for island in range(num_islands + 1)]
     return [Part(shard, begin, end) for begin, end in itertools.pairwise(begins)]
 
 

@@ -1,13 +1,14 @@
 """The layout of a bucket: where its tensors lie, and which part of each tensor a shard holds.
 
 A layout is arithmetic on shapes, blocks and the number of shards. None of its fields grows with the number of ranks,
-and every rank computes the parts of all other ranks from it without a message.
+but for the borders of unequal shards. Every rank computes the parts of all other ranks from it without a message.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -45,12 +46,16 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketLayout:
-    """Tensors in `num_shards` equal shards of `shard_numel` elements. No border between shards cuts a block."""
+    """Tensors in `num_shards` shards, of `shard_numel` elements each unless `stops` says otherwise. No border cuts a block.
+    """
 
     slots: tuple[Slot, ...]
     """The tensors' places, in the order of their offsets."""
     num_shards: int
     shard_numel: int
+    """The elements of a shard; of the largest, if they are unequal."""
+    stops: tuple[int, ...] = ()
+    """The element at which each shard ends, if they are unequal: [Note: Unequal shards] in layout/shares.py."""
 
     @classmethod
     def whole_in(cls, shard: int, *, name: str, shape: tuple[int, ...], num_shards: int) -> BucketLayout:
@@ -62,7 +67,17 @@ class BucketLayout:
     @property
     def numel(self) -> int:
         """The number of elements of the bucket, with padding."""
-        return self.num_shards * self.shard_numel
+        return self.start(self.num_shards)
+
+    def start(self, shard: int) -> int:
+        """The element at which `shard` begins; for `num_shards`, where the last one ends."""
+        if not self.stops:
+            return shard * self.shard_numel
+        return self.stops[shard - 1] if shard else 0
+
+    def size(self, shard: int) -> int:
+        """The number of elements of `shard`, with padding."""
+        return self.start(shard + 1) - self.start(shard)
 
     @cached_property
     def padding(self) -> int:
@@ -72,8 +87,8 @@ class BucketLayout:
     def extent(self, index: int, shard: int) -> Extent | None:
         """The part of tensor `index` that lies in `shard`; None if no element does."""
         slot = self.slots[index]
-        low = max(slot.offset, shard * self.shard_numel)
-        high = min(slot.offset + slot.numel, (shard + 1) * self.shard_numel)
+        low = max(slot.offset, self.start(shard))
+        high = min(slot.offset + slot.numel, self.start(shard + 1))
         return Extent(low - slot.offset, high - slot.offset) if low < high else None
 
     def numels_by_shard(self) -> list[list[int]]:
@@ -84,6 +99,9 @@ class BucketLayout:
     def holders(self, index: int) -> range:
         """The shards that hold a part of tensor `index`. For an empty tensor this may be one shard."""
         slot = self.slots[index]
+        if self.stops:
+            first, last = bisect_right(self.stops, slot.offset), bisect_left(self.stops, slot.offset + slot.numel)
+            return range(first, min(last + 1, self.num_shards))
         stop = -(-(slot.offset + slot.numel) // self.shard_numel)
         return range(slot.offset // self.shard_numel, min(stop, self.num_shards))
 
@@ -97,7 +115,7 @@ class BucketLayout:
     def offset_in_shard(self, index: int, shard: int) -> int:
         """The element of `shard` at which the extent of tensor `index` begins; 0 if there is no extent."""
         extent = self.extent(index, shard)
-        return 0 if extent is None else self.slots[index].offset + extent.start - shard * self.shard_numel
+        return 0 if extent is None else self.slots[index].offset + extent.start - self.start(shard)
 
 
 def row_block(shape: Sequence[int]) -> int:

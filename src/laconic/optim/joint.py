@@ -200,7 +200,8 @@ def _described(spec: RaggedSpec) -> list[Any]:
     assert isinstance(spec.layout, BucketLayout), "parameters lie in buckets"
     assert spec.dtensor is not None
     offset, slot = list(spec.dtensor.offset[-2:]), spec.slot
-    return [offset, list(slot.shape), slot.block, slot.offset, spec.layout.num_shards, spec.layout.shard_numel]
+    shards = [spec.layout.num_shards, spec.layout.shard_numel, list(spec.layout.stops)]
+    return [offset, list(slot.shape), slot.block, slot.offset, *shards]
 
 
 def _joined(
@@ -223,6 +224,6 @@ def _joined(
 
 
 def _layout(name: str, described: list[Any]) -> BucketLayout:
-    _, shape, block, offset, num_shards, shard_numel = described
+    _, shape, block, offset, num_shards, shard_numel, stops = described
     slot = Slot(name=name, shape=tuple(shape), block=block, offset=offset)
-    return BucketLayout(slots=(slot,), num_shards=num_shards, shard_numel=shard_numel)
+    return BucketLayout(slots=(slot,), num_shards=num_shards, shard_numel=shard_numel, stops=tuple(stops))

@@ -417,7 +417,7 @@ def _numel(pieces: Sequence[Piece]) -> int:
 
 def _elsewhere(layout: BucketLayout, parts: Sequence[Part]) -> list[Sequence[Part]]:
     """The parts of other ranks in the place of `parts`, of at most 64 of them."""
-    if parts[0].numel == layout.shard_numel and len(parts) > 1 and parts[1].shard != parts[0].shard:
+    if parts[0].numel == layout.size(parts[0].shard) and len(parts) > 1 and parts[1].shard != parts[0].shard:
         places = layout.num_shards // len(parts)
         stride = -(-places // max(1, _MOST_PARTS // len(parts[:_MOST_PARTS])))
         return [shards_of_nodes(layout, range(i * len(parts), (i + 1) * len(parts))) for i in range(0, places, stride)]
