@@ -8,6 +8,12 @@ arrived unless one waits for it, so nothing here polls. Gloo has no sends of CUD
 all-to-all and a local sum. Across three or more nodes a thread paces messages: [Note: Rounds of pieces] in
 comm/pacing.py.
 
+[Note: Parts of other lengths]
+Where ranks have unequal shards, their parts of a gather or a reduction have other lengths, which every rank knows
+beforehand. Sends and receives need nothing more. NCCL runs torch's calls with lists of unequal tensors as one group of
+broadcasts, or of reductions to one rank each, in place. Gloo refuses them for CUDA tensors, which go through an
+all-to-all, as its other reductions do.
+
 [Note: Messages that nobody awaits]
 A model may be dropped while a gather is under way, as after an exception in forward. Gloo loses a connection whose
 receive is dropped before its message has come: the bytes stay in the socket, and each later message waits behind them,
@@ -136,56 +142,75 @@ class Communicator:
         self.is_stream_ordered = self._device_type != "cpu" and backend != "gloo"
         """True if waiting never blocks the thread, so that one transfer may start right behind another."""
 
-    def all_gather(self, whole: Tensor, piece: Tensor, purpose: Purpose = "weights") -> Pending:
+    def all_gather(
+        self, whole: Tensor, piece: Tensor, purpose: Purpose = "weights", *, numels: Sequence[int] | None = None
+    ) -> Pending:
         """Begin to fill `whole` with the `piece` of every rank, in rank order.
 
         Shapes: R ranks; piece (C,) -> whole (R * C,), flat, contiguous, one dtype. `piece` may be this rank's part of
-            `whole` already; then nothing is copied. The backend moves bytes, as few know float8.
-        Cost: (R - 1) * C * itemsize bytes out of and into this rank.
+            `whole` already; then nothing is copied. The backend moves bytes, as few know float8. With `numels` rank r
+            has a piece of `numels[r]` elements, and `whole` has their sum.
+        Cost: the bytes of R - 1 pieces like this one out of this rank, and of all others into it.
         Reference: tests/reference/gather.py.
         """
+        itemsize, group = whole.itemsize, self._gather_group
         whole, piece = whole.view(torch.uint8), piece.view(torch.uint8)
-        parts = whole.view(self.size, -1)
-        if self._gather_group is not None and not self._uses_sends:
-            self._count(purpose, (self.size - 1) * piece.nbytes)
-            return self._issue(purpose, _compat.all_gather_flat, whole, piece, group=self._gather_group)
+        parts = self._parts(whole, None if numels is None else [numel * itemsize for numel in numels])
         own = parts[self.rank]
+        if group is not None:
+            self._count(purpose, (self.size - 1) * piece.nbytes, whole.nbytes - piece.nbytes)
+        if group is not None and not self._uses_sends:
+            if numels is None:
+                return self._issue(purpose, _compat.all_gather_flat, whole, piece, group=group)
+            if self._has_reduce_scatter:  # [Note: Parts of other lengths]
+                return self._issue(purpose, dist.all_gather, parts, piece, group=group)
+            sizes, messages = [len(part) for part in parts], piece.repeat(self.size)
+            return self._issue(purpose, dist.all_to_all_single, whole, messages, sizes, None, group=group)
         if own.data_ptr() != piece.data_ptr():
             own.copy_(piece)
-        if self._gather_group is None:
+        if group is None:
             return NOTHING
-        self._count(purpose, (self.size - 1) * piece.nbytes)
         _compat.show_collective("_allgather_base_")
-        return self._exchange(purpose, self._gather_group, parts, [piece] * self.size)
+        return self._exchange(purpose, group, parts, [piece] * self.size)
 
-    def start_reduce_scatter(self, whole: Tensor, purpose: Purpose = "gradients") -> ReduceScatter:
+    def start_reduce_scatter(
+        self, whole: Tensor, purpose: Purpose = "gradients", *, numels: Sequence[int] | None = None
+    ) -> ReduceScatter:
         """Begin to sum `whole` over the ranks; this rank will get its own part of the sum.
 
         Shapes: R ranks; whole (R * C,), flat and contiguous -> (C,), part `rank` of the sum, by `ReduceScatter.finish`.
-            `whole` must not change until then.
-        Cost: (R - 1) * C * itemsize bytes out of and into this rank, and as much memory until it is finished.
+            `whole` must not change until then. With `numels` part r has `numels[r]` elements.
+        Cost: the bytes of all other parts out of this rank, those of R - 1 parts like its own into it, and as much
+            memory until it is finished.
         Reference: tests/reference/gather.py.
         """
-        group = self._reduce_group
+        group, parts = self._reduce_group, self._parts(whole, numels)
         if group is None:
-            return ReduceScatter(NOTHING, [whole], whole)
-        self._count(purpose, (self.size - 1) * whole.nbytes // self.size)
-        parts = whole.view(self.size, -1)
+            return ReduceScatter(NOTHING, [whole], parts)
+        own = parts[self.rank]
+        self._count(purpose, whole.nbytes - own.nbytes, (self.size - 1) * own.nbytes)
         if self._uses_sends:  # [Note: Collectives on Gloo]
-            terms = [parts[i] if i == self.rank else torch.empty_like(parts[i]) for i in range(self.size)]
+            terms = [own if i == self.rank else torch.empty_like(own) for i in range(self.size)]
             received = terms[1 if self.rank == 0 else 0]  # it may become the sum, unlike the input
             nbytes = (self.size - 1) * received.nbytes
             _compat.show_collective("_reduce_scatter_base_")
             pending = self._exchange(purpose, group, terms, parts)
-            return ReduceScatter(pending, terms, whole, nbytes=nbytes, out=received)
+            return ReduceScatter(pending, terms, parts, nbytes=nbytes, out=received)
         if self._has_reduce_scatter:
-            landing = torch.empty_like(parts[0])
-            terms, pending = [landing], self._issue(purpose, _compat.reduce_scatter_flat, landing, whole, group=group)
-        else:
-            landing = torch.empty_like(whole)
-            terms = list(landing.view(self.size, -1))
-            pending = self._issue(purpose, dist.all_to_all_single, landing, whole, group=group)
-        return ReduceScatter(pending, terms, whole, nbytes=landing.nbytes)
+            landing = torch.empty_like(own)
+            if numels is None:
+                pending = self._issue(purpose, _compat.reduce_scatter_flat, landing, whole, group=group)
+            else:  # [Note: Parts of other lengths]
+                pending = self._issue(purpose, dist.reduce_scatter, landing, parts, group=group)
+            return ReduceScatter(pending, [landing], parts, nbytes=landing.nbytes)
+        landing = own.new_empty(self.size * len(own))
+        sizes = None if numels is None else list(numels)
+        pending = self._issue(purpose, dist.all_to_all_single, landing, whole, None, sizes, group=group)
+        return ReduceScatter(pending, list(landing.view(self.size, -1)), parts, nbytes=landing.nbytes)
+
+    def _parts(self, whole: Tensor, numels: Sequence[int] | None) -> _Tensors:
+        """The parts of all ranks: rows, or with `numels` tensors of other lengths: [Note: Parts of other lengths]."""
+        return whole.view(self.size, -1) if numels is None else list(whole.split(list(numels)))
 
     def start_all_to_all(self, landings: Tensor, messages: Tensor, purpose: Purpose = "gradients") -> Pending:
         """Begin to send row r of `messages` to rank r, and to fill row r of `landings` with what rank r sends.
@@ -263,10 +288,12 @@ class Communicator:
         with self._traffic.waiting(self.level, purpose):
             dist.broadcast(tensor, group=group, group_src=0)
 
-    def _count(self, purpose: Purpose, nbytes: int) -> None:
-        """Count a transfer in which `nbytes` bytes leave this rank and as many enter it."""
-        for level, size in self._cluster.bytes_by_level(self.level, nbytes).items():
-            self._traffic.count(level, purpose, sent_bytes=size, received_bytes=size)
+    def _count(self, purpose: Purpose, sent_bytes: int, received_bytes: int | None = None) -> None:
+        """Count a transfer in which so many bytes leave this rank and, by default, as many enter it."""
+        for level, size in self._cluster.bytes_by_level(self.level, sent_bytes).items():
+            self._traffic.count(level, purpose, sent_bytes=size, received_bytes=0)
+        for level, size in self._cluster.bytes_by_level(self.level, received_bytes or sent_bytes).items():
+            self._traffic.count(level, purpose, sent_bytes=0, received_bytes=size)
 
     def _ticket(self, purpose: Purpose, group: dist.ProcessGroup) -> Ticket:
         return issue(group, purpose, "" if self._owner is None else self._owner.unit_name)
@@ -278,14 +305,14 @@ class Communicator:
         self,
         purpose: Purpose,
         collective: Callable[..., dist.Work | None],
-        *tensors: Tensor,
+        *arguments: Any,
         group: dist.ProcessGroup,
     ) -> Pending:
         """Begin a collective of the backend: [Note: Collectives on a stream]."""
         ticket = self._ticket(purpose, group)
         if not self.is_stream_ordered:
-            return self._pending(ticket, [collective(*tensors, group=group, async_op=True)])
-        collective(*tensors, group=group, async_op=False)
+            return self._pending(ticket, [collective(*arguments, group=group, async_op=True)])
+        collective(*arguments, group=group, async_op=False)
         return self._pending(ticket, [])
 
     def _exchange(
@@ -319,23 +346,21 @@ class ReduceScatter:
         self,
         pending: Pending,
         terms: Sequence[Tensor],
-        source: Tensor,
+        messages: _Tensors,
         *,
         nbytes: int = 0,
         out: Tensor | None = None,
     ) -> None:
         """Take the terms of this rank's part of the sum, in rank order; they are complete once `pending` has ended.
 
-        Terms have the shape (C,). A single term is the sum. The backend may still read `source`, the input. The terms
-        occupy `nbytes` bytes besides the input. `out` is the term that may become the sum.
+        Terms have the shape (C,). A single term is the sum. `messages` are the parts of the input, one for each rank;
+        the backend may still read them. The terms occupy `nbytes` bytes besides the input. `out` is the term that may
+        become the sum.
         """
-        self._pending, self._terms, self._source, self._out = pending, terms, source, out
+        self._pending, self._terms, self._out = pending, terms, out
+        self.messages = messages
+        """The parts of the input: part r is what this rank sends to rank r."""
         self.nbytes = nbytes
-
-    @property
-    def messages(self) -> Tensor:
-        """The input: row r, (C,), is what this rank sends to rank r."""
-        return self._source.view(-1, len(self._terms[0]))
 
     def received(self) -> Sequence[Tensor] | None:
         """Wait, and return the terms, in rank order; None if the backend has added them already."""

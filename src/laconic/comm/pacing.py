@@ -25,6 +25,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from queue import SimpleQueue
 
 import torch
@@ -71,7 +72,7 @@ class PacedExchange:
     def __init__(
         self, group: dist.ProcessGroup, tag: int, landings: Sequence[Tensor], messages: Sequence[Tensor]
     ) -> None:
-        """Receive `landings[r]` from rank r of the group and send it `messages[r]`, of the same number of bytes."""
+        """Receive `landings[r]` from rank r of the group and send it `messages[r]`."""
         self.group, self.tag = group, tag
         self._landings, self._messages = landings, messages
         self._has_ended = threading.Event()
@@ -80,7 +81,7 @@ class PacedExchange:
     @property
     def nbytes(self) -> int:
         """The bytes that this rank sends."""
-        return (self.group.size() - 1) * self._messages[0].nbytes
+        return sum(message.nbytes for rank, message in enumerate(self._messages) if rank != self.group.rank())
 
     def wait(self) -> None:
         """Block this thread until all pieces have come and gone.
@@ -114,11 +115,9 @@ def _in_rounds(
         incoming, outgoing = (
             each.view(-1).view(torch.uint8).split(piece_bytes) for each in (landings[source], messages[target])
         )
-        for landing, message in zip(incoming, outgoing, strict=True):
-            works = [
-                dist.irecv(landing, group=group, group_src=source, tag=tag),
-                dist.isend(message, group=group, group_dst=target, tag=tag),
-            ]
+        for landing, message in zip_longest(incoming, outgoing):  # what comes may be longer than what goes
+            works = [] if landing is None else [dist.irecv(landing, group=group, group_src=source, tag=tag)]
+            works += [] if message is None else [dist.isend(message, group=group, group_dst=target, tag=tag)]
             yield [work for work in works if work is not None]
 
 

@@ -144,8 +144,8 @@ class Inspection(Observer):
             is_time = self.is_due(bucket) or (bucket.is_frozen and checks.interval > 0)
             is_known = self._stored.get(bucket, (None,))[0] == crossing
             if bucket.node_shard.holds(bucket.version) and not is_known and is_time and checks.on_damage == "regather":
-                parts = bucket.full.node_shard().view(bucket.cluster.num_nodes, -1)
-                self._stored[bucket] = crossing, checksums(parts)
+                parts = bucket.form.peers_of(bucket.full.node_shard())
+                self._stored[bucket] = crossing, _checksums_of(parts)
 
     def before_gather(self, gather: UnitGather) -> list[Bucket]:
         """The buckets whose cached node shards are damaged on some rank, with a warning. Collective if it is time.
@@ -216,12 +216,13 @@ class Inspection(Observer):
         cluster = bucket.cluster
         if cluster.size == 1:
             return
-        full = bucket.full.allocate().view(cluster.size, -1)
+        whole = bucket.full.allocate()
+        full = bucket.form.shards_of(whole)
         if bucket.gathers_own_bits:
-            got = checksums(full)
-            own = checksum_of(bucket.shard.to(full.device, full.dtype))
+            got = _checksums_of(full)
+            own = checksum_of(bucket.shard.to(whole.device, whole.dtype))
         elif bucket.form.is_packed:
-            got = checksums(full)
+            got = _checksums_of(full)
             own = got[cluster.shard_index]
         else:
             got = torch.stack([_checksum_of_extents(bucket, shard, part) for shard, part in enumerate(full)])
@@ -234,7 +235,7 @@ class Inspection(Observer):
     def sum_begun(self, bucket: Bucket, level: Level, transfer: SumTransfer) -> None:
         """Take the checksums of what this rank sends for a sum of gradients, in a step that is checked."""
         if self.is_due(bucket):
-            self._sent[transfer] = checksums(transfer.messages)
+            self._sent[transfer] = _checksums_of(transfer.messages)
 
     def sum_arrived(self, bucket: Bucket, level: Level, transfer: SumTransfer) -> None:
         """Take the checksums of what came for a sum of gradients, unless only the backend has seen it. It waits."""
@@ -290,6 +291,11 @@ def _ranks_on(cluster: Cluster, level: Level) -> range:
         first = cluster.node_rank * cluster.num_local
         return range(first, first + cluster.num_local)
     return range(cluster.local_rank, cluster.size, cluster.num_local)
+
+
+def _checksums_of(parts: Sequence[Tensor] | Tensor) -> Tensor:
+    """The checksum of each part, (P,): rows, or tensors of other lengths."""
+    return checksums(parts) if isinstance(parts, Tensor) else torch.stack([checksum_of(part) for part in parts])
 
 
 def _checksum_of_extents(bucket: Bucket, shard: int, part: Tensor) -> Tensor:
@@ -362,6 +368,6 @@ def _damage_of(bucket: Bucket, stored: Tensor) -> int:
 
     `stored` has the checksums that the parts had when they were stored, (N,).
     """
-    node_shard = bucket.node_shard.kept().view(bucket.cluster.num_nodes, -1)
-    are_damaged = (checksums(node_shard).cpu() != stored.cpu()).tolist()
+    parts = bucket.form.peers_of(bucket.node_shard.kept())
+    are_damaged = (_checksums_of(parts).cpu() != stored.cpu()).tolist()
     return 2 if bucket.stored.is_dropped and are_damaged[bucket.cluster.node_rank] else int(any(are_damaged))

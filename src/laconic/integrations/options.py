@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from laconic.errors import JobError
 from laconic.islands.policies import Membership
@@ -28,7 +28,13 @@ def _fields() -> Iterator[tuple[str, Any, Any]]:
     """One field for each key of the policies, with the policy's own documentation."""
     defaults = to_keys(_DEFAULT)
     for name, key in keys_of(ShardPolicy).items():
-        yield name, key.hint, dataclasses.field(default=defaults[name], metadata=_help(key.documentation()))
+        yield name, _listed(key.hint), dataclasses.field(default=defaults[name], metadata=_help(key.documentation()))
+
+
+def _listed(hint: Any) -> Any:
+    """A hint for argparse, to which several values are a list: `tuple[float, ...] | None` as `list[float] | None`."""
+    items = [get_args(part)[0] for part in get_args(hint) if get_origin(part) is tuple]
+    return list[items[0]] | None if items else hint  # type: ignore[valid-type]
 
 
 _Shared: Any = dataclasses.make_dataclass("_Shared", _fields(), kw_only=True)

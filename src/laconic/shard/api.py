@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ from laconic.comm.collectives import share_first
 from laconic.layout.bucket import BucketLayout, row_block
 from laconic.layout.granularity import Blocks, Granularity, resolve
 from laconic.layout.packing import SHARD_ALIGNMENT_BYTES, plan_unit, warn_if_wasteful
+from laconic.layout.shares import Shares, plan_by_shares, warn_if_uneven
 from laconic.ragged.conversion import check_convertible, converts, needs_equal_chunks, uncut_numel
 from laconic.ragged.dtensor import check_dtensor, uneven_cut
 from laconic.ragged.parts import slice_of_parameter
@@ -72,6 +73,7 @@ def fully_shard(
     broadcast_buffers: bool = False,
     checks: Checks | None = None,
     prefetch: Prefetch | None = None,
+    shares: Sequence[float] | None = None,
 ) -> _Modules:
     """Shard `module`'s parameters over the mesh, in place, and return it. It is one unit, gathered and freed together.
 
@@ -113,13 +115,16 @@ def fully_shard(
             rank has its own, as under FSDP2.
         checks: how often the unit compares checksums of what crosses and of what rests in its cache. None: never.
         prefetch: how many units are gathered ahead while this one computes. None: as their sizes say; see `Prefetch`.
+        shares: the memory of each rank of an island, in the order of ranks, such as [24, 24, 12, 12] GB. Only the ratio
+            counts: shards of parameters, gradients and the optimizer's states are in proportion, to a block of each
+            unit; gathers and reductions have parts of other lengths. None: equal shards.
 
     Raises:
         ValueError: a module is no module, has no forward, or holds a module that DDP or FSDP has wrapped or sharded; a
             parameter is complex, is on another device than the mesh,
             is not initialised yet (a lazy module), or is tied to a parameter of another unit; a DTensor parameter has a
             placement other than Shard or Replicate, or is cut over the same axes; the mesh, its named axes, the cache,
-            wire, granularity or integer is not valid.
+            wire, granularity, integer or a share is not valid; or `shares` has not one number for each rank.
         AssertionError: a module is sharded already.
         NotImplementedError: a parameter is not contiguous; or it converts itself before the gather and is a DTensor or
             wraps several tensors ([Note: Conversion] in ragged/conversion.py); or `dp_mesh_dims` names no axis to cut
@@ -134,18 +139,22 @@ def fully_shard(
     if dp_mesh_dims is not None:
         mesh = _named_axes(mesh, dp_mesh_dims)
     cluster, reshards, policy = _resolve_reshard(mesh, reshard_after_forward, policy)
-    ShardPolicy(cache=policy, reshard_after_forward=reshards)  # refuses what does not go together
+    given = ShardPolicy(cache=policy, reshard_after_forward=reshards, shares=cast(Any, shares))  # refuses what is wrong
+    by_shard = _by_shard(given.shares, cluster)
     ignored = set(ignored_params or ())
     offload, coding = offload_policy or OffloadPolicy(), Wire.of(wire)
     own = _Policies(
-        cluster=cluster, precision=precision, offload=offload, wire=coding, has_granularity=granularity is not None
-    )
+        cluster=cluster, precision=precision, offload=offload, wire=coding, has_granularity=granularity is not None,
+        shares=by_shard,
+    )  # fmt: skip
     kind_of = partial(_kind_of, precision=precision)
     found = _find_parameters(modules, ignored, _place_by(shard_placement_fn, cluster))
     taken = list(_take_small(modules, own))
     for item in (*found, *taken):
         check_dtensor(item.parameter, item.name, item.cluster, may_share_axes=dp_mesh_dims is not None)
     _check_parameters([*found, *taken], offload)
+    if by_shard is not None:
+        _check_cuts(found, cluster)
     managed = [*_with_small(found, own, kind_of), *taken]
     if broadcast:
         extension.observer_class().broadcasting(modules[0], managed)
@@ -164,6 +173,7 @@ def fully_shard(
             precision,
             offload,
             coding,
+            shares=by_shard,
             may_shrink=granularity is None and not any(item.name in uncut for item in group),
             offered_to=own if kind.is_small else None,
         )
@@ -314,6 +324,7 @@ class _Policies:
     offload: OffloadPolicy
     wire: Wire
     has_granularity: bool
+    shares: Shares | None
 
 
 def _with_small(
@@ -381,6 +392,38 @@ def _check_parameters(managed: list[ManagedParameter], offload: OffloadPolicy) -
             raise ValueError(
                 f"{item.name} is on {parameter.device}, but this rank computes on {cluster.device}: call init_mesh, "
                 "which chooses the device, before building the model, or build it on the meta device"
+            )
+
+
+def _by_shard(shares: Shares | None, cluster: Cluster) -> Shares | None:
+    """The shares of ranks in the order of their shards; None if all are equal.
+
+    Raises:
+        ValueError: there is not one share for each rank of the island.
+    """
+    if shares is None:
+        return None
+    if len(shares) != cluster.size:
+        raise ValueError(
+            f"shares={list(shares)} must have one number for each of the {cluster.size} ranks of "
+            f"{'an island' if cluster.num_islands > 1 else 'the mesh'} that share the parameters, in the order of ranks"
+        )
+    order = [cluster.global_rank(shard) for shard in range(cluster.size)]
+    by_rank = dict(zip(sorted(order), shares, strict=True))
+    return None if len(set(shares)) == 1 else tuple(by_rank[rank] for rank in order)
+
+
+def _check_cuts(managed: Sequence[ManagedParameter], cluster: Cluster) -> None:
+    """Refuse parameters that are cut over other ranks than those that have shares.
+
+    Raises:
+        ValueError: `shard_placement_fn` has given one a mesh of its own.
+    """
+    for item in managed:
+        if item.cluster is not cluster:
+            raise ValueError(
+                f"shares= are those of the ranks of the mesh, but shard_placement_fn cuts {item.name} over "
+                f"{item.cluster.size} ranks of another mesh; leave shares out, or cut it over the same ranks"
             )
 
 
@@ -471,6 +514,7 @@ def _make_buckets(
     offload: OffloadPolicy,
     wire: Wire,
     *,
+    shares: Shares | None,
     may_shrink: bool,
     offered_to: object,
 ) -> list[Bucket]:
@@ -482,11 +526,18 @@ def _make_buckets(
         itemsize = 1  # a conversion may make single bytes
     if kind.chunk is not None:  # shards are FSDP2's chunks, wherever they begin
         block_numels, itemsize, may_shrink = list(map(row_block, shapes)), SHARD_ALIGNMENT_BYTES, False
-    plan = plan_unit(
-        [item.name for item in group], shapes, block_numels,
-        num_shards=cluster.size, itemsize=itemsize, may_shrink=may_shrink,
-    )  # fmt: skip
-    warn_if_wasteful(plan, kind.dtype.itemsize)
+    names, keys = [item.name for item in group], cast(Any, {"itemsize": itemsize, "may_shrink": may_shrink})
+    if shares is None or cluster.size == 1:  # a replica holds all: [Note: Small buckets]
+        plan = plan_unit(names, shapes, block_numels, num_shards=cluster.size, **keys)
+        warn_if_wasteful(plan, kind.dtype.itemsize)
+    else:
+        if kind.chunk is not None:
+            raise NotImplementedError(
+                f"shares= does not go with {kind.chunk}, whose conversion needs FSDP2's equal chunks; leave shares out "
+                "for its unit, or give the parameter in ignored_params"
+            )
+        plan = plan_by_shares(names, shapes, block_numels, shares=shares, **keys)
+        warn_if_uneven(plan, shares, kind.dtype.itemsize)
     num_nodes, num_islands = cluster.num_nodes, cluster.num_islands
     return [
         Bucket(

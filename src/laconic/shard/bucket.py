@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from operator import attrgetter
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from laconic.comm.cluster import Cluster
+from laconic.comm.traffic import Level
 from laconic.layout.bucket import BucketLayout, Extent
 from laconic.ragged.conversion import Conversion, Conversions, converts, first_inner, is_patched, plain_elements
 from laconic.ragged.dtensor import DTensorShard, local_part
@@ -164,7 +165,8 @@ class Bucket:
     def part(self, buffer: Tensor, index: int) -> Tensor:
         """The elements of parameter `index` in a buffer: flat, possibly empty, a view.
 
-        Shapes: `buffer` is this rank's shard, (C,), its node shard, (N * C,), or the full buffer, (L * N * C,).
+        Shapes: `buffer` is this rank's shard, (C,), its node shard, (N * C,), or the full buffer, (L * N * C,). With
+            unequal shards these are the elements of one, of N and of all: [Note: Unequal shards] in layout/shares.py.
         """
         return buffer[self._slices_of(len(buffer))[index]]
 
@@ -175,10 +177,9 @@ class Bucket:
     def _slices_of(self, numel: int) -> list[slice]:
         """The elements of each parameter in the buffer of `numel` elements: see `part`."""
         if numel not in self._slices:
-            cluster, whole, shard = self.cluster, self.layout.numel, self.layout.shard_numel
-            begin = (
-                cluster.shard_index * shard if numel == shard else cluster.local_rank * numel if numel < whole else 0
-            )
+            layout, own = self.layout, self.cluster.shard_index
+            first = own if numel == layout.size(own) else self.peers.start if numel < layout.numel else 0
+            begin = layout.start(first)
             self._slices[numel] = [
                 slice(max(0, slot.offset - begin), max(0, slot.offset + slot.numel - begin))
                 for slot in self.layout.slots
@@ -254,8 +255,9 @@ class Bucket:
 
     def own_part(self, node_shard: Tensor) -> Tensor:
         """This rank's shard within its node shard, (N * C,): [Note: A bucket's order]."""
-        size = self.form.numel
-        return node_shard[self.cluster.node_rank * size : (self.cluster.node_rank + 1) * size]
+        form, own = self.form, self.cluster.shard_index
+        begin = form.start(own) - form.start(self.peers.start)
+        return node_shard[begin : begin + form.numel]
 
     @property
     def peers(self) -> range:
@@ -266,7 +268,28 @@ class Bucket:
     @property
     def node_shard_numel(self) -> int:
         """The number of elements of a node shard as a gather sends it: N shards. Collective as `Form.dtype` is."""
-        return self.form.numel * self.cluster.num_nodes
+        return self.form.start(self.peers.stop) - self.form.start(self.peers.start)
+
+    @property
+    def most_node_numel(self) -> int:
+        """The most elements that the node shard of any rank has as a gather sends it, alike on all ranks.
+
+        Choices that all ranks must make alike go by this number. Collective as `Form.dtype` is.
+        """
+        return max(map(sum, self.form.numels_by_node_shard()))
+
+    def numels_on(self, level: Level) -> list[int] | None:
+        """The elements of each rank's part on a level: of the node shard on "node", of the bucket on "local".
+
+        None if they are equal. On an island's level nothing is cut.
+        """
+        layout, num_nodes = self.layout, self.cluster.num_nodes
+        if not layout.stops or level == "island":
+            return None
+        if level == "node":
+            return [layout.size(shard) for shard in self.peers]
+        starts = [layout.start(local * num_nodes) for local in range(self.cluster.num_local + 1)]
+        return [stop - start for start, stop in pairwise(starts)]
 
     def show(self, parameters: Sequence[nn.Parameter | None]) -> None:
         """Show `parameters` in the modules; None hides one from `nn.Module._apply`, which must not see it."""
@@ -291,7 +314,8 @@ class StoredWeights:
     @torch.no_grad()  # the local part of a DTensor has a graph
     def _cut(self, whole: Sequence[Tensor]) -> Tensor:
         bucket = self._bucket
-        shard = torch.zeros(bucket.layout.shard_numel, dtype=bucket.dtype, device=whole[0].device)
+        numel = bucket.layout.size(bucket.cluster.shard_index)
+        shard = torch.zeros(numel, dtype=bucket.dtype, device=whole[0].device)
         if not shard.is_meta:
             for spec, part, parameter in zip(bucket.specs, bucket.parts(shard), whole, strict=True):
                 extent = spec.extent or Extent(0, 0)
@@ -401,8 +425,40 @@ class Form:
 
     @property
     def numel(self) -> int:
-        """The number of elements of a shard as a gather sends it."""
-        return self.packing.shard_nbytes if self.is_packed else self._bucket.layout.shard_numel
+        """The number of elements of this rank's shard as a gather sends it."""
+        own = self._bucket.cluster.shard_index
+        return self.start(own + 1) - self.start(own)
+
+    @property
+    def whole_numel(self) -> int:
+        """The number of elements of the full buffer."""
+        return self.start(self._bucket.layout.num_shards)
+
+    def start(self, shard: int) -> int:
+        """The element of the full buffer at which a shard begins; for the number of shards, where the last one ends."""
+        return shard * self.packing.shard_nbytes if self.is_packed else self._bucket.layout.start(shard)
+
+    def numels_by_node_shard(self) -> list[list[int]]:
+        """The elements of the shards in each of the L node shards."""
+        num_nodes, starts = self._bucket.cluster.num_nodes, range(self._bucket.layout.num_shards + 1)
+        numels = [stop - start for start, stop in pairwise(map(self.start, starts))]
+        return [numels[first : first + num_nodes] for first in range(0, len(numels), num_nodes)]
+
+    def numels_on(self, level: Level) -> list[int] | None:
+        """`Bucket.numels_on` as a gather sends them: packed shards are equal."""
+        return None if self.is_packed else self._bucket.numels_on(level)
+
+    def shards_of(self, full: Tensor) -> Sequence[Tensor] | Tensor:
+        """The shards in a full buffer, in order: rows, if they are equal."""
+        layout = self._bucket.layout
+        if self.is_packed or not layout.stops:
+            return full.view(layout.num_shards, -1)
+        return [full[layout.start(each) : layout.start(each + 1)] for each in range(layout.num_shards)]
+
+    def peers_of(self, node_shard: Tensor) -> Sequence[Tensor] | Tensor:
+        """The shards in a node shard, in the order of nodes: rows, if they are equal."""
+        numels = self.numels_on("node")
+        return node_shard.view(len(self._bucket.peers), -1) if numels is None else node_shard.split(numels)
 
     @property
     def is_packed(self) -> bool:
@@ -547,7 +603,7 @@ class FullBuffer:
             if self._is_shard:
                 self._tensor = bucket.shard.data
             else:
-                self._tensor = torch.empty(form.numel * bucket.layout.num_shards, dtype=form.dtype, device=device)
+                self._tensor = torch.empty(form.whole_numel, dtype=form.dtype, device=device)
                 self._count(is_allocated=True)
             self._alias = self._tensor.data
             self.parameters = [] if form.converts else list(map(self._parameter, count(), self.views()))
@@ -567,7 +623,7 @@ class FullBuffer:
 
     def node_shard(self) -> Tensor:
         """This rank's node shard within the buffer, which is allocated: (N * C,), a view."""
-        begin = self._bucket.cluster.local_rank * self._bucket.node_shard_numel
+        begin = self._bucket.form.start(self._bucket.peers.start)
         return self.allocate()[begin : begin + self._bucket.node_shard_numel]
 
     def free(self) -> None:

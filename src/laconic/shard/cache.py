@@ -35,6 +35,9 @@ class _Bucket(Protocol):
     @property
     def node_shard_numel(self) -> int: ...
 
+    @property
+    def most_node_numel(self) -> int: ...
+
 
 class NodeShard:
     """One bucket's node shard: where it stays between its uses, and the version of the parameters it was made from.
@@ -60,8 +63,14 @@ class NodeShard:
     @property
     def nbytes(self) -> int:
         """The bytes that it takes between its uses, those of the whole buffer if that stays."""
-        num_kept = self._bucket.cluster.num_local if self.is_whole else int(self.is_kept)
-        return num_kept * self._bucket.node_shard_numel * self._dtype.itemsize
+        if self.is_whole:
+            return self._bucket.form.whole_numel * self._dtype.itemsize
+        return int(self.is_kept) * self._bucket.node_shard_numel * self._dtype.itemsize
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes that a node shard takes on any rank, alike on all ranks."""
+        return self._bucket.most_node_numel * self._dtype.itemsize
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -73,9 +73,10 @@ class WeightCrossing:
         self._pending = NOTHING
 
     @property
-    def arriving_bytes(self) -> int:
-        """The bytes that a gather brings from other nodes."""
-        return (self._node.size - 1) * self.bucket.form.numel * self.bucket.form.dtype.itemsize
+    def most_bytes(self) -> int:
+        """The bytes that a gather brings from other nodes, the most of any rank: alike on all ranks."""
+        form = self.bucket.form
+        return max(sum(numels) - min(numels) for numels in form.numels_by_node_shard()) * form.dtype.itemsize
 
     def prepare(self) -> bool:
         """Decide how the weights of the bucket's present version cross. Returns whether the old node shard is needed.
@@ -86,7 +87,8 @@ class WeightCrossing:
 
     def start(self, node_shard: Tensor) -> None:
         """Begin the gather. With True from `prepare`, `node_shard`, (N * C,), has the old node shard."""
-        self._pending = self._node.all_gather(node_shard, self.bucket.form.sent(self.bucket.own_part(node_shard)))
+        own = self.bucket.form.sent(self.bucket.own_part(node_shard))
+        self._pending = self._node.all_gather(node_shard, own, numels=self.bucket.form.numels_on("node"))
 
     def finish(self, node_shard: Tensor) -> None:
         """Finish the gather: `node_shard` has the shards of all nodes."""
@@ -110,8 +112,8 @@ class CodedValues(WeightCrossing):
         self._payload_bytes = payload.nbytes
 
     @property
-    def arriving_bytes(self) -> int:
-        """See `WeightCrossing.arriving_bytes`."""
+    def most_bytes(self) -> int:
+        """See `WeightCrossing.most_bytes`."""
         return (self._node.size - 1) * self._payload_bytes
 
     def start(self, node_shard: Tensor) -> None:

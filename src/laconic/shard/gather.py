@@ -137,17 +137,21 @@ class BucketGather:
         return self._is_crossing or self._local.size > 1
 
     def use(self) -> BucketUse:
-        """The bytes of the bucket. Collective as `Form.dtype` is."""
-        bucket, cluster = self.bucket, self.bucket.cluster
-        node_bytes = bucket.node_shard_numel * bucket.form.dtype.itemsize
-        gradient_bytes = 0 if bucket.is_frozen else bucket.layout.numel * bucket.reduce_dtype.itemsize
+        """The bytes of the bucket, where shards are unequal those of the rank that needs most: alike on all ranks.
+
+        Collective as `Form.dtype` is.
+        """
+        bucket, itemsize = self.bucket, self.bucket.form.dtype.itemsize
+        gradient_itemsize = 0 if bucket.is_frozen else bucket.reduce_dtype.itemsize
+        most_sums = max(bucket.numels_on("local") or [bucket.layout.numel // bucket.cluster.num_local])
+        smallest = min(map(bucket.layout.size, range(bucket.layout.num_shards)))
         return BucketUse(
-            whole_bytes=cluster.num_local * node_bytes,
-            node_bytes=node_bytes,
-            crossing_bytes=self.crossing.arriving_bytes,
-            gradient_bytes=gradient_bytes,
-            node_gradient_bytes=gradient_bytes // cluster.num_local,
-            dropped_bytes=bucket.layout.shard_numel * bucket.dtype.itemsize if bucket.stored.may_drop else 0,
+            whole_bytes=bucket.form.whole_numel * itemsize,
+            node_bytes=bucket.most_node_numel * itemsize,
+            crossing_bytes=self.crossing.most_bytes,
+            gradient_bytes=bucket.layout.numel * gradient_itemsize,
+            node_gradient_bytes=most_sums * gradient_itemsize,
+            dropped_bytes=smallest * bucket.dtype.itemsize if bucket.stored.may_drop else 0,
         )
 
     @property
@@ -202,7 +206,8 @@ class BucketGather:
         if self._is_crossing:
             self._finish_crossing()
         with self._lanes.gather_local.running(self._loaded, self._arrived):
-            self._pending = self._local.all_gather(full, self._node_shard)
+            numels = self.bucket.form.numels_on("local")
+            self._pending = self._local.all_gather(full, self._node_shard, numels=numels)
 
     def _finish_crossing(self) -> None:
         """Finish the gather across nodes. If an exception cuts it short, the gather stays stale and is begun anew."""
@@ -281,12 +286,12 @@ class UnitGather:
     @cached_property
     def whole_bytes(self) -> int:
         """The bytes of the full buffers."""
-        return sum(b.form.numel * b.layout.num_shards * b.form.dtype.itemsize for b in self.buckets)
+        return sum(bucket.form.whole_numel * bucket.form.dtype.itemsize for bucket in self.buckets)
 
     @cached_property
     def node_bytes(self) -> int:
-        """The bytes of this rank's node shards."""
-        return sum(bucket.node_shard_numel * bucket.form.dtype.itemsize for bucket in self.buckets)
+        """The bytes of the node shards, of the largest of all ranks if they are unequal."""
+        return sum(bucket.most_node_numel * bucket.form.dtype.itemsize for bucket in self.buckets)
 
     @property
     def stays_whole(self) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 from laconic.layout.granularity import granularity_of, granularity_text
-from laconic.policy import Count, Policy, Size, keys_of, option
+from laconic.policy import Count, Policy, Positive, Size, keys_of, option
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,20 @@ DtypeName = Literal["float32", "bfloat16", "float16"]
 WireWeights = Literal["exact", "bf16", "int8", "int4", "int3"]
 WireGradients = Literal["exact", "bf16", "int8", "int4", "int3", "e2m1", "int2"]
 WireName = Literal["exact", "8bit", "4bit"]
+
+
+def _shares_of(shares: Any) -> tuple[float, ...] | None:
+    """Shares as `ShardPolicy` has them, from a list of numbers.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if shares is None:
+        return None
+    is_list = isinstance(shares, Sequence) and not isinstance(shares, str)
+    if not is_list or not shares or not all(isinstance(each, Real) for each in shares):
+        raise ValueError(f"must be a list of numbers, one for each rank of an island, got {shares!r}")
+    return tuple(shares)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,6 +378,10 @@ class ShardPolicy(Policy):
     copied to the device before its gather, as under torch's `CPUOffloadPolicy`."""
     checks: Checks = Checks(interval=0)
     audits: Audits = Audits()
+    shares: tuple[Positive, ...] | None = option(None, of=_shares_of)
+    """The memory of each rank, such as [24, 24, 12, 12] GB, in the order of ranks within an island. Only the ratio
+    counts. Each rank then holds as large a part of parameters, gradients and the optimizer's states. Activations and
+    gathered weights take as much on all ranks. Default: equal parts."""
     granularity: Any = option(None, of=granularity_of, plain=granularity_text, hint=dict[str, Any] | str | None)
     """The blocks that are never cut: "32 rows", "256 elements" or "whole" for every parameter. Or a table from patterns
     of a parameter's name in its layer, such as "self_attn.*", to blocks: the first pattern that matches counts, and
@@ -393,6 +412,7 @@ class ShardPolicy(Policy):
 
         return {
             "cache": self.cache,
+            "shares": self.shares,
             "wire": self.wire,
             "offload_policy": CPUOffloadPolicy(pin_memory=self.cache.pin_memory) if self.offload else None,
             "checks": self.checks,

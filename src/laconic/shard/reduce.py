@@ -178,6 +178,13 @@ class BucketGradients:
         probe(self.bucket, full.memory)
         full.free()
 
+    def start_sum(self, level: Level, whole: Tensor) -> SumTransfer:
+        """Begin to sum `whole` on a level; this rank will get its part."""
+        way = self.ways[level]
+        if isinstance(way, CodedSum):  # its payload says what the parts are
+            return way.start_reduce_scatter(whole)
+        return way.start_reduce_scatter(whole, numels=self.bucket.numels_on(level))
+
     def forget_lost(self) -> None:
         """Drop what a codec has lost of earlier gradients."""
         for way in self.ways.values():
@@ -367,7 +374,7 @@ class Reduction:
 
     def _reduce_scatter(self, level: Level, whole: Tensor) -> Generator[Level, None, Tensor]:
         gradients = self.gradients
-        transfer: Held[SumTransfer] = Held(gradients.ways[level].start_reduce_scatter(whole), gradients.bucket.ledger)
+        transfer: Held[SumTransfer] = Held(gradients.start_sum(level, whole), gradients.bucket.ledger)
         if len(whole):
             gradients.observer.sum_begun(gradients.bucket, level, transfer.memory)
         yield level

@@ -612,7 +612,7 @@ class Root:
                 if unit.placement.weights == "host":
                     hosted.append(kept)
         budget_bytes = max((unit.cache.device_budget_bytes for unit in self.units), default=0)
-        on_device = choose_device_shards([sum(shard.nbytes for shard in each) for each in hosted], budget_bytes)
+        on_device = choose_device_shards([sum(shard.most_bytes for shard in each) for each in hosted], budget_bytes)
         self._slab.fill([shard for index, each in enumerate(hosted) if index not in on_device for shard in each])
 
     def begin_forward(self) -> None:
