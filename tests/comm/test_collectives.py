@@ -116,6 +116,87 @@ def test_gathers_and_reductions_over_two_levels_equal_one_process(
     run_ranks(job, num_nodes * num_local, by_sends, local=num_local)
 
 
+def job_of_unequal_parts(by_sends: bool) -> None:
+    """Shards of 3, 5, 7 ... elements. Bytes out are those of R - 1 copies of a part, bytes in those of all others."""
+    cluster = laconic.Cluster.of(laconic.init_mesh("cpu"))
+    n, loc = cluster.num_nodes, cluster.num_local
+    me, own = (cluster.node_rank, cluster.local_rank), cluster.shard_index
+    node, local = Communicator(cluster, "node"), Communicator(cluster, "local")
+    for communicator in (node, local):
+        communicator._uses_sends &= by_sends
+    numels = [3 + 2 * (shard * 5 % 7) for shard in range(cluster.size)]
+    peers = numels[me[1] * n : (me[1] + 1) * n]
+    by_node_shard = [sum(numels[first : first + n]) for first in range(0, len(numels), n)]
+
+    def assert_moved(level: str, purpose: Purpose, sent: int, received: int) -> None:
+        delta = cluster.traffic.snapshot() - before
+        assert delta.total(level, purpose, "sent") == sent  # type: ignore[arg-type]
+        assert delta.total(level, purpose, "received") == received  # type: ignore[arg-type]
+        assert delta.total() == sent + received, "nothing else was counted"
+
+    for dtype, in_place in product(DTYPES, (False, True)):
+        bucket = data_of_ranks(sum(numels), dtype, cluster)[0, 0]
+        shards, size = reference.cut(bucket, numels), dtype.itemsize
+        node_shard = torch.full((sum(peers),), -1, dtype=dtype)
+        piece = node_shard.split(peers)[me[0]] if in_place else torch.empty(numels[own], dtype=dtype)
+        piece.copy_(shards[own])
+        before = cluster.traffic.snapshot()
+        node.all_gather(node_shard, piece, numels=peers).wait()
+        assert_moved("node", "weights", (n - 1) * numels[own] * size, (sum(peers) - numels[own]) * size)
+        assert torch.equal(node_shard, torch.cat(shards[me[1] * n : (me[1] + 1) * n]))
+        full = torch.full((sum(numels),), -1, dtype=dtype)
+        part = full.split(by_node_shard)[me[1]] if in_place else node_shard
+        part.copy_(node_shard)
+        before = cluster.traffic.snapshot()
+        local.all_gather(full, part, numels=by_node_shard).wait()
+        assert_moved("local", "weights", (loc - 1) * sum(peers) * size, (sum(numels) - sum(peers)) * size)
+        assert torch.equal(full, bucket)
+
+        gradients = data_of_ranks(sum(numels), dtype, cluster, seed=1)
+        whole = gradients[me].clone()
+        before = cluster.traffic.snapshot()
+        inside = local.start_reduce_scatter(whole, numels=by_node_shard)
+        assert [len(message) for message in inside.messages] == by_node_shard
+        part = inside.finish()
+        assert_moved("local", "gradients", (sum(numels) - sum(peers)) * size, (loc - 1) * sum(peers) * size)
+        before = cluster.traffic.snapshot()
+        total = node.start_reduce_scatter(part, numels=peers).finish()
+        assert_moved("node", "gradients", (sum(peers) - numels[own]) * size, (n - 1) * numels[own] * size)
+        assert torch.equal(total, reference.cut(reference.sum_over_ranks(gradients), numels)[own])
+        assert torch.equal(whole, gradients[me]), "the input is left alone"
+
+
+@pytest.mark.parametrize("by_sends", [True, False], ids=["sends", "collectives"])
+@pytest.mark.parametrize(("num_nodes", "num_local"), MESHES)
+def test_parts_of_other_lengths_equal_one_process(num_nodes: int, num_local: int, by_sends: bool) -> None:
+    run_ranks(job_of_unequal_parts, num_nodes * num_local, by_sends, local=num_local)
+
+
+@on_ranks(3)
+def test_a_backend_with_lists_gets_unequal_parts_as_lists() -> None:
+    """As under NCCL, without `async_op`: this rank's part, and a view of the whole for each rank."""
+    cluster = laconic.Cluster.of(laconic.init_mesh("cpu", local=1))
+    node, numels = Communicator(cluster, "node"), [2, 7, 4]
+    node._uses_sends, node._has_reduce_scatter, node.is_stream_ordered = False, True, True
+    issued: list[tuple[str, list[int], int, bool]] = []
+
+    def gather(parts: list[Tensor], piece: Tensor, *, group: Any, async_op: bool) -> None:
+        issued.append(("gather", [part.nbytes for part in parts], piece.nbytes, async_op))
+        parts[node.rank].copy_(piece)
+
+    def reduce_scatter(landing: Tensor, parts: list[Tensor], *, group: Any, async_op: bool) -> None:
+        issued.append(("reduce", [part.nbytes for part in parts], landing.nbytes, async_op))
+        landing.copy_(2 * parts[node.rank])
+
+    dist.all_gather, dist.reduce_scatter = gather, reduce_scatter
+    whole, own = torch.zeros(13), torch.arange(1.0, 1 + numels[node.rank])
+    node.all_gather(whole, own, numels=numels).wait()
+    assert torch.equal(whole.split(numels)[node.rank], own), "the parts are views"
+    assert torch.equal(node.start_reduce_scatter(whole, numels=numels).finish(), 2 * own)
+    nbytes = [4 * numel for numel in numels]
+    assert issued == [("gather", nbytes, own.nbytes, False), ("reduce", nbytes, own.nbytes, False)]
+
+
 @on_ranks(4, local=2)
 def test_transfers_overlap_without_mixing() -> None:
     """Several transfers are under way at once; they begin in one order and finish in another."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import reduce
 
 import torch
@@ -26,6 +26,11 @@ def gather(shards: Mapping[Rank, Tensor]) -> Tensor:
 def node_shard_of(bucket: Tensor, local: int, num_local: int) -> Tensor:
     """The node shard of rank (any, local): what it holds after the gather across nodes."""
     return bucket.chunk(num_local)[local]
+
+
+def cut(bucket: Tensor, numels: Sequence[int]) -> list[Tensor]:
+    """The shards of a bucket, which may be unequal."""
+    return [bucket[sum(numels[:shard]) : sum(numels[: shard + 1])] for shard in range(len(numels))]
 
 
 def sum_over_ranks(buckets: Mapping[Rank, Tensor]) -> Tensor:

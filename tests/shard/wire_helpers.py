@@ -79,10 +79,10 @@ def cuts_of(model: Any) -> dict[str, list[list[int]]]:
     islands = model._laconic_unit.cluster.num_islands
     found: dict[str, list[list[int]]] = {}
     for bucket in buckets(model):
-        size = -(-bucket.layout.shard_numel // (islands * 128)) * 128
         for index, parameter in enumerate(bucket.sharded):
             cuts = found[names[id(parameter)]] = []
             for s in range(bucket.layout.num_shards):
+                size = -(-bucket.layout.size(s) // (islands * 128)) * 128
                 extent, offset = bucket.layout.extent(index, s), bucket.layout.offset_in_shard(index, s)
                 numel = extent.numel if extent else 0
                 inner = [min(max(island * size - offset, 0), numel) for island in range(1, islands)]

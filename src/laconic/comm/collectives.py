@@ -11,8 +11,8 @@ comm/pacing.py.
 [Note: Parts of other lengths]
 Where ranks have unequal shards, their parts of a gather or a reduction have other lengths, which every rank knows
 beforehand. Sends and receives need nothing more. NCCL runs torch's calls with lists of unequal tensors as one group of
-broadcasts, or of reductions to one rank each, in place. Gloo refuses them for CUDA tensors, which go through an
-all-to-all, as its other reductions do.
+broadcasts, or of reductions to one rank each, in place. Gloo refuses them: for CUDA tensors it runs the broadcasts one
+by one, and reduces by an all-to-all, as it does with equal parts.
 
 [Note: Messages that nobody awaits]
 A model may be dropped while a gather is under way, as after an exception in forward. Gloo loses a connection whose
@@ -159,17 +159,19 @@ class Communicator:
         own = parts[self.rank]
         if group is not None:
             self._count(purpose, (self.size - 1) * piece.nbytes, whole.nbytes - piece.nbytes)
-        if group is not None and not self._uses_sends:
-            if numels is None:
-                return self._issue(purpose, _compat.all_gather_flat, whole, piece, group=group)
-            if self._has_reduce_scatter:  # [Note: Parts of other lengths]
-                return self._issue(purpose, dist.all_gather, parts, piece, group=group)
-            sizes, messages = [len(part) for part in parts], piece.repeat(self.size)
-            return self._issue(purpose, dist.all_to_all_single, whole, messages, sizes, None, group=group)
+        if group is not None and not self._uses_sends and numels is None:
+            return self._issue(purpose, _compat.all_gather_flat, whole, piece, group=group)
+        if group is not None and not self._uses_sends and self._has_reduce_scatter:
+            return self._issue(purpose, dist.all_gather, parts, piece, group=group)  # [Note: Parts of other lengths]
         if own.data_ptr() != piece.data_ptr():
             own.copy_(piece)
         if group is None:
             return NOTHING
+        if not self._uses_sends:
+            ticket, sent = self._ticket(purpose, group), list(parts)
+            sent[self.rank] = own.clone()  # Gloo writes what it has sent back into the tensor, which others may read
+            works = [dist.broadcast(each, group=group, group_src=i, async_op=True) for i, each in enumerate(sent)]
+            return self._pending(ticket, works)
         _compat.show_collective("_allgather_base_")
         return self._exchange(purpose, group, parts, [piece] * self.size)
 

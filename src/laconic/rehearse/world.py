@@ -171,11 +171,12 @@ class Group(_ProcessGroup):
         return self._run("gather", opts, [output], [input], body)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work | None:
-        """Every rank has sent what this one sends."""
+        """Every rank has sent what this one sends or, to fill another size, the same over and over."""
 
         def body() -> None:
             for output in outputs[0]:
-                output.copy_(inputs[0])
+                if not _is_same(output, inputs[0]):
+                    _fill(output, inputs[0])
 
         return self._run("gather", opts, outputs[0], inputs, body)
 
@@ -196,6 +197,15 @@ class Group(_ProcessGroup):
                 work.end = end
             return work
         return self._run("reduce-scatter", opts, [output], [input], body)
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
+        """The sum, or the mean, of equal inputs, of which each rank gets the part in its place of the list."""
+        factor = self._factor(opts)
+
+        def body() -> None:
+            torch.mul(inputs[0][self._rank], factor, out=outputs[0])
+
+        return self._run("reduce-scatter", opts, outputs, inputs[0], body)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work | None:
         """The sum, the mean or the largest of equal tensors."""
@@ -222,17 +232,11 @@ class Group(_ProcessGroup):
         """Each rank has sent what this rank sends to it or, to fill another size, this rank's input over and over."""
 
         def body() -> None:
-            if not output_sizes:
+            if not output_sizes and not input_sizes:
                 output.copy_(input.view_as(output))
                 return
-            source = input.reshape(-1)
-            for part in output.split(output_sizes):
-                flat = part.view(-1)
-                for begin in range(0, len(flat) if len(source) else 0, max(len(source), 1)):
-                    run = flat[begin : begin + len(source)]
-                    run.copy_(source[: len(run)])
-                if not len(source):
-                    flat.zero_()
+            for part in output.split(output_sizes or len(output) // self._size):
+                _fill(part, input)
 
         return self._run("all-to-all", opts, [output], [input], body)
 
@@ -379,6 +383,16 @@ def _label_of_torch() -> Label | None:
                 return purpose, owner._module_fqn or ""
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def _fill(whole: Tensor, part: Tensor) -> None:
+    """Fill a tensor with another one over and over; with zeros if that has no elements."""
+    flat, source = whole.view(-1), part.reshape(-1)
+    for begin in range(0, len(flat) if len(source) else 0, max(len(source), 1)):
+        run = flat[begin : begin + len(source)]
+        run.copy_(source[: len(run)])
+    if not len(source):
+        flat.zero_()
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:
