@@ -30,7 +30,9 @@ def plan_flat(tensors: tuple[tuple[int, int], ...], shares: tuple[float, ...], i
 
 @settings(max_examples=200, deadline=None)
 @given(TENSORS, SHARES, st.sampled_from([1, 2, 4, 8]))
-def test_a_cut_is_that_of_the_oracle(tensors: tuple[tuple[int, int], ...], shares: tuple[int, ...], quantum: int) -> None:
+def test_a_cut_is_that_of_the_oracle(
+    tensors: tuple[tuple[int, int], ...], shares: tuple[int, ...], quantum: int
+) -> None:
     offsets, stops = cut_by_shares(tensors, shares, quantum)
     assert list(offsets) == reference.offsets_of(tensors, quantum)[:-1]
     assert list(stops) == reference.stops_of(tensors, shares, quantum)

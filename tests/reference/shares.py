@@ -1,4 +1,4 @@
-"""The cut of a bucket by shares, found by trying every place. Tensors are (numel, block), as in laconic/layout/packing.py.
+"""The cut of a bucket by shares, found by trying every place. Tensors are (numel, block): laconic/layout/packing.py.
 
 See [Note: Unequal shards] in laconic/layout/shares.py.
 """

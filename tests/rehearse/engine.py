@@ -476,7 +476,9 @@ ENGINE: dict[str, Program] = {
         options={"offload_policy": CPUOffloadPolicy()}, train=edited_after_backward
     ),
     "shares": Program(options={"cache": "host", "shares": [3, 1, 2, 2]}, train=training(micro_batches=2)),
-    "shares, LoRA": Program(options={"cache": "device", "shares": [2, 5, 3, 3]}, prepare=adapt, train=training(steps=3)),
+    "shares, LoRA": Program(
+        options={"cache": "device", "shares": [2, 5, 3, 3]}, prepare=adapt, train=training(steps=3)
+    ),
     "Gloo, shares": Program(backend="gloo", options={"cache": "host", "shares": [3, 1, 2, 2]}),
     "Gloo, cache none": Program(backend="gloo", train=training(micro_batches=2)),
     "Gloo, cache host": Program(backend="gloo", options={"cache": "host"}, prepare=recompute),

@@ -46,8 +46,7 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketLayout:
-    """Tensors in `num_shards` shards, of `shard_numel` elements each unless `stops` says otherwise. No border cuts a block.
-    """
+    """Tensors in shards, of `shard_numel` elements each unless `stops` says otherwise. No border cuts a block."""
 
     slots: tuple[Slot, ...]
     """The tensors' places, in the order of their offsets."""

@@ -1,14 +1,14 @@
 """Cuts a unit's tensors in proportion to the memory of ranks, and cuts no block. Pure arithmetic.
 
 [Note: Unequal shards]
-Where ranks have shares of their own, shards need not be equal, so a border may lie wherever blocks allow. Tensors follow
-each other, each from a multiple of 16 bytes on. A border's ideal place divides their elements as the shares say. The
-border goes to the nearest multiple of 16 bytes that cuts no block: the edge of a block, or the end of a tensor. So a
-shard differs from its share by one block at most, no size has to be a multiple of many blocks, as equal shards must
-([Note: Where padding comes from, and why buckets help] in packing.py), and one bucket is enough.
+Where ranks have shares of their own, shards need not be equal, so a border may lie wherever blocks allow. Tensors
+follow each other, each from a multiple of 16 bytes on. A border's ideal place divides their elements as the shares say.
+The border goes to the nearest multiple of 16 bytes that cuts no block: the edge of a block, or the end of a tensor. So
+a shard differs from its share by one block at most, and no size has to be a multiple of many blocks, as those of equal
+shards must: [Note: Where padding comes from, and why buckets help] in packing.py. One bucket is enough.
 
-Every shard has 16 bytes at least, as an equal one does. Where blocks are so large, or tensors so small, that two borders
-meet in one place, the later one takes the next place that is free, also behind the tensors, where padding begins.
+Every shard has 16 bytes at least, as an equal one does. Where blocks are so large, or tensors so small, that two
+borders meet in one place, the later one takes the next place that is free, also behind the tensors, as padding.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _Places:
         return found + step if found + step <= offset + numel else offset + round_up(numel, self._quantum)
 
     def _at(self, element: int) -> tuple[int, int, int]:
-        """The tensor in which an element lies, or behind which it fills up 16 bytes: offset, numel and step of places."""
+        """The tensor in which an element lies, or behind whose end: its offset, its numel, the step of its places."""
         index = bisect_right(self.offsets, element) - 1
         numel, block = self._tensors[index]
         return self.offsets[index], numel, math.lcm(block, self._quantum)
@@ -112,7 +112,9 @@ def warn_if_uneven(plan: UnitPlan, shares: Shares, itemsize: int) -> None:
     """Warn if blocks make a rank hold more than twice its share of the plan, at `itemsize` bytes per element."""
     for layout in plan.buckets:
         tensors = tuple((slot.numel, 1) for slot in layout.slots)
-        over = fullness(layout.stops, shares) / fullness(cut_by_shares(tensors, shares, quantum_of(itemsize))[1], shares)
+        over = fullness(layout.stops, shares) / fullness(
+            cut_by_shares(tensors, shares, quantum_of(itemsize))[1], shares
+        )
         if over > _MOST_OVER:
             slot = max(layout.slots, key=lambda slot: slot.block)
             warnings.warn(

@@ -64,8 +64,9 @@ class Predictor:
         """Predict the strategies with these names; by default all.
 
         Raises:
-            ConfigError: a name is not known.
+            ConfigError: a name is not known, or ranks are not alike.
         """
+        _refuse_shares(self.config)
         wanted = [candidate_named(name) for name in (CANDIDATES if names is None else names)]
         for first in wanted[:1]:
             with suppress(ConfigError, JobError, ValueError):  # a refusal says so below
@@ -84,6 +85,7 @@ class Predictor:
     def estimate(self, candidate: Strategy, *, is_under: bool = False, keeps_spans: bool = False) -> Estimate | Refusal:
         """Predict one strategy. `is_under`: the job has its keys already."""
         try:
+            _refuse_shares(self.config)
             job = self.config if is_under else self.job(candidate)
             if job.schedule.is_cyclic:
                 self._check_workers(job.schedule)
@@ -156,6 +158,19 @@ class Predictor:
         if key not in self._traces:
             self._traces[key] = trace_job(job, device_type=self.device_type, model=self._rehearsals.model(job))
         return self._traces[key]
+
+
+def _refuse_shares(config: Config) -> None:
+    """Refuse a job whose ranks hold unequal shards: a rehearsal is one rank that stands for all.
+
+    Raises:
+        ConfigError: it has shares.
+    """
+    if config.shard.policy.shares is not None:
+        raise ConfigError(
+            "shard.shares: laconic plan predicts ranks that are all alike; leave shares out to plan the job with equal "
+            "shards, and name a shard.strategy other than 'auto' to train with unequal ones"
+        )
 
 
 def estimate(

@@ -218,11 +218,15 @@ class Group(_ProcessGroup):
         return self._run("all-reduce", opts, tensors, tensors, body)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Work | None:
-        """The tensor of another rank, which has the same."""
+        """The tensor of this rank; or that of another one, which is made up: [Note: Messages of the machine]."""
+        is_own = opts is None or opts.rootRank == self._rank
 
         def body() -> None:
             for tensor in tensors:
-                tensor.mul_(1)
+                if is_own:
+                    tensor.mul_(1)
+                else:
+                    tensor.view(-1).view(torch.uint8).fill_(self._world.busy_byte())
 
         return self._run("broadcast", opts, tensors, tensors, body)
 

@@ -29,6 +29,8 @@ def job_under(strategy: Strategy, config: Config) -> Config:
         keys |= {"device_bytes": None, "host_bytes": None}
     if not strategy.on_engine or keys["cache"] == "auto":
         keys["cache_gradients"] = "node"
+    if not strategy.on_engine:
+        keys["shares"] = None
     if not strategy.takes_checks:
         keys |= {key: keys_of(ShardConfig)[key].default for key in CHECKED}
     sync = SyncConfig()

@@ -10,6 +10,10 @@ NOT_ON_ENGINE = (
     ),
     Limit.only("shard.offload", False, message="shard.offload = true is for shard.strategy = 'laconic'; leave it out"),
     Limit.only(
+        "shard.shares", None, message="shard.shares is for shard.strategy = 'laconic', which can cut unequally, not "
+        "{strategy!r}; leave it out",
+    ),
+    Limit.only(
         "shard.cache_until", "change",
         message="shard.cache_until = {value!r} is for shard.strategy = 'laconic'; leave it out",
     ),

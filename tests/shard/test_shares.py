@@ -1,0 +1,447 @@
+"""`fully_shard(shares=)`: shards in proportion to the memory of ranks, and nothing else changes.
+
+Sums have the order of equal shards, element by element, so losses and weights have the same bits. What sums over
+shards, as the norm of gradients, adds up in another order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import laconic
+from laconic import Cache, Checks, CorruptionError, LocalSteps
+from laconic.checkpoint import load_checkpoint, save_checkpoint
+from laconic.errors import RanksDifferError
+from laconic.optim import Muon
+from laconic.optim.adamw8bit import AdamW8bit
+from laconic.shard.bucket import Bucket
+from tests.reference.gather import shard_of
+from tests.shard.test_conversion import BF16InChunks
+from tests.shard.test_scaled import converted, make
+from tests.shard.test_wire_twin import WIRES, assert_equals_twin, sgd, twin_of
+from tests.shard.wire_helpers import Toy
+from tests.support import sharded_net
+from tests.support.flips import Flip, flipping
+from tests.support.launch import on_ranks, run_ranks
+from tests.support.sharded_net import assert_gradients, buckets, build, full_parameters, moved, shard, train_step
+
+MESHES = [(4, 1), (2, 2), (1, 4), (1, 3), (2, 3)]
+"""(nodes, local ranks)."""
+SHARES = [3.0, 1.0, 2.5, 2.0, 7.0, 0.5]
+"""The shares of as many ranks as a mesh has."""
+PLACEMENTS: dict[str, Any] = {
+    "none": "none",
+    "host": "host",
+    "device": "device",
+    "rank": "rank",
+    "auto": Cache(where="auto", device_bytes=9_000, host_bytes=3_000),
+    "whole gradients": Cache(where="host", gradients="rank"),
+}
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def shares_of(world_size: int) -> list[float]:
+    return SHARES[:world_size]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def lora(model: Any) -> None:
+    """Freeze the blocks but for their `down`: two kinds of buckets in each."""
+    for block in model.blocks:
+        block.up.requires_grad_(False)
+
+
+def trained(model: Any, *, steps: int = 4, micro_batches: int = 2) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses and the weights after some steps."""
+    optimizer, losses = adamw(model), []
+    for step in range(steps):
+        for number, batch in enumerate(sharded_net.micro_batches(micro_batches, step)):
+            model.set_requires_gradient_sync(number == micro_batches - 1)
+            loss = sharded_net.squared_error(model, batch[dist.get_rank()])
+            loss.backward()
+            losses.append(float(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, full_parameters(model)
+
+
+def assert_equal_runs(one: Any, other: Any) -> None:
+    assert one[0] == other[0], "losses"
+    for name, value in one[1].items():
+        assert torch.equal(value, other[1][name]), name
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("nodes", "local"), MESHES)
+def test_unequal_shards_train_as_equal_ones_to_the_bit(nodes: int, local: int) -> None:
+    run_ranks(_train_in_all_placements, nodes * local, local=local)
+
+
+def _train_in_all_placements() -> None:
+    """Full training, mixed precision, and adapters beside frozen weights, in all placements."""
+    shares = shares_of(dist.get_world_size())
+    for precision, prepare in ((None, lambda model: None), (HALF, lambda model: None), (None, lora)):
+        runs = []
+        for cache, given in [("none", None), *((cache, shares) for cache in PLACEMENTS.values())]:
+            model: Any = build()
+            prepare(model)
+            shard(model, cache=cache, shares=given, mp_policy=precision)
+            runs.append(trained(model, micro_batches=1))
+        for other in runs[1:]:
+            assert_equal_runs(runs[0], other)
+
+
+@pytest.mark.parametrize(("nodes", "local"), MESHES)
+def test_gradients_equal_the_oracle_and_all_bytes_are_counted(nodes: int, local: int) -> None:
+    run_ranks(_count_bytes, nodes * local, local=local)
+
+
+def _count_bytes() -> None:
+    """Two micro-batches: gathers and sums inside the node run in each, those across nodes as the cache says."""
+    for cache, of_root, of_blocks in (("none", 2, 4), ("host", 1, 1)):
+        model = shard(build(), cache=cache, shares=shares_of(dist.get_world_size()))
+        oracle, optimizer = sharded_net.oracle_of(model), adamw(model)
+        root, blocks = model._laconic_unit.buckets, buckets(model.blocks)
+        for step in range(2):
+            batches = sharded_net.micro_batches(2, step)
+            with moved(model) as transferred:
+                for number, batch in enumerate(batches):
+                    model.set_requires_gradient_sync(number == 1)
+                    sharded_net.squared_error(model, batch[dist.get_rank()]).backward()
+            gathered = [*root * of_root, *blocks * of_blocks]
+            for level, direction, purpose, which in (
+                *(("node", direction, "weights", gathered) for direction in ("sent", "received")),
+                *(("local", direction, "weights", [*root * 2, *blocks * 4]) for direction in ("sent", "received")),
+                *(("node", direction, "gradients", [*root, *blocks]) for direction in ("sent", "received")),
+                *(("local", direction, "gradients", [*root, *blocks] * 2) for direction in ("sent", "received")),
+            ):
+                found = transferred.snapshot.total(level, purpose, direction)  # type: ignore[arg-type]
+                expected = sum(_bytes_of(bucket, level, purpose)[direction] for bucket in which)
+                assert found == expected, (cache, step, level, direction, purpose)
+            assert_gradients(model, oracle, batches)
+            oracle.adamw(oracle.gradients(batches)[1], lr=1e-2)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _bytes_of(bucket: Bucket, level: str, purpose: str) -> dict[str, int]:
+    """The bytes of one gather or one reduction of a bucket out of this rank and into it."""
+    n, loc = bucket.cluster.num_nodes, bucket.cluster.num_local
+    sizes = [bucket.layout.size(shard) for shard in range(n * loc)]
+    node, place = bucket.cluster.node_rank, bucket.cluster.local_rank
+    peers = sizes[place * n : (place + 1) * n]
+    ranks, own, whole = (n, peers[node], sum(peers)) if level == "node" else (loc, sum(peers), sum(sizes))
+    alike, others = 4 * (ranks - 1) * own, 4 * (whole - own)  # to each other rank this one's part; all other parts
+    return {"sent": alike, "received": others} if purpose == "weights" else {"sent": others, "received": alike}
+
+
+@on_ranks(4, local=2)
+def test_the_norm_of_gradients_and_clipping_equal_the_oracle() -> None:
+    model = shard(build(), cache="host", shares=shares_of(4))
+    oracle, optimizer = sharded_net.oracle_of(model), adamw(model)
+    for step in range(3):
+        batches = sharded_net.micro_batches(1, step)
+        sharded_net.squared_error(model, batches[0][dist.get_rank()]).backward()
+        _, gradients = oracle.gradients(batches)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        torch.testing.assert_close(norm, oracle.adamw(gradients, lr=1e-2, max_norm=0.1).float())
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in full_parameters(model).items():
+        torch.testing.assert_close(value, oracle.parameters()[name].detach())
+
+
+@pytest.mark.parametrize(("world", "local"), [(4, 2), (3, 1)])
+@on_ranks("world", local="local")
+def test_crossings_in_few_bits_equal_their_twin(world: int) -> None:
+    """Messages are as long as the longest shard's codes; what they stand for does not depend on that."""
+    for wire_name, cache in (("4bit", "host"), ("feedback", "device")):
+        wire = WIRES[wire_name]
+        model = shard(build(Toy), cache=cache, wire=wire, shares=shares_of(world))
+        assert_equals_twin(model, twin_of(model, wire), sgd(model.parameters()), steps=3, accumulation=2, exactly=set())
+
+
+@on_ranks(4, local=2)
+def test_offload_audits_and_replicas_train_as_with_equal_shards() -> None:
+    offload = CPUOffloadPolicy()
+    runs = []
+    for shares in (None, shares_of(4)):
+        model = shard(build(), shares=shares, offload_policy=offload)
+        runs.append(trained(model))
+        laconic.audit(model, sharded_net.inputs(1, dist.get_rank()), sharded_net.squared_error)
+    assert_equal_runs(*runs)
+    mesh = laconic.init_mesh("cpu", islands=2, nodes=1)
+    assert_equal_runs(*(trained(shard(build(), mesh=mesh, shares=shares)) for shares in (None, [1, 3])))
+
+
+@on_ranks(4, local=2)
+def test_islands_of_unequal_ranks_sync_as_islands_of_equal_ones() -> None:
+    mesh = laconic.init_mesh("cpu", islands=2)
+    runs = []
+    for shares in (None, [1, 3]):
+        model = shard(build(), mesh=mesh, shares=shares)
+        local = LocalSteps(model, adamw(model), mesh=mesh, every=2, codec="fp32")
+        for step in range(4):
+            sharded_net.squared_error(model, sharded_net.inputs(step, dist.get_rank())).backward()
+            local.step()
+            local.zero_grad()
+        runs.append(full_parameters(model))
+    for name, value in runs[0].items():
+        assert torch.equal(value, runs[1][name]), name
+
+
+@on_ranks(4, local=2)
+def test_checks_find_damage_in_unequal_shards() -> None:
+    checks = Checks(interval=1, on_damage="regather", unnoticed_edits=True)
+    model: Any = build()
+    lora(model)
+    shard(model, cache="host", shares=shares_of(4), checks=checks)
+    losses = trained(model)[0]
+    damaged = next(bucket for bucket in buckets(model.blocks) if bucket.is_frozen)
+    assert damaged.layout.stops
+    kept = damaged.node_shard.kept()
+    begin = damaged.layout.start(damaged.peers.start) - damaged.layout.start(damaged.cluster.shard_index)
+    other = 0 if begin else damaged.layout.size(damaged.cluster.shard_index)  # an element of the other node's shard
+    if dist.get_rank() == 1:
+        kept[other].mul_(3)
+    with pytest.warns(UserWarning, match="damaged on some rank, and are gathered again"):
+        loss = sharded_net.squared_error(model, sharded_net.inputs(9, dist.get_rank()))
+    loss.backward()
+    assert len(losses) == 8
+    for purpose, level in itertools.product(("weights", "gradients"), ("local", "node")):
+        model = shard(build(), shares=shares_of(4), checks=Checks(interval=1))
+        flip = Flip(rank=1, purpose=purpose, level=level, bit=15)  # type: ignore[arg-type]
+        with flipping(flip), pytest.raises(CorruptionError, match="rank 1"):
+            train_step(model)
+        model.reset_iter_state()
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+class Large(nn.Module):
+    """More than a million parameters: layers that are alike, an embedding, and vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(500, 192)
+        self.blocks = nn.ModuleList(sharded_net.Block(192, 500) for _ in range(5))
+        self.norm = nn.LayerNorm(192)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("local", [1, 2])
+@on_ranks(4, local="local")
+def test_weights_gradients_and_states_take_memory_as_the_shares_say(local: int) -> None:
+    shares = [24, 24, 12, 12]
+    model = shard(build(Large), shares=shares, cache="host")
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert sum(parameter.numel() for parameter in model.parameters()) > 1e6
+    model(torch.arange(7) + dist.get_rank()).square().sum().backward()
+    optimizer.step()
+    states = [each for state in optimizer.state.values() for each in state.values() if hasattr(each, "to_local")]
+    held = {
+        "weights": list(model.parameters()),
+        "gradients": [parameter.grad for parameter in model.parameters()],
+        "states": states,
+    }
+    for name, tensors in held.items():
+        by_rank: list[int] = [0] * 4
+        dist.all_gather_object(by_rank, sum(tensor.to_local().nbytes for tensor in tensors))
+        for nbytes, share in zip(by_rank, shares, strict=True):
+            assert nbytes == pytest.approx(sum(by_rank) * share / sum(shares), rel=0.03), (name, by_rank)
+    by_rank = [0] * 4
+    dist.all_gather_object(by_rank, model.memory().device_bytes)
+    whole = sum(bucket.layout.numel for bucket in buckets(model)) * 2 * 4
+    for nbytes, share in zip(by_rank, shares, strict=True):  # with padding; the cache rests in host memory
+        assert nbytes == pytest.approx(whole * share / sum(shares), rel=0.03), by_rank
+
+
+@on_ranks(4, local=2)
+def test_blocks_stay_whole_on_unequal_ranks() -> None:
+    """AdamW in 8 bits needs tiles of 32 rows, Shampoo's blocks are larger: a rank is within a block of its share."""
+    for rows in (32, 7):
+        model = shard(build(partial(sharded_net.Net, 2, 64, 352)), shares=[3, 1, 2, 2], granularity=laconic.rows(rows))
+        for bucket in buckets(model.blocks):
+            layout = bucket.layout
+            block = max(slot.block for slot in layout.slots)
+            for shard_index, share in enumerate((3, 2, 1, 2)):  # in the order of shards
+                assert abs(layout.size(shard_index) - layout.numel * share / 8) <= block + 4
+            for index, slot in enumerate(layout.slots):
+                extents = [layout.extent(index, each) for each in range(4)]
+                assert all(each.stop % slot.block == 0 or each.stop == slot.numel for each in extents if each)
+    optimizer = AdamW8bit(model.parameters(), lr=1e-2, min_8bit_size=1 << 20)
+    assert torch.isfinite(train_step(model, optimizer))
+
+
+def _job_of_checkpoint(shares: Sequence[float] | None, folder: str, *, loads: int | None, saves: int | None) -> Any:
+    model = shard(build(seed=loads or 0), cache="host", shares=shares)
+    optimizer = adamw(model)
+    if loads is not None:
+        load_checkpoint(folder, model=model, optimizer=optimizer)
+    batch = sharded_net.inputs(7, 0)  # the same on all ranks, so that their number does not matter
+    for _ in range(2):
+        sharded_net.squared_error(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if saves is not None:
+        save_checkpoint(folder, saves, model=model, optimizer=optimizer, extra={})
+    return {name: value.tolist() for name, value in full_parameters(model).items()}
+
+
+def test_a_checkpoint_of_unequal_shards_loads_on_equal_ones_and_back(tmp_path: Path) -> None:
+    """4 ranks unequal -> 3 equal -> 4 otherwise unequal, beside a run of equal ranks from beginning to end."""
+    found = None
+    for number, (world, local, shares) in enumerate(
+        [(4, 2, [3, 1, 2, 2]), (3, 1, None), (4, 2, [1, 1, 5, 2]), (2, 1, [1, 2])]
+    ):
+        keys = {"loads": number if number else None, "saves": number + 1}
+        found = run_ranks(partial(_job_of_checkpoint, **keys), world, shares, str(tmp_path / "unequal"), local=local)[0]
+    expected = None
+    for number in range(4):
+        keys = {"loads": number if number else None, "saves": number + 1}
+        expected = run_ranks(partial(_job_of_checkpoint, **keys), 2, None, str(tmp_path / "equal"), local=1)[0]
+    assert found is not None
+    assert expected is not None
+    for name, value in expected.items():
+        torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(value))
+
+
+@on_ranks(4, local=2)
+def test_owners_of_matrices_work_on_unequal_shards() -> None:
+    runs = []
+    for shares in (None, shares_of(4)):
+        model = shard(build(), shares=shares, cache="host")
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+        rest = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+        optimizer = Muon([{"params": matrices}, {"params": rest, "algorithm": "adamw"}], lr=0.05)
+        for step in range(3):
+            train_step(model, optimizer, step)
+        runs.append(full_parameters(model))
+    for name, value in runs[0].items():
+        assert torch.equal(value, runs[1][name]), name
+
+
+@on_ranks(6, local=6)
+def test_shards_of_tensor_parallelism_are_cut_unequally() -> None:
+    """Two ranks hold halves of a matrix by tensor parallelism, and shares cut each half over three ranks."""
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    runs = []
+    for shares in (None, [1, 4, 2]):
+        torch.manual_seed(0)
+        model = nn.Linear(14, 22, bias=False)
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(0)]))
+        laconic.fully_shard(model, mesh=mesh["dp"], shares=shares)
+        optimizer = Muon(model.parameters(), lr=0.05)
+        for step in range(2):
+            generator = torch.Generator().manual_seed(step)
+            gradient = torch.randn(22, 14, generator=generator)
+            whole = distribute_tensor(gradient, mesh["tp"], [Shard(0)]).to_local()
+            bucket = buckets(model)[0]
+            (parameter,) = bucket.sharded
+            extent = bucket.specs[0].extent
+            assert extent is not None
+            parameter.grad = parameter.like(whole.reshape(-1)[extent.start : extent.stop].clone())  # type: ignore[attr-defined]
+            optimizer.step()
+        runs.append(full_parameters(model)["weight"])
+    assert buckets(model)[0].layout.stops
+    assert torch.equal(runs[0], runs[1])
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@on_ranks(4, local=2)
+def test_shares_belong_to_ranks() -> None:
+    """The order is that of ranks, though a bucket's is another one; equal shares are equal shards."""
+    model = shard(build(), shares=[40, 30, 20, 10])
+    sizes: list[int] = [0] * 4
+    dist.all_gather_object(sizes, sum(bucket.shard.numel() for bucket in buckets(model)))
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == pytest.approx(4 * sizes[3], rel=0.1)
+    (bucket, *_) = buckets(model)
+    for node, place in itertools.product(range(2), range(2)):
+        assert bucket.layout.size(shard_of((node, place), 2)) <= 0.42 * bucket.layout.numel
+    assert all(bucket.layout.stops == () for bucket in buckets(shard(build(), shares=[7.5] * 4)))
+
+
+@on_ranks(2)
+def test_shares_that_make_no_sense_are_refused() -> None:
+    for shares, message in (
+        ([1], r"shares=\[1\] must have one number for each of the 2 ranks of the mesh"),
+        ([1, 2, 3], "must have one number for each of the 2 ranks"),
+        ([1, 0], r"shares=\[1, 0\]\) must be a positive number"),
+        ([1, float("nan")], "must be a positive number"),
+        ([1, "2"], "must be a list of numbers, one for each rank of an island"),
+        ("12", "must be a list of numbers"),
+        ([], "must be a list of numbers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            laconic.fully_shard(nn.Linear(3, 5), shares=shares)  # type: ignore[arg-type]
+
+
+@on_ranks(2, local=1)
+def test_ranks_with_other_shares_are_found_before_the_first_transfer() -> None:
+    model = shard(build(), shares=[1, 2 + dist.get_rank()])
+    with pytest.raises(RanksDifferError, match=r"rank 1 differs from rank 0.*layout"):
+        train_step(model)
+
+
+@on_ranks(2)
+def test_parameters_of_another_mesh_have_no_shares() -> None:
+    """Experts, cut over a mesh of their own, beside parameters that all ranks share."""
+    meshes = [laconic.init_mesh("cpu"), init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "rest"))["rest"]]
+
+    class Placed:
+        def __init__(self) -> None:
+            self.placement, self.mesh_info = Shard(0), self
+            self.mesh = meshes[1]
+
+    with pytest.raises(ValueError, match=r"shard_placement_fn cuts weight over 1 ranks of another mesh; leave shares"):
+        laconic.fully_shard(nn.Linear(3, 5), mesh=meshes[0], shares=[1, 2], shard_placement_fn=lambda _: Placed())
+
+
+@on_ranks(3)
+def test_a_conversion_in_equal_chunks_has_no_shares() -> None:
+    model = build()
+    model.out.weight = nn.Parameter(BF16InChunks(model.out.weight.detach()))  # type: ignore[union-attr]
+    with pytest.raises(
+        NotImplementedError, match=r"shares= does not go with out.weight, whose conversion needs FSDP2's"
+    ):
+        shard(model, shares=[1, 2, 1])
+
+
+@on_ranks(4, local=2)
+def test_weights_in_scaled_formats_train_as_with_equal_shards() -> None:
+    """Their shards are packed: messages of one length, whose sections are as long as a rank's blocks need."""
+    runs = []
+    for shares in (None, [1, 3, 2, 2]):
+        torch.manual_seed(0)
+        model: Any = shard(converted(make(), "fp8_1x128"), cache="host", shares=shares)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+        losses = [float(train_step(model, optimizer, step)) for step in range(3)]
+        runs.append((losses, full_parameters(model)))
+    assert any(bucket.form.is_packed and bucket.layout.stops for bucket in buckets(model))
+    assert_equal_runs(*runs)
