@@ -29,7 +29,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.wire import traffic, seconds, placement, grid, budgets, unequal, memory  # isort: skip  # noqa: F401  they register the rows, in this order
+from benchmarks.wire import traffic, seconds, placement, grid, budgets, unequal, shares, memory  # isort: skip  # noqa: F401  they register the rows, in this order
 from benchmarks.wire import picture
 from benchmarks.wire.bench import BENCHMARK, HOME, Bench, result_key
 from laconic.compare import STRATEGIES, Result

@@ -9,9 +9,12 @@ import pytest
 
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, ConfigError, all_keys, from_dict, load, to_dict, to_toml
+from laconic.config.job import parse_toml
 from laconic.hf.models import build_model
 from laconic.hf.tokenizer import ByteTokenizer, with_vocabulary
+from laconic.registry import named
 from laconic.strategies.checks import check_job
+from laconic.strategies.under import job_under
 from laconic.train.cli import main, parse
 
 MODEL = {"model_type": "llama"}
@@ -29,6 +32,13 @@ MODEL = {"model_type": "llama"}
         (
             {"shard": {"prefetch_units": 2, "prefetch_bytes": 5}},
             ["shard.prefetch_units = 2", "shard.prefetch_bytes = 5"],
+        ),
+        ({"shard": {"shares": [24, 0]}}, ["shard.shares = [24.0, 0.0] must be a positive number"]),
+        ({"shard": {"shares": []}}, ["shard.shares", "a list of numbers, one for each rank of an island"]),
+        ({"shard": {"shares": 24}}, ["`shard.shares` must be a list"]),
+        (
+            {"shard": {"strategy": "fsdp2", "shares": [2, 1]}},
+            ["shard.shares is for shard.strategy = 'laconic'", "'fsdp2'; leave it out"],
         ),
         ({"train": {"steps": "ten"}}, ["`train.steps` must be an integer", "'ten' (string)"]),
         ({"train": {"steps": 1.5}}, ["`train.steps` must be an integer"]),
@@ -243,3 +253,13 @@ def test_deep_options_are_refused(words: tuple[str, ...]) -> None:
     except SystemExit as leaving:
         code = leaving.code  # type: ignore[assignment]
     assert code == 2
+
+
+def test_shares_are_read_written_and_left_out_for_peers() -> None:
+    job = from_dict(Config, {"shard": {"shares": [24, 24, 12.5]}})
+    assert job.shard.policy.shares == (24.0, 24.0, 12.5)
+    assert job.shard.policy.arguments()["shares"] == (24.0, 24.0, 12.5)
+    assert from_dict(Config, parse_toml(to_toml(job))) == job
+    assert job_under(named("host"), job).shard.policy.shares == job.shard.policy.shares
+    assert job_under(named("ddp"), job).shard.policy.shares is None
+    assert "shares" not in parse_toml(to_toml(Config()))["shard"]

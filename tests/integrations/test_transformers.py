@@ -375,8 +375,9 @@ def test_arguments_are_command_line_options() -> None:
     parser = HfArgumentParser((TrainingArguments, LaconicArguments))
     line = "--output_dir out --cache device --reshard_after_forward false --units A B --local_steps 5 --no_broadcast"
     _, options = parser.parse_args_into_dataclasses(
-        [*line.split(), "--wire", "8bit", "--check_every", "9", "--audit_every", "7", "--granularity", "32 rows"]
-    )
+        [*line.split(), "--wire", "8bit", "--check_every", "9", "--audit_every", "7", "--granularity", "32 rows",
+         "--shares", "24", "12.5"]
+    )  # fmt: skip
     assert options == LaconicArguments(
         cache="device",
         reshard_after_forward=False,
@@ -387,8 +388,10 @@ def test_arguments_are_command_line_options() -> None:
         audit_every=7,
         granularity="32 rows",
         wire="8bit",
+        shares=[24.0, 12.5],
     )
     assert options.policy.granularity == laconic.rows(32)
+    assert options.policy.shares == (24.0, 12.5)
     assert LaconicArguments(granularity={"*.weight": "whole"}).policy.granularity == {"*.weight": laconic.whole()}
     assert LaconicArguments().policy.precision.mp_policy(autocast=torch.bfloat16).reduce_dtype == torch.float32
 

@@ -149,6 +149,17 @@ def test_a_refused_strategy_says_why(predictor: Predictor) -> None:
         candidate_named("zero")
 
 
+def test_ranks_that_are_not_alike_are_refused_by_name(predictor: Predictor) -> None:
+    shares = dataclasses.replace(predictor.config, shard=predictor.config.shard.with_keys(shares=[3, 3, 1, 1]))
+    unequal = Predictor(shares, predictor.cluster)
+    message = "shard.shares: laconic plan predicts ranks that are all alike; leave shares out"
+    with pytest.raises(ConfigError, match=message):
+        choose(unequal)
+    found = unequal.estimate(CANDIDATES["fsdp2"])
+    assert isinstance(found, Refusal)
+    assert message in found.reason
+
+
 def test_estimate_in_code(predictor: Predictor) -> None:
     found = estimate(predictor.config, predictor.cluster, "host")
     assert isinstance(found, Estimate)

@@ -292,10 +292,10 @@ class Communicator:
 
     def _count(self, purpose: Purpose, sent_bytes: int, received_bytes: int | None = None) -> None:
         """Count a transfer in which so many bytes leave this rank and, by default, as many enter it."""
-        for level, size in self._cluster.bytes_by_level(self.level, sent_bytes).items():
-            self._traffic.count(level, purpose, sent_bytes=size, received_bytes=0)
-        for level, size in self._cluster.bytes_by_level(self.level, received_bytes or sent_bytes).items():
-            self._traffic.count(level, purpose, sent_bytes=0, received_bytes=size)
+        sizes = self._cluster.bytes_by_level(self.level, sent_bytes)
+        received = sizes if received_bytes is None else self._cluster.bytes_by_level(self.level, received_bytes)
+        for level, size in sizes.items():
+            self._traffic.count(level, purpose, sent_bytes=size, received_bytes=received[level])
 
     def _ticket(self, purpose: Purpose, group: dist.ProcessGroup) -> Ticket:
         return issue(group, purpose, "" if self._owner is None else self._owner.unit_name)
@@ -328,7 +328,7 @@ class Communicator:
     ) -> Pending:
         """Receive from every peer and send to every peer; both arguments are indexed by rank.
 
-        Parts that are not all equal have no pieces: `paces` is False.
+        Small parts that shall go all at once have no pieces: `paces` is False.
         """
         ticket = self._ticket(purpose, group)
         tag = ticket.tag  # Gloo ends the process if a message is longer than the receive that it meets

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from laconic import registry
-from laconic.config import Config, ConfigError, ScheduleConfig
+from laconic.config import Config, ConfigError, ScheduleConfig, ShardConfig
 from laconic.errors import JobError
 from laconic.plan.candidates import BUDGET, CANDIDATES, candidate_named
 from laconic.plan.cluster_spec import ClusterSpec
@@ -66,7 +66,7 @@ class Predictor:
         Raises:
             ConfigError: a name is not known, or ranks are not alike.
         """
-        _refuse_shares(self.config)
+        _refuse_shares(self.config.shard)
         wanted = [candidate_named(name) for name in (CANDIDATES if names is None else names)]
         for first in wanted[:1]:
             with suppress(ConfigError, JobError, ValueError):  # a refusal says so below
@@ -85,7 +85,7 @@ class Predictor:
     def estimate(self, candidate: Strategy, *, is_under: bool = False, keeps_spans: bool = False) -> Estimate | Refusal:
         """Predict one strategy. `is_under`: the job has its keys already."""
         try:
-            _refuse_shares(self.config)
+            _refuse_shares(self.config.shard)
             job = self.config if is_under else self.job(candidate)
             if job.schedule.is_cyclic:
                 self._check_workers(job.schedule)
@@ -160,13 +160,13 @@ class Predictor:
         return self._traces[key]
 
 
-def _refuse_shares(config: Config) -> None:
+def _refuse_shares(shard: ShardConfig) -> None:
     """Refuse a job whose ranks hold unequal shards: a rehearsal is one rank that stands for all.
 
     Raises:
         ConfigError: it has shares.
     """
-    if config.shard.policy.shares is not None:
+    if shard.policy.shares is not None:
         raise ConfigError(
             "shard.shares: laconic plan predicts ranks that are all alike; leave shares out to plan the job with equal "
             "shards, and name a shard.strategy other than 'auto' to train with unequal ones"
