@@ -86,7 +86,8 @@ _ADVICE: dict[str, tuple[Kind, str, str]] = {
         "install the same {name} on all nodes; one lock file or one image for all of them is simplest"),
     "devices": ("devices",
         "every step takes as long as on the slowest, and every rank's memory is that of the smallest",
-        "run equal devices together; islands with local steps may have unlike ones (docs/local-steps.md)"),
+        'run equal devices together; or train.rows = "by-speed" gives slower ones fewer rows, and shard.shares smaller '
+        "ones fewer states; islands with local steps may have unlike ones (docs/local-steps.md)"),
     "memlock": ("memlock",
         "a host cache is not page-locked, so its copies are several times slower; RDMA does not start",
         "`ulimit -l unlimited`; for good: `* - memlock unlimited` in /etc/security/limits.conf, LimitMEMLOCK=infinity "
@@ -109,7 +110,8 @@ _ADVICE: dict[str, tuple[Kind, str, str]] = {
     "slow adapter": ("slow-link", "every step waits for the slowest link",
         "`ethtool {interface}` on {node}, then another cable or port"),
     "slow-node": ("slow-node", _SLOWEST + ": compute takes up to {factor:.1f} times as long",
-        "see {tool} for another process, heat or a power limit"),
+        'see {tool} for another process, heat or a power limit; if it stays slow, train.rows = "by-speed" gives it '
+        "fewer rows"),
     "slower wire": ("slow-link", *_THEN), "slower": ("slower-than-before", *_THEN),
 }  # fmt: skip
 """By case: the kind of the finding, its cost, and the remedy, which is a command or a variable where one helps."""
