@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 BLOCK, TILE = 512, 8192
 RICE, BUCKETS = range(14), range(1, 13)
-MAX_QUOTIENT, MAX_EVENTS, RARE = 24, 4, 16
+MAX_QUOTIENT, MAX_EVENTS, RARE = 16, 4, 16
 
 
 class Form(NamedTuple):
@@ -88,7 +88,7 @@ def _scales(form: Form, held: Sequence[int], moved: list[int]) -> tuple[list[int
         total = 0
         for i in block:
             step = (abs(moved[i]) << 12) >> min(30, top - exponent(form, held[i]))
-            total += min(step, (1 << 18) - 1)
+            total += min(step, (1 << 15) - 1)
         scales.append(top - 12 + total.bit_length() if any(moved[i] for i in block) else None)
     base = max([-15, *(scale for scale in scales if scale is not None)]) - 15
     return [0 if scale is None else max(1, min(15, scale - base)) for scale in scales], base

@@ -21,7 +21,7 @@ the payload's table names in a byte. It is chosen by a histogram of each context
                 sign. A change by two ulps is two events of one value. This is the code of Elias and Fano.
     none, raw   Contexts that never change, and those with no better code than their patterns.
 
-What happens once in a while costs a bounded number of bits: from the 24th unit of a quotient, or the fourth event of a
+What happens once in a while costs a bounded number of bits: from the 16th unit of a quotient, or the fourth event of a
 value, its pattern follows. A block that does not change costs its four bits. A payload as long as the new values *is*
 the new values, and none is longer. Zeros of both signs, infinities and NaNs are patterns like others. The codes are 0.1
 to 0.15 bits above the entropy under the same contexts, of which a code of whole bits for each value cannot have less.
@@ -75,13 +75,13 @@ RICE_CODES, RAW, NONE, BUCKETS, MAX_BUCKET_BITS = 14, 14, 15, 16, 12
 """Codes: 0 to 13 is Rice with so many low bits, RAW, NONE, and BUCKETS + m is a bucket of 2**m values, m from 1."""
 CODE, FLIP, PREDICT = 31, 32, 64
 """The bits of a table's entry: the code, minus comes first, and the last difference is taken off."""
-MAX_QUOTIENT, MAX_EVENTS = 24, 4
+MAX_QUOTIENT, MAX_EVENTS = 16, 4
 """The unary number, and the events of a value, that mean: the pattern follows."""
 RARE = 16
 """Contexts with fewer values have no entry in the table, but `_defaults`."""
 _MAX_LEVEL = 15
 _STEP_BITS = 12  # the bits below one ulp in the sum of a block
-_MAX_STEP = (1 << 18) - 1  # of one value in that sum, so that a jump says little about its block
+_MAX_STEP = (8 << _STEP_BITS) - 1  # of one value in that sum, so that a jump says little about its block
 _ZERO_CLASS = 9  # log2(BLOCK): the class of a mean step of one ulp
 _COLUMNS = 16  # of a tile: values with Rice codes, those in buckets of 2**1, 2**2, ..., and at the last all others
 _EXACT_BINS, _BINS = 16, 64
