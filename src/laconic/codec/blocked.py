@@ -486,7 +486,7 @@ def _look_up_pairs(pairs: Tensor, codes: Tensor) -> Tensor:
     return pairs.view(torch.float64).view(-1).index_select(0, codes.to(torch.int32)).view(torch.float32)
 
 
-def _kept(make: Callable[..., T]) -> Callable[..., T]:
+def kept(make: Callable[..., T]) -> Callable[..., T]:
     """Keep what a function returns, by its arguments; but not in a graph that is compiled, which makes its own."""
     cached = lru_cache(make)
 
@@ -498,13 +498,13 @@ def _kept(make: Callable[..., T]) -> Callable[..., T]:
     return look_up
 
 
-@_kept
+@kept
 def _even_pairs(largest: int, device: torch.device) -> Tensor:
     """The two numbers of each byte, (256, 2), of codes that count from minus `largest`."""
     return _pairs_by_byte(torch.arange(16, device=device, dtype=torch.float32) - largest)
 
 
-@_kept
+@kept
 def _tables(magnitudes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """The two values of each byte, (256, 2), in steps, and the nearest magnitude for 0, 1, 2, ... half steps.
 
@@ -517,7 +517,7 @@ def _tables(magnitudes: tuple[int, ...], device: torch.device) -> tuple[Tensor, 
     return _pairs_by_byte(torch.cat([positive, -positive])), nearest
 
 
-@_kept
+@kept
 def _nf4_tables(device: torch.device) -> tuple[Tensor, Tensor]:
     """The two values of each byte, (256, 2), and the fifteen borders between the values."""
     values = torch.tensor(NF4, device=device)

@@ -105,6 +105,11 @@ def bit_length(numbers: Tensor) -> Tensor:
     return length + 15 * (high > 0)
 
 
+def zigzag_of(values: Tensor) -> Tensor:
+    """0, 1, -1, 2, -2, ... as 0, 1, 2, 3, 4, ..."""
+    return 2 * values.abs() - (values > 0).to(values.dtype)
+
+
 def write_fields(words: Tensor, values: Tensor, offsets: Tensor) -> None:
     """Add fields of at most 16 bits to a run of bits.
 
