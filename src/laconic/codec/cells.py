@@ -67,7 +67,7 @@ class _Cells(NamedTuple):
     is_rice: Tensor
     """(t, TILE), bool."""
     of_rice: Tensor
-    """The place of a value's number among all, (t, TILE), int64, if it has a Rice code."""
+    """The place of each value's number among all, (t * TILE,), int32; `num`, after all of them, without a Rice code."""
     counts: Tensor
     """The values of each group, (t, _COLUMNS), int64."""
     group_begin: Tensor
@@ -89,15 +89,16 @@ def _cells(codes: Tensor) -> _Cells:
     sizes = ((counts + (1 << size_bits) - 1) >> size_bits) * (size_bits < _COLUMNS - 1)
     group_begin = _before(sizes.view(-1))
     group_first = _before((counts * is_bucket).view(-1))
-    is_rice = column == 0
-    of_rice = is_rice.cumsum(1) + (group_begin.view(-1, _COLUMNS)[:, :1] - 1)
+    is_rice, num = column == 0, int(sizes.sum())
+    of_rice = is_rice.cumsum(1, dtype=torch.int32) + (group_begin.view(-1, _COLUMNS)[:, :1] - 1).to(torch.int32)
+    of_rice = torch.where(is_rice, of_rice, num).view(-1)
 
     value = ((column > 0) & (column < _COLUMNS - 1)).view(-1).nonzero().view(-1)
     group, order = groups.view(-1).index_select(0, value).sort(stable=True)
     rank = torch.arange(len(group), device=device) - group_first.index_select(0, group)
     cell = group_begin.index_select(0, group) + (rank >> (group & (_COLUMNS - 1)))
     buckets = _Buckets(value.index_select(0, order), group.to(torch.int64), rank, cell)
-    return _Cells(int(sizes.sum()), sizes.sum(1), is_rice, of_rice, counts, group_begin, group_first, buckets)
+    return _Cells(num, sizes.sum(1), is_rice, of_rice, counts, group_begin, group_first, buckets)
 
 
 @kept
@@ -133,8 +134,14 @@ class _Run(NamedTuple):
         return cls(tile, widths, zeros.index_add_(0, tile, widths))
 
     def offsets(self, begins: Tensor) -> Tensor:
-        """Where each field begins, (f,), if those of a tile begin at `begins`, (t,)."""
-        return _before(self.widths) + (begins - _before(self.bits)).index_select(0, self.tile)
+        """Where each field begins, (f,), int32, if those of a tile begin at `begins`, (t,)."""
+        offsets = _before(self.widths) + (begins - _before(self.bits)).index_select(0, self.tile)
+        return offsets.to(torch.int32)
+
+
+def _offsets(running: Tensor, widths: Tensor, begins: Tensor) -> Tensor:
+    """Where the field of each value begins, (t * TILE,), int32, from the sums of widths up to each, (t, TILE)."""
+    return (running - widths + begins.to(torch.int32).unsqueeze(1)).view(-1)
 
 
 def _widths(form: PatternForm, codes: Tensor, is_rice: Tensor, quotients: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,19 +163,20 @@ def write_runs(
         past: what the last differences say.
 
     Returns:
-        The unary runs and the fields, (w,) each, 32 bits in an int64, and the words of both in each tile, (t, 2).
+        The unary runs and the fields, (w,) each, int32, and the words of both in each tile, (t, 2), int64.
     """
     codes, num_tiles = entries & CODE, len(entries)
     cells = _cells(codes)
     buckets = cells.buckets
-    zigzag = zigzag_of((moved * past.sign - past.prediction * ((entries >> 6) & 1)) * (1 - 2 * ((entries >> 5) & 1)))
+    value = moved * past.sign - past.prediction * ((entries >> 6) & 1)
+    zigzag = zigzag_of(value * (1 - 2 * ((entries >> 5) & 1)))
     quotients = (zigzag >> codes).clamp_(max=MAX_QUOTIENT)
     is_raw, widths = _widths(form, codes, cells.is_rice, quotients)
     changes = moved.view(-1).index_select(0, buckets.value)
     events = changes.abs().clamp_(max=MAX_EVENTS)
     unary, unary_words = _write_unary(cells, quotients, events)
 
-    running = widths.cumsum(1)
+    running = widths.cumsum(1, dtype=torch.int32)
     changed = events.nonzero().view(-1)
     event = torch.repeat_interleave(changed, events.index_select(0, changed))
     group = buckets.group.index_select(0, event)
@@ -179,10 +187,10 @@ def write_runs(
     num_words = _words(running[:, -1] + of_events.bits + of_escapes.bits)
     begins = WORD_BITS * _before(num_words)
 
-    words = torch.zeros(int(num_words.sum()) + 2, dtype=torch.int64, device=codes.device)
+    words = torch.zeros(int(num_words.sum()) + 2, dtype=torch.int32, device=codes.device)
     low_bits = torch.where(is_raw, patterns, zigzag & ((1 << widths) - 1))
-    write_fields(words, low_bits.view(-1), (running - widths + begins.unsqueeze(1)).view(-1))
-    place = buckets.rank.index_select(0, event) & ((1 << bucket_bits) - 1)
+    write_fields(words, low_bits.view(-1), _offsets(running, widths, begins))
+    place = (buckets.rank.index_select(0, event) & ((1 << bucket_bits) - 1)).to(torch.int32)
     is_down = changes.index_select(0, event) < 0
     begins = begins + running[:, -1]
     write_fields(words, (place << 1) | is_down, of_events.offsets(begins))
@@ -197,30 +205,30 @@ def _run_of_escapes(form: PatternForm, buckets: _Buckets, escaped: Tensor, num_t
 
 
 def _write_unary(cells: _Cells, quotients: Tensor, events: Tensor) -> tuple[Tensor, Tensor]:
-    """Write the unary numbers, each as zeros and a one: words (w,), int64, and the words of each tile."""
+    """Write the unary numbers, each as zeros and a one: words (w,), int32, and the words of each tile, int64."""
     numbers = torch.zeros(cells.num + 1, dtype=torch.int32, device=quotients.device)
-    numbers.scatter_(0, torch.where(cells.is_rice, cells.of_rice, cells.num).view(-1), quotients.view(-1))
+    numbers.index_add_(0, cells.of_rice, quotients.view(-1))
     numbers = numbers[:-1].index_add_(0, cells.buckets.cell, events)
-    ends = functional.pad((numbers + 1).cumsum(0), (1, 0))
+    ends = functional.pad((numbers + 1).cumsum(0, dtype=torch.int32), (1, 0))
     tile_ends = ends.index_select(0, cells.per_tile.cumsum(0))
     tile_begins = functional.pad(tile_ends[:-1], (1, 0))
     num_words = _words(tile_ends - tile_begins)
-    shifts = WORD_BITS * _before(num_words) - tile_begins
-    words = torch.zeros(int(num_words.sum()), dtype=torch.int64, device=quotients.device)
-    write_ones(words, ends[1:] - 1 + torch.repeat_interleave(shifts, cells.per_tile, output_size=cells.num))
+    shifts = (WORD_BITS * _before(num_words) - tile_begins - 1).to(torch.int32)
+    words = torch.zeros(int(num_words.sum()), dtype=torch.int32, device=quotients.device)
+    write_ones(words, ends[1:] + torch.repeat_interleave(shifts, cells.per_tile, output_size=cells.num))
     return words, num_words
 
 
 def _read_unary(cells: _Cells, unary: Tensor, num_words: Tensor) -> Tensor:
-    """The unary numbers that `_write_unary` has written, (cells,), int64."""
+    """The unary numbers that `_write_unary` has written, and a zero, (cells + 1,), int32."""
     ends = positions_of_ones(unary)
     check_sizes(len(ends) == cells.num)
-    begins = WORD_BITS * _before(num_words)
+    begins = (WORD_BITS * _before(num_words)).to(torch.int32)
     begins = torch.repeat_interleave(begins, cells.per_tile, output_size=cells.num)
     before = functional.pad(ends[:-1], (1, 0), value=-1) + 1
     numbers = ends - torch.maximum(before, begins)
     check_sizes((numbers >= 0).all())
-    return numbers
+    return functional.pad(numbers, (0, 1))
 
 
 def read_runs(
@@ -244,22 +252,19 @@ def read_runs(
     cells = _cells(codes)
     buckets = cells.buckets
     numbers = _read_unary(cells, unary, lengths[:, 0])
-    padded = functional.pad(numbers, (0, 1)).to(torch.int32)
-    at = torch.where(cells.is_rice, cells.of_rice, cells.num).view(-1)
-    quotients = padded.index_select(0, at).view_as(codes)
+    quotients = numbers.index_select(0, cells.of_rice).view_as(codes)
     is_raw, widths = _widths(form, codes, cells.is_rice, quotients)
-    running = widths.cumsum(1)
+    running = widths.cumsum(1, dtype=torch.int32)
     begins = WORD_BITS * _before(lengths[:, 1])
     words = functional.pad(words, (0, 2))
     check_sizes((running[:, -1] <= WORD_BITS * lengths[:, 1]).all())
-    low_bits = read_fields(words, widths.view(-1), (running - widths + begins.unsqueeze(1)).view(-1))
-    low_bits = low_bits.to(torch.int32).view_as(codes)
+    low_bits = read_fields(words, widths.view(-1), _offsets(running, widths, begins)).view_as(codes)
     zigzag = (quotients << codes) | low_bits
     value = ((zigzag + 1) >> 1) * (2 * (zigzag & 1) - 1) * (1 - 2 * ((entries >> 5) & 1))
     moved = (value + past.prediction * ((entries >> 6) & 1)) * past.sign * cells.is_rice
 
     of_bucket = torch.ones(cells.num + 1, dtype=torch.bool, device=codes.device)
-    of_bucket[at] = False
+    of_bucket.index_fill_(0, cells.of_rice.to(torch.int64), False)
     cell = of_bucket[:-1].nonzero().view(-1)
     cell = torch.repeat_interleave(cell, numbers.index_select(0, cell))
     group = torch.searchsorted(cells.group_begin, cell, right=True) - 1
@@ -267,19 +272,18 @@ def read_runs(
     of_events = _Run.of(group >> 4, bucket_bits + 1, num_tiles)
     num_bits = running[:, -1] + of_events.bits
     check_sizes((num_bits <= WORD_BITS * lengths[:, 1]).all())
-    events = read_fields(words, of_events.widths, of_events.offsets(begins + running[:, -1]))
+    events = read_fields(words, of_events.widths.to(torch.int32), of_events.offsets(begins + running[:, -1]))
     bucket = cell - cells.group_begin.index_select(0, group)
     place = (bucket << bucket_bits) + (events >> 1)
     check_sizes((place < cells.counts.view(-1).index_select(0, group)).all())
     changes = torch.zeros(len(buckets.value), dtype=torch.int32, device=codes.device)
-    signs = (1 - 2 * (events & 1)).to(torch.int32)
-    changes.index_add_(0, cells.group_first.index_select(0, group) + place, signs)
+    changes.index_add_(0, cells.group_first.index_select(0, group) + place, 1 - 2 * (events & 1))
     moved.view(-1).index_copy_(0, buckets.value, changes)
 
     escaped = (changes.abs() >= MAX_EVENTS).nonzero().view(-1)
     of_escapes = _run_of_escapes(form, buckets, escaped, num_tiles)
     check_sizes(torch.equal(_words(num_bits + of_escapes.bits), lengths[:, 1]))
-    follow = read_fields(words, of_escapes.widths, of_escapes.offsets(begins + num_bits)).to(torch.int32)
+    follow = read_fields(words, of_escapes.widths.to(torch.int32), of_escapes.offsets(begins + num_bits))
     patterns = torch.where(is_raw, low_bits, form.patterns_of(form.numbers(old) + moved))
     patterns.view(-1).index_copy_(0, buckets.value.index_select(0, escaped), follow)
     return patterns

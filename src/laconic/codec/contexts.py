@@ -37,6 +37,7 @@ _MAX_STEP = (8 << _STEP_BITS) - 1  # of one value in that sum, so that a jump sa
 _ZERO_CLASS = 9  # log2(BLOCK): the class of a mean step of one ulp
 _EXACT_BINS, _BINS = 16, 64
 _FIRST_LARGE_BIN = 2 * _EXACT_BINS + 1
+_MAX_VALUE = (1 << 16) + 128  # of a difference less its prediction
 
 
 def in_tiles(values: Tensor) -> Tensor:
@@ -118,10 +119,17 @@ def _histogram(context: Tensor, values: Tensor) -> Tensor:
 
     Values up to 16 have bins of their own; larger ones share one with those of as many bits and the same sign.
     """
-    sizes = values.abs()
-    large = 2 * bit_length(sizes) + (_FIRST_LARGE_BIN - 2 * (_EXACT_BINS.bit_length())) + (values < 0)
-    bins = torch.where(sizes > _EXACT_BINS, large, values + _EXACT_BINS)
+    bins = _bins(context.device).index_select(0, values.view(-1) + _MAX_VALUE).view_as(context)
     return occurrences((context * _BINS + bins).view(-1), (IDLE + 1) * _BINS).view(-1, _BINS).double()
+
+
+@kept
+def _bins(device: torch.device) -> Tensor:
+    """The bin of each value from -_MAX_VALUE on, int32."""
+    values = torch.arange(-_MAX_VALUE, _MAX_VALUE + 1, dtype=torch.int32, device=device)
+    sizes = values.abs()
+    large = 2 * (bit_length(sizes) - _EXACT_BINS.bit_length()) + (values < 0) + _FIRST_LARGE_BIN
+    return torch.where(sizes > _EXACT_BINS, large, values + _EXACT_BINS).to(torch.int32)
 
 
 @kept

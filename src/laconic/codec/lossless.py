@@ -108,7 +108,7 @@ def _coded(form: PatternForm, held: Tensor, new: Tensor, last: Tensor | None) ->
     head = [_bytes(base.to(torch.int16).view(1)), _bytes(lengths.to(torch.int16).view(-1)), _pairs(levels)]
     head.append(table[is_sent].to(torch.uint8))
     head.append(head[-1].new_zeros(-sum(map(len, head)) % 4))
-    return torch.cat([*head, _bytes(unary.to(torch.int32)), _bytes(fields.to(torch.int32))])
+    return torch.cat([*head, _bytes(unary), _bytes(fields)])
 
 
 def decode(held: Tensor, payload: Tensor, last: Tensor | None = None, *, form: PatternForm | None = None) -> Tensor:

@@ -113,34 +113,30 @@ def zigzag_of(values: Tensor) -> Tensor:
 def write_fields(words: Tensor, values: Tensor, offsets: Tensor) -> None:
     """Add fields of at most 16 bits to a run of bits.
 
-    Shapes: words (w,), int64, each with 32 bits of the run, and two more words than the run has; values and offsets,
-        in bits, (f,). A value has no bit beyond its field, and no two fields overlap.
+    Shapes: words (w,), with two more words than the run has; values and offsets, in bits, (f,); all int32. A value has
+        no bit beyond its field, and no two fields overlap.
     """
-    spread = values.to(torch.int64) << (offsets & (WORD_BITS - 1))
-    first = offsets >> 5
-    words.index_add_(0, first, spread & 0xFFFFFFFF)
-    words.index_add_(0, first + 1, spread >> WORD_BITS)
+    shifts, first = offsets & (WORD_BITS - 1), offsets >> 5
+    words.index_add_(0, first, values << shifts)
+    words.index_add_(0, first + 1, (values >> 1) >> (WORD_BITS - 1 - shifts))  # no shift is by 32 bits
 
 
 def read_fields(words: Tensor, widths: Tensor, offsets: Tensor) -> Tensor:
-    """Read fields that `write_fields` has added.
-
-    Shapes: words (w,), int32 or int64, with two more words than the run; widths and offsets (f,) -> (f,), int64.
-    """
-    first = offsets >> 5
-    low = words.index_select(0, first).to(torch.int64) & 0xFFFFFFFF
-    high = words.index_select(0, first + 1).to(torch.int64) & 0xFFFF
-    both = ((high << WORD_BITS) | low) >> (offsets & (WORD_BITS - 1))
-    return both & ((1 << widths) - 1)
+    """Read fields that `write_fields` has added: words (w,), widths and offsets (f,) -> (f,), all int32."""
+    shifts, first = offsets & (WORD_BITS - 1), offsets >> 5
+    rest = WORD_BITS - 1 - shifts
+    low = (words.index_select(0, first) >> shifts) & ~(-2 << rest)  # the shift repeats the sign
+    high = (words.index_select(0, first + 1) << 1) << rest
+    return (low | high) & ((1 << widths) - 1)
 
 
 def write_ones(words: Tensor, positions: Tensor) -> None:
-    """Set the bits at these positions, all different, in a run of zeros: words (w,), int64, of 32 bits each."""
+    """Set the bits at these positions, all different, in a run of zeros: words (w,), positions (p,), int32."""
     words.index_add_(0, positions >> 5, 1 << (positions & (WORD_BITS - 1)))
 
 
 def positions_of_ones(words: Tensor) -> Tensor:
-    """The positions of the ones in words (w,), int32, in ascending order: (ones,), int64. Reads their number."""
+    """The positions of the ones in words (w,), int32, in ascending order: (ones,), int32. Reads their number."""
     octets = words.view(torch.uint8)
     shifts = torch.arange(8, device=words.device, dtype=torch.uint8)
-    return ((octets.unsqueeze(1) >> shifts) & 1).view(-1).nonzero().view(-1)
+    return ((octets.unsqueeze(1) >> shifts) & 1).view(-1).nonzero().view(-1).to(torch.int32)
