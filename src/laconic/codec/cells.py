@@ -151,7 +151,7 @@ def _widths(form: PatternForm, codes: Tensor, is_rice: Tensor, quotients: Tensor
 
 
 def write_runs(
-    form: PatternForm, entries: Tensor, patterns: Tensor, moved: Tensor, past: Past
+    form: PatternForm, entries: Tensor, patterns: Tensor, folded: Tensor, past: Past
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Write both runs of all tiles.
 
@@ -159,7 +159,7 @@ def write_runs(
         form: how to read patterns.
         entries: each value's entry of the table, (t, TILE), int32.
         patterns: the new patterns, of the same shape, int32.
-        moved: the differences of their numbers, of the same shape, int32.
+        folded: the differences of their numbers in the direction of the last ones, of the same shape, int32.
         past: what the last differences say.
 
     Returns:
@@ -168,11 +168,11 @@ def write_runs(
     codes, num_tiles = entries & CODE, len(entries)
     cells = _cells(codes)
     buckets = cells.buckets
-    value = moved * past.sign - past.prediction * ((entries >> 6) & 1)
+    value = folded - past.prediction * ((entries >> 6) & 1)
     zigzag = zigzag_of(value * (1 - 2 * ((entries >> 5) & 1)))
     quotients = (zigzag >> codes).clamp_(max=MAX_QUOTIENT)
     is_raw, widths = _widths(form, codes, cells.is_rice, quotients)
-    changes = moved.view(-1).index_select(0, buckets.value)
+    changes = (folded * past.sign).view(-1).index_select(0, buckets.value)
     events = changes.abs().clamp_(max=MAX_EVENTS)
     unary, unary_words = _write_unary(cells, quotients, events)
 

@@ -84,14 +84,14 @@ def scales_of(moved: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(is_changed, (scale - base).clamp_(1, _MAX_LEVEL), 0).to(torch.int32), base
 
 
-def contexts_of(form: PatternForm, old: Tensor, levels: Tensor, base: Tensor, past: Past, numel: int) -> Tensor:
-    """The context of each value, (t, TILE), int32."""
-    missing = old.numel() // BLOCK - len(levels)
-    level = functional.pad(levels, (0, missing)).view(len(old), -1, 1)
-    classes = (level + base - form.exponents(old).view(len(old), -1, BLOCK)).clamp_(0, CLASSES - 1).view_as(old)
-    context = classes * RANKS + past.rank
-    context.view(-1, BLOCK).masked_fill_(level.view(-1, 1) == 0, IDLE)
-    context.view(-1)[numel:] = IDLE  # these are no values
+def contexts_of(exponents: Tensor, levels: Tensor, base: Tensor, past: Past, numel: int) -> Tensor:
+    """The context of each value, (t, TILE), int32; those from `numel` on, which only fill up a tile, are idle."""
+    by_block = exponents.view(-1, BLOCK)
+    level = functional.pad(levels, (0, len(by_block) - len(levels))).unsqueeze(1)
+    classes = (level + base - by_block).clamp_(0, CLASSES - 1)
+    context = (classes * RANKS).view_as(exponents) + past.rank
+    context.view(-1, BLOCK).masked_fill_(level == 0, IDLE)
+    context.view(-1)[numel:] = IDLE
     return context
 
 

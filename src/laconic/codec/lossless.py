@@ -101,10 +101,10 @@ def encode(held: Tensor, new: Tensor, last: Tensor | None = None, *, form: Patte
 def _coded(form: PatternForm, held: Tensor, new: Tensor, last: Tensor | None) -> Tensor:
     """The payload of differences, which may be longer than the new values."""
     patterns = in_tiles(form.patterns(new))
-    context, moved, levels, base, past = _difference(form, held, patterns, last)
-    table, is_sent = choose_codes(form, context, moved * past.sign, past)
+    context, folded, levels, base, past = _difference(form, held, patterns, last)
+    table, is_sent = choose_codes(form, context, folded, past)
     entries = table.index_select(0, context.view(-1)).view_as(context)
-    unary, fields, lengths = write_runs(form, entries, patterns, moved, past)
+    unary, fields, lengths = write_runs(form, entries, patterns, folded, past)
     head = [_bytes(base.to(torch.int16).view(1)), _bytes(lengths.to(torch.int16).view(-1)), _pairs(levels)]
     head.append(table[is_sent].to(torch.uint8))
     head.append(head[-1].new_zeros(-sum(map(len, head)) % 4))
@@ -127,7 +127,7 @@ def decode(held: Tensor, payload: Tensor, last: Tensor | None = None, *, form: P
     head = _Head.of(payload, numel)
     old = in_tiles(form.patterns(held))
     past = past_of(last, old)
-    context = contexts_of(form, old, head.levels, head.base, past, numel)
+    context = contexts_of(form.exponents(old), head.levels, head.base, past, numel)
     counts = occurrences(context.view(-1), IDLE + 1)
     table, is_sent = with_defaults(torch.zeros_like(counts), counts)
     sent = is_sent.nonzero().view(-1)
@@ -166,14 +166,16 @@ def _checked(held: Tensor, last: Tensor | None, form: PatternForm | None, new: T
 def _difference(
     form: PatternForm, held: Tensor, patterns: Tensor, last: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Past]:
-    """The contexts and the differences of new patterns, and the scales: levels (b,) above a base ()."""
-    old = in_tiles(form.patterns(held))
+    """The contexts of new patterns, their differences in the direction of the last ones, and the scales.
+
+    Shapes: contexts and differences (t, TILE); the levels of scales (b,), above a base ().
+    """
+    old, numel = in_tiles(form.patterns(held)), form.numel(held)
+    exponents, past = form.exponents(old), past_of(last, old)
     moved = form.numbers(patterns) - form.numbers(old)
-    numel = form.numel(held)
-    levels, base = scales_of(moved, form.exponents(old))
+    levels, base = scales_of(moved, exponents)
     levels = levels[: -(-numel // BLOCK)]
-    past = past_of(last, old)
-    return contexts_of(form, old, levels, base, past, numel), moved, levels, base, past
+    return contexts_of(exponents, levels, base, past, numel), moved * past.sign, levels, base, past
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -236,6 +238,6 @@ def differences_by_context(
     Their conditional entropy is the least that a code with these contexts takes.
     """
     form = _checked(held, last, form, new)
-    context, moved, _, _, past = _difference(form, held, in_tiles(form.patterns(new)), last)
+    context, folded, *_ = _difference(form, held, in_tiles(form.patterns(new)), last)
     numel = form.numel(held)
-    return context.view(-1)[:numel], (moved * past.sign).view(-1)[:numel]
+    return context.view(-1)[:numel], folded.view(-1)[:numel]
