@@ -34,7 +34,7 @@ from laconic.codec.payload import DEVICE_PIECE_NUMEL, HOST_PIECE_NUMEL
 from laconic.codec.scaled import SCALED_FORMATS
 from laconic.compare.markdown import markdown
 from tests.support.measure import Benchmark
-from tests.support.record import Record, Row
+from tests.support.record import Record, Row, write_section
 
 TARGETS = {1e-3: 3.5, 3e-4: 2.5, 1e-4: 1.7, 1e-5: 0.8, 1e-6: 0.3}
 """The bits a weight that bf16 copies may take, by learning rate."""
@@ -42,6 +42,7 @@ FLOAT8_RATE, FLOAT8_TARGET = 1e-4, 0.6
 ENTROPY_MARGIN = 0.5
 FLOAT8, NVFP4 = "fp8_128x128", "nvfp4"
 FORMATS = ("bf16", FLOAT8, NVFP4)
+_SECTION = "bits of weights"
 _TEXT_BYTES = 24_000_000
 _VECTOR_BITS = 16
 
@@ -285,7 +286,8 @@ def _table(bench: Bench) -> str:
 
 
 def _save(record: Record, bench: Bench) -> None:
-    record.save(more=["Bits a weight by part:", _table(bench)])
+    write_section(_SECTION, _table(bench))
+    record.save()
 
 
 BENCHMARK = Benchmark(

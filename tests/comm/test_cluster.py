@@ -196,9 +196,14 @@ def test_replicas_are_islands_of_one_rank_that_share_the_traffic() -> None:
     assert (replicas.cut, cluster.cut, replicas.traffic) == (cluster, None, cluster.traffic)
     assert replicas.replicas is None, "they are replicas"
     num_nodes, num_local = cluster.num_nodes, cluster.num_local
-    crossing = {(2, 2): 500, (3, 1): 1000, (1, 2): 0}[num_nodes, num_local]
-    parts = {"node": crossing, "local": 1000 - crossing}
-    assert replicas.bytes_by_level("island", 1000) == {level: nbytes for level, nbytes in parts.items() if nbytes}
+    for is_ring, by_mesh in (
+        (True, {(2, 2): 450, (3, 1): 900, (1, 2): 0}),
+        (False, {(2, 2): 600, (3, 1): 900, (1, 2): 0}),
+    ):
+        crossing = by_mesh[num_nodes, num_local]
+        parts = {"node": crossing, "local": 900 - crossing}
+        expected = {level: nbytes for level, nbytes in parts.items() if nbytes}
+        assert replicas.bytes_by_level("island", 900, is_ring=is_ring) == expected
     assert cluster.bytes_by_level("node", 1000) == {"node": 1000}
 
 

@@ -176,7 +176,10 @@ def gather_bytes(level: Level, which: list[Bucket]) -> int:
 
 
 def reduce_bytes(level: Level, which: list[Bucket]) -> int:
-    """Bytes one rank sends on `level` per reduction of the trainable buckets; those of replicas go around a ring."""
+    """Bytes one rank sends on `level` per reduction of the trainable buckets.
+
+    Those of small ones go to all ranks, in parts; between two ranks in a ring, which is the same.
+    """
     total = 0
     for bucket in which:
         if bucket.is_frozen:
@@ -184,7 +187,7 @@ def reduce_bytes(level: Level, which: list[Bucket]) -> int:
         cut = bucket.cluster.cut
         if cut is not None:
             nbytes = 2 * (cut.size - 1) * bucket.layout.numel * bucket.reduce_dtype.itemsize // cut.size
-            crossing = nbytes // cut.num_local if cut.num_nodes > 1 else 0
+            crossing = nbytes * (cut.size - cut.num_local) // (cut.size - 1)
             total += crossing if level == "node" else nbytes - crossing
             continue
         n, loc, c = bucket.cluster.num_nodes, bucket.cluster.num_local, bucket.layout.shard_numel

@@ -337,14 +337,20 @@ class Cluster:
         replicas.traffic, replicas.cut = self.traffic, self
         return replicas
 
-    def bytes_by_level(self, level: Level, nbytes: int) -> dict[Level, int]:
-        """The levels that `nbytes` bytes of a ring along `level` take, as a mean over the ranks."""
+    def bytes_by_level(self, level: Level, nbytes: int, *, is_ring: bool = False) -> dict[Level, int]:
+        """The levels that `nbytes` bytes take which each rank sends along `level`, as a mean over the ranks.
+
+        They go to all other ranks in equal parts, or with `is_ring` to the next one.
+        """
         if self.cut is None:
             return {level: nbytes}
-        num_nodes, num_local = self.cut.num_nodes, self.cut.num_local
-        crossing = nbytes // num_local if num_nodes > 1 else 0  # one rank of each node sends to another node
+        num_nodes, num_local, size = self.cut.num_nodes, self.cut.num_local, self.cut.size
+        if is_ring:  # one rank of each node sends to another node
+            crossing = nbytes // num_local if num_nodes > 1 else 0
+        else:
+            crossing = nbytes * (size - num_local) // (size - 1)
         parts: dict[Level, int] = {"node": crossing, "local": nbytes - crossing}
-        return {each: size for each, size in parts.items() if size}
+        return {each: part for each, part in parts.items() if part}
 
     @property
     def communicators(self) -> dict[str, dist.ProcessGroup]:

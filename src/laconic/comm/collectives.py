@@ -33,6 +33,7 @@ its own work.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -238,7 +239,7 @@ class Communicator:
         """
         if self._reduce_group is None:
             return NOTHING
-        self._count(purpose, 2 * (self.size - 1) * tensor.nbytes // self.size)
+        self._count(purpose, 2 * (self.size - 1) * tensor.nbytes // self.size, is_ring=True)
         return self._issue(purpose, dist.all_reduce, tensor, group=self._reduce_group)
 
     def sum_in_place(self, tensor: Tensor) -> Iterator[None]:
@@ -270,7 +271,7 @@ class Communicator:
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce a small tensor in place, now. The traffic is that of a ring: 2 (R - 1) / R of the bytes each way."""
         if self._reduce_group is not None:
-            self._count("control", 2 * (self.size - 1) * tensor.nbytes // self.size)
+            self._count("control", 2 * (self.size - 1) * tensor.nbytes // self.size, is_ring=True)
             ticket = issue(self._reduce_group, "control", "all_reduce")
             with self._traffic.waiting(self.level, "control", ticket):
                 dist.all_reduce(tensor, op=op, group=self._reduce_group)
@@ -290,11 +291,13 @@ class Communicator:
         with self._traffic.waiting(self.level, purpose):
             dist.broadcast(tensor, group=group, group_src=0)
 
-    def _count(self, purpose: Purpose, sent_bytes: int, received_bytes: int | None = None) -> None:
+    def _count(
+        self, purpose: Purpose, sent_bytes: int, received_bytes: int | None = None, *, is_ring: bool = False
+    ) -> None:
         """Count a transfer in which so many bytes leave this rank and, by default, as many enter it."""
-        sizes = self._cluster.bytes_by_level(self.level, sent_bytes)
-        received = sizes if received_bytes is None else self._cluster.bytes_by_level(self.level, received_bytes)
-        for level, size in sizes.items():
+        by_level = partial(self._cluster.bytes_by_level, self.level, is_ring=is_ring)
+        received = by_level(sent_bytes if received_bytes is None else received_bytes)
+        for level, size in by_level(sent_bytes).items():
             self._traffic.count(level, purpose, sent_bytes=size, received_bytes=received[level])
 
     def _ticket(self, purpose: Purpose, group: dist.ProcessGroup) -> Ticket:
