@@ -210,6 +210,12 @@ def test_a_payload_may_lie_anywhere_in_a_message() -> None:
     assert torch.equal(decode(held, message[5 : 5 + len(payload)], last), new)
 
 
+def test_last_differences_of_zero_are_as_none() -> None:
+    """So that a receiver that has just begun can begin with zeros."""
+    _, held, new = trained("bfloat16", 20_000, 1e-3)
+    assert torch.equal(encode(held, new, torch.zeros(20_000, dtype=torch.int8)), encode(held, new))
+
+
 def test_no_values_take_no_bytes() -> None:
     none = torch.empty(0, dtype=torch.bfloat16)
     assert len(encode(none, none)) == 0

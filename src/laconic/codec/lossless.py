@@ -83,7 +83,7 @@ def encode(held: Tensor, new: Tensor, last: Tensor | None = None, *, form: Patte
     Args:
         held: the values that receivers hold, flat, of at most 2**25 patterns of 16 bits or fewer.
         new: the new values, of the same dtype, shape and device.
-        last: `last_difference` between the held values and those before them, if receivers know it.
+        last: `last_difference` between the held values and those before them, if receivers know it. Zeros are as None.
         form: how to read patterns. Default: that of the dtype, and plain bytes for uint8.
 
     Returns:
