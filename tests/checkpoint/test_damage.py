@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import metadata as dcp_metadata
 
 from laconic import checkpoint
 from laconic.checkpoint import CheckpointError, commit, storage
@@ -319,6 +321,36 @@ def test_hostile_metadata_runs_nothing(payload: Any, saved: Path, tmp_path: Path
     assert not made.exists()
     pickle.loads(pickled)
     assert made.exists() == (payload == "hostile")
+
+
+class _ByName:
+    """An attribute as Python 3.11.2 pickles members of an enum: by `getattr`."""
+
+    def __init__(self, of: Any, name: str) -> None:
+        self.of, self.name = of, name
+
+    def __reduce__(self) -> Any:
+        return (getattr, (self.of, self.name))
+
+
+def test_members_of_enums_load_that_any_python_has_written(saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(saved / "step-2", folder)
+    formats = dcp_metadata._MEM_FORMAT_ENCODING
+
+    class Old(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            return (getattr, (formats, value.name)) if isinstance(value, formats) else NotImplemented
+
+    written, expected = io.BytesIO(), storage.read_metadata(folder)
+    Old(written).dump(expected)
+    assert b"getattr" in written.getvalue()
+    (folder / ".metadata").write_bytes(written.getvalue())
+    assert storage.read_metadata(folder) == expected
+    for hostile in (_ByName(dcp_metadata.Metadata, "__init__"), _ByName(formats, "mro"), _ByName(Path, "unlink")):
+        (folder / ".metadata").write_bytes(pickle.dumps(hostile))
+        with pytest.raises(CheckpointError, match="is no member of an enum"):
+            storage.read_metadata(folder)
 
 
 def test_extra_holds_no_objects(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import laconic
-from laconic.comm.collectives import Communicator
 from laconic.layout.bucket import Extent
 from laconic.ragged.tensor import RaggedTensor
 from tests.support.launch import on_ranks, run_ranks
@@ -340,21 +339,21 @@ def test_norms_of_half_precision_do_not_overflow(dtype: torch.dtype) -> None:
 def test_clipping_costs_one_message_and_full_tensor_moves_each_element_once() -> None:
     model = shard(build(Odd), [])
     with_gradients(model)
-    messages: list[tuple[str, int]] = []
-    original = Communicator.all_reduce
+    messages: list[int] = []
+    send = dist.all_to_all_single
 
-    def counting(self: Communicator, tensor: Tensor, *args: Any) -> Tensor:
-        messages.append((self.level, tensor.nbytes))
-        return original(self, tensor, *args)
+    def counting(arriving: Tensor, *args: Any, **arguments: Any) -> Any:
+        messages.append(arriving.nbytes)
+        return send(arriving, *args, **arguments)
 
-    Communicator.all_reduce = counting  # type: ignore[method-assign]
-    with moved(model) as m:
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    Communicator.all_reduce = original  # type: ignore[method-assign]
-    num_parameters = len(list(model.parameters()))
-    assert messages == [("local", 4 * num_parameters), ("node", 4 * num_parameters)]
-    for level in ("local", "node"):  # a ring over 2 ranks: 2 (R - 1) / R of the message
-        assert m.sent(level, "control") == 4 * num_parameters  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dist, "all_to_all_single", counting)
+        with moved(model) as m:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    nbytes = 4 * len(list(model.parameters()))
+    assert messages == [4 * nbytes], "one trip, with the norms of all ranks"
+    for level, peers in (("local", 1), ("node", 2)):
+        assert m.sent(level, "control") == peers * nbytes  # type: ignore[arg-type]
 
     with moved(model) as m:
         gathered = model.matrix.full_tensor()
