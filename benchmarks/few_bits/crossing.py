@@ -62,7 +62,7 @@ class Coding:
 
 
 class Lost:
-    """What a code has lost, kept in a codec."""
+    """The error of a code, kept in a codec."""
 
     def __init__(self, codec: str) -> None:
         self._code = Product(CODECS[codec], rotates=False)
@@ -99,7 +99,7 @@ class Crossing:
         self._estimate: Tensor | None = None
         self._momentum: Tensor | None = None
         self.facts: list[dict[str, float]] = []
-        """What the probed steps have shown: errors, and bits of codes."""
+        """The errors and the bits of codes in the probed steps."""
 
     def sum(self, gradients: Tensor, *, probes: bool = False) -> Tensor:
         """Return the sum of gradients (seeds, nodes, n) as its owners have it, (seeds, n)."""

@@ -139,7 +139,10 @@ def test_a_part_must_have_whole_blocks() -> None:
 
 @pytest.mark.parametrize("coding", [*CONTINUED, *MORE], ids=lambda coding: coding.name)
 def test_repeated_gradients_arrive_on_average_if_errors_are_fed_back(coding: Coding) -> None:
-    """What was lost returns. A code without feedback errs on average as at once, unless its errors are random."""
+    """The error returns with the next gradient.
+
+    A code without feedback errs on average as at once, unless its errors are random.
+    """
     slots = [dataclasses.replace(slot, begin=4 * slot.begin, end=4 * slot.end) for slot in SLOTS]
     slots = [dataclasses.replace(slot, shape=(slot.shape[0] * 4, slot.shape[1])) for slot in slots]
     gradients = torch.randn(1, 3, 4 * NUMEL, generator=torch.Generator().manual_seed(0))

@@ -31,7 +31,7 @@ _CASES = 60
 _MESHES = ((2, 1), (2, 2), (1, 2), (3, 1), (1, 4))
 _ROWS, _STEPS = 16, 5
 _SLACK_BYTES = 24 << 20
-"""What a process may take beside tensors: the backend's buffers, stacks of threads, and gaps of the heap."""
+"""The bytes that a process may take beside tensors: the backend's buffers, stacks of threads, gaps of the heap."""
 _ALIGNMENT = 1.002
 """Blocks of the allocator are a little larger than tensors."""
 _ROUNDED = 1e-5

@@ -56,7 +56,7 @@ def differences(form: Form, held: Sequence[int], new: Sequence[int]) -> list[int
 
 
 class Known(NamedTuple):
-    """What both sides know of a value before it is coded."""
+    """The facts about a value that both sides know before it is coded."""
 
     context: tuple[int, int] | None
     """Its class and rank; None in a block that has not changed."""

@@ -198,26 +198,30 @@ class Wide(nn.Module):
         return x
 
 
+def warm_peak(mesh: Any, cache: Any, device_type: str) -> tuple[int, list[str]]:
+    """The peak of allocated bytes in a warm step, and where the units rest."""
+    model = sharded_net.shard(sharded_net.build(Wide).to(device_type), mesh=mesh, cache=cache)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        if step == 3:
+            torch.cuda.reset_peak_memory_stats()
+            model.reset_peak_memory()
+        model(torch.ones(4, 1024, device=device_type)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # as asked for: torch's other figure has whole blocks, of which it does not split off the last MiB
+    peak = torch.cuda.memory_stats().get("requested_bytes.all.peak") or model.memory().device_peak_bytes
+    rests = [placement.weights for placement in model.placements().values()]
+    del model, optimizer
+    gc.collect()
+    return peak, rests
+
+
 def peaks(device_type: str = "cuda") -> tuple[dict[str, int], int]:
     """Measure the peak of allocated bytes in a warm step for each cache, and the bytes of the weights."""
     mesh = play_rank_0(2, 2, device_type)
-    measured = {}
-    for cache in ("none", "host", "device"):
-        model = sharded_net.shard(sharded_net.build(Wide).to(device_type), mesh=mesh, cache=cache)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(4):
-            if step == 2:
-                torch.cuda.reset_peak_memory_stats()
-                model.reset_peak_memory()
-            model(torch.ones(4, 1024, device=device_type)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        # as asked for: torch's other figure has whole blocks, of which it does not split off the last MiB
-        measured[cache] = torch.cuda.memory_stats().get("requested_bytes.all.peak") or model.memory().device_peak_bytes
-        num_bytes = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
-        del model, optimizer
-        gc.collect()
-    return measured, num_bytes
+    measured = {cache: warm_peak(mesh, cache, device_type)[0] for cache in ("none", "host", "device")}
+    return measured, sum(parameter.nbytes for parameter in sharded_net.build(Wide).parameters())
 
 
 def test_peak_allocated_memory_by_cache() -> None:
@@ -232,20 +236,8 @@ def peaks_of_auto(device_type: str = "cuda") -> list[tuple[int, int, int]]:
     found = []
     for budget in (0, 2**24, 2**26):
         cache = laconic.Cache(where="auto", device_bytes=budget, host_bytes=0)
-        model = sharded_net.shard(sharded_net.build(Wide).to(device_type), mesh=mesh, cache=cache)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(5):
-            if step == 3:
-                torch.cuda.reset_peak_memory_stats()
-                model.reset_peak_memory()
-            model(torch.ones(4, 1024, device=device_type)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        peak = torch.cuda.memory_stats().get("requested_bytes.all.peak") or model.memory().device_peak_bytes
-        kept = sum(placement.weights != "none" for placement in model.placements().values())
-        found.append((budget, kept, peak))
-        del model, optimizer
-        gc.collect()
+        peak, rests = warm_peak(mesh, cache, device_type)
+        found.append((budget, sum(rest != "none" for rest in rests), peak))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Rows by speed: the clock of layers, what ranks make of its figures, and whole jobs whose ranks are unequal."""
+"""Rows by speed: the clock of layers, the rows that ranks derive from its figures, and jobs of unequal ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from laconic.data.unequal import fastest_rows
 from laconic.rehearse.modes import accelerator
 from laconic.rehearse.tape import Wait
 from laconic.strategies import parallelize
-from laconic.train import balance as balances
+from laconic.train import meter as meters
 from laconic.train.balance import LayerClock, RowBalance, is_compared
 from tests.support.jobs import job, refusal, train_all
 from tests.support.launch import run_ranks
@@ -54,7 +54,7 @@ class Layer(nn.Module):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     fake = FakeTime()
-    monkeypatch.setattr(balances, "time", fake)
+    monkeypatch.setattr(meters, "time", fake)
     return fake
 
 
@@ -241,7 +241,7 @@ def train_at_speeds(configs: list[Config], seconds: list[list[float]]) -> list[d
     summaries = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LlamaDecoderLayer, "forward", sleep)
-        patch.setattr(balances, "time", clock)
+        patch.setattr(meters, "time", clock)
         for config, each in zip(configs, seconds, strict=True):
             own = each[rank]
             summaries += train_all([config])

@@ -47,7 +47,7 @@ def in_tiles(values: Tensor) -> Tensor:
 
 
 class Past(NamedTuple):
-    """What the last differences say of each value, (t, TILE), int32; numbers where they are not known."""
+    """The size and the direction of the last difference of each value, (t, TILE), int32; plain numbers if unknown."""
 
     rank: Tensor | int
     sign: Tensor | int

@@ -21,7 +21,7 @@ the payload's table names in a byte. It is chosen by a histogram of each context
                 sign. A change by two ulps is two events of one value. This is the code of Elias and Fano.
     none, raw   Contexts that never change, and those with no better code than their patterns.
 
-What happens once in a while costs a bounded number of bits: from the 16th unit of a quotient, or the fourth event of a
+Rare values cost a bounded number of bits: from the 16th unit of a quotient, or the fourth event of a
 value, its pattern follows. A block that does not change costs its four bits. A payload as long as the new values *is*
 the new values, and none is longer. Zeros of both signs, infinities and NaNs are patterns like others. In training the
 payloads are 0.02 to 0.2 bits a weight above the entropy under the same contexts: RESULTS.md, section lossless.

@@ -50,8 +50,9 @@ from laconic.comm.watch import waiting_for
 
 _Tensors = Sequence[Tensor] | Tensor
 _ONE_TRIP_BYTES = 1 << 15
-"""What a rank sends to all in one trip takes no longer than its latency."""
+"""Messages of so many bytes from all ranks to one take no longer than the latency of a trip."""
 _TWO_TRIPS_BYTES = 1 << 20
+"""A sum of so many bytes over replicas takes two trips: `Communicator.sum_in_place`."""
 _UNITED: dict[Any, Callable[[Tensor], Tensor]] = {
     dist.ReduceOp.SUM: lambda rows: rows.sum(0, dtype=rows.dtype),
     dist.ReduceOp.MAX: lambda rows: rows.amax(0),

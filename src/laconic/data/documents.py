@@ -51,7 +51,7 @@ OF_UNEQUAL_RANKS = (
     "different numbers of rows on each rank",
     "so the rows of a rank with few of them would weigh too much; leave train.rows out, or choose another model",
 )
-"""What a model cannot train on, and why, with the remedy: see `check_model`."""
+"""The rows that a model cannot train on, and why, with the remedy: see `check_model`."""
 
 
 def check_model(run: Callable[[Batch], Any], *, is_packed: bool, words: tuple[str, str] = _OF_DOCUMENTS) -> None:

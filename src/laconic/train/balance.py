@@ -22,7 +22,6 @@ is. But the next comparison measures what the new rows take, so the times of ran
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +35,7 @@ from laconic.config import TrainConfig
 from laconic.data.batches import LEAST_TOKENS
 from laconic.data.unequal import fastest_rows, last_end
 from laconic.hf.layers import layers_to_shard
+from laconic.train.meter import moment_on, seconds_between
 
 _FIRST_STEPS, _EVERY_STEPS = (4, 8, 16, 32), 64
 _MOST_STEPS = 16
@@ -80,7 +80,7 @@ class LayerClock:
 
     @_compat.outside_compilation
     def _enter(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        self._begun = self._moment() if self._is_on else None
+        self._begun = moment_on(self._device) if self._is_on else None
 
     @_compat.outside_compilation
     def _leave(self, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -89,25 +89,11 @@ class LayerClock:
             return
         hidden = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
         if (num_tokens := hidden.shape[:-1].numel()) > LEAST_TOKENS:  # no micro-batch without rows
-            self._steps[-1].append((self._begun, self._moment(), num_tokens))
+            self._steps[-1].append((self._begun, moment_on(self._device), num_tokens))
         self._begun = None
 
-    def _moment(self) -> Any:
-        """See `StepMeter._moment` in meter.py."""
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.get_device_module(self._device).Event(enable_timing=True)
-        event.record()
-        return event
-
     def _of_step(self, forwards: Sequence[tuple[Any, Any, int]]) -> float:
-        seconds = 0.0
-        for begin, end, _ in forwards:
-            if self._device.type == "cpu":
-                seconds += end - begin
-            else:
-                end.synchronize()
-                seconds += begin.elapsed_time(end) / 1e3
+        seconds = sum(seconds_between(begin, end) for begin, end, _ in forwards)
         return seconds / sum(num_tokens for *_, num_tokens in forwards)
 
 

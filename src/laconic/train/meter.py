@@ -56,11 +56,11 @@ class StepMeter:
         self._interfaces = self._last_interfaces or self._read_interfaces()
         self._traffic = self._stepper.traffic(self._last_traffic)
         self._data_s = time.perf_counter() - self._fetch_start_s
-        self._begin = self._moment()
+        self._begin = moment_on(self._device)
 
     def stop(self, step: int, lr: float, result: StepResult) -> StepRecord:
         """End the measurement; return the record of the step."""
-        end = self._moment()
+        end = moment_on(self._device)
         now = self._last_interfaces = self._read_interfaces()
         interface, loopback = (
             end - begin if end and begin else None for end, begin in zip(now, self._interfaces, strict=True)
@@ -71,7 +71,7 @@ class StepMeter:
             lr=lr,
             result=result,
             data_s=self._data_s,
-            measured_s=partial(_seconds_between, self._begin, end),
+            measured_s=partial(seconds_between, self._begin, end),
             traffic=traffic - self._traffic if traffic is not None and self._traffic is not None else None,
             interface=interface,
             memory=self._stepper.memory(),
@@ -85,20 +85,21 @@ class StepMeter:
         """Ignore the bytes of the interfaces since the last step, for example those of an evaluation."""
         self._last_interfaces = None
 
-    def _moment(self) -> Any:
-        """The present moment: the host's clock or, on an accelerator, an event behind all that computes so far."""
-        if self._is_on_cpu:
-            return time.perf_counter()
-        event = torch.get_device_module(self._device).Event(enable_timing=True)
-        event.record()
-        return event
-
     def _read_interfaces(self) -> _Interfaces:
         return (interface_bytes(), loopback_bytes()) if self._reads_interface else (None, None)
 
 
-def _seconds_between(begin: Any, end: Any) -> float:
-    """The seconds between two moments of a meter. Waits until the device has passed both."""
+def moment_on(device: torch.device) -> Any:
+    """The present moment: the host's clock or, on an accelerator, an event behind all that computes so far."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.get_device_module(device).Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Any, end: Any) -> float:
+    """The seconds between two moments. Waits until the device has passed both."""
     if isinstance(begin, float):
         return end - begin
     end.synchronize()
