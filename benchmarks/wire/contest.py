@@ -34,6 +34,11 @@ _WARM_STEPS = 3
 """In the first step all rests as at first, in the second it moves to where it was chosen, and the third is warm."""
 _AMPLE_BYTES = 10**9
 """Of host memory, which no peer uses."""
+SLACK = 1.01
+"""Peaks of one strategy differ by less from run to run: a strategy fits in the memory of a peer if it needs no more."""
+_TURNS_S, _MOST_TURNS = 20.0, 25
+"""Short steps differ more from one to the next, and are taken more often: turns take this long in all, if so many of
+them do."""
 
 
 class Contestant:
@@ -53,6 +58,7 @@ class Contestant:
             rows = torch.randint(vocab_size, shape, generator=generator)
             self._batches.append(Batch(input_ids=rows, labels=rows.clone()))
         self.times_s: list[float] = []
+        self.warm_s = 0.0
         self.peak_bytes = 0
         self.losses: list[float] = []
 
@@ -71,6 +77,7 @@ class Contestant:
             self.step()
         with measured_peak() as peak:
             self.step()
+        self.warm_s = self.times_s[-1]
         self.times_s.clear()
         held = torch.tensor([float(peak.nbytes or 0) + self._stepper.resting_bytes()])
         dist.all_reduce(held, op=dist.ReduceOp.MAX)
@@ -86,7 +93,7 @@ class Contestant:
         }
 
 
-def compete(jobs: dict[str, dict[str, Any]], limited: dict[str, dict[str, Any]], repeats: int) -> dict[str, Any]:
+def compete(jobs: dict[str, dict[str, Any]], limited: dict[str, dict[str, Any]], fewest_turns: int) -> dict[str, Any]:
     """Let all take steps in turns, `limited` ones once for each memory of a peer. Collective."""
     ranks = RankInfo.from_environment()
     dist.init_process_group("gloo")
@@ -95,7 +102,7 @@ def compete(jobs: dict[str, dict[str, Any]], limited: dict[str, dict[str, Any]],
     for peer in ("ddp", "hsdp", "fsdp2"):
         if peer not in contestants:
             continue
-        budget_bytes = max(0, contestants[peer].peak_bytes - least_bytes)
+        budget_bytes = max(0, int(contestants[peer].peak_bytes * SLACK) - least_bytes)
         given = {"device_bytes": budget_bytes, "host_bytes": _AMPLE_BYTES}
         configs = {
             f"{name}:{peer}": from_dict(Config, {**job, "shard": {**job["shard"], **given}})
@@ -103,10 +110,17 @@ def compete(jobs: dict[str, dict[str, Any]], limited: dict[str, dict[str, Any]],
         }
         contestants |= dict(_warm(configs, ranks))
     names = list(contestants)
-    for repeat in range(repeats):
+    for turn in range(_turns(contestants.values(), fewest_turns)):
         for index in range(len(names)):
-            contestants[names[(index + repeat) % len(names)]].step()
+            contestants[names[(index + turn) % len(names)]].step()
     return {name: each.figures() for name, each in contestants.items()}
+
+
+def _turns(contestants: Iterable[Contestant], fewest: int) -> int:
+    """The steps that each takes, alike on all ranks; with 1 as the fewest, 1. Collective."""
+    turn_s = torch.tensor([sum(each.warm_s for each in contestants)])
+    dist.all_reduce(turn_s, op=dist.ReduceOp.MAX)
+    return 1 if fewest == 1 else min(_MOST_TURNS, max(fewest, int(_TURNS_S / float(turn_s))))
 
 
 def _warm(configs: dict[str, Config], ranks: RankInfo) -> Iterable[tuple[str, Contestant]]:
@@ -120,7 +134,7 @@ def main(jobs: Path, out: Path) -> None:
     """Read the jobs, let them compete, and write the figures of rank 0."""
     given = json.loads(jobs.read_text())
     torch.set_num_threads(1)
-    figures = compete(given["jobs"], given["limited"], given["repeats"])
+    figures = compete(given["jobs"], given["limited"], given["fewest_turns"])
     if dist.get_rank() == 0:
         out.write_text(json.dumps(figures))
     RankGroup().gather(None)
