@@ -65,6 +65,7 @@ from laconic.codec.contexts import (
     with_defaults,
 )
 from laconic.codec.patterns import PatternForm, pattern_form_of
+from laconic.codec.payload import DEVICE_PIECE_NUMEL, HOST_PIECE_NUMEL
 
 MAX_NUMEL = 1 << 25
 """The values of a payload: offsets of bits then fit into 31 bits."""
@@ -140,6 +141,35 @@ def decode(held: Tensor, payload: Tensor, last: Tensor | None = None, *, form: P
     entries = table.index_select(0, context.view(-1)).view_as(context)
     patterns = read_runs(form, entries, old, words[:num_unary], words[num_unary:], head.lengths, past)
     return form.tensor(patterns.view(-1)[:numel], held.dtype)
+
+
+def encode_in_pieces(held: Tensor, new: Tensor) -> Tensor:
+    """Encode new values of any number as one message: the lengths of the payloads of pieces, int32, and the payloads.
+
+    See `encode`. Pieces have as many values as a processor's caches hold, or many on an accelerator.
+    """
+    payloads = [encode(a, b) for a, b in zip(_pieces(held), _pieces(new), strict=True)]
+    lengths = torch.tensor([len(each) for each in payloads], dtype=torch.int32).to(held.device)
+    return torch.cat([lengths.view(torch.uint8), *payloads])
+
+
+def decode_in_pieces(held: Tensor, message: Tensor) -> None:
+    """Decode what `encode_in_pieces` returned for the same held values, in place.
+
+    Raises:
+        ValueError: the message does not fit the held values: see `decode`.
+    """
+    pieces = _pieces(held)
+    begin = 4 * len(pieces)
+    check_sizes(len(message) >= begin)
+    lengths = message[:begin].clone().view(torch.int32).tolist()
+    check_sizes(min(lengths) >= 0 and begin + sum(lengths) == len(message))
+    for piece, payload in zip(pieces, message[begin:].split(lengths), strict=True):
+        piece.copy_(decode(piece, payload))
+
+
+def _pieces(values: Tensor) -> tuple[Tensor, ...]:
+    return values.split(HOST_PIECE_NUMEL if values.device.type == "cpu" else DEVICE_PIECE_NUMEL)
 
 
 def _checked(held: Tensor, last: Tensor | None, form: PatternForm | None, new: Tensor | None = None) -> PatternForm:

@@ -49,6 +49,11 @@ class Messages:
         self._all: Tensor | None = None
         self._pending = NOTHING
 
+    @property
+    def others_bytes(self) -> int:
+        """The bytes that come from the other ranks."""
+        return (self._way.size - 1) * self._payload.nbytes
+
     def start(self, part: Tensor, device: torch.device, *, base: Tensor | None = None) -> None:
         """Begin to send this rank's part, (n,), coded on `device`; with `base`, (n,), its difference to that.
 

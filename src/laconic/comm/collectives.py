@@ -139,7 +139,9 @@ class Communicator:
         backend = _compat.backend_of(group, cluster.device_type) if group is not None else None
         self._uses_sends = backend == "gloo" and cluster.device_type == "cpu"
         self._has_reduce_scatter = backend != "gloo"
-        self._paces = self._uses_sends and level != "local" and self.size > 2 and has_peers(group)
+        self.has_peers = group is not None and has_peers(group)
+        """True if there are other ranks, and they are there: not in a rehearsal."""
+        self._paces = self._uses_sends and level != "local" and self.size > 2 and self.has_peers
         self._device_type = cluster.device_type
         self.is_stream_ordered = self._device_type != "cpu" and backend != "gloo"
         """True if waiting never blocks the thread, so that one transfer may start right behind another."""

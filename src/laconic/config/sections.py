@@ -263,8 +263,8 @@ class ScheduleConfig(Section):
     "shared", the N for which N (N + 1) / 2 ranks are launched. One rank interleaves this many micro-batches."""
     wire: Wire = option(Wire(), of=Wire.of, plain=Wire.plain, hint=dict[str, Any] | str | None)
     """The bits in which weights and gradients cross between nodes: "exact", "8bit" or "4bit", which need replicated
-    states. Or a table with the fields of `laconic.Wire`, such as { gradients = "int8", feedback = true }. Default:
-    exact."""
+    states. Or a table with the fields of `laconic.Wire`, such as { gradients = "int8", feedback = true }. Lossless
+    weights are for sharded training alone. Default: exact."""
     cut_by: Literal["time", "memory", "parameters"] | None = None
     """The quantity that stages share equally: `time` of forward and backward or `memory` saved for backward, which rank
     0 measures at the start, or `parameters`, which gives the same cut every time. A resumed run keeps its cut. Default:

@@ -88,8 +88,8 @@ def fully_shard(
             accelerator if they are on the meta device.
         cache: where weights stay while they do not change: nowhere ("none"), as a node shard ("host", "device"), whole
             on each rank ("rank"), or where that saves most in the memory that there is ("auto"); or a `Cache`.
-        wire: the bits in which weights and gradients cross between nodes: "exact", "8bit", "4bit", or a `Wire`. Weights
-            in few bits need a cache.
+        wire: the bits in which weights and gradients cross between nodes: "exact", "8bit", "4bit", "lossless",
+            "lossless-4bit", "lossless-2bit", or a `Wire`. Weights in few bits need a cache.
         reshard_after_forward: False keeps the unit gathered until its backward. None means False for the root, which
             backward needs first, and for `cache="rank"`; for other units it means True. FSDP2's integer, the number of
             ranks per node, keeps the node shard on the device until backward.
@@ -160,7 +160,7 @@ def fully_shard(
         extension.observer_class().broadcasting(modules[0], managed)
         for item in managed:
             share_first(item.cluster, item.local)
-    coding = _resolve_wire(coding, policy, managed)
+    coding = _resolve_wire(coding, policy, managed, precision)
     uncut = {item.name: numel for item in managed if (numel := uncut_numel(item.parameter))}
     blocks = resolve(granularity, [(item.name, item.local) for item in managed], uncut)
     buckets = [
@@ -427,11 +427,12 @@ def _check_cuts(managed: Sequence[ManagedParameter], cluster: Cluster) -> None:
             )
 
 
-def _resolve_wire(wire: Wire, cache: Cache, managed: list[ManagedParameter]) -> Wire:
+def _resolve_wire(wire: Wire, cache: Cache, managed: list[ManagedParameter], precision: MixedPrecisionPolicy) -> Wire:
     """Return the policy of crossings that can be followed.
 
     Raises:
-        ValueError: differences are to cross, but no cache keeps what they are differences to.
+        ValueError: differences are to cross, but no cache keeps what they are differences to, or weights of 32 bits
+            would cross as lossless ones.
     """
     coded = [item for item in managed if not item.is_small]
     if wire.is_exact or not coded:
@@ -441,7 +442,27 @@ def _resolve_wire(wire: Wire, cache: Cache, managed: list[ManagedParameter]) -> 
             remedy = "give a mesh whose axis 'node' has them (laconic.init_mesh under torchrun)"
             wire.warn_of_one_node("all ranks that share the parameters", remedy)
         return wire
+    if wire.weights == "lossless":
+        _check_lossless(coded, precision)
     return ShardPolicy(cache=cache, wire=wire).wire
+
+
+def _check_lossless(managed: Iterable[ManagedParameter], precision: MixedPrecisionPolicy) -> None:
+    """Refuse lossless crossings of matrices that are gathered in more than 16 bits.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for item in managed:
+        parameter = item.parameter
+        dtype = compute_dtype_of(parameter.dtype, precision)
+        is_coded = parameter.requires_grad and parameter.ndim > 1 and not converts(parameter)
+        if is_coded and dtype.itemsize > 2:
+            raise ValueError(
+                f"wire='lossless' sends patterns of 16 bits or fewer, but {item.name} is gathered in {dtype}, most of "
+                "whose bits change in every step; pass mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
+                "reduce_dtype=torch.float32), or wire='exact' or '4bit'"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -468,13 +489,13 @@ class BucketKind:
         """The policy of a bucket of this kind: exact if it is small, has vectors alone, or is frozen.
 
         The policy may have frozen weights coded, too. Weights cross between nodes only, and those that convert
-        themselves as they do; gradients cross between islands, too.
+        themselves as they do, or without loss; gradients cross between islands, too.
         """
         may_be_coded = (self.is_trained or (policy.frozen and not self.converted)) and self.dtype.is_floating_point
         has_matrix = any(len(slot.shape) > 1 for slot in layout.slots)
         if self.is_small or not (may_be_coded and has_matrix and max(num_nodes, num_islands) > 1):
             return Wire()
-        if num_nodes > 1 and not self.converted:
+        if num_nodes > 1 and (not self.converted or policy.keeps_weights):
             return policy
         return dataclasses.replace(policy, weights="exact", as_values=False, frozen=False)
 

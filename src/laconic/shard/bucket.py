@@ -207,7 +207,7 @@ class Bucket:
     @property
     def gathers_own_bits(self) -> bool:
         """True if the full buffer has the shards' elements, maybe in another dtype, but not coded or converted."""
-        return self.wire.weights == "exact" and not self.form.converts
+        return self.wire.keeps_weights and not self.form.converts
 
     def open_account(self, ledger: Ledger) -> None:
         """Count this bucket's memory in `ledger` from now on."""
@@ -492,10 +492,10 @@ class Form:
         if not new:
             return
         which = f"fsdp_pre_all_gather was put on the _local_tensor of {', '.join(new.values())}"
-        if bucket.wire.weights != "exact":
+        if not bucket.wire.keeps_weights:
             raise NotImplementedError(
                 f"{which}, but these weights cross as Wire(weights={bucket.wire.weights!r}); use weights='exact' "
-                "for the unit, as a conversion makes its own bits"
+                "or 'lossless' for the unit, as a conversion makes its own bits"
             )
         if bucket.full.is_made or bucket.node_shard.is_kept:
             raise RuntimeError(f"{which} after the first forward; put it there before, behind to_empty() and the like")

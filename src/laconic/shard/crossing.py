@@ -34,6 +34,13 @@ exact crossing, too, in which ranks must not differ. Every `exact_every` steps t
 in the steps of `Checks(on_damage="regather")`. If they differ, they cross exactly. If they differ again, training
 stops, since something else changes weights.
 
+[Note: Lossless crossings]
+Gathered weights of 16 bits or fewer can be equal to the optimizer's to the bit, and cross in few bits all the same: the
+owner sends by how many units in the last place each pattern has moved (codec/lossless.py). Then copies never lag. Any
+patterns may become any others, so an edit or a state dict asks for no exact crossing: a difference to the copy is as
+good, if maybe longer. What is left of [Note: Exact crossings] is about copies that are not there, or may be damaged.
+Lengths vary with what has changed: [Note: Lengths that vary] in codec/varying.py.
+
 [Note: Versions of the optimizer]
 `Bucket.version` counts all edits. Hooks before and after each optimizer's step tell its edits from others: the version
 after the step is trusted if the version before was.
@@ -42,10 +49,11 @@ after the step is trusted if the version before was.
 from __future__ import annotations
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
@@ -53,8 +61,10 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from laconic.codec import CODECS
+from laconic.codec.lossless import decode_in_pieces, encode_in_pieces
 from laconic.codec.payload import parts_of_islands, payload_of, shards_of_nodes
 from laconic.codec.sums import CodedSum, CodedTransfer, Messages
+from laconic.codec.varying import VaryingMessages
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import NOTHING, Communicator, ReduceScatter, start_flags
 from laconic.comm.traffic import Level
@@ -63,6 +73,8 @@ from laconic.shard.extension import Observer
 
 LEVELS: tuple[Level, ...] = ("island", "node", "local")
 _EDITS_BEFORE_WARNING = 8
+TYPICAL_BITS = 3
+"""Of a weight's lossless difference, for those who ask before it is known: RESULTS.md, section lossless."""
 
 
 class WeightCrossing:
@@ -96,7 +108,10 @@ class WeightCrossing:
         pending.wait()
 
     def forget(self) -> None:
-        """Let the weights cross exactly next time."""
+        """Count the copies of all nodes as lost: the weights cross exactly next time."""
+
+    def settle(self) -> None:
+        """Let the weights cross exactly next time if copies lag behind them."""
 
 
 class CodedValues(WeightCrossing):
@@ -104,17 +119,12 @@ class CodedValues(WeightCrossing):
 
     def __init__(self, bucket: Bucket, node: Communicator) -> None:
         super().__init__(bucket, node)
-        codec, kind = bucket.wire.weight_codec, bucket.cluster.device_type
-        assert codec is not None
-        parts = shards_of_nodes(bucket.layout, bucket.peers)
-        payload = payload_of(bucket.layout, parts, codec, plain=bucket.compute_dtype, device_type=kind)
-        self._messages = Messages(node, payload, bucket.ledger.hold)
-        self._payload_bytes = payload.nbytes
+        self._messages = _messages_of(bucket, node)
 
     @property
     def most_bytes(self) -> int:
         """See `WeightCrossing.most_bytes`."""
-        return (self._node.size - 1) * self._payload_bytes
+        return self._messages.others_bytes
 
     def start(self, node_shard: Tensor) -> None:
         """See `WeightCrossing.start`."""
@@ -123,6 +133,15 @@ class CodedValues(WeightCrossing):
     def finish(self, node_shard: Tensor) -> None:
         """See `WeightCrossing.finish`. Parts that are only padding keep what they have."""
         self._messages.finish(node_shard)
+
+
+def _messages_of(bucket: Bucket, node: Communicator) -> Messages:
+    """The messages of a bucket's shards in the codec of its wire."""
+    codec, kind = bucket.wire.weight_codec, bucket.cluster.device_type
+    assert codec is not None
+    parts = shards_of_nodes(bucket.layout, bucket.peers)
+    payload = payload_of(bucket.layout, parts, codec, plain=bucket.compute_dtype, device_type=kind)
+    return Messages(node, payload, bucket.ledger.hold)
 
 
 class CopyState(Enum):
@@ -136,8 +155,11 @@ class CopyState(Enum):
     """It is equal on all nodes, and lags behind the weights by the error of the codec."""
 
 
-class CodedDifferences(CodedValues):
-    """The gather of one bucket as differences: [Note: Differences]."""
+class Differences(WeightCrossing):
+    """The gather of one bucket as differences to the copies of all nodes: [Note: Differences]."""
+
+    after_difference: ClassVar[CopyState]
+    """The state of a copy to which a difference was added."""
 
     def __init__(self, bucket: Bucket, node: Communicator, copies: Copies) -> None:
         super().__init__(bucket, node)
@@ -147,16 +169,74 @@ class CodedDifferences(CodedValues):
         """The differences since the last exact crossing."""
         self.edits = 0
         """The exact crossings in a row that an edit has caused."""
-        self._version_before_step: int | None = None
-        self._trusted_version: int | None = None
-        self._exact = WeightCrossing(bucket, node)
-        self._is_coded = False
+        self._is_difference = False
         copies.add(self)
-        _all.add(self)
 
     @property
     def was_edited(self) -> bool:
-        """True if something else than an optimizer's step has changed the weights since their last crossing."""
+        """True if something else than an optimizer's step has changed the weights, and asks for an exact crossing."""
+        return False
+
+    def prepare(self) -> bool:
+        """See `WeightCrossing.prepare`. Collective, once for each version of the weights under one root."""
+        self._is_difference = not self.bucket.is_frozen and self._copies.may_differ(self)
+        return self._is_difference
+
+    def start(self, node_shard: Tensor) -> None:
+        """See `WeightCrossing.start`."""
+        self.state = CopyState.LOST
+        if self._is_difference:
+            self._send(self.bucket.own_part(node_shard))
+        else:
+            super().start(node_shard)
+
+    def finish(self, node_shard: Tensor) -> None:
+        """See `WeightCrossing.finish`. Until it has ended, the copy counts as lost."""
+        if self._is_difference:
+            self._add(node_shard)
+            self.state, self.number = self.after_difference, self.number + 1
+        else:
+            super().finish(node_shard)
+            self._begin_anew()
+            self.state, self.number = CopyState.EXACT, 0
+
+    def forget(self) -> None:
+        """See `WeightCrossing.forget`."""
+        self.state = CopyState.LOST
+        self._copies.ask_again(self)
+
+    @abstractmethod
+    def _send(self, own: Tensor) -> None:
+        """Begin to send the difference to this rank's part of the copy, (C,)."""
+
+    @abstractmethod
+    def _add(self, node_shard: Tensor) -> None:
+        """Wait for the differences of all nodes, and add them to the copy."""
+
+    def _begin_anew(self) -> None:
+        """All ranks have sent the weights exactly."""
+
+
+class CodedDifferences(Differences):
+    """Differences in few bits, which lose something."""
+
+    after_difference = CopyState.DECODED
+
+    def __init__(self, bucket: Bucket, node: Communicator, copies: Copies) -> None:
+        super().__init__(bucket, node, copies)
+        self._messages = _messages_of(bucket, node)
+        self._version_before_step: int | None = None
+        self._trusted_version: int | None = None
+        _all.add(self)
+
+    @property
+    def most_bytes(self) -> int:
+        """See `WeightCrossing.most_bytes`."""
+        return self._messages.others_bytes
+
+    @property
+    def was_edited(self) -> bool:
+        """See `Differences.was_edited`."""
         return self.state is not CopyState.LOST and self.bucket.version != self._trusted_version
 
     def note_step_begins(self) -> None:
@@ -168,33 +248,52 @@ class CodedDifferences(CodedValues):
         if self._version_before_step == self._trusted_version:
             self._trusted_version = self.bucket.version
 
-    def prepare(self) -> bool:
-        """See `WeightCrossing.prepare`. Collective, once for each version of the weights under one root."""
-        self._is_coded = not self.bucket.is_frozen and self._copies.may_code(self)
-        return self._is_coded
-
     def start(self, node_shard: Tensor) -> None:
         """See `WeightCrossing.start`."""
-        self.state = CopyState.LOST
         self._trusted_version = self.bucket.version
-        if self._is_coded:
-            self._messages.start(self.bucket.shard, node_shard.device, base=self.bucket.own_part(node_shard))
-        else:
-            self._exact.start(node_shard)
+        super().start(node_shard)
 
-    def finish(self, node_shard: Tensor) -> None:
-        """See `WeightCrossing.finish`. Until it has ended, the copy counts as lost."""
-        if self._is_coded:
-            self._messages.finish(node_shard, adds=True)
-            self.state, self.number = CopyState.DECODED, self.number + 1
-        else:
-            self._exact.finish(node_shard)
-            self.state, self.number = CopyState.EXACT, 0
+    def settle(self) -> None:
+        """See `WeightCrossing.settle`."""
+        self.forget()
 
-    def forget(self) -> None:
-        """See `WeightCrossing.forget`."""
-        self.state = CopyState.LOST
-        self._copies.ask_again(self)
+    def _send(self, own: Tensor) -> None:
+        self._messages.start(self.bucket.shard, own.device, base=own)
+
+    def _add(self, node_shard: Tensor) -> None:
+        self._messages.finish(node_shard, adds=True)
+
+
+class LosslessDifferences(Differences):
+    """Differences of patterns, which lose nothing: [Note: Lossless crossings]."""
+
+    after_difference = CopyState.EXACT
+
+    def __init__(self, bucket: Bucket, node: Communicator, copies: Copies) -> None:
+        super().__init__(bucket, node, copies)
+        self._messages = VaryingMessages(node, bucket.ledger.hold, "weights")
+
+    @property
+    def most_bytes(self) -> int:
+        """See `WeightCrossing.most_bytes`: about as many, as nobody knows beforehand."""
+        return super().most_bytes * TYPICAL_BITS // (8 * self.bucket.form.dtype.itemsize)
+
+    def _send(self, own: Tensor) -> None:
+        new = self.bucket.form.sent(torch.empty_like(own))
+        if self._node.has_peers:
+            self._messages.start(encode_in_pieces(own, new))
+        else:  # a rehearsal: no rank sends what could be decoded
+            self._messages.start(own.new_empty(len(own) * TYPICAL_BITS // 8, dtype=torch.uint8))
+        own.copy_(new)
+
+    def _add(self, node_shard: Tensor) -> None:
+        parts = self.bucket.form.peers_of(node_shard)
+        for peer, (part, message) in enumerate(zip(parts, self._messages.finish(), strict=True)):
+            if peer != self._node.rank and self._node.has_peers:
+                decode_in_pieces(part, message)
+
+    def _begin_anew(self) -> None:
+        self._messages.forget()
 
 
 _all: WeakSet[CodedDifferences] = WeakSet()
@@ -219,16 +318,16 @@ class Copies:
 
     def __init__(self, cluster: Cluster, observer: Observer) -> None:
         self._cluster, self._observer = cluster, observer
-        self._members: list[CodedDifferences] = []
-        self._decided: dict[CodedDifferences, tuple[int, bool]] = {}  # the version, and whether it is coded
+        self._members: list[Differences] = []
+        self._decided: dict[Differences, tuple[int, bool]] = {}  # the version, and whether it is a difference
         self._steps = 0  # since the last exact crossing of all
         self._has_differed = False
 
-    def add(self, member: CodedDifferences) -> None:
+    def add(self, member: Differences) -> None:
         """Add a bucket, in the same order on all ranks."""
         self._members.append(member)
 
-    def may_code(self, member: CodedDifferences) -> bool:
+    def may_differ(self, member: Differences) -> bool:
         """Whether the bucket's present version crosses as a difference, on all ranks alike.
 
         Collective when asked for a version for the first time.
@@ -238,10 +337,10 @@ class Copies:
         """
         if self._decided.get(member, (None,))[0] != member.bucket.version:
             self._decide()
-        _, may_code = self._decided.pop(member)  # a gather that is begun anew asks anew
-        return may_code
+        _, may_differ = self._decided.pop(member)  # a gather that is begun anew asks anew
+        return may_differ
 
-    def ask_again(self, member: CodedDifferences) -> None:
+    def ask_again(self, member: Differences) -> None:
         """Drop what was agreed on for a bucket that has not crossed since."""
         self._decided.pop(member, None)
 
@@ -259,7 +358,7 @@ class Copies:
         self._steps = 0 if len(must_be_exact) == len(self._members) else self._steps + 1
         self._decided = {each: (each.bucket.version, each not in must_be_exact) for each in self._members}
 
-    def _ask_all_ranks(self) -> tuple[set[CodedDifferences], list[CodedDifferences], bool]:
+    def _ask_all_ranks(self) -> tuple[set[Differences], list[Differences], bool]:
         """Return, alike on all ranks, three answers in one small message.
 
         They are the buckets that some rank must send exactly; those of the others in whose differences ranks have come
@@ -279,7 +378,7 @@ class Copies:
         ]
         return must_be_exact, differing, bool(flags[-1])
 
-    def _note_differences(self, differing: list[CodedDifferences]) -> None:
+    def _note_differences(self, differing: list[Differences]) -> None:
         if not differing:
             return
         names = ", ".join(each.bucket.layout.slots[0].name for each in differing[:3])
@@ -316,7 +415,8 @@ CopiesOf = Callable[[Cluster], Copies]
 def crossing_of(bucket: Bucket, node: Communicator, copies_of: CopiesOf) -> WeightCrossing:
     """The way in which a bucket's weights cross between nodes."""
     if bucket.wire.sends_differences:
-        return CodedDifferences(bucket, node, copies_of(bucket.cluster))
+        kind = LosslessDifferences if bucket.wire.weights == "lossless" else CodedDifferences
+        return kind(bucket, node, copies_of(bucket.cluster))
     return WeightCrossing(bucket, node) if bucket.wire.weights == "exact" else CodedValues(bucket, node)
 
 

@@ -412,9 +412,14 @@ class UnitGather:
             self._gathers[self.buckets.index(bucket)].crossing.forget()
 
     def forget_copies(self) -> None:
-        """Let the weights cross exactly next time: [Note: Exact crossings] in shard/crossing.py."""
+        """Count all copies as lost: [Note: Exact crossings] in shard/crossing.py."""
         for gather in self._gathers:
             gather.crossing.forget()
+
+    def settle_copies(self) -> None:
+        """Let the weights of copies that lag cross exactly next time."""
+        for gather in self._gathers:
+            gather.crossing.settle()
 
     def rest_nowhere(self) -> None:
         """Free what stays between uses, and let nothing stay from now on."""

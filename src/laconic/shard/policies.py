@@ -24,9 +24,9 @@ SumsWhere = Literal["node", "rank"]
 Until = Literal["change", "backward"]
 OnDamage = Literal["raise", "regather"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
-WireWeights = Literal["exact", "bf16", "int8", "int4", "int3"]
+WireWeights = Literal["exact", "lossless", "bf16", "int8", "int4", "int3"]
 WireGradients = Literal["exact", "bf16", "int8", "int4", "int3", "e2m1", "int2"]
-WireName = Literal["exact", "8bit", "4bit"]
+WireName = Literal["exact", "8bit", "4bit", "lossless", "lossless-4bit", "lossless-2bit"]
 
 
 def _shares_of(shares: Any) -> tuple[float, ...] | None:
@@ -168,11 +168,12 @@ class Wire(Policy):
 
     weights: WireWeights = "exact"
     """The codec of weights. "exact" sends weights. The others send differences to the weights in the receivers' caches:
-    [Note: Differences] in shard/crossing.py. int3 is experimental."""
+    [Note: Differences] in shard/crossing.py. "lossless" needs gathered weights of 16 bits or fewer, loses nothing, and
+    takes about 3 bits a weight at a learning rate of 1e-3, and 1 at 1e-5. int3 is experimental."""
     gradients: WireGradients = "exact"
     """The codec of gradients, once per optimizer step, after the sums inside the nodes. Codecs of four bits and fewer
     rotate them first. Sums over islands come back in eight bits, or in bf16 if gradients cross in bf16. int3 and int2
-    are experimental; int2 wants `feedback`."""
+    are experimental."""
     as_values: bool = False
     """Weights cross as themselves instead of differences, as in ZeRO++: "bf16" or "int8", every time they change.
     Without a cache there is no other way."""
@@ -225,9 +226,10 @@ class Wire(Policy):
         """The policy under an optimizer of this name.
 
         Muon and Shampoo enlarge small directions of a gradient, and what a codec has lost with them. So for them the
-        word "4bit" sends gradients in eight bits; a policy that was given as an object or a table is followed as it is.
+        words "4bit", "lossless-4bit" and "lossless-2bit" send gradients in eight bits; a policy that was given as an
+        object or a table is followed as it is.
         """
-        is_changed = self.word == "4bit" and name in ("muon", "shampoo")
+        is_changed = self.word in ("4bit", "lossless-4bit", "lossless-2bit") and name in ("muon", "shampoo")
         return dataclasses.replace(self, gradients="int8") if is_changed else self
 
     def warn_of_one_node(self, ranks: str, remedy: str) -> None:
@@ -249,8 +251,13 @@ class Wire(Policy):
         return self.weights != "exact" and not self.as_values
 
     @property
+    def keeps_weights(self) -> bool:
+        """True if gathered weights are those of the shards to the bit."""
+        return self.weights in ("exact", "lossless")
+
+    @property
     def weight_codec(self) -> Codec | None:
-        """The codec of weights; None if they are exact."""
+        """The codec of weights; None if nothing of them is lost."""
         return _codec(self.weights)
 
     @property
@@ -274,6 +281,9 @@ _NAMED: dict[str, dict[str, Any]] = {
     "exact": {},
     "8bit": {"weights": "int8", "gradients": "int8"},
     "4bit": {"weights": "int4", "gradients": "int4"},
+    "lossless": {"weights": "lossless"},
+    "lossless-4bit": {"weights": "lossless", "gradients": "int4"},
+    "lossless-2bit": {"weights": "lossless", "gradients": "int2"},
 }
 
 
@@ -366,9 +376,11 @@ class ShardPolicy(Policy):
 
     cache: Cache = option(Cache(), of=Cache.of)
     wire: Wire = option(Wire(), of=Wire.of, plain=Wire.plain, hint=dict[str, Any] | str | None)
-    """The bits in which weights and gradients cross between nodes: "exact", "8bit" or "4bit", which need a cache. Or a
-    table with the fields of `laconic.Wire`, such as { weights = "exact", gradients = "int4" }. With Muon and Shampoo
-    "4bit" sends gradients in eight bits. Default: exact."""
+    """The bits in which weights and gradients cross between nodes: "exact"; "8bit" or "4bit", which round both;
+    "lossless", which sends weights of bf16 in some 3 bits without loss; "lossless-4bit" or "lossless-2bit", which round
+    gradients alone. All but "exact" need a cache. Or a table with the fields of `laconic.Wire`, such as
+    { weights = "exact", gradients = "int4" }. With Muon and Shampoo "4bit" and "2bit" send gradients in eight bits.
+    Default: exact."""
     precision: Precision = Precision()
     reshard_after_forward: bool | None = None
     """Free gathered parameters after forward and gather them again in backward. Default: yes, the root too."""
@@ -399,6 +411,12 @@ class ShardPolicy(Policy):
             "next step; leave {cache_until} out, or use Wire(weights='int8', as_values=True, ...), or weights='exact'"
         )
         self._check("wire", not self.wire.sends_differences or self.cache.until == "change", message)
+        message = (
+            "sends patterns of 16 bits or fewer, but {param_dtype='float32'} gathers 32, of which most change in every "
+            "step; use {param_dtype='bfloat16'}, or weights='exact' or 'int4'"
+        )
+        is_wide = self.wire.weights == "lossless" and self.precision.param_dtype == "float32"
+        self._check("wire", not is_wide, message)
         message = "cannot feed errors back with {param_dtype='float16'}, whose loss scale changes; leave it out"
         self._check("wire", not self.wire.feedback or self.precision.param_dtype != "float16", message)
         message = "frees weights after forward, but {cache='rank'} keeps them; leave it out, or use {cache='none'}"

@@ -127,9 +127,11 @@ class ShardedModule(FSDPModule, nn.Module):
     def forget_copies(self) -> None:
         """Let this module's weights cross between nodes exactly next time, also with `wire="4bit"`.
 
+        With `wire="lossless"` all nodes have the exact weights anyway.
+
         A state dict, a checkpoint, a load and any edit do this by themselves. See `laconic.Wire`.
         """
-        self._laconic_unit.forget_copies()
+        self._laconic_unit.settle_copies()
 
     def placements(self) -> dict[str, Placement]:
         """Return where each unit below this root rests now, by the unit's name. Collective before the first forward.

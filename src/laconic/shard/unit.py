@@ -269,17 +269,20 @@ class Unit:
         if self._root is not None:
             self._root.host_reads.delay_edits()
 
-    def forget_copies(self) -> None:
-        """Let the weights cross exactly next time: [Note: Exact crossings] in shard/crossing.py."""
+    def settle_copies(self) -> None:
+        """Let nodes have the optimizer's own weights from the next gather on, and forget what gradients have lost.
+
+        See [Note: Exact crossings] in shard/crossing.py.
+        """
         if self._gather is not None:
-            self._gather.forget_copies()
+            self._gather.settle_copies()
         for gradients in self.gradients:
             gradients.forget_lost()
 
     def _prepare_state_dict(self) -> None:
         """Show the sharded parameters. A run that resumes from them begins with exact weights, so this one does too."""
         self.reshard()
-        self.forget_copies()
+        self.settle_copies()
 
     def apply(self, function: Callable[[Tensor], Tensor], super_apply: Callable[[], None]) -> None:
         """Run `nn.Module._apply`, but convert the shard in place of the parameters that are views of it."""
@@ -493,7 +496,9 @@ class Unit:
         for gradients in self.gradients:
             gradients.discard()
         self.reshard()
-        self.forget_copies()
+        if self._gather is not None:
+            self._gather.forget_copies()
+        self.settle_copies()
 
 
 class Root:

@@ -47,6 +47,15 @@ def _beside_cyclic(key: str, *values: Any, reason: str) -> Limit:
 
 
 _ROUNDED = "crossings are rounded: losses within 0.13 % of exact crossings, either way (docs/thinner.md)"
+_ROUNDED_GRADIENTS = "gradients are rounded, weights are not (docs/thinner.md)"
+_TAKES_HALF = Limit.only(
+    "shard.param_dtype",
+    None,
+    "bfloat16",
+    "float16",
+    message="shard.param_dtype = {value!r} gathers 32 bits, of which most change in every step, so strategy "
+    "{strategy!r} saves nothing; use shard.param_dtype = 'bfloat16'",
+)
 _LOCAL = (
     "islands see only their own rows between syncs: within 0.2 % of every-step training after a warm-up, up to 20 % "
     "above it from scratch (docs/local-steps.md)"
@@ -209,6 +218,27 @@ STRATEGIES = (
         colours=("#7a5c00", "#a88418"),
         inexact=_ROUNDED,
         shard={"wire": "4bit"},
+    ),
+    _HOST.variant(
+        name="lossless",
+        label="laconic lossless",
+        note="laconic host whose bf16 weights cross in about three bits, without loss.",
+        source="PULSE, arXiv 2602.03839, between the ranks of a trainer",
+        colours=("#7f0000", "#d7301f"),
+        limits=(*_HOST.limits, _TAKES_HALF),
+        shard={"wire": "lossless"},
+        in_plan=False,  # the planner does not know how long coding takes
+    ),
+    _HOST.variant(
+        name="lossless-4bit",
+        label="laconic lossless 4bit",
+        note="laconic lossless with gradients in 4 bits. It trains with rounded gradients.",
+        source="PULSE, arXiv 2602.03839; SDP4Bit, arXiv 2410.15526",
+        colours=("#5c3317", "#a0622d"),
+        inexact=_ROUNDED_GRADIENTS,
+        limits=(*_HOST.limits, _TAKES_HALF),
+        shard={"wire": "lossless-4bit"},
+        in_plan=False,
     ),
     _HOST.variant(
         name="values",

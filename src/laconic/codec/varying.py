@@ -1,0 +1,117 @@
+"""Messages whose lengths vary, from each rank to all: only its sender knows how long one is.
+
+[Note: Lengths that vary]
+A receiver must know beforehand how many bytes come. The length of a coded message is known when coding ends, and to its
+sender alone. To agree on it would take a trip. But a message is about as long as the last one of its sender, whose
+length all ranks have read. So each rank sends as many bytes as that was long, and 1 / 32 more. The length of the new
+message stands in its first bytes, before what fits of it. What does not fit follows in a second transfer. All ranks
+begin that alike, as all have read all lengths. Of a first message nothing is known, so all of it follows.
+
+Ranks must know the same lengths. An exception on one rank may end this between two messages. Then all begin anew, by
+`forget`, before the next one: the caller agrees on that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from laconic.codec.sums import Hold
+from laconic.comm.collectives import NOTHING, Pending
+from laconic.comm.traffic import Purpose
+from laconic.layout.packing import round_up
+
+_HEAD_BYTES = 16
+"""A message begins with its length, int64, and eight bytes that fill up: what follows is aligned."""
+_MARGIN = 32
+_ALIGNMENT = 16
+
+
+class VaryingWay(Protocol):
+    """The ranks that send to each other, as a `Communicator` has them."""
+
+    rank: int
+    size: int
+    has_peers: bool
+
+    def all_gather(
+        self, whole: Tensor, piece: Tensor, purpose: Purpose, /, *, numels: Sequence[int] | None = None
+    ) -> Pending:
+        """See `Communicator.all_gather`."""
+
+
+class VaryingMessages:
+    """Messages from each rank to all: [Note: Lengths that vary]."""
+
+    def __init__(self, way: VaryingWay, hold: Hold, purpose: Purpose) -> None:
+        """Send along `way`. `hold` counts the memory that messages take."""
+        self._way, self._hold, self._purpose = way, hold, purpose
+        self._arriving: Tensor | None = None
+        self._pending = NOTHING
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the lengths of messages. All ranks do, before one of them sends the next."""
+        self._expected = [_HEAD_BYTES] * self._way.size
+
+    def start(self, body: Tensor) -> None:
+        """Begin to send `body`, (n,), uint8, to all. It may change afterwards."""
+        self._free()  # an exception may have cut the last crossing short
+        expected = self._expected
+        length = _HEAD_BYTES + len(body)
+        self._sent = body.new_zeros(max(length, expected[self._way.rank]))
+        self._sent[:_HEAD_BYTES].view(torch.int64)[0] = length
+        self._sent[_HEAD_BYTES:length] = body
+        self._arriving = body.new_empty(sum(expected))
+        self._hold(self._nbytes)
+        first = self._sent[: expected[self._way.rank]]
+        self._pending = self._way.all_gather(self._arriving, first, self._purpose, numels=expected)
+
+    def finish(self) -> list[Tensor]:
+        """Wait, and return the message of each rank, (n,), uint8. The host reads their lengths from the device.
+
+        Raises:
+            RuntimeError: a length is none.
+        """
+        assert self._arriving is not None
+        self._pending.wait()
+        parts: Sequence[Tensor] = self._arriving.split(self._expected)
+        lengths = self._lengths(parts)
+        if min(lengths) < _HEAD_BYTES or lengths[self._way.rank] > len(self._sent):
+            raise RuntimeError(
+                f"messages say that they are {lengths} bytes long, of which the first {_HEAD_BYTES} say so: they were "
+                "damaged, or ranks do not run the same program"
+            )
+        rest = max(length - expected for length, expected in zip(lengths, self._expected, strict=True))
+        if rest > 0:
+            parts = self._with_rest(parts, round_up(rest, _ALIGNMENT))
+        self._expected = [round_up(length + length // _MARGIN, _ALIGNMENT) for length in lengths]
+        self._free()
+        return [part[_HEAD_BYTES:length] for part, length in zip(parts, lengths, strict=True)]
+
+    def _lengths(self, parts: Sequence[Tensor]) -> list[int]:
+        if not self._way.has_peers:  # a rehearsal: all are as long as this rank's
+            return [len(self._sent)] * self._way.size
+        lengths: list[int] = torch.stack([part[:_HEAD_BYTES] for part in parts]).view(torch.int64)[:, 0].tolist()
+        return lengths
+
+    def _with_rest(self, parts: Sequence[Tensor], rest: int) -> list[Tensor]:
+        """The messages of all ranks, with `rest` bytes more of each."""
+        begin = self._expected[self._way.rank]
+        piece = self._sent.new_zeros(rest)
+        more = self._sent[begin : begin + rest]
+        piece[: len(more)] = more
+        arriving = piece.new_empty(rest * self._way.size)
+        self._way.all_gather(arriving, piece, self._purpose).wait()
+        return [torch.cat(both) for both in zip(parts, arriving.split(rest), strict=True)]
+
+    @property
+    def _nbytes(self) -> int:
+        return 0 if self._arriving is None else self._arriving.nbytes + self._sent.nbytes
+
+    def _free(self) -> None:
+        self._hold(-self._nbytes)
+        self._arriving, self._pending = None, NOTHING

@@ -1,0 +1,92 @@
+"""Messages whose lengths vary, between ranks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import laconic
+from laconic.codec.varying import VaryingMessages
+from laconic.comm.cluster import Cluster
+from laconic.comm.collectives import Communicator
+from tests.support.launch import on_ranks
+
+
+def body_of(rank: int, step: int, length: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(256, (length,), generator=generator, dtype=torch.uint8)
+
+
+class Held:
+    nbytes = 0
+
+    def __call__(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+
+
+def way() -> tuple[Communicator, Cluster]:
+    cluster = Cluster(laconic.init_mesh("cpu"))
+    return Communicator(cluster, "node"), cluster
+
+
+@on_ranks(3, local=1)
+def test_messages_of_any_lengths_arrive_whole() -> None:
+    """Lengths that grow, shrink, vanish and jump, other ones on each rank."""
+    node, _ = way()
+    held, draw = Held(), random.Random(0)
+    messages = VaryingMessages(node, held, "weights")
+    lengths = [[draw.choice([0, 1, 15, 16, 17, 400, 1000, 1031, 70_000]) for _ in range(3)] for _ in range(40)]
+    for step, by_rank in enumerate(lengths):
+        messages.start(body_of(dist.get_rank(), step, by_rank[dist.get_rank()]))
+        assert held.nbytes > 0
+        for rank, arrived in enumerate(messages.finish()):
+            assert torch.equal(arrived, body_of(rank, step, by_rank[rank])), (step, rank)
+        assert held.nbytes == 0
+        if step % 7 == 6:
+            messages.forget()
+
+
+@on_ranks(2, local=1)
+def test_steady_lengths_take_one_transfer_and_little_more_than_their_bytes() -> None:
+    node, cluster = way()
+    messages = VaryingMessages(node, Held(), "weights")
+
+    def sent(length: int) -> int:
+        before = cluster.traffic.snapshot()
+        messages.start(body_of(dist.get_rank(), 0, length))
+        messages.finish()
+        return (cluster.traffic.snapshot() - before).total("node", "weights", "sent")
+
+    assert sent(10_000) == 16 + 10_000, "of the first message nothing is known: a head, then all of it"
+    expected = -(-10_016 * 33 // 32 // 16) * 16
+    assert sent(10_200) == expected, "it fits, with the margin"
+    assert sent(9_000) == -(-10_216 * 33 // 32 // 16) * 16
+    assert sent(9_600) == -(-9_016 * 33 // 32 // 16) * 16 + -(-(9_616 - -(-9_016 * 33 // 32 // 16) * 16) // 16) * 16
+
+
+@on_ranks(2, local=1)
+def test_a_message_that_is_cut_short_leaves_nothing() -> None:
+    """All ranks drop a message that is under way, forget, and go on."""
+    node, _ = way()
+    held = Held()
+    messages = VaryingMessages(node, held, "weights")
+    messages.start(body_of(dist.get_rank(), 0, 500))
+    messages.forget()
+    messages.start(body_of(dist.get_rank(), 1, 700))
+    assert [len(each) for each in messages.finish()] == [700, 700]
+    assert held.nbytes == 0
+
+
+@on_ranks(2, local=1)
+def test_a_damaged_length_is_an_error() -> None:
+    node, _ = way()
+    messages = VaryingMessages(node, Held(), "weights")
+    messages.start(body_of(dist.get_rank(), 0, 100))
+    messages._pending.wait()
+    assert messages._arriving is not None
+    messages._arriving[8 * 2 * node.rank : 8 * 2 * node.rank + 8] = 255
+    with pytest.raises(RuntimeError, match=r"messages say that they are .* bytes long.*damaged"):
+        messages.finish()
