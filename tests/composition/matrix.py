@@ -10,13 +10,22 @@ from itertools import combinations, product
 from typing import Any
 
 from laconic import registry
+from laconic.shard.policies import Wire
 
 CACHES = tuple(
     name for name, each in registry.strategies().items() if each.is_own and each.in_compare and not each.has_islands
 )
 """laconic's registered strategies that sync in every step: each is a row, with its keys of `fully_shard`."""
 ISLANDS = ("replicas", "4bit replicas", "local steps", "partial updates")
-CODED = (*(name for name in CACHES if "wire" in registry.named(name).shard), "4bit replicas", "cyclic, 8bit")
+_WIRES = {name: Wire.of(registry.named(name).shard.get("wire")) for name in CACHES}
+CODED = (
+    *(name for name, wire in _WIRES.items() if not (wire.keeps_weights and wire.gradients == "exact")),
+    "4bit replicas",
+    "cyclic, 8bit",
+)
+"""The strategies whose crossings lose something."""
+LOSSLESS = tuple(name for name, wire in _WIRES.items() if wire.weights == "lossless")
+"""The strategies that refuse weights of 32 bits: all their cells have mixed precision."""
 CYCLIC = ("cyclic", "cyclic, 8bit", "cyclic, sharded", "local steps around cyclic")
 STRATEGIES = (*CACHES, *ISLANDS, *CYCLIC)
 WELL_TESTED = ("host", "cyclic")
@@ -77,6 +86,12 @@ class Cell:
         return {self.strategy, self.optimizer, *self.features}
 
 
+def cell_of(strategy: str, optimizer: str = "AdamW", *features: str) -> Cell:
+    """The cell of a strategy, with the feature that it needs."""
+    needed = ("mixed precision",) if strategy in LOSSLESS else ()
+    return Cell(strategy, optimizer, frozenset((*features, *needed)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
     """Two parts that are refused together, each one of several, with ValueError before the first step."""
@@ -128,7 +143,7 @@ def cells() -> list[Cell]:
     found: dict[Cell, None] = {}
 
     def add(strategy: str, optimizer: str = "AdamW", *features: str) -> None:
-        found[Cell(strategy, optimizer, frozenset(features))] = None
+        found[cell_of(strategy, optimizer, *features)] = None
 
     for strategy in STRATEGIES:
         for optimizer in OPTIMIZERS:
@@ -159,7 +174,7 @@ def sample() -> list[Cell]:
     """Some of `cells`: every strategy with all features that fit, and every other part and refusal once or more."""
     tried = cells()
     largest = [max((c for c in tried if c.strategy == name and works(c)), key=_num_features) for name in STRATEGIES]
-    by_optimizer = [Cell(name, OPTIMIZERS[i % len(OPTIMIZERS)]) for i, name in enumerate(STRATEGIES)]
+    by_optimizer = [cell_of(name, OPTIMIZERS[i % len(OPTIMIZERS)]) for i, name in enumerate(STRATEGIES)]
     refused = [next(c for c in tried if refusals_of(c.parts) == [index]) for index in range(len(REFUSALS))]
     return list(dict.fromkeys([*largest, *by_optimizer, *refused, Cell("host", "AdamW", frozenset({"compile"}))]))
 
@@ -175,4 +190,7 @@ def _num_features(cell: Cell) -> int:
 def all_cells() -> list[Cell]:
     """The whole product."""
     sets = [frozenset(chosen) for count in range(len(FEATURES) + 1) for chosen in combinations(FEATURES, count)]
-    return [Cell(*each) for each in product(STRATEGIES, OPTIMIZERS, sets)]
+    return [
+        cell_of(strategy, optimizer, *features)
+        for strategy, optimizer, features in product(STRATEGIES, OPTIMIZERS, sets)
+    ]

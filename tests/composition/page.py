@@ -31,7 +31,7 @@ _TEXT = """# What goes together
 *goes through, cell by cell. A cell that works trains a small model on 2 nodes x 2 ranks. Its parameters equal those of
 the same training in one process without sharding, within 2e-5, or 3e-3 where mixed precision, Muon or AdamW8bit round.
 After two steps with crossings in four bits they are off by less than 45 % of the distance that training has moved them;
-Muon and Shampoo send gradients in eight bits there.
+Muon and Shampoo send gradients in eight bits there. Lossless crossings have mixed precision in every cell.
 A cell that is refused raises the error below, with its remedy, before the first step.*
 
 {strategies}

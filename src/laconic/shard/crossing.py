@@ -155,7 +155,7 @@ class CopyState(Enum):
     """It is equal on all nodes, and lags behind the weights by the error of the codec."""
 
 
-class Differences(WeightCrossing):
+class DifferenceCrossing(WeightCrossing):
     """The gather of one bucket as differences to the copies of all nodes: [Note: Differences]."""
 
     after_difference: ClassVar[CopyState]
@@ -217,7 +217,7 @@ class Differences(WeightCrossing):
         """All ranks have sent the weights exactly."""
 
 
-class CodedDifferences(Differences):
+class CodedDifferences(DifferenceCrossing):
     """Differences in few bits, which lose something."""
 
     after_difference = CopyState.DECODED
@@ -236,7 +236,7 @@ class CodedDifferences(Differences):
 
     @property
     def was_edited(self) -> bool:
-        """See `Differences.was_edited`."""
+        """See `DifferenceCrossing.was_edited`."""
         return self.state is not CopyState.LOST and self.bucket.version != self._trusted_version
 
     def note_step_begins(self) -> None:
@@ -264,7 +264,7 @@ class CodedDifferences(Differences):
         self._messages.finish(node_shard, adds=True)
 
 
-class LosslessDifferences(Differences):
+class LosslessDifferences(DifferenceCrossing):
     """Differences of patterns, which lose nothing: [Note: Lossless crossings]."""
 
     after_difference = CopyState.EXACT
@@ -318,16 +318,16 @@ class Copies:
 
     def __init__(self, cluster: Cluster, observer: Observer) -> None:
         self._cluster, self._observer = cluster, observer
-        self._members: list[Differences] = []
-        self._decided: dict[Differences, tuple[int, bool]] = {}  # the version, and whether it is a difference
+        self._members: list[DifferenceCrossing] = []
+        self._decided: dict[DifferenceCrossing, tuple[int, bool]] = {}  # the version, and whether it is a difference
         self._steps = 0  # since the last exact crossing of all
         self._has_differed = False
 
-    def add(self, member: Differences) -> None:
+    def add(self, member: DifferenceCrossing) -> None:
         """Add a bucket, in the same order on all ranks."""
         self._members.append(member)
 
-    def may_differ(self, member: Differences) -> bool:
+    def may_differ(self, member: DifferenceCrossing) -> bool:
         """Whether the bucket's present version crosses as a difference, on all ranks alike.
 
         Collective when asked for a version for the first time.
@@ -340,7 +340,7 @@ class Copies:
         _, may_differ = self._decided.pop(member)  # a gather that is begun anew asks anew
         return may_differ
 
-    def ask_again(self, member: Differences) -> None:
+    def ask_again(self, member: DifferenceCrossing) -> None:
         """Drop what was agreed on for a bucket that has not crossed since."""
         self._decided.pop(member, None)
 
@@ -358,7 +358,7 @@ class Copies:
         self._steps = 0 if len(must_be_exact) == len(self._members) else self._steps + 1
         self._decided = {each: (each.bucket.version, each not in must_be_exact) for each in self._members}
 
-    def _ask_all_ranks(self) -> tuple[set[Differences], list[Differences], bool]:
+    def _ask_all_ranks(self) -> tuple[set[DifferenceCrossing], list[DifferenceCrossing], bool]:
         """Return, alike on all ranks, three answers in one small message.
 
         They are the buckets that some rank must send exactly; those of the others in whose differences ranks have come
@@ -378,7 +378,7 @@ class Copies:
         ]
         return must_be_exact, differing, bool(flags[-1])
 
-    def _note_differences(self, differing: list[Differences]) -> None:
+    def _note_differences(self, differing: list[DifferenceCrossing]) -> None:
         if not differing:
             return
         names = ", ".join(each.bucket.layout.slots[0].name for each in differing[:3])
