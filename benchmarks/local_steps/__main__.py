@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.local_steps import losses, parity, traffic, partial  # isort: skip  # noqa: F401  rows, in order
+from benchmarks.local_steps import losses, parity, traffic, partial, front  # isort: skip  # noqa: F401  rows, in order
 from benchmarks.local_steps.bench import BENCHMARK
 
 BENCHMARK.save = losses.save

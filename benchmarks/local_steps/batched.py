@@ -7,10 +7,12 @@ time, are batched matrix products; frozen slices have gradients here, which a ma
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,17 +32,19 @@ from benchmarks.local_steps.islands import (
 )
 from laconic.codec import codec_named
 from laconic.islands.fragments import SyncSchedule, fragment_of
+from laconic.optim.muon import orthogonalize
 from laconic.partial.patterns import Kind
 from laconic.partial.updates import partial_updates, unsliced_state_dict
 
 Values = dict[str, Tensor]
 """A tensor for each parameter, by its name in the model."""
 _EVAL_ROWS_AT_ONCE = 64
+_MUON_MOMENTUM = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchedJob(Job):
-    """A job of local steps on one device. `mixing` and `error_feedback` are not there."""
+    """A job of local steps, or of data parallel over the rows of all islands, on one device. There is no `mixing`."""
 
     name: str = ""
     islands: int = 8
@@ -50,6 +54,16 @@ class BatchedJob(Job):
     """The inner learning rate of slices, as a share of that of other parameters."""
     rotate: int = 0
     """After so many syncs of a fragment every island trains the next slice of it; 0: slices stay."""
+    inner: Literal["adamw", "muon"] = "adamw"
+    """The inner optimizer: AdamW, or Muon for the matrices of layers, with steps as large as AdamW's."""
+    speeds: tuple[float, ...] = ()
+    """The steps of each island in one of the fastest, which all syncs wait for alone; means weigh by tokens. Empty: all
+    are equally fast."""
+
+    @property
+    def tokens(self) -> float:
+        """The tokens of all islands in the whole job."""
+        return self.steps * self.rows * self.length * (sum(self.speeds) or self.islands)
 
 
 def losses(values: Mapping[str, Tensor], shape: Shape, tokens: Tensor) -> Tensor:
@@ -102,13 +116,34 @@ class Inner:
     _EAGER_STEPS = 2
     """The steps that make the states of the optimizer, before the graph is captured."""
 
-    def __init__(self, values: Values, decayed: set[str], masks: Values, sliced_lr: float, shape: Shape) -> None:
+    def __init__(
+        self,
+        values: Values,
+        decayed: set[str],
+        masks: Values,
+        sliced_lr: float,
+        shape: Shape,
+        *,
+        has_muon: bool = False,
+        speeds: tuple[float, ...] = (),
+    ) -> None:
         self.values, self._masks, self._shape = values, masks, shape
         self._decayed = [name for name in values if name in decayed]
         device = next(iter(values.values())).device
+        self._averages = {
+            name: torch.zeros_like(value)
+            for name, value in values.items()
+            if has_muon and ".layers." in name and name in decayed
+        }
+        self._speeds = torch.tensor(speeds, device=device) if speeds else None
+        self._taken = torch.zeros((), device=device)
         groups = [
             {
-                "params": [value for name, value in values.items() if (name in masks) == is_sliced],
+                "params": [
+                    value
+                    for name, value in values.items()
+                    if (name in masks) == is_sliced and name not in self._averages
+                ],
                 "lr": torch.zeros((), device=device),
                 "scale": scale,
             }
@@ -153,11 +188,41 @@ class Inner:
             factors = (MAX_NORM / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
             for name, gradient in gradients.items():
                 self.values[name].grad = gradient.mul_(factors.view(-1, *[1] * (gradient.dim() - 1)))
+            before = self._kept()
             for name in self._decayed:
                 rate = self._rates[name] * DECAY
                 self.values[name].mul_(1 - rate * self._masks[name] if name in self._masks else 1 - rate)
+            for name, average in self._averages.items():
+                self._take_muon(name, average, gradients[name])
         self._adam.step()
         self._adam.zero_grad()
+        with torch.no_grad():
+            self._undo(before)
+
+    def _take_muon(self, name: str, average: Tensor, gradient: Tensor) -> None:
+        """A step of torch's Muon with Nesterov's momentum, as large as one of AdamW: `match_rms_adamw`."""
+        average.lerp_(gradient, 1 - _MUON_MOMENTUM)
+        directions = torch.stack([orthogonalize(each) for each in gradient.lerp(average, _MUON_MOMENTUM)])
+        size = 0.2 * math.sqrt(max(average.shape[1:]))
+        self.values[name].sub_(self._rates[name] * size * directions.to(average.dtype))
+        self.values[name].grad = None
+
+    def _states(self) -> list[Tensor]:
+        states = [state[key] for state in self._adam.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        return [*self.values.values(), *self._averages.values(), *states]
+
+    def _kept(self) -> list[Tensor]:
+        """What a step changes, for islands that take none; empty if all take each."""
+        return [] if self._speeds is None else [each.clone() for each in self._states()]
+
+    def _undo(self, before: list[Tensor]) -> None:
+        """Let islands that are slower take fewer steps."""
+        if self._speeds is None:
+            return
+        takes = (self._speeds * (self._taken + 1)).floor() > (self._speeds * self._taken).floor()
+        for new, old in zip(self._states(), before, strict=False):  # the first step has made the states of AdamW
+            new.copy_(torch.where(takes.view(-1, *[1] * (new.dim() - 1)), new, old))
+        self._taken += 1
 
     def forget(self, name: str) -> None:
         """Drop the state of slices that an island does not train now."""
@@ -190,6 +255,7 @@ class Fragment:
         self._codec = codec_named(job.codec)
         self.flat = self._inner()[0].clone()
         self._momentum = torch.zeros_like(self.flat)
+        self._lost = torch.zeros_like(self._inner()) if job.error_feedback else None
         self._syncs = 0
 
     def _flat(self, values: Mapping[str, Tensor]) -> Tensor:
@@ -199,16 +265,27 @@ class Fragment:
         """The inner parameters of all islands, (islands, numel)."""
         return self._flat({name: value.detach() for name, value in self._values.items()})
 
-    def mean(self) -> Tensor:
-        """Return the mean pseudo-gradient, (numel,), after the two trips of a coded all-reduce."""
+    def mean(self, tokens: Tensor | None = None) -> Tensor:
+        """Return the mean pseudo-gradient, (numel,), after the two trips of a coded all-reduce, or one if it is sparse.
+
+        With `tokens`, (islands,), islands weigh by them.
+        """
         whole = {name: torch.ones_like(value) for name, value in self._values.items()}
         trained = self._flat({**whole, **{name: self._masks[name] for name in self._values if name in self._masks}})
-        terms = self._coded((self.flat - self._inner()) * trained)
-        return self._coded((terms.sum(0) / trained.sum(0))[None])[0]
+        given = (self.flat - self._inner()) * trained
+        if self._lost is not None:
+            given += self._job.error_feedback * self._lost
+        terms = self._coded(given)
+        if self._lost is not None:
+            self._lost = given - terms
+        if tokens is not None:
+            trained = trained * tokens[:, None]
+        mean = (terms * trained).sum(0) / trained.sum(0)
+        return mean if self._codec.is_sparse else self._coded(mean[None])[0]
 
     def _coded(self, rows: Tensor) -> Tensor:
-        """Return rows (n, numel) as they arrive, after they have crossed in as many parts as there are islands."""
-        islands, (count, numel) = self._job.islands, rows.shape
+        """Return rows (n, numel) as they arrive: whole if the codec is sparse, else cut for the islands."""
+        islands, (count, numel) = 1 if self._codec.is_sparse else self._job.islands, rows.shape
         part = math.ceil(numel / islands)
         parts = functional.pad(rows, (0, islands * part - numel)).view(count * islands, part)
         block = getattr(self._codec, "block", 1)
@@ -269,14 +346,20 @@ class Batched:
         """Return the loss of the outer parameters on held-out rows after a job.
 
         Raises:
-            ValueError: the job is of another kind, or asks for `mixing` or `error_feedback`.
+            ValueError: the job asks for `mixing`.
         """
-        if job.kind != "local" or job.mixing or job.error_feedback:
-            raise ValueError(f"batched islands take local steps, without mixing and error feedback; got {job}")
+        if job.mixing:
+            raise ValueError(f"batched islands do not mix; got {job}")
         start = self._begin(job)
+        if job.kind == "ddp":
+            return self._evaluated(self._data_parallel(job, start, has_muon=job.inner == "muon"), job)
         values = {name: _stacked(value, job.islands) for name, value in start.items()}
         masks = masks_of(job, self._device)
-        inner = Inner(values, _matrices(start), masks, job.sliced_inner_lr, job.shape)
+        inner = Inner(
+            values, _matrices(start), masks, job.sliced_inner_lr, job.shape, has_muon=job.inner == "muon",
+            speeds=job.speeds,
+        )  # fmt: skip
+        tokens = torch.tensor(job.speeds, device=self._device) if job.speeds else None
         schedule = SyncSchedule(every=job.every, fragments=job.fragments, overlap=job.overlap)
         assigned = fragment_of(values, schedule.fragments, schedule.pattern)
         fragments = [
@@ -290,7 +373,7 @@ class Batched:
             with torch.no_grad():
                 if position.since == 0:
                     fragment = fragments[position.rounds % len(fragments)]
-                    under_way = fragment, fragment.mean()
+                    under_way = fragment, fragment.mean(tokens)
                 if under_way is not None and (position.since >= schedule.overlap or step + 1 == job.steps):
                     under_way[0].apply(under_way[1], inner)
                     under_way = None
@@ -304,12 +387,17 @@ class Batched:
         if key not in self._warm:
             model: nn.Module = start.shape.build(start.length, seed=start.seed).to(self._device)
             named = {name: parameter.detach() for name, parameter in model.named_parameters()}
-            values = {name: _stacked(value, 1) for name, value in named.items()}
-            inner = Inner(values, _matrices(named), {}, 1.0, start.shape)
-            for step in range(start.steps):
-                inner.step(self._rows(start, step, job.islands).flatten(0, 1)[None], lr_of(start, step))
-            self._warm[key] = {name: value.detach()[0] for name, value in values.items()}
+            trained = self._data_parallel(dataclasses.replace(job, **vars(start)), named)
+            self._warm[key] = {name: value[0] for name, value in trained.items()}
         return self._warm[key]
+
+    def _data_parallel(self, job: BatchedJob, begin: Values, *, has_muon: bool = False) -> Values:
+        """The parameters, (1, *shape), after steps whose batches have the rows of all islands."""
+        values = {name: _stacked(value, 1) for name, value in begin.items()}
+        inner = Inner(values, _matrices(begin), {}, 1.0, job.shape, has_muon=has_muon)
+        for step in range(job.steps):
+            inner.step(self._rows(job, step, job.islands).flatten(0, 1)[None], lr_of(job, step))
+        return {name: value.detach() for name, value in values.items()}
 
     def _rows(self, job: Job, step: int, islands: int) -> Tensor:
         """The rows of all islands in a step, (islands, rows, length)."""

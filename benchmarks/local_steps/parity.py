@@ -58,24 +58,25 @@ REMEDIES: tuple[dict[str, Any], ...] = (
 """Further changes of sliced runs."""
 
 
-class _Trainer:
+class Trainer:
     """Trains jobs of one length, each once: the folder of a benchmark keeps their losses."""
 
     def __init__(self, bench: Bench, length: int) -> None:
         self._bench = bench
-        self._batched = Batched(bench.folder / "tokens", length, _device())
+        self._batched = Batched(bench.folder / "tokens", length, device())
 
     def loss(self, job: BatchedJob) -> float:
         """Return the loss of the outer parameters after a job."""
         return float(self._bench.kept(job, lambda: self._batched.train(job)))
 
 
-def _device() -> torch.device:
+def device() -> torch.device:
+    """The accelerator, if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _usual_job() -> BatchedJob:
-    return _ON_GPU if _device().type == "cuda" else _ON_CPU
+    return _ON_GPU if device().type == "cuda" else _ON_CPU
 
 
 def flops_saved(run: BatchedJob, slices: int) -> float:
@@ -102,7 +103,7 @@ class Excess:
         return f"{self.mean:+.2%} ± {self.error:.2%}"
 
 
-def _tuned(trainer: _Trainer, usual: BatchedJob) -> dict[int, BatchedJob]:
+def _tuned(trainer: Trainer, usual: BatchedJob) -> dict[int, BatchedJob]:
     """Return the run of each number of slices with the outer optimizer that is best on the tuning seed."""
     chosen: dict[int, BatchedJob] = {}
     for slices, candidates in OUTER.items():
@@ -118,7 +119,7 @@ def _tuned(trainer: _Trainer, usual: BatchedJob) -> dict[int, BatchedJob]:
 def _row(bench: Bench, islands: int, seeds: int) -> Row:
     seeds = 2 if bench.quick else seeds
     usual = dataclasses.replace(_QUICK if bench.quick else _usual_job(), islands=islands)
-    trainer = _Trainer(bench, usual.length)
+    trainer = Trainer(bench, usual.length)
     chosen = _tuned(trainer, usual)
     saved = {slices: flops_saved(usual, slices) for slices in SLICES}
     longer = {
@@ -173,7 +174,7 @@ def parity_16(bench: Bench) -> Row:
 def try_remedies(folder: Path) -> None:
     """Print the loss of each remedy on the tuning seed, beside that of streaming."""
     usual = _usual_job()
-    trainer = _Trainer(Bench(folder, quick=False), usual.length)
+    trainer = Trainer(Bench(folder, quick=False), usual.length)
     chosen = _tuned(trainer, usual)
     base = trainer.loss(chosen[1])
     for slices in SLICES:

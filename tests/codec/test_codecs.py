@@ -25,6 +25,7 @@ BYTES = {
     "e2m1": lambda n: math.ceil(n / 2) + 2 * math.ceil(n / 128),
     "e3m0": lambda n: math.ceil(n / 2) + 2 * math.ceil(n / 128),
     "top64": lambda n: math.ceil(n / 4096) * (64 * 12 // 8 + 64 * 2 // 8 + 4),
+    "top128": lambda n: math.ceil(n / 4096) * (128 * 12 // 8 + 128 * 2 // 8 + 4),
     "weight-nf4": lambda n: math.ceil(n / 2) + 2 * math.ceil(n / 64),
     "weight-int8": lambda n: n + 2 * math.ceil(n / 64),
 }

@@ -449,6 +449,12 @@ ENGINE: dict[str, Program] = {
     "8 bits, cache host": Program(options={"cache": "host", "wire": "8bit"}, train=training(steps=3)),
     "4 bits, cache device": Program(options={"cache": "device", "wire": "4bit"}, train=training(steps=3)),
     "4 bits, cache host, evaluation": Program(options={"cache": "host", "wire": "4bit"}, train=evaluated),
+    "lossless, cache device": Program(
+        options={"cache": "device", "wire": "lossless", "mp_policy": _HALF}, train=training(steps=3)
+    ),
+    "lossless, cache host, evaluation": Program(
+        options={"cache": "host", "wire": "lossless-4bit", "mp_policy": _HALF}, train=evaluated
+    ),
     "copies compared": Program(options={"cache": "host", "wire": _FEEDBACK}, train=without_reading),
     "feedback": Program(options={"cache": "host", "wire": _FEEDBACK}, train=training(steps=3, micro_batches=2)),
     "ZeRO++": Program(options={"wire": _ZERO}),

@@ -18,7 +18,8 @@ CODECS: dict[str, Codec] = {
         TwoBit(),
         Float4("e2m1", E2M1),
         Float4("e3m0", E3M0),
-        TopK(),
+        TopK(64),
+        TopK(128),
     )
 }
 """All codecs of messages, by name. `e3m0` is for values of many scales (arXiv 2501.18512)."""

@@ -1,0 +1,176 @@
+"""Rows about the islands of 2026 at equal tokens: Muon inside, one value in sixty-four, and machines of unequal speed.
+
+Islands are batched on one device (batched.py): a GPU trains the larger model in minutes. Runs are kept as they end, so
+a row that was stopped goes on. Outer optimizers are chosen on a seed of their own.
+
+    python -m benchmarks.local_steps.front DIR    tries changes of the sparse recipe on that seed, and prints losses
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.local_steps.batched import BatchedJob
+from benchmarks.local_steps.bench import BENCHMARK, Bench
+from benchmarks.local_steps.islands import Shape
+from benchmarks.local_steps.parity import TUNING_SEED, Excess, Trainer, device
+from laconic.codec import codec_named
+from tests.support.record import Row
+
+_ON_GPU = BatchedJob(
+    steps=1600, warm_steps=400, shape=Shape(hidden=384, intermediate=1024, layers=6, heads=8), lr=1e-3, warm_lr=1e-3,
+    every=32, islands=4, eval_rows=1024,
+)  # fmt: skip
+_ON_CPU = BatchedJob(
+    steps=960, warm_steps=480, rows=2, islands=4, shape=Shape(hidden=96, intermediate=256, layers=3, heads=4),
+    every=32, eval_rows=512,
+)  # fmt: skip
+_QUICK = dataclasses.replace(
+    _ON_CPU, steps=24, warm_steps=8, length=32, eval_rows=64, every=8,
+    shape=Shape(hidden=32, intermediate=64, layers=2, heads=4),
+)  # fmt: skip
+_MOST_BYTES = 1 / 2000
+_SEEDS = 3
+MULOCO: dict[str, Any] = {"inner": "muon", "codec": "int2", "error_feedback": 1.0}
+"""MuLoCo: Muon inside, two bits with feedback, Nesterov's momentum outside (arXiv 2505.23725)."""
+SPARSE: dict[str, Any] = {"codec": "top64", "error_feedback": 0.95, "outer_lr": 1.0, "outer_momentum": 0.0}
+"""SparseLoCo: 1.6 % of the values in two bits, a decaying feedback, plain steps outside (arXiv 2508.15706)."""
+_SLOW: dict[str, Any] = {"codec": "int4"}
+_OUTER = tuple(
+    {"outer_lr": lr, "outer_momentum": momentum} for lr, momentum in ((0.7, 0.9), (0.7, 0.6), (1.0, 0.6), (1.0, 0.0))
+)
+CHANGES: dict[str, dict[str, Any]] = {
+    "the recipe": {},
+    "128 of 4,096": {"codec": "top128"},
+    "feedback whole": {"error_feedback": 1.0},
+    "feedback 0.9": {"error_feedback": 0.9},
+    "every 16": {"every": 16},
+    "every 64": {"every": 64},
+    "outer rate 0.8": {"outer_lr": 0.8},
+    "Muon inside": {"inner": "muon"},
+    "all values in four bits": {"codec": "int4", "error_feedback": 0.0},
+    "all values, outer 0.7 and 0.9": {"codec": "int4", "error_feedback": 0.0, "outer_lr": 0.7, "outer_momentum": 0.9},
+}
+"""Changes of the sparse recipe."""
+
+
+def _usual(bench: Bench) -> BatchedJob:
+    if bench.quick:
+        return _QUICK
+    return _ON_GPU if device().type == "cuda" else _ON_CPU
+
+
+def _best(trainer: Trainer, job: BatchedJob, candidates: tuple[dict[str, Any], ...]) -> BatchedJob:
+    """The job with the changes that are best on the tuning seed."""
+    tuned = [dataclasses.replace(job, seed=TUNING_SEED, **change) for change in candidates]
+    return min(tuned, key=trainer.loss)
+
+
+class _Against:
+    """The losses of a job by seed, beside data parallel with as many tokens."""
+
+    def __init__(self, bench: Bench, trainer: Trainer, job: BatchedJob) -> None:
+        seeds = range(2 if bench.quick else _SEEDS)
+        steps = round(job.tokens / (job.islands * job.rows * job.length))
+        peers = {name: _data_parallel(job, steps, inner=name) for name in ("adamw", "muon")}
+        of = {"own": job, **peers}
+        found = {
+            name: [trainer.loss(dataclasses.replace(run, seed=seed)) for seed in seeds] for name, run in of.items()
+        }
+        self.by_adamw, self.by_muon = (Excess(found["own"], found[name]) for name in peers)
+        self.losses = {name: statistics.mean(each) for name, each in found.items()}
+
+
+def _data_parallel(job: BatchedJob, steps: int, *, inner: Any) -> BatchedJob:
+    """Data parallel over the rows of all islands, with nothing of theirs by which equal runs would differ."""
+    usual = BatchedJob(steps=steps)
+    shared = ("seed", "warm_steps", "warm_lr", "rows", "length", "shape", "lr", "eval_rows", "islands")
+    return dataclasses.replace(usual, kind="ddp", inner=inner, **{name: getattr(job, name) for name in shared})
+
+
+def bytes_against_data_parallel(job: BatchedJob) -> float:
+    """The bytes that an island sends, as a share of those of every-step data parallel in fp32 over a ring.
+
+    A sparse codec sends each value to all others in one trip; the others take two trips of a part each.
+    """
+    numel = sum(parameter.numel() for parameter in job.shape.build(1, seed=0, device="meta").parameters())
+    codec = codec_named(job.codec)
+    trips = job.islands - 1 if codec.is_sparse else 2 * (job.islands - 1) / job.islands
+    own = trips * codec.payload_bytes(numel) / job.every
+    return own / (2 * (job.islands - 1) / job.islands * 4 * numel)
+
+
+def _row(bench: Bench, changes: dict[str, Any], *, what: str, limit: float, candidates: tuple[dict[str, Any], ...],
+         note: str) -> Row:  # fmt: skip
+    usual = dataclasses.replace(_usual(bench), **changes)
+    trainer = Trainer(bench, usual.length)
+    chosen = _best(trainer, usual, candidates)
+    against, share = _Against(bench, trainer, chosen), bytes_against_data_parallel(chosen)
+    millions = sum(p.numel() for p in usual.shape.build(1, seed=0, device="meta").parameters()) / 1e6
+    means = ", ".join(f"{name} {loss:.4f}" for name, loss in against.losses.items())
+    return Row(
+        claim=f"eval loss at equal tokens against every-step data parallel, {what}; bytes a token",
+        required=f"<= {limit:+.1%}; <= 1/2,000",
+        measured=f"{against.by_adamw}; 1/{1 / share:,.0f}",
+        is_met=against.by_adamw.mean <= limit and share <= _MOST_BYTES,
+        note=(
+            f"mean ± standard error by seed, against data parallel with AdamW; with Muon {against.by_muon}. Losses: "
+            f"{means}. {millions:.2f} M parameters, {usual.islands} islands, {usual.steps} steps of {usual.rows} x "
+            f"{usual.length} tokens an island after {usual.warm_steps} of data parallel, on one cosine from "
+            f"{usual.lr:g}, {chosen.codec} every {chosen.every} steps. Outer rate and momentum {chosen.outer_lr:g} and "
+            f"{chosen.outer_momentum:g}, feedback {chosen.error_feedback:g}. {note}"
+        ),
+    )
+
+
+@BENCHMARK.row("muloco", section="islands-front")
+def muloco(bench: Bench) -> Row:
+    return _row(
+        bench, MULOCO, what="MuLoCo: Muon inside, int2 with feedback", limit=0.002, candidates=_OUTER,
+        note="The outer optimizer is the best of four on another seed.",
+    )  # fmt: skip
+
+
+@BENCHMARK.row("sparse", section="islands-front")
+def sparse(bench: Bench) -> Row:
+    usual = dataclasses.replace(_usual(bench), **SPARSE, seed=TUNING_SEED)
+    trainer = Trainer(bench, usual.length)
+    tried = {name: trainer.loss(dataclasses.replace(usual, **change)) for name, change in CHANGES.items()}
+    base = trainer.loss(_data_parallel(usual, usual.steps, inner="adamw"))
+    listed = ", ".join(f"{name} {loss / base - 1:+.2%}" for name, loss in tried.items())
+    return _row(
+        bench, SPARSE, what="SparseLoCo: 64 of 4,096 values in two bits", limit=0.005, candidates=({},),
+        note=f"On another seed, against data parallel there: {listed}.",
+    )  # fmt: skip
+
+
+@BENCHMARK.row("unequal-speeds", section="islands-front")
+def unequal_speeds(bench: Bench) -> Row:
+    islands = _usual(bench).islands
+    speeds = tuple(1.0 if island < islands // 2 else 0.5 for island in range(islands))
+    return _row(
+        bench, {**_SLOW, "speeds": speeds}, what="half of the islands at half the speed, means by tokens", limit=0.005,
+        candidates=_OUTER, note="Nobody waits for a slow island: it joins a sync with the steps that it has.",
+    )  # fmt: skip
+
+
+def try_changes(folder: Path) -> None:
+    """Print the loss of each change of the sparse recipe on the tuning seed, beside data parallel."""
+    bench = Bench(folder, quick=False)
+    usual = dataclasses.replace(_usual(bench), **SPARSE, seed=TUNING_SEED)
+    trainer = Trainer(bench, usual.length)
+    base = trainer.loss(_data_parallel(usual, usual.steps, inner="adamw"))
+    print(f"data parallel: {base:.4f}", flush=True)
+    for name, change in CHANGES.items():
+        loss = trainer.loss(dataclasses.replace(usual, **change))
+        assert math.isfinite(loss)
+        print(f"{name}: {loss:.4f}, {loss / base - 1:+.2%}", flush=True)
+
+
+if __name__ == "__main__":
+    try_changes(Path(sys.argv[1]))
