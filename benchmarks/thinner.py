@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -239,7 +240,7 @@ def lossless_exact(bench: Bench) -> Row:
         config = job_of(bench, "optimizers", 0, name, steps=steps, folder=f"same-{name}", num_local=1)
         config = dataclasses.replace(
             config,
-            shard=config.shard.with_keys(param_dtype="bfloat16", reduce_dtype="float32"),
+            shard=config.shard.with_keys(**_HALF_KEYS),
             train=dataclasses.replace(config.train, log_every=1),
         )
         evaluated = train(config, num_ranks=NODES, num_local=1)
@@ -270,11 +271,16 @@ _JOBS = Path(__file__).parent / "jobs"
 _TIMEOUT_S = 3600.0
 NODES = 2
 TOKENS_PER_STEP = 1024
+_HALF_KEYS = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 EIGHT_BIT_GRADIENTS = {"weights": "int4", "gradients": "int8"}
 WIRES: dict[str, dict[str, Any]] = {
     "exact": {},
     "4bit": {"wire": "4bit"},
     "lossless": {"wire": "lossless"},
+    "exact in bf16": _HALF_KEYS,
+    "lossless / int4": {"wire": {"weights": "lossless", "gradients": "int4"}, **_HALF_KEYS},
+    "lossless / int3": {"wire": {"weights": "lossless", "gradients": "int3"}, **_HALF_KEYS},
+    "lossless / int2": {"wire": {"weights": "lossless", "gradients": "int2"}, **_HALF_KEYS},
     "ZeRO++": {"strategy": "zero++"},
     "int3 / int4": {"wire": {"weights": "int3", "gradients": "int4"}},
     "int4 / int2": {"wire": {"weights": "int4", "gradients": "int2", "feedback": True}},
@@ -371,6 +377,47 @@ def optimizers(bench: Bench) -> Row:
     )  # fmt: skip
 
 
+@BENCHMARK.row("lossless-paired", section="lossless")
+def lossless_paired(bench: Bench) -> Row:
+    """The eval loss and the bytes of lossless weights with gradients in four, three and two bits."""
+    runs = Runs(job="thinner_losses", first_steps=240, more_steps=120, seeds=3, eval_batches=64)
+    names = ("lossless / int4", "lossless / int3", "lossless / int2")
+    losses = paired_losses(bench, runs, ("exact in bf16", *names), has_floor=False)
+    found = {name: excess(losses[name], losses["exact in bf16"]) for name in names}
+    sizes = {name: _paired_bytes(bench, runs, name) for name in ("exact in bf16", *names)}
+    means = {name: statistics.mean(each) for name, each in found.items()}
+
+    def least(limit: float) -> float:
+        return min((sizes[name] for name in names if means[name] <= limit), default=math.inf)
+
+    return Row(
+        claim="least bytes a parameter and step, both ways, at an eval loss within 0.5 % / 0.1 % of exact ones in bf16",
+        required="<= 0.55 / <= 0.75 (N-1)/N B",
+        measured=f"{least(0.005):.3f} / {least(0.001):.3f} (N-1)/N B",
+        is_met=least(0.005) <= 0.55 and least(0.001) <= 0.75,
+        note=(
+            "; ".join(f"{name} {sizes[name]:.3f} B, {means[name]:+.3%} ({percents(found[name])})" for name in names)
+            + f"; exact in bf16, with gradients in fp32, {sizes['exact in bf16']:.3f} B. Counted by the engine, but "
+            f"for the first step; N = 2. 10.8 M parameters; {runs.first_steps} exact steps, then {runs.more_steps} of "
+            f"each kind, in which the rate falls from 1e-3 to 0; 1,024 tokens a step, 2 nodes x 2 ranks, {runs.seeds} "
+            "seeds."
+        ),
+    )
+
+
+def _paired_bytes(bench: Bench, runs: Runs, name: str) -> float:
+    """The bytes a parameter that a node sends in a step of a paired run, over (N - 1) / N."""
+    seeds = range(2 if bench.quick else runs.seeds)
+    folders = [bench.out / _folder_of(runs, seed, name) for seed in seeds]
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+    sent = [size for each in summaries for size in each["wire_bytes"][1:]]
+    return statistics.mean(sent) / (NODES - 1) / summaries[0]["num_parameters"]
+
+
+def _folder_of(runs: Runs, seed: int, name: str) -> str:
+    return f"{runs.name}-{seed}-{name.replace(' / ', '-')}-{runs.eval_batches}"
+
+
 @BENCHMARK.row("scratch")
 def scratch(bench: Bench) -> Row:
     """Runs from scratch, which scatter by seed."""
@@ -408,7 +455,7 @@ def paired_losses(
         if not (Path(begun.train.output) / "checkpoints" / f"step-{first}").exists():
             train(begun, **ranks)
         for name, found in losses.items():
-            folder = f"{base}-{name.replace(' / ', '-')}-{runs.eval_batches}"
+            folder = _folder_of(runs, seed, name)
             config = job_of(
                 bench, runs.job, wire="exact" if name == "floor" else name, steps=first + more, decay_steps=more,
                 folder=folder, resume=f"{begun.train.output}/checkpoints/step-{first}",
