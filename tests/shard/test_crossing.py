@@ -71,7 +71,7 @@ def test_what_cannot_be_is_refused_and_what_does_nothing_says_so() -> None:
     [
         (
             {"weights": "int5"},
-            r"Wire\(weights='int5'\) is not known; use one of 'exact', 'bf16', 'int8', 'int4', 'int3'",
+            r"Wire\(weights='int5'\) is not known; use one of 'exact', 'lossless', 'bf16', 'int8'",
         ),
         ({"gradients": "int1"}, r"Wire\(gradients='int1'\) is not known"),
         ({"weights": "int4", "as_values": True}, "values need 8 bits or more; use 'int8'"),
