@@ -170,7 +170,7 @@ def test_whatever_happens_between_steps_the_bits_are_the_same(mesh: tuple[int, i
 @pytest.mark.campaign
 @pytest.mark.timeout(600)
 def test_the_bits_are_the_same_for_500_steps() -> None:
-    run_ranks(job_walk, 4, 500, local=2)
+    run_ranks(job_walk, 4, 500, local=2, timeout_s=500)
 
 
 def job_walk(steps: int) -> None:
