@@ -9,11 +9,12 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache
+from math import isqrt
 from typing import NamedTuple
 
-BLOCK, TILE = 512, 8192
-RICE, BUCKETS = range(14), range(1, 13)
-MAX_QUOTIENT, MAX_EVENTS, RARE = 16, 4, 16
+BLOCK, TILE = 512, 4096
+RICE, BUCKETS = range(14), (1, 2, 3, 4, 6, 8, 10)
+MAX_QUOTIENT, MAX_EVENTS, RARE, CLASSES = 16, 4, 16, 24
 
 
 class Form(NamedTuple):
@@ -73,13 +74,14 @@ def _known(form: Form, held: int, last: int | None, level: int, base: int) -> Kn
 
 
 def _all_known(
-    form: Form, held: Sequence[int], last: Sequence[int] | None, levels: list[int], base: int
+    form: Form, held: Sequence[int], last: Sequence[int] | None, levels: list[int], bases: list[int]
 ) -> list[Known]:
     lasts: Sequence[int | None] = [None] * len(held) if last is None else last
-    return [_known(form, held[i], lasts[i], levels[i // BLOCK], base) for i in range(len(held))]
+    return [_known(form, held[i], lasts[i], levels[i // BLOCK], bases[i // TILE]) for i in range(len(held))]
 
 
-def _scales(form: Form, held: Sequence[int], moved: list[int]) -> tuple[list[int], int]:
+def _scales(form: Form, held: Sequence[int], moved: list[int]) -> tuple[list[int], list[int]]:
+    """The level of each block, and the base of each tile."""
     scales: list[int | None] = []
     for begin in range(0, len(held), BLOCK):
         block = range(begin, min(begin + BLOCK, len(held)))
@@ -90,12 +92,17 @@ def _scales(form: Form, held: Sequence[int], moved: list[int]) -> tuple[list[int
             step = (abs(moved[i]) << 12) >> min(30, top - exponent(form, held[i]))
             total += min(step, (1 << 15) - 1)
         scales.append(top - 12 + total.bit_length() if any(moved[i] for i in block) else None)
-    base = max([-15, *(scale for scale in scales if scale is not None)]) - 15
-    return [0 if scale is None else max(1, min(15, scale - base)) for scale in scales], base
+    levels, bases = [], []
+    for begin in range(0, len(scales), TILE // BLOCK):
+        own = scales[begin : begin + TILE // BLOCK]
+        base = max([0, *(scale for scale in own if scale is not None)]) - 15
+        bases.append(base := min(240, base))
+        levels += [0 if scale is None else max(1, min(15, scale - base)) for scale in own]
+    return levels, bases
 
 
 class Entry(NamedTuple):
-    """A code: ("rice", k), ("raw", 0), ("none", 0) or ("bucket", m)."""
+    """A code: ("rice", k), ("bucket", m), or of all values of a tile ("raw", 0)."""
 
     kind: str
     bits: int
@@ -105,14 +112,12 @@ class Entry(NamedTuple):
     @property
     def byte(self) -> int:
         """The entry in the table."""
-        code = {"rice": 0, "raw": 14, "none": 15, "bucket": 16}[self.kind] + self.bits
+        code = {"rice": 0, "bucket": 16}[self.kind] + self.bits
         return code + 32 * self.flips + 64 * self.predicts
 
 
 ENTRIES = [
     *(Entry("rice", k, flips) for flips in (False, True) for k in RICE),
-    Entry("raw", 0),
-    Entry("none", 0),
     *(Entry("bucket", m) for m in BUCKETS),
 ]
 PREDICTING = [Entry("rice", k, flips, True) for flips in (False, True) for k in RICE]
@@ -121,6 +126,8 @@ BY_BYTE = {entry.byte: entry for entry in [*ENTRIES, *PREDICTING]}
 
 def _default(context: tuple[int, int]) -> Entry:
     step, rank = context
+    if step < 8:
+        return Entry("bucket", (10, 8, 6, 6, 4, 4, 3, 2)[step])
     return Entry("rice", max(0, min(13, step - 9)), False, rank > 1)
 
 
@@ -138,10 +145,6 @@ def _cost(form: Form, entry: Entry, value: int) -> Fraction:
     if entry.kind == "rice":
         quotient = zigzag(-value if entry.flips else value) >> entry.bits
         return Fraction(quotient + 1 + entry.bits if quotient < MAX_QUOTIENT else MAX_QUOTIENT + 1 + form.bits)
-    if entry.kind == "raw":
-        return Fraction(form.bits)
-    if entry.kind == "none":
-        return Fraction((value != 0) << 20)
     events = min(MAX_EVENTS, abs(value))
     escape = form.bits if events == MAX_EVENTS else 0
     return Fraction(1, 2**entry.bits) + events * (entry.bits + 2) + escape
@@ -152,10 +155,12 @@ def _bits_of(form: Form, entry: Entry, values: Counter[int]) -> Fraction:
 
 
 def _choose(form: Form, known: list[Known], moved: list[int], has_last: bool) -> dict[tuple[int, int], Entry]:
+    """The entries of contexts that are not the default, by a sample of the tiles."""
     plain: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
     rests: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
-    for own, difference in zip(known, moved, strict=True):
-        if own.context is not None:
+    stride = isqrt(-(-len(known) // TILE))
+    for i, (own, difference) in enumerate(zip(known, moved, strict=True)):
+        if own.context is not None and i // TILE % stride == 0:
             plain[own.context][difference * own.sign] += 1
             rests[own.context][difference * own.sign - own.prediction] += 1
     table = {}
@@ -164,9 +169,9 @@ def _choose(form: Form, known: list[Known], moved: list[int], has_last: bool) ->
             costs = [(_bits_of(form, entry, values), entry) for entry in ENTRIES]
             if has_last:
                 costs += [(_bits_of(form, entry, rests[context]), entry) for entry in PREDICTING]
-            table[context] = min(costs, key=lambda pair: pair[0])[1]  # the first of the best
-        else:
-            table[context] = _default(context)
+            best = min(costs, key=lambda pair: pair[0])[1]  # the first of the best
+            if best != _default(context):
+                table[context] = best
     return table
 
 
@@ -190,7 +195,7 @@ class Tile(NamedTuple):
 
 def _tile(known: list[Known], table: dict[tuple[int, int], Entry], begin: int) -> Tile:
     entries = {
-        i: table[context]
+        i: table.get(context) or _default(context)
         for i in range(begin, min(begin + TILE, len(known)))
         if (context := known[i].context) is not None
     }
@@ -202,28 +207,29 @@ def _tile(known: list[Known], table: dict[tuple[int, int], Entry], begin: int) -
 
 
 def _encode_tile(
-    form: Form, tile: Tile, known: list[Known], moved: list[int], new: Sequence[int]
-) -> tuple[bytes, bytes]:
-    unary, fields, of_events, escapes = "", "", "", ""
+    form: Form, tile: Tile, known: list[Known], moved: list[int], new: Sequence[int], begin: int
+) -> tuple[int, bytes]:
+    """The bits of the unary run, and the words of a tile."""
+    unary, fields, of_events = "", "", ""
     for i, entry in tile.entries.items():
-        if entry.kind == "raw":
-            fields += _field(new[i], form.bits)
         if entry.kind == "rice":
             value = moved[i] * known[i].sign - known[i].prediction * entry.predicts
             rest = zigzag(-value if entry.flips else value)
             quotient = min(MAX_QUOTIENT, rest >> entry.bits)
             unary += "0" * quotient + "1"
             fields += _field(new[i], form.bits) if quotient == MAX_QUOTIENT else _field(rest, entry.bits)
+        elif abs(moved[i]) >= MAX_EVENTS:
+            fields += _field(new[i], form.bits)
     for bucket in tile.buckets:
         m, count = tile.entries[bucket[0]].bits, 0
         for place, i in enumerate(bucket):
             events = min(MAX_EVENTS, abs(moved[i]))
-            of_events += (_field(moved[i] < 0, 1) + _field(place, m)) * events
+            of_events += (_field(moved[i] * known[i].sign < 0, 1) + _field(place, m)) * events
             count += events
-            if events == MAX_EVENTS:
-                escapes += _field(new[i], form.bits)
         unary += "0" * count + "1"
-    return _words(unary), _words(fields + of_events + escapes)
+    words = _words(unary + of_events + fields)
+    raw = _words("".join(_field(pattern, form.bits) for pattern in new[begin : begin + TILE]))
+    return (len(unary), words) if len(words) < len(raw) or not unary else (0, raw)
 
 
 def encoded(form: Form, held: Sequence[int], new: Sequence[int], last: Sequence[int] | None) -> bytes:
@@ -232,26 +238,22 @@ def encoded(form: Form, held: Sequence[int], new: Sequence[int], last: Sequence[
         low | high << 4 for low, high in zip(new[::2], new[1::2], strict=True)
     )  # fmt: skip
     moved = [number(form, b) - number(form, a) for a, b in zip(held, new, strict=True)]
-    levels, base = _scales(form, held, moved)
-    known = _all_known(form, held, last, levels, base)
+    levels, bases = _scales(form, held, moved)
+    known = _all_known(form, held, last, levels, bases)
     table = _choose(form, known, moved, last is not None)
-    tiles = [_encode_tile(form, _tile(known, table, begin), known, moved, new) for begin in range(0, len(held), TILE)]
-    head = base.to_bytes(2, "little", signed=True)
-    head += b"".join((len(run) // 4).to_bytes(2, "little") for tile in tiles for run in tile)
+    tiles = [
+        _encode_tile(form, _tile(known, table, begin), known, moved, new, begin) for begin in range(0, len(held), TILE)
+    ]
+    head = b"".join(
+        number.to_bytes(2, "little") for unary_bits, words in tiles for number in (unary_bits, len(words) // 4)
+    )
+    head += bytes(base + 15 for base in bases)
     head += bytes(low | high << 4 for low, high in zip(levels[::2], [*levels[1::2], 0], strict=False))
-    head += bytes(table[context].byte for context in _common(known))
+    sent = sum(1 << 8 * step + rank for step, rank in table)
+    head += sent.to_bytes(CLASSES, "little") + bytes(table[context].byte for context in sorted(table))
     head += b"\0" * (-len(head) % 4)
-    payload = head + b"".join(unary for unary, _ in tiles) + b"".join(fields for _, fields in tiles)
+    payload = head + b"".join(words for _, words in tiles)
     return payload if len(payload) < len(raw) else raw
-
-
-def _common(known: list[Known]) -> list[tuple[int, int]]:
-    """The contexts that have an entry, in order."""
-    counts: dict[tuple[int, int], int] = defaultdict(int)
-    for own in known:
-        if own.context is not None:
-            counts[own.context] += 1
-    return sorted(context for context, count in counts.items() if count >= RARE)
 
 
 class _Bits:
@@ -274,47 +276,51 @@ class _Bits:
 def decoded(form: Form, held: Sequence[int], payload: bytes, last: Sequence[int] | None) -> list[int]:
     """The new patterns of a payload that is not the new values themselves."""
     num_tiles, num_blocks = -(-len(held) // TILE), -(-len(held) // BLOCK)
-    base = int.from_bytes(payload[:2], "little", signed=True)
-    lengths = [int.from_bytes(payload[2 + 2 * k : 4 + 2 * k], "little") for k in range(2 * num_tiles)]
-    at = 2 + 4 * num_tiles
+    sizes = [int.from_bytes(payload[2 * k : 2 * k + 2], "little") for k in range(2 * num_tiles)]
+    at = 4 * num_tiles
+    bases = [byte - 15 for byte in payload[at : at + num_tiles]]
+    at += num_tiles
     levels = [payload[at + k // 2] >> 4 * (k % 2) & 15 for k in range(num_blocks)]
     at += -(-num_blocks // 2)
-    known = _all_known(form, held, last, levels, base)
-    table = {context: _default(context) for own in known if (context := own.context) is not None}
-    for context in _common(known):
-        table[context] = BY_BYTE[payload[at]]
-        at += 1
+    known = _all_known(form, held, last, levels, bases)
+    sent = int.from_bytes(payload[at : at + CLASSES], "little")
+    at += CLASSES
+    table = {}
+    for context in range(8 * CLASSES):
+        if sent >> context & 1:
+            table[context // 8, context % 8] = BY_BYTE[payload[at]]
+            at += 1
     at += -at % 4
     new = list(held)
-    fields_at = at + 4 * sum(lengths[::2])
     for k, begin in enumerate(range(0, len(held), TILE)):
-        unary, fields = (
-            _Bits(payload[where:][: 4 * size])
-            for where, size in ((at, lengths[2 * k]), (fields_at, lengths[2 * k + 1]))
-        )
-        at, fields_at = at + 4 * lengths[2 * k], fields_at + 4 * lengths[2 * k + 1]
-        _decode_tile(form, _tile(known, table, begin), known, unary, fields, new)
+        unary_bits, size = sizes[2 * k : 2 * k + 2]
+        bits = _Bits(payload[at : at + 4 * size])
+        at += 4 * size
+        if size and not unary_bits:
+            new[begin : begin + TILE] = (bits.field(form.bits) for _ in new[begin : begin + TILE])
+        else:
+            _decode_tile(form, _tile(known, table, begin), known, bits, new)
     return new
 
 
-def _decode_tile(form: Form, tile: Tile, known: list[Known], unary: _Bits, fields: _Bits, new: list[int]) -> None:
+def _decode_tile(form: Form, tile: Tile, known: list[Known], bits: _Bits, new: list[int]) -> None:
+    quotients = {i: bits.unary() for i, entry in tile.entries.items() if entry.kind == "rice"}
+    counts = [bits.unary() for _ in tile.buckets]
+    moved: dict[int, int] = defaultdict(int)
+    for bucket, count in zip(tile.buckets, counts, strict=True):
+        for _ in range(count):
+            is_down = bits.field(1)
+            moved[bucket[bits.field(tile.entries[bucket[0]].bits)]] += -1 if is_down else 1
     for i, entry in tile.entries.items():
-        quotient = unary.unary() if entry.kind == "rice" else 0
-        if entry.kind == "raw" or quotient == MAX_QUOTIENT:
-            new[i] = fields.field(form.bits)
-        elif entry.kind == "rice":
-            rest = (quotient << entry.bits) + fields.field(entry.bits)
+        if entry.kind == "bucket":
+            value = moved[i]
+            is_escape = abs(value) == MAX_EVENTS
+        else:
+            is_escape = quotients[i] == MAX_QUOTIENT
+            rest = (quotients[i] << entry.bits) + (0 if is_escape else bits.field(entry.bits))
             value = (rest + 1) // 2 if rest % 2 else -(rest // 2)
             value = (-value if entry.flips else value) + known[i].prediction * entry.predicts
+        if is_escape:
+            new[i] = bits.field(form.bits)
+        else:
             new[i] = pattern_of(form, number(form, new[i]) + value * known[i].sign)
-    moved: dict[int, int] = defaultdict(int)
-    for bucket in tile.buckets:
-        for _ in range(unary.unary()):
-            is_down = fields.field(1)
-            moved[bucket[fields.field(tile.entries[bucket[0]].bits)]] += -1 if is_down else 1
-    for bucket in tile.buckets:
-        for i in bucket:
-            if abs(moved[i]) == MAX_EVENTS:
-                new[i] = fields.field(form.bits)
-            else:
-                new[i] = pattern_of(form, number(form, new[i]) + moved[i])

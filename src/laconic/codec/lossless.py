@@ -12,34 +12,36 @@ the last place (ulps) or not at all, so the owner sends that. Both sides know mu
                 So there are 8 ranks of its size; differences are counted in its direction.
 
 A class and a rank make a context. Nothing else about a value is known, so values of one context share one code, which
-the payload's table names in a byte. It is chosen by a histogram of each context, whose bits are counted for every code:
+the payload's table names in a byte. It is chosen by a histogram of each context, whose bits are counted for every code.
+Of t tiles of 4,096 values some sqrt(t) are counted; contexts that are rare there have a default, and no byte.
 
     Rice k      k low bits of the zigzag number of the difference, and the rest as a unary number. The table says, too,
                 whether 0.9 times the last difference is taken off first, and which sign comes first in the zigzag.
     bucket m    For contexts that seldom change. The values of a tile with an equal m, in order, make buckets of 2**m. A
                 unary number counts the events of a bucket, and each event has m bits for the place in the bucket and a
                 sign. A change by two ulps is two events of one value. This is the code of Elias and Fano.
-    none, raw   Contexts that never change, and those with no better code than their patterns.
 
-Rare values cost a bounded number of bits: from the 16th unit of a quotient, or the fourth event of a
-value, its pattern follows. A block that does not change costs its four bits. A payload as long as the new values *is*
-the new values, and none is longer. Zeros of both signs, infinities and NaNs are patterns like others. In training the
-payloads are 0.02 to 0.2 bits a weight above the entropy under the same contexts: RESULTS.md, section lossless.
+Rare values cost a bounded number of bits: from the 16th unit of a quotient, or the fourth event of a value, its pattern
+follows. A block that does not change costs its four bits. A tile that takes as many words as its patterns has these,
+and a payload as long as the new values *is* the new values. Zeros of both signs, infinities and NaNs are patterns like
+others. In training the payloads are 0.02 to 0.2 bits a weight above the entropy under the same contexts: RESULTS.md,
+section lossless.
 
 [Note: Codes that decode in parallel]
-Every tile of 8,192 values has its own words, whose numbers are in the head of the payload, so that tiles are coded each
-by itself. A tile has two runs of bits. The unary numbers of all its values and buckets stand in one run: so many zeros
-and a one. The place of the i-th one says all, so a scan decodes them. The other run has the fields: the low bits of all
-values in order, then those of events, then the patterns of values with four events. The widths of fields follow from
-contexts and unary numbers, so their offsets are a running sum. Nothing waits for a value before it. What either side
-decides is whole-number arithmetic, so payloads have the same bytes on every device.
+Every tile has its own words, whose number is in the head of the payload, so that tiles are coded each by itself. They
+begin with the unary numbers, each as so many zeros and a one: those of Rice codes, then those of buckets, by their
+size. The place of the i-th one says all, so a running sum decodes them. Then come fields: those of all events, and for
+each value, in order, its low bits or its pattern. The widths of fields follow from contexts and unary numbers, so their
+offsets are a running sum. Nothing waits for a value before it. What either side decides is whole-number arithmetic, so
+payloads have the same bytes on every device.
 
-On a CPU both sides are some sixty operations on all values. They read sizes from the device, as `nonzero` does, where
-the work depends on what changes; `encode` must know the length of its payload anyhow.
+On a CPU both sides are some fifty operations on all values. On CUDA they are a few kernels: [Note: Lossless kernels] in
+codec/lossless_triton.py. Other devices do as a CPU does, and read sizes where the work depends on what changes.
 
-    payload     base of the scales, int16 | for each tile the words of its unary run and of its fields, uint16 each |
-                scales, 4 bits each | the table, a byte for each context with 16 values or more | zeros up to a
-                multiple of four bytes | the unary runs of all tiles | their fields; in words of 32 bits
+    payload     for each tile the bits of its unary numbers and its words, uint16 each | for each tile the base of its
+                scales, less the lowest, a byte | scales, 4 bits each | a bit for each of 192 contexts, whether it has
+                an entry | the table, a byte for each of these | zeros up to a multiple of four bytes | the words of all
+                tiles, of 32 bits
 """
 
 from __future__ import annotations
@@ -50,19 +52,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from laconic.codec.cells import check_sizes, read_runs, write_runs
+from laconic.codec.blocked import kernels_for, pack_bits, unpack
+from laconic.codec.cells import RunSizes, check_sizes, read_runs, write_runs
 from laconic.codec.contexts import (
     BLOCK,
+    CODE,
+    FLIP,
     IDLE,
+    LOWEST_BASE,
+    PREDICT,
     TILE,
     Past,
     choose_codes,
     contexts_of,
+    defaults,
     in_tiles,
-    occurrences,
     past_of,
+    sample_stride,
     scales_of,
-    with_defaults,
 )
 from laconic.codec.patterns import PatternForm, pattern_form_of
 from laconic.codec.payload import DEVICE_PIECE_NUMEL, HOST_PIECE_NUMEL
@@ -95,21 +102,24 @@ def encode(held: Tensor, new: Tensor, last: Tensor | None = None, *, form: Patte
     """
     form = _checked(held, last, form, new)
     raw = new.view(torch.uint8)
-    payload = _coded(form, held, new, last) if held.numel() else raw
+    if not held.numel():
+        return raw.clone()
+    if (kernels := kernels_for(held, "lossless_triton")) is not None:
+        payload = kernels.encode(form, held, new, last)
+    else:
+        payload = _coded(form, held, new, last)
     return payload if len(payload) < len(raw) else raw.clone()
 
 
 def _coded(form: PatternForm, held: Tensor, new: Tensor, last: Tensor | None) -> Tensor:
     """The payload of differences, which may be longer than the new values."""
-    patterns = in_tiles(form.patterns(new))
+    numel, patterns = form.numel(held), in_tiles(form.patterns(new))
     context, folded, levels, base, past = _difference(form, held, patterns, last)
-    table, is_sent = choose_codes(form, context, folded, past)
-    entries = table.index_select(0, context.view(-1)).view_as(context)
-    unary, fields, lengths = write_runs(form, entries, patterns, folded, past)
-    head = [_bytes(base.to(torch.int16).view(1)), _bytes(lengths.to(torch.int16).view(-1)), _pairs(levels)]
-    head.append(table[is_sent].to(torch.uint8))
-    head.append(head[-1].new_zeros(-sum(map(len, head)) % 4))
-    return torch.cat([*head, _bytes(unary), _bytes(fields)])
+    stride = sample_stride(len(context))
+    table = choose_codes(form, context[::stride], folded[::stride], past.of_tiles(stride))
+    words, sizes = write_runs(form, table, context, patterns, folded, past, numel)
+    head = _Head(sizes, base, levels.view(-1)[: -(-numel // BLOCK)], table)
+    return torch.cat([head.encoded(), words.view(torch.uint8)])
 
 
 def decode(held: Tensor, payload: Tensor, last: Tensor | None = None, *, form: PatternForm | None = None) -> Tensor:
@@ -121,26 +131,36 @@ def decode(held: Tensor, payload: Tensor, last: Tensor | None = None, *, form: P
     Raises:
         ValueError: tensors do not fit each other, or the sizes in the payload do not fit the held values.
     """
-    form = _checked(held, last, form)
-    if len(payload) == held.numel() * held.element_size():
-        return payload.clone().view(held.dtype)
+    out = torch.empty_like(held)
+    fault = _decode_into(out, held, payload, last, _checked(held, last, form))
+    check_sizes(fault is None or not fault.any())
+    return out
+
+
+def _decode_into(out: Tensor, held: Tensor, payload: Tensor, last: Tensor | None, form: PatternForm) -> Tensor | None:
+    """Decode into `out`, which may be `held`. Returns what a kernel found, (1,), int32: not 0 if sizes do not fit."""
+    if len(payload) == out.nbytes:
+        out.view(torch.uint8).copy_(payload)
+        return None
+    check_sizes(len(payload) % 4 == 0 and len(payload) >= sum(_head_bytes(form.numel(held))))
+    if (kernels := kernels_for(held, "lossless_triton")) is not None:
+        fault: Tensor = kernels.decode(form, held, payload, last, out)
+        return fault
+    out.copy_(form.tensor(_decoded(form, held, payload, last), held.dtype))
+    return None
+
+
+def _decoded(form: PatternForm, held: Tensor, payload: Tensor, last: Tensor | None) -> Tensor:
+    """The new patterns, (n,), int32."""
     numel = form.numel(held)
-    head = _Head.of(payload, numel)
-    old = in_tiles(form.patterns(held))
-    past = past_of(last, old)
-    context = contexts_of(form.exponents(old), head.levels, head.base, past, numel)
-    counts = occurrences(context.view(-1), IDLE + 1)
-    table, is_sent = with_defaults(torch.zeros_like(counts), counts)
-    sent = is_sent.nonzero().view(-1)
-    begin = head.nbytes + len(sent)
-    first = begin + -begin % 4
-    num_unary, num_fields = head.lengths.sum(0).tolist()
-    check_sizes(len(payload) == first + 4 * (num_unary + num_fields))
-    table[sent] = payload[head.nbytes : begin].to(torch.int32)
-    words = payload[first:].clone().view(torch.int32)
-    entries = table.index_select(0, context.view(-1)).view_as(context)
-    patterns = read_runs(form, entries, old, words[:num_unary], words[num_unary:], head.lengths, past)
-    return form.tensor(patterns.view(-1)[:numel], held.dtype)
+    head, begin = _Head.of(payload, numel)
+    check_sizes(len(payload) == begin + 4 * int(head.sizes.words.sum()))
+    old, past = in_tiles(form.patterns(held)), past_of(last)
+    levels = functional.pad(head.levels, (0, -len(head.levels) % (TILE // BLOCK))).view(len(old), -1)
+    context = contexts_of(form.exponents(old), levels, head.base, past, numel)
+    words = payload[begin:].clone().view(torch.int32)
+    patterns = read_runs(form, head.table, context, form.numbers(old), words, head.sizes, past, numel)
+    return patterns.view(-1)[:numel]
 
 
 def encode_in_pieces(held: Tensor, new: Tensor) -> Tensor:
@@ -164,8 +184,11 @@ def decode_in_pieces(held: Tensor, message: Tensor) -> None:
     check_sizes(len(message) >= begin)
     lengths = message[:begin].clone().view(torch.int32).tolist()
     check_sizes(min(lengths) >= 0 and begin + sum(lengths) == len(message))
+    form, faults = pattern_form_of(held.dtype), []
     for piece, payload in zip(pieces, message[begin:].split(lengths), strict=True):
-        piece.copy_(decode(piece, payload))
+        if (fault := _decode_into(piece, piece, payload, None, form)) is not None:
+            faults.append(fault)
+    check_sizes(not faults or not torch.cat(faults).any())  # the host waits for a device once
 
 
 def _pieces(values: Tensor) -> tuple[Tensor, ...]:
@@ -198,66 +221,87 @@ def _difference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Past]:
     """The contexts of new patterns, their differences in the direction of the last ones, and the scales.
 
-    Shapes: contexts and differences (t, TILE); the levels of scales (b,), above a base ().
+    Shapes: contexts and differences (t, TILE); the levels of scales (t, blocks), above bases (t,).
     """
-    old, numel = in_tiles(form.patterns(held)), form.numel(held)
-    exponents, past = form.exponents(old), past_of(last, old)
-    moved = form.numbers(patterns) - form.numbers(old)
+    old, numel, past = in_tiles(form.patterns(held)), form.numel(held), past_of(last)
+    exponents = form.exponents(old)
+    moved = form.numbers(patterns).to(torch.int32) - form.numbers(old)
     levels, base = scales_of(moved, exponents)
-    levels = levels[: -(-numel // BLOCK)]
-    return contexts_of(exponents, levels, base, past, numel), moved * past.sign, levels, base, past
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8)
-
-
-def _pairs(levels: Tensor) -> Tensor:
-    """Whole numbers of four bits as bytes, the first in the lower half."""
-    low, high = functional.pad(levels, (0, len(levels) % 2)).view(-1, 2).unbind(1)
-    return (low | (high << 4)).to(torch.uint8)
+    context = contexts_of(exponents, levels, base, past, numel)
+    return context, moved if last is None else moved * past.sign, levels, base, past
 
 
 class _Head(NamedTuple):
-    """The parts of a payload that have a known place."""
+    """The part of a payload before the runs."""
 
+    sizes: RunSizes
     base: Tensor
-    """(), int32."""
-    lengths: Tensor
-    """The words of each tile's unary run and fields, (t, 2), int64."""
+    """(t,), int32."""
     levels: Tensor
     """The scales, (b,), int32."""
-    nbytes: int
+    table: Tensor
+    """The entry of each context, (IDLE,), int32."""
+
+    def encoded(self) -> Tensor:
+        """The bytes: (4 k,), uint8."""
+        is_sent = self.table != defaults(self.table.device)
+        head = [
+            torch.stack(self.sizes, dim=1).to(torch.int16).view(-1).view(torch.uint8),
+            (self.base - LOWEST_BASE).to(torch.uint8),
+            pack_bits(functional.pad(self.levels, (0, len(self.levels) % 2)).to(torch.uint8), 4),
+            (is_sent.view(-1, 8) << torch.arange(8, device=is_sent.device)).sum(1).to(torch.uint8),
+            self.table[is_sent].to(torch.uint8),
+        ]
+        head.append(head[-1].new_zeros(-sum(map(len, head)) % 4))
+        return torch.cat(head)
 
     @classmethod
-    def of(cls, payload: Tensor, numel: int) -> _Head:
+    def of(cls, payload: Tensor, numel: int) -> tuple[_Head, int]:
+        """The head of a payload of so many values, and its bytes."""
         num_tiles, num_blocks = -(-numel // TILE), -(-numel // BLOCK)
-        begin = 2 + 4 * num_tiles
-        end = begin + -(-num_blocks // 2)
-        check_sizes(len(payload) >= end)
-        numbers = payload[:begin].clone().view(torch.int16).to(torch.int32)
-        lengths = numbers[1:].view(-1, 2).to(torch.int64) & 0xFFFF
-        levels = torch.stack([payload[begin:end] & 15, payload[begin:end] >> 4], dim=1).view(-1)[:num_blocks]
-        return cls(numbers[0], lengths, levels.to(torch.int32), end)
+        known = _head_bytes(numel)
+        parts = payload.split([*known, len(payload) - sum(known)])
+        sizes, base, levels, is_sent, rest = parts
+        sizes = sizes.clone().view(torch.int16).to(torch.int64).view(num_tiles, 2) & 0xFFFF
+        is_sent = unpack(is_sent, 1)[:IDLE].bool()
+        num_sent = int(is_sent.sum())
+        check_sizes(len(rest) >= num_sent)
+        table = defaults(payload.device).clone()
+        table[is_sent] = rest[:num_sent].to(torch.int32) & (CODE | FLIP | PREDICT)
+        nbytes = sum(known) + num_sent
+        head = cls(
+            RunSizes(*sizes.unbind(1)), base.to(torch.int32) + LOWEST_BASE,
+            unpack(levels, 4)[:num_blocks].to(torch.int32), table,
+        )  # fmt: skip
+        return head, nbytes + -nbytes % 4
+
+
+def _head_bytes(numel: int) -> tuple[int, int, int, int]:
+    """The bytes of sizes, bases, scales, and of the bits that say which contexts have an entry."""
+    num_tiles, num_blocks = -(-numel // TILE), -(-numel // BLOCK)
+    return 4 * num_tiles, num_tiles, -(-num_blocks // 2), IDLE // 8
 
 
 class PartBytes(NamedTuple):
     """The bytes of a payload by part."""
 
     head: int
-    """The base, the words of each tile, and what fills up."""
+    """The sizes and the base of each tile, and what fills up."""
     scales: int
     table: int
     unary: int
+    """Whole ones of all tiles together."""
     fields: int
+    """The patterns of raw tiles, and what fills words up, included."""
 
 
 def part_bytes(payload: Tensor, numel: int) -> PartBytes:
     """The bytes of the parts of a payload of `numel` patterns, which is not the new values themselves."""
-    head = _Head.of(payload, numel)
-    unary, fields = (4 * head.lengths.sum(0)).tolist()
-    scales, table = -(-len(head.levels) // 2), len(payload) - unary - fields - head.nbytes
-    return PartBytes(head.nbytes - scales, scales, table, unary, fields)
+    head, nbytes = _Head.of(payload, numel)
+    *_, scales, of_sent = _head_bytes(numel)
+    table = of_sent + int((head.table != defaults(payload.device)).sum())
+    unary = int(head.sizes.unary_bits.sum()) // 8
+    return PartBytes(nbytes - scales - table, scales, table, unary, len(payload) - nbytes - unary)
 
 
 def differences_by_context(

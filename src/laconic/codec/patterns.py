@@ -28,16 +28,18 @@ class PatternForm:
         return tensor.numel() * 2 if self.bits == 4 else tensor.numel()
 
     def patterns(self, tensor: Tensor) -> Tensor:
-        """The patterns of a flat tensor as whole numbers without sign, (numel,), int32."""
+        """The patterns of a flat tensor, (numel,), int16 or int8: the topmost bit, a sign, fills what is above it."""
         if self.bits == 16:
-            return tensor.view(torch.int16).to(torch.int32) & 0xFFFF
-        wide = tensor.view(torch.uint8)
+            return tensor.view(torch.int16)
+        if self.mantissa_bits is None:
+            return tensor.view(torch.uint8).to(torch.int16)
+        narrow = tensor.view(torch.int8)
         if self.bits == 4:
-            wide = torch.stack([wide & 15, wide >> 4], dim=1).view(-1)
-        return wide.to(torch.int32)
+            narrow = torch.stack([(narrow << 4) >> 4, narrow >> 4], dim=1).view(-1)
+        return narrow
 
     def tensor(self, patterns: Tensor, dtype: torch.dtype) -> Tensor:
-        """The reverse of `patterns`: a flat tensor of this dtype. Bits above those of a pattern are left out."""
+        """The reverse of `patterns`, of any whole numbers: a flat tensor of this dtype. Bits above are left out."""
         if self.bits == 16:
             return patterns.to(torch.int16).view(dtype)
         narrow = patterns.to(torch.uint8)
@@ -47,22 +49,16 @@ class PatternForm:
         return narrow.view(dtype)
 
     def numbers(self, patterns: Tensor) -> Tensor:
-        """Each pattern's place in the order of values, int32: negative ones lie below zero, and -0.0 is -1."""
+        """Each pattern's place in the order of values: negative ones lie below zero, and -0.0 is -1.
+
+        It is its own reverse: numbers become patterns.
+        """
         if self.mantissa_bits is None:
             return patterns
-        sign = patterns >> (self.bits - 1)
-        magnitude = patterns & (2 ** (self.bits - 1) - 1)
-        return magnitude ^ -sign
-
-    def patterns_of(self, numbers: Tensor) -> Tensor:
-        """The reverse of `numbers`."""
-        if self.mantissa_bits is None:
-            return numbers
-        sign = numbers >> 31  # of 32 bits: all ones or none
-        return (numbers ^ sign) | (sign & 2 ** (self.bits - 1))
+        return patterns ^ ((patterns >> (self.bits - 1)) & (2 ** (self.bits - 1) - 1))
 
     def exponents(self, patterns: Tensor) -> Tensor:
-        """The biased exponents, int32. Denormals have that of the smallest normal number, since their ulp is its."""
+        """The biased exponents. Denormals have that of the smallest normal number, since their ulp is its."""
         if self.mantissa_bits is None:
             return torch.ones_like(patterns)
         exponent_bits = self.bits - 1 - self.mantissa_bits
@@ -110,33 +106,31 @@ def zigzag_of(values: Tensor) -> Tensor:
     return 2 * values.abs() - (values > 0).to(values.dtype)
 
 
-def write_fields(words: Tensor, values: Tensor, offsets: Tensor) -> None:
-    """Add fields of at most 16 bits to a run of bits.
+class FieldWriter:
+    """Writes fields of at most 16 bits into runs of words. No two fields overlap."""
 
-    Shapes: words (w,), with two more words than the run has; values and offsets, in bits, (f,); all int32. A value has
-        no bit beyond its field, and no two fields overlap.
+    def __init__(self, num_words: int, device: torch.device) -> None:
+        """`num_words` is that of all runs together."""
+        self._sums = torch.zeros(num_words + 1, dtype=torch.int64, device=device)
+        """Of each word the fields that begin there, which end in the next one at most."""
+
+    def write(self, values: Tensor, offsets: Tensor) -> None:
+        """Write values at these offsets in bits, (f,), int32 each. No value has a bit beyond its field."""
+        self._sums.index_add_(0, offsets >> 5, values.to(torch.int64) << (offsets & (WORD_BITS - 1)))
+
+    def words(self) -> Tensor:
+        """All words, (w,), int32."""
+        whole = self._sums[:-1]
+        whole[1:] += whole[:-1] >> WORD_BITS  # in place: what is carried has no carry of its own
+        return whole.to(torch.int32)
+
+
+def read_fields(words: Tensor, widths: Tensor | int, offsets: Tensor) -> Tensor:
+    """Read fields of at most 16 bits.
+
+    Shapes: words (w,), with two more words than the runs have; widths and offsets, in bits, (f,) -> (f,), all int32.
     """
-    shifts, first = offsets & (WORD_BITS - 1), offsets >> 5
-    words.index_add_(0, first, values << shifts)
-    words.index_add_(0, first + 1, (values >> 1) >> (WORD_BITS - 1 - shifts))  # no shift is by 32 bits
-
-
-def read_fields(words: Tensor, widths: Tensor, offsets: Tensor) -> Tensor:
-    """Read fields that `write_fields` has added: words (w,), widths and offsets (f,) -> (f,), all int32."""
-    shifts, first = offsets & (WORD_BITS - 1), offsets >> 5
-    rest = WORD_BITS - 1 - shifts
-    low = (words.index_select(0, first) >> shifts) & ~(-2 << rest)  # the shift repeats the sign
-    high = (words.index_select(0, first + 1) << 1) << rest
-    return (low | high) & ((1 << widths) - 1)
-
-
-def write_ones(words: Tensor, positions: Tensor) -> None:
-    """Set the bits at these positions, all different, in a run of zeros: words (w,), positions (p,), int32."""
-    words.index_add_(0, positions >> 5, 1 << (positions & (WORD_BITS - 1)))
-
-
-def positions_of_ones(words: Tensor) -> Tensor:
-    """The positions of the ones in words (w,), int32, in ascending order: (ones,), int32. Reads their number."""
-    octets = words.view(torch.uint8)
-    shifts = torch.arange(8, device=words.device, dtype=torch.uint8)
-    return ((octets.unsqueeze(1) >> shifts) & 1).view(-1).nonzero().view(-1).to(torch.int32)
+    low = words[:-1].to(torch.int64) & 0xFFFFFFFF
+    both = low | (words[1:].to(torch.int64) << WORD_BITS)
+    fields = both.index_select(0, offsets >> 5) >> (offsets & (WORD_BITS - 1))
+    return fields.to(torch.int32) & ((1 << widths) - 1)
