@@ -1,7 +1,8 @@
 """Compile every kernel for GPUs that are not here, and print what each takes as a JSON object.
 
-python -m tests.kernels.compiled          for all
-python -m tests.kernels.compiled sm_90    for some
+python -m tests.kernels.compiled                   for all
+python -m tests.kernels.compiled sm_90             for some
+python -m tests.kernels.compiled lossless sm_90    those of lossless differences
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from laconic.codec import CODECS, WEIGHT_CODECS, blocked_triton, scaled_triton
+from laconic.codec import CODECS, WEIGHT_CODECS, blocked_triton, contexts, lossless_triton, scaled_triton
 from laconic.codec.blocked import BlockCodec
 from laconic.codec.dynamic_map import DynamicMap
+from laconic.codec.patterns import E2M1_PAIRS, pattern_form_of
 from laconic.codec.scaled import SCALED_FORMATS
 from laconic.optim import adamw8bit_triton
 
@@ -35,11 +37,18 @@ _BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _TYPES = {"values": "*fp32", "base": "*fp32", "out": "*fp32", "borders": "*fp32", "numbers": "*fp32", "codes": "*u8",
           "steps": "*u8", "table": "*i64", "owners": "*i32", "signed_near": "*u8", "unsigned_near": "*u8",
           "signed_values": "*fp32", "unsigned_values": "*fp32", "matrix_scale": "*fp32"}  # fmt: skip
-_INTEGERS = ("numel", "coded_numel", "code_bytes", "offset", "num_rows", "num_columns", "across")
-_ALIGNED = ("values", "base", "out", "codes", "steps", "scales", "matrix_scale", "table", "owners",
+_LOSSLESS_TYPES = {"last": "*i8", "counts": "*i32", "entries": "*i32", "costs": "*i32", "defaults": "*i32",
+                   "table": "*u8", "words": "*i32", "sizes": "*i16", "bases": "*u8", "levels": "*u8", "head": "*u8",
+                   "begins": "*i32", "lengths": "*i32", "payload": "*u8", "payload_words": "*i32", "numbers": "*u8",
+                   "changes": "*i32", "change_bytes": "*u8", "fault": "*i32"}  # fmt: skip
+_INTEGERS = ("numel", "coded_numel", "code_bytes", "offset", "num_rows", "num_columns", "across", "stride",
+             "num_options", "level_bytes", "num_tiles", "known", "nbytes", "all_words")  # fmt: skip
+_ALIGNED = ("values", "base", "out", "codes", "steps", "scales", "matrix_scale", "table", "owners", "held", "new",
+            "last", "counts", "words", "sizes", "begins", "numbers", "changes", "change_bytes",
             "numel", "coded_numel", "code_bytes", "num_rows", "num_columns")  # fmt: skip
 _INSTRUCTION = re.compile(r"(?:^|[;{\s])([a-z]\w*(?:[.:]\w+)+)\s+([^;]*);")
-_ACCESS = re.compile(r"(ld|st)\.global(?:\.\w+)*?(?:\.v(\d))?\.[a-z](\d+)$")
+_ACCESS = re.compile(r"(ld|st|red|atom)\.(?:\w+\.)*?global(?:\.\w+)*?(?:\.v(\d))?\.[a-z](\d+)$")
+_KINDS = {"ld": "reads", "st": "writes", "red": "adds to", "atom": "adds to"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +95,36 @@ def kernels() -> Iterator[tuple[str, Compilation]]:
         yield f"AdamW8bit, {dtype.name}", own
 
 
+_LOSSLESS_FORMS = {
+    "bf16": pattern_form_of(torch.bfloat16), "float8": pattern_form_of(torch.float8_e4m3fn),
+    "plain bytes": pattern_form_of(torch.uint8), "FP4 pairs": E2M1_PAIRS,
+}  # fmt: skip
+
+
+def lossless_kernels() -> Iterator[tuple[str, Compilation]]:
+    """Yield the name of each kernel of lossless differences and the kernel."""
+    for name, form in _LOSSLESS_FORMS.items():
+        kind = "*i16" if form.bits == 16 else "*i8"
+        types = {**_LOSSLESS_TYPES, "held": kind, "new": kind, "out": kind}
+        for uses_last in (False, True):
+            constants = lossless_triton.constants_of_form(form, uses_last)
+            for kernel in (lossless_triton._sample, lossless_triton._write, lossless_triton._read):
+                own = Compilation(
+                    kernel=kernel, constants=constants, numel=contexts.TILE, num_warps=lossless_triton.NUM_WARPS,
+                    types=types,
+                )  # fmt: skip
+                yield f"lossless {name}, {kernel.fn.__name__[1:]}{', last' * uses_last}", own
+    choice = {"RARE": contexts.RARE, "RICE_OPTIONS": 2 * contexts.RICE_CODES, "USES_LAST": True}
+    for kernel, constants in (
+        (lossless_triton._choose, choice), (lossless_triton._lay_out, {}), (lossless_triton._find, {}),
+        (lossless_triton._gather, {"MOST_WORDS": contexts.TILE // 2}),
+    ):  # fmt: skip
+        yield (
+            f"lossless, {kernel.fn.__name__[1:]}",
+            Compilation(kernel=kernel, constants=constants, numel=contexts.TILE, types=_LOSSLESS_TYPES),
+        )
+
+
 def compiled(given: Compilation, capability: int) -> Any:
     """The kernel for a GPU of a capability."""
     names, types = given.kernel.arg_names, {**_TYPES, **given.types}
@@ -102,6 +141,8 @@ def compiled(given: Compilation, capability: int) -> Any:
 def facts(given: Compilation, capability: int) -> dict[str, Any]:
     """The registers of a thread, the bytes that it spills, and the bytes that it moves for each value.
 
+    A stack that no instruction uses is no spill.
+
     `moved` has those bytes by argument, read or written: what all threads ask for, so a step that several threads read
     counts several times, though it comes from a cache.
     """
@@ -110,17 +151,20 @@ def facts(given: Compilation, capability: int) -> dict[str, Any]:
         file.write(result.asm["cubin"])
         file.flush()
         told = subprocess.run([_BIN / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True)
-    registers, stack, local = (int(re.search(rf"{key}:(\d+)", told.stdout)[1]) for key in ("REG", "STACK", "LOCAL"))  # type: ignore[index]
+        registers, *spilled = (int(re.search(rf"{key}:(\d+)", told.stdout)[1]) for key in ("REG", "STACK", "LOCAL"))  # type: ignore[index]
+        if any(spilled):
+            told = subprocess.run([_BIN / "nvdisasm", file.name], capture_output=True, text=True, check=True)
+            spilled = spilled if re.search(r"\b(LDL|STL)\b", told.stdout) else []
     arguments = dict(enumerate(each for each in given.kernel.arg_names if each not in given.constants))
     moved = {
         f"{access} {arguments.get(place, 'what it has the address of')}": nbytes * 32 * given.num_warps / given.numel
         for (access, place), nbytes in _accesses(result.asm["ptx"]).items()
     }
-    return {"registers": registers, "spilled": stack + local, "bytes_a_value": sum(moved.values()), "moved": moved}
+    return {"registers": registers, "spilled": sum(spilled), "bytes_a_value": sum(moved.values()), "moved": moved}
 
 
 def _accesses(ptx: str) -> Counter[tuple[str, int]]:
-    """The bytes that a thread "reads" and "writes" by the place of the argument whose address it uses.
+    """The bytes that a thread "reads", "writes" and "adds to" by the place of the argument whose address it uses.
 
     The place is -1 for addresses that the kernel reads from memory.
     """
@@ -131,7 +175,7 @@ def _accesses(ptx: str) -> Counter[tuple[str, int]]:
         if access := _ACCESS.match(name):
             kind, wide, bits = access.groups()
             [origin] = {origins.get(each, -1) for each in re.findall(r"\[\s*(%rd\d+)", operands)}
-            found[{"ld": "reads", "st": "writes"}[kind], origin] += int(wide or 1) * int(bits) // 8
+            found[_KINDS[kind], origin] += int(wide or 1) * int(bits) // 8
         elif name == "ld.param.b64" and addresses:
             origins[addresses[0]] = int(re.search(r"_param_(\d+)", operands)[1])  # type: ignore[index]
         elif addresses and operands.startswith("%rd") and not name.startswith("ld."):
@@ -142,7 +186,9 @@ def _accesses(ptx: str) -> Counter[tuple[str, int]]:
 
 
 if __name__ == "__main__":
-    chosen = [int(each.removeprefix("sm_")) for each in sys.argv[1:]] or CAPABILITIES
+    asked = sys.argv[1:]
+    found = lossless_kernels() if "lossless" in asked else kernels()
+    chosen = [int(each.removeprefix("sm_")) for each in asked if each != "lossless"] or CAPABILITIES
     print(json.dumps({
-        f"{name}, sm_{capability}": facts(kernel, capability) for name, kernel in kernels() for capability in chosen
+        f"{name}, sm_{capability}": facts(kernel, capability) for name, kernel in found for capability in chosen
     }))  # fmt: skip

@@ -200,7 +200,7 @@ def _scaled() -> Iterator[tuple[str, Difference]]:
 # -- kernels a piece ---------------------------------------------------------------------------------------------------
 
 
-class _Launches(TorchDispatchMode):
+class Launches(TorchDispatchMode):
     """Counts what would be a kernel of a GPU: operations of torch that are no views, and launches of triton."""
 
     def __init__(self) -> None:
@@ -221,7 +221,7 @@ class _Launches(TorchDispatchMode):
 
 def _launched(run: Callable[[], object]) -> list[str]:
     run()  # constants of the codec are made once
-    launches = _Launches()
+    launches = Launches()
     with ExitStack() as stack:
         on_device(stack)
         for module in (blocked_triton, scaled_triton):

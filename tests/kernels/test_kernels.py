@@ -44,3 +44,55 @@ def test_every_kernel_has_the_bits_of_its_twin() -> None:
     assert found["different"] == {}
     assert found["compared"] > 1000
     assert set(found["kernels_a_piece"].values()) == {1}
+
+
+MOST_REGISTERS_OF_TILES = 128
+"""Of kernels whose programs have 512 threads: so many that a multiprocessor holds one."""
+
+
+SPILLED_OF_PAIRS = 80
+"""The bytes that kernels may spill for two patterns a byte, which no wire sends."""
+
+
+def takes_little_of_tiles(*architectures: str) -> None:
+    """No spills, and of memory outside a cache each value is read once, and at most 12 bytes are moved for it."""
+    found = told("tests.kernels.compiled", "lossless", *architectures, timeout_s=280)
+    assert len(found) == len(architectures) * (4 * 2 * 3 + 4)
+    for name, facts in found.items():
+        form, kernel, *_ = name.split(", ")
+        assert facts["spilled"] <= SPILLED_OF_PAIRS * ("FP4" in form), name
+        assert facts["registers"] <= MOST_REGISTERS_OF_TILES, name
+        if kernel not in ("write", "read"):  # others are over few tiles, or over tables
+            continue
+        moved = facts["moved"]
+        nbytes = {"lossless bf16": 2, "lossless FP4 pairs": 0.5}.get(form, 1)
+        assert moved["reads held"] == nbytes, name
+        assert moved.get("reads new", 0) == nbytes * (kernel == "write"), name
+        assert moved.get("reads last", 0) == (", last" in name), name
+        assert moved.get("writes out", 0) == nbytes * (kernel == "read"), name
+        # the table has 192 bytes, and a payload is some bits a value, which several threads ask for
+        cached = sum(each for what, each in moved.items() if what.split()[-1] in ("table", "payload", "payload_words"))
+        assert facts["bytes_a_value"] - cached <= 12, name
+
+
+@pytest.mark.timeout(300)  # of 28 compilations
+def test_lossless_kernels_compile_for_an_h100() -> None:
+    takes_little_of_tiles("sm_90")
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(300)
+def test_lossless_kernels_compile_for_the_gpus_that_people_have() -> None:
+    takes_little_of_tiles("sm_80", "sm_100")
+
+
+@pytest.mark.timeout(300)  # triton's interpreter is slow
+def test_lossless_kernels_have_the_bytes_of_their_twin() -> None:
+    found = told("tests.kernels.lossless", TRITON_INTERPRET="1", timeout_s=280)
+    assert found["different"] == []
+    assert found["compared"] > 80
+    for way, kernels in (("encode", 5), ("decode", 2)):
+        takes = found["takes"][way]
+        assert takes.pop("triton") == kernels
+        assert takes.pop("reads of the host") == 1
+        assert sum(takes.values()) <= 2, "of torch, on a few thousand numbers"

@@ -1,0 +1,645 @@
+"""Lossless differences in few kernels of triton: each tile is one program, which reads its values once.
+
+Payloads have the bytes of the plain chain in codec/lossless.py, and so have values.
+
+[Note: Lossless kernels]
+To encode takes three kernels over values and two over tables. `_sample` counts the differences of some tiles by
+context, `_choose` finds the code of each context, and `_write` writes the run of each tile to a scratch place of the
+length that patterns have, which no run exceeds. `_lay_out` adds up the lengths of runs, after which the host reads the
+length of the payload, once. `_gather` moves the runs together.
+
+To decode takes one kernel over tables, `_find`, and one over values, `_read`. Unary numbers are found by a running sum
+over the bits of a run: the place of each one goes to a scratch place of its index. Events of buckets are added to
+numbers of four bits in a scratch place, as order does not matter to a sum. Whatever a damaged payload says, no access
+is out of bounds; what does not fit is noted for the host.
+
+Programs write bits of words by atomic operations, since several values share a word, and read scratch places after a
+barrier of their own: no program reads what another one writes in the same kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from laconic.codec import contexts
+from laconic.codec.patterns import PatternForm
+
+NUM_WARPS = 16
+_TABLE_WARPS = 4
+_TILE: tl.constexpr = tl.constexpr(contexts.TILE)
+_BLOCK: tl.constexpr = tl.constexpr(contexts.BLOCK)
+_BLOCKS: tl.constexpr = tl.constexpr(contexts.TILE // contexts.BLOCK)
+_CLASSES: tl.constexpr = tl.constexpr(contexts.CLASSES)
+_RANKS: tl.constexpr = tl.constexpr(contexts.RANKS)
+_IDLE: tl.constexpr = tl.constexpr(contexts.IDLE)
+_CONTEXTS: tl.constexpr = tl.constexpr(256)
+"""A power of two that is no less than _IDLE."""
+_RICE_CODES: tl.constexpr = tl.constexpr(contexts.RICE_CODES)
+_RAW: tl.constexpr = tl.constexpr(contexts.RAW)
+_NONE: tl.constexpr = tl.constexpr(contexts.NONE)
+_BUCKETS: tl.constexpr = tl.constexpr(contexts.BUCKETS)
+_SIZES: tl.constexpr = tl.constexpr(len(contexts.BUCKET_BITS))
+_MAX_QUOTIENT: tl.constexpr = tl.constexpr(contexts.MAX_QUOTIENT)
+_MAX_EVENTS: tl.constexpr = tl.constexpr(contexts.MAX_EVENTS)
+_MAX_LEVEL: tl.constexpr = tl.constexpr(contexts.MAX_LEVEL)
+_LOWEST_BASE: tl.constexpr = tl.constexpr(contexts.LOWEST_BASE)
+_STEP_BITS: tl.constexpr = tl.constexpr(contexts.STEP_BITS)
+_MAX_STEP: tl.constexpr = tl.constexpr(contexts.MAX_STEP)
+_EXACT_BINS: tl.constexpr = tl.constexpr(contexts.EXACT_BINS)
+_EXACT_BITS: tl.constexpr = tl.constexpr(contexts.EXACT_BINS.bit_length())
+_BINS: tl.constexpr = tl.constexpr(contexts.BINS)
+_OPTIONS: tl.constexpr = tl.constexpr(64)
+"""A power of two that is no less than the number of codes to choose from."""
+_GROUP: tl.constexpr = tl.constexpr(8)
+"""The neighbours whose fields are put together before they are written."""
+_ROWS: tl.constexpr = tl.constexpr(32)
+"""The contexts of a program of `_choose`."""
+_CHUNK: tl.constexpr = tl.constexpr(2048)
+"""The bits, words or tiles that are looked at together."""
+assert contexts.BUCKET_BITS == (1, 2, 3, 4, 6, 8, 10), "kernels compute them: _bucket_bits"
+
+
+def encode(form: PatternForm, held: Tensor, new: Tensor, last: Tensor | None) -> Tensor:
+    """The payload of differences, (bytes,), uint8; the new values if it is no shorter. See `lossless.encode`.
+
+    Shapes: held and new (n,), contiguous, on CUDA; last (n,), int8. The host reads one length.
+    """
+    numel, device = form.numel(held), held.device
+    num_tiles, num_blocks = triton.cdiv(numel, contexts.TILE), triton.cdiv(numel, contexts.BLOCK)
+    own, known = constants_of_form(form, last is not None), head_bytes(numel)
+    old, fresh = _patterns(held), _patterns(new)
+    past = old if last is None else last
+    entries, costs = contexts.options_of(form.bits, device)
+    defaults = contexts.defaults(device)
+    stride = contexts.sample_stride(num_tiles)
+    counts = torch.zeros(2, contexts.IDLE * contexts.BINS, dtype=torch.int32, device=device)
+    _sample[(triton.cdiv(num_tiles, stride),)](old, fresh, past, counts, numel, stride, **own, num_warps=NUM_WARPS)
+    table = torch.empty(contexts.IDLE, dtype=torch.uint8, device=device)
+    _choose[(contexts.IDLE // _ROWS.value,)](
+        counts, entries, costs, defaults, table, len(entries), RARE=contexts.RARE, RICE_OPTIONS=2 * contexts.RICE_CODES,
+        USES_LAST=last is not None, num_warps=_TABLE_WARPS,
+    )  # fmt: skip
+    head = torch.empty(known + contexts.IDLE + 3, dtype=torch.uint8, device=device)
+    sizes, bases, levels = head[: 4 * num_tiles].view(torch.int16), head[4 * num_tiles :], head[5 * num_tiles :]
+    most_words = triton.cdiv(contexts.TILE * form.bits, 32)
+    words = torch.empty(num_tiles * most_words, dtype=torch.int32, device=device)
+    _write[(num_tiles,)](
+        old, fresh, past, table, words, sizes, bases, levels, numel, triton.cdiv(num_blocks, 2),
+        **own, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    begins, lengths = (torch.empty(size, dtype=torch.int32, device=device) for size in (num_tiles, 2))
+    _lay_out[(1,)](sizes, table, defaults, head, begins, lengths, num_tiles, known, num_warps=_TABLE_WARPS)
+    begin, num_words = lengths.tolist()
+    if begin + 4 * num_words >= new.nbytes:
+        return new.view(torch.uint8)
+    payload = torch.empty(begin + 4 * num_words, dtype=torch.uint8, device=device)
+    payload[:begin] = head[:begin]
+    if num_words:
+        _gather[(num_tiles,)](
+            words, sizes, begins, payload[begin:].view(torch.int32), MOST_WORDS=most_words, num_warps=_TABLE_WARPS
+        )
+    return payload
+
+
+def decode(form: PatternForm, held: Tensor, payload: Tensor, last: Tensor | None, out: Tensor) -> Tensor:
+    """Decode a payload that is not the new values themselves into `out`, which may be `held`.
+
+    Shapes: held and out (n,), contiguous, on CUDA; payload (4 k,), uint8, no shorter than its head; last (n,), int8 ->
+        (1,), int32: not 0 if the payload is damaged. The host reads nothing.
+    """
+    if payload.storage_offset() % 4:  # words begin at multiples of four bytes
+        payload = payload.clone()
+    numel, device = form.numel(held), held.device
+    num_tiles, known = triton.cdiv(numel, contexts.TILE), head_bytes(numel)
+    table = torch.empty(contexts.IDLE, dtype=torch.uint8, device=device)
+    begins, fault = (torch.empty(size, dtype=torch.int32, device=device) for size in (num_tiles, 1))
+    _find[(1,)](
+        payload, contexts.defaults(device), table, begins, fault, len(payload), num_tiles, known, num_warps=_TABLE_WARPS
+    )
+    numbers = torch.empty(num_tiles * contexts.TILE, dtype=torch.uint8, device=device)
+    changes = torch.empty(num_tiles * contexts.TILE // 8, dtype=torch.int32, device=device)
+    old = _patterns(held)
+    _read[(num_tiles,)](
+        old, old if last is None else last, payload, payload.view(torch.int32), table, begins, numbers, changes,
+        changes.view(torch.uint8), fault, _patterns(out), numel, len(payload) // 4, num_tiles,
+        **constants_of_form(form, last is not None), num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return fault
+
+
+def constants_of_form(form: PatternForm, uses_last: bool) -> dict[str, Any]:
+    """The constants of the kernels over values for a form."""
+    mantissa = -1 if form.mantissa_bits is None else form.mantissa_bits
+    return {"BITS": form.bits, "MANTISSA": mantissa, "USES_LAST": uses_last}
+
+
+def head_bytes(numel: int) -> int:
+    """The bytes of a head before the entries of the table."""
+    num_blocks = triton.cdiv(numel, contexts.BLOCK)
+    return 5 * triton.cdiv(numel, contexts.TILE) + triton.cdiv(num_blocks, 2) + contexts.IDLE // 8
+
+
+def _patterns(values: Tensor) -> Tensor:
+    """The values as whole numbers of as many bits, or two in a byte."""
+    return values.view(torch.int16 if values.element_size() == 2 else torch.int8)
+
+
+# -- what both sides know ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _patterns_at(patterns, first, numel, BITS: tl.constexpr, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Those of a tile from the value `first` on, zeros beyond the last; a sign fills what is above it."""
+    if BITS == 4:
+        at = first // 2 + tl.arange(0, _TILE // 2)
+        pairs = tl.load(patterns + at, mask=2 * at < numel, other=0).to(tl.int32)
+        return tl.reshape((pairs[:, None] << (28 - 4 * tl.arange(0, 2))[None, :]) >> 28, (_TILE,))
+    at = first + tl.arange(0, _TILE)
+    pattern = tl.load(patterns + at, mask=at < numel, other=0).to(tl.int32)
+    return pattern & 0xFF if MANTISSA < 0 else pattern
+
+
+@triton.jit
+def _number(pattern, BITS: tl.constexpr, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
+    if MANTISSA < 0:
+        return pattern
+    return pattern ^ ((pattern >> (BITS - 1)) & ((1 << (BITS - 1)) - 1))
+
+
+@triton.jit
+def _exponent(pattern, BITS: tl.constexpr, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
+    if MANTISSA < 0:
+        return tl.zeros_like(pattern) + 1
+    return tl.maximum((pattern >> MANTISSA) & ((1 << (BITS - 1 - MANTISSA)) - 1), 1)
+
+
+@triton.jit
+def _bit_length(numbers):  # type: ignore[no-untyped-def]
+    """Of numbers below 2**24, which fp32 holds."""
+    return tl.maximum((numbers.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126, 0)
+
+
+@triton.jit
+def _bucket_bits(place):  # type: ignore[no-untyped-def]
+    return tl.where(place < 4, place + 1, 2 * place - 2)
+
+
+@triton.jit
+def _by_block(of_blocks):  # type: ignore[no-untyped-def]
+    """What each value of a tile has from its block."""
+    return tl.reshape(of_blocks[:, None] + tl.zeros((_BLOCKS, _BLOCK), tl.int32), (_TILE,))
+
+
+@triton.jit
+def _rank_of(last):  # type: ignore[no-untyped-def]
+    size = tl.abs(last)
+    return tl.where(size > 2, tl.minimum(_bit_length(size) + 1, _RANKS - 1), size)
+
+
+@triton.jit
+def _last_at(last, at, is_own):  # type: ignore[no-untyped-def]
+    return tl.load(last + at, mask=is_own, other=0).to(tl.int32)
+
+
+@triton.jit
+def _prediction_of(last):  # type: ignore[no-untyped-def]
+    return (230 * tl.abs(last) + 128) >> 8
+
+
+@triton.jit
+def _context(exponent, scale, level, past, is_own, USES_LAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    context = tl.minimum(tl.maximum(scale - exponent, 0), _CLASSES - 1) * _RANKS
+    if USES_LAST:
+        context += _rank_of(past)
+    return tl.where(is_own & (level > 0), context, _IDLE)
+
+
+# -- encode ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _scales(moved, exponent):  # type: ignore[no-untyped-def]
+    """The level of each block, (_BLOCKS,), and the base of the tile."""
+    sizes = tl.reshape(tl.abs(moved), (_BLOCKS, _BLOCK))
+    exponents = tl.reshape(exponent, (_BLOCKS, _BLOCK))
+    top = tl.max(exponents, axis=1)
+    steps = (sizes << _STEP_BITS) >> tl.minimum(top[:, None] - exponents, 30)
+    total = tl.sum(tl.minimum(steps, _MAX_STEP), axis=1)
+    is_changed = tl.max(sizes, axis=1) > 0
+    scale = top - _STEP_BITS + _bit_length(total)
+    highest = tl.max(tl.where(is_changed, scale, _LOWEST_BASE), axis=0)
+    base = tl.minimum(tl.maximum(highest - _MAX_LEVEL, _LOWEST_BASE), _LOWEST_BASE + 255)
+    return tl.where(is_changed, tl.minimum(tl.maximum(scale - base, 1), _MAX_LEVEL), 0), base
+
+
+@triton.jit
+def _bin(value):  # type: ignore[no-untyped-def]
+    size = tl.abs(value)
+    large = 2 * (_bit_length(size) - _EXACT_BITS) + (value < 0).to(tl.int32) + 2 * _EXACT_BINS + 1
+    return tl.where(size > _EXACT_BINS, large, value + _EXACT_BINS)
+
+
+@triton.jit
+def _sample(  # type: ignore[no-untyped-def]  # triton types its arguments
+    held, new, last, counts, numel, stride, BITS: tl.constexpr, MANTISSA: tl.constexpr, USES_LAST: tl.constexpr
+):
+    begin = tl.program_id(0) * stride * _TILE
+    at = begin + tl.arange(0, _TILE)
+    is_own = at < numel
+    old, fresh = _patterns_at(held, begin, numel, BITS, MANTISSA), _patterns_at(new, begin, numel, BITS, MANTISSA)
+    moved = _number(fresh, BITS, MANTISSA) - _number(old, BITS, MANTISSA)
+    exponent = _exponent(old, BITS, MANTISSA)
+    level, base = _scales(moved, exponent)
+    past = _last_at(last, at, is_own) if USES_LAST else 0
+    context = _context(exponent, _by_block(level + base), _by_block(level), past, is_own, USES_LAST)
+    if USES_LAST:
+        moved = tl.where(past < 0, -moved, moved)
+        rest = _bin(moved - _prediction_of(past))
+        tl.atomic_add(counts + _IDLE * _BINS + context * _BINS + rest, 1, mask=context < _IDLE, sem="relaxed")
+    tl.atomic_add(counts + context * _BINS + _bin(moved), 1, mask=context < _IDLE, sem="relaxed")
+
+
+@triton.jit
+def _choose(  # type: ignore[no-untyped-def]
+    counts,
+    entries,
+    costs,
+    defaults,
+    table,
+    num_options,
+    RARE: tl.constexpr,
+    RICE_OPTIONS: tl.constexpr,
+    USES_LAST: tl.constexpr,
+):
+    context, option = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS), tl.arange(0, _OPTIONS)
+    sums, others = tl.zeros((_ROWS, _OPTIONS), tl.int64), tl.zeros((_ROWS, _OPTIONS), tl.int64)
+    num = tl.zeros((_ROWS,), tl.int32)
+    for index in range(_BINS):
+        cost = tl.load(costs + index * num_options + option, mask=option < num_options, other=1 << 30).to(tl.int64)
+        count = tl.load(counts + context * _BINS + index)
+        num += count
+        sums += count.to(tl.int64)[:, None] * cost[None, :]
+        if USES_LAST:
+            count = tl.load(counts + (_IDLE + context) * _BINS + index)
+            others += count.to(tl.int64)[:, None] * cost[None, :]
+    # the sum and, below it, the option: so the first of the best is the least
+    best = tl.min((sums << 6) + option[None, :], axis=1)
+    entry = tl.load(entries + (best & 63))
+    if USES_LAST:
+        is_rice = (option < RICE_OPTIONS)[None, :]
+        other = tl.min(tl.where(is_rice, (others << 6) + option[None, :], 1 << 62), axis=1)
+        entry = tl.where((other >> 6) < (best >> 6), tl.load(entries + (other & 63)) | 64, entry)
+    entry = tl.where(num < RARE, tl.load(defaults + context), entry)
+    tl.store(table + context, entry.to(tl.uint8))
+
+
+@triton.jit
+def _add_fields(words, value, offset, width, is_own):  # type: ignore[no-untyped-def]
+    """Write fields of at most 16 bits, whose offsets ascend, into words of zeros.
+
+    A word takes the fields of several neighbours. So those of _GROUP values are put together before they are added: a
+    word at a time, of the few that a group spans.
+    """
+    value, end = tl.where(is_own, value, 0), offset + width - 1
+    grouped = tl.reshape(tl.where(is_own, offset >> 5, 1 << 30), (_TILE // _GROUP, _GROUP))
+    begin = tl.min(grouped, axis=1)
+    first = tl.reshape(begin[:, None] + tl.zeros_like(grouped), (_TILE,))
+    span = tl.max(tl.where(is_own, (end >> 5) - first, -1), axis=0)
+    for index in range(span + 1):
+        place, shift = (offset >> 5) - first, offset & 31
+        bits = tl.where(place == index, value << shift, 0)
+        bits |= tl.where(place == index - 1, (value >> 1) >> (31 - shift), 0)  # no shift is by 32 bits
+        total = tl.sum(tl.reshape(bits, (_TILE // _GROUP, _GROUP)), axis=1)  # no two have a bit in common
+        tl.atomic_add(words + begin + index, total, mask=total != 0, sem="relaxed")
+
+
+@triton.jit
+def _write(  # type: ignore[no-untyped-def]
+    held,
+    new,
+    last,
+    table,
+    words,
+    sizes,
+    bases,
+    levels,
+    numel,
+    level_bytes,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    USES_LAST: tl.constexpr,
+):
+    tile, lane = tl.program_id(0), tl.arange(0, _TILE)
+    at = tile * _TILE + lane
+    is_own = at < numel
+    old = _patterns_at(held, tile * _TILE, numel, BITS, MANTISSA)
+    fresh = _patterns_at(new, tile * _TILE, numel, BITS, MANTISSA)
+    moved = _number(fresh, BITS, MANTISSA) - _number(old, BITS, MANTISSA)
+    exponent = _exponent(old, BITS, MANTISSA)
+    level, base = _scales(moved, exponent)
+    tl.store(bases + tile, (base - _LOWEST_BASE).to(tl.uint8))
+    pairs = tl.sum(tl.reshape(level, (_BLOCKS // 2, 2)) << (4 * tl.arange(0, 2))[None, :], axis=1)
+    pair = tile * (_BLOCKS // 2) + tl.arange(0, _BLOCKS // 2)
+    tl.store(levels + pair, pairs.to(tl.uint8), mask=pair < level_bytes)
+
+    past = _last_at(last, at, is_own) if USES_LAST else 0
+    context = _context(exponent, _by_block(level + base), _by_block(level), past, is_own, USES_LAST)
+    entry = tl.load(table + context, mask=context < _IDLE, other=_NONE).to(tl.int32)
+    code = entry & 31
+    if USES_LAST:
+        moved = tl.where(past < 0, -moved, moved)
+    value = moved
+    if USES_LAST:
+        value -= _prediction_of(past) * ((entry >> 6) & 1)
+    turned = tl.where((entry & 32) != 0, value, -value)
+    zigzag = (turned << 1) ^ (turned >> 31)
+    is_rice = code < _RICE_CODES
+    quotient = tl.where(is_rice, tl.minimum(zigzag >> code, _MAX_QUOTIENT), 0)
+    events = tl.where(code >= _BUCKETS, tl.minimum(tl.abs(moved), _MAX_EVENTS), 0)
+    is_escaped = (quotient == _MAX_QUOTIENT) | (events == _MAX_EVENTS)
+    width = tl.where(is_escaped, BITS, tl.where(is_rice, code, 0))
+
+    # all sizes before any place: so no array of places waits for them
+    step = tl.where(is_rice, quotient + 1, 0)
+    rice_bits, event_bits = tl.sum(step, axis=0), 0
+    unary_bits = rice_bits
+    for place in range(_SIZES):
+        m = _bucket_bits(place)
+        total = tl.sum(tl.where(code == _BUCKETS + m, (events << 16) + 1, 0), axis=0)
+        unary_bits += (((total & 0xFFFF) + (1 << m) - 1) >> m) + (total >> 16)
+        event_bits += (total >> 16) * (m + 1)
+    num_words = (unary_bits + event_bits + tl.sum(width, axis=0) + 31) >> 5
+    raw_words = (tl.minimum(numel - tile * _TILE, _TILE) * BITS + 31) >> 5
+    is_raw = (num_words >= raw_words) & (unary_bits > 0)
+    num_words = tl.where(is_raw, raw_words, num_words)
+    tl.store(sizes + 2 * tile, tl.where(is_raw, 0, unary_bits).to(tl.int16))
+    tl.store(sizes + 2 * tile + 1, num_words.to(tl.int16))
+
+    own = words + tile * (_TILE * BITS // 32)
+    word = tl.arange(0, _CHUNK)
+    for first in range(0, num_words, _CHUNK):
+        tl.store(own + first + word, tl.zeros_like(word), mask=first + word < num_words)
+    tl.debug_barrier()
+    # registers are few: both are needed when all events are written
+    width = tl.where(is_raw, tl.where(is_own, BITS, 0), width)
+    field = tl.where(is_escaped | is_raw, fresh & ((1 << BITS) - 1), zigzag & ((1 << width) - 1))
+    own_field = field | (width << 16)
+    bucket = code | (events << 5) | ((moved < 0).to(tl.int32) << 8)
+    unary_at, event_at = rice_bits, tl.where(is_raw, 0, unary_bits)
+    if not is_raw:
+        _add_fields(own, tl.zeros_like(step) + 1, tl.cumsum(step, axis=0) - 1, 1, is_rice)
+        for place in range(_SIZES):
+            m = _bucket_bits(place)
+            is_member, full, events = (bucket & 31) == _BUCKETS + m, (1 << m) - 1, (bucket >> 5) & 7
+            # the members and, above them, their events
+            number = tl.where(is_member, (events << 16) + 1, 0)
+            running = tl.cumsum(number, axis=0)
+            total = tl.max(running, axis=0)
+            if total > 0:
+                rank, count = (running & 0xFFFF) - 1, total & 0xFFFF
+                is_last = is_member & (((rank & full) == full) | (rank == count - 1))
+                one_at = unary_at + (rank >> m) + (running >> 16)
+                _add_fields(own, tl.zeros_like(rank) + 1, one_at, 1, is_last)
+                event = ((rank & full) << 1) | (bucket >> 8)
+                at_event = event_at + ((running >> 16) - events) * (m + 1)
+                for index in range(tl.max(tl.where(is_member, events, 0), axis=0)):
+                    _add_fields(own, event, at_event + index * (m + 1), m + 1, is_member & (index < events))
+                unary_at += ((count + full) >> m) + (total >> 16)
+                event_at += (total >> 16) * (m + 1)
+    width = own_field >> 16
+    _add_fields(own, own_field & 0xFFFF, event_at + tl.cumsum(width, axis=0) - width, width, width > 0)
+
+
+@triton.jit
+def _lay_out(sizes, table, defaults, head, begins, lengths, num_tiles, known):  # type: ignore[no-untyped-def]
+    lane = tl.arange(0, _CHUNK)
+    total = 0
+    for first in range(0, num_tiles, _CHUNK):
+        tile = first + lane
+        num_words = tl.load(sizes + 2 * tile + 1, mask=tile < num_tiles, other=0).to(tl.int32) & 0xFFFF
+        tl.store(begins + tile, total + tl.cumsum(num_words, axis=0) - num_words, mask=tile < num_tiles)
+        total += tl.sum(num_words, axis=0)
+    context = tl.arange(0, _CONTEXTS)
+    entry = tl.load(table + context, mask=context < _IDLE, other=0).to(tl.int32)
+    is_sent = (entry != tl.load(defaults + context, mask=context < _IDLE, other=0)).to(tl.int32)
+    octet, bit = tl.arange(0, _CONTEXTS // 8), tl.arange(0, 8)
+    octets = tl.sum(tl.reshape(is_sent, (_CONTEXTS // 8, 8)) << bit[None, :], axis=1)
+    tl.store(head + known - _IDLE // 8 + octet, octets.to(tl.uint8), mask=octet < _IDLE // 8)
+    order, num_sent = tl.cumsum(is_sent, axis=0) - 1, tl.sum(is_sent, axis=0)
+    tl.store(head + known + order, entry.to(tl.uint8), mask=is_sent != 0)
+    nbytes = (known + num_sent + 3) // 4 * 4
+    fill = known + num_sent + bit
+    tl.store(head + fill, tl.zeros_like(bit).to(tl.uint8), mask=fill < nbytes)
+    tl.store(lengths, nbytes)
+    tl.store(lengths + 1, total)
+
+
+@triton.jit
+def _gather(words, sizes, begins, out, MOST_WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    tile, word = tl.program_id(0), tl.arange(0, _CHUNK)
+    num_words = tl.load(sizes + 2 * tile + 1).to(tl.int32) & 0xFFFF
+    begin, own = tl.load(begins + tile), words + tile * MOST_WORDS
+    for first in range(0, num_words, _CHUNK):
+        is_own = first + word < num_words
+        tl.store(out + begin + first + word, tl.load(own + first + word, mask=is_own, other=0), mask=is_own)
+
+
+# -- decode ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _size_at(payload, place, is_own):  # type: ignore[no-untyped-def]
+    """Numbers of two bytes."""
+    low = tl.load(payload + 2 * place, mask=is_own, other=0).to(tl.int32)
+    return low | (tl.load(payload + 2 * place + 1, mask=is_own, other=0).to(tl.int32) << 8)
+
+
+@triton.jit
+def _find(payload, defaults, table, begins, fault, nbytes, num_tiles, known):  # type: ignore[no-untyped-def]
+    context = tl.arange(0, _CONTEXTS)
+    is_known = context < _IDLE
+    octet = tl.load(payload + known - _IDLE // 8 + (context >> 3), mask=is_known, other=0).to(tl.int32)
+    is_sent = (octet >> (context & 7)) & 1
+    place = known + tl.cumsum(is_sent, axis=0) - 1
+    entry = tl.load(payload + place, mask=(is_sent != 0) & (place < nbytes), other=0).to(tl.int32) & 127
+    entry = tl.where(is_sent != 0, entry, tl.load(defaults + context, mask=is_known, other=0))
+    tl.store(table + context, entry.to(tl.uint8), mask=is_known)
+    total = (known + tl.sum(is_sent, axis=0) + 3) // 4 * 4
+    lane = tl.arange(0, _CHUNK)
+    for first in range(0, num_tiles, _CHUNK):
+        tile = first + lane
+        num = 4 * _size_at(payload, 2 * tile + 1, tile < num_tiles)
+        tl.store(begins + tile, (total + tl.cumsum(num, axis=0) - num) // 4, mask=tile < num_tiles)
+        total += tl.sum(num, axis=0)
+    tl.store(fault, (total != nbytes).to(tl.int32))
+
+
+@triton.jit
+def _bits_at(run, first, num_words):  # type: ignore[no-untyped-def]
+    """The bits of _CHUNK // 32 words of a run, and the zeros before each, up to 17; both (_CHUNK,), int32."""
+    word, bit = first // 32 + tl.arange(0, _CHUNK // 32), tl.arange(0, 32)[None, :]
+    own = tl.load(run + word, mask=word < num_words, other=0)[:, None]
+    before = tl.load(run + word - 1, mask=(word > 0) & (word - 1 < num_words), other=0)[:, None]
+    bits = (own << (31 - bit)) | (((before >> 1) & 0x7FFFFFFF) >> bit)  # up to this one, which is on top
+    zeros = 17 - _bit_length((bits >> 14) & 0x1FFFF)
+    return tl.reshape((bits >> 31) & 1, (_CHUNK,)), tl.reshape(zeros, (_CHUNK,))
+
+
+@triton.jit
+def _field_at(run, offset, width, num_words, is_own):  # type: ignore[no-untyped-def]
+    """Fields of at most 16 bits in a run of so many words."""
+    word, shift = offset >> 5, offset & 31
+    low = tl.load(run + word, mask=is_own & (word < num_words), other=0)
+    high = tl.load(run + word + 1, mask=is_own & (shift + width > 32) & (word + 1 < num_words), other=0)
+    return (((low >> shift) & ~(-2 << (31 - shift))) | ((high << 1) << (31 - shift))) & ((1 << width) - 1)
+
+
+@triton.jit
+def _fields_at(run, offset, width, num_words):  # type: ignore[no-untyped-def]
+    """Read what `_add_fields` has written: those of _GROUP values, whose offsets ascend, share a few words."""
+    is_own = width > 0
+    grouped = tl.reshape(tl.where(is_own, offset >> 5, 1 << 30), (_TILE // _GROUP, _GROUP))
+    begin = tl.min(grouped, axis=1)
+    first = tl.reshape(begin[:, None] + tl.zeros_like(grouped), (_TILE,))
+    span = tl.max(tl.where(is_own, ((offset + width - 1) >> 5) - first, -1), axis=0)
+    bits = tl.zeros_like(offset)
+    for index in range(span + 1):
+        word = tl.load(run + begin + index, mask=begin + index < num_words, other=0)
+        own = tl.reshape(word[:, None] + tl.zeros_like(grouped), (_TILE,))
+        place, shift = (offset >> 5) - first, offset & 31
+        bits |= tl.where(place == index, (own >> shift) & ~(-2 << (31 - shift)), 0)  # the shift repeats the sign
+        bits |= tl.where(place == index - 1, (own << 1) << (31 - shift), 0)
+    return bits & ((1 << width) - 1)
+
+
+@triton.jit
+def _read(  # type: ignore[no-untyped-def]
+    held,
+    last,
+    payload,
+    payload_words,
+    table,
+    begins,
+    numbers,
+    changes,
+    change_bytes,
+    fault,
+    out,
+    numel,
+    all_words,
+    num_tiles,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    USES_LAST: tl.constexpr,
+):
+    tile, lane = tl.program_id(0), tl.arange(0, _TILE)
+    at = tile * _TILE + lane
+    is_own = at < numel
+    begin = tl.minimum(tl.load(begins + tile), all_words)  # beyond the end if sizes are wrong
+    unary_bits, num_words = _size_at(payload, 2 * tile, True), _size_at(payload, 2 * tile + 1, True)
+    is_raw = (unary_bits == 0) & (num_words > 0)
+    run, most_words = payload_words + begin, tl.minimum(num_words, all_words - begin)
+    unary_bits = tl.minimum(unary_bits, 32 * most_words)
+
+    # the unary numbers of Rice codes, and others as far as they fit, by their index
+    own_numbers, lanes = numbers + tile * _TILE, tl.arange(0, _CHUNK)
+    num_ones = 0
+    for first in range(0, unary_bits, _CHUNK):
+        place = first + lanes
+        is_one, zeros = _bits_at(run, first, most_words)
+        is_one = tl.where(place < unary_bits, is_one, 0)
+        index = num_ones + tl.cumsum(is_one, axis=0) - 1
+        number = tl.minimum(tl.minimum(zeros, place), _MAX_QUOTIENT)
+        tl.store(own_numbers + index, number.to(tl.uint8), mask=(is_one != 0) & (index < _TILE))
+        num_ones += tl.sum(is_one, axis=0)
+    own_changes = changes + tile * (_TILE // 8)
+    tl.store(own_changes + tl.arange(0, _TILE // 8), tl.full((_TILE // 8,), 0x44444444, tl.int32))
+    tl.debug_barrier()
+
+    old = _patterns_at(held, tile * _TILE, numel, BITS, MANTISSA)
+    block = tile * _BLOCKS + tl.arange(0, _BLOCKS)
+    is_block = block * _BLOCK < numel
+    level = tl.load(payload + 5 * num_tiles + (block >> 1), mask=is_block, other=0).to(tl.int32)
+    level = (level >> (4 * (block & 1))) & 15
+    base = tl.load(payload + 4 * num_tiles + tile).to(tl.int32) + _LOWEST_BASE
+    past = _last_at(last, at, is_own) if USES_LAST else 0
+    exponent = _exponent(old, BITS, MANTISSA)
+    context = _context(exponent, _by_block(level + base), _by_block(level), past, is_own, USES_LAST)
+    entry = tl.load(table + context, mask=context < _IDLE, other=_NONE).to(tl.int32)
+    entry = tl.where(is_raw, tl.where(is_own, _RAW, _NONE), entry)
+    code = entry & 31
+
+    is_rice = code < _RICE_CODES
+    rank = tl.cumsum(is_rice.to(tl.int32), axis=0) - 1
+    quotient = tl.load(own_numbers + rank, mask=is_rice & (rank < num_ones), other=0).to(tl.int32)
+    num_cells = tl.sum(is_rice.to(tl.int32), axis=0)
+    unary_at = num_cells + tl.sum(quotient, axis=0)
+    # registers are few: above the entry, of 7 bits, are the quotient, of 5, the change plus 4, and the last difference
+    entry |= (quotient << 7) | (4 << 12) | (past << 16)
+
+    # the events of buckets: each zero is one
+    field_at, slot_at = unary_bits, 0
+    num_wrong = 0
+    for size in range(_SIZES):
+        m = _bucket_bits(size)
+        is_member = code == _BUCKETS + m
+        count = tl.sum(is_member.to(tl.int32), axis=0)
+        if count > 0:
+            cells = (count + (1 << m) - 1) >> m
+            num_cells += cells
+            begin_bit, num_before, num_events = unary_at, 0, 0
+            first = unary_at // 32 * 32
+            while (num_before < cells) & (first < unary_bits):
+                place = first + lanes
+                is_one, zeros = _bits_at(run, first, most_words)
+                is_here = (place >= begin_bit) & (place < unary_bits)
+                is_one = tl.where(is_here, is_one, 0)
+                bucket = num_before + tl.cumsum(is_one, axis=0) - is_one
+                is_event = is_here & (is_one == 0) & (bucket < cells)
+                field = field_at + (place - begin_bit - bucket) * (m + 1)
+                field = _field_at(run, field, m + 1, most_words, is_event)
+                member = (bucket << m) + (field >> 1)
+                num_wrong += tl.sum((is_event & (member >= count)).to(tl.int32), axis=0)
+                change = (1 - 2 * (field & 1)) << (4 * ((slot_at + member) & 7))
+                target = own_changes + ((slot_at + member) >> 3)
+                tl.atomic_add(target, change, mask=is_event & (member < count), sem="relaxed")
+                num_before += tl.sum(is_one, axis=0)
+                num_events += tl.sum(is_event.to(tl.int32), axis=0)
+                first += _CHUNK
+            unary_at, field_at = unary_at + cells + num_events, field_at + num_events * (m + 1)
+            tl.debug_barrier()
+            slot = slot_at + tl.cumsum(is_member.to(tl.int32), axis=0) - 1
+            pair = change_bytes + tile * (_TILE // 2) + (slot >> 1)
+            # not from the multiprocessor's own cache, which atomic operations pass by
+            pair = tl.load(pair, mask=is_member, other=0, cache_modifier=".cg").to(tl.int32)
+            entry += tl.where(is_member, ((pair >> (4 * (slot & 1))) & 15) - 4, 0) << 12
+            slot_at += count
+
+    quotient, change, past = (entry >> 7) & 31, ((entry >> 12) & 15) - 4, entry >> 16
+    is_escaped = (quotient >= _MAX_QUOTIENT) | (tl.abs(change) >= _MAX_EVENTS) | (code == _RAW)
+    width = tl.where(is_escaped, BITS, tl.where(is_rice, code, 0))
+    field = _fields_at(run, field_at + tl.cumsum(width, axis=0) - width, width, most_words)
+    num_bits = field_at + tl.sum(width, axis=0)
+    is_wrong = (num_wrong > 0) | (num_cells != num_ones) | (((num_bits + 31) >> 5) != num_words)
+    tl.store(fault, 1, mask=is_wrong)
+
+    zigzag = tl.where(is_rice, (quotient << code) | field, 0)
+    value = (zigzag >> 1) ^ -(zigzag & 1)
+    value = tl.where((entry & 32) != 0, value, -value)
+    if USES_LAST:
+        value += _prediction_of(past) * ((entry >> 6) & 1)
+    moved = tl.where(is_rice, value, change)
+    if USES_LAST:
+        moved = tl.where(past < 0, -moved, moved)
+    pattern = tl.where(is_escaped, field, _number(_number(old, BITS, MANTISSA) + moved, BITS, MANTISSA))
+    if BITS == 4:
+        pattern = tl.sum(tl.reshape(pattern & 15, (_TILE // 2, 2)) << (4 * tl.arange(0, 2))[None, :], axis=1)
+        byte = tile * (_TILE // 2) + tl.arange(0, _TILE // 2)
+        tl.store(out + byte, pattern.to(tl.int8), mask=2 * byte < numel)
+    else:
+        tl.store(out + at, pattern.to(out.dtype.element_ty), mask=is_own)

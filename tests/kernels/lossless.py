@@ -1,0 +1,155 @@
+"""Run the kernels of lossless differences beside their twin: `TRITON_INTERPRET=1 python -m tests.kernels.lossless`.
+
+It prints a JSON object: the number of comparisons, the names of those that differ, and what coding a piece takes: the
+kernels of triton, the operations of torch that are kernels, too, and the times that the host waits for the device.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from laconic.codec import lossless, lossless_triton
+from laconic.codec.contexts import TILE
+from laconic.codec.lossless import decode, decode_in_pieces, encode, encode_in_pieces, last_difference
+from tests.kernels.interpreted import Launches, on_device
+from tests.support.patterns import DTYPES, WILD, bits_of, form_of, random_patterns, trained
+
+KERNELS = ("_sample", "_choose", "_write", "_lay_out", "_gather", "_find", "_read")
+_SHORT, _LONG = TILE + 1030, 4 * TILE + 78
+"""A tile that is not full, and two tiles in the sample."""
+
+Versions = tuple[Tensor, Tensor, Tensor | None]
+"""Held values, new ones, and the last differences."""
+
+
+def _versions() -> Iterator[tuple[str, str, Versions]]:
+    """Yield the name of a format, a case, and its versions."""
+    for name in DTYPES:
+        for step in (1e-2, 1e-3, 1e-5) if name == "bfloat16" else (1e-3,):
+            before, held, new = trained(name, _SHORT, step)
+            yield name, f"{step:g}", (held, new, last_difference(before, held, form=form_of(name)))
+            yield name, f"{step:g}, no last difference", (held, new, None)
+        mixed, nbytes = new.clone(), TILE * form_of(name).bits // 8
+        bits_of(mixed)[:nbytes] = bits_of(random_patterns(name, TILE, 1))
+        yield name, "a tile without any rule", (held, mixed, None)
+        yield name, "any patterns", (held, random_patterns(name, _SHORT, 2), None)
+        yield name, "no change", (held, held, None)
+    for numel in (1, 513, TILE, _LONG):
+        before, held, new = trained("bfloat16", numel, 1e-3)
+        yield "bfloat16", f"{numel} values", (held, new, last_difference(before, held))
+    for step in (1e-2, 1e-5):
+        before, held, new = trained("bfloat16", _SHORT, step)
+        new[5 : 5 + 397 * len(WILD) : 397] = WILD
+        held[700 : 700 + 401 * len(WILD) : 401] = WILD
+        yield "bfloat16", f"wild values among {step:g}", (held, new, last_difference(before, held))
+
+
+def _both() -> Iterator[tuple[str, bool]]:
+    for name, case, (held, new, last) in _versions():
+        form = form_of(name)
+        payload = encode(held, new, last, form=form)
+        apart = torch.zeros(len(payload) + 3, dtype=torch.uint8)
+        apart[3:] = payload
+        with ExitStack() as stack:
+            on_device(stack)
+            own = encode(held, new, last, form=form)
+            decoded = decode(held, apart[3:], last, form=form)  # at an odd address
+        yield f"{name}, {case}, encode", torch.equal(own, payload)
+        yield f"{name}, {case}, decode", torch.equal(bits_of(decoded), bits_of(new))
+
+
+def _pieces() -> Iterator[tuple[str, bool]]:
+    """Messages of several pieces, decoded in place."""
+    with mock.patch.object(lossless, "HOST_PIECE_NUMEL", 2 * TILE):
+        _, held, new = trained("bfloat16", _LONG, 1e-4)
+        message, copy = encode_in_pieces(held, new), held.clone()
+        with ExitStack() as stack:
+            on_device(stack)
+            own = encode_in_pieces(held, new)
+            decode_in_pieces(copy, own)
+        yield "pieces, encode", torch.equal(own, message)
+        yield "pieces, decode", torch.equal(bits_of(copy), bits_of(new))
+
+
+def _damaged() -> Iterator[tuple[str, bool]]:
+    """Nothing but a ValueError or other values comes of a damaged payload."""
+    before, held, new = trained("bfloat16", 1500, 1e-3)
+    last, refused = last_difference(before, held), 0
+    payload, generator = encode(held, new, last), torch.Generator().manual_seed(0)
+    for _ in range(24):
+        bad = payload.clone()
+        bad[int(torch.randint(len(bad), (1,), generator=generator))] ^= 1 << int(
+            torch.randint(8, (1,), generator=generator)
+        )
+        with ExitStack() as stack:
+            on_device(stack)
+            try:
+                decode(held, bad, last)
+            except ValueError:
+                refused += 1
+    yield "damage is noticed", refused > 2
+
+
+class _Counted:
+    """A kernel whose launches are counted, and which does not count what the interpreter does."""
+
+    def __init__(self, kernel: Any, launches: Launches) -> None:
+        self._kernel, self._launches = kernel, launches
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def run(*args: Any, **options: Any) -> None:
+            told = list(self._launches.told)
+            self._kernel[grid](*args, **options)
+            self._launches.told[:] = [*told, "triton"]
+
+        return run
+
+
+def _takes(run: Callable[[], object]) -> dict[str, int]:
+    launches = Launches()
+    told, to_list = Counter[str](), Tensor.tolist
+
+    def read(tensor: Tensor) -> Any:
+        told["reads of the host"] += 1
+        return to_list(tensor)
+
+    with ExitStack() as stack:
+        on_device(stack)
+        for name in KERNELS:
+            kernel = _Counted(getattr(lossless_triton, name), launches)
+            stack.enter_context(mock.patch.object(lossless_triton, name, kernel))
+        run()  # constants are made once
+        launches.told.clear()
+        stack.enter_context(mock.patch.object(Tensor, "tolist", read))
+        stack.enter_context(launches)
+        run()
+    for name in launches.told:
+        told["triton" if name == "triton" else "reads of the host" if "scalar_dense" in name else name] += 1
+    return dict(told)
+
+
+def takes_a_piece() -> dict[str, dict[str, int]]:
+    """The launches and the waits of the host that a piece takes, each way."""
+    before, held, new = trained("bfloat16", TILE, 1e-3)
+    last = last_difference(before, held)
+    payload = encode(held, new, last)
+    return {
+        "encode": _takes(lambda: encode(held, new, last)),
+        "decode": _takes(lambda: decode(held, payload, last)),
+    }
+
+
+if __name__ == "__main__":
+    np.seterr(all="ignore")  # whole numbers may overflow, as those of a device do
+    results = [pair for sort in (_both(), _pieces(), _damaged()) for pair in sort]
+    different = [name for name, is_same in results if not is_same]
+    print(json.dumps({"compared": len(results), "different": different, "takes": takes_a_piece()}))
