@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,6 @@ from laconic.store.folder import CrashPoint, DamagedError, FileRecord, damage, r
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
-_POLL_S = 0.1
 _NAME = re.compile(r"^step-(\d+)(\.old\d*)?$")
 _REMAINS = re.compile(rf"^(step-\d+(\.old\d*)?{store.REMAINS}|{LATEST}\.\w+\.tmp)$")
 _OWN_FILES = (MANIFEST, ".metadata", "rank-00000.json")
@@ -81,15 +79,12 @@ def commit(folder: Path, temporary: Path, manifest: CheckpointManifest, *, keep:
     Raises:
         CheckpointError: this rank does not see a file that another rank has written.
     """
-    deadline_s = time.monotonic() + patience_s
-    for record in manifest.files:
-        while not (is_there := (temporary / record.name).is_file()) and time.monotonic() < deadline_s:
-            time.sleep(_POLL_S)
-        if not is_there:
-            raise CheckpointError(
-                f"rank 0 does not see {temporary / record.name}, which another rank has written; "
-                "the checkpoint folder must be on a file system that all nodes share"
-            )
+    missing = store.not_seen(temporary, manifest.files, patience_s)
+    if missing is not None:
+        raise CheckpointError(
+            f"rank 0 does not see {missing}, which another rank has written; "
+            "the checkpoint folder must be on a file system that all nodes share"
+        )
     final = folder / f"step-{manifest.step}"
     store.commit(temporary, final, manifest, MANIFEST, aside=_aside(final, manifest.step))
     write_text(folder / LATEST, final.name + "\n")

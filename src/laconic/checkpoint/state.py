@@ -73,6 +73,12 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ShardedModule):
             module.forget_copies()
+    show_sharded(model)
+
+
+def show_sharded(model: nn.Module) -> None:
+    """Show sharded parameters in place of gathered ones. What crosses next does not change."""
+    for module in model.modules():
         # Outside a step a root may still hold its gathered parameters (FSDP2 after a forward without backward).
         own_reshard = getattr(module, "reshard", None)
         if callable(own_reshard) and hasattr(module, "unshard"):
@@ -82,6 +88,11 @@ def reshard(model: nn.Module) -> None:
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name; tied parameters once. Reshards gathered units."""
     reshard(model)
+    return shown_tensors(model)
+
+
+def shown_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return `model_tensors`, of gathered units the gathered parameters."""
     tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in named_parameters(model).items()}
     return tensors | {strip(name): buffer for name, buffer in persistent_buffers(_plain(model))}
 

@@ -22,6 +22,7 @@ import hashlib
 import itertools
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
@@ -35,6 +36,7 @@ from laconic.store.files import remove, sync, write_text
 REMAINS = r"\.(?:tmp|removed\d*)"
 """A pattern of the endings that an interrupted write or removal leaves at a store's name. Nothing of it is a store."""
 _MAX_THREADS = 8
+_POLL_S = 0.1
 
 
 class CrashPoint(StrEnum):
@@ -173,6 +175,21 @@ def difference(folder: Path, record: FileRecord, *, chunk_bytes: int | None = No
     if record.sha256 and file_digest(path, chunk_bytes) != record.sha256:
         return f"{record.name} does not have the contents that were written"
     return ""
+
+
+def not_seen(folder: Path, records: Iterable[FileRecord], patience_s: float) -> Path | None:
+    """Wait for files that other machines have written, which a network file system may show late.
+
+    Returns:
+        A file that is not there after `patience_s` seconds; None if all are.
+    """
+    deadline_s = time.monotonic() + patience_s
+    for record in records:
+        while not (is_there := (folder / record.name).is_file()) and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+        if not is_there:
+            return folder / record.name
+    return None
 
 
 def file_digest(path: Path, chunk_bytes: int | None = None) -> str:

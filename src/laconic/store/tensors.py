@@ -14,7 +14,8 @@ import ctypes
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ _DTYPES = {
     "U8": torch.uint8,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+STORABLE = frozenset(_NAMES)
+"""The dtypes that a file can hold."""
 _LENGTH_BYTES = 8
 
 
@@ -57,7 +60,17 @@ def write(path: Path, values: Any) -> FileRecord:
         TypeError: a value is of another type.
     """
     tensors: dict[str, Tensor] = {}
-    header: dict[str, Any] = {"__metadata__": {"values": json.dumps(_without_tensors(values, "", tensors))}}
+    text = json.dumps(_without_tensors(values, "", tensors))
+    return write_named(path, tensors, {"values": text})
+
+
+def write_named(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
+    """Write a new file of contiguous tensors on the host by name, durably, and return its record.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
@@ -75,16 +88,34 @@ def write(path: Path, values: Any) -> FileRecord:
 
 def parse(data: bytes | memoryview) -> Any:
     """Return the values of a file with these bytes. Raises: DamagedError if it is no file of `write`."""
+    tensors, metadata = parse_named(data)
+    with _as_damage():
+        return with_tensors(json.loads(metadata["values"]), tensors)
+
+
+def parse_named(data: bytes | memoryview) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of any safetensors file by name, as copies, and its metadata.
+
+    Raises:
+        DamagedError: it is no such file.
+    """
     begin = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     body = memoryview(data)[begin:]
-    try:
+    with _as_damage():
         header = json.loads(bytes(data[_LENGTH_BYTES:begin]))
-        values = json.loads(header.pop("__metadata__")["values"])
+        metadata = header.pop("__metadata__", {})
         tensors = {
             name: tensor_of(body[slice(*entry["data_offsets"])], _DTYPES[entry["dtype"]], entry["shape"])
             for name, entry in header.items()
         }
-        return with_tensors(values, tensors)
+        return tensors, metadata
+
+
+@contextmanager
+def _as_damage() -> Iterator[None]:
+    """Turn whatever the bytes of a damaged file raise into a DamagedError."""
+    try:
+        yield
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, RecursionError) as error:
         raise DamagedError(f"it is no file of tensors and values ({type(error).__name__}: {error})") from error
 
