@@ -1,0 +1,223 @@
+"""The manifest of a published version: which tensors it has, and where their new values stand.
+
+[Note: A published version]
+A publication is a folder with a store for each version, `weight_v000007` ([Note: A store] in store/folder.py). A reader
+sees a whole version or none. A version has plain safetensors files and a manifest, `manifest.json`. The manifest names
+every tensor with its shape, its dtype and its digests before and after ([Note: Digests of published tensors] in
+publish/digests.py). A version may have two kinds of parts, and has one at least:
+
+    patch   what has changed since the version `base`. It applies to exactly this version.
+    whole   all values. Newcomers, and readers that are too far behind, begin here.
+
+A tensor's parts are in the files of the ranks that held it. No two parts of a kind overlap. `start` and `sizes` say
+where a part lies: one number each for a run of the flattened tensor; one for each dim for a box, where another mesh
+axis has cut the tensor. The encodings:
+
+    gaps      `KEY.gaps` and `KEY.values`: the distance from each changed element to the next, and their new values.
+              `start` is the first one's place, and `sizes` their number. The largest number of the dtype of gaps, 255
+              or 65535, goes so far without a change. So the places are
+              `start + gaps.cumsum(0)[gaps < largest]`.
+    dense     `KEY`: all values of a run or a box.
+    lossless  `KEY`: the payload of `encode_in_pieces` in codec/lossless.py, which needs the values of `base`.
+
+A whole tensor on one rank has its own name as the key and its own shape, so a version from one rank is a folder that
+any reader of safetensors understands. tests/reference/publish.py has a reader of gaps and dense parts in ten lines.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from typing import Any, Literal, Self
+
+import torch
+
+from laconic.comm.entries import typed
+from laconic.store import folder as store
+from laconic.store import tensors
+
+MANIFEST = "manifest.json"
+VERSION_NAME = re.compile(r"weight_v([0-9]{6,12})")
+REMAINS = re.compile(rf"weight_v[0-9]{{6,12}}{store.REMAINS}")
+"""What an interrupted write or removal leaves of a version."""
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
+_DIGEST = re.compile(r"[0-9a-f]{16}")
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in tensors.STORABLE}
+_MOST_LISTED = 8
+
+Kind = Literal["patch", "whole"]
+"""The kinds of parts."""
+Names = Literal["huggingface", "model"]
+"""The kinds of names: those of `laconic export`, for a peft model those of its adapters' file; or the model's own."""
+
+
+class PublishError(ValueError):
+    """A version could not be published or applied. Nothing of it was applied."""
+
+
+def version_name(version: int) -> str:
+    """The name of a version's folder."""
+    return f"weight_v{version:06d}"
+
+
+class Encoding(StrEnum):
+    """How the values of a part are written: [Note: A published version]."""
+
+    GAPS = "gaps"
+    DENSE = "dense"
+    LOSSLESS = "lossless"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Values of one tensor in one file: [Note: A published version]."""
+
+    file: str
+    key: str
+    encoding: Encoding
+    start: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError if the place makes no sense."""
+        if len(self.start) != len(self.sizes) or min((*self.start, *self.sizes), default=-1) < 0:
+            raise ValueError(f"a part of start {list(self.start)} and sizes {list(self.sizes)}")
+        if self.encoding is Encoding.GAPS and len(self.start) != 1:
+            raise ValueError(f"gaps lead along a flattened tensor, not from {list(self.start)}")
+
+    @property
+    def numel(self) -> int:
+        """The number of values."""
+        return math.prod(self.sizes)
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether the part lies in a tensor of this shape."""
+        bounds = (math.prod(shape),) if len(self.start) == 1 else shape
+        ends = [begin + size for begin, size in zip(self.start, self.sizes, strict=True)]
+        return len(bounds) == len(ends) and all(end <= bound for end, bound in zip(ends, bounds, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedTensor:
+    """One tensor of a version."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As torch names it: "bfloat16"."""
+    before: str | None
+    """The digest of the tensor in the version `base`; None without a patch."""
+    after: str
+    patch: tuple[Part, ...]
+    whole: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError if it is no tensor, or a part does not lie in it."""
+        if not self.name or self.dtype not in _DTYPES or min(self.shape, default=0) < 0:
+            raise ValueError(f"a tensor {self.name!r} of dtype {self.dtype!r} and shape {list(self.shape)}")
+        for digest in (self.after, self.before or self.after):
+            if not _DIGEST.fullmatch(digest):
+                raise ValueError(f"{self.name} has the digest {digest!r}")
+        for part in (*self.patch, *self.whole):
+            if not part.fits(self.shape):
+                raise ValueError(f"a part of {self.name} lies outside of its shape {list(self.shape)}")
+        if any(part.encoding is not Encoding.DENSE for part in self.whole):
+            raise ValueError(f"whole values of {self.name} are not dense")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype."""
+        return _DTYPES[self.dtype]
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    def parts(self, kind: Kind) -> tuple[Part, ...]:
+        """The parts of one kind."""
+        return self.patch if kind == "patch" else self.whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionManifest(store.Manifest):
+    """The contents of `manifest.json`: [Note: A published version]."""
+
+    FORMAT = "laconic-weights-1"
+
+    run: str
+    """Who publishes. Versions of one folder have the same."""
+    version: int
+    base: int | None
+    """The version that the patch applies to; None without a patch."""
+    is_whole: bool
+    """Whether all values are there, too."""
+    step: int | None
+    """The optimizer step, if the publisher told."""
+    names: Names
+    tensors: tuple[PublishedTensor, ...]
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError if fields contradict each other, or a file is not in the folder."""
+        if not self.is_whole and self.base is None:
+            raise ValueError("it has neither a patch nor whole values")
+        if self.version < 1 or (self.base is not None and not 1 <= self.base < self.version):
+            raise ValueError(f"version {self.version} of base {self.base}")
+        listed = [record.name for record in self.files]
+        for record in self.files:
+            if not _FILE_NAME.fullmatch(record.name) or record.name == MANIFEST:
+                raise ValueError(f"it names a file outside its folder, {record.name!r}")
+            if record.sha256 is None:
+                raise ValueError(f"{record.name} has no digest")
+        if len(set(listed)) < len(listed) or len({tensor.name for tensor in self.tensors}) < len(self.tensors):
+            raise ValueError("it names a file or a tensor twice")
+        for tensor in self.tensors:
+            if unlisted := {part.file for part in (*tensor.patch, *tensor.whole)}.difference(listed):
+                raise ValueError(f"{tensor.name} is in {min(unlisted)!r}, a file that it does not list")
+            if self.is_whole and sum(part.numel for part in tensor.whole) != tensor.numel:
+                raise ValueError(f"whole values of {tensor.name} are not those of all its elements")
+            if (tensor.before is None) != (self.base is None):
+                raise ValueError(f"{tensor.name} has the digest {tensor.before} before, and the base is {self.base}")
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """The kinds of parts that the version has."""
+        kinds: tuple[tuple[Kind, bool], ...] = (("patch", self.base is not None), ("whole", self.is_whole))
+        return [kind for kind, is_there in kinds if is_there]
+
+    def files_of(self, kind: Kind) -> list[store.FileRecord]:
+        """The files with parts of one kind."""
+        used = {part.file for tensor in self.tensors for part in tensor.parts(kind)}
+        return [record for record in self.files if record.name in used]
+
+    def nbytes(self, kind: Kind) -> int:
+        """The bytes of the files with parts of one kind."""
+        return sum(record.size_bytes for record in self.files_of(kind))
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """The digests of all tensors in this version."""
+        return {tensor.name: tensor.after for tensor in self.tensors}
+
+    def to_json(self) -> dict[str, Any]:
+        """See `Manifest.to_json`."""
+        own = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("files", "tensors")
+        }
+        records = {"files": [asdict(each) for each in self.files], "tensors": [asdict(each) for each in self.tensors]}
+        return {**own, **records, "format": self.FORMAT}
+
+    @classmethod
+    def from_json(cls, body: dict[str, Any]) -> Self:
+        """See `Manifest.from_json`. Raises: ValueError."""
+        return typed(cls, {name: value for name, value in body.items() if name != "format"})
+
+
+def listing(names: Iterable[str]) -> str:
+    """The first of some names, and the number of the others."""
+    names = list(names)
+    more = len(names) - _MOST_LISTED
+    return ", ".join(names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
