@@ -1,0 +1,419 @@
+"""`Publisher`: a training run writes versions of its weights, which others read while training goes on.
+
+[Note: Publishing in the background]
+`publish` compares this rank's shares with what was published last, and holds the differences: [Note: The copy published
+last] in shares.py. From then on the version shares nothing with the run. A thread writes it: each rank its own files,
+and rank 0 the manifest and the commit. The ranks' threads talk over a Gloo group of their own, so the version and the
+run's collectives never wait for each other. The next `publish` waits for the version before.
+
+A version that could not be written is never seen, and its number is not used again. The version after it is whole.
+A publisher that begins in a folder with versions of its run goes on from the last number, with a whole version. It
+leaves its mark in the folder, and a publisher that finds another mark there ends: the younger one has taken over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from laconic import _compat
+from laconic.comm.agreement import RankGroup
+from laconic.comm.entries import typed
+from laconic.comm.groups import destroy_with
+from laconic.comm.watch import waiting_for
+from laconic.islands.local_steps import LocalSteps
+from laconic.policy import Count, Policy, option, with_keys
+from laconic.publish.coordinates import buffer_names, checkpoint_tensors
+from laconic.publish.digests import added, as_text
+from laconic.publish.encodings import EncodedPart
+from laconic.publish.regions import Holding, holding_of, shares_of
+from laconic.publish.shares import OwnShares, TensorShare
+from laconic.publish.source import FolderSource, superseded
+from laconic.publish.versions import (
+    MANIFEST,
+    REMAINS,
+    Kind,
+    Names,
+    Part,
+    PublishedTensor,
+    PublishError,
+    VersionManifest,
+    listing,
+    version_name,
+)
+from laconic.shard.policies import DtypeName
+from laconic.store import folder as store
+from laconic.store.files import make_folder, remove, write_text
+from laconic.store.folder import CrashPoint, FileRecord, reached
+from laconic.store.tensors import STORABLE, write_named
+
+MARK = "publisher.json"
+_PATIENCE_S = 10.0
+"""How long rank 0 waits to see the files of other ranks."""
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishPolicy(Policy):
+    """What versions have, and how many are kept."""
+
+    dtype: DtypeName = option("bfloat16", of=_dtype_name)
+    """The dtype of floating-point tensors, also as a `torch.dtype`."""
+    names: Names = "huggingface"
+    """`huggingface`: as `laconic export` writes them; of a peft model the adapters alone, as peft does. `model`: the
+    model's own."""
+    encoding: Literal["gaps", "lossless", "smallest"] = "gaps"
+    """How changes are written. Anybody can read gaps. `lossless` is smaller where more than some 3 % of the elements
+    change, and `smallest` chooses for each tensor; both need laconic to read."""
+    base_every: Count = 50
+    """A version in so many has all values besides its patch, for readers that begin."""
+    keep: Count = 2
+    """The newest versions that are kept in any case."""
+    patience: Count = 100
+    """A registered reader that is further behind does not keep versions."""
+    max_file_bytes: Count = 1 << 30
+    """The size of a file, and the memory that its reader needs. A larger tensor has a file of its own."""
+
+
+class CopyState(StrEnum):
+    """What readers know of the copies of this publisher: [Note: The copy published last] in shares.py."""
+
+    NONE = "none"
+    """There is no copy yet, or it is of another division: the next version is whole."""
+    AHEAD = "ahead"
+    """The copies are of a version that is not committed. If it fails, the next version is whole."""
+    PUBLISHED = "published"
+    """The copies are of the last version. The next one has a patch."""
+
+
+class Publisher:
+    """Publishes versions of a model's weights into a folder. All ranks make it and call the same methods.
+
+        publisher = Publisher(model, "/shared/weights", base_every=50)
+        for step in range(steps):
+            ...
+            optimizer.step()
+            publisher.publish(step=step)
+        publisher.wait()
+
+    The model may be plain, under DDP, FSDP2 or `fully_shard` with any placement, with partial updates or adapters. Call
+    `publish` between optimizer steps. If a version cannot be written, the next call raises the error on every rank.
+    `Reader` reads versions, and [Note: A published version] in versions.py says what they are.
+
+    Args:
+        model: the model.
+        to: a folder that all ranks share. It has nothing else in it.
+        local_steps: the model's `LocalSteps`, if there are islands: what they last agreed on is published.
+        run: a name of the run. Give it again to go on in the same folder. Default: a name of its own.
+        policy: see `PublishPolicy`.
+        keys: other values of fields of the policy, such as `dtype=torch.bfloat16, keep=4`.
+
+    Cost: host memory for one copy of the weights in `dtype`, cut over all ranks, and for one patch. Nothing but names,
+        sizes and digests crosses between ranks.
+
+    Raises:
+        PublishError: the folder cannot be written, or has versions of another run. Every rank raises it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        to: str | Path,
+        *,
+        local_steps: LocalSteps | None = None,
+        run: str | None = None,
+        policy: PublishPolicy | None = None,
+        **keys: Any,
+    ) -> None:
+        self.policy = with_keys(policy or PublishPolicy(), **keys)
+        self.folder = Path(to)
+        self._model, self._local_steps = model, local_steps
+        world = dist.group.WORLD
+        with waiting_for("the process group of a Publisher"):
+            group = None if world is None else dist.new_group(timeout=_compat.timeout_of(world), backend="gloo")
+        destroy_with(self, [] if group is None else [group])
+        self._ranks = RankGroup(group, error=PublishError)
+        begun = self._ranks.on_rank_0(lambda: self._begin_run(run), f"cannot publish into {self.folder}")
+        self.run: str = begun[0]
+        self._mark: str = begun[1]
+        self._last: int = begun[2]
+        self._since_whole = 0
+        self._layout = ""
+        self._shares: OwnShares | None = None
+        self.copy_state = CopyState.NONE
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="laconic-publish")
+        self._writing: Future[Path] | None = None
+        self._written: Path | None = None
+
+    def publish(self, *, step: int | None = None) -> int:
+        """Begin to write a version with the weights of this instant, and return its number. Collective.
+
+        `step` is the optimizer step, for readers to know. Training waits for the version before to be written, and
+        while each rank casts and compares its own share.
+
+        Raises:
+            PublishError: the version before could not be written, on all ranks; the next one will be whole. Or tensors
+                have no memory, or are not whole over all ranks.
+        """
+        self.wait()
+        names = self.policy.names
+        holdings = {
+            name: holding_of(tensor)
+            for name, tensor in _checked(checkpoint_tensors(self._model, names, self._local_steps)).items()
+        }
+        self._lay_out(holdings)
+        assert self._shares is not None
+        if self.copy_state is CopyState.PUBLISHED:
+            base, shares = self._last, self._shares.compare(holdings)
+        else:
+            self._shares.take(holdings)
+            base, shares = None, self._shares.unchanged()
+        self.copy_state = CopyState.AHEAD
+        version, self._last = self._last + 1, self._last + 1
+        head = _Head(version=version, base=base, step=step, shapes={n: h.shape for n, h in holdings.items()})
+        self._writing = self._thread.submit(self._write, head, shares)
+        return version
+
+    def wait(self) -> Path | None:
+        """Wait for the version that is being written. Returns the last version's folder, or None if there is none.
+
+        Raises:
+            PublishError: it could not be written; raised once, on every rank. An error of another class is raised as it
+                is.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            self._written = writing.result()
+        return self._written
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is None:
+            self.wait()
+        elif self._writing is not None:  # waits, and hides its error, so that the run's error is raised
+            self._writing.exception()
+
+    # -- before a version ----------------------------------------------------------------------------------------------
+
+    def _begin_run(self, run: str | None) -> list[Any]:
+        """Leave a mark in the folder. Returns the run's name, the mark, and the last version's number. On rank 0."""
+        make_folder(self.folder)
+        last, found = 0, None
+        source = FolderSource(self.folder)
+        for version in source.versions():
+            last = version
+            try:
+                found = source.manifest(version).run
+            except PublishError:  # damaged, or removed since
+                continue
+        if found is not None and found != run:
+            raise PublishError(
+                f"{self.folder} has versions of the run {found!r}, and this is {run!r}; give run={found!r} to go on "
+                "there, or another folder"
+            )
+        own, mark = run or uuid.uuid4().hex, uuid.uuid4().hex
+        write_text(self.folder / MARK, json.dumps({"run": own, "mark": mark}))
+        return [own, mark, last]
+
+    def _lay_out(self, holdings: Mapping[str, Holding]) -> None:
+        """Divide the elements among the ranks, unless each rank holds what it held at the last version. Collective."""
+        told = {name: [list(map(list, held.place)) for held in each.regions] for name, each in holdings.items()}
+        kinds = {name: [list(each.shape), str(each.dtype)] for name, each in holdings.items()}
+        layout = hashlib.sha256(json.dumps([told, kinds]).encode()).hexdigest()
+        is_same = self._ranks.gather(layout == self._layout)
+        self._layout = layout
+        if all(is_same):
+            return
+        if len(set(self._ranks.gather(hashlib.sha256(json.dumps(kinds).encode()).hexdigest()))) > 1:
+            raise PublishError("ranks hold tensors of other names, shapes or dtypes; publish one model from all ranks")
+        by_rank = self._ranks.gather(told)
+        shapes, buffers = {name: each.shape for name, each in holdings.items()}, buffer_names(self._model)
+        shares = shares_of(by_rank, shapes, buffers, self._ranks.rank)
+        self._shares = OwnShares(holdings, shares, getattr(torch, self.policy.dtype), self.policy.encoding)
+        self.copy_state = CopyState.NONE
+
+    # -- in the background: [Note: Publishing in the background] -------------------------------------------------------
+
+    def _write(self, head: _Head, shares: dict[str, TensorShare]) -> Path:
+        threading.current_thread().name = f"publish version {head.version}"
+        assert self._shares is not None
+        patch_bytes = sum(part.nbytes for share in shares.values() for part in share.patch)
+        totals = [
+            sum(of_ranks) for of_ranks in zip(*self._ranks.gather([patch_bytes, self._shares.nbytes]), strict=True)
+        ]
+        if totals[0] >= totals[1]:  # nobody wants such a patch, or there is none
+            head.base = None
+        head.is_whole = head.base is None or self._since_whole + 1 >= self.policy.base_every
+        final = self.folder / version_name(head.version)
+        failure = f"version {head.version} could not be written into {self.folder}"
+        temporary = Path(self._ranks.on_rank_0(lambda: str(self._begin(final)), failure))
+        reached(CrashPoint.BEGUN)
+        try:
+            told = self._ranks.on_all(lambda: self._write_own(temporary, head, shares), failure)
+            self._ranks.on_rank_0(lambda: self._commit(temporary, final, head, told), failure)
+        except PublishError:
+            if self._ranks.rank == 0:
+                remove(temporary)
+            raise
+        self._since_whole = 0 if head.is_whole else self._since_whole + 1
+        self.copy_state = CopyState.PUBLISHED
+        return final
+
+    def _begin(self, final: Path) -> Path:
+        self._check_mark()
+        if final.exists():
+            raise PublishError(f"{final} is there already; another publisher writes into the folder")
+        return store.begin(final)
+
+    def _check_mark(self) -> None:
+        found = json.loads((self.folder / MARK).read_text(encoding="utf-8"))
+        if found != {"run": self.run, "mark": self._mark}:
+            raise PublishError(
+                f"another publisher, which began after this one, writes into {self.folder}; stop one of them"
+            )
+
+    def _write_own(self, temporary: Path, head: _Head, shares: Mapping[str, TensorShare]) -> list[Any]:
+        """Write the files of this rank. Returns their records, and what the manifest says of each tensor."""
+        assert self._shares is not None
+        records: list[FileRecord] = []
+        parts: dict[str, dict[str, list[Part]]] = {name: {"patch": [], "whole": []} for name in shares}
+        patch = ((name, part) for name, share in shares.items() for part in share.patch)
+        kinds: list[tuple[Kind, Iterable[tuple[str, EncodedPart]]]] = []
+        kinds += [("patch", patch)] if head.base is not None else []
+        kinds += [("whole", self._shares.whole())] if head.is_whole else []
+        for kind, encoded in kinds:
+            for number, group in enumerate(_grouped(encoded, self.policy.max_file_bytes)):
+                file = f"{kind}-{self._ranks.rank:05d}{f'-{number}' if number else ''}.safetensors"
+                tensors: dict[str, Tensor] = {}
+                for name, part in group:
+                    key = _key(name, part, head.shapes[name])
+                    tensors |= {key + ending: tensor for ending, tensor in part.tensors.items()}
+                    parts[name][kind].append(part.stored_as(file, key))
+                # as safetensors itself does: then all tensors lie at multiples of their elements' sizes
+                ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+                records.append(write_named(temporary / file, ordered, {"format": "pt"}))
+                reached(CrashPoint.WRITTEN)
+        reached(CrashPoint.SYNCED)
+        own = {
+            name: [
+                str(share.before),
+                str(share.after),
+                *([asdict(part) for part in parts[name][k]] for k in parts[name]),
+            ]
+            for name, share in shares.items()
+        }
+        plain: list[Any] = json.loads(json.dumps([[asdict(record) for record in records], own]))
+        return plain
+
+    def _commit(self, temporary: Path, final: Path, head: _Head, told: list[list[Any]]) -> None:
+        """Write the manifest, rename the folder, and remove versions that nobody needs. On rank 0."""
+        files = tuple(FileRecord(**record) for records, _ in told for record in records)
+        missing = store.not_seen(temporary, files, _PATIENCE_S)
+        if missing is not None:
+            raise PublishError(
+                f"rank 0 does not see {missing}; the folder must be on a file system that all nodes share"
+            )
+        shares = {name: [own[name] for _, own in told if name in own] for name in head.shapes}
+        manifest = VersionManifest(
+            files=files,
+            run=self.run,
+            version=head.version,
+            base=head.base,
+            is_whole=head.is_whole,
+            step=head.step,
+            names=self.policy.names,
+            tensors=tuple(self._published(name, head, of_ranks) for name, of_ranks in shares.items()),
+        )
+        self._check_mark()
+        store.commit(temporary, final, manifest, MANIFEST)
+        prune(self.folder, keep=self.policy.keep, patience=self.policy.patience)
+
+    def _published(self, name: str, head: _Head, of_ranks: list[list[Any]]) -> PublishedTensor:
+        assert self._shares is not None
+        before, after = (added(*(int(told[index]) for told in of_ranks)) for index in (0, 1))
+        patch, whole = (tuple(typed(Part, part) for told in of_ranks for part in told[index]) for index in (2, 3))
+        return PublishedTensor(
+            name=name,
+            shape=head.shapes[name],
+            dtype=_dtype_name(self._shares.dtypes[name]),
+            before=None if head.base is None else as_text(before),
+            after=as_text(after),
+            patch=patch,
+            whole=whole,
+        )
+
+
+@dataclass(kw_only=True)
+class _Head:
+    """What is known of a version before it is written."""
+
+    version: int
+    base: int | None
+    step: int | None
+    shapes: dict[str, tuple[int, ...]]
+    is_whole: bool = False
+
+
+def prune(folder: Path, *, keep: int, patience: int) -> None:
+    """Remove the versions that no reader needs, and the remains of interrupted writes: see `superseded`."""
+    source, manifests = FolderSource(folder), []
+    for version in source.versions():
+        try:
+            manifests.append(source.manifest(version))
+        except PublishError:  # a person may want to look at what is damaged
+            continue
+    old = superseded(manifests, list(source.registrations().values()), keep=keep, patience=patience)
+    store.remove_folders([folder / version_name(version) for version in old])
+    for path in folder.iterdir():
+        if REMAINS.fullmatch(path.name):
+            remove(path)
+    reached(CrashPoint.PRUNED)
+
+
+def _checked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Refuse tensors that cannot be published. Raises: PublishError."""
+    if missing := [name for name, tensor in tensors.items() if tensor.is_meta]:
+        raise PublishError(
+            f"{listing(missing)}: no memory, on the meta device; call model.to_empty(device=...) before publishing"
+        )
+    if unknown := [name for name, tensor in tensors.items() if tensor.dtype not in STORABLE]:
+        raise PublishError(f"{listing(unknown)}: no safetensors file holds {tensors[unknown[0]].dtype}; convert them")
+    return tensors
+
+
+def _key(name: str, part: EncodedPart, shape: tuple[int, ...]) -> str:
+    """The key of a part in a file: the tensor's own name for all of it, which any program can then read."""
+    values = part.tensors.get("")
+    is_all = values is not None and tuple(values.shape) == shape and not any(part.start)
+    return name if is_all else f"{name}@{','.join(map(str, part.start))}"
+
+
+def _grouped(parts: Iterable[tuple[str, EncodedPart]], most_bytes: int) -> Iterator[list[tuple[str, EncodedPart]]]:
+    """Cut parts into groups of up to `most_bytes`, of one part at least."""
+    group: list[tuple[str, EncodedPart]] = []
+    nbytes = 0
+    for name, part in parts:
+        if group and nbytes + part.nbytes > most_bytes:
+            yield group
+            group, nbytes = [], 0
+        group.append((name, part))
+        nbytes += part.nbytes
+    if group:
+        yield group

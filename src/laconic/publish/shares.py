@@ -1,0 +1,210 @@
+"""What one rank publishes: the copy that was published last, and what has changed since.
+
+[Note: The copy published last]
+A rank holds, in host memory, the bits that it has published of its shares: [Note: Who publishes an element] in
+regions.py. To publish, it casts its shares anew, a piece at a time, and compares. What differs goes into the patch, and
+into the copy. So the copy is that of the new version before the patch has left, and training may go on: nothing but the
+patch, and the copy itself if whole values are due, is written later. A patch that could not be written leaves a copy
+that no reader has. Then the next version must be whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from laconic.publish.digests import added, bits_of, digest_at, run_digest
+from laconic.publish.encodings import (
+    EncodedPart,
+    encode_dense,
+    encode_gaps,
+    encode_lossless,
+    has_lossless_form,
+    smallest,
+)
+from laconic.publish.regions import Held, Holding, Place, Share, flat_places
+
+_PIECE_NUMEL = 1 << 22
+"""The elements that are cast, brought to the host and compared at once."""
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorShare:
+    """What one rank writes of one tensor."""
+
+    before: int
+    """Its share in the digest of the tensor in the last version."""
+    after: int
+    patch: tuple[EncodedPart, ...]
+    """Empty if nothing has changed here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Owned:
+    """A share, its place in the tensor, and its copy."""
+
+    share: Share
+    place: Place
+    copy: Tensor
+    """The values published last, (n,), on the host."""
+
+
+class OwnShares:
+    """The shares of this rank and their copies: [Note: The copy published last]."""
+
+    def __init__(
+        self, holdings: Mapping[str, Holding], shares: Mapping[str, list[Share]], dtype: torch.dtype, encoding: str
+    ) -> None:
+        """Make room for the copies. Floating-point tensors are published in `dtype`, others in their own.
+
+        `encoding` is that of patches: "gaps" or "lossless"; or "smallest", which chooses for each tensor. A tensor with
+        so many changes that gaps take more than all its values is dense.
+
+        Cost: host memory for the shares in these dtypes, pinned if a tensor is on an accelerator.
+        """
+        self._encoding = encoding
+        self.shapes = {name: holding.shape for name, holding in holdings.items()}
+        self.dtypes = {name: published_dtype(holding.dtype, dtype) for name, holding in holdings.items()}
+        sizes = {
+            (name, share): _aligned((share.end - share.begin) * self.dtypes[name].itemsize)
+            for name, own in shares.items()
+            for share in own
+        }
+        is_on_host = all(held.view.device.type == "cpu" for each in holdings.values() for held in each.regions)
+        memory = torch.empty(sum(sizes.values()), dtype=torch.uint8, pin_memory=not is_on_host)
+        self._owned: dict[str, list[_Owned]] = {}
+        begin = 0
+        for (name, share), size in sizes.items():
+            numel, dtype_ = share.end - share.begin, self.dtypes[name]
+            copy = memory[begin : begin + numel * dtype_.itemsize].view(dtype_)
+            place = _place_of(share, holdings[name].regions[share.region])
+            self._owned.setdefault(name, []).append(_Owned(share=share, place=place, copy=copy))
+            begin += size
+        self._digests = dict.fromkeys(self._owned, 0)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all shares, which is what whole values take."""
+        return sum(owned.copy.nbytes for own in self._owned.values() for owned in own)
+
+    @torch.no_grad()
+    def take(self, holdings: Mapping[str, Holding]) -> None:
+        """Copy the present values, without a patch."""
+        for name, own in self._owned.items():
+            self._digests[name] = 0
+            for owned in own:
+                for begin, new in self._pieces(name, owned, holdings):
+                    owned.copy[begin : begin + len(new)] = new
+                    share = self._digest(name, owned, begin, new)
+                    self._digests[name] = added(self._digests[name], share)
+
+    @torch.no_grad()
+    def compare(self, holdings: Mapping[str, Holding]) -> dict[str, TensorShare]:
+        """Compare the present values with the copies, make the copies equal to them, and return the differences."""
+        found = {}
+        for name, own in self._owned.items():
+            before = self._digests[name]
+            wants_lossless = self._encoding != "gaps" and has_lossless_form(self.dtypes[name])
+            changes, lossless = [], []
+            for owned in own:
+                earlier = owned.copy.clone() if wants_lossless else owned.copy
+                found_here = self._changes(name, owned, holdings)
+                changes.append(found_here)
+                if wants_lossless and len(found_here.places):
+                    lossless.append(encode_lossless(*owned.place, earlier, owned.copy))
+            patch: tuple[EncodedPart, ...] = ()
+            change = _Changes.joined(changes)
+            if len(change.places):
+                self._digests[name] = added(
+                    before, -digest_at(change.places, change.old), digest_at(change.places, change.new)
+                )
+                gaps = [encode_gaps(change.places, change.new)]
+                ways = {"gaps": [gaps], "lossless": [lossless or gaps], "smallest": [gaps, lossless or gaps]}
+                patch = tuple(smallest([*ways[self._encoding], list(self._dense(name))]))
+            found[name] = TensorShare(before=before, after=self._digests[name], patch=patch)
+        return found
+
+    def unchanged(self) -> dict[str, TensorShare]:
+        """The shares as they are, for a version with whole values alone."""
+        return {name: TensorShare(before=0, after=digest, patch=()) for name, digest in self._digests.items()}
+
+    def whole(self) -> Iterator[tuple[str, EncodedPart]]:
+        """Yield (name, part) with all values of all shares, without a copy."""
+        for name in self._owned:
+            for part in self._dense(name):
+                yield name, part
+
+    def _dense(self, name: str) -> Iterator[EncodedPart]:
+        shape = self.shapes[name]
+        for owned in self._owned[name]:
+            is_all = owned.place == ((0,), (math.prod(shape),))
+            start, sizes = owned.place
+            yield encode_dense(start, sizes, owned.copy.view(shape if is_all else sizes))
+
+    def _changes(self, name: str, owned: _Owned, holdings: Mapping[str, Holding]) -> _Changes:
+        """Find what has changed in one share, and change its copy."""
+        pieces = []
+        for begin, new in self._pieces(name, owned, holdings):
+            old = owned.copy[begin : begin + len(new)]
+            local = (bits_of(new) != bits_of(old)).nonzero().view(-1)
+            if len(local):
+                places = flat_places(owned.place, self.shapes[name], local + begin)
+                pieces.append(_Changes(places, old[local], new[local]))
+                old.copy_(new)
+        return _Changes.joined(pieces) if pieces else _Changes.none(owned.copy.dtype)
+
+    def _pieces(self, name: str, owned: _Owned, holdings: Mapping[str, Holding]) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first element in the share, present values on the host) a piece at a time."""
+        values = holdings[name].regions[owned.share.region].view.reshape(-1)[owned.share.begin : owned.share.end]
+        for begin in range(0, len(values), _PIECE_NUMEL):
+            yield begin, values[begin : begin + _PIECE_NUMEL].to(self.dtypes[name]).cpu()
+
+    def _digest(self, name: str, owned: _Owned, begin: int, values: Tensor) -> int:
+        start = owned.place[0]
+        if len(start) == 1:
+            return run_digest(values, start[0] + begin)
+        return digest_at(flat_places(owned.place, self.shapes[name], torch.arange(len(values)) + begin), values)
+
+
+class _Changes(NamedTuple):
+    """Changed elements, by their places in the flattened tensor: (c,) each."""
+
+    places: Tensor
+    old: Tensor
+    new: Tensor
+
+    @classmethod
+    def none(cls, dtype: torch.dtype) -> _Changes:
+        """No change."""
+        return cls(torch.empty(0, dtype=torch.int64), *(torch.empty(0, dtype=dtype) for _ in range(2)))
+
+    @classmethod
+    def joined(cls, changes: Sequence[_Changes]) -> _Changes:
+        """All changes, in the order of their places."""
+        if len(changes) == 1:
+            return changes[0]
+        places, old, new = (torch.cat([change[field] for change in changes]) for field in range(3))
+        order = places.argsort()
+        return cls(places[order], old[order], new[order])
+
+
+def published_dtype(dtype: torch.dtype, wanted: torch.dtype) -> torch.dtype:
+    """The dtype in which a tensor is published: floating-point ones in `wanted`, others in their own."""
+    return wanted if dtype.is_floating_point else dtype
+
+
+def _place_of(share: Share, region: Held) -> Place:
+    """The place of a share in its tensor. A box is not cut."""
+    if len(region.start) > 1:
+        return region.place
+    return (region.start[0] + share.begin,), (share.end - share.begin,)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

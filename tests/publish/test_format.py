@@ -1,0 +1,237 @@
+"""The format against its twins in Python's integers: digests, gaps, places, and manifests that are refused."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from laconic.publish.digests import added, bits_of, digest_at, run_digest
+from laconic.publish.encodings import (
+    EncodedPart,
+    decode_dense,
+    decode_gaps,
+    decode_lossless,
+    encode_dense,
+    encode_gaps,
+    encode_lossless,
+)
+from laconic.publish.regions import flat_places, shares_of
+from laconic.publish.versions import Encoding, Part, PublishedTensor, PublishError, VersionManifest
+from laconic.store.folder import DamagedError, FileRecord
+from tests.reference import publish as reference
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn)
+
+
+def random(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    return (values * 100).to(dtype)
+
+
+def patterns(values: Tensor) -> list[int]:
+    modulus = 1 << (8 * values.element_size())
+    return [number % modulus for number in bits_of(values).tolist()]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [0, 1, 101])
+def test_digests_equal_their_twin_and_follow_changes(dtype: torch.dtype, numel: int) -> None:
+    values, start = random(numel, dtype), 10**10
+    assert run_digest(values, start) == reference.digest(patterns(values), start)
+    cut = numel // 3
+    assert added(run_digest(values[:cut], start), run_digest(values[cut:], start + cut)) == run_digest(values, start)
+    places = torch.arange(0, numel, 3)
+    changed = values.clone()
+    changed[places] = random(len(places), dtype, seed=1)
+    followed = added(run_digest(values), -digest_at(places, values[places]), digest_at(places, changed[places]))
+    assert followed == run_digest(changed)
+
+
+def test_a_digest_sees_single_bits_exchanges_and_small_steps() -> None:
+    values = random(1 << 16, torch.bfloat16)
+    digest = run_digest(values)
+    for place, bit in ((0, 0), (65535, 15), (4097, 7)):
+        flipped = values.clone()
+        bits_of(flipped)[place] ^= 1 << bit if bit < 15 else -(1 << 15)
+        assert run_digest(flipped) != digest
+    exchanged = values.clone()
+    exchanged[[3, 4]] = values[[4, 3]]
+    assert run_digest(exchanged) != digest
+    stepped = values.clone()
+    bits_of(stepped)[10:13] += torch.tensor([1, -2, 1], dtype=torch.int16)  # no weighted sum of places sees this
+    assert run_digest(stepped) != digest
+
+
+@pytest.mark.parametrize(
+    ("places", "dtype"),
+    [
+        ([], torch.uint8),
+        ([0], torch.uint8),
+        ([9_000_000_000], torch.uint8),
+        ([5, 6, 5 + 255, 260 + 255, 515 + 256, 771 + 510], torch.uint8),
+        ([0, 65_535, 65_535 * 3, 65_535 * 5 + 7], torch.uint16),
+    ],
+)
+def test_gaps_equal_their_twin(places: list[int], dtype: torch.dtype) -> None:
+    positions, values = torch.tensor(places, dtype=torch.int64), random(len(places), torch.bfloat16)
+    encoded = encode_gaps(positions, values)
+    gaps, jump = encoded.tensors[".gaps"], torch.iinfo(dtype).max
+    assert gaps.dtype == dtype
+    assert gaps.tolist() == reference.gaps_of(places, jump)
+    assert reference.positions_of(encoded.start[0], gaps.tolist(), jump) == places
+    found, new = decode_gaps(*stored(encoded), 10**10, torch.bfloat16)
+    assert found.tolist() == places
+    assert torch.equal(new, values)
+
+
+def stored(encoded: EncodedPart) -> tuple[Part, dict[str, Tensor]]:
+    return encoded.stored_as("f", "k"), {"k" + ending: tensor for ending, tensor in encoded.tensors.items()}
+
+
+def test_parts_with_other_tensors_than_their_manifest_says_are_damage() -> None:
+    places, values = torch.tensor([2, 9]), random(2, torch.bfloat16)
+    part, data = stored(encode_gaps(places, values))
+    wrong: list[dict[str, Tensor]] = [
+        {},
+        {**data, "k.values": values[:1]},
+        {**data, "k.values": values.float()},
+        {**data, "k.gaps": torch.tensor([0, 0], dtype=torch.uint8)},
+        {**data, "k.gaps": torch.tensor([0, 8], dtype=torch.uint8)},  # beyond the end
+        {**data, "k.gaps": torch.tensor([0, 255], dtype=torch.uint8)},
+        {**data, "k.gaps": torch.tensor([0, 7], dtype=torch.int64)},
+        {**data, "k.gaps": torch.tensor([[0, 7]], dtype=torch.uint8)},
+    ]
+    for each in wrong:
+        with pytest.raises(DamagedError):
+            decode_gaps(part, each, 10, torch.bfloat16)
+    dense, data = stored(encode_dense((3,), (4,), random(4, torch.bfloat16)))
+    for size, dtype in ((3, torch.bfloat16), (4, torch.float16)):
+        with pytest.raises(DamagedError):
+            decode_dense(dense, {"k": random(size, dtype)}, torch.bfloat16)
+    held = random(1000, torch.bfloat16)
+    lossless, data = stored(encode_lossless((0,), (1000,), held, (held.float() * 1.01).bfloat16()))
+    assert torch.equal(decode_lossless(lossless, data, held), (held.float() * 1.01).bfloat16())
+    for payload in (data["k"][:-1], data["k"][:2], random(1000, torch.bfloat16)):
+        with pytest.raises(DamagedError):
+            decode_lossless(lossless, {"k": payload}, held)
+
+
+@pytest.mark.parametrize(("start", "sizes"), [((0, 0, 0), (3, 4, 5)), ((1, 2, 0), (2, 1, 5)), ((2, 1, 3), (1, 2, 2))])
+def test_places_of_a_box(start: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    whole = torch.arange(60).view(3, 4, 5)
+    box = whole[tuple(slice(begin, begin + size) for begin, size in zip(start, sizes, strict=True))]
+    local = torch.arange(box.numel())
+    assert torch.equal(flat_places((start, sizes), (3, 4, 5), local), box.reshape(-1))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("numel", [1, 4096, 8192, 30_001])
+def test_holders_of_one_run_divide_it(num_ranks: int, numel: int) -> None:
+    told = [{"w": [[[7], [numel]], [[0], [7]]], "b": [[[0], [numel]]]}] * num_ranks
+    shapes = {"w": (numel + 7,), "b": (numel,)}
+    by_rank = [shares_of(told, shapes, {"b"}, rank) for rank in range(num_ranks)]
+    runs = sorted((s.begin, s.end) for shares in by_rank for s in shares.get("w", ()) if s.region == 0)
+    assert runs[0][0] == 0
+    assert runs[-1][1] == numel
+    assert all(before[1] == after[0] and after[1] - after[0] >= 4096 for before, after in itertools.pairwise(runs))
+    assert [sum(share.region == 1 for share in shares.get("w", ())) for shares in by_rank].count(1) == 1
+    assert [len(shares.get("b", ())) for shares in by_rank] == [1] + [0] * (num_ranks - 1), "a buffer is not cut"
+
+
+def test_elements_that_no_rank_holds_are_told() -> None:
+    with pytest.raises(PublishError, match="hold 6 of the 12 elements of w"):
+        shares_of([{"w": [[[0], [6]]]}], {"w": (3, 4)}, (), 0)
+    with pytest.raises(PublishError, match="hold 16 of the 12 elements"):
+        shares_of([{"w": [[[0], [12]]]}, {"w": [[[8], [4]]]}], {"w": (3, 4)}, (), 0)
+
+
+# -- manifests ---------------------------------------------------------------------------------------------------------
+
+
+def manifest() -> VersionManifest:
+    part = Part(file="patch-00000.safetensors", key="w@3", encoding=Encoding.GAPS, start=(3,), sizes=(2,))
+    whole = Part(file="whole-00000.safetensors", key="w", encoding=Encoding.DENSE, start=(0, 0), sizes=(3, 4))
+    tensor = PublishedTensor(
+        name="w", shape=(3, 4), dtype="bfloat16", before="0" * 16, after="f" * 16, patch=(part,), whole=(whole,)
+    )
+    files = tuple(FileRecord(name=each.file, size_bytes=10, sha256="0" * 64) for each in (part, whole))
+    return VersionManifest(
+        files=files, run="run", version=3, base=2, is_whole=True, step=None, names="huggingface", tensors=(tensor,)
+    )
+
+
+def forged(**changes: Any) -> dict[str, Any]:
+    """The JSON of `manifest` with other values at places such as `tensors.0.shape`."""
+    body = copy.deepcopy(json.loads(json.dumps(manifest().to_json())))
+    for place, value in changes.items():
+        *path, last = [int(step) if step.isdigit() else step for step in place.split("__")]
+        inner: Any = body
+        for step in path:
+            inner = inner[step]
+        if value is ...:
+            del inner[last]
+        else:
+            inner[last] = value
+    return body
+
+
+def test_a_manifest_comes_back(tmp_path: Path) -> None:
+    manifest().write(tmp_path / "manifest.json")
+    assert VersionManifest.read(tmp_path / "manifest.json") == manifest()
+
+
+TRICKS = ("../w", "/etc/passwd", "a/b", "..", ".", "", "manifest.json", "a\\b", "a\x00b", ".hidden", "x" * 300)
+FORGERIES: list[dict[str, Any]] = [
+    *({"files__0__name": name, "tensors__0__patch__0__file": name} for name in TRICKS),
+    {"files__0__sha256": None},
+    {"files__0__size_bytes": "10"},
+    {"files__1__name": "patch-00000.safetensors"},
+    {"tensors__0__patch__0__file": "other.safetensors"},
+    {"version": 0},
+    {"version": True},
+    {"version": 2**70},
+    {"version": 2},
+    {"base": 3},
+    {"base": -1},
+    {"base": None},
+    {"base": None, "is_whole": False},
+    {"is_whole": 1},
+    {"names": "others"},
+    {"run": 7},
+    {"step": "3"},
+    {"more": 1},
+    {"tensors": ...},
+    {"tensors": {}},
+    {"tensors__0__name": ""},
+    {"tensors__0__shape": [3, -4]},
+    {"tensors__0__shape": [3, 2]},
+    {"tensors__0__shape": [2**70, 4]},
+    {"tensors__0__dtype": "object"},
+    {"tensors__0__dtype": "load"},
+    {"tensors__0__after": "xyz"},
+    {"tensors__0__before": None},
+    {"tensors__0__patch__0__start": [-1]},
+    {"tensors__0__patch__0__start": [11]},
+    {"tensors__0__patch__0__start": []},
+    {"tensors__0__patch__0__start": [0, 3], "tensors__0__patch__0__sizes": [1, 1]},
+    {"tensors__0__patch__0__encoding": "pickle"},
+    {"tensors__0__whole__0__sizes": [3, 5]},
+    {"tensors__0__whole__0__sizes": [3, 3]},
+    {"tensors__0__whole__0__sizes": [12]},
+    {"tensors__0__whole__0__encoding": "lossless"},
+]
+
+
+@pytest.mark.parametrize("changes", FORGERIES, ids=str)
+def test_a_forged_manifest_is_refused(changes: dict[str, Any]) -> None:
+    """Its checksum is right, as a forger would make it."""
+    VersionManifest.from_json(forged())
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        VersionManifest.from_json(forged(**changes))
