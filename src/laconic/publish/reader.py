@@ -1,0 +1,271 @@
+"""`Reader`: brings a model to the newest version that was published, whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from laconic.checkpoint import state
+from laconic.publish.coordinates import checkpoint_tensors
+from laconic.publish.source import FolderSource, Registration, Source, VanishedError, check_reader_name, remedy
+from laconic.publish.staging import StagedTensor, check_fit, digests_of
+from laconic.publish.versions import Kind, Names, PublishError, VersionManifest, listing
+from laconic.store import tensors as files
+from laconic.store.folder import DamagedError, FileRecord
+
+_ATTEMPTS = 5
+"""How often a reader looks anew when a version was removed while it was read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """One version on the way to the newest, and the kind of parts that are read of it."""
+
+    manifest: VersionManifest
+    kind: Kind
+
+
+class WeightPatch(NamedTuple):
+    """The new values of one tensor, for an engine that has it in a form of its own."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    indices: Tensor | None
+    """The places in the flattened tensor that change, (c,), int64, ascending; None if `values` are all."""
+    values: Tensor
+    """The new values, (c,); or all, in the tensor's shape. On the host."""
+
+
+class Reader:
+    """Reads versions that a `Publisher` writes.
+
+        reader = Reader("/shared/weights", name="sampler-0")
+        while serving:
+            ...                      # between requests
+            reader.update(model)
+
+    `update` finds out by digests which version a model holds, so a reader may be restarted, or killed in the middle, at
+    any time. It takes patches from there, or whole values where these are fewer bytes or the model holds no version.
+    Nothing is applied before all of it is there and every digest is right.
+
+    Args:
+        source: the publisher's folder, or any other `Source`.
+        name: a name that no other reader has. Then the publisher keeps the versions that this reader still needs.
+        run: the name of the run to read. Default: that of the first version it reads; another one is refused later.
+    """
+
+    def __init__(self, source: Source | str | Path, *, name: str | None = None, run: str | None = None) -> None:
+        if name is not None:
+            check_reader_name(name)
+        self.source: Source = FolderSource(source) if isinstance(source, str | Path) else source
+        self.name, self.run = name, run
+        self.version: int | None = None
+        """The version that was read last; None before the first."""
+        self.bytes_read = 0
+        """The bytes of all files that were read."""
+
+    def update(self, model: nn.Module | Mapping[str, Tensor]) -> int:
+        """Bring a model, or a dict of whole tensors by name, to the newest version, in place. Returns its number.
+
+        A tied tensor may have any of its names. The model must not be in use meanwhile.
+
+        Cost: one pass over the model for its digests, and host memory for what is read: a patch, or one copy of the
+            model for whole values.
+
+        Raises:
+            PublishError: there is no version, or it is damaged, older than the last one, of another run, or of another
+                architecture, vocabulary or dtype. Nothing was applied.
+            OSError: the source cannot be read. Nothing was applied.
+        """
+        if self.version is not None:
+            self._register((), self.version)
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                return self._update(model)
+            except VanishedError:  # the publisher has removed it; newer ones are there
+                if attempt == _ATTEMPTS:
+                    raise
+        raise AssertionError("an attempt ends")
+
+    def patches(self, since: int | None = None) -> Iterator[WeightPatch]:
+        """Yield what has changed since a version, tensor by tensor, for engines that hold tensors in other forms.
+
+        `since` is the version that the engine holds; by default that of the last call that was read to its end. None
+        stands for no version, and then all values come. Several versions come as one. All is read and checked before
+        the first tensor comes. When the last one has been taken, `version` is the newest.
+
+        Raises:
+            PublishError: see `update`; and values are coded without loss, which needs those before.
+        """
+        since = self.version if since is None else since
+        newest = self._newest()
+        path = self._path(newest, lambda manifest: manifest.version == since)
+        self._register(tuple(step.manifest.version for step in path), since)
+        staged = self._staged(newest, path, {}, {})
+        for each in staged.values():
+            published = each.published
+            if each.full is not None:
+                yield WeightPatch(published.name, published.shape, published.torch_dtype, None, each.full)
+            else:
+                places, values = each.changes
+                if len(places):
+                    yield WeightPatch(published.name, published.shape, published.torch_dtype, places, values)
+        self._has(newest)
+
+    # -- an update -----------------------------------------------------------------------------------------------------
+
+    def _update(self, model: nn.Module | Mapping[str, Tensor]) -> int:
+        newest = self._newest()
+        tensors = tensors_to_fill(model, newest.names)
+        check_fit(newest.tensors, tensors, f"version {newest.version}")
+        own = {each.name: tensors[each.name] for each in newest.tensors}
+        digests = digests_of(own)
+        path = self._path(newest, lambda manifest: manifest.digests == digests)
+        self._register(tuple(step.manifest.version for step in path), self.version)
+        staged = self._staged(newest, path, own, digests)
+        for each in staged.values():
+            each.apply()
+        self._has(newest)
+        return newest.version
+
+    def _newest(self) -> VersionManifest:
+        """The manifest of the newest version. Raises: PublishError if there is none, or it is not to be read."""
+        versions = self.source.versions()
+        if not versions:
+            raise PublishError(f"{self.source} has no version yet; wait until the trainer has published one")
+        newest = self.source.manifest(versions[-1])
+        if self.run not in (None, newest.run):
+            raise PublishError(
+                f"{self.source} has versions of the run {newest.run!r}, and this reader reads {self.run!r}; read "
+                f"another folder, or make a Reader(run={newest.run!r})"
+            )
+        if self.version is not None and newest.version < self.version:
+            raise PublishError(
+                f"{self.source} has version {newest.version} as its newest, and this reader has read {self.version}; "
+                "read the folder that the publisher writes, or make a new Reader to go back"
+            )
+        return newest
+
+    def _path(self, newest: VersionManifest, is_held: Any) -> list[_Step]:
+        """The versions to read, in order: patches from the one that is held, or whole values and the patches since.
+
+        Raises:
+            PublishError: neither leads to the newest.
+        """
+        patches: list[_Step] = []
+        from_whole: list[_Step] | None = None
+        manifest, patch_bytes, whole_bytes = newest, 0, 0
+        why = ""
+        while not is_held(manifest):
+            if manifest.is_whole and from_whole is None:
+                from_whole = [_Step(manifest=manifest, kind="whole"), *patches]
+                whole_bytes = patch_bytes + manifest.nbytes("whole")
+            if manifest.base is None or (from_whole is not None and patch_bytes > whole_bytes):
+                break
+            patches.insert(0, _Step(manifest=manifest, kind="patch"))
+            patch_bytes += manifest.nbytes("patch")
+            try:
+                manifest = self._before(manifest, newest)
+            except PublishError as error:  # removed or damaged: whole values lead on
+                why = f" ({error})"
+                break
+        else:
+            if from_whole is None or patch_bytes <= whole_bytes:
+                return patches
+        if from_whole is None:
+            raise PublishError(
+                f"no whole values lead to version {newest.version} of {self.source}{why}; nothing was applied. Let the "
+                "publisher write whole values again"
+            )
+        return from_whole
+
+    def _before(self, manifest: VersionManifest, newest: VersionManifest) -> VersionManifest:
+        """The manifest of the version that a patch applies to. Raises: PublishError if it does not fit."""
+        assert manifest.base is not None
+        before = self.source.manifest(manifest.base)
+        needed = {each.name: each.before for each in manifest.tensors}
+        if before.run != newest.run or before.digests != needed:
+            raise PublishError(f"version {manifest.version} is no patch of version {before.version} of this run")
+        return before
+
+    def _staged(
+        self, newest: VersionManifest, path: list[_Step], own: Mapping[str, Tensor], digests: Mapping[str, str]
+    ) -> dict[str, StagedTensor]:
+        """Read all that leads to the newest version, and check it."""
+        staged = {each.name: StagedTensor(each, own.get(each.name), digests.get(each.name)) for each in newest.tensors}
+        for step in path:
+            self._stage(step, staged)
+        for each in newest.tensors:
+            staged[each.name].check(each.after)
+        return staged
+
+    def _stage(self, step: _Step, staged: Mapping[str, StagedTensor]) -> None:
+        manifest = step.manifest
+        if unknown := [each.name for each in manifest.tensors if each.name not in staged]:
+            raise PublishError(f"version {manifest.version} has {listing(unknown)}, which the newest has not")
+        if step.kind == "whole":
+            for each in manifest.tensors:
+                staged[each.name].begin_whole()
+        for record in manifest.files_of(step.kind):
+            try:
+                data = self._read(manifest.version, record)
+                for each in manifest.tensors:
+                    for part in each.parts(step.kind):
+                        if part.file == record.name:
+                            staged[each.name].add(part, data)
+            except DamagedError as error:
+                raise PublishError(
+                    f"version {manifest.version} of {self.source} is damaged: {error}; nothing was applied, "
+                    f"{remedy(manifest.version)}"
+                ) from error
+
+    def _read(self, version: int, record: FileRecord) -> dict[str, Tensor]:
+        data = self.source.read(version, record)
+        if len(data) != record.size_bytes:
+            raise DamagedError(f"{record.name} has another size than its {record.size_bytes} bytes")
+        if hashlib.sha256(data).hexdigest() != record.sha256:
+            raise DamagedError(f"{record.name} does not have the contents that were written")
+        self.bytes_read += len(data)
+        try:
+            return files.parse_named(cast(bytes, data))[0]
+        except DamagedError as error:
+            raise DamagedError(f"{record.name}: {error}") from error
+
+    def _has(self, newest: VersionManifest) -> None:
+        self.run, self.version = newest.run, newest.version
+        self._register((), newest.version)
+
+    def _register(self, reading: tuple[int, ...], version: int | None) -> None:
+        if self.name is not None:
+            self.source.register(self.name, Registration(version=version, reading=reading))
+
+
+def tensors_to_fill(model: nn.Module | Mapping[str, Tensor], names: Names) -> dict[str, Tensor]:
+    """The whole tensors of a model under the names of a version.
+
+    Raises:
+        PublishError: a tensor is sharded, on the meta device, or no tensor.
+    """
+    if isinstance(model, nn.Module):
+        found = checkpoint_tensors(model, names)
+        further = state.tied_names(model)
+        found |= {name: found[first] for name, first in further.items() if first in found}
+    else:
+        found = dict(model)
+    for name, tensor in found.items():
+        if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
+            raise PublishError(
+                f"{name} is a {type(tensor).__name__}, and a reader fills whole tensors; give a plain model or its "
+                "state dict"
+            )
+        if tensor.is_meta:
+            raise PublishError(f"{name} is on the meta device; call model.to_empty(device=...) before reading")
+    return found

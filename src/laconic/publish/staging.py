@@ -1,0 +1,192 @@
+"""The tensors of a version that is being read: what will change, before anything does.
+
+[Note: Nothing half]
+A reader applies a version when it has all of it, and has found every digest right. Until then new values wait in host
+memory beside the tensors. Changes with gaps wait as places and values, so a patch takes its own size. Dense and
+lossless parts wait in a copy of their tensor. The digest of what a tensor will be follows from that of what it is:
+[Note: Digests of published tensors] in digests.py. Patches of several versions are staged one after the other, and
+applied at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from laconic.publish.digests import added, as_text, bits_of, digest_at, run_digest
+from laconic.publish.encodings import decode_dense, decode_gaps, decode_lossless
+from laconic.publish.regions import flat_places
+from laconic.publish.versions import Encoding, Part, PublishedTensor, PublishError
+
+
+class StagedTensor:
+    """The new values of one tensor: [Note: Nothing half]."""
+
+    def __init__(self, published: PublishedTensor, own: Tensor | None, digest: str | None) -> None:
+        """Stage for `own`, a tensor of the published shape and dtype whose digest is `digest`.
+
+        None stands for a tensor that is elsewhere, or has other values: then whole values come first, or only gaps.
+        """
+        self.published, self._own = published, own
+        self._digest = digest
+        self._full: Tensor | None = None
+        self._places: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def add(self, part: Part, data: Mapping[str, Tensor]) -> None:
+        """Take in a part, whose tensors are in `data`.
+
+        Raises:
+            DamagedError: the tensors are no such part.
+            PublishError: it is coded by values that are elsewhere.
+        """
+        published, dtype = self.published, self.published.torch_dtype
+        if part.encoding is Encoding.LOSSLESS:
+            target = _region(self._copied(), part)
+            target.copy_(decode_lossless(part, data, target))
+        elif part.encoding is Encoding.GAPS:
+            self._change(*decode_gaps(part, data, published.numel, dtype))
+        else:
+            values = decode_dense(part, data, dtype)
+            if self._full is None and part.numel == published.numel:
+                self.begin_whole()
+            if self._full is None and self._own is None:
+                places = flat_places((part.start, part.sizes), published.shape, torch.arange(part.numel))
+                self._change(places, values.reshape(-1))
+            else:
+                _region(self._copied(), part).copy_(values)
+
+    def _change(self, places: Tensor, values: Tensor) -> None:
+        """Stage elements at places of the flattened tensor."""
+        if self._full is not None:
+            put(self._full, places, values)
+        else:
+            self._places.append(places)
+            self._values.append(values)
+
+    def begin_whole(self) -> None:
+        """Forget what is staged: whole values follow."""
+        self._places, self._values = [], []
+        self._full = torch.empty(self.published.shape, dtype=self.published.torch_dtype)
+
+    @property
+    def full(self) -> Tensor | None:
+        """All new values, on the host, if they are known as such."""
+        return self._full
+
+    @property
+    def changes(self) -> tuple[Tensor, Tensor]:
+        """The places that change, (c,), ascending, and their new values, if `full` is None."""
+        if not self._places:
+            return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=self.published.torch_dtype)
+        if len(self._places) == 1:
+            return self._places[0], self._values[0]
+        places, values = torch.cat(self._places), torch.cat(self._values)
+        order = places.argsort(stable=True)  # of equal places the newest comes last
+        places, values = places[order], values[order]
+        is_last = torch.cat([places[1:] != places[:-1], torch.ones(1, dtype=torch.bool)])
+        return places[is_last], values[is_last]
+
+    def check(self, expected: str) -> None:
+        """Compare the digest of the new values. Raises: PublishError if it is another one."""
+        if self._full is not None:
+            found = as_text(run_digest(self._full.reshape(-1)))
+        elif self._own is None or self._digest is None:
+            return  # the values are elsewhere
+        else:
+            places, values = self.changes
+            old = taken(self._own, places)
+            found = as_text(added(int(self._digest, 16), -digest_at(places, old), digest_at(places, values)))
+        if found != expected:
+            raise PublishError(
+                f"{self.published.name} would have the digest {found}, and its version has {expected}; nothing was "
+                "applied. Let the publisher write whole values again"
+            )
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Write the new values into the tensor."""
+        assert self._own is not None
+        if self._full is not None:
+            self._own.copy_(self._full)
+        else:
+            put(self._own, *self.changes)
+
+    def _copied(self) -> Tensor:
+        """The copy in which dense and lossless parts are staged."""
+        if self._full is None:
+            if self._own is None:
+                raise PublishError(
+                    f"{self.published.name} has changes that are coded by the values before, which are elsewhere; "
+                    'update a model, or publish with encoding="gaps"'
+                )
+            self._full = self._own.detach().cpu().clone(memory_format=torch.contiguous_format)
+            put(self._full, *self.changes)
+        return self._full
+
+
+@torch.no_grad()
+def taken(tensor: Tensor, places: Tensor) -> Tensor:
+    """The elements at places of the flattened tensor, (c,), on the host."""
+    return tensor.detach().reshape(-1)[places.to(tensor.device)].cpu()
+
+
+@torch.no_grad()
+def put(tensor: Tensor, places: Tensor, values: Tensor) -> None:
+    """Write elements at places of the flattened tensor, (c,) each, bit by bit."""
+    places, values = places.to(tensor.device), values.to(tensor.device)
+    if tensor.is_contiguous():
+        bits_of(tensor.detach().view(-1))[places] = bits_of(values)
+    else:
+        tensor.detach()[torch.unravel_index(places, tensor.shape)] = values
+
+
+def _region(full: Tensor, part: Part) -> Tensor:
+    """View the values of a run or a box, in the shape of its sizes."""
+    whole = full.view(-1) if len(part.start) == 1 else full
+    for dim, (begin, size) in enumerate(zip(part.start, part.sizes, strict=True)):
+        whole = whole.narrow(dim, begin, size)
+    return whole
+
+
+def check_fit(published: Sequence[PublishedTensor], tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuse tensors that are not those of a version: of another architecture, vocabulary or dtype.
+
+    Raises:
+        PublishError: names, shapes or dtypes differ. It names the first that do.
+    """
+    by_name = {each.name: each for each in published}
+    memory = {_memory(tensors[name]) for name in by_name if name in tensors}
+    problems = [f"{name} is not in the model" for name in by_name if name not in tensors]
+    problems += [
+        f"{name} is not in the version"
+        for name, tensor in tensors.items()
+        if name not in by_name and _memory(tensor) not in memory  # a tied tensor under a further name
+    ]
+    for name, each in by_name.items():
+        own = tensors.get(name)
+        if own is not None and tuple(own.shape) != each.shape:
+            problems.append(f"{name} is {list(own.shape)} in the model and {list(each.shape)} in the version")
+        elif own is not None and own.dtype != each.torch_dtype:
+            own_dtype = str(own.dtype).removeprefix("torch.")
+            problems.append(f"{name} is {own_dtype} in the model and {each.dtype} in the version")
+    if problems:
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise PublishError(
+            f"{where} does not fit the model ({'; '.join(problems[:3])}{more}); read it into the architecture, "
+            "vocabulary and dtype that are published"
+        )
+
+
+def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The digests of whole tensors. Cost: one pass over them."""
+    return {name: as_text(run_digest(tensor.detach().reshape(-1))) for name, tensor in tensors.items()}
+
+
+def _memory(tensor: Tensor) -> tuple[object, ...]:
+    """What tensors share that are tied. Empty ones share nothing."""
+    place = tensor.data_ptr() if math.prod(tensor.shape) else id(tensor)
+    return place, tensor.shape, tensor.stride(), tensor.dtype

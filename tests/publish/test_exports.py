@@ -1,0 +1,113 @@
+"""What a reader has is what `laconic export` writes of the same step, to the bit, for each kind of architecture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from laconic import checkpoint
+from laconic.config import Config, ModelConfig, to_dict
+from laconic.hf import export
+from laconic.hf.models import build_model
+from laconic.publish import Publisher, Reader
+from tests.hf.zoo import LORA, NO_LORA, TINY, spread, tokens
+from tests.reference import publish as reference
+from tests.support.launch import run_ranks
+
+_LLAMA = TINY["llama"]
+MODELS: dict[str, dict[str, Any]] = {
+    **TINY,
+    "tied": {**_LLAMA, "tie_word_embeddings": True},
+    "phi3": {**_LLAMA, "model_type": "phi3", "pad_token_id": 0},  # fused projections
+    "gpt_neox": {
+        **{key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"},
+        "model_type": "gpt_neox",
+    },
+    "qwen3_moe": {
+        **_LLAMA,
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+        "decoder_sparse_step": 1,
+    },
+    "gpt_oss": {
+        **_LLAMA,
+        "model_type": "gpt_oss",
+        "intermediate_size": 48,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+    },
+}
+STEPS = 3
+
+
+def train_and_publish(folder: str, lora: Any, strategy: str) -> None:
+    """Publish each step of each model, and save the last. Runs on each rank."""
+    torch.manual_seed(0)
+    for name in MODELS if lora == NO_LORA else ("llama", "mixtral"):
+        config = Config(model=ModelConfig(config=MODELS[name]), lora=lora)
+        model, _ = spread(config.model, lora, strategy)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-4)
+        with Publisher(model, Path(folder) / name / "versions", base_every=STEPS) as publisher:
+            for step in range(STEPS):
+                model(input_ids=tokens(), labels=tokens(), use_cache=False).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                publisher.publish(step=step)
+        run, extra = Path(folder) / name / "run" / "checkpoints", {"config": to_dict(config)}
+        checkpoint.save_checkpoint(run, STEPS, model=model, optimizer=None, extra=extra)
+
+
+def exported(folder: Path, *, adapter: bool = False) -> dict[str, Tensor]:
+    export.export(folder / "run", folder / "out", dtype=torch.bfloat16, adapter=adapter)
+    return {name: tensor for path in (folder / "out").glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published")
+    run_ranks(train_and_publish, 2, str(folder), NO_LORA, "laconic")
+    return folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_reader_has_what_export_writes(name: str, published: Path) -> None:
+    torch.manual_seed(1)
+    model = build_model(ModelConfig(config=MODELS[name]), NO_LORA, device="cpu").to(torch.bfloat16)
+    assert Reader(published / name / "versions").update(model) == STEPS
+    wanted = exported(published / name)
+    state = {key: tensor for key, tensor in model.state_dict().items() if key in wanted}
+    assert_equal(state, wanted)
+    by_hand = {key: torch.zeros_like(tensor) for key, tensor in wanted.items()}
+    for version, kind in ((1, "whole"), (2, "patch"), (3, "patch")):
+        reference.apply(published / name / "versions" / f"weight_v{version:06d}", by_hand, kind)
+    assert_equal(by_hand, wanted)
+
+
+def test_adapters_are_what_export_writes(tmp_path: Path) -> None:
+    """They are whole on each rank, and only they are published."""
+    run_ranks(train_and_publish, 2, str(tmp_path), LORA, "laconic")
+    for name in ("llama", "mixtral"):
+        wanted = exported(tmp_path / name, adapter=True)
+        state = {key: torch.zeros_like(tensor) for key, tensor in wanted.items()}
+        Reader(tmp_path / name / "versions").update(state)
+        assert_equal(state, wanted)
+        model: nn.Module = build_model(ModelConfig(config=MODELS[name]), LORA, device="cpu").to(torch.bfloat16)
+        Reader(tmp_path / name / "versions").update(model)
+        own = {key.replace(".default", ""): tensor for key, tensor in model.state_dict().items() if "lora" in key}
+        assert_equal(own, wanted)

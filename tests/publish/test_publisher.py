@@ -1,0 +1,273 @@
+"""Readers of versions that several ranks wrote have the weights of that step, for every way to hold a model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import laconic
+from laconic.checkpoint import state
+from laconic.partial.updates import unsliced_state_dict
+from laconic.policy import PolicyError
+from laconic.publish import FolderSource, Publisher, PublishError, Reader
+from laconic.publish.publisher import CopyState
+from laconic.store import folder as store
+from laconic.store.folder import CrashPoint
+from tests.checkpoint.zoo import make_zoo, shard_fsdp2, train
+from tests.checkpoint.zoo import shard as shard_zoo
+from tests.support.launch import on_ranks
+from tests.support.partial_models import MLPS, MlpNet
+from tests.support.sharded_net import build, moved, shard, train_step
+
+
+def whole_in_bf16(model: nn.Module) -> dict[str, Tensor]:
+    """What a reader must have. Collective."""
+    names = state.model_tensors(model).keys()
+    plain = {state.strip(name).removeprefix("module."): tensor for name, tensor in unsliced_state_dict(model).items()}
+    wholes = {name: tensor for name, tensor in plain.items() if name in names or name not in state.tied_names(model)}
+    gathered: dict[str, Any] = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in wholes.items()
+    }
+    return {name: whole.bfloat16() if whole.is_floating_point() else whole.clone() for name, whole in gathered.items()}
+
+
+def assert_read(folder: Path, wanted: dict[str, Tensor], held: dict[str, Tensor]) -> None:
+    """Bring `held` to the newest version on rank 0, and compare it with `wanted`."""
+    if dist.get_rank() == 0:
+        Reader(folder).update(held)
+        for name, tensor in wanted.items():
+            assert torch.equal(held[name].view(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+    dist.barrier()
+
+
+def empty_like(wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+
+
+def follow(model: Any, folder: Path, step: Any, **keys: Any) -> list[dict[str, Tensor]]:
+    """Publish three steps of a model; a reader follows. Returns what it must have had."""
+    publisher = Publisher(model, folder, **keys)
+    seen: list[dict[str, Tensor]] = []
+    held: dict[str, Tensor] = {}
+    for _ in range(3):
+        step()
+        seen.append(whole_in_bf16(model))
+        publisher.publish()
+        publisher.wait()
+        held = held or empty_like(seen[0])
+        assert_read(folder, seen[-1], held)
+    assert_read(folder, seen[-1], empty_like(seen[0]))
+    differing = [name for name in seen[0] if not torch.equal(seen[0][name], seen[2][name])]
+    assert differing, "the model has trained"
+    return seen
+
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "host": {"cache": "host"},
+    "device": {"cache": "device"},
+    "rank": {"cache": "rank"},
+    "lossless": {"cache": "host", "wire": "lossless", "dtype": "bfloat16"},
+    "4bit": {"cache": "host", "wire": "4bit"},
+    "shares": {"shares": [1, 2, 3, 2]},
+}
+
+
+@pytest.mark.parametrize("encoding", ["gaps", "smallest"])
+@on_ranks(4, local=2)
+def test_every_placement(encoding: str, tmp_path: Path) -> None:
+    for name, policies in PLACEMENTS.items():
+        keys = {key: value for key, value in policies.items() if key != "dtype"}
+        if "dtype" in policies:
+            keys["mp_policy"] = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        model = shard(build(), **keys)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        follow(model, tmp_path / name, lambda m=model, o=optimizer: train_step(m, o), encoding=encoding, base_every=2)
+
+
+@on_ranks(3)
+def test_fsdp2_ddp_and_tensors_that_are_awkward(tmp_path: Path) -> None:
+    """Tied weights, buffers, a scalar, an empty tensor, frozen ones, and sizes that divide nothing."""
+    for kind in ("laconic", "fsdp2", "ddp"):
+        model: Any = make_zoo(seed=3, odd=kind == "laconic", hidden=2001)
+        model = {"laconic": shard_zoo, "fsdp2": shard_fsdp2, "ddp": nn.parallel.DistributedDataParallel}[kind](model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        seen = follow(model, tmp_path / kind, lambda m=model, o=optimizer: train(m, o, 1))
+        assert "head.weight" not in seen[0]
+        assert seen[0]["seen"].dtype == torch.int64
+    files = sorted(path.name for path in (tmp_path / "ddp" / "weight_v000001").iterdir())
+    assert files == ["manifest.json", *(f"whole-0000{rank}.safetensors" for rank in range(3))], (
+        "replicas share the work"
+    )
+
+
+@on_ranks(4, local=2)
+def test_tensor_parallel_and_sliced_weights(tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = build()
+    for block in model.blocks:  # type: ignore[union-attr]
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    for block in (*model.blocks, model):  # type: ignore[misc]
+        laconic.fully_shard(block, mesh=mesh["dp"])
+
+    def edit() -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.01)  # also the parts of a slice that no island trains
+
+    follow(model, tmp_path / "tp", edit)
+
+    sliced = laconic.partial_updates(build(MlpNet), num_slices=2, slice_index=0, include=["mlp"], patterns=MLPS)
+    model = shard(sliced)
+    follow(model, tmp_path / "sliced", edit)
+
+
+@on_ranks(4, local=1)
+def test_islands_publish_what_they_agreed_on(tmp_path: Path) -> None:
+    mesh = laconic.init_mesh("cpu", islands=2)
+    model = shard(build(), mesh=mesh)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    local = laconic.LocalSteps(model, inner, mesh=mesh, every=2)
+    publisher = Publisher(model, tmp_path, local_steps=local, keep=10)
+    held: dict[str, Tensor] = {}
+    for step in range(4):
+        train_step(model, local)
+        with local.outer_parameters():
+            wanted = whole_in_bf16(model)
+        publisher.publish(step=step)
+        publisher.wait()
+        held = held or empty_like(wanted)
+        assert_read(tmp_path, wanted, held)
+        inner_now = whole_in_bf16(model)
+        assert step % 2 or any(not torch.equal(inner_now[name], wanted[name]) for name in wanted)
+    first, second, third, fourth = (FolderSource(tmp_path).manifest(version).digests for version in (1, 2, 3, 4))
+    assert first != second == third != fourth, "islands agree every second step"
+
+
+@on_ranks(2, local=1)
+def test_publishing_changes_nothing_of_the_run(tmp_path: Path) -> None:
+    """Losses, weights and bytes are those of a run that does not publish, also where what crosses is coded."""
+    results = []
+    for publishes in (False, True):
+        model = shard(build(), cache="host", wire="4bit")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        publisher = Publisher(model, tmp_path) if publishes else None
+        losses = []
+        with moved(model) as bytes_moved:
+            for step in range(4):
+                losses.append(float(train_step(model, optimizer, seed=step)))
+                if publisher is not None:
+                    publisher.publish(step=step)
+        if publisher is not None:
+            publisher.wait()
+        results.append(
+            (losses, bytes_moved.weights, bytes_moved.gradients, whole_in_bf16(model)["out.weight"].tolist())
+        )
+    assert results[0] == results[1]
+
+
+@on_ranks(2)
+def test_training_goes_on_while_a_version_leaves(tmp_path: Path) -> None:
+    """What was published is the weights of the call, though they change before the files are written."""
+    model = shard(build())
+    publisher = Publisher(model, tmp_path)
+    publisher.publish()
+    publisher.wait()
+    with torch.no_grad():
+        model.out.weight.mul_(1.5)
+    wanted = whole_in_bf16(model)
+    held = empty_like(wanted)
+    assert publisher.publish() == 2
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    publisher.wait()
+    assert_read(tmp_path, wanted, held)
+
+
+@on_ranks(2)
+def test_a_failed_write_is_told_on_all_ranks_and_the_next_version_is_whole(tmp_path: Path) -> None:
+    model = shard(build())
+    publisher = Publisher(model, tmp_path)
+    publisher.publish()
+    publisher.wait()
+
+    def fail(point: CrashPoint) -> None:
+        if point is CrashPoint.WRITTEN and dist.get_rank() == 1:
+            raise OSError(28, "No space left on device")
+
+    with torch.no_grad():
+        model.out.weight.mul_(1.5)
+        model.blocks[0].up.weight.mul_(1.5)
+    store.on_crash_point = fail
+    assert publisher.publish() == 2
+    with pytest.raises(PublishError, match=r"version 2 could not be written into .*rank 1: .*No space left"):
+        publisher.publish()
+    store.on_crash_point = None
+    assert publisher.copy_state is CopyState.AHEAD
+    dist.barrier()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["publisher.json", "weight_v000001"]
+    assert publisher.publish() == 3
+    publisher.wait()
+    assert FolderSource(tmp_path).manifest(3).base is None
+    assert_read(tmp_path, whole_in_bf16(model), empty_like(whole_in_bf16(model)))
+
+
+@on_ranks(2)
+def test_a_younger_publisher_takes_over(tmp_path: Path) -> None:
+    model = shard(build())
+    first = Publisher(model, tmp_path, run="run")
+    first.publish()
+    first.wait()
+    with pytest.raises(PublishError, match="has versions of the run 'run', and this is None; give run='run'"):
+        Publisher(model, tmp_path)
+    second = Publisher(model, tmp_path, run="run")
+    assert second.publish() == 2
+    second.wait()
+    first.publish()
+    with pytest.raises(PublishError, match="another publisher, which began after this one"):
+        first.wait()
+    assert FolderSource(tmp_path).versions() == [1, 2]
+    with pytest.raises(PolicyError, match=r"names='x'.* is not known; use one of 'huggingface', 'model'"):
+        Publisher(model, tmp_path, run="run", names="x")
+
+
+@on_ranks(2)
+def test_another_division_begins_with_a_whole_version(tmp_path: Path) -> None:
+    model = build()
+    publisher = Publisher(model, tmp_path)
+    publisher.publish()
+    publisher.publish()
+    publisher.wait()
+    assert FolderSource(tmp_path).manifest(2).base == 1
+    shard(model)
+    publisher.publish()
+    publisher.wait()
+    assert FolderSource(tmp_path).manifest(3).base is None
+    assert_read(tmp_path, whole_in_bf16(model), empty_like(whole_in_bf16(model)))
+
+
+def test_one_process_without_a_group(tmp_path: Path) -> None:
+    """Nothing changes: the patch is empty, and its digests are those before."""
+    model = make_zoo(seed=0)
+    with Publisher(model, tmp_path, dtype=torch.float32, keep=1, base_every=3) as publisher:
+        for _ in range(7):
+            publisher.publish()
+    source = FolderSource(tmp_path)
+    assert source.versions() == [7]
+    manifest = source.manifest(7)
+    assert (manifest.is_whole, manifest.base, manifest.files_of("patch")) == (True, 6, [])
+    assert all(tensor.before == tensor.after for tensor in manifest.tensors)
+    other = make_zoo(seed=1)
+    assert Reader(tmp_path).update(other) == 7
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+    assert os.listdir(tmp_path / "weight_v000007")

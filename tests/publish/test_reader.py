@@ -1,0 +1,445 @@
+"""Readers: behind, restarted, killed in the middle, and before versions that they must not apply."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from laconic.publish import FolderSource, Publisher, PublishError, Reader, WeightPatch
+from laconic.publish.source import Registration, VanishedError, superseded
+from laconic.publish.staging import StagedTensor
+from laconic.publish.versions import MANIFEST, VersionManifest, version_name
+from laconic.store.folder import FileRecord
+
+
+class Net(nn.Module):
+    """A tied weight, a transposed one, a buffer, and a layer that does not change."""
+
+    seen: Tensor
+
+    def __init__(self, vocabulary: int = 31) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocabulary, 24), nn.Linear(24, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+        self.up = nn.Linear(24, 40)
+        self.across = nn.Parameter(torch.randn(24, 40).T)
+        self.frozen = nn.Linear(5, 5)
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+
+
+def make(seed: int = 0, **sizes: Any) -> Net:
+    torch.manual_seed(seed)
+    return Net(**sizes)
+
+
+def edit(net: Net, version: int) -> None:
+    """Change a few elements, others each time."""
+    with torch.no_grad():
+        net.embed.weight.view(-1)[version::97] += 0.1
+        net.up.weight[version % 40, version % 24 :] *= 1.1
+        net.across[version % 40] -= 0.01
+        net.seen += version
+
+
+def snapshot(net: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def published(folder: Path, num_versions: int = 6, **keys: Any) -> list[dict[str, Tensor]]:
+    """Publish versions into a folder, which keeps all. Returns their weights in bf16; the first stands for none."""
+    net = make()
+    weights = [snapshot(make(seed=9).bfloat16())]
+    with Publisher(net, folder, keep=100, **keys) as publisher:
+        for version in range(1, num_versions + 1):
+            edit(net, version)
+            weights.append({n: t.bfloat16() if t.is_floating_point() else t for n, t in snapshot(net).items()})
+            publisher.publish(step=10 * version)
+    return weights
+
+
+def model_with(weights: dict[str, Tensor]) -> Net:
+    net = make(seed=1).bfloat16()
+    net.load_state_dict(weights)
+    return net
+
+
+# -- where a reader begins ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", ["gaps", "lossless", "smallest"])
+@pytest.mark.parametrize("base_every", [1, 3, 100])
+def test_from_every_version_to_the_newest(base_every: int, encoding: str, tmp_path: Path) -> None:
+    """A new reader finds out by digests what a model holds."""
+    weights = published(tmp_path, base_every=base_every, encoding=encoding)
+    for start in range(7):
+        model, reader = model_with(weights[start]), Reader(tmp_path)
+        assert reader.update(model) == 6
+        assert_same(snapshot(model), weights[6])
+        assert model.head.weight is model.embed.weight
+        assert reader.update(model) == 6, "and again, with nothing to do"
+
+
+def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
+    weights = published(tmp_path, base_every=100)
+    source = FolderSource(tmp_path)
+    whole = source.manifest(1).nbytes("whole")
+    patches = [source.manifest(version).nbytes("patch") for version in range(2, 7)]
+    for start in range(1, 7):
+        reader = Reader(tmp_path)
+        reader.update(model_with(weights[start]))
+        assert reader.bytes_read == sum(patches[start - 1 :])
+    reader = Reader(tmp_path)
+    reader.update(model_with(weights[0]))
+    assert reader.bytes_read == whole + sum(patches)
+    assert sum(patches) < whole
+
+
+def test_whole_values_where_patches_would_be_more_bytes(tmp_path: Path) -> None:
+    weights = published(tmp_path, num_versions=40, base_every=39)
+    source = FolderSource(tmp_path)
+    assert source.manifest(40).kinds == ["patch", "whole"]
+    far, near = Reader(tmp_path), Reader(tmp_path)
+    far.update(far_model := model_with(weights[1]))
+    near.update(near_model := model_with(weights[38]))
+    assert far.bytes_read == source.manifest(40).nbytes("whole")
+    assert near.bytes_read == sum(source.manifest(version).nbytes("patch") for version in (39, 40))
+    assert_same(snapshot(far_model), weights[40])
+    assert_same(snapshot(near_model), weights[40])
+
+
+def test_a_state_dict_with_tied_names_or_without(tmp_path: Path) -> None:
+    weights = published(tmp_path)
+    tied = {name: tensor for name, tensor in make(seed=3).bfloat16().state_dict().items()}  # noqa: C416
+    Reader(tmp_path).update(tied)
+    assert_same(tied, weights[6])
+    plain = {name: torch.zeros_like(tensor) for name, tensor in weights[6].items() if name != "head.weight"}
+    Reader(tmp_path).update(plain)
+    assert_same(plain | {"head.weight": plain["embed.weight"]}, weights[6])
+
+
+def test_engines_take_patches(tmp_path: Path) -> None:
+    """An engine that applies what the iterator yields has the newest version."""
+    weights = published(tmp_path, base_every=100)
+
+    def take(state: dict[str, Tensor], patches: Any) -> list[str]:
+        names = []
+        for patch in patches:
+            assert isinstance(patch, WeightPatch)
+            names.append(patch.name)
+            assert state[patch.name].shape == patch.shape
+            assert patch.values.dtype == patch.dtype == state[patch.name].dtype
+            if patch.indices is None:
+                state[patch.name].copy_(patch.values)
+            else:
+                assert patch.indices.dtype == torch.int64
+                state[patch.name].view(-1)[patch.indices] = patch.values
+        return names
+
+    del weights[6]["head.weight"]
+    state, reader = {name: torch.zeros_like(tensor) for name, tensor in weights[6].items()}, Reader(tmp_path)
+    assert set(take(state, reader.patches())) == set(state)
+    assert_same(state, weights[6])
+    assert reader.version == 6
+    assert take(state, reader.patches()) == []
+    behind = {name: weights[4][name].clone().contiguous() for name in state}
+    changed = take(behind, Reader(tmp_path).patches(since=4))
+    assert set(changed) == {"embed.weight", "up.weight", "across", "seen"}
+    assert_same(behind, weights[6])
+    shutil.rmtree(tmp_path)
+    published(tmp_path, base_every=100, encoding="lossless")
+    with pytest.raises(PublishError, match="coded by the values before, which are elsewhere; update"):
+        list(Reader(tmp_path).patches(since=4))
+
+
+def test_a_reader_killed_between_two_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds no version then. The next update takes whole values."""
+    weights = published(tmp_path, base_every=3)
+    model, apply, applied = model_with(weights[3]), StagedTensor.apply, list[StagedTensor]()
+
+    def stop(self: StagedTensor) -> None:
+        applied.append(self)
+        if len(applied) == 3:
+            raise KeyboardInterrupt
+        apply(self)
+
+    monkeypatch.setattr(StagedTensor, "apply", stop)
+    with pytest.raises(KeyboardInterrupt):
+        Reader(tmp_path).update(model)
+    monkeypatch.undo()
+    assert Reader(tmp_path).update(model) == 6
+    assert_same(snapshot(model), weights[6])
+
+
+# -- what must not be applied ------------------------------------------------------------------------------------------
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the manifest of a version, and give it the checksum that belongs to it."""
+    body = json.loads((folder / MANIFEST).read_text())
+    del body["checksum"]
+    change(body)
+    VersionManifest.from_json(body).write(folder / MANIFEST)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"more")
+
+
+def forge_values(folder: Path) -> None:
+    """Change values in a file, and its record."""
+    (path,) = folder.glob("patch-*")
+    flip(path)
+    record = FileRecord(name=path.name, size_bytes=path.stat().st_size, sha256=_sha256(path))
+    rewritten(folder, lambda body: body.update(files=[vars(record)]))
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _first(body: dict[str, Any]) -> Any:
+    return next(tensor for tensor in body["tensors"] if tensor["patch"])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a flipped bit": (lambda v: flip(next(v.glob("patch-*"))), "does not have the contents that were written"),
+    "a short file": (lambda v: next(v.glob("patch-*")).write_bytes(b"short"), "has another size"),
+    "a long file": (lambda v: lengthen(next(v.glob("patch-*"))), "has another size"),
+    "no file": (lambda v: next(v.glob("patch-*")).unlink(), "patch-00000.safetensors is missing"),
+    "no manifest": (lambda v: (v / MANIFEST).unlink(), "its manifest.json is missing"),
+    "an altered manifest": (lambda v: flip(v / MANIFEST), "does not match its own checksum|is unreadable"),
+    "an empty manifest": (lambda v: (v / MANIFEST).write_bytes(b""), "is unreadable"),
+    "values and hashes forged": (forge_values, "would have the digest"),
+    "a digest forged": (
+        lambda v: rewritten(v, lambda body: _first(body).update(after="0" * 16)),
+        "and its version has 0000000000000000; nothing was applied",
+    ),
+    "a base forged": (lambda v: rewritten(v, lambda body: body.update(base=2)), "is no patch of version 2"),
+    "another version": (lambda v: rewritten(v, lambda body: body.update(version=7)), "holds version 7, not what"),
+    "a path": (
+        lambda v: (v / MANIFEST).write_text((v / MANIFEST).read_text().replace("patch-00000", "../patch-00000")),
+        "checksum",
+    ),
+    "another format": (
+        lambda v: (v / MANIFEST).write_text(json.dumps({"format": "x", "checksum": "y"})),
+        "does not match its own checksum",
+    ),
+}
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_told_in_a_line_and_nothing_is_applied(name: str, behind: bool, tmp_path: Path) -> None:
+    """The newest version, of 6, is damaged; or the one before, which a reader at 4 needs, too."""
+    damage, message = DAMAGES[name]
+    weights = published(tmp_path, base_every=100)
+    damage(tmp_path / version_name(5 if behind else 6))
+    model = model_with(weights[4])
+    with pytest.raises(PublishError) as error:
+        Reader(tmp_path).update(model)
+    assert_same(snapshot(model), weights[4])
+    assert "\n" not in str(error.value)
+    if not behind:
+        assert error.match(message)
+
+
+def test_whole_values_lead_around_a_damaged_version(tmp_path: Path) -> None:
+    weights = published(tmp_path, base_every=5)
+    (tmp_path / version_name(5) / MANIFEST).unlink()
+    model = model_with(weights[4])
+    assert Reader(tmp_path).update(model) == 6
+    assert_same(snapshot(model), weights[6])
+
+
+MISFITS: dict[str, tuple[Callable[[], Any], str]] = {
+    "dtype": (lambda: make(seed=1), r"embed.weight is float32 in the model and bfloat16 in the version"),
+    "vocabulary": (
+        lambda: make(seed=1, vocabulary=37).bfloat16(),
+        r"embed.weight is \[37, 24\] in the model and \[31, 24\]",
+    ),
+    "architecture": (
+        lambda: nn.Linear(3, 3).bfloat16(),
+        "across is not in the model; embed.weight is not in the model; .* and 6 more",
+    ),
+    "more layers": (
+        lambda: {**make(seed=1).bfloat16().state_dict(), "more": torch.zeros(2)},
+        "more is not in the version",
+    ),
+    "no tensor": (lambda: {**make(seed=1).bfloat16().state_dict(), "seen": 3}, "seen is a int, and a reader fills"),
+    "no memory": (lambda: make(seed=1).bfloat16().to("meta"), "is on the meta device"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_another_model_is_told_in_a_line_and_nothing_is_applied(name: str, tmp_path: Path) -> None:
+    published(tmp_path)
+    make_model, message = MISFITS[name]
+    model = make_model()
+    is_module = isinstance(model, nn.Module) and name != "no memory"
+    before = snapshot(model) if is_module else {}
+    with pytest.raises(PublishError, match=message) as error:
+        Reader(tmp_path).update(model)
+    assert "\n" not in str(error.value)
+    assert_same(snapshot(model) if is_module else {}, before)
+
+
+def test_another_run_an_older_version_and_no_version(tmp_path: Path) -> None:
+    weights = published(tmp_path / "a", run="a")
+    published(tmp_path / "b", run="b")
+    model, reader = model_with(weights[0]), Reader(tmp_path / "a")
+    reader.update(model)
+    shutil.rmtree(tmp_path / "a")
+    shutil.copytree(tmp_path / "b", tmp_path / "a")
+    with pytest.raises(PublishError, match=r"has versions of the run 'b', and this reader reads 'a'; .*run='b'"):
+        reader.update(model)
+    shutil.rmtree(tmp_path / "a")
+    published(tmp_path / "a", num_versions=2, run="a")
+    with pytest.raises(PublishError, match="has version 2 as its newest, and this reader has read 6"):
+        reader.update(model)
+    assert_same(snapshot(model), weights[6])
+    assert Reader(tmp_path / "a").update(model) == 2, "a new reader goes back"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(PublishError, match="has no version yet"):
+        Reader(tmp_path / "empty").update(model)
+    with pytest.raises(PublishError, match="is no folder of versions"):
+        Reader(tmp_path / "nowhere").update(model)
+    with pytest.raises(PublishError, match="is no name of a reader"):
+        Reader(tmp_path / "a", name="../other")
+
+
+def test_names_of_others_are_no_versions(tmp_path: Path) -> None:
+    published(tmp_path)
+    for name in ("weight_v000009.tmp", "weight_v000009.removed", "weight_v9", "weight_v00000٩", "weights", "latest"):
+        (tmp_path / name).mkdir()
+    assert FolderSource(tmp_path).versions() == [1, 2, 3, 4, 5, 6]
+
+
+# -- versions that go while they are read ------------------------------------------------------------------------------
+
+
+class Vanishing(FolderSource):
+    """The first files that a reader asks for are removed just before."""
+
+    def __init__(self, folder: Path, times: int) -> None:
+        super().__init__(folder)
+        self.times = times
+
+    def read(self, version: int, file: FileRecord) -> bytearray:
+        if self.times:
+            self.times -= 1
+            (self.folder / version_name(version)).rename(self.folder / "aside")
+            try:
+                return super().read(version, file)
+            finally:
+                (self.folder / "aside").rename(self.folder / version_name(version))
+        return super().read(version, file)
+
+
+def test_a_version_that_vanishes_is_looked_for_anew(tmp_path: Path) -> None:
+    weights = published(tmp_path)
+    model = model_with(weights[2])
+    assert Reader(Vanishing(tmp_path, 4)).update(model) == 6
+    assert_same(snapshot(model), weights[6])
+    model = model_with(weights[2])
+    with pytest.raises(VanishedError, match="is not there any more"):
+        Reader(Vanishing(tmp_path, 5)).update(model)
+    assert_same(snapshot(model), weights[2])
+
+
+def test_versions_that_registered_readers_need_stay(tmp_path: Path) -> None:
+    """Without readers, the newest whole version and its successors stay. A reader keeps what follows its own."""
+    net = make()
+    model = make(seed=1).bfloat16()
+    with Publisher(net, tmp_path, base_every=4, keep=2, patience=10) as publisher:
+        publisher.publish()
+        publisher.wait()
+        reader = Reader(tmp_path, name="slow")
+        reader.update(model)
+        kept = []
+        for version in range(2, 15):
+            edit(net, version)
+            publisher.publish()
+            publisher.wait()
+            kept.append(FolderSource(tmp_path).versions())
+    assert kept[4] == [2, 3, 4, 5, 6], "all since version 1"
+    assert kept[9] == list(range(2, 12)), "10 versions behind"
+    assert kept[10] == [9, 10, 11, 12], "and now it is too far"
+    assert reader.update(model) == 14
+    assert FolderSource(tmp_path).registrations() == {"slow": Registration(version=14)}
+
+
+def _manifests(wholes: set[int], last: int = 20) -> list[VersionManifest]:
+    return [
+        VersionManifest(
+            files=(),
+            run="run",
+            version=version,
+            base=version - 1 or None,
+            is_whole=version in wholes,
+            step=None,
+            names="model",
+            tensors=(),
+        )
+        for version in range(1, last + 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("readers", "first"),
+    [
+        ([], 15),
+        ([Registration(version=20)], 15),
+        ([Registration(version=12)], 13),
+        ([Registration(version=12), Registration(version=10)], 11),
+        ([Registration(version=9)], 15),  # beyond patience
+        ([Registration(version=None)], 15),
+        ([Registration(version=10**9)], 15),  # a lie
+        ([Registration(version=-3)], 15),
+    ],
+)
+def test_what_is_superseded(readers: list[Registration], first: int) -> None:
+    manifests = _manifests({1, 8, 15})
+    assert superseded(manifests, readers, keep=2, patience=10) == list(range(1, first))
+    assert superseded(manifests, readers, keep=30, patience=10) == []
+
+
+def test_a_version_that_is_being_read_stays() -> None:
+    reading = [Registration(version=None, reading=(12, 13, 2, -1, 10**9))]
+    assert superseded(_manifests({1, 8, 15}), reading, keep=2, patience=10) == [*range(1, 12), 14]
+    assert superseded(_manifests({1})[1:], [], keep=2, patience=1) == [], "no whole values are left"
+
+
+def test_registrations_that_are_no_such_are_passed_over(tmp_path: Path) -> None:
+    source = FolderSource(tmp_path)
+    source.register("good", Registration(version=3, reading=(4,)))
+    for name, text in {"bad": "{", "more": '{"version": 1, "reading": [], "x": 1}', "text": '{"version": "1"}'}.items():
+        (tmp_path / "readers" / f"{name}.json").write_text(text)
+    (tmp_path / "readers" / "long.json").write_text(" " * 100_000)
+    assert source.registrations() == {"good": Registration(version=3, reading=(4,))}
+
+
+def test_torch_is_enough() -> None:
+    code = "import sys, laconic.publish; print(sorted({'transformers', 'peft', 'safetensors'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
