@@ -28,6 +28,7 @@ from laconic.integrations import trained_state
 from laconic.islands import saved_state
 from laconic.islands.saved_state import SavedState
 from laconic.islands.state_folder import StateFolder
+from laconic.publish import FolderSource, Publisher, Reader
 from laconic.store import folder as store
 from laconic.store.folder import CrashPoint
 from tests.faults.crash_states import on_disk
@@ -143,11 +144,38 @@ class TrainersFolders(Client):
         return int(model.weight.item())
 
 
+class Versions(Client):
+    """Published weights: a whole version, a patch, and a whole version that takes the place of both."""
+
+    def __init__(self) -> None:
+        self._publishers: dict[Path, tuple[nn.Module, Publisher]] = {}
+
+    def write(self, folder: Path, version: int) -> None:
+        if version == 1:
+            model = nn.Linear(1, 8)
+            model.bias.data.fill_(7)
+            self._publishers[folder] = model, Publisher(model, folder, base_every=2, keep=1)
+        model, publisher = self._publishers[folder]
+        model.weight.data[0] = version
+        assert publisher.publish() == version
+        publisher.wait()
+
+    def read(self, folder: Path) -> int:
+        if not folder.is_dir() or not FolderSource(folder).versions():
+            return 0
+        state = {"weight": torch.zeros(8, 1, dtype=torch.bfloat16), "bias": torch.zeros(8, dtype=torch.bfloat16)}
+        version = Reader(folder).update(state)
+        assert state["weight"][0] == version
+        assert state["bias"].tolist() == [7] * 8
+        return version
+
+
 CLIENTS: dict[str, Any] = {
     "checkpoints": Checkpoints,
     "states of islands": States,
     "token files": Tokens,
     "a trainer's folders": TrainersFolders,
+    "published weights": Versions,
 }
 VERSIONS = (1, 2, 3)
 

@@ -17,7 +17,7 @@ import hashlib
 import json
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -53,11 +53,12 @@ from laconic.publish.versions import (
     listing,
     version_name,
 )
+from laconic.publish.writing import write_parts
 from laconic.shard.policies import DtypeName
 from laconic.store import folder as store
 from laconic.store.files import make_folder, remove, write_text
 from laconic.store.folder import CrashPoint, FileRecord, reached
-from laconic.store.tensors import STORABLE, write_named
+from laconic.store.tensors import STORABLE
 
 MARK = "publisher.json"
 _PATIENCE_S = 10.0
@@ -289,48 +290,36 @@ class Publisher:
                 f"another publisher, which began after this one, writes into {self.folder}; stop one of them"
             )
 
-    def _write_own(self, temporary: Path, head: _Head, shares: Mapping[str, TensorShare]) -> list[Any]:
-        """Write the files of this rank. Returns their records, and what the manifest says of each tensor."""
+    def _write_own(self, temporary: Path, head: _Head, shares: Mapping[str, TensorShare]) -> dict[str, Any]:
+        """Write the files of this rank. Returns their records, and what the manifest says of each tensor, as JSON."""
         assert self._shares is not None
-        records: list[FileRecord] = []
-        parts: dict[str, dict[str, list[Part]]] = {name: {"patch": [], "whole": []} for name in shares}
+        told: dict[str, Any] = {
+            name: {"before": str(share.before), "after": str(share.after), "patch": [], "whole": []}
+            for name, share in shares.items()
+        }
         patch = ((name, part) for name, share in shares.items() for part in share.patch)
         kinds: list[tuple[Kind, Iterable[tuple[str, EncodedPart]]]] = []
         kinds += [("patch", patch)] if head.base is not None else []
         kinds += [("whole", self._shares.whole())] if head.is_whole else []
+        records: list[FileRecord] = []
         for kind, encoded in kinds:
-            for number, group in enumerate(_grouped(encoded, self.policy.max_file_bytes)):
-                file = f"{kind}-{self._ranks.rank:05d}{f'-{number}' if number else ''}.safetensors"
-                tensors: dict[str, Tensor] = {}
-                for name, part in group:
-                    key = _key(name, part, head.shapes[name])
-                    tensors |= {key + ending: tensor for ending, tensor in part.tensors.items()}
-                    parts[name][kind].append(part.stored_as(file, key))
-                # as safetensors itself does: then all tensors lie at multiples of their elements' sizes
-                ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-                records.append(write_named(temporary / file, ordered, {"format": "pt"}))
-                reached(CrashPoint.WRITTEN)
+            files, written = write_parts(
+                temporary, kind, self._ranks.rank, encoded, head.shapes, max_file_bytes=self.policy.max_file_bytes
+            )
+            records += files
+            for name, part in written:
+                told[name][kind].append(asdict(part))
         reached(CrashPoint.SYNCED)
-        own = {
-            name: [
-                str(share.before),
-                str(share.after),
-                *([asdict(part) for part in parts[name][k]] for k in parts[name]),
-            ]
-            for name, share in shares.items()
-        }
-        plain: list[Any] = json.loads(json.dumps([[asdict(record) for record in records], own]))
+        plain: dict[str, Any] = json.loads(json.dumps({"files": list(map(asdict, records)), "tensors": told}))
         return plain
 
-    def _commit(self, temporary: Path, final: Path, head: _Head, told: list[list[Any]]) -> None:
+    def _commit(self, temporary: Path, final: Path, head: _Head, told: list[dict[str, Any]]) -> None:
         """Write the manifest, rename the folder, and remove versions that nobody needs. On rank 0."""
-        files = tuple(FileRecord(**record) for records, _ in told for record in records)
+        files = tuple(FileRecord(**record) for of_rank in told for record in of_rank["files"])
         missing = store.not_seen(temporary, files, _PATIENCE_S)
         if missing is not None:
-            raise PublishError(
-                f"rank 0 does not see {missing}; the folder must be on a file system that all nodes share"
-            )
-        shares = {name: [own[name] for _, own in told if name in own] for name in head.shapes}
+            raise PublishError(f"rank 0 does not see {missing}; give a folder on a file system that all nodes share")
+        shares = {name: [each["tensors"][name] for each in told if name in each["tensors"]] for name in head.shapes}
         manifest = VersionManifest(
             files=files,
             run=self.run,
@@ -345,10 +334,13 @@ class Publisher:
         store.commit(temporary, final, manifest, MANIFEST)
         prune(self.folder, keep=self.policy.keep, patience=self.policy.patience)
 
-    def _published(self, name: str, head: _Head, of_ranks: list[list[Any]]) -> PublishedTensor:
+    def _published(self, name: str, head: _Head, shares: list[dict[str, Any]]) -> PublishedTensor:
+        """Join what the ranks have told of one tensor."""
         assert self._shares is not None
-        before, after = (added(*(int(told[index]) for told in of_ranks)) for index in (0, 1))
-        patch, whole = (tuple(typed(Part, part) for told in of_ranks for part in told[index]) for index in (2, 3))
+        before, after = (added(*(int(share[field]) for share in shares)) for field in ("before", "after"))
+        patch, whole = (
+            tuple(typed(Part, part) for share in shares for part in share[kind]) for kind in ("patch", "whole")
+        )
         return PublishedTensor(
             name=name,
             shape=head.shapes[name],
@@ -396,24 +388,3 @@ def _checked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     if unknown := [name for name, tensor in tensors.items() if tensor.dtype not in STORABLE]:
         raise PublishError(f"{listing(unknown)}: no safetensors file holds {tensors[unknown[0]].dtype}; convert them")
     return tensors
-
-
-def _key(name: str, part: EncodedPart, shape: tuple[int, ...]) -> str:
-    """The key of a part in a file: the tensor's own name for all of it, which any program can then read."""
-    values = part.tensors.get("")
-    is_all = values is not None and tuple(values.shape) == shape and not any(part.start)
-    return name if is_all else f"{name}@{','.join(map(str, part.start))}"
-
-
-def _grouped(parts: Iterable[tuple[str, EncodedPart]], most_bytes: int) -> Iterator[list[tuple[str, EncodedPart]]]:
-    """Cut parts into groups of up to `most_bytes`, of one part at least."""
-    group: list[tuple[str, EncodedPart]] = []
-    nbytes = 0
-    for name, part in parts:
-        if group and nbytes + part.nbytes > most_bytes:
-            yield group
-            group, nbytes = [], 0
-        group.append((name, part))
-        nbytes += part.nbytes
-    if group:
-        yield group

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from laconic.checkpoint import state
 from laconic.publish.coordinates import checkpoint_tensors
-from laconic.publish.source import FolderSource, Registration, Source, VanishedError, check_reader_name, remedy
-from laconic.publish.staging import StagedTensor, check_fit, digests_of
-from laconic.publish.versions import Kind, Names, PublishError, VersionManifest, listing
-from laconic.store import tensors as files
-from laconic.store.folder import DamagedError, FileRecord
+from laconic.publish.source import FolderSource, Registration, Source, VanishedError, check_reader_name
+from laconic.publish.staging import StagedTensor, check_fit, digests_of, stage_version
+from laconic.publish.versions import Kind, Names, PublishError, VersionManifest
 
 _ATTEMPTS = 5
 """How often a reader looks anew when a version was removed while it was read."""
@@ -202,42 +199,10 @@ class Reader:
         """Read all that leads to the newest version, and check it."""
         staged = {each.name: StagedTensor(each, own.get(each.name), digests.get(each.name)) for each in newest.tensors}
         for step in path:
-            self._stage(step, staged)
+            self.bytes_read += stage_version(self.source, step.manifest, step.kind, staged)
         for each in newest.tensors:
             staged[each.name].check(each.after)
         return staged
-
-    def _stage(self, step: _Step, staged: Mapping[str, StagedTensor]) -> None:
-        manifest = step.manifest
-        if unknown := [each.name for each in manifest.tensors if each.name not in staged]:
-            raise PublishError(f"version {manifest.version} has {listing(unknown)}, which the newest has not")
-        if step.kind == "whole":
-            for each in manifest.tensors:
-                staged[each.name].begin_whole()
-        for record in manifest.files_of(step.kind):
-            try:
-                data = self._read(manifest.version, record)
-                for each in manifest.tensors:
-                    for part in each.parts(step.kind):
-                        if part.file == record.name:
-                            staged[each.name].add(part, data)
-            except DamagedError as error:
-                raise PublishError(
-                    f"version {manifest.version} of {self.source} is damaged: {error}; nothing was applied, "
-                    f"{remedy(manifest.version)}"
-                ) from error
-
-    def _read(self, version: int, record: FileRecord) -> dict[str, Tensor]:
-        data = self.source.read(version, record)
-        if len(data) != record.size_bytes:
-            raise DamagedError(f"{record.name} has another size than its {record.size_bytes} bytes")
-        if hashlib.sha256(data).hexdigest() != record.sha256:
-            raise DamagedError(f"{record.name} does not have the contents that were written")
-        self.bytes_read += len(data)
-        try:
-            return files.parse_named(cast(bytes, data))[0]
-        except DamagedError as error:
-            raise DamagedError(f"{record.name}: {error}") from error
 
     def _has(self, newest: VersionManifest) -> None:
         self.run, self.version = newest.run, newest.version

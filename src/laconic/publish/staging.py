@@ -10,6 +10,7 @@ applied at once.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 
@@ -19,7 +20,18 @@ from torch import Tensor
 from laconic.publish.digests import added, as_text, bits_of, digest_at, run_digest
 from laconic.publish.encodings import decode_dense, decode_gaps, decode_lossless
 from laconic.publish.regions import flat_places
-from laconic.publish.versions import Encoding, Part, PublishedTensor, PublishError
+from laconic.publish.source import Source, remedy
+from laconic.publish.versions import (
+    Encoding,
+    Kind,
+    Part,
+    PublishedTensor,
+    PublishError,
+    VersionManifest,
+    listing,
+)
+from laconic.store.folder import DamagedError, FileRecord
+from laconic.store.tensors import parse_named
 
 
 class StagedTensor:
@@ -150,6 +162,49 @@ def _region(full: Tensor, part: Part) -> Tensor:
     for dim, (begin, size) in enumerate(zip(part.start, part.sizes, strict=True)):
         whole = whole.narrow(dim, begin, size)
     return whole
+
+
+def stage_version(source: Source, manifest: VersionManifest, kind: Kind, staged: Mapping[str, StagedTensor]) -> int:
+    """Read the parts of one kind of a version, and stage them. Returns the bytes that were read.
+
+    Raises:
+        VanishedError: the version was removed meanwhile.
+        PublishError: it is damaged, or has other tensors.
+        OSError: the source cannot be read.
+    """
+    if unknown := [each.name for each in manifest.tensors if each.name not in staged]:
+        raise PublishError(f"version {manifest.version} has {listing(unknown)}, which later ones have not")
+    if kind == "whole":
+        for each in manifest.tensors:
+            staged[each.name].begin_whole()
+    nbytes = 0
+    for record in manifest.files_of(kind):
+        try:
+            data = _read(source, manifest.version, record)
+            for each in manifest.tensors:
+                for part in each.parts(kind):
+                    if part.file == record.name:
+                        staged[each.name].add(part, data)
+        except DamagedError as error:
+            raise PublishError(
+                f"version {manifest.version} of {source} is damaged: {error}; nothing was applied, "
+                f"{remedy(manifest.version)}"
+            ) from error
+        nbytes += record.size_bytes
+    return nbytes
+
+
+def _read(source: Source, version: int, record: FileRecord) -> dict[str, Tensor]:
+    """Read a file, and compare it with its record. Raises: DamagedError."""
+    data = source.read(version, record)
+    if len(data) != record.size_bytes:
+        raise DamagedError(f"{record.name} has another size than its {record.size_bytes} bytes")
+    if hashlib.sha256(data).hexdigest() != record.sha256:
+        raise DamagedError(f"{record.name} does not have the contents that were written")
+    try:
+        return parse_named(memoryview(data))[0]
+    except DamagedError as error:
+        raise DamagedError(f"{record.name}: {error}") from error
 
 
 def check_fit(published: Sequence[PublishedTensor], tensors: Mapping[str, Tensor], where: str) -> None:

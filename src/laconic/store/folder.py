@@ -10,9 +10,9 @@ A folder is removed in two moves. It becomes NAME.removed, and only when that na
 called NAME that lacks its manifest or another file is damaged, and never half-written or half-removed.
 
 Who reads trusts nothing: a file that differs from its record is damage, and a store with damage is not used.
-Checkpoints (checkpoint/commit.py), states of islands (islands/state_folder.py), token files (data/arrays.py) and the
-folders of other trainers (integrations/trained_state.py) are stores. tests/store stops each of them at every
-`CrashPoint`, and cuts the power there.
+Checkpoints (checkpoint/commit.py), states of islands (islands/state_folder.py), token files (data/arrays.py), the
+folders of other trainers (integrations/trained_state.py) and published weights (publish/versions.py) are stores.
+tests/store stops each of them at every `CrashPoint`, and cuts the power there.
 """
 
 from __future__ import annotations
