@@ -23,7 +23,7 @@ from laconic.publish.encodings import (
     encode_lossless,
 )
 from laconic.publish.regions import flat_places, shares_of
-from laconic.publish.versions import Encoding, Part, PublishedTensor, PublishError, VersionManifest
+from laconic.publish.versions import Encoding, PublishedPart, PublishedTensor, PublishError, VersionManifest
 from laconic.store.folder import DamagedError, FileRecord
 from tests.reference import publish as reference
 
@@ -91,7 +91,7 @@ def test_gaps_equal_their_twin(places: list[int], dtype: torch.dtype) -> None:
     assert torch.equal(new, values)
 
 
-def stored(encoded: EncodedPart) -> tuple[Part, dict[str, Tensor]]:
+def stored(encoded: EncodedPart) -> tuple[PublishedPart, dict[str, Tensor]]:
     return encoded.stored_as("f", "k"), {"k" + ending: tensor for ending, tensor in encoded.tensors.items()}
 
 
@@ -156,8 +156,8 @@ def test_elements_that_no_rank_holds_are_told() -> None:
 
 
 def manifest() -> VersionManifest:
-    part = Part(file="patch-00000.safetensors", key="w@3", encoding=Encoding.GAPS, start=(3,), sizes=(2,))
-    whole = Part(file="whole-00000.safetensors", key="w", encoding=Encoding.DENSE, start=(0, 0), sizes=(3, 4))
+    part = PublishedPart(file="patch-00000.safetensors", key="w@3", encoding=Encoding.GAPS, start=(3,), sizes=(2,))
+    whole = PublishedPart(file="whole-00000.safetensors", key="w", encoding=Encoding.DENSE, start=(0, 0), sizes=(3, 4))
     tensor = PublishedTensor(
         name="w", shape=(3, 4), dtype="bfloat16", before="0" * 16, after="f" * 16, patch=(part,), whole=(whole,)
     )

@@ -19,7 +19,7 @@ from laconic.checkpoint import state
 from laconic.partial.updates import unsliced_state_dict
 from laconic.policy import PolicyError
 from laconic.publish import FolderSource, Publisher, PublishError, Reader
-from laconic.publish.publisher import CopyState
+from laconic.publish.publisher import PublishedCopy
 from laconic.store import folder as store
 from laconic.store.folder import CrashPoint
 from tests.checkpoint.zoo import make_zoo, shard_fsdp2, train
@@ -213,7 +213,7 @@ def test_a_failed_write_is_told_on_all_ranks_and_the_next_version_is_whole(tmp_p
     with pytest.raises(PublishError, match=r"version 2 could not be written into .*rank 1: .*No space left"):
         publisher.publish()
     store.on_crash_point = None
-    assert publisher.copy_state is CopyState.AHEAD
+    assert publisher.copy is PublishedCopy.AHEAD
     dist.barrier()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["publisher.json", "weight_v000001"]
     assert publisher.publish() == 3

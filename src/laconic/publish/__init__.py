@@ -2,7 +2,7 @@
 
 from laconic.publish.publisher import Publisher, PublishPolicy
 from laconic.publish.reader import Reader, WeightPatch
-from laconic.publish.source import FolderSource, Source
+from laconic.publish.source import FolderSource, VersionSource
 from laconic.publish.versions import PublishError
 
-__all__ = ["FolderSource", "PublishError", "PublishPolicy", "Publisher", "Reader", "Source", "WeightPatch"]
+__all__ = ["FolderSource", "PublishError", "PublishPolicy", "Publisher", "Reader", "VersionSource", "WeightPatch"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laconic.codec.lossless import decode_in_pieces, encode_in_pieces
 from laconic.codec.patterns import pattern_form_of
-from laconic.publish.versions import Encoding, Part
+from laconic.publish.versions import Encoding, PublishedPart
 from laconic.store.folder import DamagedError
 
 _GAP_DTYPES = (torch.uint8, torch.uint16)
@@ -30,9 +30,9 @@ class EncodedPart(NamedTuple):
         """The bytes of its tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def stored_as(self, file: str, key: str) -> Part:
+    def stored_as(self, file: str, key: str) -> PublishedPart:
         """The part in a file, in which its tensors have `key` and their endings as keys."""
-        return Part(file=file, key=key, encoding=self.encoding, start=self.start, sizes=self.sizes)
+        return PublishedPart(file=file, key=key, encoding=self.encoding, start=self.start, sizes=self.sizes)
 
 
 def encode_gaps(positions: Tensor, values: Tensor) -> EncodedPart:
@@ -74,7 +74,9 @@ def has_lossless_form(dtype: torch.dtype) -> bool:
     return dtype != torch.uint8  # bytes of who knows what
 
 
-def decode_gaps(part: Part, data: Mapping[str, Tensor], numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def decode_gaps(
+    part: PublishedPart, data: Mapping[str, Tensor], numel: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """The places, (c,), int64, and the new values, (c,), of a part with gaps in a tensor of `numel` elements.
 
     Raises:
@@ -90,14 +92,14 @@ def decode_gaps(part: Part, data: Mapping[str, Tensor], numel: int, dtype: torch
     return positions, values
 
 
-def decode_dense(part: Part, data: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+def decode_dense(part: PublishedPart, data: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """All values of a part, in the shape of its place. Raises: DamagedError if the file has no such part."""
     values = _of(part, data, "")
     _check(part, values.numel() == part.numel and values.dtype == dtype)
     return values.view(part.sizes)
 
 
-def decode_lossless(part: Part, data: Mapping[str, Tensor], held: Tensor) -> Tensor:
+def decode_lossless(part: PublishedPart, data: Mapping[str, Tensor], held: Tensor) -> Tensor:
     """All values of a part, in the shape of its place, from those held there before, of that shape.
 
     Raises:
@@ -118,12 +120,12 @@ def smallest(parts: Sequence[Sequence[EncodedPart]]) -> Sequence[EncodedPart]:
     return min(parts, key=lambda way: sum(part.nbytes for part in way))
 
 
-def _of(part: Part, data: Mapping[str, Tensor], ending: str) -> Tensor:
+def _of(part: PublishedPart, data: Mapping[str, Tensor], ending: str) -> Tensor:
     if part.key + ending not in data:
         raise DamagedError(f"{part.file} has no tensor {part.key + ending}, which the manifest names")
     return data[part.key + ending]
 
 
-def _check(part: Part, is_sound: bool) -> None:
+def _check(part: PublishedPart, is_sound: bool) -> None:
     if not is_sound:
         raise DamagedError(f"{part.file}: the tensors of {part.key} are not those of {part.encoding} at {part.start}")

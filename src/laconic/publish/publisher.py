@@ -46,7 +46,7 @@ from laconic.publish.versions import (
     REMAINS,
     Kind,
     Names,
-    Part,
+    PublishedPart,
     PublishedTensor,
     PublishError,
     VersionManifest,
@@ -91,7 +91,7 @@ class PublishPolicy(Policy):
     """The size of a file, and the memory that its reader needs. A larger tensor has a file of its own."""
 
 
-class CopyState(StrEnum):
+class PublishedCopy(StrEnum):
     """What readers know of the copies of this publisher: [Note: The copy published last] in shares.py."""
 
     NONE = "none"
@@ -156,7 +156,7 @@ class Publisher:
         self._since_whole = 0
         self._layout = ""
         self._shares: OwnShares | None = None
-        self.copy_state = CopyState.NONE
+        self.copy = PublishedCopy.NONE
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="laconic-publish")
         self._writing: Future[Path] | None = None
         self._written: Path | None = None
@@ -179,12 +179,12 @@ class Publisher:
         }
         self._lay_out(holdings)
         assert self._shares is not None
-        if self.copy_state is CopyState.PUBLISHED:
+        if self.copy is PublishedCopy.PUBLISHED:
             base, shares = self._last, self._shares.compare(holdings)
         else:
             self._shares.take(holdings)
             base, shares = None, self._shares.unchanged()
-        self.copy_state = CopyState.AHEAD
+        self.copy = PublishedCopy.AHEAD
         version, self._last = self._last + 1, self._last + 1
         head = _Head(version=version, base=base, step=step, shapes={n: h.shape for n, h in holdings.items()})
         self._writing = self._thread.submit(self._write, head, shares)
@@ -248,7 +248,7 @@ class Publisher:
         shapes, buffers = {name: each.shape for name, each in holdings.items()}, buffer_names(self._model)
         shares = shares_of(by_rank, shapes, buffers, self._ranks.rank)
         self._shares = OwnShares(holdings, shares, getattr(torch, self.policy.dtype), self.policy.encoding)
-        self.copy_state = CopyState.NONE
+        self.copy = PublishedCopy.NONE
 
     # -- in the background: [Note: Publishing in the background] -------------------------------------------------------
 
@@ -274,7 +274,7 @@ class Publisher:
                 remove(temporary)
             raise
         self._since_whole = 0 if head.is_whole else self._since_whole + 1
-        self.copy_state = CopyState.PUBLISHED
+        self.copy = PublishedCopy.PUBLISHED
         return final
 
     def _begin(self, final: Path) -> Path:
@@ -339,7 +339,7 @@ class Publisher:
         assert self._shares is not None
         before, after = (added(*(int(share[field]) for share in shares)) for field in ("before", "after"))
         patch, whole = (
-            tuple(typed(Part, part) for share in shares for part in share[kind]) for kind in ("patch", "whole")
+            tuple(typed(PublishedPart, part) for share in shares for part in share[kind]) for kind in ("patch", "whole")
         )
         return PublishedTensor(
             name=name,

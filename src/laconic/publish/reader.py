@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from laconic.checkpoint import state
 from laconic.publish.coordinates import checkpoint_tensors
-from laconic.publish.source import FolderSource, Registration, Source, VanishedError, check_reader_name
+from laconic.publish.source import FolderSource, Registration, VanishedError, VersionSource, check_reader_name
 from laconic.publish.staging import StagedTensor, check_fit, digests_of, stage_version
 from laconic.publish.versions import Kind, Names, PublishError, VersionManifest
 
@@ -54,15 +54,15 @@ class Reader:
     Nothing is applied before all of it is there and every digest is right.
 
     Args:
-        source: the publisher's folder, or any other `Source`.
+        source: the publisher's folder, or any other `VersionSource`.
         name: a name that no other reader has. Then the publisher keeps the versions that this reader still needs.
         run: the name of the run to read. Default: that of the first version it reads; another one is refused later.
     """
 
-    def __init__(self, source: Source | str | Path, *, name: str | None = None, run: str | None = None) -> None:
+    def __init__(self, source: VersionSource | str | Path, *, name: str | None = None, run: str | None = None) -> None:
         if name is not None:
             check_reader_name(name)
-        self.source: Source = FolderSource(source) if isinstance(source, str | Path) else source
+        self.source: VersionSource = FolderSource(source) if isinstance(source, str | Path) else source
         self.name, self.run = name, run
         self.version: int | None = None
         """The version that was read last; None before the first."""

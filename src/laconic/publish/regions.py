@@ -32,7 +32,7 @@ Place = tuple[tuple[int, ...], tuple[int, ...]]
 """The start and the sizes of a run or a box: [Note: A published version] in versions.py."""
 
 
-class Held(NamedTuple):
+class HeldRegion(NamedTuple):
     """A run or a box that this rank holds of a tensor."""
 
     start: tuple[int, ...]
@@ -62,7 +62,7 @@ class Holding:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    regions: tuple[Held, ...]
+    regions: tuple[HeldRegion, ...]
 
 
 @torch.no_grad()
@@ -73,11 +73,11 @@ def holding_of(tensor: Tensor) -> Holding:
     return Holding(shape=shape, dtype=tensor.dtype, regions=regions)
 
 
-def _regions(tensor: Tensor, shape: tuple[int, ...]) -> Iterable[Held]:
+def _regions(tensor: Tensor, shape: tuple[int, ...]) -> Iterable[HeldRegion]:
     if isinstance(tensor, RaggedTensor) and tensor.spec.dtensor is None:
         extent = tensor.extent
         if extent is not None:
-            yield Held((extent.start,), (extent.numel,), tensor.to_local().detach())
+            yield HeldRegion((extent.start,), (extent.numel,), tensor.to_local().detach())
     elif isinstance(tensor, BoxedTensor):
         for offset, box in tensor.held_boxes():
             yield _region(shape, offset, box.detach())
@@ -86,16 +86,16 @@ def _regions(tensor: Tensor, shape: tuple[int, ...]) -> Iterable[Held]:
             view = tensor.__get_tensor_shard__(MetadataIndex("", chunk.offsets))
             yield _region(shape, tuple(chunk.offsets), view.detach())
     else:
-        yield Held((0,), (tensor.numel(),), tensor.detach())
+        yield HeldRegion((0,), (tensor.numel(),), tensor.detach())
 
 
-def _region(shape: tuple[int, ...], offset: Sequence[int], box: Tensor) -> Held:
+def _region(shape: tuple[int, ...], offset: Sequence[int], box: Tensor) -> HeldRegion:
     """A box, as a run of the flattened tensor if it is one."""
     sizes = tuple(box.shape)
     first = next((dim for dim, size in enumerate(sizes) if size != 1), len(sizes))
     if sizes[first + 1 :] == shape[first + 1 :]:
-        return Held((_flat(offset, shape),), (box.numel(),), box)
-    return Held(tuple(offset), sizes, box)
+        return HeldRegion((_flat(offset, shape),), (box.numel(),), box)
+    return HeldRegion(tuple(offset), sizes, box)
 
 
 def _flat(place: Sequence[int], shape: Sequence[int]) -> int:

@@ -27,7 +27,7 @@ from laconic.publish.encodings import (
     has_lossless_form,
     smallest,
 )
-from laconic.publish.regions import Held, Holding, Place, Share, flat_places
+from laconic.publish.regions import HeldRegion, Holding, Place, Share, flat_places
 
 _PIECE_NUMEL = 1 << 22
 """The elements that are cast, brought to the host and compared at once."""
@@ -199,7 +199,7 @@ def published_dtype(dtype: torch.dtype, wanted: torch.dtype) -> torch.dtype:
     return wanted if dtype.is_floating_point else dtype
 
 
-def _place_of(share: Share, region: Held) -> Place:
+def _place_of(share: Share, region: HeldRegion) -> Place:
     """The place of a share in its tensor. A box is not cut."""
     if len(region.start) > 1:
         return region.place

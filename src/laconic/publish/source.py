@@ -40,7 +40,7 @@ class Registration:
     """The versions that it is reading."""
 
 
-class Source(Protocol):
+class VersionSource(Protocol):
     """A place with versions, as readers see it: a folder, or anything that serves one."""
 
     def versions(self) -> list[int]:
@@ -72,7 +72,7 @@ class FolderSource:
         return str(self.folder)
 
     def versions(self) -> list[int]:
-        """See `Source.versions`."""
+        """See `VersionSource.versions`."""
         try:
             names = [path.name for path in self.folder.iterdir()]
         except OSError as error:
@@ -82,7 +82,7 @@ class FolderSource:
         return sorted(int(found[1]) for name in names if (found := VERSION_NAME.fullmatch(name)))
 
     def manifest(self, version: int) -> VersionManifest:
-        """See `Source.manifest`."""
+        """See `VersionSource.manifest`."""
         folder = self.folder / version_name(version)
         try:
             manifest = VersionManifest.read(folder / MANIFEST)
@@ -97,7 +97,7 @@ class FolderSource:
         return manifest
 
     def read(self, version: int, file: FileRecord) -> bytearray:
-        """See `Source.read`."""
+        """See `VersionSource.read`."""
         folder = self.folder / version_name(version)
         try:
             with (folder / file.name).open("rb") as opened:
@@ -108,7 +108,7 @@ class FolderSource:
             raise PublishError(f"{folder} is damaged: {file.name} is missing; {remedy(version)}") from error
 
     def register(self, reader: str, registration: Registration) -> None:
-        """See `Source.register`."""
+        """See `VersionSource.register`."""
         make_folder(self.folder / READERS)
         write_text(self.folder / READERS / f"{reader}.json", json.dumps(asdict(registration)), durable=False)
 

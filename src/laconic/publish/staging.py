@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -20,11 +21,11 @@ from torch import Tensor
 from laconic.publish.digests import added, as_text, bits_of, digest_at, run_digest
 from laconic.publish.encodings import decode_dense, decode_gaps, decode_lossless
 from laconic.publish.regions import flat_places
-from laconic.publish.source import Source, remedy
+from laconic.publish.source import VersionSource, remedy
 from laconic.publish.versions import (
     Encoding,
     Kind,
-    Part,
+    PublishedPart,
     PublishedTensor,
     PublishError,
     VersionManifest,
@@ -48,7 +49,7 @@ class StagedTensor:
         self._places: list[Tensor] = []
         self._values: list[Tensor] = []
 
-    def add(self, part: Part, data: Mapping[str, Tensor]) -> None:
+    def add(self, part: PublishedPart, data: Mapping[str, Tensor]) -> None:
         """Take in a part, whose tensors are in `data`.
 
         Raises:
@@ -79,10 +80,12 @@ class StagedTensor:
             self._places.append(places)
             self._values.append(values)
 
-    def begin_whole(self) -> None:
-        """Forget what is staged: whole values follow."""
+    def begin_whole(self, values: Tensor | None = None) -> None:
+        """Forget what is staged: whole values follow, or are `values`, contiguous on the host, which will change."""
         self._places, self._values = [], []
-        self._full = torch.empty(self.published.shape, dtype=self.published.torch_dtype)
+        if values is None:
+            values = torch.empty(self.published.shape, dtype=self.published.torch_dtype)
+        self._full = values
 
     @property
     def full(self) -> Tensor | None:
@@ -156,7 +159,7 @@ def put(tensor: Tensor, places: Tensor, values: Tensor) -> None:
         tensor.detach()[torch.unravel_index(places, tensor.shape)] = values
 
 
-def _region(full: Tensor, part: Part) -> Tensor:
+def _region(full: Tensor, part: PublishedPart) -> Tensor:
     """View the values of a run or a box, in the shape of its sizes."""
     whole = full.view(-1) if len(part.start) == 1 else full
     for dim, (begin, size) in enumerate(zip(part.start, part.sizes, strict=True)):
@@ -164,7 +167,9 @@ def _region(full: Tensor, part: Part) -> Tensor:
     return whole
 
 
-def stage_version(source: Source, manifest: VersionManifest, kind: Kind, staged: Mapping[str, StagedTensor]) -> int:
+def stage_version(
+    source: VersionSource, manifest: VersionManifest, kind: Kind, staged: Mapping[str, StagedTensor]
+) -> int:
     """Read the parts of one kind of a version, and stage them. Returns the bytes that were read.
 
     Raises:
@@ -179,22 +184,35 @@ def stage_version(source: Source, manifest: VersionManifest, kind: Kind, staged:
             staged[each.name].begin_whole()
     nbytes = 0
     for record in manifest.files_of(kind):
-        try:
+        with _told(source, manifest.version):
             data = _read(source, manifest.version, record)
             for each in manifest.tensors:
                 for part in each.parts(kind):
                     if part.file == record.name:
                         staged[each.name].add(part, data)
-        except DamagedError as error:
-            raise PublishError(
-                f"version {manifest.version} of {source} is damaged: {error}; nothing was applied, "
-                f"{remedy(manifest.version)}"
-            ) from error
         nbytes += record.size_bytes
     return nbytes
 
 
-def _read(source: Source, version: int, record: FileRecord) -> dict[str, Tensor]:
+def check_files(source: VersionSource, manifest: VersionManifest, kind: Kind) -> None:
+    """Compare the files of one kind with their records. Raises: see `stage_version`."""
+    for record in manifest.files_of(kind):
+        with _told(source, manifest.version):
+            _read(source, manifest.version, record)
+
+
+@contextmanager
+def _told(source: VersionSource, version: int) -> Iterator[None]:
+    """Turn damage in the block into a PublishError that says which version has it."""
+    try:
+        yield
+    except DamagedError as error:
+        raise PublishError(
+            f"version {version} of {source} is damaged: {error}; nothing was applied, {remedy(version)}"
+        ) from error
+
+
+def _read(source: VersionSource, version: int, record: FileRecord) -> dict[str, Tensor]:
     """Read a file, and compare it with its record. Raises: DamagedError."""
     data = source.read(version, record)
     if len(data) != record.size_bytes:

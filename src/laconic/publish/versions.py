@@ -72,7 +72,7 @@ class Encoding(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class PublishedPart:
     """Values of one tensor in one file: [Note: A published version]."""
 
     file: str
@@ -111,8 +111,8 @@ class PublishedTensor:
     before: str | None
     """The digest of the tensor in the version `base`; None without a patch."""
     after: str
-    patch: tuple[Part, ...]
-    whole: tuple[Part, ...]
+    patch: tuple[PublishedPart, ...]
+    whole: tuple[PublishedPart, ...]
 
     def __post_init__(self) -> None:
         """Raises: ValueError if it is no tensor, or a part does not lie in it."""
@@ -137,7 +137,7 @@ class PublishedTensor:
         """The number of elements."""
         return math.prod(self.shape)
 
-    def parts(self, kind: Kind) -> tuple[Part, ...]:
+    def parts(self, kind: Kind) -> tuple[PublishedPart, ...]:
         """The parts of one kind."""
         return self.patch if kind == "patch" else self.whole
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from laconic.publish.encodings import EncodedPart
-from laconic.publish.versions import Kind, Part
+from laconic.publish.versions import Kind, PublishedPart
 from laconic.store.folder import CrashPoint, FileRecord, reached
 from laconic.store.tensors import write_named
 
@@ -21,7 +21,7 @@ def write_parts(
     shapes: Mapping[str, tuple[int, ...]],
     *,
     max_file_bytes: int,
-) -> tuple[list[FileRecord], list[tuple[str, Part]]]:
+) -> tuple[list[FileRecord], list[tuple[str, PublishedPart]]]:
     """Write parts of one kind, by the names of their tensors, into files of up to `max_file_bytes`, durably.
 
     Returns:

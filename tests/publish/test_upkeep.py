@@ -1,0 +1,120 @@
+"""`laconic publish`: what it finds, what it shows, and what it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from laconic.publish import FolderSource, Publisher, Reader
+from laconic.publish import cli as publish_cli
+from laconic.publish.upkeep import VersionVerdict, squash, verify
+from laconic.publish.versions import MANIFEST, VersionManifest, version_name
+from tests.checkpoint.zoo import make_zoo, train
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Five versions; the first and the fourth are whole."""
+    model = make_zoo(seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    folder = tmp_path / "versions"
+    with Publisher(model, folder, base_every=3, keep=9, encoding="smallest") as publisher:
+        for step in range(5):
+            publisher.publish(step=100 * step)
+            train(model, optimizer, 1)
+    return folder
+
+
+def problems(folder: Path) -> dict[int, str]:
+    return {verdict.version: verdict.problem for verdict in verify(FolderSource(folder)) if verdict.problem}
+
+
+def test_intact_versions(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(verify(FolderSource(folder))) == [VersionVerdict(version, "", True) for version in range(1, 6)]
+    assert publish_cli.main(["verify", str(folder)]) == 0
+    assert capsys.readouterr().out == "".join(f"weight_v00000{version}: intact\n" for version in range(1, 6))
+
+
+def test_a_damaged_version_and_those_after_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (path,) = (folder / version_name(2)).glob("patch-*")
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert list(problems(folder)) == [2]
+    assert publish_cli.main(["verify", str(folder)]) == 1
+    second, third, fourth = capsys.readouterr().out.splitlines()[1:4]
+    assert "weight_v000002: version 2" in second
+    assert "does not have the contents that were written" in second
+    assert third == "weight_v000003: files intact; the values that it changes are not here"
+    assert fourth == "weight_v000004: intact"
+
+
+def test_values_that_are_not_what_the_digests_say(folder: Path) -> None:
+    """The files are as they were written, and the manifest lies: of a patch, and of whole values."""
+    for version in (2, 4):
+        path = folder / version_name(version) / MANIFEST
+        body = json.loads(path.read_text())
+        del body["checksum"]
+        body["tensors"][2]["after"] = "0123456789abcdef"
+        VersionManifest.from_json(body).write(path)
+    found = problems(folder)
+    assert sorted(found) == [2, 4]
+    assert "would have the digest" in found[2]
+    assert "would have the digest" in found[4]
+    (folder / version_name(4)).rename(folder / "aside")
+    assert "would have the digest" in problems(folder)[2]
+
+
+def test_squashed_versions_are_plain_files_and_a_place_to_go_on(folder: Path, tmp_path: Path) -> None:
+    wanted, fresh, behind = make_zoo(seed=1).bfloat16(), make_zoo(seed=2).bfloat16(), make_zoo(seed=3).bfloat16()
+    Reader(folder).update(wanted)
+    final = squash(FolderSource(folder), tmp_path / "out")
+    assert final == tmp_path / "out" / version_name(5)
+    assert problems(tmp_path / "out") == {}
+    files = load_file(final / "whole-00000.safetensors")
+    for name, tensor in files.items():
+        assert torch.equal(tensor, wanted.state_dict()[name]), name
+    assert set(files) == set(wanted.state_dict()) - {"head.weight", "nothing"}
+    reader = Reader(folder)
+    reader.update(behind)
+    reader.source = FolderSource(tmp_path / "out")
+    assert reader.update(fresh) == reader.update(behind) == 5
+    assert all(torch.equal(fresh.state_dict()[name], tensor) for name, tensor in wanted.state_dict().items())
+    manifest = FolderSource(tmp_path / "out").manifest(5)
+    assert (manifest.run, manifest.step, manifest.base) == (FolderSource(folder).manifest(5).run, 400, None)
+
+
+def test_what_watch_shows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Reader(folder, name="near").update(make_zoo(seed=1).bfloat16())
+    for reader, version in (("far", "2"), ("new", "null")):
+        (folder / "readers" / f"{reader}.json").write_text(f'{{"version": {version}, "reading": []}}')
+    (folder / version_name(3) / MANIFEST).unlink()
+    assert publish_cli.main(["watch", "--once", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["version", "step", "patch", "whole"]
+    assert lines[1].split()[:3] == ["1", "0", "-"]
+    assert lines[2].split()[-1] == "-"
+    assert "its manifest.json is missing" in lines[3]
+    assert lines[6:9] == ["reader far is 3 behind", "reader near is at the newest", "reader new has no version"]
+
+
+def test_mistakes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*argv: str) -> str:
+        assert publish_cli.main(list(argv)) == 2
+        message = capsys.readouterr().err
+        assert message.count("\n") == 1
+        return message
+
+    assert "is no folder of versions" in refused("verify", str(tmp_path / "nowhere"))
+    assert "has no version" in refused("verify", str(tmp_path))
+    assert "is no folder of versions" in refused("watch", "--once", str(tmp_path / "nowhere"))
+    assert "has no version yet" in refused("squash", str(tmp_path), str(tmp_path / "out"))
+    assert publish_cli.main(["squash", str(folder), str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    assert "exists already; give another folder" in refused("squash", str(folder), str(tmp_path / "out"))
+    for wrong in (["squash", str(folder)], ["watch", "--every", "0", str(folder)], []):
+        with pytest.raises(SystemExit):
+            publish_cli.main(wrong)
