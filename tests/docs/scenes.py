@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import laconic
+from laconic.comm.agreement import RankGroup
 
 
 class Layer(nn.Module):
@@ -40,7 +42,8 @@ class Model(nn.Module):
 def scene(page: str) -> dict[str, Any]:
     """The given names of a page, the same weights on all ranks and other batches on each."""
     torch.manual_seed(0)
-    names = {"docs/cyclic.md": _cyclic, "docs/layouts.md": _layers}.get(page, _model)()
+    scenes = {"docs/cyclic.md": _cyclic, "docs/layouts.md": _layers, "docs/publish.md": _publish}
+    names = scenes.get(page, _model)()
     names.update(torch=torch, laconic=laconic, device="cpu")
     return names
 
@@ -50,6 +53,12 @@ def _model() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     batches = [torch.randn(6, 48, generator=generator) for _ in range(3)]
     return {"model": model, "batches": batches, "evaluate": lambda model: model(batches[0])}
+
+
+def _publish() -> dict[str, Any]:
+    """A folder that all ranks share, and the model of a sampler."""
+    folder = RankGroup().broadcast(tempfile.mkdtemp() if dist.get_rank() == 0 else "")
+    return {**_model(), "folder": folder, "sampler": Model().bfloat16()}
 
 
 class _FreshLayers(dict[str, Any]):
