@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import laconic
 from laconic.checkpoint import state
+from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.partial.updates import unsliced_state_dict
 from laconic.policy import PolicyError
 from laconic.publish import FolderSource, Publisher, PublishError, Reader
@@ -24,6 +25,8 @@ from laconic.store import folder as store
 from laconic.store.folder import CrashPoint
 from tests.checkpoint.zoo import make_zoo, shard_fsdp2, train
 from tests.checkpoint.zoo import shard as shard_zoo
+from tests.cyclic.toys import OPTIMIZERS, make_stages
+from tests.cyclic.toys import train as train_stages
 from tests.support.launch import on_ranks
 from tests.support.partial_models import MLPS, MlpNet
 from tests.support.sharded_net import build, moved, shard, train_step
@@ -153,6 +156,26 @@ def test_islands_publish_what_they_agreed_on(tmp_path: Path) -> None:
     assert first != second == third != fourth, "islands agree every second step"
 
 
+@pytest.mark.parametrize("states", ["replicated", "sharded"])
+@on_ranks(3)
+def test_cyclic_runs_publish_one_version_of_all_stages(states: Any, tmp_path: Path) -> None:
+    stages = make_stages(3, 0)
+    mesh = init_device_mesh("cpu", (3,))
+    run = CyclicDataParallel(stages, nn.functional.cross_entropy, OPTIMIZERS["adamw"], mesh, rule="v2", states=states)
+    model = nn.ModuleList(stages)
+    publisher = Publisher(model, tmp_path)
+    held: dict[str, Tensor] = {}
+    for step in range(3):
+        train_stages(run, range(step, step + 1), dist.get_rank())
+        with run.consistent_parameters() as version:
+            wanted = whole_in_bf16(model)
+            publisher.publish(step=version)
+        publisher.wait()
+        held = held or empty_like(wanted)
+        assert_read(tmp_path, wanted, held)
+    run.close()
+
+
 @on_ranks(2, local=1)
 def test_publishing_changes_nothing_of_the_run(tmp_path: Path) -> None:
     """Losses, weights and bytes are those of a run that does not publish, also where what crosses is coded."""
@@ -220,6 +243,19 @@ def test_a_failed_write_is_told_on_all_ranks_and_the_next_version_is_whole(tmp_p
     publisher.wait()
     assert FolderSource(tmp_path).manifest(3).base is None
     assert_read(tmp_path, whole_in_bf16(model), empty_like(whole_in_bf16(model)))
+
+
+@on_ranks(2)
+def test_a_mistake_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
+    model = build()
+    publisher = Publisher(model, tmp_path)
+    if dist.get_rank() == 1:
+        model.to("meta")
+    with pytest.raises(PublishError, match=r"inp.weight, inp.bias, .*no memory, on the meta device.*\(on rank 1\)"):
+        publisher.publish()
+    model = build().double() if dist.get_rank() == 1 else build()
+    with pytest.raises(PublishError, match="ranks hold tensors of other names, shapes or dtypes"):
+        Publisher(model, tmp_path / "other").publish()
 
 
 @on_ranks(2)

@@ -172,11 +172,8 @@ class Publisher:
                 have no memory, or are not whole over all ranks.
         """
         self.wait()
-        names = self.policy.names
-        holdings = {
-            name: holding_of(tensor)
-            for name, tensor in _checked(checkpoint_tensors(self._model, names, self._local_steps)).items()
-        }
+        holdings = self._ranks.agree(self._holdings)
+        assert holdings is not None
         self._lay_out(holdings)
         assert self._shares is not None
         if self.copy is PublishedCopy.PUBLISHED:
@@ -232,6 +229,11 @@ class Publisher:
         own, mark = run or uuid.uuid4().hex, uuid.uuid4().hex
         write_text(self.folder / MARK, json.dumps({"run": own, "mark": mark}))
         return [own, mark, last]
+
+    def _holdings(self) -> dict[str, Holding]:
+        """What this rank holds of each tensor at this instant."""
+        tensors = checkpoint_tensors(self._model, self.policy.names, self._local_steps)
+        return {name: holding_of(tensor) for name, tensor in _checked(tensors).items()}
 
     def _lay_out(self, holdings: Mapping[str, Holding]) -> None:
         """Divide the elements among the ranks, unless each rank holds what it held at the last version. Collective."""
