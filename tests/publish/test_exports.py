@@ -47,28 +47,34 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 STEPS = 3
+ADAPTED = ("llama", "gpt2", "mixtral")
 
 
 def train_and_publish(folder: str, lora: Any, strategy: str) -> None:
     """Publish each step of each model, and save the last. Runs on each rank."""
     torch.manual_seed(0)
-    for name in MODELS if lora == NO_LORA else ("llama", "mixtral"):
+    for name in MODELS if lora == NO_LORA else ADAPTED:
         config = Config(model=ModelConfig(config=MODELS[name]), lora=lora)
         model, _ = spread(config.model, lora, strategy)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-4)
+        merged = Publisher(model, Path(folder) / name / "merged", adapters="merged") if lora != NO_LORA else None
         with Publisher(model, Path(folder) / name / "versions", base_every=STEPS) as publisher:
             for step in range(STEPS):
                 model(input_ids=tokens(), labels=tokens(), use_cache=False).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 publisher.publish(step=step)
+                if merged is not None:
+                    merged.publish()
+                    merged.wait()
         run, extra = Path(folder) / name / "run" / "checkpoints", {"config": to_dict(config)}
         checkpoint.save_checkpoint(run, STEPS, model=model, optimizer=None, extra=extra)
 
 
 def exported(folder: Path, *, adapter: bool = False) -> dict[str, Tensor]:
-    export.export(folder / "run", folder / "out", dtype=torch.bfloat16, adapter=adapter)
-    return {name: tensor for path in (folder / "out").glob("*.safetensors") for name, tensor in load_file(path).items()}
+    out = folder / f"out-{adapter}"
+    export.export(folder / "run", out, dtype=torch.bfloat16, adapter=adapter)
+    return {name: tensor for path in out.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -99,10 +105,11 @@ def test_a_reader_has_what_export_writes(name: str, published: Path) -> None:
     assert_equal(by_hand, wanted)
 
 
-def test_adapters_are_what_export_writes(tmp_path: Path) -> None:
-    """They are whole on each rank, and only they are published."""
-    run_ranks(train_and_publish, 2, str(tmp_path), LORA, "laconic")
-    for name in ("llama", "mixtral"):
+@pytest.mark.parametrize("strategy", ["laconic", "fsdp2"])
+def test_adapters_are_what_export_writes(strategy: str, tmp_path: Path) -> None:
+    """Alone, and merged into the base model."""
+    run_ranks(train_and_publish, 2, str(tmp_path), LORA, strategy)
+    for name in ADAPTED:
         wanted = exported(tmp_path / name, adapter=True)
         state = {key: torch.zeros_like(tensor) for key, tensor in wanted.items()}
         Reader(tmp_path / name / "versions").update(state)
@@ -111,3 +118,7 @@ def test_adapters_are_what_export_writes(tmp_path: Path) -> None:
         Reader(tmp_path / name / "versions").update(model)
         own = {key.replace(".default", ""): tensor for key, tensor in model.state_dict().items() if "lora" in key}
         assert_equal(own, wanted)
+        wanted = exported(tmp_path / name)
+        state = {key: torch.zeros_like(tensor) for key, tensor in wanted.items()}
+        Reader(tmp_path / name / "merged").update(state)
+        assert_equal(state, wanted)

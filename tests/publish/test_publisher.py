@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -290,6 +291,36 @@ def test_another_division_begins_with_a_whole_version(tmp_path: Path) -> None:
     publisher.wait()
     assert FolderSource(tmp_path).manifest(3).base is None
     assert_read(tmp_path, whole_in_bf16(model), empty_like(whole_in_bf16(model)))
+
+
+def test_adapters_that_cannot_be_merged_are_told(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=r"adapters='merged'.* needs names='huggingface'"):
+        Publisher(build(), tmp_path, adapters="merged", names="model")
+    with pytest.raises(PublishError, match='Net has no adapters of peft to merge; leave adapters="merged" out'):
+        Publisher(build(), tmp_path, adapters="merged").publish()
+    for settings, message in (
+        ({"use_dora": True}, "'default' of up is more than a product of two matrices"),
+        ({"lora_bias": True}, "'default' of up is more than a product"),
+    ):
+        model = peft.get_peft_model(build(), peft.LoraConfig(r=2, target_modules=["up"], **settings))
+        with pytest.raises(PublishError, match=message):
+            Publisher(model, tmp_path, adapters="merged").publish()
+    assert FolderSource(tmp_path).versions() == []
+
+
+def test_weights_in_few_bits_have_no_checkpoint(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    laconic.quantize_(model, "int8")
+    with pytest.raises(PublishError, match="the model has weights in few bits"):
+        Publisher(model, tmp_path).publish()
+    with Publisher(model, tmp_path, names="model") as publisher:
+        publisher.publish()
+    codes = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    Reader(tmp_path).update(codes)
+    assert all(
+        torch.equal(codes[name], tensor.bfloat16() if tensor.is_floating_point() else tensor)
+        for name, tensor in model.state_dict().items()
+    )
 
 
 def test_one_process_without_a_group(tmp_path: Path) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from laconic.checkpoint import state
 from laconic.codec.linear import quantized_layers
+from laconic.hf.layers import base_model
+from laconic.hf.lora import adapted_layers, adapters_put_aside
 from laconic.hf.saving import adapter_tensors, is_peft_model
 from laconic.islands.local_steps import LocalSteps
+from laconic.publish.regions import Addends
 from laconic.publish.versions import Names, PublishError
 from laconic.ragged.parts import joined
 
@@ -55,6 +60,61 @@ def _adapters(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         own = adapter_tensors(model, tensors, adapter, save_embedding_layers=False)
         found |= {prefix + name: tensor for name, tensor in own.items()}
     return found
+
+
+def merged_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Addends]]:
+    """Return the tensors of a peft model's base model, and what its adapters add to some of them. Collective.
+
+    Each rank makes the product of one adapter at a time, as peft merges it. Nothing is merged in the model.
+    Cost: both factors of all adapters on every rank, and memory for one product at a time.
+
+    Raises:
+        PublishError: the model has no adapters, or some that are no plain products.
+    """
+    if not is_peft_model(model):
+        raise PublishError(f'{type(model).__name__} has no adapters of peft to merge; leave adapters="merged" out')
+    state.show_sharded(model)
+    addends: dict[int, Addends] = {}
+    for _, name, layer in adapted_layers(model):
+        base = layer.get_base_layer()
+        if any(quantized_layers(base)):
+            raise PublishError(
+                f"{name} has weights in few bits, into which no adapter is merged; publish adapters alone"
+            )
+        factors = {adapter: _factors_of(name, layer, adapter) for adapter in layer.active_adapters}
+        addends[id(base.weight)] = partial(_products, layer, factors)
+    with adapters_put_aside(model):
+        inner = base_model(model)
+        by_name = {name: addends[id(p)] for name, p in state.named_parameters(inner).items() if id(p) in addends}
+        tensors = joined(state.shown_tensors(inner), state.places(inner))
+    return tensors, by_name
+
+
+def _factors_of(name: str, layer: Any, adapter: str) -> list[tuple[nn.Module, Tensor]]:
+    """The modules of both factors of an adapter, with their whole weights."""
+    is_plain = hasattr(layer, "lora_A") and adapter in layer.lora_A and adapter not in layer.lora_variant
+    if not is_plain or layer.lora_bias[adapter]:
+        raise PublishError(
+            f"the adapter {adapter!r} of {name} is more than a product of two matrices, such as DoRA; publish adapters "
+            "alone, and merge them by peft"
+        )
+    factors: list[tuple[nn.Module, Any]] = [
+        (each[adapter], each[adapter].weight) for each in (layer.lora_A, layer.lora_B)
+    ]
+    return [(module, w.full_tensor() if isinstance(w, DTensor) else w.detach()) for module, w in factors]
+
+
+def _products(layer: Any, factors: Mapping[str, list[tuple[nn.Module, Tensor]]]) -> Iterator[Tensor]:
+    """Yield what peft adds to the weight of a layer for each of its adapters."""
+    for adapter, wholes in factors.items():
+        kept = [(module, module._parameters["weight"]) for module, _ in wholes]
+        try:
+            for module, whole in wholes:
+                module._parameters["weight"] = nn.Parameter(whole, requires_grad=False)
+            yield layer.get_delta_weight(adapter)
+        finally:
+            for module, parameter in kept:
+                module._parameters["weight"] = parameter
 
 
 def buffer_names(model: nn.Module) -> set[str]:

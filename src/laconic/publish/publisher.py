@@ -35,10 +35,10 @@ from laconic.comm.groups import destroy_with
 from laconic.comm.watch import waiting_for
 from laconic.islands.local_steps import LocalSteps
 from laconic.policy import Count, Policy, option, with_keys
-from laconic.publish.coordinates import buffer_names, checkpoint_tensors
+from laconic.publish.coordinates import buffer_names, checkpoint_tensors, merged_tensors
 from laconic.publish.digests import added, as_text
 from laconic.publish.encodings import EncodedPart
-from laconic.publish.regions import Holding, holding_of, shares_of
+from laconic.publish.regions import Addends, Holding, holding_of, shares_of
 from laconic.publish.shares import OwnShares, TensorShare
 from laconic.publish.source import FolderSource, superseded
 from laconic.publish.versions import (
@@ -76,8 +76,10 @@ class PublishPolicy(Policy):
     dtype: DtypeName = option("bfloat16", of=_dtype_name)
     """The dtype of floating-point tensors, also as a `torch.dtype`."""
     names: Names = "huggingface"
-    """`huggingface`: as `laconic export` writes them; of a peft model the adapters alone, as peft does. `model`: the
-    model's own."""
+    """`huggingface`: as `laconic export` writes them; of a peft model the adapters, as peft does. `model`: the model's
+    own."""
+    adapters: Literal["alone", "merged"] = "alone"
+    """Of a peft model, its adapters alone; or, with `names="huggingface"`, its base model with adapters merged."""
     encoding: Literal["gaps", "lossless", "smallest"] = "gaps"
     """How changes are written. Anybody can read gaps. `lossless` is smaller where more than some 3 % of the elements
     change, and `smallest` chooses for each tensor; both need laconic to read."""
@@ -89,6 +91,9 @@ class PublishPolicy(Policy):
     """A registered reader that is further behind does not keep versions."""
     max_file_bytes: Count = 1 << 30
     """The size of a file, and the memory that its reader needs. A larger tensor has a file of its own."""
+
+    def _check_keys(self) -> None:
+        self._check("adapters", self.adapters == "alone" or self.names == "huggingface", 'needs {names="huggingface"}')
 
 
 class PublishedCopy(StrEnum):
@@ -172,7 +177,14 @@ class Publisher:
                 have no memory, or are not whole over all ranks.
         """
         self.wait()
-        holdings = self._ranks.agree(self._holdings)
+        addends: dict[str, Addends] = {}
+        if self.policy.adapters == "merged":
+            tensors, addends = merged_tensors(self._model)
+        else:
+            tensors = checkpoint_tensors(self._model, self.policy.names, self._local_steps)
+        holdings = self._ranks.agree(
+            lambda: {name: holding_of(each, addends.get(name)) for name, each in _checked(tensors).items()}
+        )
         assert holdings is not None
         self._lay_out(holdings)
         assert self._shares is not None
@@ -229,11 +241,6 @@ class Publisher:
         own, mark = run or uuid.uuid4().hex, uuid.uuid4().hex
         write_text(self.folder / MARK, json.dumps({"run": own, "mark": mark}))
         return [own, mark, last]
-
-    def _holdings(self) -> dict[str, Holding]:
-        """What this rank holds of each tensor at this instant."""
-        tensors = checkpoint_tensors(self._model, self.policy.names, self._local_steps)
-        return {name: holding_of(tensor) for name, tensor in _checked(tensors).items()}
 
     def _lay_out(self, holdings: Mapping[str, Holding]) -> None:
         """Divide the elements among the ranks, unless each rank holds what it held at the last version. Collective."""

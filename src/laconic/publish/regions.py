@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,6 +32,10 @@ Place = tuple[tuple[int, ...], tuple[int, ...]]
 """The start and the sizes of a run or a box: [Note: A published version] in versions.py."""
 
 
+Addends = Callable[[], Iterator[Tensor]]
+"""Makes whole tensors that are added to one, such as the products of its adapters, one after the other."""
+
+
 class HeldRegion(NamedTuple):
     """A run or a box that this rank holds of a tensor."""
 
@@ -39,11 +43,28 @@ class HeldRegion(NamedTuple):
     sizes: tuple[int, ...]
     view: Tensor
     """Its elements, in any shape of as many."""
+    addends: Addends | None = None
+    """What is added to them."""
 
     @property
     def place(self) -> Place:
         """Its start and its sizes."""
         return self.start, self.sizes
+
+    def values(self, begin: int, end: int) -> Tensor:
+        """The present elements [begin, end) of the region, in its order, flat."""
+        values = self.view.reshape(-1)[begin:end]
+        for addend in self.addends() if self.addends is not None else ():
+            whole = addend.reshape(-1) if len(self.start) == 1 else addend
+            for dim, (first, size) in enumerate(self.place_by_dim):
+                whole = whole.narrow(dim, first, size)
+            values = (values + whole.reshape(-1)[begin:end].to(values.device)).to(values.dtype)
+        return values
+
+    @property
+    def place_by_dim(self) -> list[tuple[int, int]]:
+        """The start and the size of each dim."""
+        return list(zip(self.start, self.sizes, strict=True))
 
 
 class Share(NamedTuple):
@@ -66,10 +87,10 @@ class Holding:
 
 
 @torch.no_grad()
-def holding_of(tensor: Tensor) -> Holding:
+def holding_of(tensor: Tensor, addends: Addends | None = None) -> Holding:
     """Find what this rank holds of a tensor. It is read, not written: what crosses next does not change."""
     shape = tuple(tensor.shape)
-    regions = tuple(region for region in _regions(tensor, shape) if region.view.numel())
+    regions = tuple(region._replace(addends=addends) for region in _regions(tensor, shape) if region.view.numel())
     return Holding(shape=shape, dtype=tensor.dtype, regions=regions)
 
 

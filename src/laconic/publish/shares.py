@@ -161,7 +161,7 @@ class OwnShares:
 
     def _pieces(self, name: str, owned: _Owned, holdings: Mapping[str, Holding]) -> Iterator[tuple[int, Tensor]]:
         """Yield (first element in the share, present values on the host) a piece at a time."""
-        values = holdings[name].regions[owned.share.region].view.reshape(-1)[owned.share.begin : owned.share.end]
+        values = holdings[name].regions[owned.share.region].values(owned.share.begin, owned.share.end)
         for begin in range(0, len(values), _PIECE_NUMEL):
             yield begin, values[begin : begin + _PIECE_NUMEL].to(self.dtypes[name]).cpu()
 
