@@ -57,16 +57,17 @@ def train_and_publish(folder: str, lora: Any, strategy: str) -> None:
         config = Config(model=ModelConfig(config=MODELS[name]), lora=lora)
         model, _ = spread(config.model, lora, strategy)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-4)
-        merged = Publisher(model, Path(folder) / name / "merged", adapters="merged") if lora != NO_LORA else None
+        others = [Publisher(model, Path(folder) / name / "hub", names="hub")] if lora == NO_LORA else []
+        others += [Publisher(model, Path(folder) / name / "merged", adapters="merged")] if lora != NO_LORA else []
         with Publisher(model, Path(folder) / name / "versions", base_every=STEPS) as publisher:
             for step in range(STEPS):
                 model(input_ids=tokens(), labels=tokens(), use_cache=False).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 publisher.publish(step=step)
-                if merged is not None:
-                    merged.publish()
-                    merged.wait()
+                for other in others:
+                    other.publish()
+                    other.wait()
         run, extra = Path(folder) / name / "run" / "checkpoints", {"config": to_dict(config)}
         checkpoint.save_checkpoint(run, STEPS, model=model, optimizer=None, extra=extra)
 
@@ -103,6 +104,23 @@ def test_a_reader_has_what_export_writes(name: str, published: Path) -> None:
     for version, kind in ((1, "whole"), (2, "patch"), (3, "patch")):
         reference.apply(published / name / "versions" / f"weight_v{version:06d}", by_hand, kind)
     assert_equal(by_hand, wanted)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_of_the_hub_are_those_of_save_pretrained(name: str, published: Path, tmp_path: Path) -> None:
+    """Experts one by one, and tensors that transformers renames."""
+    torch.manual_seed(1)
+    model: Any = build_model(ModelConfig(config=MODELS[name]), NO_LORA, device="cpu").to(torch.bfloat16)
+    Reader(published / name / "versions").update(model)
+    model.save_pretrained(tmp_path)
+    wanted = load_file(tmp_path / "model.safetensors")
+    state = {key: torch.zeros_like(tensor) for key, tensor in wanted.items()}
+    Reader(published / name / "hub").update(state)
+    assert_equal(state, wanted)
+    other = build_model(ModelConfig(config=MODELS[name]), NO_LORA, device="cpu").to(torch.bfloat16)
+    Reader(published / name / "hub").update(other)
+    assert_equal(dict(other.state_dict()), dict(model.state_dict()))
+    assert (set(wanted) != set(model.state_dict())) == (name in ("mixtral", "qwen3_moe", "gpt_neox", "gpt2", "tied"))
 
 
 @pytest.mark.parametrize("strategy", ["laconic", "fsdp2"])

@@ -274,7 +274,7 @@ def test_a_younger_publisher_takes_over(tmp_path: Path) -> None:
     with pytest.raises(PublishError, match="another publisher, which began after this one"):
         first.wait()
     assert FolderSource(tmp_path).versions() == [1, 2]
-    with pytest.raises(PolicyError, match=r"names='x'.* is not known; use one of 'huggingface', 'model'"):
+    with pytest.raises(PolicyError, match=r"names='x'.* is not known; use one of 'huggingface', 'hub', 'model'"):
         Publisher(model, tmp_path, run="run", names="x")
 
 
@@ -294,7 +294,7 @@ def test_another_division_begins_with_a_whole_version(tmp_path: Path) -> None:
 
 
 def test_adapters_that_cannot_be_merged_are_told(tmp_path: Path) -> None:
-    with pytest.raises(PolicyError, match=r"adapters='merged'.* needs names='huggingface'"):
+    with pytest.raises(PolicyError, match=r"adapters='merged'\) needs names=.huggingface. or names=.hub."):
         Publisher(build(), tmp_path, adapters="merged", names="model")
     with pytest.raises(PublishError, match='Net has no adapters of peft to merge; leave adapters="merged" out'):
         Publisher(build(), tmp_path, adapters="merged").publish()
@@ -317,10 +317,8 @@ def test_weights_in_few_bits_have_no_checkpoint(tmp_path: Path) -> None:
         publisher.publish()
     codes = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
     Reader(tmp_path).update(codes)
-    assert all(
-        torch.equal(codes[name], tensor.bfloat16() if tensor.is_floating_point() else tensor)
-        for name, tensor in model.state_dict().items()
-    )
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(codes[name], tensor.bfloat16() if tensor.is_floating_point() else tensor), name
 
 
 def test_one_process_without_a_group(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from laconic.checkpoint import state
 from laconic.codec.linear import quantized_layers
+from laconic.hf.hub_names import FolderRun, runs_of_folder
 from laconic.hf.layers import base_model
 from laconic.hf.lora import adapted_layers, adapters_put_aside
 from laconic.hf.saving import adapter_tensors, is_peft_model
@@ -20,19 +22,34 @@ from laconic.publish.versions import Names, PublishError
 from laconic.ragged.parts import joined
 
 
-def checkpoint_tensors(
-    model: nn.Module, names: Names = "huggingface", local_steps: LocalSteps | None = None
-) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers, tied ones once, under their names in a checkpoint.
+@dataclass(frozen=True, kw_only=True)
+class CheckpointContents:
+    """The tensors of a checkpoint, as this rank holds them."""
+
+    tensors: dict[str, Tensor]
+    buffers: frozenset[str] = frozenset()
+    """The names of buffers, which may differ from rank to rank."""
+    addends: Mapping[str, Addends] = field(default_factory=dict)
+    """What is added to some of them."""
+    model: nn.Module | None = None
+    """The model whose names those are, if folders of the hub may have others."""
+
+
+def contents_of(
+    model: nn.Module, names: Names, *, merges: bool = False, local_steps: LocalSteps | None = None
+) -> CheckpointContents:
+    """Find the parameters and persistent buffers, tied ones once, under their names in a checkpoint.
 
     Sliced parameters are joined. With `local_steps` the parameters are those that islands have last agreed on. A model
-    of peft has its adapters only, unless `names` is "model". Units are resharded; nothing is gathered, and the next
-    crossings stay as they are.
+    of peft has its adapters only, unless `names` is "model" or it `merges`. Units are resharded; no weight is gathered,
+    and the next crossings stay as they are. Collective if it `merges`.
 
     Raises:
-        PublishError: weights rest in few bits, which no checkpoint of the model has.
+        PublishError: weights rest in few bits, which no checkpoint of the model has; or there is nothing to merge.
     """
     state.show_sharded(model)
+    if merges:
+        return _merged(model)
     tensors = state.shown_tensors(model)
     if local_steps is not None:
         agreed = {
@@ -42,14 +59,18 @@ def checkpoint_tensors(
         }
         tensors = {name: agreed[name].to(t.dtype) if name in agreed else t for name, t in tensors.items()}
     tensors = joined(tensors, state.places(model))
-    if names == "huggingface" and is_peft_model(model):
-        return _adapters(model, tensors)
-    if names == "huggingface" and any(quantized_layers(model)):
+    if names != "model" and is_peft_model(model):
+        return CheckpointContents(tensors=_adapters(model, tensors))
+    if names != "model" and any(quantized_layers(model)):
         raise PublishError(
             "the model has weights in few bits, which its checkpoint would have decoded; publish the adapters of a "
             'peft model, or the codes with names="model"'
         )
-    return tensors
+    return CheckpointContents(tensors=tensors, buffers=_buffers(model), model=model)
+
+
+def _buffers(model: nn.Module) -> frozenset[str]:
+    return frozenset(state.strip(name) for name, _ in state.persistent_buffers(model))
 
 
 def _adapters(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -62,32 +83,29 @@ def _adapters(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def merged_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Addends]]:
-    """Return the tensors of a peft model's base model, and what its adapters add to some of them. Collective.
+def _merged(model: nn.Module) -> CheckpointContents:
+    """The tensors of a peft model's base model, and what its adapters add to some of them. Collective.
 
     Each rank makes the product of one adapter at a time, as peft merges it. Nothing is merged in the model.
     Cost: both factors of all adapters on every rank, and memory for one product at a time.
-
-    Raises:
-        PublishError: the model has no adapters, or some that are no plain products.
     """
     if not is_peft_model(model):
         raise PublishError(f'{type(model).__name__} has no adapters of peft to merge; leave adapters="merged" out')
-    state.show_sharded(model)
     addends: dict[int, Addends] = {}
     for _, name, layer in adapted_layers(model):
         base = layer.get_base_layer()
         if any(quantized_layers(base)):
-            raise PublishError(
-                f"{name} has weights in few bits, into which no adapter is merged; publish adapters alone"
-            )
+            raise PublishError(f"{name} has weights in few bits, and no adapter is merged into them; publish it alone")
         factors = {adapter: _factors_of(name, layer, adapter) for adapter in layer.active_adapters}
         addends[id(base.weight)] = partial(_products, layer, factors)
     with adapters_put_aside(model):
         inner = base_model(model)
-        by_name = {name: addends[id(p)] for name, p in state.named_parameters(inner).items() if id(p) in addends}
-        tensors = joined(state.shown_tensors(inner), state.places(inner))
-    return tensors, by_name
+        return CheckpointContents(
+            tensors=joined(state.shown_tensors(inner), state.places(inner)),
+            buffers=_buffers(inner),
+            addends={name: addends[id(p)] for name, p in state.named_parameters(inner).items() if id(p) in addends},
+            model=inner,
+        )
 
 
 def _factors_of(name: str, layer: Any, adapter: str) -> list[tuple[nn.Module, Tensor]]:
@@ -117,6 +135,13 @@ def _products(layer: Any, factors: Mapping[str, list[tuple[nn.Module, Tensor]]])
                 module._parameters["weight"] = parameter
 
 
-def buffer_names(model: nn.Module) -> set[str]:
-    """The names of persistent buffers, which may differ from rank to rank."""
-    return {state.strip(name) for name, _ in state.persistent_buffers(model)}
+def in_folder(contents: CheckpointContents, names: Names) -> dict[str, FolderRun]:
+    """Where the tensors of a folder lie in those of a checkpoint, by their names in the folder.
+
+    Raises:
+        JobError: see `runs_of_folder`.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in contents.tensors.items()}
+    if names != "hub" or contents.model is None:
+        return {name: FolderRun(name, 0, shape) for name, shape in shapes.items()}
+    return runs_of_folder(contents.model, shapes)

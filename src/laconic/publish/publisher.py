@@ -33,12 +33,13 @@ from laconic.comm.agreement import RankGroup
 from laconic.comm.entries import typed
 from laconic.comm.groups import destroy_with
 from laconic.comm.watch import waiting_for
+from laconic.hf.hub_names import FolderRun
 from laconic.islands.local_steps import LocalSteps
 from laconic.policy import Count, Policy, option, with_keys
-from laconic.publish.coordinates import buffer_names, checkpoint_tensors, merged_tensors
+from laconic.publish.coordinates import CheckpointContents, contents_of, in_folder
 from laconic.publish.digests import added, as_text
 from laconic.publish.encodings import EncodedPart
-from laconic.publish.regions import Addends, Holding, holding_of, shares_of
+from laconic.publish.regions import Holding, holding_of, shares_of
 from laconic.publish.shares import OwnShares, TensorShare
 from laconic.publish.source import FolderSource, superseded
 from laconic.publish.versions import (
@@ -76,10 +77,10 @@ class PublishPolicy(Policy):
     dtype: DtypeName = option("bfloat16", of=_dtype_name)
     """The dtype of floating-point tensors, also as a `torch.dtype`."""
     names: Names = "huggingface"
-    """`huggingface`: as `laconic export` writes them; of a peft model the adapters, as peft does. `model`: the model's
-    own."""
+    """`huggingface`: as `laconic export` writes them; of a peft model the adapters, as peft does. `hub`: as folders of
+    the hub have them, where transformers stacks or renames tensors. `model`: the model's own."""
     adapters: Literal["alone", "merged"] = "alone"
-    """Of a peft model, its adapters alone; or, with `names="huggingface"`, its base model with adapters merged."""
+    """Of a peft model, its adapters alone, or its base model with adapters merged."""
     encoding: Literal["gaps", "lossless", "smallest"] = "gaps"
     """How changes are written. Anybody can read gaps. `lossless` is smaller where more than some 3 % of the elements
     change, and `smallest` chooses for each tensor; both need laconic to read."""
@@ -93,7 +94,8 @@ class PublishPolicy(Policy):
     """The size of a file, and the memory that its reader needs. A larger tensor has a file of its own."""
 
     def _check_keys(self) -> None:
-        self._check("adapters", self.adapters == "alone" or self.names == "huggingface", 'needs {names="huggingface"}')
+        does_fit = self.adapters == "alone" or self.names != "model"
+        self._check("adapters", does_fit, 'needs {names="huggingface"} or {names="hub"}')
 
 
 class PublishedCopy(StrEnum):
@@ -160,6 +162,7 @@ class Publisher:
         self._last: int = begun[2]
         self._since_whole = 0
         self._layout = ""
+        self._runs: tuple[dict[str, tuple[int, ...]], dict[str, FolderRun]] | None = None
         self._shares: OwnShares | None = None
         self.copy = PublishedCopy.NONE
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="laconic-publish")
@@ -177,14 +180,10 @@ class Publisher:
                 have no memory, or are not whole over all ranks.
         """
         self.wait()
-        addends: dict[str, Addends] = {}
-        if self.policy.adapters == "merged":
-            tensors, addends = merged_tensors(self._model)
-        else:
-            tensors = checkpoint_tensors(self._model, self.policy.names, self._local_steps)
-        holdings = self._ranks.agree(
-            lambda: {name: holding_of(each, addends.get(name)) for name, each in _checked(tensors).items()}
+        contents = contents_of(
+            self._model, self.policy.names, merges=self.policy.adapters == "merged", local_steps=self._local_steps
         )
+        holdings = self._ranks.agree(lambda: self._holdings(contents))
         assert holdings is not None
         self._lay_out(holdings)
         assert self._shares is not None
@@ -242,6 +241,18 @@ class Publisher:
         write_text(self.folder / MARK, json.dumps({"run": own, "mark": mark}))
         return [own, mark, last]
 
+    def _holdings(self, contents: CheckpointContents) -> dict[str, Holding]:
+        """What this rank holds of each tensor that is published."""
+        tensors = _checked(contents.tensors)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if self._runs is None or self._runs[0] != shapes:  # with stacked experts they are thousands
+            self._runs = shapes, in_folder(contents, self.policy.names)
+        whole = {
+            name: holding_of(tensor, contents.addends.get(name), is_buffer=name in contents.buffers)
+            for name, tensor in tensors.items()
+        }
+        return {name: whole[run.name].run(run.start, run.shape) for name, run in self._runs[1].items()}
+
     def _lay_out(self, holdings: Mapping[str, Holding]) -> None:
         """Divide the elements among the ranks, unless each rank holds what it held at the last version. Collective."""
         told = {name: [list(map(list, held.place)) for held in each.regions] for name, each in holdings.items()}
@@ -254,7 +265,8 @@ class Publisher:
         if len(set(self._ranks.gather(hashlib.sha256(json.dumps(kinds).encode()).hexdigest()))) > 1:
             raise PublishError("ranks hold tensors of other names, shapes or dtypes; publish one model from all ranks")
         by_rank = self._ranks.gather(told)
-        shapes, buffers = {name: each.shape for name, each in holdings.items()}, buffer_names(self._model)
+        shapes = {name: each.shape for name, each in holdings.items()}
+        buffers = {name for name, each in holdings.items() if each.is_buffer}
         shares = shares_of(by_rank, shapes, buffers, self._ranks.rank)
         self._shares = OwnShares(holdings, shares, getattr(torch, self.policy.dtype), self.policy.encoding)
         self.copy = PublishedCopy.NONE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from laconic.checkpoint import state
-from laconic.publish.coordinates import checkpoint_tensors
+from laconic.hf.hub_names import FolderRun
+from laconic.publish.coordinates import contents_of, in_folder
 from laconic.publish.source import FolderSource, Registration, VanishedError, VersionSource, check_reader_name
 from laconic.publish.staging import StagedTensor, check_fit, digests_of, stage_version
 from laconic.publish.versions import Kind, Names, PublishError, VersionManifest
@@ -220,8 +222,10 @@ def tensors_to_fill(model: nn.Module | Mapping[str, Tensor], names: Names) -> di
         PublishError: a tensor is sharded, on the meta device, or no tensor.
     """
     if isinstance(model, nn.Module):
-        found = checkpoint_tensors(model, names)
-        further = state.tied_names(model)
+        contents = contents_of(model, names)
+        tensors = contents.tensors
+        further = state.tied_names(model) if names != "hub" else {}
+        found = {name: _run(tensors[run.name], run) for name, run in in_folder(contents, names).items()}
         found |= {name: found[first] for name, first in further.items() if first in found}
     else:
         found = dict(model)
@@ -234,3 +238,12 @@ def tensors_to_fill(model: nn.Module | Mapping[str, Tensor], names: Names) -> di
         if tensor.is_meta:
             raise PublishError(f"{name} is on the meta device; call model.to_empty(device=...) before reading")
     return found
+
+
+def _run(tensor: Tensor, run: FolderRun) -> Tensor:
+    """A view of the run of a tensor that a folder has as one."""
+    if run.shape == tuple(tensor.shape) or isinstance(tensor, DTensor):
+        return tensor
+    if not tensor.is_contiguous():
+        raise PublishError(f"{run.name} is not contiguous, and the version has it in pieces; make it contiguous")
+    return tensor.detach().view(-1)[run.start : run.start + math.prod(run.shape)].view(run.shape)

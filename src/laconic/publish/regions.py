@@ -84,14 +84,37 @@ class Holding:
     shape: tuple[int, ...]
     dtype: torch.dtype
     regions: tuple[HeldRegion, ...]
+    is_buffer: bool = False
+
+    def run(self, start: int, shape: tuple[int, ...]) -> Holding:
+        """What this rank holds of another tensor, which is a run of the flattened one from `start`.
+
+        Raises:
+            PublishError: the rank holds a box, which no run is part of.
+        """
+        if (start, shape) == (0, self.shape):
+            return self
+        regions = []
+        for region in self.regions:
+            if len(region.start) > 1:
+                raise PublishError(
+                    f"a tensor of shape {list(self.shape)} is cut by another mesh axis, and folders of the hub have it "
+                    'in pieces; use names="huggingface"'
+                )
+            first, size = region.start[0], region.sizes[0]
+            low, high = max(first, start), min(first + size, start + math.prod(shape))
+            if low < high:
+                view = region.view.reshape(-1)[low - first : high - first]
+                regions.append(HeldRegion((low - start,), (high - low,), view))
+        return Holding(shape=shape, dtype=self.dtype, regions=tuple(regions), is_buffer=self.is_buffer)
 
 
 @torch.no_grad()
-def holding_of(tensor: Tensor, addends: Addends | None = None) -> Holding:
+def holding_of(tensor: Tensor, addends: Addends | None = None, *, is_buffer: bool = False) -> Holding:
     """Find what this rank holds of a tensor. It is read, not written: what crosses next does not change."""
     shape = tuple(tensor.shape)
     regions = tuple(region._replace(addends=addends) for region in _regions(tensor, shape) if region.view.numel())
-    return Holding(shape=shape, dtype=tensor.dtype, regions=regions)
+    return Holding(shape=shape, dtype=tensor.dtype, regions=regions, is_buffer=is_buffer)
 
 
 def _regions(tensor: Tensor, shape: tuple[int, ...]) -> Iterable[HeldRegion]:

@@ -50,8 +50,9 @@ _MOST_LISTED = 8
 
 Kind = Literal["patch", "whole"]
 """The kinds of parts."""
-Names = Literal["huggingface", "model"]
-"""The kinds of names: those of `laconic export`, for a peft model those of its adapters' file; or the model's own."""
+Names = Literal["huggingface", "hub", "model"]
+"""The kinds of names: those of `laconic export`, or of folders of the hub, and for a peft model those of its adapters'
+file; or the model's own."""
 
 
 class PublishError(ValueError):
