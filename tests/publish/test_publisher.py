@@ -20,7 +20,7 @@ from laconic.checkpoint import state
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.partial.updates import unsliced_state_dict
 from laconic.policy import PolicyError
-from laconic.publish import FolderSource, Publisher, PublishError, Reader
+from laconic.publish import FolderSource, Publisher, PublishError, Reader, shares
 from laconic.publish.publisher import PublishedCopy
 from laconic.store import folder as store
 from laconic.store.folder import CrashPoint
@@ -291,6 +291,52 @@ def test_another_division_begins_with_a_whole_version(tmp_path: Path) -> None:
     publisher.wait()
     assert FolderSource(tmp_path).manifest(3).base is None
     assert_read(tmp_path, whole_in_bf16(model), empty_like(whole_in_bf16(model)))
+
+
+def test_a_copy_that_has_changed_in_memory_is_found_and_mended(tmp_path: Path) -> None:
+    model = build()
+    publisher = Publisher(model, tmp_path, base_every=3)
+    publisher.publish()
+    publisher.publish()
+    publisher.wait()
+    assert publisher._shares is not None
+    publisher._shares._owned["out.weight"][0].copy[5] += 1  # what a flipped bit of memory does
+    model.get_parameter("out.weight").data.view(-1)[5] += 1  # and the weight gets the same value, so no patch tells
+    publisher.publish()
+    publisher.publish()
+    with pytest.raises(PublishError, match=r"version 4 could not be written .*out.weight: the copies in host memory"):
+        publisher.wait()
+    publisher.publish()
+    publisher.wait()
+    held = empty_like(whole_in_bf16(model))
+    assert Reader(tmp_path).update(held) == 5
+
+
+def test_a_comparison_that_fails_leaves_no_half_of_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    publisher = Publisher(model, tmp_path)
+    publisher.publish()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    encode, calls = shares.encode_gaps, list[int]()
+
+    def fail(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise MemoryError
+        return encode(*args)
+
+    monkeypatch.setattr(shares, "encode_gaps", fail)
+    with pytest.raises(MemoryError):
+        publisher.publish()
+    monkeypatch.undo()
+    version = publisher.publish()
+    publisher.wait()
+    assert FolderSource(tmp_path).manifest(version).base is None
+    held = empty_like(whole_in_bf16(model))
+    assert Reader(tmp_path).update(held) == version
+    assert torch.equal(held["inp.weight"], whole_in_bf16(model)["inp.weight"])
 
 
 def test_adapters_that_cannot_be_merged_are_told(tmp_path: Path) -> None:

@@ -167,6 +167,22 @@ def test_engines_take_patches(tmp_path: Path) -> None:
         list(Reader(tmp_path).patches(since=4))
 
 
+def test_a_forged_size_is_told(tmp_path: Path) -> None:
+    """The parts are said to cover it, and no file has them."""
+    published(tmp_path, num_versions=1)
+
+    def enlarge(body: dict[str, Any]) -> None:
+        tensor = body["tensors"][0]
+        tensor["shape"] = [2**40, 2**40]
+        tensor["whole"] *= 2
+        tensor["whole"][1] = {**tensor["whole"][1], "start": [24 * 40], "sizes": [2**61]}
+        tensor["shape"] = [24 * 40 + 2**61]
+
+    rewritten(tmp_path / version_name(1), enlarge)
+    with pytest.raises(PublishError, match="does not fit into host memory"):
+        next(Reader(tmp_path).patches())
+
+
 def test_a_reader_killed_between_two_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds no version then. The next update takes whole values."""
     weights = published(tmp_path, base_every=3)

@@ -187,12 +187,12 @@ class Publisher:
         assert holdings is not None
         self._lay_out(holdings)
         assert self._shares is not None
-        if self.copy is PublishedCopy.PUBLISHED:
+        is_patch, self.copy = self.copy is PublishedCopy.PUBLISHED, PublishedCopy.AHEAD  # even if what follows fails
+        if is_patch:
             base, shares = self._last, self._shares.compare(holdings)
         else:
             self._shares.take(holdings)
             base, shares = None, self._shares.unchanged()
-        self.copy = PublishedCopy.AHEAD
         version, self._last = self._last + 1, self._last + 1
         head = _Head(version=version, base=base, step=step, shapes={n: h.shape for n, h in holdings.items()})
         self._writing = self._thread.submit(self._write, head, shares)
@@ -318,6 +318,11 @@ class Publisher:
             name: {"before": str(share.before), "after": str(share.after), "patch": [], "whole": []}
             for name, share in shares.items()
         }
+        if head.is_whole and (damaged := self._shares.damaged()):
+            raise PublishError(
+                f"{listing(damaged)}: the copies in host memory are not what was published, so this machine's memory is "
+                "not sound; the next version is made from the weights"
+            )
         patch = ((name, part) for name, share in shares.items() for part in share.patch)
         kinds: list[tuple[Kind, Iterable[tuple[str, EncodedPart]]]] = []
         kinds += [("patch", patch)] if head.base is not None else []

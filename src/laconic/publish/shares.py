@@ -140,6 +140,13 @@ class OwnShares:
             for part in self._dense(name):
                 yield name, part
 
+    def damaged(self) -> list[str]:
+        """The tensors whose copies have other digests than those that patches have led to. Cost: one pass."""
+        return [name for name, own in self._owned.items() if self._digests[name] != self._digest_of_copies(name, own)]
+
+    def _digest_of_copies(self, name: str, own: Sequence[_Owned]) -> int:
+        return added(*(self._digest(name, owned, 0, owned.copy) for owned in own))
+
     def _dense(self, name: str) -> Iterator[EncodedPart]:
         shape = self.shapes[name]
         for owned in self._owned[name]:

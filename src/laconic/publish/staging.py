@@ -84,7 +84,13 @@ class StagedTensor:
         """Forget what is staged: whole values follow, or are `values`, contiguous on the host, which will change."""
         self._places, self._values = [], []
         if values is None:
-            values = torch.empty(self.published.shape, dtype=self.published.torch_dtype)
+            try:
+                values = torch.empty(self.published.shape, dtype=self.published.torch_dtype)
+            except (RuntimeError, MemoryError) as error:  # more than there is, or than a number of 64 bits counts
+                raise PublishError(
+                    f"{self.published.name}, {self.published.dtype}{list(self.published.shape)}, does not fit into "
+                    "host memory; read it on a larger machine"
+                ) from error
         self._full = values
 
     @property
