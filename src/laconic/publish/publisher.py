@@ -259,7 +259,6 @@ class Publisher:
         kinds = {name: [list(each.shape), str(each.dtype)] for name, each in holdings.items()}
         layout = hashlib.sha256(json.dumps([told, kinds]).encode()).hexdigest()
         is_same = self._ranks.gather(layout == self._layout)
-        self._layout = layout
         if all(is_same):
             return
         if len(set(self._ranks.gather(hashlib.sha256(json.dumps(kinds).encode()).hexdigest()))) > 1:
@@ -269,7 +268,7 @@ class Publisher:
         buffers = {name for name, each in holdings.items() if each.is_buffer}
         shares = shares_of(by_rank, shapes, buffers, self._ranks.rank)
         self._shares = OwnShares(holdings, shares, getattr(torch, self.policy.dtype), self.policy.encoding)
-        self.copy = PublishedCopy.NONE
+        self._layout, self.copy = layout, PublishedCopy.NONE
 
     # -- in the background: [Note: Publishing in the background] -------------------------------------------------------
 
@@ -277,10 +276,8 @@ class Publisher:
         threading.current_thread().name = f"publish version {head.version}"
         assert self._shares is not None
         patch_bytes = sum(part.nbytes for share in shares.values() for part in share.patch)
-        totals = [
-            sum(of_ranks) for of_ranks in zip(*self._ranks.gather([patch_bytes, self._shares.nbytes]), strict=True)
-        ]
-        if totals[0] >= totals[1]:  # nobody wants such a patch, or there is none
+        nbytes = self._ranks.gather([patch_bytes, self._shares.nbytes])
+        if sum(patch for patch, _ in nbytes) >= sum(whole for _, whole in nbytes):  # nobody wants such a patch
             head.base = None
         head.is_whole = head.base is None or self._since_whole + 1 >= self.policy.base_every
         final = self.folder / version_name(head.version)
@@ -320,8 +317,8 @@ class Publisher:
         }
         if head.is_whole and (damaged := self._shares.damaged()):
             raise PublishError(
-                f"{listing(damaged)}: the copies in host memory are not what was published, so this machine's memory is "
-                "not sound; the next version is made from the weights"
+                f"{listing(damaged)}: the copies in host memory are not what was published; the next version is made "
+                "of the weights, but test this machine's memory"
             )
         patch = ((name, part) for name, share in shares.items() for part in share.patch)
         kinds: list[tuple[Kind, Iterable[tuple[str, EncodedPart]]]] = []

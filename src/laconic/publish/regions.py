@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -105,8 +106,14 @@ class Holding:
             low, high = max(first, start), min(first + size, start + math.prod(shape))
             if low < high:
                 view = region.view.reshape(-1)[low - first : high - first]
-                regions.append(HeldRegion((low - start,), (high - low,), view))
+                addends = region.addends and partial(_runs_of, region.addends, start, shape)
+                regions.append(HeldRegion((low - start,), (high - low,), view, addends))
         return Holding(shape=shape, dtype=self.dtype, regions=tuple(regions), is_buffer=self.is_buffer)
+
+
+def _runs_of(addends: Addends, start: int, shape: tuple[int, ...]) -> Iterator[Tensor]:
+    for addend in addends():
+        yield addend.reshape(-1)[start : start + math.prod(shape)].view(shape)
 
 
 @torch.no_grad()
