@@ -378,6 +378,12 @@ def test_a_version_that_vanishes_is_looked_for_anew(tmp_path: Path) -> None:
     model = model_with(weights[2])
     assert Reader(Vanishing(tmp_path, 4)).update(model) == 6
     assert_same(snapshot(model), weights[6])
+    assert [patch.name for patch in Reader(Vanishing(tmp_path, 4)).patches(since=5)] == [
+        "across",
+        "embed.weight",
+        "up.weight",
+        "seen",
+    ]
     model = model_with(weights[2])
     with pytest.raises(VanishedError, match="is not there any more"):
         Reader(Vanishing(tmp_path, 5)).update(model)
@@ -404,6 +410,7 @@ def test_versions_that_registered_readers_need_stay(tmp_path: Path) -> None:
     assert kept[10] == [9, 10, 11, 12], "and now it is too far"
     assert reader.update(model) == 14
     assert FolderSource(tmp_path).registrations() == {"slow": Registration(version=14)}
+    assert (reader.num_behind(), Reader(tmp_path).num_behind()) == (0, 2)
 
 
 def _manifests(wholes: set[int], last: int = 20) -> list[VersionManifest]:

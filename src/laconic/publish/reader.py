@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from laconic.publish.source import FolderSource, Registration, VanishedError, Ve
 from laconic.publish.staging import StagedTensor, check_fit, digests_of, stage_version
 from laconic.publish.versions import Kind, Names, PublishError, VersionManifest
 
+_T = TypeVar("_T")
 _ATTEMPTS = 5
 """How often a reader looks anew when a version was removed while it was read."""
 
@@ -84,15 +86,14 @@ class Reader:
                 architecture, vocabulary or dtype. Nothing was applied.
             OSError: the source cannot be read. Nothing was applied.
         """
-        if self.version is not None:
-            self._register((), self.version)
-        for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                return self._update(model)
-            except VanishedError:  # the publisher has removed it; newer ones are there
-                if attempt == _ATTEMPTS:
-                    raise
-        raise AssertionError("an attempt ends")
+        return self._retried(lambda: self._update(model))
+
+    def num_behind(self) -> int:
+        """How many versions are newer than the last one that was read. Reads names alone, so ask as often as you like.
+
+        Raises: see `VersionSource.versions`.
+        """
+        return sum(version > (self.version or 0) for version in self.source.versions())
 
     def patches(self, since: int | None = None) -> Iterator[WeightPatch]:
         """Yield what has changed since a version, tensor by tensor, for engines that hold tensors in other forms.
@@ -105,18 +106,15 @@ class Reader:
             PublishError: see `update`; and values are coded without loss, which needs those before.
         """
         since = self.version if since is None else since
-        newest = self._newest()
-        path = self._path(newest, lambda manifest: manifest.version == since)
-        self._register(tuple(step.manifest.version for step in path), since)
-        staged = self._staged(newest, path, {}, {})
-        for each in staged.values():
-            published = each.published
+        newest, staged = self._retried(lambda: self._changes(since))
+        for each in staged:
+            name, shape, dtype = each.published.name, each.published.shape, each.published.torch_dtype
             if each.full is not None:
-                yield WeightPatch(published.name, published.shape, published.torch_dtype, None, each.full)
-            else:
-                places, values = each.changes
-                if len(places):
-                    yield WeightPatch(published.name, published.shape, published.torch_dtype, places, values)
+                yield WeightPatch(name, shape, dtype, None, each.full)
+                continue
+            places, values = each.changes
+            if len(places):
+                yield WeightPatch(name, shape, dtype, places, values)
         self._has(newest)
 
     # -- an update -----------------------------------------------------------------------------------------------------
@@ -134,6 +132,20 @@ class Reader:
             each.apply()
         self._has(newest)
         return newest.version
+
+    def _changes(self, since: int | None) -> tuple[VersionManifest, list[StagedTensor]]:
+        newest = self._newest()
+        path = self._path(newest, lambda manifest: manifest.version == since)
+        self._register(tuple(step.manifest.version for step in path), since)
+        return newest, list(self._staged(newest, path, {}, {}).values())
+
+    @staticmethod
+    def _retried(action: Callable[[], _T]) -> _T:
+        """Run an action anew when a version was removed meanwhile: newer ones are there then."""
+        for _ in range(_ATTEMPTS - 1):
+            with contextlib.suppress(VanishedError):
+                return action()
+        return action()
 
     def _newest(self) -> VersionManifest:
         """The manifest of the newest version. Raises: PublishError if there is none, or it is not to be read."""
@@ -153,7 +165,7 @@ class Reader:
             )
         return newest
 
-    def _path(self, newest: VersionManifest, is_held: Any) -> list[_Step]:
+    def _path(self, newest: VersionManifest, is_held: Callable[[VersionManifest], bool]) -> list[_Step]:
         """The versions to read, in order: patches from the one that is held, or whole values and the patches since.
 
         Raises:
