@@ -82,8 +82,8 @@ class PublishPolicy(Policy):
     adapters: Literal["alone", "merged"] = "alone"
     """Of a peft model, its adapters alone, or its base model with adapters merged."""
     encoding: Literal["gaps", "lossless", "smallest"] = "gaps"
-    """How changes are written. Anybody can read gaps. `lossless` is smaller where more than some 3 % of the elements
-    change, and `smallest` chooses for each tensor; both need laconic to read."""
+    """How changes are written. Anybody can read gaps. `lossless` is much smaller, `smallest` chooses for each tensor,
+    and both need laconic to read, and the values before."""
     base_every: Count = 50
     """A version in so many has all values besides its patch, for readers that begin."""
     keep: Count = 2
