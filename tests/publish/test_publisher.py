@@ -99,6 +99,8 @@ def arguments_of(policies: dict[str, Any]) -> dict[str, Any]:
 @on_ranks(4, local=2)
 def test_every_placement(encoding: str, tmp_path: Path) -> None:
     for name, policies in PLACEMENTS.items():
+        if encoding == "smallest" and name not in ("lossless", "shares"):  # the division is what matters, and its dtype
+            continue
         model = shard(build(), **arguments_of(policies))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         follow(model, tmp_path / name, lambda m=model, o=optimizer: train_step(m, o), encoding=encoding, base_every=2)
