@@ -16,6 +16,7 @@ _MOST_BYTES = {"encode": 8.0, "decode": 5.0}
 _DATA = {"encode": ("reads values", "writes codes"), "decode": ("reads codes", "writes out")}
 _OTHERWISE = {"difference": "encode", "sum": "decode"}
 _MEASURES = ("laconic.codec", "laconic.optim.adamw8bit_triton")
+_MOST_LOSSLESS_BYTES = 12.0
 _TIMEOUT_S = 1500.0
 
 
@@ -68,6 +69,47 @@ def equal(bench: Bench) -> Row:
         "not compared." + "".join(f" {name}: {each[:3]}." for name, each in found["different"].items()),
         measures=_MEASURES,
     )
+
+
+@campaign_row("kernels-lossless", section="device")
+def lossless(bench: Bench) -> Row:
+    """Compile the kernels of lossless differences, and run them beside their twin."""
+    found = told("tests.kernels.compiled", "lossless", *(["sm_90"] if bench.quick else []), timeout_s=_TIMEOUT_S)
+    own = {name: facts for name, facts in found.items() if "FP4" not in name}
+    most_spilled, spills = _worst((facts["spilled"], name) for name, facts in own.items())
+    most_registers, _ = _worst((facts["registers"], name) for name, facts in own.items())
+    moved = {
+        kernel: max(_uncached(facts["moved"]) for name, facts in own.items() if name.split(", ")[1] == kernel)
+        for kernel in ("write", "read")
+    }
+    run = told("tests.kernels.lossless", timeout_s=_TIMEOUT_S, TRITON_INTERPRET="1")
+    launched = {way: takes["triton"] for way, takes in run["takes"].items()}
+    reads = max(takes["reads of the host"] for takes in run["takes"].values())
+    most_bytes = max(moved.values())
+    return Row(
+        claim="Triton kernels of lossless differences: spills; registers; bytes a value, encode / decode; kernels a "
+        "piece; reads of the host; payloads and values beside the plain twin",
+        required=f"0; <= 128; <= {_MOST_LOSSLESS_BYTES:g}; <= 5 / <= 2; 1; to the bit",
+        measured=f"{most_spilled:g}; {most_registers:g}; {moved['write']:g} / {moved['read']:g}; "
+        f"{launched['encode']} / {launched['decode']}; {reads}; {len(run['different'])} of {run['compared']} differ",
+        is_met=most_spilled == 0
+        and most_registers <= 128
+        and most_bytes <= _MOST_LOSSLESS_BYTES
+        and (launched["encode"], launched["decode"], reads) == (5, 2, 1)
+        and not run["different"],
+        note=f"{len(own)} compilations for sm_80, sm_90 and sm_100: bf16, float8 and plain bytes, with and without the "
+        f"last differences{f'; spills of {spills}' if most_spilled else ''}. With two patterns a byte, which no wire "
+        f"sends, kernels spill up to {max(facts['spilled'] for facts in found.values()):g} bytes a thread. Bytes are "
+        "those that threads ask for in the generated code, of values, last differences and scratch places. Not "
+        "counted: the table of 192 bytes, and the payload, some bits a value, which several threads ask for, of a "
+        "cache. Of the five kernels two are over tables, and one is over a sample of some tiles."
+        + "".join(f" {name}." for name in run["different"][:3]),
+        measures=(*_MEASURES, "laconic.codec.lossless_triton"),
+    )
+
+
+def _uncached(moved: dict[str, float]) -> float:
+    return sum(each for what, each in moved.items() if what.split()[-1] not in ("table", "payload", "payload_words"))
 
 
 def _worst(found: Iterable[tuple[float, str]]) -> tuple[float, str]:

@@ -16,6 +16,7 @@ from laconic.codec.contexts import (
     BUCKET_BITS,
     BUCKETS,
     CODE,
+    FLIP,
     MAX_EVENTS,
     MAX_QUOTIENT,
     NONE,
@@ -24,9 +25,9 @@ from laconic.codec.contexts import (
     TILE,
     Past,
 )
-from laconic.codec.patterns import WORD_BITS, FieldWriter, PatternForm, read_fields
+from laconic.codec.patterns import WORD_BITS, FieldWriter, PatternForm, bits_of_words, read_fields
 
-_RICE, _SHIFT, _WIDTH = 7, 8, 13  # the lowest bits of parts of an `instruction`
+_RICE, _SHIFT, _WIDTH, _TURN = 7, 8, 13, 18  # the lowest bits of parts of an `instruction`
 _NO_QUOTIENT = 31  # the shift that leaves nothing of a zigzag number
 _COUNT_BITS, _LANE = 16, 4  # of a running count of one size of bucket; an int64 has so many of them side by side
 _COUNT = (1 << _COUNT_BITS) - 1
@@ -50,7 +51,7 @@ class Instructions(NamedTuple):
     """How to code each value, (t, TILE), int32 each."""
 
     entry: Tensor
-    """The entry of the table and, above it, the other three."""
+    """The entry of the table and, above it, the others, of which the highest has a sign."""
     is_rice: Tensor
     shift: Tensor
     """The low bits of a Rice code."""
@@ -71,12 +72,12 @@ class Instructions(NamedTuple):
         if raw_tiles is not None:
             packed[raw_tiles] = by_entry[RAW]
             packed.view(-1)[numel:] = by_entry[NONE]
-        return cls(packed, (packed >> _RICE) & 1, (packed >> _SHIFT) & 31, packed >> _WIDTH)
+        return cls(packed, (packed >> _RICE) & 1, (packed >> _SHIFT) & 31, (packed >> _WIDTH) & 31)
 
     @property
     def turn(self) -> Tensor:
         """1 for values whose zigzag numbers begin with minus, else -1."""
-        return ((self.entry >> 4) & 2) - 1
+        return self.entry >> _TURN
 
     @property
     def predicts(self) -> Tensor:
@@ -92,59 +93,90 @@ def _instructions(pattern_bits: int, device: torch.device) -> Tensor:
     is_rice = (code < RICE_CODES).to(torch.int32)
     shift = torch.where(code < RICE_CODES, code, _NO_QUOTIENT)
     width = torch.where(code < RICE_CODES, code, pattern_bits * (code == RAW))
-    return (entry | (is_rice << _RICE) | (shift << _SHIFT) | (width << _WIDTH)).to(torch.int32)
+    turn = torch.where((entry & FLIP) != 0, 1, -1)
+    return (entry | (is_rice << _RICE) | (shift << _SHIFT) | (width << _WIDTH) | (turn << _TURN)).to(torch.int32)
 
 
 class _Buckets(NamedTuple):
-    """The values in buckets of one size, 2**m."""
+    """The values in buckets, by groups: those of one size and one tile, size by size."""
 
-    m: int
     counts: Tensor
-    """Those of each tile, (t,), int64."""
-    running: Tensor
-    """A running count of them in each tile, (t, TILE), int64, and others beside it."""
-    shift: int
-    """Where the count begins in `running`."""
+    """The values of each group, (s, t), int64."""
+    running: list[Tensor]
+    """Running counts in each tile, of _LANE sizes side by side, (t, TILE), int64."""
+
+    @classmethod
+    def of(cls, own: Instructions) -> _Buckets:
+        """Count the values in buckets of each size."""
+        codes, running, counts = own.entry & CODE, [], []
+        largest, lanes = int(codes.amax()), _lanes(codes.device)
+        for lane, sizes in enumerate((BUCKET_BITS[:_LANE], BUCKET_BITS[_LANE:])):
+            if largest < BUCKETS + sizes[0]:
+                break
+            running.append(lanes[lane].index_select(0, codes.view(-1)).view_as(codes).cumsum(1))
+            counts += [(running[-1][:, -1] >> (_COUNT_BITS * place)) & _COUNT for place in range(len(sizes))]
+        return cls(torch.stack(counts) if counts else torch.zeros(0, len(codes), dtype=torch.int64), running)
 
     @property
     def cells(self) -> Tensor:
-        """The buckets, and so unary numbers, of each tile, (t,), int64."""
-        return (self.counts + ((1 << self.m) - 1)) >> self.m
+        """The buckets, and so unary numbers, of each group, (s, t), int64."""
+        m = self.bits
+        return (self.counts + ((1 << m) - 1)) >> m
 
-    def ranks_of(self, values: Tensor) -> Tensor:
-        """The places of values, (v,), among those of their tile, int64."""
-        return ((self.running.view(-1).index_select(0, values) >> self.shift) & _COUNT) - 1
+    @property
+    def bits(self) -> Tensor:
+        """The logarithm of each size, (s, 1), int64."""
+        return _bucket_bits(self.counts.device)[: len(self.counts)].unsqueeze(1)
 
-    def values_at(self, tiles: Tensor, ranks: Tensor) -> Tensor:
-        """The reverse of `ranks_of`."""
-        begins = torch.arange(len(self.counts), device=tiles.device) << _COUNT_BITS
-        ascending = ((self.running >> self.shift) & _COUNT) + begins.unsqueeze(1)
-        return torch.searchsorted(ascending.view(-1), (tiles << _COUNT_BITS) + ranks + 1)
+    def ranks_of(self, values: Tensor, places: Tensor) -> Tensor:
+        """The ranks of values in buckets of these sizes, (v,), in their group: int64."""
+        lanes = torch.stack([each.view(-1).index_select(0, values) for each in self.running])
+        counts = lanes.gather(0, (places // _LANE).unsqueeze(0)).squeeze(0)
+        return ((counts >> (_COUNT_BITS * (places % _LANE))) & _COUNT) - 1
+
+    def values_at(self, groups: Tensor, ranks: Tensor) -> Tensor:
+        """The reverse: the values of these ranks in their groups, (v,), int64."""
+        num_places, num_tiles = self.counts.shape
+        used = self.counts.amax(1).nonzero().view(-1).tolist()
+        begins = torch.arange(num_places * num_tiles, device=groups.device).view(num_places, num_tiles, 1)
+        begins <<= _COUNT_BITS
+        ascending = torch.stack([
+            ((self.running[place // _LANE] >> (_COUNT_BITS * (place % _LANE))) & _COUNT).add_(begins[place])
+            for place in used
+        ])  # fmt: skip
+        found = torch.searchsorted(ascending.view(-1), (groups << _COUNT_BITS) + ranks + 1)
+        return found % (num_tiles * TILE)
 
 
-def _buckets(own: Instructions) -> list[_Buckets]:
-    """Count the values in buckets of each size that occurs."""
-    found, codes = [], own.entry & CODE
-    largest = int(codes.amax())
-    for lane in range(-(-len(BUCKET_BITS) // _LANE)):
-        sizes = BUCKET_BITS[_LANE * lane : _LANE * (lane + 1)]
-        if largest < BUCKETS + sizes[0]:
-            break
-        running = _lanes(codes.device)[lane].index_select(0, codes.view(-1)).view_as(codes).cumsum(1)
-        for place, m in enumerate(sizes):
-            counts = (running[:, -1] >> (_COUNT_BITS * place)) & _COUNT
-            if counts.any():
-                found.append(_Buckets(m, counts, running, _COUNT_BITS * place))
-    return found
+@kept
+def _bucket_bits(device: torch.device) -> Tensor:
+    return torch.tensor(BUCKET_BITS, device=device)
 
 
 @kept
 def _lanes(device: torch.device) -> Tensor:
-    """What each code adds to the running counts of four sizes of bucket, (2, 32), int64."""
-    lanes = torch.zeros(2, CODE + 1, dtype=torch.int64)
+    """What each code adds to the running counts of the sizes in a lane, (lanes, 32), int64."""
+    lanes = torch.zeros(-(-len(BUCKET_BITS) // _LANE), CODE + 1, dtype=torch.int64)
     for place, m in enumerate(BUCKET_BITS):
         lanes[place // _LANE, BUCKETS + m] = 1 << (_COUNT_BITS * (place % _LANE))
     return lanes.to(device)
+
+
+@kept
+def _places(device: torch.device) -> Tensor:
+    """The place of each code's size in BUCKET_BITS, (32,), uint8."""
+    places = torch.zeros(CODE + 1, dtype=torch.uint8)
+    for place, m in enumerate(BUCKET_BITS):
+        places[BUCKETS + m] = place
+    return places.to(device)
+
+
+def _where_few(is_set: Tensor) -> Tensor:
+    """The places of the true ones of a number of them that is mostly small, int64: (t, TILE) -> (n,)."""
+    rows = is_set.view(-1, 64)
+    some = rows.view(torch.int64).view(-1, 8).amax(1).nonzero().view(-1)  # a byte is 0 or 1, so no sign is set
+    row, column = rows.index_select(0, some).nonzero().unbind(1)
+    return some.index_select(0, row) * 64 + column
 
 
 def _before(sizes: Tensor) -> Tensor:
@@ -152,59 +184,69 @@ def _before(sizes: Tensor) -> Tensor:
     return sizes.cumsum(0) - sizes
 
 
-def _per_tile(tiles: Tensor, numbers: Tensor, num_tiles: int) -> Tensor:
-    return torch.zeros(num_tiles, dtype=torch.int64, device=tiles.device).index_add_(0, tiles, numbers)
+def _sums(index: Tensor, numbers: Tensor, size: int) -> Tensor:
+    """The sum of the numbers of each index below `size`, (size,), int64."""
+    return torch.zeros(size, dtype=torch.int64, device=index.device).index_add_(0, index, numbers)
+
+
+def _in_groups(sizes: Tensor, index: Tensor, begins: Tensor) -> Tensor:
+    """Where each of some things begins, (e,), that lie side by side in their groups, which begin at `begins`, (s, t).
+
+    Shapes: the sizes of things and their groups, ascending, (e,), int64.
+    """
+    of_groups = _sums(index, sizes, begins.numel())
+    return _before(sizes) + (begins.reshape(-1) - _before(of_groups)).index_select(0, index)
 
 
 class _Events(NamedTuple):
-    """The changed values in buckets of one size."""
+    """The changed values in buckets, group by group."""
 
     of: _Buckets
     numbers: Tensor
     """The events of each bucket, (c,), int64."""
-    tile: Tensor
-    """The tile of each event, (e,), int64, ascending."""
+    group: Tensor
+    """The group of each event, (e,), int64, ascending."""
     field: Tensor
     """Of each event the place and the sign, (e,), int32."""
-    per_tile: Tensor
-    """The events of each tile, (t,), int64."""
+    per_group: Tensor
+    """The events of each group, (s, t), int64."""
 
     @classmethod
-    def written(cls, of: _Buckets, values: Tensor, changes: Tensor) -> _Events:
-        """The events of values, which are those in buckets of this size that have changed, (v,)."""
-        tiles, ranks = values // TILE, of.ranks_of(values)
+    def written(cls, of: _Buckets, values: Tensor, codes: Tensor, changes: Tensor) -> _Events:
+        """The events of values, which are those in buckets that have changed, ascending, (v,)."""
+        cells, places = of.cells, _places(codes.device).index_select(0, codes)
+        places, order = places.sort(stable=True)
+        places, values, changes = places.long(), values.index_select(0, order), changes.index_select(0, order)
+        group, ranks = places * cells.shape[1] + values // TILE, of.ranks_of(values, places)
+        m = _bucket_bits(codes.device).index_select(0, places)
         events = changes.abs().clamp_(max=MAX_EVENTS).to(torch.int64)
-        cells = of.cells
-        cell = _before(cells).index_select(0, tiles) + (ranks >> of.m)
-        numbers = _per_tile(cell, events, int(cells.sum()))
-        field = (((ranks & ((1 << of.m) - 1)) << 1) | (changes < 0)).to(torch.int32)
-        per_tile = _per_tile(tiles, events, len(cells))
-        return cls(of, numbers, tiles.repeat_interleave(events), field.repeat_interleave(events), per_tile)
+        cell = _before(cells.view(-1)).index_select(0, group) + (ranks >> m)
+        field = (((ranks & ((1 << m) - 1)) << 1) | (changes < 0)).to(torch.int32)
+        return cls(
+            of, _sums(cell, events, int(cells.sum())), group.repeat_interleave(events),
+            field.repeat_interleave(events), _sums(group, events, cells.numel()).view_as(cells),
+        )  # fmt: skip
 
     @property
     def unary_bits(self) -> Tensor:
-        """The bits of unary numbers in each tile, (t,), int64."""
-        return self.of.cells + self.per_tile
+        """The bits of unary numbers in each group, (s, t), int64."""
+        return self.of.cells + self.per_group
 
     @property
     def field_bits(self) -> Tensor:
-        """The bits of fields in each tile, (t,), int64."""
-        return self.per_tile * (self.of.m + 1)
+        """The bits of fields in each group, (s, t), int64."""
+        return self.per_group * (self.of.bits + 1)
 
     def ends(self, begins: Tensor) -> Tensor:
         """The places of the ones of all unary numbers, if those of a tile begin at `begins`, (t,)."""
-        shifts = begins - _before(self.unary_bits) - 1
-        return (self.numbers + 1).cumsum(0) + shifts.repeat_interleave(self.of.cells)
+        bits = self.unary_bits
+        shifts = (begins + _before(bits)).view(-1) - _before(bits.view(-1)) - 1
+        return (self.numbers + 1).cumsum(0) + shifts.repeat_interleave(self.of.cells.view(-1))
 
     def offsets(self, begins: Tensor) -> Tensor:
-        """Where the field of each event begins, (e,), int32, if those of a tile begin at `begins`, (t,)."""
-        return _offsets_of_events(self.tile, self.per_tile, self.of.m, begins)
-
-
-def _offsets_of_events(tile: Tensor, per_tile: Tensor, m: int, begins: Tensor) -> Tensor:
-    width = m + 1
-    index = torch.arange(len(tile), device=tile.device)
-    return (index * width + (begins - _before(per_tile) * width).index_select(0, tile)).to(torch.int32)
+        """Where the field of each event begins, (e,), int64, if those of a tile begin at `begins`, (t,)."""
+        widths = (self.of.bits + 1).expand_as(self.per_group).reshape(-1).index_select(0, self.group)
+        return _in_groups(widths, self.group, begins + _before(self.field_bits))
 
 
 class RunSizes(NamedTuple):
@@ -239,11 +281,12 @@ def write_runs(
         numel: the values that do not only fill up a tile.
     """
     run = _Written.of(form, Instructions.of(form, table, context, None, numel), folded, past)
-    is_long = run.sizes.words >= raw_words(form, numel, len(context), context.device)
-    is_long &= run.sizes.unary_bits > 0
+    sizes = run.sizes
+    is_long = (sizes.words >= raw_words(form, numel, len(context), context.device)) & (sizes.unary_bits > 0)
     if is_long.any():
         run = _Written.of(form, Instructions.of(form, table, context, is_long, numel), folded, past)
-    return run.words(form, patterns), run.sizes
+        sizes = run.sizes
+    return run.words(form, patterns, sizes), sizes
 
 
 def raw_words(form: PatternForm, numel: int, num_tiles: int, device: torch.device) -> Tensor:
@@ -261,12 +304,12 @@ class _Written(NamedTuple):
     escaped: Tensor
     """The values whose patterns follow, not those of raw tiles, (x,), int64."""
     unary_ends: Tensor
-    """Where the unary number of each Rice code ends in its tile, (t, TILE), int32; others end with the last one."""
+    """Where the unary number of each Rice code ends in its tile, (t, TILE), int64; others end with the last one."""
     field_ends: Tensor
-    """Where the field of each value ends in its tile, without events, (t, TILE), int32."""
+    """Where the field of each value ends in its tile, without events, (t, TILE), int64."""
     has_fields: bool
     """Whether others than the escaped have fields."""
-    events: list[_Events]
+    events: _Events | None
 
     @classmethod
     def of(cls, form: PatternForm, own: Instructions, folded: Tensor, past: Past) -> _Written:
@@ -274,48 +317,44 @@ class _Written(NamedTuple):
         turned = value * own.turn
         zigzag = (turned << 1) ^ (turned >> 31)
         quotients = (zigzag >> own.shift).clamp_(max=MAX_QUOTIENT)
-        unary_ends = (quotients + own.is_rice).cumsum(1, dtype=torch.int32)
-        escaped = [(quotients >> 4).view(-1).nonzero().view(-1)]  # only the largest one has this bit
-        events = []
-        if buckets := _buckets(own):
-            is_changed = folded * ((own.entry >> 4) & 1)  # codes of buckets have this bit
+        escaped = [_where_few(quotients >= MAX_QUOTIENT)]
+        unary_ends = quotients.add_(own.is_rice).cumsum(1)
+        buckets, events = _Buckets.of(own), None
+        if buckets.running:
+            is_changed = folded * (own.entry & BUCKETS)  # the bit that only their codes have
             changed = is_changed.view(-1).nonzero().view(-1)
             changes = folded.view(-1).index_select(0, changed)
-            codes = own.entry.view(-1).index_select(0, changed) & CODE
             escaped.append(changed[changes.abs() >= MAX_EVENTS])
-            for each in buckets:
-                is_own = codes == BUCKETS + each.m
-                events.append(_Events.written(each, changed[is_own], changes[is_own]))
+            codes = own.entry.view(-1).index_select(0, changed) & CODE
+            events = _Events.written(buckets, changed, codes, changes)
         raw = torch.cat(escaped)
         has_fields = bool(own.width.amax() > 0)
         own.width.view(-1).index_fill_(0, raw, form.bits)
-        return cls(own, zigzag, raw, unary_ends, own.width.cumsum(1, dtype=torch.int32), has_fields, events)
+        return cls(own, zigzag, raw, unary_ends, own.width.cumsum(1), has_fields, events)
 
     @property
     def sizes(self) -> RunSizes:
         """The sizes of both runs."""
-        unary, fields = self.unary_ends[:, -1].to(torch.int64), self.field_ends[:, -1].to(torch.int64)
-        for each in self.events:
-            unary, fields = unary + each.unary_bits, fields + each.field_bits
+        unary, fields = self.unary_ends[:, -1], self.field_ends[:, -1]
+        if self.events is not None:
+            unary, fields = unary + self.events.unary_bits.sum(0), fields + self.events.field_bits.sum(0)
         return RunSizes(unary, words_of(unary + fields))
 
-    def words(self, form: PatternForm, patterns: Tensor) -> Tensor:
+    def words(self, form: PatternForm, patterns: Tensor, sizes: RunSizes) -> Tensor:
         """Write both runs."""
-        sizes = self.sizes
         begins = sizes.begins
         writer = FieldWriter(int(sizes.words.sum()), begins.device)
         # a value without a Rice code writes nothing, where the last unary number ends, or before all of them
-        ends = (self.unary_ends + (begins - 1).to(torch.int32).unsqueeze(1)).view(-1).clamp_(min=0)
-        writer.write(self.own.is_rice.view(-1), ends)
+        ends = (self.unary_ends + (begins - 1).unsqueeze(1)).clamp_(min=0)
+        writer.write(self.own.is_rice.view(-1), ends.view(-1))
         begins = begins + self.unary_ends[:, -1]
-        for each in self.events:
-            ends = each.ends(begins).to(torch.int32)
+        if self.events is not None:
+            ends = self.events.ends(begins)
             writer.write(torch.ones_like(ends), ends)
-            begins = begins + each.unary_bits
-        for each in self.events:
-            writer.write(each.field, each.offsets(begins))
-            begins = begins + each.field_bits
-        offsets = (self.field_ends - self.own.width + begins.to(torch.int32).unsqueeze(1)).view(-1)
+            begins = begins + self.events.unary_bits.sum(0)
+            writer.write(self.events.field, self.events.offsets(begins))
+            begins = begins + self.events.field_bits.sum(0)
+        offsets = (self.field_ends - self.own.width).add_(begins.unsqueeze(1)).view(-1)
         follow = patterns.view(-1).index_select(0, self.escaped).to(torch.int32) & ((1 << form.bits) - 1)
         if not self.has_fields:
             writer.write(follow, offsets.index_select(0, self.escaped))
@@ -335,7 +374,7 @@ def _read_unary(words: Tensor, sizes: RunSizes, cells: Tensor) -> Tensor:
     """
     own_words = words_of(sizes.unary_bits)
     check_sizes((own_words <= sizes.words).all())
-    tile = torch.arange(len(cells), dtype=torch.int32, device=words.device).repeat_interleave(own_words)
+    tile = torch.arange(len(cells), device=words.device).repeat_interleave(own_words)
     index = torch.arange(len(tile), device=words.device)
     shifts = _before(sizes.words) - _before(own_words)
     unary = words.index_select(0, index + shifts.index_select(0, tile))
@@ -345,14 +384,13 @@ def _read_unary(words: Tensor, sizes: RunSizes, cells: Tensor) -> Tensor:
     masks = (1 << (sizes.unary_bits.index_select(0, mixed) & (WORD_BITS - 1))) - 1
     unary.index_copy_(0, last, unary.index_select(0, last) & masks.to(torch.int32))
 
-    octets = unary.view(torch.uint8).view(-1, 1)
-    bits = ((octets >> torch.arange(8, dtype=torch.uint8, device=words.device)) & 1).view(-1, WORD_BITS)
-    ones = bits.view(-1).cumsum(0, dtype=torch.int32).view(-1, WORD_BITS)
+    bits = bits_of_words(unary)
+    ones = bits.cumsum(0).view(-1, WORD_BITS)
     of_tiles = functional.pad(ones[:, -1], (1, 0)).index_select(0, functional.pad(ends, (1, 0)))
-    check_sizes(torch.equal(of_tiles.diff(), cells.to(torch.int32)))
-    cell = (ones - bits).add_(tile.unsqueeze(1))  # a zero counts for the one that follows
+    check_sizes(torch.equal(of_tiles.diff(), cells))
+    cell = ones.add_(tile.unsqueeze(1))  # a zero counts for the one that follows
     numbers = torch.zeros(int(cells.sum()) + len(cells), dtype=torch.int32, device=words.device)
-    return numbers.index_add_(0, cell.view(-1), (bits.view(-1) ^ 1).to(torch.int32))
+    return numbers.scatter_add_(0, cell.view(-1), (bits ^ 1).to(torch.int32))
 
 
 def read_runs(
@@ -382,27 +420,22 @@ def read_runs(
     """
     is_raw = sizes.is_raw
     own = Instructions.of(form, table, context, is_raw if is_raw.any() else None, numel)
-    buckets = _buckets(own)
-    ranks = own.is_rice.cumsum(1, dtype=torch.int32)
-    cells = torch.stack([ranks[:, -1].to(torch.int64), *(each.cells for each in buckets)], dim=1)
-    of_tile = cells.sum(1)
+    buckets = _Buckets.of(own)
+    ranks, bucket_cells = own.is_rice.cumsum(1, dtype=torch.int32), buckets.cells
+    of_tile = ranks[:, -1] + bucket_cells.sum(0)
     numbers = _read_unary(words, sizes, of_tile)
     begins = _before(of_tile + 1)
     places = (ranks - own.is_rice).add_(begins.to(torch.int32).unsqueeze(1))
     quotients = numbers.index_select(0, places.view(-1)).view_as(ranks).mul_(own.is_rice)
 
     words = functional.pad(words, (0, 2))
-    begins, field_begins = begins + cells[:, 0], sizes.begins + sizes.unary_bits
-    read: list[_Read] = []
-    for each in buckets:
-        read.append(_Read.of_size(each, numbers, begins, field_begins))
-        begins, field_begins = begins + each.cells, field_begins + read[-1].bits
-    ends_of_tiles = sizes.begins + WORD_BITS * sizes.words
-    check_sizes((field_begins <= ends_of_tiles).all())
-    changes = torch.zeros_like(quotients).view(-1)
-    escaped = [(quotients >> 4).view(-1).nonzero().view(-1)]
-    for of_size in read:
-        values = of_size.add_to(changes, words)
+    escaped = [_where_few(quotients >= MAX_QUOTIENT)]
+    changes, field_begins = torch.zeros_like(quotients).view(-1), sizes.begins + sizes.unary_bits
+    if buckets.running:
+        events = _Read.of_buckets(buckets, numbers, begins + ranks[:, -1] + _before(bucket_cells))
+        check_sizes((field_begins + events.bits.sum(0) <= sizes.begins + WORD_BITS * sizes.words).all())
+        values = events.add_to(changes, words, field_begins + _before(events.bits))
+        field_begins = field_begins + events.bits.sum(0)
         escaped.append(values[changes.index_select(0, values).abs() >= MAX_EVENTS])
 
     follow, has_fields = torch.cat(escaped), bool(own.width.amax() > 0)
@@ -426,35 +459,35 @@ def read_runs(
 
 
 class _Read(NamedTuple):
-    """The events of buckets of one size, before their fields are read."""
+    """The events of buckets before their fields are read."""
 
     of: _Buckets
-    tile: Tensor
-    """The tile of each event, (e,), int64, ascending."""
+    group: Tensor
+    """The group of each event, (e,), int64, ascending."""
     bucket: Tensor
-    """The place of its bucket among those of its tile, (e,), int64."""
-    offsets: Tensor
-    """Where its field begins, (e,), int32."""
+    """The place of its bucket in the group, (e,), int64."""
     bits: Tensor
-    """The bits of fields in each tile, (t,), int64."""
+    """The bits of fields in each group, (s, t), int64."""
 
     @classmethod
-    def of_size(cls, of: _Buckets, numbers: Tensor, begins: Tensor, field_begins: Tensor) -> _Read:
-        """Take the unary numbers of buckets, those of a tile from `begins` on, (t,), and its fields."""
-        cells = of.cells
-        tile = torch.arange(len(cells), device=numbers.device).repeat_interleave(cells)
-        bucket = torch.arange(len(tile), device=numbers.device) - _before(cells).index_select(0, tile)
-        events = numbers.index_select(0, bucket + begins.index_select(0, tile)).to(torch.int64)
-        per_tile = _per_tile(tile, events, len(cells))
-        tile, bucket = tile.repeat_interleave(events), bucket.repeat_interleave(events)
-        offsets = _offsets_of_events(tile, per_tile, of.m, field_begins)
-        return cls(of, tile, bucket, offsets, per_tile * (of.m + 1))
+    def of_buckets(cls, of: _Buckets, numbers: Tensor, begins: Tensor) -> _Read:
+        """Take the unary numbers of buckets, those of a group from `begins` on, (s, t)."""
+        cells = of.cells.view(-1)
+        group = torch.arange(len(cells), device=numbers.device).repeat_interleave(cells)
+        bucket = torch.arange(len(group), device=numbers.device) - _before(cells).index_select(0, group)
+        events = numbers.index_select(0, bucket + begins.view(-1).index_select(0, group)).to(torch.int64)
+        bits = _sums(group, events, len(cells)).view_as(begins) * (of.bits + 1)
+        return cls(of, group.repeat_interleave(events), bucket.repeat_interleave(events), bits)
 
-    def add_to(self, changes: Tensor, words: Tensor) -> Tensor:
-        """Read the fields, add the events to the changes of values, (v,), and return which values these are, (e,)."""
-        events = read_fields(words, self.of.m + 1, self.offsets)
-        rank = (self.bucket << self.of.m) + (events >> 1)
-        check_sizes((rank < self.of.counts.index_select(0, self.tile)).all())
-        values = self.of.values_at(self.tile, rank)
+    def add_to(self, changes: Tensor, words: Tensor, begins: Tensor) -> Tensor:
+        """Read the fields, which begin at `begins`, (s, t), and add the events to the changes of values, (v,).
+
+        Returns which values these are, (e,).
+        """
+        m = self.of.bits.expand_as(begins).reshape(-1).index_select(0, self.group)
+        events = read_fields(words, (m + 1).to(torch.int32), _in_groups(m + 1, self.group, begins))
+        rank = (self.bucket << m) + (events >> 1)
+        check_sizes((rank < self.of.counts.view(-1).index_select(0, self.group)).all())
+        values = self.of.values_at(self.group, rank)
         changes.index_add_(0, values, 1 - 2 * (events & 1))
         return values

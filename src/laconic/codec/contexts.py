@@ -99,7 +99,7 @@ def scales_of(moved: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
     A level is 0 if nothing has changed, else, from 1, log2 of the block's sum of steps, less the base.
     """
     sizes, exponents = moved.abs().view(-1, BLOCK), exponents.view(-1, BLOCK)
-    top = exponents.amax(1).to(torch.int32)
+    top = exponents.amax(1)
     steps = (sizes << STEP_BITS) >> (top.unsqueeze(1) - exponents).clamp_(max=30)
     total = steps.clamp_(max=MAX_STEP).sum(1, dtype=torch.int32)
     is_changed = (sizes.amax(1) > 0).view(-1, TILE // BLOCK)
@@ -113,7 +113,9 @@ def contexts_of(exponents: Tensor, levels: Tensor, base: Tensor, past: Past, num
     """The context of each value, (t, TILE), int32; those from `numel` on, which only fill up a tile, are idle."""
     scales = (levels + base.unsqueeze(1)).view(-1, 1)
     classes = (scales - exponents.view(-1, BLOCK)).clamp_(0, CLASSES - 1)
-    context = classes.mul_(RANKS).view_as(exponents).add_(past.rank)
+    context = classes.mul_(RANKS).view_as(exponents)
+    if not isinstance(past.rank, int):
+        context += past.rank
     context = context.view(-1, BLOCK).clamp_(min=((levels == 0) * IDLE).view(-1, 1)).view_as(exponents)
     context.view(-1)[numel:] = IDLE
     return context

@@ -157,7 +157,7 @@ def _decoded(form: PatternForm, held: Tensor, payload: Tensor, last: Tensor | No
     check_sizes(len(payload) == begin + 4 * int(head.sizes.words.sum()))
     old, past = in_tiles(form.patterns(held)), past_of(last)
     levels = functional.pad(head.levels, (0, -len(head.levels) % (TILE // BLOCK))).view(len(old), -1)
-    context = contexts_of(form.exponents(old), levels, head.base, past, numel)
+    context = contexts_of(form.exponents(old).to(torch.int32), levels, head.base, past, numel)
     words = payload[begin:].clone().view(torch.int32)
     patterns = read_runs(form, head.table, context, form.numbers(old), words, head.sizes, past, numel)
     return patterns.view(-1)[:numel]
@@ -224,7 +224,7 @@ def _difference(
     Shapes: contexts and differences (t, TILE); the levels of scales (t, blocks), above bases (t,).
     """
     old, numel, past = in_tiles(form.patterns(held)), form.numel(held), past_of(last)
-    exponents = form.exponents(old)
+    exponents = form.exponents(old).to(torch.int32)
     moved = form.numbers(patterns).to(torch.int32) - form.numbers(old)
     levels, base = scales_of(moved, exponents)
     context = contexts_of(exponents, levels, base, past, numel)
