@@ -24,8 +24,8 @@ from tests.kernels.interpreted import Launches, on_device
 from tests.support.patterns import DTYPES, WILD, bits_of, form_of, random_patterns, trained
 
 KERNELS = ("_sample", "_choose", "_write", "_lay_out", "_gather", "_find", "_read")
-_SHORT, _LONG = TILE + 1030, 4 * TILE + 78
-"""A tile that is not full, and two tiles in the sample."""
+_SHORT, _LONG = TILE + 1030, 8 * TILE + 78
+"""A tile that is not full, and nine tiles, of which every second is in the sample."""
 
 Versions = tuple[Tensor, Tensor, Tensor | None]
 """Held values, new ones, and the last differences."""
@@ -70,7 +70,7 @@ def _both() -> Iterator[tuple[str, bool]]:
 def _pieces() -> Iterator[tuple[str, bool]]:
     """Messages of several pieces, decoded in place."""
     with mock.patch.object(lossless, "HOST_PIECE_NUMEL", 2 * TILE):
-        _, held, new = trained("bfloat16", _LONG, 1e-4)
+        _, held, new = trained("bfloat16", 2 * TILE + _SHORT, 1e-4)
         message, copy = encode_in_pieces(held, new), held.clone()
         with ExitStack() as stack:
             on_device(stack)

@@ -158,7 +158,7 @@ def _choose(form: Form, known: list[Known], moved: list[int], has_last: bool) ->
     """The entries of contexts that are not the default, by a sample of the tiles."""
     plain: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
     rests: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
-    stride = isqrt(-(-len(known) // TILE))
+    stride = (isqrt(-(-len(known) // TILE)) + 1) // 2
     for i, (own, difference) in enumerate(zip(known, moved, strict=True)):
         if own.context is not None and i // TILE % stride == 0:
             plain[own.context][difference * own.sign] += 1

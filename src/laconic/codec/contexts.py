@@ -58,8 +58,8 @@ def in_tiles(values: Tensor) -> Tensor:
 
 
 def sample_stride(num_tiles: int) -> int:
-    """Every so many tiles the first is in the sample by which codes are chosen: as many as between two of them."""
-    return max(1, math.isqrt(num_tiles))
+    """Of every so many tiles the first is in the sample by which codes are chosen, so of t tiles some 2 sqrt(t)."""
+    return (math.isqrt(num_tiles) + 1) // 2
 
 
 class Past(NamedTuple):

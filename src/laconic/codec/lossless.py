@@ -13,7 +13,7 @@ the last place (ulps) or not at all, so the owner sends that. Both sides know mu
 
 A class and a rank make a context. Nothing else about a value is known, so values of one context share one code, which
 the payload's table names in a byte. It is chosen by a histogram of each context, whose bits are counted for every code.
-Of t tiles of 4,096 values some sqrt(t) are counted; contexts that are rare there have a default, and no byte.
+Of t tiles of 4,096 values some 2 sqrt(t) are counted; contexts that are rare there have a default, and no byte.
 
     Rice k      k low bits of the zigzag number of the difference, and the rest as a unary number. The table says, too,
                 whether 0.9 times the last difference is taken off first, and which sign comes first in the zigzag.
