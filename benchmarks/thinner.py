@@ -54,7 +54,7 @@ def _table(bench: Bench) -> str:
 
 
 def _save(record: Record, bench: Bench) -> None:
-    record.save(more=["The runs of the latest command:", _table(bench), LEGEND])
+    record.save(more=["The runs of the latest command:", _table(bench), LEGEND] if bench.results else [])
 
 
 BENCHMARK = Benchmark(
