@@ -212,7 +212,7 @@ class Inner:
         return [*self.values.values(), *self._averages.values(), *states]
 
     def _kept(self) -> list[Tensor]:
-        """What a step changes, for islands that take none; empty if all take each."""
+        """Copies of the tensors that a step changes, for islands that skip it; empty if no island skips steps."""
         return [] if self._speeds is None else [each.clone() for each in self._states()]
 
     def _undo(self, before: list[Tensor]) -> None:

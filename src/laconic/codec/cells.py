@@ -87,7 +87,7 @@ class Instructions(NamedTuple):
 
 @kept
 def _instructions(pattern_bits: int, device: torch.device) -> Tensor:
-    """What follows from each entry of a table, beside it in one number, (128,), int32."""
+    """Each entry of a table together with its shift, width and sign, packed into one number, (128,), int32."""
     entry = torch.arange(128, dtype=torch.int32, device=device)
     code = entry & CODE
     is_rice = (code < RICE_CODES).to(torch.int32)
@@ -155,7 +155,7 @@ def _bucket_bits(device: torch.device) -> Tensor:
 
 @kept
 def _lanes(device: torch.device) -> Tensor:
-    """What each code adds to the running counts of the sizes in a lane, (lanes, 32), int64."""
+    """The number that each code adds to the running counts of the sizes in a lane, (lanes, 32), int64."""
     lanes = torch.zeros(-(-len(BUCKET_BITS) // _LANE), CODE + 1, dtype=torch.int64)
     for place, m in enumerate(BUCKET_BITS):
         lanes[place // _LANE, BUCKETS + m] = 1 << (_COUNT_BITS * (place % _LANE))

@@ -191,7 +191,7 @@ def _bucket_bits(place):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _by_block(of_blocks):  # type: ignore[no-untyped-def]
-    """What each value of a tile has from its block."""
+    """The number of its block, for each value of a tile."""
     return tl.reshape(of_blocks[:, None] + tl.zeros((_BLOCKS, _BLOCK), tl.int32), (_TILE,))
 
 

@@ -3,9 +3,10 @@
 [Note: Lengths that vary]
 A receiver must know beforehand how many bytes come. The length of a coded message is known when coding ends, and to its
 sender alone. To agree on it would take a trip. But a message is about as long as the last one of its sender, whose
-length all ranks have read. So each rank sends as many bytes as that was long, and 1 / 32 more. The length of the new
-message stands in its first bytes, before what fits of it. What does not fit follows in a second transfer. All ranks
-begin that alike, as all have read all lengths. Of a first message nothing is known, so all of it follows.
+length all ranks have read. So each rank sends as many bytes as the last message had, and 1 / 32 more. The first bytes
+of a message are its length. If a message is longer than the bytes that are sent, the others follow in a second
+transfer. All ranks begin that alike, as all have read all lengths. Of a first message no rank knows the length, so only
+its head is in the first transfer.
 
 Ranks must know the same lengths. An exception on one rank may end this between two messages. Then all begin anew, by
 `forget`, before the next one: the caller agrees on that.

@@ -1,6 +1,6 @@
 """`laconic publish`: look at a folder of published versions, verify it, or squash it.
 
-The options are read before torch is imported, so that a mistake in them is told at once.
+The command reads its options before it imports torch, so it reports a wrong option at once.
 """
 
 from __future__ import annotations

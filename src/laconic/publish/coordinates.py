@@ -30,7 +30,7 @@ class CheckpointContents:
     buffers: frozenset[str] = frozenset()
     """The names of buffers, which may differ from rank to rank."""
     addends: Mapping[str, Addends] = field(default_factory=dict)
-    """What is added to some of them."""
+    """The products of adapters to add to some tensors, by the tensors' names."""
     model: nn.Module | None = None
     """The model whose names those are, if folders of the hub may have others."""
 

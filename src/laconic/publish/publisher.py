@@ -72,7 +72,7 @@ def _dtype_name(dtype: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishPolicy(Policy):
-    """What versions have, and how many are kept."""
+    """The contents of versions, and the number of versions that are kept."""
 
     dtype: DtypeName = option("bfloat16", of=_dtype_name)
     """The dtype of floating-point tensors, also as a `torch.dtype`."""
@@ -99,7 +99,7 @@ class PublishPolicy(Policy):
 
 
 class PublishedCopy(StrEnum):
-    """What readers know of the copies of this publisher: [Note: The copy published last] in shares.py."""
+    """Whether readers can have the values in this publisher's copies: [Note: The copy published last] in shares.py."""
 
     NONE = "none"
     """There is no copy yet, or it is of another division: the next version is whole."""
@@ -242,7 +242,7 @@ class Publisher:
         return [own, mark, last]
 
     def _holdings(self, contents: CheckpointContents) -> dict[str, Holding]:
-        """What this rank holds of each tensor that is published."""
+        """The part that this rank holds of each published tensor."""
         tensors = _checked(contents.tensors)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if self._runs is None or self._runs[0] != shapes:  # with stacked experts they are thousands
@@ -377,7 +377,7 @@ class Publisher:
 
 @dataclass(kw_only=True)
 class _Head:
-    """What is known of a version before it is written."""
+    """The facts about a version that are known before it is written."""
 
     version: int
     base: int | None

@@ -45,7 +45,7 @@ class HeldRegion(NamedTuple):
     view: Tensor
     """Its elements, in any shape of as many."""
     addends: Addends | None = None
-    """What is added to them."""
+    """The products of adapters that are added to the elements."""
 
     @property
     def place(self) -> Place:
@@ -69,7 +69,7 @@ class HeldRegion(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What this rank publishes of one region that it holds."""
+    """The elements of one region that this rank publishes, of those that it holds."""
 
     region: int
     """The region's index among those that this rank holds of the tensor."""
@@ -88,7 +88,7 @@ class Holding:
     is_buffer: bool = False
 
     def run(self, start: int, shape: tuple[int, ...]) -> Holding:
-        """What this rank holds of another tensor, which is a run of the flattened one from `start`.
+        """The part that this rank holds of another tensor, which is a run of the flattened one from `start`.
 
         Raises:
             PublishError: the rank holds a box, which no run is part of.

@@ -1,4 +1,4 @@
-"""What one rank publishes: the copy that was published last, and what has changed since.
+"""The elements that one rank publishes: the copy that was published last, and the changes since.
 
 [Note: The copy published last]
 A rank holds, in host memory, the bits that it has published of its shares: [Note: Who publishes an element] in
@@ -36,7 +36,7 @@ _ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class TensorShare:
-    """What one rank writes of one tensor."""
+    """The part of one tensor's version that one rank writes."""
 
     before: int
     """Its share in the digest of the tensor in the last version."""

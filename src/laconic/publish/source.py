@@ -32,7 +32,7 @@ class VanishedError(PublishError):
 
 @dataclass(frozen=True, kw_only=True)
 class Registration:
-    """What a reader tells: [Note: Registered readers]."""
+    """The news of a reader: [Note: Registered readers]."""
 
     version: int | None
     """The version that it has; None for none, or one that nobody published."""
@@ -113,7 +113,7 @@ class FolderSource:
         write_text(self.folder / READERS / f"{reader}.json", json.dumps(asdict(registration)), durable=False)
 
     def registrations(self) -> dict[str, Registration]:
-        """What readers have told, by name. What is unreadable is left out."""
+        """The registrations of readers, by their names. An unreadable file is left out."""
         found = {}
         for path in sorted((self.folder / READERS).glob("*.json")):
             try:

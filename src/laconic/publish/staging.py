@@ -266,6 +266,6 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _memory(tensor: Tensor) -> tuple[object, ...]:
-    """What tensors share that are tied. Empty ones share nothing."""
+    """The key that tied tensors share. Each empty tensor has a key of its own."""
     place = tensor.data_ptr() if math.prod(tensor.shape) else id(tensor)
     return place, tensor.shape, tensor.stride(), tensor.dtype

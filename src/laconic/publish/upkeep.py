@@ -29,7 +29,7 @@ _MAX_FILE_BYTES = 1 << 30
 
 
 class VersionVerdict(NamedTuple):
-    """What `verify` has found of one version."""
+    """The finding of `verify` about one version."""
 
     version: int
     problem: str

@@ -225,11 +225,11 @@ class Wire(Policy):
     def for_optimizer(self, name: str) -> Wire:
         """The policy under an optimizer of this name.
 
-        Muon and Shampoo enlarge small directions of a gradient, and what a codec has lost with them. So for them the
-        words "4bit", "lossless-4bit" and "lossless-2bit" send gradients in eight bits; a policy that was given as an
-        object or a table is followed as it is.
+        Muon and Shampoo enlarge small directions of a gradient, and the codec's error with them. So for them a word
+        whose gradients have four bits or fewer sends them in eight; a policy that was given as an object or a table is
+        followed as it is.
         """
-        is_changed = self.word in ("4bit", "lossless-4bit", "lossless-2bit") and name in ("muon", "shampoo")
+        is_changed = self.word is not None and self.rotates_gradients and name in ("muon", "shampoo")
         return dataclasses.replace(self, gradients="int8") if is_changed else self
 
     def warn_of_one_node(self, ranks: str, remedy: str) -> None:
@@ -379,8 +379,8 @@ class ShardPolicy(Policy):
     """The bits in which weights and gradients cross between nodes: "exact"; "8bit" or "4bit", which round both;
     "lossless", which sends weights of bf16 in some 3 bits without loss; "lossless-4bit" or "lossless-2bit", which round
     gradients alone. All but "exact" need a cache. Or a table with the fields of `laconic.Wire`, such as
-    { weights = "exact", gradients = "int4" }. With Muon and Shampoo "4bit" and "2bit" send gradients in eight bits.
-    Default: exact."""
+    { weights = "exact", gradients = "int4" }. With Muon and Shampoo the words for four and two bits send gradients in
+    eight. Default: exact."""
     precision: Precision = Precision()
     reshard_after_forward: bool | None = None
     """Free gathered parameters after forward and gather them again in backward. Default: yes, the root too."""
