@@ -48,6 +48,7 @@ PROGRAMS = Watch(arguments=("-m", "tests.rehearse.programs"))
 WATCHES = (
     PROGRAMS,
     _in_interpreter("tests.kernels.interpreted"),
+    _in_interpreter("tests.kernels.lossless"),
     _in_interpreter("tests.kernels.chosen"),
     watched_tests(
         "tests/rehearse/test_accelerator.py",
