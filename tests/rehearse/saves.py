@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from laconic.checkpoint import AsyncSaver
+from laconic.checkpoint import AsyncSaver, asynchronous
 from laconic.checkpoint.asynchronous import SnapshotPlanner
 from tests.rehearse.engine import Program, adapt, training
 
@@ -27,7 +27,7 @@ def saver() -> Iterator[AsyncSaver]:
     own = dist.new_group([dist.get_rank()], backend="fake")
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(dist, "new_group", mock.Mock(return_value=own)),
+        mock.patch.object(asynchronous, "new_host_group", return_value=own),
         mock.patch.object(SnapshotPlanner, "create_global_plan", lambda self, plans: (plans, Metadata({}))),
         AsyncSaver(folder) as made,
     ):

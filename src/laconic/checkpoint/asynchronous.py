@@ -17,17 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
-from laconic import _compat
 from laconic.checkpoint.api import Contents, check_keep, write
 from laconic.checkpoint.commit import CheckpointError
 from laconic.comm.agreement import RankGroup
-from laconic.comm.groups import destroy_with
+from laconic.comm.groups import destroy_with, new_host_group
 from laconic.comm.launch import initialized_accelerator
 from laconic.comm.watch import waiting_for
 from laconic.islands.local_steps import LocalSteps
@@ -54,9 +52,8 @@ class AsyncSaver:
         """Make a process group for the saver, so all ranks call it. The arguments are those of `save_checkpoint`."""
         check_keep(keep)
         self.folder, self.keep = Path(folder), keep
-        world = dist.group.WORLD
         with waiting_for("the process group of an AsyncSaver"):
-            group = None if world is None else dist.new_group(timeout=_compat.timeout_of(world), backend="gloo")
+            group = new_host_group()
         destroy_with(self, [] if group is None else [group])
         self._ranks = RankGroup(group, error=CheckpointError)
         self._memory = HostMemory()
