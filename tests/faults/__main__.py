@@ -5,8 +5,9 @@
     python -m tests.faults --quick                    a small fixed sample of each, printed only
 
 A campaign is a function that `campaign_row` registers. The suite runs a small fixed sample of the same code. RESULTS.md
-has four sections: `trust` has faults from outside, `device` what an accelerator would show, `mend` every member of a
-class of defects that was mended, and `parity` random programs beside the same programs without laconic.
+has five sections: `trust` has faults from outside, `device` what an accelerator would show, `mend` every member of a
+class of defects that was mended, `parity` random programs beside the same programs without laconic, and `publish` what
+befalls published weights.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ from tests.faults import (  # isort: skip  # noqa: F401
     wrong_key,
     accelerate_scripts,
     parity,
+    published_damage,
+    published_kills,
 )
 from tests.faults.bench import BENCHMARK
 

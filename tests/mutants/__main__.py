@@ -33,7 +33,7 @@ from tests.mutants.mutation import Mutant, mutants
 from tests.support import launch
 
 _ROOT = Path(__file__).parents[2]
-_SHARES = {"codec": 30, "layout": 25, "store": 15, "islands": 25, "cyclic": 35, "shard": 40}
+_SHARES = {"codec": 30, "layout": 25, "store": 15, "islands": 25, "cyclic": 35, "shard": 40, "publish": 30}
 """The mutants that are drawn of each room."""
 _NEAREST = {
     "codec": "codec/test_codecs codec/test_dynamic_map codec/test_fused optim/test_adamw8bit",
@@ -84,6 +84,11 @@ _NEAREST = {
     "shard/room": "shard/test_room",
     "shard/grad": "shard/test_cleared shard/test_autograd shard/test_reduce",
     "shard/policies": "shard/test_errors shard/test_mixed_precision shard/test_crossing shard/test_api",
+    "publish": "publish/test_format publish/test_reader publish/test_publisher publish/test_upkeep",
+    **dict.fromkeys(("publish/http_source", "publish/serving"), "publish/test_http"),
+    "publish/announcing": "publish/test_announcing",
+    "publish/together": "publish/test_together",
+    "publish/coordinates": "publish/test_publisher publish/test_exports",
 }
 """The tests that run for the mutants of a room, or of one module of it, those first that notice most for their time."""
 _AT_LEAST, _TEST_S, _MUTANT_S = 97, 60, 1500  # percent killed; seconds of one test, and of all tests of one mutant
@@ -257,7 +262,7 @@ def _report(chosen: list[Mutant], known: dict[str, str], *, record: bool) -> int
         by_time = sum(known[mutant.key] == "time" for mutant in chosen)
         row = Row(
             key="mutants",
-            claim="mutants of engine, codecs, layouts, store, islands and cyclic that the nearest tests kill",
+            claim="mutants of engine, codecs, layouts, store, islands, cyclic and publish that the nearest tests kill",
             required=f">= 150 tried, >= {_AT_LEAST} % of those that change something killed, the rest explained",
             measured=f"{killed} of {len(chosen)}, {percent:.1f} %; {len(unexplained)} unexplained",
             is_met=len(chosen) >= 150 and percent >= _AT_LEAST and not unexplained,

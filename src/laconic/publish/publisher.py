@@ -28,10 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from laconic import _compat
 from laconic.comm.agreement import RankGroup
 from laconic.comm.entries import typed
-from laconic.comm.groups import destroy_with
+from laconic.comm.groups import destroy_with, new_host_group
 from laconic.comm.watch import waiting_for
 from laconic.hf.hub_names import FolderRun
 from laconic.islands.local_steps import LocalSteps
@@ -110,7 +109,7 @@ class PublishedCopy(StrEnum):
 
 
 class Publisher:
-    """Publishes versions of a model's weights into a folder. All ranks make it and call the same methods.
+    """Publishes versions of a model's weights into a folder. All its ranks make it and call the same methods.
 
         publisher = Publisher(model, "/shared/weights", base_every=50)
         for step in range(steps):
@@ -127,6 +126,7 @@ class Publisher:
         model: the model.
         to: a folder that all ranks share. It has nothing else in it.
         local_steps: the model's `LocalSteps`, if there are islands: what they last agreed on is published.
+        group: the process group of the ranks that hold the model. Default: all ranks.
         run: a name of the run. Give it again to go on in the same folder. Default: a name of its own.
         policy: see `PublishPolicy`.
         keys: other values of fields of the policy, such as `dtype=torch.bfloat16, keep=4`.
@@ -144,6 +144,7 @@ class Publisher:
         to: str | Path,
         *,
         local_steps: LocalSteps | None = None,
+        group: dist.ProcessGroup | None = None,
         run: str | None = None,
         policy: PublishPolicy | None = None,
         **keys: Any,
@@ -151,11 +152,10 @@ class Publisher:
         self.policy = with_keys(policy or PublishPolicy(), **keys)
         self.folder = Path(to)
         self._model, self._local_steps = model, local_steps
-        world = dist.group.WORLD
         with waiting_for("the process group of a Publisher"):
-            group = None if world is None else dist.new_group(timeout=_compat.timeout_of(world), backend="gloo")
-        destroy_with(self, [] if group is None else [group])
-        self._ranks = RankGroup(group, error=PublishError)
+            own = new_host_group(group)
+        destroy_with(self, [] if own is None else [own])
+        self._ranks = RankGroup(own, error=PublishError)
         begun = self._ranks.on_rank_0(lambda: self._begin_run(run), f"cannot publish into {self.folder}")
         self.run: str = begun[0]
         self._mark: str = begun[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,11 @@ from torch.distributed.tensor import DTensor
 from laconic.checkpoint import state
 from laconic.hf.hub_names import FolderRun
 from laconic.publish.coordinates import contents_of, in_folder
+from laconic.publish.http_source import HttpSource
 from laconic.publish.source import FolderSource, Registration, VanishedError, VersionSource, check_reader_name
 from laconic.publish.staging import StagedTensor, check_fit, digests_of, stage_version
 from laconic.publish.versions import Kind, Names, PublishError, VersionManifest
+from laconic.store.folder import FileRecord
 
 _T = TypeVar("_T")
 _ATTEMPTS = 5
@@ -26,11 +29,26 @@ _ATTEMPTS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Step:
+class ReadStep:
     """One version on the way to the newest, and the kind of parts that are read of it."""
 
     manifest: VersionManifest
     kind: Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatePlan:
+    """The way of a model to the newest version."""
+
+    newest: VersionManifest
+    path: tuple[ReadStep, ...]
+    own: Mapping[str, Tensor]
+    """The model's tensors, by their published names; empty for an engine that holds them in other forms."""
+    digests: Mapping[str, str]
+
+    def files(self) -> list[tuple[int, FileRecord]]:
+        """The files to read, each with its version, in order."""
+        return [(step.manifest.version, record) for step in self.path for record in step.manifest.files_of(step.kind)]
 
 
 class WeightPatch(NamedTuple):
@@ -58,7 +76,7 @@ class Reader:
     Nothing is applied before all of it is there and every digest is right.
 
     Args:
-        source: the publisher's folder, or any other `VersionSource`.
+        source: the publisher's folder; the address of `laconic publish serve`; or any other `VersionSource`.
         name: a name that no other reader has. Then the publisher keeps the versions that this reader still needs.
         run: the name of the run to read. Default: that of the first version it reads; another one is refused later.
     """
@@ -66,7 +84,7 @@ class Reader:
     def __init__(self, source: VersionSource | str | Path, *, name: str | None = None, run: str | None = None) -> None:
         if name is not None:
             check_reader_name(name)
-        self.source: VersionSource = FolderSource(source) if isinstance(source, str | Path) else source
+        self.source: VersionSource = source_of(source) if isinstance(source, str | Path) else source
         self.name, self.run = name, run
         self.version: int | None = None
         """The version that was read last; None before the first."""
@@ -95,6 +113,16 @@ class Reader:
         """
         return sum(version > (self.version or 0) for version in self.source.versions())
 
+    def wait(self, timeout_s: float = math.inf, *, poll_s: float = 0.2) -> bool:
+        """Wait for a version newer than the last one that was read, and return whether there is one.
+
+        Raises: see `VersionSource.versions`.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while not (is_behind := self.num_behind() > 0) and time.monotonic() < deadline_s:
+            time.sleep(min(poll_s, max(0.0, deadline_s - time.monotonic())))
+        return is_behind
+
     def patches(self, since: int | None = None) -> Iterator[WeightPatch]:
         """Yield what has changed since a version, tensor by tensor, for engines that hold tensors in other forms.
 
@@ -120,24 +148,36 @@ class Reader:
     # -- an update -----------------------------------------------------------------------------------------------------
 
     def _update(self, model: nn.Module | Mapping[str, Tensor]) -> int:
+        plan = self.plan(model)
+        return self.apply(plan, self.stage(plan))
+
+    def plan(self, model: nn.Module | Mapping[str, Tensor]) -> UpdatePlan:
+        """The first third of `update`: find out what the model holds, and which files lead to the newest version."""
         newest = self._newest()
         tensors = tensors_to_fill(model, newest.names)
         check_fit(newest.tensors, tensors, f"version {newest.version}")
         own = {each.name: tensors[each.name] for each in newest.tensors}
         digests = digests_of(own)
         path = self._path(newest, lambda manifest: manifest.digests == digests)
-        self._register(tuple(step.manifest.version for step in path), self.version)
-        staged = self._staged(newest, path, own, digests)
+        return UpdatePlan(newest=newest, path=path, own=own, digests=digests)
+
+    def stage(self, plan: UpdatePlan) -> dict[str, StagedTensor]:
+        """The second third of `update`: read the files, and check every digest. Nothing is applied."""
+        self._register(tuple(step.manifest.version for step in plan.path), self.version)
+        return self._staged(plan)
+
+    def apply(self, plan: UpdatePlan, staged: Mapping[str, StagedTensor]) -> int:
+        """The last third of `update`: change the model. Returns the number of the version."""
         for each in staged.values():
             each.apply()
-        self._has(newest)
-        return newest.version
+        self._has(plan.newest)
+        return plan.newest.version
 
     def _changes(self, since: int | None) -> tuple[VersionManifest, list[StagedTensor]]:
         newest = self._newest()
         path = self._path(newest, lambda manifest: manifest.version == since)
         self._register(tuple(step.manifest.version for step in path), since)
-        return newest, list(self._staged(newest, path, {}, {}).values())
+        return newest, list(self._staged(UpdatePlan(newest=newest, path=path, own={}, digests={})).values())
 
     @staticmethod
     def _retried(action: Callable[[], _T]) -> _T:
@@ -165,23 +205,23 @@ class Reader:
             )
         return newest
 
-    def _path(self, newest: VersionManifest, is_held: Callable[[VersionManifest], bool]) -> list[_Step]:
+    def _path(self, newest: VersionManifest, is_held: Callable[[VersionManifest], bool]) -> tuple[ReadStep, ...]:
         """The versions to read, in order: patches from the one that is held, or whole values and the patches since.
 
         Raises:
             PublishError: neither leads to the newest.
         """
-        patches: list[_Step] = []
-        from_whole: list[_Step] | None = None
+        patches: list[ReadStep] = []
+        from_whole: list[ReadStep] | None = None
         manifest, patch_bytes, whole_bytes = newest, 0, 0
         why = ""
         while not is_held(manifest):
             if manifest.is_whole and from_whole is None:
-                from_whole = [_Step(manifest=manifest, kind="whole"), *patches]
+                from_whole = [ReadStep(manifest=manifest, kind="whole"), *patches]
                 whole_bytes = patch_bytes + manifest.nbytes("whole")
             if manifest.base is None or (from_whole is not None and patch_bytes > whole_bytes):
                 break
-            patches.insert(0, _Step(manifest=manifest, kind="patch"))
+            patches.insert(0, ReadStep(manifest=manifest, kind="patch"))
             patch_bytes += manifest.nbytes("patch")
             try:
                 manifest = self._before(manifest, newest)
@@ -190,13 +230,13 @@ class Reader:
                 break
         else:
             if from_whole is None or patch_bytes <= whole_bytes:
-                return patches
+                return tuple(patches)
         if from_whole is None:
             raise PublishError(
                 f"no whole values lead to version {newest.version} of {self.source}{why}; nothing was applied. Let the "
                 "publisher write whole values again"
             )
-        return from_whole
+        return tuple(from_whole)
 
     def _before(self, manifest: VersionManifest, newest: VersionManifest) -> VersionManifest:
         """The manifest of the version that a patch applies to. Raises: PublishError if it does not fit."""
@@ -207,14 +247,14 @@ class Reader:
             raise PublishError(f"version {manifest.version} is no patch of version {before.version} of this run")
         return before
 
-    def _staged(
-        self, newest: VersionManifest, path: list[_Step], own: Mapping[str, Tensor], digests: Mapping[str, str]
-    ) -> dict[str, StagedTensor]:
-        """Read all that leads to the newest version, and check it."""
-        staged = {each.name: StagedTensor(each, own.get(each.name), digests.get(each.name)) for each in newest.tensors}
-        for step in path:
+    def _staged(self, plan: UpdatePlan) -> dict[str, StagedTensor]:
+        staged = {
+            each.name: StagedTensor(each, plan.own.get(each.name), plan.digests.get(each.name))
+            for each in plan.newest.tensors
+        }
+        for step in plan.path:
             self.bytes_read += stage_version(self.source, step.manifest, step.kind, staged)
-        for each in newest.tensors:
+        for each in plan.newest.tensors:
             staged[each.name].check(each.after)
         return staged
 
@@ -225,6 +265,11 @@ class Reader:
     def _register(self, reading: tuple[int, ...], version: int | None) -> None:
         if self.name is not None:
             self.source.register(self.name, Registration(version=version, reading=reading))
+
+
+def source_of(place: str | Path) -> VersionSource:
+    """The source at an address with http or https, or of a folder. Raises: PublishError for a wrong address."""
+    return HttpSource(str(place)) if str(place).startswith(("http://", "https://")) else FolderSource(place)
 
 
 def tensors_to_fill(model: nn.Module | Mapping[str, Tensor], names: Names) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 from laconic.comm.entries import EntryError, parse, typed
 from laconic.publish.versions import MANIFEST, VERSION_NAME, PublishError, VersionManifest, version_name
@@ -23,7 +23,7 @@ from laconic.store.folder import DamagedError, FileRecord
 
 READERS = "readers"
 _READER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-_MOST_BYTES = 1 << 16
+MOST_REGISTRATION_BYTES = 1 << 16
 
 
 class VanishedError(PublishError):
@@ -38,6 +38,15 @@ class Registration:
     """The version that it has; None for none, or one that nobody published."""
     reading: tuple[int, ...] = ()
     """The versions that it is reading."""
+
+    def to_text(self) -> str:
+        """Return it as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, data: bytes) -> Self:
+        """Return the registration of `to_text`. Raises: EntryError for anything else."""
+        return typed(cls, parse(data, most_bytes=MOST_REGISTRATION_BYTES))
 
 
 class VersionSource(Protocol):
@@ -85,16 +94,12 @@ class FolderSource:
         """See `VersionSource.manifest`."""
         folder = self.folder / version_name(version)
         try:
-            manifest = VersionManifest.read(folder / MANIFEST)
+            data = (folder / MANIFEST).read_bytes()
         except FileNotFoundError as error:
             if not folder.is_dir():
                 raise VanishedError(f"{folder} is not there any more; update again") from error
             raise PublishError(f"{folder} is damaged: its {MANIFEST} is missing; {remedy(version)}") from error
-        except DamagedError as error:
-            raise PublishError(f"{error}; {remedy(version)}") from error
-        if manifest.version != version:
-            raise PublishError(f"{folder} holds version {manifest.version}, not what its name says; {remedy(version)}")
-        return manifest
+        return parse_manifest(data, version, str(folder))
 
     def read(self, version: int, file: FileRecord) -> bytearray:
         """See `VersionSource.read`."""
@@ -110,18 +115,33 @@ class FolderSource:
     def register(self, reader: str, registration: Registration) -> None:
         """See `VersionSource.register`."""
         make_folder(self.folder / READERS)
-        write_text(self.folder / READERS / f"{reader}.json", json.dumps(asdict(registration)), durable=False)
+        write_text(self.folder / READERS / f"{reader}.json", registration.to_text(), durable=False)
 
     def registrations(self) -> dict[str, Registration]:
         """The registrations of readers, by their names. An unreadable file is left out."""
         found = {}
         for path in sorted((self.folder / READERS).glob("*.json")):
             try:
-                if path.stat().st_size <= _MOST_BYTES and _READER_NAME.fullmatch(path.stem):
-                    found[path.stem] = typed(Registration, parse(path.read_bytes(), most_bytes=_MOST_BYTES))
+                if path.stat().st_size <= MOST_REGISTRATION_BYTES and _READER_NAME.fullmatch(path.stem):
+                    found[path.stem] = Registration.parse(path.read_bytes())
             except (OSError, EntryError):
                 continue
         return found
+
+
+def parse_manifest(data: bytes, version: int, where: str) -> VersionManifest:
+    """The manifest of a version, as a place called `where` has it.
+
+    Raises:
+        PublishError: it is damaged, or that of another version.
+    """
+    try:
+        manifest = VersionManifest.parse(data, f"{where}/{MANIFEST}")
+    except DamagedError as error:
+        raise PublishError(f"{error}; {remedy(version)}") from error
+    if manifest.version != version:
+        raise PublishError(f"{where} holds version {manifest.version}, not what its name says; {remedy(version)}")
+    return manifest
 
 
 def remedy(version: int) -> str:

@@ -43,7 +43,7 @@ MANIFEST = "manifest.json"
 VERSION_NAME = re.compile(r"weight_v([0-9]{6,12})")
 REMAINS = re.compile(rf"weight_v[0-9]{{6,12}}{store.REMAINS}")
 """The names that an interrupted write or removal of a version leaves."""
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in tensors.STORABLE}
 _MOST_LISTED = 8
@@ -169,7 +169,7 @@ class VersionManifest(store.Manifest):
             raise ValueError(f"version {self.version} of base {self.base}")
         listed = [record.name for record in self.files]
         for record in self.files:
-            if not _FILE_NAME.fullmatch(record.name) or record.name == MANIFEST:
+            if not FILE_NAME.fullmatch(record.name) or record.name == MANIFEST:
                 raise ValueError(f"it names a file outside its folder, {record.name!r}")
             if record.sha256 is None:
                 raise ValueError(f"{record.name} has no digest")

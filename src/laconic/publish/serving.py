@@ -1,0 +1,311 @@
+"""`WeightServer`: a folder of versions over HTTP, for readers on machines that do not share it.
+
+[Note: Versions over HTTP]
+    GET  /versions                       {"versions": [6, 7]}, ascending
+    GET  /weight_v000007/manifest.json   the manifest
+    GET  /weight_v000007/NAME            a file of the version
+    PUT  /readers/NAME                   what a reader has and needs: [Note: Registered readers] in source.py
+
+Files have an ETag, and may be asked for in part (RFC 9110, sections 8.8.3 and 14). 410 says that a version is not there
+any more, 404 that it lacks the file. A refusal is a JSON object with one line, {"error": "..."}.
+
+The server reads nothing but versions and writes nothing but registrations. With a token each request needs
+`Authorization: Bearer TOKEN`. Without one the server binds to this machine alone. It does not encrypt: put a proxy with
+TLS before it where others can listen, and give `HttpSource` the https address.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import os
+import re
+import socket
+import socketserver
+import stat
+import sys
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+from laconic.comm.entries import EntryError
+from laconic.publish.source import (
+    MOST_REGISTRATION_BYTES,
+    READERS,
+    FolderSource,
+    Registration,
+    check_reader_name,
+)
+from laconic.publish.versions import FILE_NAME, VERSION_NAME, PublishError
+
+_MOST_READERS = 4096
+_PATIENCE_S = 60.0
+"""How long a connection may say nothing."""
+_CHUNK_BYTES = 1 << 20
+_RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{0,18})")
+_Headers = dict[str, str]
+
+
+class WeightServer:
+    """Serves the versions of a folder over HTTP: [Note: Versions over HTTP].
+
+        with WeightServer("/shared/weights", host="0.0.0.0", port=8377, token=token) as server:
+            server.serve_forever()
+
+    Args:
+        folder: the folder that the publisher writes. It may come into being later.
+        host: an address of this machine, and the one that readers use.
+        port: a port; 0 takes a free one, and `url` has it.
+        token: a secret that readers give; None only on this machine.
+
+    Raises:
+        PublishError: there is no token, and `host` is not this machine alone; or the token is no word of ASCII.
+        OSError: the port is not free, or the address is not this machine's.
+    """
+
+    def __init__(self, folder: str | Path, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:
+        if token is None and not _is_loopback(host):
+            raise PublishError(
+                f"host={host!r} lets other machines read the weights without a token; give token=, or host='127.0.0.1'"
+            )
+        check_token(token)
+        self._server = _Server(FolderSource(folder), host, port, token)
+        self._has_served = False
+        number = self._server.server_address[1]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{number}"
+        """The address for readers, as this machine knows it."""
+
+    def start(self) -> None:
+        """Serve in a thread until `close`."""
+        self._has_served = True
+        threading.Thread(target=self.serve_forever, name="laconic-publish-http", daemon=True).start()
+
+    def serve_forever(self) -> None:
+        """Serve until `close` is called in another thread, or KeyboardInterrupt."""
+        self._has_served = True
+        self._server.serve_forever(poll_interval=0.1)
+
+    def close(self) -> None:
+        """End the server. Transfers that have begun break off."""
+        if self._has_served:
+            self._server.shutdown()
+        self._server.server_close()
+
+    def __enter__(self) -> WeightServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def check_token(token: str | None) -> None:
+    """Raise PublishError unless a token can stand in a header."""
+    if token is not None and not (token.isascii() and token.isprintable() and token and " " not in token):
+        raise PublishError("a token is one word of ASCII, without spaces and line ends, and not empty")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, source: FolderSource, host: str, port: int, token: str | None) -> None:
+        self.source, self.token = source, token
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
+
+    def server_bind(self) -> None:
+        """Bind without asking a name server for this machine's name."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A reader that has gone is no error; anything else is said in one line."""
+        error = sys.exception()
+        if not isinstance(error, ConnectionError | TimeoutError):
+            print(f"laconic publish: {client_address[0]}: {error!r}", file=sys.stderr)
+
+
+class _RefusedError(Exception):
+    """A request that is not answered as it asks."""
+
+    def __init__(self, status: HTTPStatus, message: str, headers: _Headers | None = None) -> None:
+        super().__init__(message)
+        self.status, self.headers = status, headers or {}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "laconic", ""
+    timeout = _PATIENCE_S
+    server: _Server
+    _has_read_body = False
+
+    def do_GET(self) -> None:
+        self._answer(self._get)
+
+    def do_HEAD(self) -> None:
+        self._answer(self._get)
+
+    def do_PUT(self) -> None:
+        self._answer(self._put)
+
+    def log_request(self, code: Any = "-", size: Any = "-") -> None:
+        """Nothing: a reader asks twice a second."""
+
+    def log_error(self, format: str, *args: Any) -> None:  # noqa: A002  http.server's name
+        """Nothing: the reader is told."""
+
+    def _answer(self, action: Callable[[list[str]], None]) -> None:
+        self._has_read_body = False
+        try:
+            self._check_token()
+            action(urlsplit(self.path).path.strip("/").split("/"))
+        except _RefusedError as refused:
+            self._drain()
+            self._send_json({"error": str(refused)}, refused.status, {"Connection": "close", **refused.headers})
+
+    def _drain(self) -> None:
+        """Read the rest of a request's body: a connection that ends with unread bytes takes the answer with it."""
+        self.close_connection = True
+        length = self.headers.get("Content-Length", "")
+        if not self._has_read_body and length.isdecimal() and int(length) <= _CHUNK_BYTES:
+            self.rfile.read(int(length))
+
+    def _check_token(self) -> None:
+        given = self.headers.get("Authorization", "")
+        wanted = f"Bearer {self.server.token}"
+        if self.server.token is not None and not hmac.compare_digest(
+            given.encode("latin-1", "replace"), wanted.encode()
+        ):
+            raise _RefusedError(HTTPStatus.UNAUTHORIZED, "the token is wrong", {"WWW-Authenticate": "Bearer"})
+
+    def _get(self, path: list[str]) -> None:
+        match path:
+            case ["versions"]:
+                self._send_json({"versions": self._versions()})
+            case [version, name] if VERSION_NAME.fullmatch(version) and FILE_NAME.fullmatch(name):
+                self._send_file(self.server.source.folder / version, name)
+            case _:
+                raise _RefusedError(HTTPStatus.NOT_FOUND, "there is no such place")
+
+    def _versions(self) -> list[int]:
+        try:
+            return self.server.source.versions()
+        except PublishError:  # the publisher has not begun
+            return []
+
+    def _put(self, path: list[str]) -> None:
+        match path:
+            case ["readers", name]:
+                self._register(name)
+            case _:
+                raise _RefusedError(HTTPStatus.NOT_FOUND, "there is no such place")
+
+    def _register(self, name: str) -> None:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > MOST_REGISTRATION_BYTES:
+            raise _RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {MOST_REGISTRATION_BYTES} bytes")
+        source = self.server.source
+        try:
+            check_reader_name(name)
+            self._has_read_body, body = True, self.rfile.read(int(length))
+            registration = Registration.parse(body)
+            known = source.folder / READERS
+            if not (known / f"{name}.json").exists() and known.is_dir() and len(os.listdir(known)) >= _MOST_READERS:
+                raise PublishError(f"there are {_MOST_READERS} readers already; remove {known}")
+            if not source.folder.is_dir():
+                raise PublishError(f"{source.folder} is not there; start the publisher")
+            source.register(name, registration)
+        except (EntryError, PublishError) as error:
+            raise _RefusedError(HTTPStatus.BAD_REQUEST, str(error)) from error
+        except OSError as error:
+            raise _RefusedError(HTTPStatus.INTERNAL_SERVER_ERROR, f"it cannot be written: {error}") from error
+        self.send_response(HTTPStatus.NO_CONTENT)
+        self.end_headers()
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def _send_file(self, folder: Path, name: str) -> None:
+        try:
+            opened = _open_plain(folder / name)
+        except FileNotFoundError as error:
+            if not folder.is_dir():
+                raise _RefusedError(HTTPStatus.GONE, f"{folder.name} is not there any more") from error
+            raise _RefusedError(HTTPStatus.NOT_FOUND, f"{folder.name} has no {name}") from error
+        except OSError as error:
+            raise _RefusedError(HTTPStatus.INTERNAL_SERVER_ERROR, f"{name} cannot be read: {error.strerror}") from error
+        with opened:
+            facts = os.fstat(opened.fileno())
+            tag = f'"{facts.st_size:x}-{facts.st_mtime_ns:x}-{facts.st_ino:x}"'
+            if tag in map(str.strip, self.headers.get("If-None-Match", "").split(",")):
+                self.send_response(HTTPStatus.NOT_MODIFIED)
+                self.send_header("ETag", tag)
+                self.end_headers()
+                return
+            begin, end = self._asked_for(facts.st_size, tag)
+            is_part = (begin, end) != (0, facts.st_size)
+            self.send_response(HTTPStatus.PARTIAL_CONTENT if is_part else HTTPStatus.OK)
+            if is_part:
+                self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{facts.st_size}")
+            self.send_header("ETag", tag)
+            self.send_header("Accept-Ranges", "bytes")
+            self.send_header("Content-Type", "application/octet-stream")
+            self.send_header("Content-Length", str(end - begin))
+            self.end_headers()
+            if self.command == "GET":
+                self._send_bytes(opened, begin, end)
+
+    def _asked_for(self, size: int, tag: str) -> tuple[int, int]:
+        """The begin and the end of the bytes that are asked for: all, unless one range is asked for, of this file."""
+        found = _RANGE.fullmatch(self.headers.get("Range", ""))
+        if not found or self.headers.get("If-Range", tag) != tag:
+            return 0, size
+        begin, end = int(found[1]), min(int(found[2]) + 1 if found[2] else size, size)
+        if begin >= end:
+            headers = {"Content-Range": f"bytes */{size}"}
+            raise _RefusedError(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, f"the file has {size} bytes", headers)
+        return begin, end
+
+    def _send_bytes(self, opened: IO[bytes], begin: int, end: int) -> None:
+        opened.seek(begin)
+        while begin < end:
+            chunk = opened.read(min(_CHUNK_BYTES, end - begin))
+            if not chunk:  # somebody cuts the file; the reader finds out by the length
+                self.close_connection = True
+                return
+            self.wfile.write(chunk)
+            begin += len(chunk)
+
+    def _send_json(self, value: Any, status: HTTPStatus = HTTPStatus.OK, headers: _Headers | None = None) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        for name, text in {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+            **(headers or {}),
+        }.items():
+            self.send_header(name, text)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+def _open_plain(path: Path) -> IO[bytes]:
+    """Open a file that is no link to another. Raises: OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileNotFoundError(path)
+    return os.fdopen(descriptor, "rb")

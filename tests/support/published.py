@@ -1,0 +1,99 @@
+"""A small model, and versions of it in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laconic.publish import FolderSource, Publisher
+from laconic.publish.versions import version_name
+from laconic.store.folder import FileRecord
+
+
+class Net(nn.Module):
+    """A tied weight, a transposed one, a buffer, and a layer that does not change."""
+
+    seen: Tensor
+
+    def __init__(self, vocabulary: int = 31) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocabulary, 24), nn.Linear(24, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+        self.up = nn.Linear(24, 40)
+        self.across = nn.Parameter(torch.randn(24, 40).T)
+        self.frozen = nn.Linear(5, 5)
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+
+
+def make(seed: int = 0, **sizes: Any) -> Net:
+    torch.manual_seed(seed)
+    return Net(**sizes)
+
+
+def edit(net: Net, version: int) -> None:
+    """Change a few elements, others each time."""
+    with torch.no_grad():
+        net.embed.weight.view(-1)[version::97] += 0.1
+        net.up.weight[version % 40, version % 24 :] *= 1.1
+        net.across[version % 40] -= 0.01
+        net.seen += version
+
+
+def snapshot(net: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def weights_of_versions(num_versions: int) -> list[dict[str, Tensor]]:
+    """The weights of the versions of `published` in bf16; the first stands for none."""
+    return [snapshot(make(seed=9).bfloat16()), *(weights for _, weights in _trained(num_versions))]
+
+
+def _trained(num_versions: int) -> Iterator[tuple[Net, dict[str, Tensor]]]:
+    net = make()
+    for version in range(1, num_versions + 1):
+        edit(net, version)
+        yield net, {n: t.bfloat16() if t.is_floating_point() else t for n, t in snapshot(net).items()}
+
+
+def published(folder: Path, num_versions: int = 6, **keys: Any) -> list[dict[str, Tensor]]:
+    """Publish versions into a folder, which keeps all. Returns `weights_of_versions`."""
+    publisher: Publisher | None = None
+    for version, (net, _) in enumerate(_trained(num_versions), 1):
+        publisher = publisher or Publisher(net, folder, keep=100, **keys)
+        publisher.publish(step=10 * version)
+        publisher.wait()
+    return weights_of_versions(num_versions)
+
+
+def model_with(weights: dict[str, Tensor]) -> Net:
+    net = make(seed=1).bfloat16()
+    net.load_state_dict(weights)
+    return net
+
+
+class Vanishing(FolderSource):
+    """The first files that a reader asks for are removed just before."""
+
+    def __init__(self, folder: Path, times: int) -> None:
+        super().__init__(folder)
+        self.times = times
+
+    def read(self, version: int, file: FileRecord) -> bytearray:
+        if self.times:
+            self.times -= 1
+            (self.folder / version_name(version)).rename(self.folder / "aside")
+            try:
+                return super().read(version, file)
+            finally:
+                (self.folder / "aside").rename(self.folder / version_name(version))
+        return super().read(version, file)
