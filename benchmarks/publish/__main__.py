@@ -80,7 +80,7 @@ def patch_bytes(bench: Bench) -> Row:
 def weights_on_disk(bench: Bench) -> Row:
     """Bytes on disk of weights as differences to those of some steps before, in the coding of the wire."""
     limits = {1e-4: 0.2, 1e-5: 0.08}
-    every = 1 if bench.quick else 5
+    every = 5
     whole = 2 * bench.job.numel
     once = {rate: _patch_bytes(bench, rate, "smallest") / whole for rate in limits}
     later = {rate: _patch_bytes(bench, rate, "smallest", every=every) / whole for rate in limits}
@@ -183,7 +183,8 @@ def sync_to_four(bench: Bench) -> Row:
 
 def _in_lab(bench: Bench, part: str, *, nodes: int, local: int, rate: float | None) -> dict[str, Any]:
     """Run a part of the job on the ranks of a lab, and return its answer."""
-    given, answer = bench.out / f"{part}.json", bench.out / f"{part}-answer.json"
+    name = f"{part}-{nodes}-{format_rate(rate)}"
+    given, answer = bench.out / f"{name}.json", bench.out / f"{name}-answer.json"
     given.write_text(json.dumps({"job": dataclasses.asdict(bench.job), "versions": bench.versions}))
     answer.unlink(missing_ok=True)
     with Lab(nodes=nodes, rate_bits_per_s=rate) as lab:
