@@ -69,7 +69,12 @@ def train_step(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, ste
 
 
 def pretrained(job: Job) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model after its first steps, and its optimizer."""
+    """The model after its first steps, and its optimizer: a copy for each caller."""
+    return copy.deepcopy(_pretrained(job))
+
+
+@functools.cache
+def _pretrained(job: Job) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = job.llama.build(torch.device("cpu"), torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_FIRST_RATE, weight_decay=0.0)
     for step in range(job.first_steps):

@@ -247,7 +247,8 @@ FORGERIES: list[dict[str, Any]] = [
     {"tensors__0__whole__0__sizes": [3, 5]},
     {"tensors__0__whole__0__sizes": [3, 3]},
     {"tensors__0__whole__0__sizes": [12]},
-    {"tensors__0__whole__0__encoding": "lossless"},
+    {"tensors__0__whole__0__encoding": "lossless-1"},
+    {"tensors__0__whole__0__encoding": "lossless-2"},
 ]
 
 

@@ -18,7 +18,8 @@ axis has cut the tensor. The encodings:
               or 65535, goes so far without a change. So the places are
               `start + gaps.cumsum(0)[gaps < largest]`.
     dense     `KEY`: all values of a run or a box.
-    lossless  `KEY`: the payload of `encode_in_pieces` in codec/lossless.py, which needs the values of `base`.
+    lossless-1
+              `KEY`: the payload of `encode_in_pieces` in codec/lossless.py, which needs the values of `base`.
 
 A whole tensor on one rank has its own name as the key and its own shape, so a version from one rank is a folder that
 any reader of safetensors understands. tests/reference/publish.py has a reader of gaps and dense parts in ten lines.
@@ -69,7 +70,8 @@ class Encoding(StrEnum):
 
     GAPS = "gaps"
     DENSE = "dense"
-    LOSSLESS = "lossless"
+    LOSSLESS = "lossless-1"
+    """The number is that of the payload's format, [Note: Lossless differences] in codec/lossless.py: a later format has another name."""
 
 
 @dataclass(frozen=True, kw_only=True)
