@@ -71,7 +71,7 @@ class Encoding(StrEnum):
     GAPS = "gaps"
     DENSE = "dense"
     LOSSLESS = "lossless-1"
-    """The number is that of the payload's format, [Note: Lossless differences] in codec/lossless.py: a later format has another name."""
+    """The payload's format: [Note: Lossless differences] in codec/lossless.py. A later one has another number."""
 
 
 @dataclass(frozen=True, kw_only=True)
