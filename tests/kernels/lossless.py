@@ -69,7 +69,7 @@ def _both() -> Iterator[tuple[str, bool]]:
 
 def _pieces() -> Iterator[tuple[str, bool]]:
     """Messages of several pieces, decoded in place."""
-    with mock.patch.object(lossless, "HOST_PIECE_NUMEL", 2 * TILE):
+    with mock.patch.multiple(lossless, HOST_PIECE_NUMEL=2 * TILE, DEVICE_PIECE_NUMEL=2 * TILE):
         _, held, new = trained("bfloat16", 2 * TILE + _SHORT, 1e-4)
         message, copy = encode_in_pieces(held, new), held.clone()
         with ExitStack() as stack:

@@ -192,7 +192,7 @@ def decode_in_pieces(held: Tensor, message: Tensor) -> None:
 
 
 def _pieces(values: Tensor) -> tuple[Tensor, ...]:
-    return values.split(HOST_PIECE_NUMEL if values.device.type == "cpu" else DEVICE_PIECE_NUMEL)
+    return values.split(DEVICE_PIECE_NUMEL if values.is_cuda else HOST_PIECE_NUMEL)
 
 
 def _checked(held: Tensor, last: Tensor | None, form: PatternForm | None, new: Tensor | None = None) -> PatternForm:
