@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from laconic.hf.folder import ModelFolder
 from laconic.publish import FolderSource, Publisher, Reader
 from laconic.publish import cli as publish_cli
 from laconic.publish.upkeep import VersionVerdict, squash, verify
@@ -78,6 +79,7 @@ def test_squashed_versions_are_plain_files_and_a_place_to_go_on(folder: Path, tm
     for name, tensor in files.items():
         assert torch.equal(tensor, wanted.state_dict()[name]), name
     assert set(files) == set(wanted.state_dict()) - {"head.weight", "nothing"}
+    assert ModelFolder(final, is_model=False).keys() == sorted(files), "by the index"
     reader = Reader(folder)
     reader.update(behind)
     reader.source = FolderSource(tmp_path / "out")

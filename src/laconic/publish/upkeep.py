@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
 
+from laconic.hf.folder import INDEX
 from laconic.publish.encodings import EncodedPart, encode_dense
 from laconic.publish.reader import Reader
 from laconic.publish.source import FolderSource, VersionSource
@@ -22,7 +24,7 @@ from laconic.publish.versions import (
 )
 from laconic.publish.writing import write_parts
 from laconic.store import folder as store
-from laconic.store.files import make_folder, remove
+from laconic.store.files import make_folder, remove, write_text
 from laconic.store.folder import CrashPoint, reached
 
 _MAX_FILE_BYTES = 1 << 30
@@ -112,8 +114,9 @@ def summaries(source: VersionSource) -> Iterator[VersionSummary]:
 def squash(source: VersionSource, to: str | Path) -> Path:
     """Write the newest version into another folder, as whole values alone, with its number and its run.
 
-    Every tensor has its own name and shape in its file, so any reader of safetensors reads it. A `Reader` of the new
-    folder goes on from any version of it. The source stays as it is. Returns the folder of the version.
+    Every tensor has its own name and shape in its file, and an index such as folders of the hub have says in which. So
+    engines load the weights from there. A `Reader` of the new folder goes on from any version of it. The source stays
+    as it is. Returns the folder of the version.
 
     Cost: host memory for the model, and for one file.
 
@@ -134,6 +137,9 @@ def squash(source: VersionSource, to: str | Path) -> Path:
         shapes = {each.name: each.shape for each in newest.tensors}
         parts = (_whole(each, values[each.name]) for each in newest.tensors if each.numel)
         files, written = write_parts(temporary, "whole", 0, parts, shapes, max_file_bytes=_MAX_FILE_BYTES)
+        weight_map = {name: part.file for name, part in written}
+        write_text(temporary / INDEX, json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
+        files.append(store.describe(temporary, INDEX))
         reached(CrashPoint.SYNCED)
         by_name = {name: (part,) for name, part in written}
         manifest = VersionManifest(
