@@ -1,4 +1,4 @@
-"""laconic inside the trainers that people already use. Each module needs its library, and nothing here imports it.
+"""laconic inside trainers and engines that people already use. Each module needs its library, and nothing imports it.
 
 | module | for | needs |
 |---|---|---|
@@ -8,6 +8,9 @@
 | `accelerate` | an `Accelerator` loop | the extra `accelerate` |
 | `lightning` | a strategy | the extra `lightning` |
 | `torchtitan` | a `parallelize_fn` | torchtitan |
+| `vllm` | published versions in vLLM | vLLM |
+| `slime` | published versions for SGLang's `/pull_weights`, as in slime | the extra `train` |
+| `verl` | published versions for verl's loader in SGLang | |
 """
 
 from laconic.integrations.options import LaconicArguments
