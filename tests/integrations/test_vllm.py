@@ -88,8 +88,12 @@ class Served(nn.Module):
         }
 
 
-def config(quant_config: Any = None) -> Any:
-    return SimpleNamespace(quant_config=quant_config, model_config=SimpleNamespace(dtype=torch.bfloat16))
+def config(quant_config: Any = None, *, is_moe: bool = False, moe_backend: str = "auto") -> Any:
+    return SimpleNamespace(
+        quant_config=quant_config,
+        model_config=SimpleNamespace(dtype=torch.bfloat16, is_moe=is_moe),
+        kernel_config=SimpleNamespace(moe_backend=moe_backend),
+    )
 
 
 class Run:
@@ -174,7 +178,11 @@ def test_all_values_where_patches_do_not_fit(tmp_path: Path) -> None:
     weights = run.step()
     load_version(served, reader, config(quant_config="fp8"))
     assert_served(served, weights)
-    assert served.loaded[4:] == [ALL, ALL]
+    for backend in ("auto", "triton"):
+        weights = run.step()
+        load_version(served, reader, config(is_moe=True, moe_backend=backend))
+        assert_served(served, weights)
+    assert served.loaded[4:] == [ALL, ALL, ALL, CHANGED]
 
 
 @pytest.mark.parametrize("version", [1, 2])
