@@ -23,7 +23,7 @@ from laconic.publish import FolderSource, Publisher, PublishError, Reader
 from laconic.publish.upkeep import squash
 from laconic.publish.versions import version_name
 from tests.integrations import pull_stand_in
-from tests.publish.published import edit, make, snapshot
+from tests.support.published import edit, make, snapshot
 
 
 class Run:
