@@ -43,6 +43,8 @@ class Job:
     llama: Llama
     first_steps: int
     """The steps at 1e-3."""
+    warm_up_steps: int = 10
+    """The steps that a new AdamW takes at another rate, before anything is measured."""
 
     @functools.cached_property
     def numel(self) -> int:
@@ -68,18 +70,27 @@ def train_step(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, ste
     optimizer.zero_grad()
 
 
-def pretrained(job: Job) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model after its first steps, and its optimizer: a copy for each caller."""
-    return copy.deepcopy(_pretrained(job))
+def fine_tuned(job: Job, rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model after its first steps and those of a new AdamW at a rate, and the latter: a copy for each caller."""
+    return copy.deepcopy(_fine_tuned(job, rate))
 
 
 @functools.cache
-def _pretrained(job: Job) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _fine_tuned(job: Job, rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = copy.deepcopy(_pretrained(job))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    for step in range(job.warm_up_steps):
+        train_step(job, model, optimizer, 2000 + step)
+    return model, optimizer
+
+
+@functools.cache
+def _pretrained(job: Job) -> nn.Module:
     model = job.llama.build(torch.device("cpu"), torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_FIRST_RATE, weight_decay=0.0)
     for step in range(job.first_steps):
         train_step(job, model, optimizer, 1000 + step)
-    return model, optimizer
+    return model
 
 
 def _timed(action: Callable[[], object]) -> float:
@@ -168,9 +179,9 @@ def _storages(root: object, *, without: object) -> dict[int, int]:
 def sync(job: Job, versions: int, out: Path) -> dict[str, Any]:
     """Seconds and bytes of three ways from the trainer, rank 0, to readers on all other ranks."""
     rank = dist.get_rank()
-    model, optimizer = pretrained(job) if rank == 0 else (job.llama.build(torch.device("cpu"), torch.bfloat16), None)
-    for group in optimizer.param_groups if optimizer else ():
-        group["lr"] = _RATE
+    model, optimizer = job.llama.build(torch.device("cpu"), torch.bfloat16), None
+    if rank == 0:
+        model, optimizer = fine_tuned(job, _RATE)
     alone = dist.new_group([0])  # that of the publisher: the trainer
     held = {name: copy.deepcopy(model) for name in ("group", "http", "whole")} if rank else {}
     folders = {name: out / name for name in ("group", "http")}
@@ -245,7 +256,7 @@ def main(part: str, given: Path, answer: Path) -> None:
     """Run a part, and write its answer on rank 0."""
     torch.set_num_threads(1)
     options = json.loads(given.read_text())
-    job = Job(llama=Llama(**options["job"]["llama"]), first_steps=options["job"]["first_steps"])
+    job = Job(**{**options["job"], "llama": Llama(**options["job"]["llama"])})
     dist.init_process_group("gloo")
     out = answer.with_suffix("")
     found = PARTS[part](job, options["versions"], out)
