@@ -5,8 +5,8 @@
     python -m benchmarks.publish --quick              all rows on a tiny model, printed only
 
 A Llama of 17.7 M parameters learns bytes of this repository's texts: first at 1e-3, so that its weights are no longer
-those of an initialisation, then at the rate of a row, by a new AdamW. Rows with times run in the lab, where 200 Mbit/s join
-the nodes; run them on a quiet machine. Each takes turns with its baseline in the same processes.
+those of an initialisation, then at the rate of a row, by a new AdamW. Rows with times run in the lab, where 200 Mbit/s
+join the nodes; run them on a quiet machine. Each takes turns with its baseline in the same processes.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def patch_bytes(bench: Bench) -> Row:
         is_met=all(ratios[rate]["smallest"] >= limit for rate, limit in _RATES.items()),
         note=f"{bench.job.llama}, after {bench.job.first_steps} steps at 1e-3 and {bench.job.warm_up_steps} of a new "
         f"AdamW at the rate; medians of {bench.versions} versions, one a step, without the manifest, whose bytes are "
-        "those of names and digests. Gaps, the default, are what every reader of safetensors and every engine can apply: "
-        "a byte for the place of a change, two for its value.",
+        "those of names and digests. Gaps, the default, are what every reader of safetensors and every engine can "
+        "apply: a byte for the place of a change, two for its value.",
     )
 
 
