@@ -3,7 +3,7 @@
 [Note: Versions within a process group]
 Rank 0 of the group has the versions. An update has four parts, and all ranks take part in each:
 
-1. Rank 0 sends the manifests that some rank lacks.
+1. Rank 0 sends the manifests that are new.
 2. Each reader finds out which files it needs, and tells the others.
 3. Rank 0 reads each of these files once. The bytes go along a chain: from rank 0 to one rank of each other node that
    needs them, and within a node from rank to rank. So each byte enters a machine once and leaves it at most once. A
@@ -87,7 +87,7 @@ class ReaderGroup:
         self._ranks = RankGroup(self._group, error=PublishError)
         self._source = source_of(source) if isinstance(source, str | Path) else source
         self._ranks.agree(self._check_source, only=self._ranks.rank == 0)
-        self._nodes = self._ranks.gather(f"{socket.gethostname()} {os.stat('/proc/self/ns/net').st_ino}")
+        self._nodes = self._ranks.gather(_node())
         self._received = _Received()
         self.reader = Reader(self._received, run=run)
         """The reader of this rank: its version, and the bytes that it has read."""
@@ -124,13 +124,13 @@ class ReaderGroup:
 
     def _share_manifests(self) -> int:
         """Send the manifests that are new to all ranks, which know the same. Returns the newest version."""
-        news = b""
+        news = bytearray()
 
         def look() -> list[Any]:
             nonlocal news
             assert self._source is not None
             versions, texts = _new_manifests(self._source, self._received.manifests)
-            news = zlib.compress(json.dumps(texts).encode())
+            news = bytearray(zlib.compress(json.dumps(texts).encode()))
             return [versions, len(news)]
 
         versions, nbytes = self._ranks.on_rank_0(look, "no version can be read")
@@ -174,14 +174,14 @@ class ReaderGroup:
             raise _BrokenOffError(told["problem"], is_vanished=told["vanished"])
         return self._pass_on(data, told["nbytes"], ranks)
 
-    def _pass_on(self, data: bytes | bytearray, nbytes: int, ranks: Collection[int]) -> bytearray:
+    def _pass_on(self, data: bytearray, nbytes: int, ranks: Collection[int]) -> bytearray:
         """Send bytes of rank 0 along a chain of ranks. Returns them on each rank of the chain."""
         ticket = issue(self._group, "published files")
         sends = chain(self._nodes, ranks)
         own = self._ranks.rank
         following = sends.get(own, [])
         before = next((rank for rank, targets in sends.items() if own in targets), None)
-        held = bytearray(data) if before is None else bytearray(nbytes)  # rank 0 alone has any data
+        held = data if before is None else bytearray(nbytes)  # rank 0 alone has any data
         if not held:
             return held
         chunks = torch.frombuffer(held, dtype=torch.uint8).split(_CHUNK_BYTES)
@@ -195,6 +195,15 @@ class ReaderGroup:
             for work in leaving:
                 work.wait()
         return held
+
+
+def _node() -> str:
+    """The name of this rank's node: [Note: Versions within a process group]."""
+    try:
+        network = os.stat("/proc/self/ns/net").st_ino
+    except OSError:  # not on Linux
+        network = 0
+    return f"{socket.gethostname()} {network}"
 
 
 def chain(nodes: Sequence[str], ranks: Collection[int]) -> dict[int, list[int]]:
