@@ -119,6 +119,8 @@ CLIENTS = {
     "DPO LoRA": "dpo_lora",
     "DPO with a reference model": "dpo",
     "Reward": "reward",
+    "GRPO LoRA": "grpo_lora",
+    "GRPO with a reference model": "grpo",
     "accelerate loop": "accelerate_jobs",
     "Lightning": "lightning_jobs",
 }

@@ -9,7 +9,8 @@ to the file that LACONIC_UNPICKLED names, as a line of JSON. These are no record
 - `torch.load(weights_only=True)`, which has an unpickler of its own;
 - the metadata of checkpoints, read by a class that builds DCP's own records and nothing else (checkpoint/storage.py);
 - what a script unpickles that the lab's worker runs (lab/worker.py);
-- what Lightning and torch read when laconic's strategy calls Lightning's own loader (`load_checkpoint`).
+- what Lightning and torch read when laconic's strategy calls Lightning's own loader (`load_checkpoint`);
+- the texts that ranks of a TRL trainer gather for its log, when laconic's mixin calls the trainer.
 """
 
 import _pickle
@@ -26,6 +27,8 @@ _NO_WIRE = (os.path.join("multiprocessing", ""), os.path.join("multiprocess", ""
 _RUNS_SCRIPTS = os.path.join("lab", "worker.py")
 _RESTRICTED = "_MetadataUnpickler"
 _OF_LIGHTNING = (os.path.join("integrations", "lightning.py"), "load_checkpoint")
+_OF_TRANSFORMERS = os.path.join("integrations", "transformers.py")
+_OF_TRL = os.path.join("trl", "trainer", "")
 
 _loads, _load = _pickle.loads, _pickle.load
 
@@ -43,10 +46,21 @@ def _note(unpickler=None):
         return
     if frame.f_code.co_filename.endswith(_OF_LIGHTNING[0]) and frame.f_code.co_name == _OF_LIGHTNING[1]:
         return
+    if _is_of_trl(caller, frame):
+        return
     lines = [f"{each.filename}:{each.lineno} {each.name}" for each in traceback.extract_stack(caller)]
     file = os.open(os.environ[VARIABLE], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.write(file, json.dumps(lines).encode() + b"\n")
     os.close(file)
+
+
+def _is_of_trl(caller, mixin):
+    """Whether a frame of TRL stands between who unpickles and laconic's mixin."""
+    if not mixin.f_code.co_filename.endswith(_OF_TRANSFORMERS):
+        return False
+    while caller is not mixin and _OF_TRL not in caller.f_code.co_filename:
+        caller = caller.f_back
+    return caller is not mixin
 
 
 def loads(*args, **options):

@@ -14,11 +14,13 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import laconic
 from laconic.integrations import LaconicArguments
+from laconic.integrations.options import ArgumentError
 from tests.integrations.test_transformers import gap, is_equal, whole
 from tests.support import trainers
 from tests.support.launch import run_ranks
 
-JOBS = ("sft_lora", "dpo_lora", "dpo", "reward")
+JOBS = ("sft_lora", "dpo_lora", "dpo", "reward", "grpo_lora", "grpo")
+REFUSED = {"use_vllm": "publish the weights", "use_transformers_continuous_batching": "rollout_func="}
 
 
 def train_all(folder: Path) -> dict[str, Any]:
@@ -27,11 +29,18 @@ def train_all(folder: Path) -> dict[str, Any]:
         stock = trainers.run(job, str(folder / "ddp"), 2)
         trainer = trainers.make(job, str(folder / "own"), 2, LaconicArguments())
         trainer.train()
-        models = [trainer.model, *([trainer.ref_model] if job == "dpo" else [])]
+        models = [trainer.model, *([trainer.ref_model] if job in ("dpo", "grpo") else [])]
         are_sharded = all(isinstance(model, laconic.ShardedModule) for model in models)
         found[job] = {"gap": gap(stock, trainers.log(trainer)), "are_sharded": are_sharded}
     found["adapter"] = adapter_files(folder)
+    found["refusals"] = {name: refusal(folder, name) for name in REFUSED}
     return found
+
+
+def refusal(folder: Path, argument: str) -> str:
+    with pytest.raises(ArgumentError) as error:
+        trainers.make("grpo_lora", str(folder / "refused"), 1, LaconicArguments(), **{argument: True})
+    return str(error.value)
 
 
 def adapter_files(folder: Path) -> dict[str, Any]:
@@ -84,3 +93,11 @@ def test_adapters_are_saved_resumed_and_reloaded(results: list[dict[str, Any]]) 
         assert adapter["has_learnt"]
         assert adapter["weights"]
         assert all("lora_" in key for key in adapter["weights"])  # the frozen base is not in a checkpoint
+
+
+@pytest.mark.parametrize("argument", REFUSED)
+def test_other_ways_to_generate_are_refused(results: list[dict[str, Any]], argument: str) -> None:
+    for result in results:
+        message = result["refusals"][argument]
+        assert message.startswith(f"{argument}=True does not work with a sharded model: ")
+        assert REFUSED[argument] in message

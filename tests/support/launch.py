@@ -57,6 +57,7 @@ PRELOADED = (
     "trl.trainer.sft_trainer",  # with transformers' Trainer, peft and datasets
     "trl.trainer.dpo_trainer",
     "trl.trainer.reward_trainer",
+    "trl.trainer.grpo_trainer",
     "pytest",  # the functions of tests lie in modules that import it
     "hypothesis",
     *_modules_of("laconic", without=["laconic.integrations.lightning"]),  # Lightning takes longer than all of laconic

@@ -7,12 +7,14 @@ here from seeds; nothing is downloaded.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (
@@ -25,7 +27,16 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.utils import logging
-from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 from laconic.integrations import LaconicArguments, trl
 from laconic.integrations.transformers import LaconicTrainer
@@ -35,7 +46,7 @@ datasets.disable_progress_bars()
 logging.disable_progress_bar()
 
 WORDS = [f"w{index}" for index in range(124)]
-JOBS = ("trainer", "accumulation", "sft_lora", "dpo_lora", "dpo", "reward")
+JOBS = ("trainer", "accumulation", "sft_lora", "dpo_lora", "dpo", "reward", "grpo_lora", "grpo")
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -83,6 +94,21 @@ def pairs(rows: int, *, prompt: bool) -> Dataset:
     chosen, rejected = ([space + line for line in sentences(rows, seed)] for seed in (1, 2))
     table = {"chosen": chosen, "rejected": rejected}
     return Dataset.from_dict({"prompt": sentences(rows, 3), **table} if prompt else table)
+
+
+def mean_number(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Return a reward that tells almost any two completions apart: the mean of their tokens' numbers, up to 1."""
+    return [sum(ids) / len(ids) / 128 for ids in completion_ids]
+
+
+def reference_folder(folder: Path) -> Path:
+    """Return a folder of this rank with another model; `save_pretrained` would write it on the first rank alone."""
+    model, own = llama(seed=1), folder / f"reference-{os.environ.get('RANK', '0')}"
+    own.mkdir(parents=True, exist_ok=True)
+    model.config.architectures = [type(model).__name__]
+    model.config.to_json_file(own / "config.json")
+    save_file(model.state_dict(), own / "model.safetensors", {"format": "pt"})
+    return own
 
 
 def settings(folder: str, steps: int, **more: Any) -> dict[str, Any]:
@@ -153,6 +179,20 @@ def _make(job: str, folder: str, steps: int, laconic: LaconicArguments | None, *
             args=RewardConfig(**common, max_length=16),
             train_dataset=pairs(64, prompt=False),
             processing_class=tokenizer(),
+            **options,
+        )
+    if job in ("grpo_lora", "grpo"):
+        grpo = GRPOTrainer if laconic is None else trl.GRPOTrainer
+        model, reference = llama(), {"peft_config": lora}
+        if job == "grpo":  # TRL loads the reference model from where the model came from
+            model.config._name_or_path, reference = str(reference_folder(Path(folder))), {}
+        return grpo(
+            model=model,
+            reward_funcs=mean_number,
+            args=GRPOConfig(**common, num_generations=2, max_completion_length=6, beta=0.1),
+            train_dataset=Dataset.from_dict({"prompt": sentences(64)}),
+            processing_class=tokenizer(),
+            **reference,
             **options,
         )
     raise ValueError(f"job {job!r} is not known; use one of {', '.join(JOBS)}")

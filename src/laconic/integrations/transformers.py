@@ -57,6 +57,10 @@ _REFUSED = {
     "per_device_train_batch_size",
     "save_on_each_node": "all ranks write a checkpoint together; give an output_dir that all nodes share",
     "sync_ref_model": "it writes to the reference model behind the engine's back; leave it out",
+    "use_vllm": "TRL would send vLLM each rank's own shards; leave it out, publish the weights (laconic.publish), and "
+    "generate with rollout_func=",
+    "use_transformers_continuous_batching": "each rank would run as many forwards as its own prompts need, and others "
+    "would wait for it; leave it out, or generate with rollout_func=",
 }
 """Arguments of trainers that cannot be set, with the reason and the remedy."""
 _FROZEN_MODELS = ("ref_model", "teacher_model")

@@ -8,7 +8,7 @@ import trl
 
 from laconic.integrations.transformers import LaconicArguments, LaconicMixin
 
-__all__ = ["DPOTrainer", "LaconicArguments", "RewardTrainer", "SFTTrainer"]
+__all__ = ["DPOTrainer", "GRPOTrainer", "LaconicArguments", "RewardTrainer", "SFTTrainer"]
 
 
 class SFTTrainer(LaconicMixin, trl.SFTTrainer):
@@ -17,6 +17,14 @@ class SFTTrainer(LaconicMixin, trl.SFTTrainer):
 
 class DPOTrainer(LaconicMixin, trl.DPOTrainer):
     """`trl.DPOTrainer` with a sharded model and a sharded reference model; see `LaconicMixin`."""
+
+
+class GRPOTrainer(LaconicMixin, trl.GRPOTrainer):
+    """`trl.GRPOTrainer` with a sharded model and a sharded reference model; see `LaconicMixin`.
+
+    Without `rollout_func` all ranks generate with the sharded model, and gather each layer for each token. With it they
+    take completions from where you like, such as a sampler that reads published versions: `examples/grpo.py`.
+    """
 
 
 class RewardTrainer(LaconicMixin, trl.RewardTrainer):
