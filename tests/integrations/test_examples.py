@@ -73,7 +73,12 @@ def test_lightning_example(tmp_path: Path) -> None:
     assert (tmp_path / "step=1.ckpt" / "meta.pt").exists()
 
 
-TRAINERS = {"trainer": "model.safetensors", "sft_lora": "adapter_model.safetensors", "dpo": "adapter_model.safetensors"}
+TRAINERS = {
+    "trainer": "model.safetensors",
+    "sft_lora": "adapter_model.safetensors",
+    "dpo": "adapter_model.safetensors",
+    "grpo": "model.safetensors",
+}
 
 
 def run_trainers(folder: Path) -> None:

@@ -1,0 +1,127 @@
+"""examples/grpo.py: a sampler in another process generates what a colocated one would, whatever happens to it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import rl
+from tests.support.launch import free_port, run_ranks, started
+
+pytestmark = pytest.mark.timeout(180)
+SIZES = ["--max_steps", "4", "--per_device_train_batch_size", "24", "--max_completion_length", "6", "--base_every", "3"]
+TOKEN = "a-secret-of-the-tests"
+Log = list[dict[str, float]]
+
+
+class Wire:
+    """The addresses of a sampler and of its trainer, as options of both."""
+
+    def __init__(self) -> None:
+        sampler, trainer = (f"127.0.0.1:{free_port()}" for _ in range(2))
+        self.of_trainer = ["--sampler", sampler, "--serve", trainer]
+        self.of_sampler = ["--sample_at", sampler, "--weights", f"http://{trainer}"]
+
+
+@contextmanager
+def sampler(words: list[str], deaths: tuple[int, ...] = ()) -> Iterator[list[int]]:
+    """A sampler in a process of its own, which is started again after each death. Gives the exit codes of the dead."""
+    lives, has_ended, codes = [*deaths, None], threading.Event(), list[int]()
+    process: Any = None
+
+    def live() -> None:
+        nonlocal process
+        for dies_at in lives:
+            if has_ended.is_set():
+                return
+            process = started(_sample, words, dies_at)
+            process.join()
+            codes.append(process.exitcode)
+
+    supervisor = threading.Thread(target=live)
+    supervisor.start()
+    try:
+        yield codes
+    finally:
+        has_ended.set()
+        while supervisor.is_alive():
+            if process is not None:
+                process.kill()
+            supervisor.join(0.1)
+
+
+def _sample(words: list[str], dies_at: int | None) -> None:
+    os.environ["LACONIC_PUBLISH_TOKEN"] = TOKEN
+    rl.sample(words, dies_at)
+
+
+def train_both(folder: Path, words: list[str], over_the_wire: list[str]) -> tuple[Log, Log]:
+    """The figures of a run over the wire, and of a colocated run. A second run goes on in the folder of the first."""
+    os.environ["LACONIC_PUBLISH_TOKEN"] = TOKEN
+    words = [*SIZES, *words, "--save_strategy", "no"]
+    far = rl.trained([*words, *over_the_wire, "--output_dir", str(folder / "far")])
+    staleness = words[words.index("--staleness") + 1]
+    return far, rl.trained([*words, "--output_dir", str(folder / staleness)], is_colocated=True)
+
+
+def train_at_both_stalenesses(folder: Path, words: list[str], over_the_wire: list[str]) -> list[tuple[Log, Log]]:
+    return [train_both(folder, [*words, "--staleness", staleness], over_the_wire) for staleness in ("0", "1")]
+
+
+@pytest.mark.parametrize("words", [[], ["--lora", "--encoding", "smallest"]], ids=["full", "lora"])
+def test_rewards_equal_those_of_a_colocated_run(words: list[str], tmp_path: Path) -> None:
+    """On two nodes, at staleness 0 and then at 1, in two trainings that one sampler serves."""
+    wire = Wire()
+    with sampler([*words, *wire.of_sampler]):
+        found = run_ranks(train_at_both_stalenesses, 2, tmp_path, words, wire.of_trainer, local=1)
+    assert found[0] == found[1]
+    (far, near), (stale_far, stale_near) = found[0]
+    assert far == near
+    assert stale_far == stale_near
+    assert len({step["reward"] for step in far}) > 1
+    assert all(step["grad_norm"] > 0 for step in far)
+    assert stale_far != far  # by the weights that samples come from, and nothing else
+
+
+def test_a_sampler_that_dies_and_is_started_again_goes_on(tmp_path: Path) -> None:
+    """In the middle of requests, at staleness 1, in one process: all values come again where the base has moved on."""
+    wire = Wire()
+    with sampler(wire.of_sampler, deaths=(2, 3)) as codes:
+        ((far, near),) = run_ranks(train_both, 1, tmp_path, ["--staleness", "1"], wire.of_trainer)
+        assert codes == [1, 1]
+    assert far == near
+
+
+def train_in_vain(folder: Path, over_the_wire: list[str]) -> str:
+    rl.example().PATIENCE_S = 0.1
+    with pytest.raises(RuntimeError) as error:
+        rl.trained([*SIZES, *over_the_wire, "--output_dir", str(folder)])
+    return str(error.value)
+
+
+def test_a_sampler_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    wire = Wire()
+    for line in run_ranks(train_in_vain, 2, tmp_path, wire.of_trainer):
+        assert line.startswith(f"the sampler at {wire.of_trainer[1]} does not answer (ConnectionRefusedError")
+        assert line.endswith(f"start it: python examples/grpo.py {' '.join(wire.of_sampler)}")
+        assert "\n" not in line
+
+
+def test_a_stranger_gets_no_answer(tmp_path: Path) -> None:
+    wire = Wire()
+    with sampler(wire.of_sampler):
+        (line,) = run_ranks(train_as_a_stranger, 1, tmp_path, wire.of_trainer)
+    assert line == "the sampler has another token"
+
+
+def train_as_a_stranger(folder: Path, over_the_wire: list[str]) -> str:
+    os.environ["LACONIC_PUBLISH_TOKEN"] = "another-secret"
+    with pytest.raises(RuntimeError) as error:
+        rl.trained([*SIZES, *over_the_wire, "--output_dir", str(folder)])
+    return str(error.value)
