@@ -172,7 +172,7 @@ def serve(sampler: Sampler, address: str) -> None:
     """Answer requests one by one, and read ahead between them. Killed at any time, it may be started again."""
 
     class Handler(BaseHTTPRequestHandler):
-        timeout = 60.0
+        timeout, disable_nagle_algorithm = 60.0, True  # headers and body are two small writes
 
         def do_POST(self) -> None:
             given = self.headers.get("Authorization", "").encode()
