@@ -315,6 +315,29 @@ def test_a_version_that_vanishes_is_looked_for_anew(tmp_path: Path) -> None:
     assert_same(snapshot(model), weights[2])
 
 
+class Overtaken(FolderSource):
+    """At the first look the newest version is not there yet; right after it all but the last two versions go."""
+
+    is_first = True
+
+    def versions(self) -> list[int]:
+        found = super().versions()
+        if self.is_first:
+            self.is_first = False
+            for version in found[:-2]:
+                shutil.rmtree(self.folder / version_name(version))
+            return found[:-1]
+        return found
+
+
+def test_a_version_whose_base_goes_before_its_manifest_is_read(tmp_path: Path) -> None:
+    weights = published(tmp_path, num_versions=7, base_every=6)
+    assert [FolderSource(tmp_path).manifest(version).is_whole for version in (6, 7)] == [False, True]
+    model = model_with(weights[1])
+    assert Reader(Overtaken(tmp_path)).update(model) == 7
+    assert_same(snapshot(model), weights[7])
+
+
 def test_versions_that_registered_readers_need_stay(tmp_path: Path) -> None:
     """Without readers, the newest whole version and its successors stay. A reader keeps what follows its own."""
     net = make()

@@ -209,12 +209,13 @@ class Reader:
         """The versions to read, in order: patches from the one that is held, or whole values and the patches since.
 
         Raises:
-            PublishError: neither leads to the newest.
+            PublishError: neither leads to the newest. VanishedError, if versions have gone meanwhile.
         """
         patches: list[ReadStep] = []
         from_whole: list[ReadStep] | None = None
         manifest, patch_bytes, whole_bytes = newest, 0, 0
         why = ""
+        error_class: type[PublishError] = PublishError
         while not is_held(manifest):
             if manifest.is_whole and from_whole is None:
                 from_whole = [ReadStep(manifest=manifest, kind="whole"), *patches]
@@ -227,12 +228,13 @@ class Reader:
                 manifest = self._before(manifest, newest)
             except PublishError as error:  # removed or damaged: whole values lead on
                 why = f" ({error})"
+                error_class = VanishedError if isinstance(error, VanishedError) else PublishError
                 break
         else:
             if from_whole is None or patch_bytes <= whole_bytes:
                 return tuple(patches)
         if from_whole is None:
-            raise PublishError(
+            raise error_class(
                 f"no whole values lead to version {newest.version} of {self.source}{why}; nothing was applied. Let the "
                 "publisher write whole values again"
             )

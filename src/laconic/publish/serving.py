@@ -149,6 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "laconic", ""
     timeout = _PATIENCE_S
+    disable_nagle_algorithm = True  # or a body waits until its head is acknowledged, which takes 40 ms
     server: _Server
     _has_read_body = False
 
