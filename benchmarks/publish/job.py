@@ -190,13 +190,13 @@ def sync(job: Job, versions: int, out: Path) -> dict[str, Any]:
         for name, folder in folders.items()
         if rank == 0
     }
-    together = ReaderGroup(source=folders["group"] if rank == 0 else None)
+    together = ReaderGroup(source=folders["group"] if rank == 0 else None, verify="first")
     address, token = node_address(0), "benchmark"
     server = WeightServer(folders["http"], host=address, port=_PORT, token=token) if rank == 0 else None
     if server:
         server.start()
     dist.barrier()
-    reader = Reader(HttpSource(f"http://{address}:{_PORT}", token=token)) if rank else None
+    reader = Reader(HttpSource(f"http://{address}:{_PORT}", token=token), verify="first") if rank else None
 
     def by_group() -> None:
         if rank == 0:

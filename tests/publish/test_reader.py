@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.publish import FolderSource, Publisher, PublishError, Reader, WeightPatch
+from laconic.publish import reader as reader_module
 from laconic.publish.source import Registration, VanishedError, superseded
 from laconic.publish.staging import StagedTensor
 from laconic.publish.versions import MANIFEST, VersionManifest, version_name
@@ -64,6 +65,64 @@ def test_whole_values_where_patches_would_be_more_bytes(tmp_path: Path) -> None:
     assert near.bytes_read == sum(source.manifest(version).nbytes("patch") for version in (39, 40))
     assert_same(snapshot(far_model), weights[40])
     assert_same(snapshot(near_model), weights[40])
+
+
+def test_a_reader_that_verifies_first_takes_digests_when_it_must(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first update; after an edit, or with another model; and not otherwise."""
+    taken: list[int] = []
+    take = reader_module.digests_of
+    monkeypatch.setattr(reader_module, "digests_of", lambda tensors: taken.append(1) or take(tensors))
+    weights = published(tmp_path, num_versions=2, run="run")
+    source = Limited(tmp_path)
+    reader, model = Reader(source, verify="first"), model_with(weights[0])
+    for version in (1, 2, 2):
+        source.last = version
+        assert reader.update(model) == version
+        assert_same(snapshot(model), weights[version])
+    assert len(taken) == 1
+    with torch.no_grad():
+        model.up.weight[3, 4] += 1
+    reader.update(model)
+    assert_same(snapshot(model), weights[2])
+    assert len(taken) == 2
+    reader.update(other := model_with(weights[1]))
+    assert_same(snapshot(other), weights[2])
+    assert len(taken) == 3
+    with pytest.raises(PublishError, match=r'verify=.never.: give "each" or "first"'):
+        Reader(tmp_path, verify="never")  # type: ignore[arg-type]
+
+
+class Limited(FolderSource):
+    """Shows versions up to one."""
+
+    last = 0
+
+    def versions(self) -> list[int]:
+        return [version for version in super().versions() if version <= self.last]
+
+
+def test_an_error_while_values_are_applied_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = published(tmp_path, num_versions=2)
+    source = Limited(tmp_path)
+    source.last = 1
+    reader, model = Reader(source, verify="first"), model_with(weights[0])
+    reader.update(model)
+    source.last = 2
+    apply, calls = StagedTensor.apply, []
+
+    def break_off(staged: StagedTensor) -> None:
+        calls.append(staged)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        apply(staged)
+
+    monkeypatch.setattr(StagedTensor, "apply", break_off)
+    with pytest.raises(KeyboardInterrupt):
+        reader.update(model)
+    assert reader.update(model) == 2
+    assert_same(snapshot(model), weights[2])
 
 
 def test_a_state_dict_with_tied_names_or_without(tmp_path: Path) -> None:

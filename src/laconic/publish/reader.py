@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,15 @@ class UpdatePlan:
         return [(step.manifest.version, record) for step in self.path for record in step.manifest.files_of(step.kind)]
 
 
+class _Left(NamedTuple):
+    """A model as an update has left it."""
+
+    tensors: Mapping[str, Tensor]
+    """They are held, so that no others come to lie where they are."""
+    marks: dict[str, tuple[object, ...]]
+    digests: dict[str, str]
+
+
 class WeightPatch(NamedTuple):
     """The new values of one tensor, for an engine that has it in a form of its own."""
 
@@ -79,13 +88,28 @@ class Reader:
         source: the publisher's folder; the address of `laconic publish serve`; or any other `VersionSource`.
         name: a name that no other reader has. Then the publisher keeps the versions that this reader still needs.
         run: the name of the run to read. Default: that of the first version it reads; another one is refused later.
+        verify: `each`: each update takes the digests of all values that the model holds. `first`: the first one does,
+            and one with other tensors, or tensors that torch's operations have changed since; others trust that nobody
+            else, as by `tensor.data`, has changed the model. That saves a pass over the model, whose tensors the reader
+            then holds.
     """
 
-    def __init__(self, source: VersionSource | str | Path, *, name: str | None = None, run: str | None = None) -> None:
+    def __init__(
+        self,
+        source: VersionSource | str | Path,
+        *,
+        name: str | None = None,
+        run: str | None = None,
+        verify: Literal["each", "first"] = "each",
+    ) -> None:
         if name is not None:
             check_reader_name(name)
+        if verify not in ("each", "first"):
+            raise PublishError(f'verify={verify!r}: give "each" or "first"')
         self.source: VersionSource = source_of(source) if isinstance(source, str | Path) else source
-        self.name, self.run = name, run
+        self.name, self.run, self.verify = name, run, verify
+        self._left: _Left | None = None
+        """The tensors that the last update left, if later ones trust them."""
         self.version: int | None = None
         """The version that was read last; None before the first."""
         self.bytes_read = 0
@@ -157,9 +181,15 @@ class Reader:
         tensors = tensors_to_fill(model, newest.names)
         check_fit(newest.tensors, tensors, f"version {newest.version}")
         own = {each.name: tensors[each.name] for each in newest.tensors}
-        digests = digests_of(own)
+        digests = self._digests_of(own)
         path = self._path(newest, lambda manifest: manifest.digests == digests)
         return UpdatePlan(newest=newest, path=path, own=own, digests=digests)
+
+    def _digests_of(self, own: Mapping[str, Tensor]) -> dict[str, str]:
+        """The digests of a model's tensors: taken, or those that the last update left."""
+        if self._left is not None and self._left.marks == _marks_of(own):
+            return self._left.digests
+        return digests_of(own)
 
     def stage(self, plan: UpdatePlan) -> dict[str, StagedTensor]:
         """The second third of `update`: read the files, and check every digest. Nothing is applied."""
@@ -168,8 +198,11 @@ class Reader:
 
     def apply(self, plan: UpdatePlan, staged: Mapping[str, StagedTensor]) -> int:
         """The last third of `update`: change the model. Returns the number of the version."""
+        self._left = None
         for each in staged.values():
             each.apply()
+        if self.verify == "first":
+            self._left = _Left(plan.own, _marks_of(plan.own), plan.newest.digests)
         self._has(plan.newest)
         return plan.newest.version
 
@@ -267,6 +300,11 @@ class Reader:
     def _register(self, reading: tuple[int, ...], version: int | None) -> None:
         if self.name is not None:
             self.source.register(self.name, Registration(version=version, reading=reading))
+
+
+def _marks_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[object, ...]]:
+    """Where tensors lie, and how often torch's operations have changed them."""
+    return {name: (each.data_ptr(), each.shape, each.stride(), each._version) for name, each in tensors.items()}
 
 
 def source_of(place: str | Path) -> VersionSource:

@@ -23,7 +23,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -65,7 +65,7 @@ class ReaderGroup:
     Args:
         group: the process group of trainers and readers. Default: all ranks.
         source: where rank 0 finds versions; see `Reader`. Other ranks need none.
-        run: the name of the run to read; see `Reader`.
+        run, verify: see `Reader`.
 
     Raises:
         PublishError: torch.distributed is not initialised, or rank 0 has no source.
@@ -77,6 +77,7 @@ class ReaderGroup:
         *,
         source: VersionSource | str | Path | None = None,
         run: str | None = None,
+        verify: Literal["each", "first"] = "each",
     ) -> None:
         with waiting_for("the process group of a ReaderGroup"):
             own = new_host_group(group)
@@ -89,7 +90,7 @@ class ReaderGroup:
         self._ranks.agree(self._check_source, only=self._ranks.rank == 0)
         self._nodes = self._ranks.gather(_node())
         self._received = _Received()
-        self.reader = Reader(self._received, run=run)
+        self.reader = Reader(self._received, run=run, verify=verify)
         """The reader of this rank: its version, and the bytes that it has read."""
 
     def update(self, model: nn.Module | Mapping[str, Tensor] | None = None) -> int:
