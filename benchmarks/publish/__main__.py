@@ -165,7 +165,7 @@ def _sync_row(bench: Bench, readers: int, limit: float) -> Row:
         is_met=min(ratios.values()) <= limit,
         note=f"{bench.job.llama}; medians of {bench.versions} versions in turns, from `publish` until the slowest "
         f"reader has them, with bytes that leave the trainer's interface; {each}. {1 + readers} processes share two "
-        'processors: to compare, write, hash and apply takes the rest. Readers have `verify="first"`, patches are gaps. '
+        'processors: comparing, hashing, applying take the rest. Readers have `verify="first"`, patches are gaps. '
         "The broadcast is Gloo's, of one bf16 buffer.",
     )
 
