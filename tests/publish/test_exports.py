@@ -9,12 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import T5Config, T5ForConditionalGeneration
 
 from laconic import checkpoint
 from laconic.config import Config, ModelConfig, to_dict
 from laconic.hf import export
 from laconic.hf.models import build_model
-from laconic.publish import Publisher, Reader
+from laconic.publish import FolderSource, Publisher, Reader
+from laconic.publish.versions import version_name
 from tests.hf.zoo import LORA, NO_LORA, TINY, spread, tokens
 from tests.reference import publish as reference
 from tests.support.launch import run_ranks
@@ -37,6 +39,33 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "decoder_sparse_step": 1,
     },
+    "gemma2": {**_LLAMA, "model_type": "gemma2", "head_dim": 8},  # tied by default
+    "bloom": {
+        "model_type": "bloom",
+        "vocab_size": 67,
+        "hidden_size": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },  # fused projections, interleaved
+    "deepseek_v3": {
+        **_LLAMA,
+        "model_type": "deepseek_v3",
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },  # latent attention, experts beside dense layers, a buffer that balances experts
     "gpt_oss": {
         **_LLAMA,
         "model_type": "gpt_oss",
@@ -47,6 +76,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 STEPS = 3
+RENAMED = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_neox", "gpt2", "bloom", "gemma2", "tied")
+"""Those whose folders of the hub have other names than the model, or fewer."""
 ADAPTED = ("llama", "gpt2", "mixtral")
 
 
@@ -101,8 +132,11 @@ def test_a_reader_has_what_export_writes(name: str, published: Path) -> None:
     state = {key: tensor for key, tensor in model.state_dict().items() if key in wanted}
     assert_equal(state, wanted)
     by_hand = {key: torch.zeros_like(tensor) for key, tensor in wanted.items()}
-    for version, kind in ((1, "whole"), (2, "patch"), (3, "patch")):
-        reference.apply(published / name / "versions" / f"weight_v{version:06d}", by_hand, kind)
+    source = FolderSource(published / name / "versions")
+    last_whole = max(version for version in source.versions() if source.manifest(version).is_whole)
+    for version in range(last_whole, STEPS + 1):
+        kind = "whole" if version == last_whole else "patch"
+        reference.apply(source.folder / version_name(version), by_hand, kind)
     assert_equal(by_hand, wanted)
 
 
@@ -120,7 +154,31 @@ def test_names_of_the_hub_are_those_of_save_pretrained(name: str, published: Pat
     other = build_model(ModelConfig(config=MODELS[name]), NO_LORA, device="cpu").to(torch.bfloat16)
     Reader(published / name / "hub").update(other)
     assert_equal(dict(other.state_dict()), dict(model.state_dict()))
-    assert (set(wanted) != set(model.state_dict())) == (name in ("mixtral", "qwen3_moe", "gpt_neox", "gpt2", "tied"))
+    assert (set(wanted) != set(model.state_dict())) == (name in RENAMED)
+
+
+def test_an_encoder_and_a_decoder(tmp_path: Path) -> None:
+    """T5, whose embedding has three names, against the folder that transformers writes."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 67}
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    publishers = [Publisher(model, tmp_path / names, names=names) for names in ("huggingface", "hub")]
+    for _ in range(STEPS):
+        model(input_ids=tokens(), labels=tokens()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for publisher in publishers:
+            publisher.publish()
+            publisher.wait()
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "whole")
+    wanted = load_file(tmp_path / "whole" / "model.safetensors")
+    state = {key: torch.zeros_like(tensor) for key, tensor in wanted.items()}
+    Reader(tmp_path / "hub").update(state)
+    assert_equal(state, wanted)
+    other = T5ForConditionalGeneration(model.config).to(torch.bfloat16)
+    Reader(tmp_path / "huggingface").update(other)
+    assert_equal(dict(other.state_dict()), dict(model.state_dict()))
 
 
 @pytest.mark.parametrize("strategy", ["laconic", "fsdp2"])
