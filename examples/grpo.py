@@ -41,6 +41,7 @@ WORDS = SENTENCE.split(" ")
 DIGITS = WORDS[6:]
 PAD, EOS = 0, 1
 TOKEN = os.environ.get("LACONIC_PUBLISH_TOKEN")
+MOST_BYTES = 1 << 24  # of a request
 PATIENCE_S = 60.0  # how long the sampler may be away, and a version may be written
 Ask = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -176,7 +177,7 @@ def serve(sampler: Sampler, address: str) -> None:
 
         def do_POST(self) -> None:
             given = self.headers.get("Authorization", "").encode()
-            body = self.rfile.read(int(self.headers["Content-Length"]))
+            body = self.rfile.read(min(int(self.headers["Content-Length"]), MOST_BYTES))
             is_known = hmac.compare_digest(given, f"Bearer {TOKEN}".encode())
             answer = sampler.answer(json.loads(body)) if is_known else {"error": "the sampler has another token"}
             data = json.dumps(answer).encode()
@@ -307,6 +308,8 @@ def parsed(words: list[str] | None = None) -> tuple[GRPOConfig, Setup]:
 
 def main() -> None:
     arguments, setup = parsed()
+    if (setup.sample_at or setup.sampler) and not TOKEN:
+        raise SystemExit("set LACONIC_PUBLISH_TOKEN to one secret on all machines")
     if setup.sample_at:
         source = HttpSource(setup.weights)
         serve(Sampler(new_model(setup).to(arguments.device), source, name="sampler"), setup.sample_at)

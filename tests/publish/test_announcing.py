@@ -106,6 +106,7 @@ def test_an_address_that_refuses(tmp_path: Path, hook: Hook, capfd: pytest.Captu
 
 
 def test_addresses_that_make_no_sense(tmp_path: Path) -> None:
-    for url in ("nowhere", "ftp://host", "http://"):
-        with pytest.raises(PublishError, match="is no address to tell of versions"):
+    for url in ("nowhere", "ftp://host", "http://", "http://host:99999", "http://me:secret@host/"):
+        with pytest.raises(PublishError, match="is no address to tell of versions") as error:
             Announcer(tmp_path, [url])
+        assert "secret" not in str(error.value)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -202,7 +204,80 @@ def test_nothing_but_versions_leaves_the_folder(tmp_path: Path) -> None:
             assert list(json.loads(body)) == ["error"], place
         for method in ("POST", "DELETE", "PATCH"):
             assert ask(server, method, "/weight_v000001/manifest.json")[0] == 501
-        assert ask(server, "PUT", "/weight_v000001/manifest.json", b"{}")[0] == 404
+        assert ask(server, "PUT", "/weight_v000001/manifest.json", b"{}")[0] == 400
+
+
+BODIES: dict[str, tuple[str, dict[str, str]]] = {
+    "of a GET": ("GET", {"Content-Length": "4"}),
+    "in chunks": ("GET", {"Transfer-Encoding": "chunked"}),
+    "in chunks, with a length": ("PUT", {"Transfer-Encoding": "chunked", "Content-Length": "30"}),
+    "of a length that is no number": ("PUT", {"Content-Length": "9" * 5000}),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies_that_a_proxy_could_take_for_requests(name: str, tmp_path: Path) -> None:
+    """The server refuses, and the connection ends, so nothing after the head is taken for another request."""
+    method, headers = BODIES[name]
+    head = "".join(f"{key}: {value}\r\n" for key, value in headers.items())
+    with served(tmp_path, token=TOKEN) as server:
+        address = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((address[0], int(address[1])), timeout=10) as connection:
+            connection.sendall(f"{method} /readers/far HTTP/1.1\r\nHost: x\r\n{head}\r\n".encode())
+            connection.sendall(b"GET /versions HTTP/1.1\r\nHost: x\r\n\r\n")
+            answer = b""
+            with contextlib.suppress(ConnectionResetError):
+                while more := connection.recv(4096):
+                    answer += more
+    assert answer.count(b"HTTP/1.1") <= 1
+    assert answer.startswith(b"HTTP/1.1 400") or not answer
+
+
+def test_a_server_that_is_closed_answers_nobody(tmp_path: Path) -> None:
+    """Nor those whose connections are open."""
+    server = WeightServer(tmp_path)
+    server.start()
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=10)
+    connection.request("GET", "/versions")
+    assert connection.getresponse().read() == b'{"versions": []}'
+    kept = connection.sock
+    server.close()
+    assert kept.recv(10) == b""
+    connection.close()
+
+
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with served(tmp_path / "file") as server, pytest.raises(OSError, match=r"500 .*is no folder of versions"):
+        HttpSource(server.url).versions()
+
+
+def test_an_address_with_a_path_too_much(tmp_path: Path) -> None:
+    published(tmp_path, num_versions=1)
+    with served(tmp_path) as server, pytest.raises(PublishError, match="give the address that `laconic publish serve`"):
+        Reader(f"{server.url}/weights").update({})
+
+
+def test_a_reader_that_cannot_tell_its_version_has_not_moved_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that takes patches asks for them again."""
+    published(tmp_path)
+    reader = Reader(tmp_path, name="engine")
+    register = reader.source.register
+
+    def fail_at_the_end(name: str, registration: Registration) -> None:
+        if registration.version == 6:
+            raise OSError("disk full")
+        register(name, registration)
+
+    monkeypatch.setattr(reader.source, "register", fail_at_the_end)
+    with pytest.raises(OSError, match="disk full"):
+        list(reader.patches())
+    assert reader.version is None
+    monkeypatch.undo()
+    assert len(list(reader.patches())) == len(FolderSource(tmp_path).manifest(6).tensors)
+    assert reader.version == 6
 
 
 def test_requests_without_the_token_learn_nothing(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from laconic.publish.together import chain
 from laconic.publish.versions import MANIFEST, version_name
 from tests.support.launch import on_ranks
 from tests.support.published import (
+    Overtaken,
     Vanishing,
     assert_same,
     edit,
@@ -154,6 +155,22 @@ def test_versions_that_vanish_and_damaged_manifests(folder: Path) -> None:
         readers(folder).update(model)
 
 
+@on_ranks(2)
+def test_a_version_whose_base_goes_before_its_manifest_is_read(tmp_path_of_seven: Path) -> None:
+    weights = weights_of_versions(7)
+    model = model_with(weights[1])
+    assert readers(Overtaken(tmp_path_of_seven)).update(model if dist.get_rank() else None) == 7
+    if dist.get_rank():
+        assert_same(snapshot(model), weights[7])
+
+
+@pytest.fixture
+def tmp_path_of_seven(tmp_path: Path) -> Path:
+    """Seven versions; the first and the seventh have all values."""
+    published(tmp_path / "versions", num_versions=7, base_every=6)
+    return tmp_path / "versions"
+
+
 @on_ranks(1)
 def test_one_rank_alone(folder: Path) -> None:
     model, weights = model_with(weights_of_versions(6)[3]), weights_of_versions(6)
@@ -165,6 +182,8 @@ def test_one_rank_alone(folder: Path) -> None:
 def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(PublishError, match=r"rank 0 of a ReaderGroup has the versions; give source="):
         ReaderGroup(source=tmp_path if dist.get_rank() else None)
+    with pytest.raises(PublishError, match=r"give http://HOST:PORT"):
+        ReaderGroup(source="http://h:x")  # that of rank 0 is made there alone; all ranks hear of it
     (tmp_path / "empty").mkdir(exist_ok=True)
     group = readers(tmp_path / "empty")
     with pytest.raises(PublishError, match="has no version yet"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,3 +98,18 @@ class Vanishing(FolderSource):
             finally:
                 (self.folder / "aside").rename(self.folder / version_name(version))
         return super().read(version, file)
+
+
+class Overtaken(FolderSource):
+    """At the first look the newest version is not there yet; right after it all but the last two versions go."""
+
+    is_first = True
+
+    def versions(self) -> list[int]:
+        found = super().versions()
+        if self.is_first:
+            self.is_first = False
+            for version in found[:-2]:
+                shutil.rmtree(self.folder / version_name(version))
+            return found[:-1]
+        return found

@@ -36,8 +36,15 @@ class Announcer:
 
     def __init__(self, folder: str | Path, urls: Sequence[str]) -> None:
         for url in urls:
-            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-                raise PublishError(f"{url!r} is no address to tell of versions; give http://HOST:PORT/PATH")
+            try:
+                parts, port = urlsplit(url), urlsplit(url).port
+            except ValueError:
+                parts, port = urlsplit(""), None
+            if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or parts.username is not None:
+                raise PublishError(
+                    f"{parts.hostname or url!r} is no address to tell of versions; give http://HOST:PORT/PATH, without "
+                    "a password"
+                )
         self._source, self._ends = FolderSource(folder), threading.Event()
         self._threads = [threading.Thread(target=self._tell, args=(url, self._newest()), daemon=True) for url in urls]
 
@@ -60,13 +67,13 @@ class Announcer:
     def _tell(self, url: str, told: int) -> None:
         while not self._ends.wait(_POLL_S):
             newest = self._newest()
-            if newest == told:
+            if newest in (0, told):
                 continue
-            told = newest
             try:
                 manifest = self._source.manifest(newest)
-            except (PublishError, OSError):  # damaged, or removed since; readers will say so
+            except (PublishError, OSError):  # removed, damaged or not readable now: looked at again
                 continue
+            told = newest
             self._post(url, {"run": manifest.run, "version": newest, "step": manifest.step})
 
     def _post(self, url: str, news: dict[str, Any]) -> None:
@@ -79,7 +86,7 @@ class Announcer:
             except (OSError, http.client.HTTPException) as error:
                 problem = str(error) or type(error).__name__
                 continue
-            if status < http.HTTPStatus.BAD_REQUEST:
+            if status < http.HTTPStatus.MULTIPLE_CHOICES:
                 return
             problem = f"status {status}"
         print(f"laconic publish: {url} was not told of version {news['version']}: {problem}", file=sys.stderr)

@@ -44,7 +44,8 @@ class HttpSource:
     goes nowhere else.
 
     Args:
-        url: the address that `laconic publish serve` shows, or that of a proxy before it, with http or https.
+        url: the address of the machine and the port of `laconic publish serve`, or that of a proxy before it, with http
+            or https.
         token: the server's token. Default: that of the environment variable LACONIC_PUBLISH_TOKEN.
         timeout_s: the seconds that the server may say nothing.
 
@@ -144,7 +145,7 @@ class HttpSource:
             except (OSError, http.client.HTTPException) as error:
                 self._connection.close()
                 failed = 0 if len(download.data) > before else failed + 1
-                before = len(download.data)
+                before = max(before, len(download.data))
                 if failed > len(_PAUSES_S):
                     raise OSError(f"{self.url} does not answer: {str(error) or type(error).__name__}") from error
                 time.sleep(_PAUSES_S[max(0, failed - 1)])

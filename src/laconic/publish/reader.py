@@ -89,9 +89,9 @@ class Reader:
         name: a name that no other reader has. Then the publisher keeps the versions that this reader still needs.
         run: the name of the run to read. Default: that of the first version it reads; another one is refused later.
         verify: `each`: each update takes the digests of all values that the model holds. `first`: the first one does,
-            and one with other tensors, or tensors that torch's operations have changed since; others trust that nobody
-            else, as by `tensor.data`, has changed the model. That saves a pass over the model, whose tensors the reader
-            then holds.
+            and one with other tensors, or tensors that torch's operations have changed since. Others trust that nobody
+            else has changed the model: by `tensor.data`, a collective, a replayed CUDA graph, a kernel of an engine, or
+            its sleep. That saves a pass over the model, whose tensors the reader then holds.
     """
 
     def __init__(
@@ -126,7 +126,8 @@ class Reader:
         Raises:
             PublishError: there is no version, or it is damaged, older than the last one, of another run, or of another
                 architecture, vocabulary or dtype. Nothing was applied.
-            OSError: the source cannot be read. Nothing was applied.
+            OSError: the source cannot be read, and nothing was applied; or, of a reader with a name, it cannot be told
+                of the version, which the model then has. Update again.
         """
         return self._retried(lambda: self._update(model))
 
@@ -181,6 +182,11 @@ class Reader:
         tensors = tensors_to_fill(model, newest.names)
         check_fit(newest.tensors, tensors, f"version {newest.version}")
         own = {each.name: tensors[each.name] for each in newest.tensors}
+        if self.verify == "first" and any(each.is_inference() for each in own.values()):
+            raise PublishError(
+                "the model was made in torch.inference_mode(), which does not count changes; make it outside, or give "
+                'verify="each"'
+            )
         digests = self._digests_of(own)
         path = self._path(newest, lambda manifest: manifest.digests == digests)
         return UpdatePlan(newest=newest, path=path, own=own, digests=digests)
@@ -294,8 +300,8 @@ class Reader:
         return staged
 
     def _has(self, newest: VersionManifest) -> None:
+        self._register((), newest.version)  # before: an engine that sees its error has not moved on
         self.run, self.version = newest.run, newest.version
-        self._register((), newest.version)
 
     def _register(self, reading: tuple[int, ...], version: int | None) -> None:
         if self.name is not None:

@@ -7,7 +7,7 @@
     PUT  /readers/NAME                   what a reader has and needs: [Note: Registered readers] in source.py
 
 Files have an ETag, and may be asked for in part (RFC 9110, sections 8.8.3 and 14). 410 says that a version is not there
-any more, 404 that it lacks the file. A refusal is a JSON object with one line, {"error": "..."}.
+any more, 404 that it lacks the file. A refusal of GET, HEAD or PUT is a JSON object with one line, {"error": "..."}.
 
 The server reads nothing but versions and writes nothing but registrations. With a token each request needs
 `Authorization: Bearer TOKEN`. Without one the server binds to this machine alone. It does not encrypt: put a proxy with
@@ -16,6 +16,7 @@ TLS before it where others can listen, and give `HttpSource` the https address.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import ipaddress
 import json
@@ -59,7 +60,7 @@ class WeightServer:
 
     Args:
         folder: the folder that the publisher writes. It may come into being later.
-        host: an address of this machine, and the one that readers use.
+        host: the address to serve at; 0.0.0.0 for all of this machine, and then readers give its name.
         port: a port; 0 takes a free one, and `url` has it.
         token: a secret that readers give; None only on this machine.
 
@@ -122,6 +123,8 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, source: FolderSource, host: str, port: int, token: str | None) -> None:
         self.source, self.token = source, token
+        self._open: set[Any] = set()
+        """The sockets of connections."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
 
@@ -129,6 +132,23 @@ class _Server(ThreadingHTTPServer):
         """Bind without asking a name server for this machine's name."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in a thread."""
+        self._open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """End a connection."""
+        self._open.discard(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        """End the server and all connections."""
+        super().server_close()
+        for each in list(self._open):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A reader that has gone is no error; anything else is said in one line."""
@@ -143,6 +163,11 @@ class _RefusedError(Exception):
     def __init__(self, status: HTTPStatus, message: str, headers: _Headers | None = None) -> None:
         super().__init__(message)
         self.status, self.headers = status, headers or {}
+
+
+_NO_PLACE = _RefusedError(
+    HTTPStatus.BAD_REQUEST, "there is no such place; give the address that `laconic publish serve` has"
+)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -171,11 +196,19 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, action: Callable[[list[str]], None]) -> None:
         self._has_read_body = False
         try:
+            self._check_body()
             self._check_token()
             action(urlsplit(self.path).path.strip("/").split("/"))
         except _RefusedError as refused:
             self._drain()
             self._send_json({"error": str(refused)}, refused.status, {"Connection": "close", **refused.headers})
+
+    def _check_body(self) -> None:
+        """Refuse a body that is not read: a proxy could take it for another reader's request."""
+        length = self.headers.get("Content-Length", "0")
+        if "Transfer-Encoding" in self.headers or len(length) > 18 or (self.command != "PUT" and length != "0"):
+            self._has_read_body = True  # the connection ends instead
+            raise _RefusedError(HTTPStatus.BAD_REQUEST, "a body is for PUT, with its length; leave it out")
 
     def _drain(self) -> None:
         """Read the rest of a request's body: a connection that ends with unread bytes takes the answer with it."""
@@ -199,20 +232,22 @@ class _Handler(BaseHTTPRequestHandler):
             case [version, name] if VERSION_NAME.fullmatch(version) and FILE_NAME.fullmatch(name):
                 self._send_file(self.server.source.folder / version, name)
             case _:
-                raise _RefusedError(HTTPStatus.NOT_FOUND, "there is no such place")
+                raise _NO_PLACE
 
     def _versions(self) -> list[int]:
         try:
             return self.server.source.versions()
-        except PublishError:  # the publisher has not begun
-            return []
+        except PublishError as error:
+            if self.server.source.folder.exists():
+                raise _RefusedError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error)) from error
+            return []  # the publisher has not begun
 
     def _put(self, path: list[str]) -> None:
         match path:
             case ["readers", name]:
                 self._register(name)
             case _:
-                raise _RefusedError(HTTPStatus.NOT_FOUND, "there is no such place")
+                raise _NO_PLACE
 
     def _register(self, name: str) -> None:
         length = self.headers.get("Content-Length", "")
@@ -270,7 +305,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _asked_for(self, size: int, tag: str) -> tuple[int, int]:
         """The begin and the end of the bytes that are asked for: all, unless one range is asked for, of this file."""
-        found = _RANGE.fullmatch(self.headers.get("Range", ""))
+        found = self.command == "GET" and _RANGE.fullmatch(self.headers.get("Range", ""))
         if not found or self.headers.get("If-Range", tag) != tag:
             return 0, size
         begin, end = int(found[1]), min(int(found[2]) + 1 if found[2] else size, size)

@@ -86,8 +86,8 @@ class ReaderGroup:
         self._group = own
         destroy_with(self, [self._group])
         self._ranks = RankGroup(self._group, error=PublishError)
-        self._source = source_of(source) if isinstance(source, str | Path) else source
-        self._ranks.agree(self._check_source, only=self._ranks.rank == 0)
+        self._source: VersionSource | None = None
+        self._ranks.agree(lambda: self._take_source(source), only=self._ranks.rank == 0)
         self._nodes = self._ranks.gather(_node())
         self._received = _Received()
         self.reader = Reader(self._received, run=run, verify=verify)
@@ -119,9 +119,10 @@ class ReaderGroup:
 
     # -- the parts of an update: [Note: Versions within a process group] -----------------------------------------------
 
-    def _check_source(self) -> None:
-        if self._source is None:
+    def _take_source(self, source: VersionSource | str | Path | None) -> None:
+        if source is None:
             raise PublishError("rank 0 of a ReaderGroup has the versions; give source=, the publisher's folder")
+        self._source = source_of(source) if isinstance(source, str | Path) else source
 
     def _share_manifests(self) -> int:
         """Send the manifests that are new to all ranks, which know the same. Returns the newest version."""
@@ -293,7 +294,9 @@ class _Received:
         """Nothing: these readers have no names."""
 
 
-def _new_manifests(source: VersionSource, known: Collection[int]) -> tuple[list[int], dict[int, str]]:
+def _new_manifests(
+    source: VersionSource, known: Collection[int], attempts: int = _ATTEMPTS
+) -> tuple[list[int], dict[int, str]]:
     """The versions of a source, and the texts of manifests that are not known.
 
     Raises:
@@ -305,8 +308,12 @@ def _new_manifests(source: VersionSource, known: Collection[int]) -> tuple[list[
             continue
         try:
             manifest = source.manifest(version)
-        except PublishError as error:
-            if version == versions[-1] and not isinstance(error, VanishedError):
+        except VanishedError:
+            if attempts > 1:
+                return _new_manifests(source, known, attempts - 1)  # newer versions are there then
+            continue
+        except PublishError:
+            if version == versions[-1]:
                 raise
             continue
         texts[version] = json.dumps({**manifest.to_json(), "checksum": manifest.checksum})
