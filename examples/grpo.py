@@ -34,7 +34,16 @@ from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTra
 from trl import GRPOConfig
 
 from laconic.integrations.trl import GRPOTrainer  # was: from trl import GRPOTrainer
-from laconic.publish import FolderSource, HttpSource, Publisher, PublishError, Reader, VersionSource, WeightServer
+from laconic.publish import (
+    FolderSource,
+    HttpSource,
+    Publisher,
+    PublishError,
+    Reader,
+    VersionSource,
+    VersionsUpTo,
+    WeightServer,
+)
 
 SENTENCE = "<pad> <eos> what comes after ? zero one two three four five six seven eight nine"
 WORDS = SENTENCE.split(" ")
@@ -94,27 +103,11 @@ def next_number(prompts: list[str], completions: list[str], **_: Any) -> list[fl
 # -- the sampler -------------------------------------------------------------------------------------------------------
 
 
-class UpTo:
-    """The versions of a source up to one of them: a reader goes to the newest that it sees."""
-
-    def __init__(self, source: VersionSource) -> None:
-        self.last, self._source = 0, source
-
-    def versions(self) -> list[int]:
-        return [version for version in self._source.versions() if version <= self.last]
-
-    def __str__(self) -> str:
-        return str(self._source)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
-
-
 class Sampler:
     """A copy of the model in bf16, which generates from the version that a request names."""
 
     def __init__(self, model: Any, source: VersionSource, name: str | None = None) -> None:
-        self.model, self.source = model.to(torch.bfloat16).eval(), UpTo(source)
+        self.model, self.source = model.to(torch.bfloat16).eval(), VersionsUpTo(source)
         self.reader = Reader(self.source, name=name)
         self.ahead: Any = None  # what is read of the next version, and not yet in the model
 
@@ -193,7 +186,7 @@ def serve(sampler: Sampler, address: str) -> None:
         server.timeout = 0.1
         while True:
             server.handle_request()
-            with suppress(OSError, PublishError):  # the trainer is not there; whoever asks is told
+            with suppress(OSError, PublishError):  # the trainer is not there; the next request has this error
                 sampler.read_ahead()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from laconic.publish import FolderSource, Publisher, PublishError, Reader, WeightPatch
 from laconic.publish import reader as reader_module
-from laconic.publish.source import Registration, VanishedError, superseded
+from laconic.publish.source import Registration, VanishedError, VersionsUpTo, superseded
 from laconic.publish.staging import StagedTensor
 from laconic.publish.versions import MANIFEST, VersionManifest, version_name
 from laconic.store.folder import FileRecord
@@ -75,7 +75,7 @@ def test_a_reader_that_verifies_first_takes_digests_when_it_must(
     take = reader_module.digests_of
     monkeypatch.setattr(reader_module, "digests_of", lambda tensors: taken.append(1) or take(tensors))
     weights = published(tmp_path, num_versions=2, run="run")
-    source = Limited(tmp_path)
+    source = VersionsUpTo(FolderSource(tmp_path))
     reader, model = Reader(source, verify="first"), model_with(weights[0])
     for version in (1, 2, 2):
         source.last = version
@@ -94,15 +94,6 @@ def test_a_reader_that_verifies_first_takes_digests_when_it_must(
         Reader(tmp_path, verify="never")  # type: ignore[arg-type]
 
 
-class Limited(FolderSource):
-    """Shows versions up to one."""
-
-    last = 0
-
-    def versions(self) -> list[int]:
-        return [version for version in super().versions() if version <= self.last]
-
-
 def test_a_model_that_does_not_count_its_changes(tmp_path: Path) -> None:
     weights = published(tmp_path, num_versions=1)
     with torch.inference_mode():
@@ -114,7 +105,7 @@ def test_a_model_that_does_not_count_its_changes(tmp_path: Path) -> None:
 
 def test_an_error_while_values_are_applied_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = published(tmp_path, num_versions=2)
-    source = Limited(tmp_path)
+    source = VersionsUpTo(FolderSource(tmp_path))
     source.last = 1
     reader, model = Reader(source, verify="first"), model_with(weights[0])
     reader.update(model)

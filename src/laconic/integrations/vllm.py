@@ -29,18 +29,15 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from laconic.integrations.masked import INT32_NUMEL, masked, unmasked
-from laconic.publish import PublishError, Reader, VersionSource, WeightPatch
+from laconic.publish import PublishError, Reader, WeightPatch
 from laconic.publish.reader import source_of
-from laconic.publish.source import Registration
-from laconic.publish.versions import VersionManifest
-from laconic.store.folder import FileRecord
+from laconic.publish.source import VersionsUpTo
 
 _LOADER = "model_executor.model_loader.checkpoint_weight_patch"
 _RELOAD = "model_executor.model_loader.reload"
@@ -65,37 +62,14 @@ class LaconicWorker:
         worker: Any = self
         readers: dict[str, Reader] = self.__dict__.setdefault("laconic_readers", {})
         if source not in readers:
-            readers[source] = Reader(_UpTo(source), name=name and f"{name}-{worker.rank}")
+            readers[source] = Reader(VersionsUpTo(source_of(source)), name=name and f"{name}-{worker.rank}")
         reader = readers[source]
-        assert isinstance(reader.source, _UpTo)
-        reader.source.newest = version
+        assert isinstance(reader.source, VersionsUpTo)
+        reader.source.last = version
+        found = reader.source.source.versions()
+        if version not in found:
+            raise PublishError(f"{source} has no version {version}, but {found[-1:] or 'none'}; ask for its newest")
         return load_version(worker.get_model(), reader, worker.vllm_config)
-
-
-class _UpTo(VersionSource):
-    """The versions of another source up to one."""
-
-    def __init__(self, place: str | Path) -> None:
-        self._inner = source_of(place)
-        self.newest = 0
-
-    def __str__(self) -> str:
-        return str(self._inner)
-
-    def versions(self) -> list[int]:
-        found = self._inner.versions()
-        if self.newest not in found:
-            raise PublishError(f"{self} has no version {self.newest}, but {found[-1:] or 'none'}; ask for its newest")
-        return [version for version in found if version <= self.newest]
-
-    def manifest(self, version: int) -> VersionManifest:
-        return self._inner.manifest(version)
-
-    def read(self, version: int, file: FileRecord) -> bytearray:
-        return self._inner.read(version, file)
-
-    def register(self, reader: str, registration: Registration) -> None:
-        self._inner.register(reader, registration)
 
 
 @torch.no_grad()

@@ -22,9 +22,9 @@ _ATTEMPTS = 3
 class Announcer:
     """POSTs {"run": ..., "version": 7, "step": ...} to each address when a version is there: a webhook.
 
-    Each address has a thread of its own, so one that is slow does not hold up the others. It is told of the newest
-    version; those that came while it answered are passed over. One that does not take the news after three attempts is
-    told of the next version; a line on stderr says so. Versions that are there at the beginning are not told.
+    Each address has a thread of its own, so one that is slow does not hold up the others. It gets the newest
+    version; those that came while it answered are passed over. If it does not take the news after three attempts, a
+    line on stderr says so, and it gets the next version. Versions that are there at the beginning are not announced.
 
     Args:
         folder: the folder that the publisher writes. It may come into being later.
