@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from benchmarks.local_steps.islands import (
     rows_of,
     start_of,
 )
-from laconic.codec import codec_named
+from laconic.codec import Codec, codec_named
 from laconic.islands.fragments import SyncSchedule, fragment_of
 from laconic.optim.muon import orthogonalize
 from laconic.partial.patterns import Kind
@@ -38,7 +39,11 @@ from laconic.partial.updates import partial_updates, unsliced_state_dict
 
 Values = dict[str, Tensor]
 """A tensor for each parameter, by its name in the model."""
+Key = TypeVar("Key")
+Run = Generator[None, None, Values]
+"""A training that pauses after each step, and returns its parameters."""
 _EVAL_ROWS_AT_ONCE = 64
+_RUNS_AT_ONCE = 8
 _MUON_MOMENTUM = 0.95
 
 
@@ -56,6 +61,8 @@ class BatchedJob(Job):
     """After so many syncs of a fragment every island trains the next slice of it; 0: slices stay."""
     inner: Literal["adamw", "muon"] = "adamw"
     """The inner optimizer: AdamW, or Muon for the matrices of layers, with steps as large as AdamW's."""
+    last_codec: str = ""
+    """The codec of the last exchange, which sends the feedback that is left, too; "": as of all others."""
     speeds: tuple[float, ...] = ()
     """The steps of each island in one of the fastest, which all syncs wait for alone; means weigh by tokens. Empty: all
     are equally fast."""
@@ -171,7 +178,8 @@ class Inner:
             return
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            # captured on its own stream, whose workspace of cuBLAS no run beside it uses
+            with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream()):
                 self._take(self._tokens)
         self._graph.replay()
 
@@ -192,20 +200,26 @@ class Inner:
             for name in self._decayed:
                 rate = self._rates[name] * DECAY
                 self.values[name].mul_(1 - rate * self._masks[name] if name in self._masks else 1 - rate)
-            for name, average in self._averages.items():
-                self._take_muon(name, average, gradients[name])
+            self._take_muon(gradients)
         self._adam.step()
         self._adam.zero_grad()
         with torch.no_grad():
             self._undo(before)
 
-    def _take_muon(self, name: str, average: Tensor, gradient: Tensor) -> None:
+    def _take_muon(self, gradients: Values) -> None:
         """A step of torch's Muon with Nesterov's momentum, as large as one of AdamW: `match_rms_adamw`."""
-        average.lerp_(gradient, 1 - _MUON_MOMENTUM)
-        directions = torch.stack([orthogonalize(each) for each in gradient.lerp(average, _MUON_MOMENTUM)])
-        size = 0.2 * math.sqrt(max(average.shape[1:]))
-        self.values[name].sub_(self._rates[name] * size * directions.to(average.dtype))
-        self.values[name].grad = None
+        by_shape: dict[torch.Size, list[str]] = {}
+        for name, average in self._averages.items():
+            by_shape.setdefault(average.shape, []).append(name)
+        for shape, names in by_shape.items():
+            for name in names:
+                self._averages[name].lerp_(gradients[name], 1 - _MUON_MOMENTUM)
+            ahead = torch.cat([gradients[name].lerp(self._averages[name], _MUON_MOMENTUM) for name in names])
+            directions = torch.vmap(orthogonalize)(ahead).to(ahead.dtype).split(shape[0])
+            size = 0.2 * math.sqrt(max(shape[1:]))
+            for name, direction in zip(names, directions, strict=True):
+                self.values[name].sub_(self._rates[name] * size * direction)
+                self.values[name].grad = None
 
     def _states(self) -> list[Tensor]:
         states = [state[key] for state in self._adam.state.values() for key in ("exp_avg", "exp_avg_sq")]
@@ -253,6 +267,7 @@ class Fragment:
         self._lr = torch.where(is_sliced, sliced_lr, job.outer_lr)
         self._beta = torch.where(is_sliced, sliced_momentum, job.outer_momentum)
         self._codec = codec_named(job.codec)
+        self._last_codec = codec_named(job.last_codec or job.codec)
         self.flat = self._inner()[0].clone()
         self._momentum = torch.zeros_like(self.flat)
         self._lost = torch.zeros_like(self._inner()) if job.error_feedback else None
@@ -265,32 +280,33 @@ class Fragment:
         """The inner parameters of all islands, (islands, numel)."""
         return self._flat({name: value.detach() for name, value in self._values.items()})
 
-    def mean(self, tokens: Tensor | None = None) -> Tensor:
+    def mean(self, tokens: Tensor | None = None, *, is_last: bool = False) -> Tensor:
         """Return the mean pseudo-gradient, (numel,), after the two trips of a coded all-reduce, or one if it is sparse.
 
         With `tokens`, (islands,), islands weigh by them.
         """
+        codec = self._last_codec if is_last else self._codec
         whole = {name: torch.ones_like(value) for name, value in self._values.items()}
         trained = self._flat({**whole, **{name: self._masks[name] for name in self._values if name in self._masks}})
         given = (self.flat - self._inner()) * trained
         if self._lost is not None:
             given += self._job.error_feedback * self._lost
-        terms = self._coded(given)
+        terms = self._coded(given, codec)
         if self._lost is not None:
             self._lost = given - terms
         if tokens is not None:
             trained = trained * tokens[:, None]
         mean = (terms * trained).sum(0) / trained.sum(0)
-        return mean if self._codec.is_sparse else self._coded(mean[None])[0]
+        return mean if codec.is_sparse else self._coded(mean[None], codec)[0]
 
-    def _coded(self, rows: Tensor) -> Tensor:
+    def _coded(self, rows: Tensor, codec: Codec) -> Tensor:
         """Return rows (n, numel) as they arrive: whole if the codec is sparse, else cut for the islands."""
-        islands, (count, numel) = 1 if self._codec.is_sparse else self._job.islands, rows.shape
+        islands, (count, numel) = 1 if codec.is_sparse else self._job.islands, rows.shape
         part = math.ceil(numel / islands)
         parts = functional.pad(rows, (0, islands * part - numel)).view(count * islands, part)
-        block = getattr(self._codec, "block", 1)
+        block = getattr(codec, "block", 1)
         padded = functional.pad(parts, (0, -part % block)).flatten()  # every part begins a block
-        decoded = self._codec.decode(self._codec.encode(padded), padded.numel())
+        decoded = codec.decode(codec.encode(padded), padded.numel())
         return decoded.view(count * islands, -1)[:, :part].reshape(count, -1)[:, :numel]
 
     def apply(self, mean: Tensor, inner: Inner) -> None:
@@ -343,16 +359,54 @@ class Batched:
         self._warm: dict[tuple[Job, int], Values] = {}
 
     def train(self, job: BatchedJob) -> float:
-        """Return the loss of the outer parameters on held-out rows after a job.
+        """Return the loss of the outer parameters on held-out rows after a job."""
+        return next(self.train_each([job]))[1]
+
+    def train_each(self, jobs: Sequence[BatchedJob]) -> Iterator[tuple[BatchedJob, float]]:
+        """Yield each job as it ends, with the loss of its outer parameters on held-out rows.
 
         Raises:
-            ValueError: the job asks for `mixing`.
+            ValueError: a job asks for `mixing`.
         """
-        if job.mixing:
-            raise ValueError(f"batched islands do not mix; got {job}")
-        start = self._begin(job)
+        for job in jobs:
+            if job.mixing:
+                raise ValueError(f"batched islands do not mix; got {job}")
+        firsts = {(start_of(job), job.islands): job for job in jobs}
+        missing = {key: job for key, job in firsts.items() if key not in self._warm}
+        for key, values in self._in_turns({key: self._warmed(job) for key, job in missing.items()}):
+            self._warm[key] = {name: value[0] for name, value in values.items()}
+        for job, values in self._in_turns({job: self._trained(job) for job in jobs}):
+            yield job, self._evaluated(values, job)
+
+    def _in_turns(self, runs: Mapping[Key, Run]) -> Iterator[tuple[Key, Values]]:
+        """Yield the parameters of each run as it ends.
+
+        On a GPU several runs take steps in turns, each on a stream of its own, because the kernels of one run leave
+        most of the device idle.
+        """
+        left, under_way = list(runs), dict[Any, Any]()
+        at_once = _RUNS_AT_ONCE if self._device.type == "cuda" else 1
+        while left or under_way:
+            while left and len(under_way) < at_once:
+                under_way[left.pop(0)] = self._stream()
+            for key, stream in list(under_way.items()):
+                try:
+                    with stream:
+                        next(runs[key])
+                except StopIteration as end:
+                    del under_way[key]
+                    if self._device.type == "cuda":
+                        torch.cuda.synchronize()
+                    yield key, end.value
+
+    def _stream(self) -> Any:
+        return torch.cuda.stream(torch.cuda.Stream()) if self._device.type == "cuda" else nullcontext()
+
+    def _trained(self, job: BatchedJob) -> Run:
+        """The outer parameters, (1, *shape), after the steps of a job."""
+        start = self._warm[start_of(job), job.islands]
         if job.kind == "ddp":
-            return self._evaluated(self._data_parallel(job, start, has_muon=job.inner == "muon"), job)
+            return (yield from self._data_parallel(job, start, has_muon=job.inner == "muon"))
         values = {name: _stacked(value, job.islands) for name, value in start.items()}
         masks = masks_of(job, self._device)
         inner = Inner(
@@ -373,30 +427,28 @@ class Batched:
             with torch.no_grad():
                 if position.since == 0:
                     fragment = fragments[position.rounds % len(fragments)]
-                    under_way = fragment, fragment.mean(tokens)
+                    is_last = step + 1 + job.every > job.steps
+                    under_way = fragment, fragment.mean(tokens, is_last=is_last)
                 if under_way is not None and (position.since >= schedule.overlap or step + 1 == job.steps):
                     under_way[0].apply(under_way[1], inner)
                     under_way = None
-        outer = {name: part for fragment in fragments for name, part in fragment.parts().items()}
-        return self._evaluated(outer, job)
+            yield
+        return {name: part for fragment in fragments for name, part in fragment.parts().items()}
 
-    def _begin(self, job: BatchedJob) -> Values:
-        """Return the parameters after the warm steps: data parallel, whose batch has the rows of all islands."""
+    def _warmed(self, job: BatchedJob) -> Run:
+        """The parameters, (1, *shape), after the warm steps: data parallel, whose batch has the rows of all islands."""
         start = start_of(job)
-        key = start, job.islands
-        if key not in self._warm:
-            model: nn.Module = start.shape.build(start.length, seed=start.seed).to(self._device)
-            named = {name: parameter.detach() for name, parameter in model.named_parameters()}
-            trained = self._data_parallel(dataclasses.replace(job, **vars(start)), named)
-            self._warm[key] = {name: value[0] for name, value in trained.items()}
-        return self._warm[key]
+        model: nn.Module = start.shape.build(start.length, seed=start.seed).to(self._device)
+        named = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        return (yield from self._data_parallel(dataclasses.replace(job, **vars(start)), named))
 
-    def _data_parallel(self, job: BatchedJob, begin: Values, *, has_muon: bool = False) -> Values:
+    def _data_parallel(self, job: BatchedJob, begin: Values, *, has_muon: bool = False) -> Run:
         """The parameters, (1, *shape), after steps whose batches have the rows of all islands."""
         values = {name: _stacked(value, 1) for name, value in begin.items()}
         inner = Inner(values, _matrices(begin), {}, 1.0, job.shape, has_muon=has_muon)
         for step in range(job.steps):
             inner.step(self._rows(job, step, job.islands).flatten(0, 1)[None], lr_of(job, step))
+            yield
         return {name: value.detach() for name, value in values.items()}
 
     def _rows(self, job: Job, step: int, islands: int) -> Tensor:

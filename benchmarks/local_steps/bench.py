@@ -83,10 +83,24 @@ class Bench:
 
     def kept(self, job: Job, run: Callable[[], Any]) -> Any:
         """Return what `run` says about a job, read from the job's file; without a file, run it and write the file."""
-        file = self.folder / f"answer-{hashlib.sha256(repr(job).encode()).hexdigest()[:16]}.json"
-        if not file.exists():
-            file.write_text(json.dumps(run()))
-        return json.loads(file.read_text())
+        if not self.has(job):
+            self.keep(job, run())
+        return self.read(job)
+
+    def has(self, job: Job) -> bool:
+        """Whether the folder has the answer of a job."""
+        return self._file(job).exists()
+
+    def keep(self, job: Job, answer: Any) -> None:
+        """Write the answer of a job."""
+        self._file(job).write_text(json.dumps(answer))
+
+    def read(self, job: Job) -> Any:
+        """Read the answer of a job."""
+        return json.loads(self._file(job).read_text())
+
+    def _file(self, job: Job) -> Path:
+        return self.folder / f"answer-{hashlib.sha256(repr(job).encode()).hexdigest()[:16]}.json"
 
     def _answer(self, job: Job) -> Answer:
         return Answer(**self.kept(job, lambda: dataclasses.asdict(self._run([job])[0])))

@@ -67,7 +67,15 @@ class Trainer:
 
     def loss(self, job: BatchedJob) -> float:
         """Return the loss of the outer parameters after a job."""
-        return float(self._bench.kept(job, lambda: self._batched.train(job)))
+        return self.losses([job])[0]
+
+    def losses(self, jobs: Sequence[BatchedJob]) -> list[float]:
+        """Return the losses of the outer parameters after some jobs, several of which run at once on a GPU."""
+        missing = dict.fromkeys(job for job in jobs if not self._bench.has(job))
+        for job, loss in self._batched.train_each(list(missing)):
+            self._bench.keep(job, loss)
+            print(f"{job}: {loss:.4f}", flush=True)
+        return [float(self._bench.read(job)) for job in jobs]
 
 
 def device() -> torch.device:
