@@ -6,6 +6,7 @@ conftest.py puts it there. (A system may have a sitecustomize.py of its own, so 
 to the file that LACONIC_UNPICKLED names, as a line of JSON. These are no records:
 
 - what multiprocessing reads from its own pipes, such as the batches of a DataLoader's worker;
+- code that numba has compiled, and keeps beside Python's own in `__pycache__`;
 - `torch.load(weights_only=True)`, which has an unpickler of its own;
 - the metadata of checkpoints, read by a class that builds DCP's own records and nothing else (checkpoint/storage.py);
 - what a script unpickles that the lab's worker runs (lab/worker.py);
@@ -23,7 +24,7 @@ import warnings
 
 VARIABLE = "LACONIC_UNPICKLED"
 _PACKAGE = os.path.join("src", "laconic", "")
-_NO_WIRE = (os.path.join("multiprocessing", ""), os.path.join("multiprocess", ""))
+_NO_WIRE = (os.path.join("multiprocessing", ""), os.path.join("multiprocess", ""), os.path.join("numba", "core", ""))
 _RUNS_SCRIPTS = os.path.join("lab", "worker.py")
 _RESTRICTED = "_MetadataUnpickler"
 _OF_LIGHTNING = (os.path.join("integrations", "lightning.py"), "load_checkpoint")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from laconic.codec import lossless
+from laconic.codec.blocked import kernels_for
 from laconic.codec.contexts import BLOCK, IDLE, MAX_EVENTS, MAX_QUOTIENT, RARE, TILE
 from laconic.codec.lossless import decode, differences_by_context, encode, last_difference, part_bytes
 from laconic.codec.patterns import PLAIN_BYTES, PatternForm, pattern_form_of
@@ -16,6 +22,21 @@ from tests.reference import lossless as naive
 from tests.support.patterns import DTYPES, WILD, bits_of, form_of, random_patterns, trained
 
 SIZES = [1, 2, 31, 511, 513, TILE, TILE + 3, TILE + 1030]
+WAYS = ("loops", "plain")
+"""How a CPU codes: in loops of numba, or in plain torch, as all other devices do without kernels of their own."""
+
+
+@contextmanager
+def coded_by(way: str) -> Iterator[None]:
+    """Code in one of `WAYS` inside the block, or on a GPU in its kernels."""
+    assert kernels_for(torch.ones(1), "lossless_numba") is not None
+
+    def chosen(tensor: Tensor, name: str) -> ModuleType | None:
+        return None if name == "lossless_numba" and way == "plain" else kernels_for(tensor, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lossless, "kernels_for", chosen)
+        yield
 
 
 def patterns_of(form: PatternForm, tensor: Tensor) -> list[int]:
@@ -24,14 +45,18 @@ def patterns_of(form: PatternForm, tensor: Tensor) -> list[int]:
 
 
 def check(name: str, held: Tensor, new: Tensor, last: Tensor | None, *, by_naive: bool = True) -> int:
-    """Encode and decode both ways; the length of the payload."""
-    form = form_of(name)
-    payload = encode(held, new, last, form=form)
-    assert payload.dtype == torch.uint8
-    assert len(payload) <= new.nbytes
-    result = decode(held, payload, last, form=form)
-    assert result.dtype == new.dtype
-    assert torch.equal(bits_of(result), bits_of(new))
+    """Encode and decode in all ways, which agree; the length of the payload."""
+    form, payloads = form_of(name), []
+    for way in WAYS:
+        with coded_by(way):
+            payload = encode(held, new, last, form=form)
+            assert payload.dtype == torch.uint8
+            assert len(payload) <= new.nbytes
+            result = decode(held, payload, last, form=form)
+        assert result.dtype == new.dtype
+        assert torch.equal(bits_of(result), bits_of(new))
+        payloads.append(payload)
+    assert torch.equal(*payloads)
     if by_naive:
         own = naive.FORMS[name]
         olds, news = patterns_of(form, held), patterns_of(form, new)
@@ -122,9 +147,12 @@ def check_pairs(held: Tensor, new: Tensor) -> None:
     """Every new pattern after every held one: coded, though the values themselves are shorter."""
     form = pattern_form_of(new.dtype)
     olds, news = held.repeat_interleave(len(new)), new.repeat(len(held))
-    for old_part, new_part in zip(olds.split(1 << 20), news.split(1 << 20), strict=True):
-        payload = lossless._coded(form, old_part, new_part, None)
-        assert torch.equal(bits_of(decode(old_part, payload)), bits_of(new_part))
+    for way, (old_part, new_part) in itertools.product(
+        WAYS, zip(olds.split(1 << 20), news.split(1 << 20), strict=True)
+    ):
+        with coded_by(way):
+            payload = lossless._coded(form, old_part, new_part, None)
+            assert torch.equal(bits_of(decode(old_part, payload)), bits_of(new_part))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -197,9 +225,10 @@ def test_no_values_take_no_bytes() -> None:
     assert decode(none, torch.empty(0, dtype=torch.uint8)).dtype == torch.bfloat16
 
 
-def test_damaged_payloads_are_refused_or_give_other_values() -> None:
+@pytest.mark.parametrize("numel", [3 * BLOCK, 2 * TILE + 100])
+def test_damaged_payloads_are_refused_or_give_other_values(numel: int) -> None:
     """No read beyond the payload and no endless loop; equal sizes cannot be told, and digests are the engine's."""
-    before, held, new = trained("bfloat16", 3 * BLOCK, 1e-3)
+    before, held, new = trained("bfloat16", numel, 1e-3)
     last = last_difference(before, held)
     payload = encode(held, new, last)
     refused = 0
@@ -208,10 +237,15 @@ def test_damaged_payloads_are_refused_or_give_other_values() -> None:
         bad = payload.clone()
         place = int(torch.randint(len(bad), (1,), generator=generator))
         bad[place] ^= 1 << int(torch.randint(8, (1,), generator=generator))
-        try:
-            assert decode(held, bad, last).shape == new.shape
-        except ValueError:  # of any other kind is a failure
-            refused += 1
+        results = []
+        for way in WAYS:
+            try:
+                with coded_by(way):
+                    results.append(decode(held, bad, last).view(torch.int16))
+            except ValueError:  # of any other kind is a failure
+                results.append(torch.empty(0))
+        assert torch.equal(*results)
+        refused += not len(results[0])
     assert refused > 20
     for size in (1, 5, len(payload) - 4):
         with pytest.raises(ValueError, match=r"does not fit the held values: it is damaged"):

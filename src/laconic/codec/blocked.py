@@ -89,8 +89,12 @@ def _fused(function: Callable[..., R]) -> Callable[..., R]:
 
 
 def kernels_for(tensor: Tensor, name: str = "blocked_triton") -> ModuleType | None:
-    """A module of triton's kernels beside this one; None where they do not run, or a graph is compiled."""
-    if not tensor.is_cuda or type(tensor) is not Tensor or torch.compiler.is_compiling():
+    """A module of kernels beside this one; None where they do not run, or a graph is compiled.
+
+    Those of triton run on CUDA, and those of numba on a CPU.
+    """
+    runs = tensor.is_cpu if name.endswith("_numba") else tensor.is_cuda
+    if not runs or type(tensor) is not Tensor or torch.compiler.is_compiling():
         return None
     return _kernels(name)
 

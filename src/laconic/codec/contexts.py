@@ -81,11 +81,11 @@ def past_of(last: Tensor | None) -> Past:
         return Past(0, 1, 0)
     tiles = in_tiles(last)
     index = tiles.view(-1).to(torch.int32) + 128
-    return Past(*(each.index_select(0, index).view_as(tiles) for each in _past_tables(last.device)))
+    return Past(*(each.index_select(0, index).view_as(tiles) for each in past_tables(last.device)))
 
 
 @kept
-def _past_tables(device: torch.device) -> Tensor:
+def past_tables(device: torch.device) -> Tensor:
     """Rank, sign and prediction for each last difference from -128 on, (3, 256), int32."""
     last = torch.arange(-128, 128, dtype=torch.int32, device=device)
     size = last.abs()
@@ -132,12 +132,16 @@ def choose_codes(form: PatternForm, context: Tensor, folded: Tensor, past: Past)
 
     Shapes: contexts and differences in the direction of the last ones (t, TILE).
     """
-    entries, costs = options_of(form.bits, context.device)
-    histogram = histogram_of(context, folded)
+    rest = None if isinstance(past.prediction, int) else histogram_of(context, folded - past.prediction)
+    return best_codes(form, histogram_of(context, folded), rest)
+
+
+def best_codes(form: PatternForm, histogram: Tensor, rest: Tensor | None) -> Tensor:
+    """See `choose_codes`; by the `histogram_of` differences, and that of what predictions leave of them."""
+    entries, costs = options_of(form.bits, histogram.device)
     bits, chosen = (histogram.double() @ costs.double()).min(1)  # sums of whole numbers, which fp64 holds
     table = entries.index_select(0, chosen)
-    if not isinstance(past.prediction, int):
-        rest = histogram_of(context, folded - past.prediction)
+    if rest is not None:
         fewer, chosen = (rest.double() @ costs[:, : 2 * RICE_CODES].double()).min(1)
         table = torch.where(fewer < bits, entries.index_select(0, chosen) | PREDICT, table)
     return torch.where(histogram.sum(1) < RARE, defaults(table.device), table)
