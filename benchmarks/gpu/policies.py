@@ -8,12 +8,13 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW, Optimizer
 
 import laconic
@@ -67,6 +68,27 @@ def _quantise(model: nn.Module) -> None:
 
 _OFFLOAD = CPUOffloadPolicy()
 _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+_FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+
+
+def _lossless(name: str, wire: str = "lossless", **options: Any) -> Policy:
+    options = {"wire": wire, "mp_policy": _BF16, **options}
+    return Policy(name=f"{wire}, {name}", options=options, tolerance=_ROUNDED)
+
+
+LOSSLESS: tuple[Policy, ...] = (
+    _lossless("host", cache="host"),
+    _lossless("device", cache="device"),
+    _lossless("rank", cache="rank"),
+    _lossless("offload, host", cache="host", offload_policy=_OFFLOAD),
+    _lossless("fp16, host", cache="host", mp_policy=_FP16),
+    replace(
+        _lossless("weights in fp8_128x128, device", cache="device"), prepare=_scaled("fp8_128x128").prepare,
+    ),
+    _lossless("host", "lossless-4bit", cache="host"),
+    _lossless("device", "lossless-2bit", cache="device"),
+)  # fmt: skip
+"""The policies whose weights cross as lossless differences."""
 POLICIES: tuple[Policy, ...] = (
     Policy(name="none", options={"cache": "none"}),
     Policy(name="host", options={"cache": "host"}),
@@ -110,6 +132,7 @@ POLICIES: tuple[Policy, ...] = (
     Policy(name="Shampoo", options={"cache": "host"}, optimizer=Shampoo, tolerance=_ROUNDED),
     Policy(name="local steps", every=2, tolerance=_ROUNDED),
     Policy(name="compiled blocks", options={"cache": "host"}, prepare=_compile_blocks, tolerance=_ROUNDED),
+    *LOSSLESS,
 )  # fmt: skip
 
 
@@ -150,17 +173,46 @@ def losses_by_policy(shape: Llama, device: torch.device, *, nodes: int, local: i
     """Return the losses of this rank under each policy, or the error that ended it: see `train`."""
     found: Losses = {}
     for policy in POLICIES:
-        start_s = time.perf_counter()
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                found[policy.name] = train(policy, shape, device, nodes=nodes, local=local)
-        except Exception:  # of any kind: the others are of interest
-            found[policy.name] = traceback.format_exc()
-        gc.collect()
-        if torch.distributed.get_rank() == 0:
-            print(f"  {device.type}: {policy.name}: {time.perf_counter() - start_s:.1f} s", file=sys.stderr, flush=True)
+        found[policy.name] = _losses_or_error(policy, shape, device, nodes=nodes, local=local)
     return found
+
+
+def _losses_or_error(
+    policy: Policy, shape: Llama, device: torch.device, *, nodes: int, local: int
+) -> list[float] | str:
+    start_s = time.perf_counter()
+    losses: list[float] | str
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            losses = train(policy, shape, device, nodes=nodes, local=local)
+    except Exception:  # of any kind: the others are of interest
+        losses = traceback.format_exc()
+    gc.collect()
+    if torch.distributed.get_rank() == 0:
+        print(f"  {device.type}: {policy.name}: {time.perf_counter() - start_s:.1f} s", file=sys.stderr, flush=True)
+    return losses
+
+
+def exact_twin(policy: Policy) -> Policy:
+    """The same training with weights that cross as they are."""
+    wire = replace(laconic.Wire.of(policy.options["wire"]), weights="exact")
+    return replace(policy, name=f"{policy.name}, exact", options={**policy.options, "wire": wire})
+
+
+def lossless_rank(sizes: Sizes, device_type: str) -> Losses:
+    """Return the losses of this rank under each lossless policy and its exact twin, all by deterministic kernels.
+
+    The first twin runs twice. If its losses differ, it is the kernels of the model that do not repeat their bits.
+    """
+    device = device_of(device_type)
+    first = exact_twin(LOSSLESS[0])
+    runs = [replace(first, name=_AGAIN), *(each for one in LOSSLESS for each in (one, exact_twin(one)))]
+    with sdpa_kernel(SDPBackend.MATH):  # the backward passes of others add in any order
+        return {run.name: _losses_or_error(run, sizes.loss, device, nodes=NODES, local=LOCAL) for run in runs}
+
+
+_AGAIN = "exact, again"
 
 
 def differences(on_device: Sequence[Losses], on_cpu: Sequence[Losses]) -> Iterator[tuple[Policy, float | str]]:
@@ -180,6 +232,35 @@ def policies(bench: Bench) -> Row:
     found = list(differences(bench.launch(policies_rank), bench.launch(policies_rank, device_type="cpu")))
     ranks = f"{NODES} x {LOCAL} ranks that share the device, over Gloo"
     return policies_row(found, bench.sizes.loss, ranks, bench.device_type.upper())
+
+
+@BENCHMARK.row("lossless-equal")
+def lossless_equal(bench: Bench) -> Row:
+    """Training with lossless differences has the losses of training with exact weights, to the bit, on one device."""
+    by_rank = bench.launch(lossless_rank)
+
+    def outcome(name: str, twin: str) -> str:
+        errors = [each[key] for each in by_rank for key in (name, twin) if isinstance(each[key], str)]
+        if errors:
+            return str(errors[0])
+        pairs = [pair for each in by_rank for pair in zip(each[name], each[twin], strict=True)]
+        unequal = sum(one != other for one, other in pairs)
+        return f"{unequal} of {len(pairs)} losses differ" if unequal else "equal"
+
+    found = {policy.name: outcome(policy.name, exact_twin(policy).name) for policy in LOSSLESS}
+    good = sum(text == "equal" for text in found.values())
+    return Row(
+        claim=f"lossless policies whose losses on {bench.device_type.upper()} are those of exact weights to the bit",
+        required=f"{len(found)} of {len(found)}",
+        measured=f"{good} of {len(found)}",
+        is_met=good == len(found),
+        note=(
+            f"{bench.sizes.loss}, bf16 or fp16 compute, attention by plain matrix products, {_STEPS} AdamW steps on "
+            f"{NODES} x {LOCAL} ranks that share the device, over Gloo: "
+            f"{'; '.join(f'{name} {text}' for name, text in found.items())}. A second run with exact weights: "
+            f"{outcome(_AGAIN, exact_twin(LOSSLESS[0]).name)}."
+        ),
+    )
 
 
 def policies_row(found: Sequence[tuple[Policy, float | str]], shape: Llama, ranks: str, device: str) -> Row:
