@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.training import BENCHMARK, Bench, Sizes, device_of
-from laconic.codec import CODECS, Codec
+from laconic.codec import CODECS, Codec, lossless
 from laconic.optim.adamw8bit import AdamW8bit
 from laconic.shard.cache import free_slab, make_slab
 from tests.support.record import Row, ratio_row
@@ -70,6 +76,118 @@ def codecs(bench: Bench) -> Row:
         claim="encode or decode a piece, against a copy of the same bytes, worst codec", ratio=worst, limit=2.0,
         note=f"pieces of {bench.sizes.piece_numel} values, fp32, without rotation; medians of {_REPEATS}: {each}.",
     )  # fmt: skip
+
+
+_LOSSLESS_BYTES = 12
+"""The bytes that the lossless coder's kernels may move for a bf16 value: tests/kernels."""
+_LOSSLESS_RATE = 3e-4
+
+
+@dataclass(kw_only=True)
+class Coding:
+    """What it takes to code a piece of bf16 values without loss."""
+
+    numel: int
+    uses_last: bool
+    bits: float = 0.0
+    """Of the payload, a value."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of "encode" and "decode", of either in "plain" torch on the same device, and of a "copy"."""
+    kernels: dict[str, dict[str, float]] = field(default_factory=dict)
+    """For "encode" and "decode": the microseconds of each kernel, and of copies and fills. Empty on a CPU."""
+    launches: dict[str, int] = field(default_factory=dict)
+    is_right: bool = False
+    """Payloads are those of plain torch, and decode to the new values, to the bit."""
+
+    @property
+    def ratio(self) -> float:
+        """Of the slower way, to a copy."""
+        return max(self.seconds["encode"], self.seconds["decode"]) / self.seconds["copy"]
+
+    def __str__(self) -> str:
+        seconds = {what: f"{each / self.numel * 1e12:.1f}" for what, each in self.seconds.items()}
+        parts = [
+            f"{way} {seconds[way]} ps a value ({2e-9 * self.numel / self.seconds[way]:.0f} GB/s of values; plain torch "
+            f"{seconds[f'{way}, plain']})"
+            + f"; {self.launches[way]} launches: {', '.join(f'{k} {v:.0f} us' for k, v in self.kernels[way].items())}"
+            * bool(self.launches[way])
+            for way in ("encode", "decode")
+        ]
+        told = f"{self.numel} values, {'with' if self.uses_last else 'without'} last differences, {self.bits:.2f} bits"
+        return f"{told}: {'; '.join(parts)}; copy {seconds['copy']}" + "; WRONG BITS" * (not self.is_right)
+
+
+def versions_of_weights(numel: int, device: torch.device) -> list[Tensor]:
+    """Three versions of bf16 weights, two steps of AdamW apart: its steps are alike from one to the next."""
+    generator = torch.Generator(device).manual_seed(0)
+    weights, drift = (torch.randn(numel, generator=generator, device=device) for _ in range(2))
+    weights *= 0.02
+    versions = [weights.bfloat16()]
+    for _ in range(2):
+        noise = torch.randn(numel, generator=generator, device=device)
+        weights += _LOSSLESS_RATE * 0.3 * (0.8 * drift + 0.6 * noise)
+        versions.append(weights.bfloat16())
+    return versions
+
+
+def launched_by(call: Callable[[], object], device: torch.device) -> tuple[int, dict[str, float]]:
+    """Return the launches of a call on a GPU, and the microseconds of each kernel, copy and fill, longest first."""
+    if device.type != "cuda":
+        return 0, {}
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        call()
+        torch.cuda.synchronize()
+    events = [event for event in profiled.key_averages() if event.device_type is DeviceType.CUDA]
+    times = Counter[str]()
+    for event in events:
+        times[event.key[:24]] += event.self_device_time_total
+    return sum(event.count for event in events), dict(times.most_common())
+
+
+def lossless_coding_rank(sizes: Sizes, device_type: str) -> list[Coding]:
+    """Return what pieces of each size take, with and without last differences."""
+    device = device_of(device_type)
+    return [_coding(numel, device, uses_last=uses) for numel in sizes.lossless_numels for uses in (False, True)]
+
+
+def _coding(numel: int, device: torch.device, *, uses_last: bool) -> Coding:
+    before, held, new = versions_of_weights(numel, device)
+    last = lossless.last_difference(before, held) if uses_last else None
+    payload = lossless.encode(held, new, last)
+    found = Coding(numel=numel, uses_last=uses_last, bits=8 * len(payload) / numel)
+    found.is_right = torch.equal(lossless.decode(held, payload, last).view(torch.int16), new.view(torch.int16))
+    calls: dict[str, Callable[[], object]] = {
+        "encode": lambda: lossless.encode(held, new, last),
+        "decode": lambda: lossless.decode(held, payload, last),
+    }
+    for kind in ("", ", plain"):
+        with mock.patch.object(lossless, "kernels_for", return_value=None) if kind else nullcontext():
+            if kind:
+                found.is_right &= torch.equal(lossless.encode(held, new, last), payload)
+            for way, call in calls.items():
+                more = {"repeats": 3, "calls": 1} if kind else {}
+                found.seconds[way + kind] = seconds_of(call, device, **more)
+    for way, call in calls.items():
+        found.launches[way], found.kernels[way] = launched_by(call, device)
+    source = torch.empty(numel * _LOSSLESS_BYTES // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    found.seconds["copy"] = seconds_of(lambda: target.copy_(source), device)
+    return found
+
+
+@BENCHMARK.row("lossless")
+def lossless_coding(bench: Bench) -> Row:
+    """Encode and decode without loss, against a copy that reads and writes as many bytes as the kernels may."""
+    found = bench.launch(lossless_coding_rank, num_ranks=1)[0]
+    pieces = [each for each in found if each.numel >= bench.sizes.lossless_numels[1]]
+    row = ratio_row(
+        claim=f"encode or decode a piece without loss, against a copy of {_LOSSLESS_BYTES} bytes a value, worst",
+        ratio=max(each.ratio for each in pieces), limit=2.0,
+        note=f"bf16 weights, a step of AdamW at {_LOSSLESS_RATE:g} apart; medians of {_REPEATS}, with the time that "
+        f"the host waits for a length; the worst is of {bench.sizes.lossless_numels[1]} values and more. "
+        f"{'. '.join(map(str, found))}.",
+    )  # fmt: skip
+    return row if all(each.is_right for each in found) else replace(row, is_met=False)
 
 
 def pinned_rank(sizes: Sizes, device_type: str) -> tuple[float, float, float]:

@@ -18,6 +18,8 @@ from torch.distributed.fsdp import fully_shard as fsdp2_shard
 
 import laconic
 from benchmarks.llama import Llama, decoder_layers, loss_of
+from laconic.codec.lossless import MAX_NUMEL
+from laconic.codec.payload import DEVICE_PIECE_NUMEL
 from tests.support.alone import become_rank_0 as rank_0_of
 from tests.support.launch import launch
 from tests.support.measure import Benchmark, BenchmarkError, Options
@@ -47,6 +49,8 @@ class Sizes:
     """The model of the row about host time: small kernels, many units."""
     piece_numel: int
     """The values that the row about codecs codes at once."""
+    lossless_numels: tuple[int, ...]
+    """The values that the row about the lossless coder codes at once: a small shard, a piece, the most of a call."""
     slab_bytes: int
     """The bytes that the row about page-locked memory copies."""
     matrices: tuple[tuple[int, int], ...]
@@ -59,13 +63,15 @@ FULL = Sizes(
     loss=Llama(hidden=256, intermediate=688, layers=4, heads=4, kv_heads=2, vocab=512, batch=2, sequence=128),
     host=Llama(hidden=256, intermediate=688, layers=32, heads=4, kv_heads=4, vocab=512, batch=1, sequence=64),
     piece_numel=1 << 26,
+    lossless_numels=(1 << 20, DEVICE_PIECE_NUMEL, MAX_NUMEL),
     slab_bytes=1 << 30,
     matrices=((2048, 2048), (512, 2048), (8192, 2048), (2048, 8192)) * 8,
 )
 _TOY = Llama(hidden=64, intermediate=176, layers=3, heads=4, kv_heads=2, vocab=128, batch=1, sequence=32)
 TOY = Sizes(
-    step=_TOY, memory=_TOY, loss=_TOY, host=_TOY, piece_numel=1 << 12, slab_bytes=1 << 16, matrices=((64, 64), (32, 96))
-)
+    step=_TOY, memory=_TOY, loss=_TOY, host=_TOY, piece_numel=1 << 12, lossless_numels=(1 << 12, 10_000),
+    slab_bytes=1 << 16, matrices=((64, 64), (32, 96)),
+)  # fmt: skip
 
 
 class Bench:
