@@ -143,6 +143,7 @@ def facts(given: Compilation, capability: int) -> dict[str, Any]:
 
     A stack that no instruction uses is no spill.
 
+    `compiled_for` has the arguments whose value decides how a kernel is compiled: see `_compiled_for`.
     `moved` has those bytes by argument, read or written: what all threads ask for, so a step that several threads read
     counts several times, though it comes from a cache.
     """
@@ -160,7 +161,19 @@ def facts(given: Compilation, capability: int) -> dict[str, Any]:
         f"{access} {arguments.get(place, 'what it has the address of')}": nbytes * 32 * given.num_warps / given.numel
         for (access, place), nbytes in _accesses(result.asm["ptx"]).items()
     }
-    return {"registers": registers, "spilled": sum(spilled), "bytes_a_value": sum(moved.values()), "moved": moved}
+    return {
+        "registers": registers, "spilled": sum(spilled), "bytes_a_value": sum(moved.values()), "moved": moved,
+        "compiled_for": _compiled_for(given.kernel),
+    }  # fmt: skip
+
+
+def _compiled_for(kernel: Any) -> list[str]:
+    """The arguments for whose address, or number, triton compiles a kernel anew if it is a multiple of 16, or 1."""
+    return [
+        each.name
+        for each in kernel.params
+        if not (each.is_constexpr or each.do_not_specialize or each.do_not_specialize_on_alignment)
+    ]
 
 
 def _accesses(ptx: str) -> Counter[tuple[str, int]]:

@@ -54,6 +54,11 @@ SPILLED_OF_PAIRS = 80
 """The bytes that kernels may spill for two patterns a byte, which no wire sends."""
 
 
+OF_PAYLOADS = {"payload", "payload_words", "all_words", "nbytes"}
+OF_TENSORS = {"stride", "num_tiles", "known", "bases", "levels", "level_bytes"}
+"""The arguments that vary with what has changed, and with the number of values: no kernel is compiled for each."""
+
+
 def takes_little_of_tiles(*architectures: str) -> None:
     """No spills, and of memory outside a cache each value is read once, and at most 12 bytes are moved for it."""
     found = told("tests.kernels.compiled", "lossless", *architectures, timeout_s=280)
@@ -62,6 +67,8 @@ def takes_little_of_tiles(*architectures: str) -> None:
         form, kernel, *_ = name.split(", ")
         assert facts["spilled"] <= SPILLED_OF_PAIRS * ("FP4" in form), name
         assert facts["registers"] <= MOST_REGISTERS_OF_TILES, name
+        compiled_for = set(facts["compiled_for"])
+        assert not compiled_for & (OF_PAYLOADS | OF_TENSORS | ({"out"} if kernel == "gather" else set())), name
         if kernel not in ("write", "read"):  # others are over few tiles, or over tables
             continue
         moved = facts["moved"]

@@ -13,6 +13,9 @@ over the bits of a run: the place of each one goes to a scratch place of its ind
 numbers of four bits in a scratch place, as order does not matter to a sum. Whatever a damaged payload says, no access
 is out of bounds; what does not fit is noted for the host.
 
+Lengths of payloads vary from step to step, and addresses in them do. So kernels take those as they are: triton would
+compile a kernel again, in the middle of a run, for a length that is a multiple of 16.
+
 Programs write bits of words by atomic operations, since several values share a word, and read scratch places after a
 barrier of their own: no program reads what another one writes in the same kernel.
 """
@@ -244,7 +247,7 @@ def _bin(value):  # type: ignore[no-untyped-def]
     return tl.where(size > _EXACT_BINS, large, value + _EXACT_BINS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _sample(  # type: ignore[no-untyped-def]  # triton types its arguments
     held, new, last, counts, numel, stride, BITS: tl.constexpr, MANTISSA: tl.constexpr, USES_LAST: tl.constexpr
 ):
@@ -318,7 +321,7 @@ def _add_fields(words, value, offset, width, is_own):  # type: ignore[no-untyped
         tl.atomic_add(words + begin + index, total, mask=total != 0, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["level_bytes"], do_not_specialize_on_alignment=["bases", "levels"])
 def _write(  # type: ignore[no-untyped-def]
     held,
     new,
@@ -415,7 +418,7 @@ def _write(  # type: ignore[no-untyped-def]
     _add_fields(own, own_field & 0xFFFF, event_at + tl.cumsum(width, axis=0) - width, width, width > 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "known"])
 def _lay_out(sizes, table, defaults, head, begins, lengths, num_tiles, known):  # type: ignore[no-untyped-def]
     lane = tl.arange(0, _CHUNK)
     total = 0
@@ -439,7 +442,7 @@ def _lay_out(sizes, table, defaults, head, begins, lengths, num_tiles, known):  
     tl.store(lengths + 1, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["out"])
 def _gather(words, sizes, begins, out, MOST_WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
     tile, word = tl.program_id(0), tl.arange(0, _CHUNK)
     num_words = tl.load(sizes + 2 * tile + 1).to(tl.int32) & 0xFFFF
@@ -459,7 +462,7 @@ def _size_at(payload, place, is_own):  # type: ignore[no-untyped-def]
     return low | (tl.load(payload + 2 * place + 1, mask=is_own, other=0).to(tl.int32) << 8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nbytes", "num_tiles", "known"], do_not_specialize_on_alignment=["payload"])
 def _find(payload, defaults, table, begins, fault, nbytes, num_tiles, known):  # type: ignore[no-untyped-def]
     context = tl.arange(0, _CONTEXTS)
     is_known = context < _IDLE
@@ -517,7 +520,7 @@ def _fields_at(run, offset, width, num_words):  # type: ignore[no-untyped-def]
     return bits & ((1 << width) - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["all_words", "num_tiles"], do_not_specialize_on_alignment=["payload", "payload_words"])
 def _read(  # type: ignore[no-untyped-def]
     held,
     last,
