@@ -33,14 +33,14 @@ from tests.support.measure import BenchmarkError, Options
 from tests.support.record import Record, Row, recorded_rows, rows_table
 
 ORDER = (
-    "policies", "loss-none", "loss-host", "loss-device", "step-plain", "step-fsdp2", "overlap-alone", "offload",
-    "codecs", "pinned", "adamw8bit", "host-none", "host-host", "host-4bit", "memory-host", "memory-device",
-    "memory-fsdp2", "overlap-gloo",
+    "policies", "lossless-equal", "loss-none", "loss-host", "loss-device", "step-plain", "step-fsdp2", "overlap-alone",
+    "offload", "codecs", "lossless", "pinned", "adamw8bit", "host-none", "host-host", "host-4bit", "memory-host",
+    "memory-device", "memory-fsdp2", "overlap-gloo",
 )  # fmt: skip
 """The rows, in order of worth: first whether the numbers are right, then the time of a step."""
 _TESTS = (
-    "tests/codec/test_fused.py", "tests/optim/test_adamw8bit.py", "tests/shard/test_cuda.py",
-    "tests/checkpoint/test_cuda.py",
+    "tests/codec/test_fused.py", "tests/codec/test_cuda.py", "tests/codec/test_scaled.py",
+    "tests/optim/test_adamw8bit.py", "tests/shard/test_cuda.py", "tests/checkpoint/test_cuda.py",
 )  # fmt: skip
 _TESTS_S = 400.0
 _QUICK_RANKS = 4
@@ -66,7 +66,9 @@ class Report:
     @property
     def is_sound(self) -> bool:
         """True if no test failed, and every row about numbers is met."""
-        about_numbers = [row for key, row in self.rows.items() if key.startswith(("policies", "loss"))]
+        about_numbers = [
+            row for key, row in self.rows.items() if key.startswith(("policies", "loss-", "lossless-equal"))
+        ]
         return not self.failures and not self.has_failed_tests and all(row.is_met for row in about_numbers)
 
     @property

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import host_time
-from benchmarks.gpu import memory, overlap, policies, report, training
+from benchmarks.gpu import kernels, memory, overlap, policies, report, training
 from benchmarks.gpu.__main__ import BENCHMARK
 from benchmarks.gpu.memory import Peak
 from benchmarks.gpu.overlap import overlap as overlap_of
@@ -100,6 +100,48 @@ def test_policies_are_compared_one_by_one_and_errors_are_told() -> None:
     assert (row.required, row.measured, row.is_met) == (f"{total} of {total}", f"{total - 2} of {total}", False)
     assert "host 1e-02" in row.note, "more than the bound of exact policies"
     assert "checks Traceback: no" in row.note
+
+
+def test_lossless_policies_equal_their_exact_twins_to_the_bit() -> None:
+    names = [each.name for policy in policies.LOSSLESS for each in (policy, policies.exact_twin(policy))]
+    equal: dict[str, Any] = {name: [2.0, 1.0] for name in ("exact, again", *names)}
+    assert len(equal) == 2 * len(policies.LOSSLESS) + 1, "no two have a name in common"
+    other = equal | {names[0]: [2.0, 1.0 + 1e-15], names[3]: "Traceback: no"}
+    row = policies.lossless_equal(bench(policies.lossless_rank, by_rank=[equal, other]))
+    total = len(policies.LOSSLESS)
+    assert (row.required, row.measured, row.is_met) == (f"{total} of {total}", f"{total - 2} of {total}", False)
+    assert "lossless, host 1 of 4 losses differ; lossless, device Traceback: no" in row.note
+    assert row.note.endswith("A second run with exact weights: equal.")
+    assert policies.lossless_equal(bench(policies.lossless_rank, by_rank=[equal, equal])).is_met
+
+
+def test_the_lossless_coder_is_compared_with_a_copy() -> None:
+    cpu, numels = torch.device("cpu"), TOY.lossless_numels
+    kinds = [kernels._coding(numel, cpu, uses_last=uses) for numel in numels for uses in (False, True)]
+    for coding in kinds:
+        assert coding.is_right
+        assert 2 < coding.bits < 4
+        coding.seconds = {"encode": 3.0, "decode": 1.0, "encode, plain": 9.0, "decode, plain": 9.0, "copy": 2.0}
+        coding.launches |= {"encode": 7}
+        coding.kernels |= {"encode": {"_write": 5.0}}
+    row = kernels.lossless_coding(bench(kernels.lossless_coding_rank, by_rank=[kinds]))
+    assert (row.measured, row.is_met) == ("1.500x", True)
+    assert "; 7 launches: _write 5 us; decode" in row.note
+    kinds[0].is_right = False
+    wrong = kernels.lossless_coding(bench(kernels.lossless_coding_rank, by_rank=[kinds]))
+    assert not wrong.is_met
+    assert "WRONG BITS" in wrong.note
+
+
+def test_a_report_runs_every_file_with_a_test_on_a_gpu() -> None:
+    root = Path(__file__).parents[2]
+    marked = {str(path.relative_to(root)) for path in root.glob("tests/**/test_*.py") if _MARK in path.read_text()}
+    assert marked == set(report._TESTS)
+    assert not [path for path in marked if "hypothesis" in (root / path).read_text()], "it needs pytest alone"
+    assert set(report.ORDER) == set(BENCHMARK.rows)
+
+
+_MARK = "pytest.mark." + "cuda"
 
 
 def test_the_hosts_time_is_compared_with_fsdp2s_pair_by_pair(monkeypatch: pytest.MonkeyPatch) -> None:
