@@ -86,8 +86,9 @@ def _adapters(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _merged(model: nn.Module) -> CheckpointContents:
     """The tensors of a peft model's base model, and what its adapters add to some of them. Collective.
 
-    Each rank makes the product of one adapter at a time, as peft merges it. Nothing is merged in the model.
-    Cost: both factors of all adapters on every rank, and memory for one product at a time.
+    Each rank makes the product of one adapter at a time, as peft merges it. Nothing is merged in the model. Products
+    are made on the host, as `laconic export` makes them: a GPU rounds them otherwise, and has less room.
+    Cost: host memory for both factors of all adapters on every rank, and for one product at a time.
     """
     if not is_peft_model(model):
         raise PublishError(f'{type(model).__name__} has no adapters of peft to merge; leave adapters="merged" out')
@@ -119,7 +120,8 @@ def _factors_of(name: str, layer: Any, adapter: str) -> list[tuple[nn.Module, Te
     factors: list[tuple[nn.Module, Any]] = [
         (each[adapter], each[adapter].weight) for each in (layer.lora_A, layer.lora_B)
     ]
-    return [(module, w.full_tensor() if isinstance(w, DTensor) else w.detach()) for module, w in factors]
+    wholes = [(module, w.full_tensor() if isinstance(w, DTensor) else w.detach()) for module, w in factors]
+    return [(module, whole.cpu()) for module, whole in wholes]
 
 
 def _products(layer: Any, factors: Mapping[str, list[tuple[nn.Module, Tensor]]]) -> Iterator[Tensor]:

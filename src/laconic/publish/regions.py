@@ -53,13 +53,17 @@ class HeldRegion(NamedTuple):
         return self.start, self.sizes
 
     def values(self, begin: int, end: int) -> Tensor:
-        """The present elements [begin, end) of the region, in its order, flat."""
-        values = self.view.reshape(-1)[begin:end]
+        """The present elements [begin, end) of the region, in its order, flat.
+
+        They are a view, or on the host: device memory is taken for one region at most.
+        """
+        is_view = self.addends is None and self.view.is_contiguous()
+        values = (self.view if is_view else self.view.cpu()).reshape(-1)[begin:end]
         for addend in self.addends() if self.addends is not None else ():
             whole = addend.reshape(-1) if len(self.start) == 1 else addend
             for dim, (first, size) in enumerate(self.place_by_dim):
                 whole = whole.narrow(dim, first, size)
-            values = (values + whole.reshape(-1)[begin:end].to(values.device)).to(values.dtype)
+            values = (values + whole.reshape(-1)[begin:end].cpu()).to(values.dtype)
         return values
 
     @property
