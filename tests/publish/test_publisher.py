@@ -21,7 +21,7 @@ from laconic.checkpoint import state
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.partial.updates import unsliced_state_dict
 from laconic.policy import PolicyError
-from laconic.publish import FolderSource, Publisher, PublishError, Reader, shares
+from laconic.publish import FolderSource, Publisher, PublishError, Reader, regions, shares
 from laconic.publish.publisher import PublishedCopy
 from laconic.store import folder as store
 from laconic.store.folder import CrashPoint
@@ -348,6 +348,24 @@ def test_a_comparison_that_fails_leaves_no_half_of_a_copy(tmp_path: Path, monkey
     held = empty_like(whole_in_bf16(model))
     assert Reader(tmp_path).update(held) == version
     assert torch.equal(held["inp.weight"], whole_in_bf16(model)["inp.weight"])
+
+
+def test_copies_of_shares_on_an_accelerator_take_no_more_than_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are page-locked, and not by torch, which rounds up to a power of two. The pages are unlocked afterwards."""
+    told: list[Any] = []
+
+    def lock(nbytes: int, device: torch.device, **_: Any) -> Tensor:
+        told.append((nbytes, device.type))
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(shares, "make_slab", lock)
+    monkeypatch.setattr(shares, "free_slab", lambda slab, device: told.append(("unlocked", device.type)))
+    holdings = {"weight": regions.holding_of(torch.empty(1000, 1025, device="meta"))}
+    own = shares.OwnShares(holdings, {"weight": [regions.Share(0, 0, 1_025_000)]}, torch.bfloat16, "gaps")
+    assert own.nbytes == 2_050_000
+    assert own._piece_numel * shares._DEVICE_BYTES <= 4 * 1_025_000, "a comparison takes less than the share"
+    del own
+    assert told == [(2_050_048, "meta"), ("unlocked", "meta")]
 
 
 def test_adapters_that_cannot_be_merged_are_told(tmp_path: Path) -> None:

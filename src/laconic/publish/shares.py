@@ -6,11 +6,16 @@ regions.py. To publish, it casts its shares anew, a piece at a time, and compare
 into the copy. So the copy is that of the new version before the patch has left, and training may go on: nothing but the
 patch, and the copy itself if whole values are due, is written later. A patch that could not be written leaves a copy
 that no reader has. Then the next version must be whole.
+
+Shares on an accelerator are compared there. A piece of the copy, which is page-locked, comes to the device, and only
+what differs leaves it. All of that is in order with the optimizer's kernels on the current stream, and the host waits
+for each piece. So the next step may overwrite the shares once `compare` has returned.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,9 +33,13 @@ from laconic.publish.encodings import (
     smallest,
 )
 from laconic.publish.regions import HeldRegion, Holding, Place, Share, flat_places
+from laconic.shard.cache import free_slab, make_slab
 
 _PIECE_NUMEL = 1 << 22
-"""The elements that are cast, brought to the host and compared at once."""
+"""The elements that are cast and compared at once, at most."""
+_LEAST_PIECE_NUMEL = 1 << 10
+_DEVICE_BYTES = 40
+"""More device memory than the comparison of an element takes: cast, before, whether they differ, and where."""
 _ALIGNMENT_BYTES = 64
 
 
@@ -66,7 +75,8 @@ class OwnShares:
         `encoding` is that of patches: "gaps" or "lossless"; or "smallest", which chooses for each tensor. A tensor with
         so many changes that gaps take more than all its values is dense.
 
-        Cost: host memory for the shares in these dtypes, pinned if a tensor is on an accelerator.
+        Cost: host memory for the shares in these dtypes, page-locked if a tensor is on an accelerator. There,
+            `take` and `compare` need less memory than the largest share takes, and no more than 200 MB.
         """
         self._encoding = encoding
         self.shapes = {name: holding.shape for name, holding in holdings.items()}
@@ -76,8 +86,9 @@ class OwnShares:
             for name, own in shares.items()
             for share in own
         }
-        is_on_host = all(held.view.device.type == "cpu" for each in holdings.values() for held in each.regions)
-        memory = torch.empty(sum(sizes.values()), dtype=torch.uint8, pin_memory=not is_on_host)
+        memory = self._memory_of(sum(sizes.values()), holdings)
+        largest = max((holdings[name].dtype.itemsize * (s.end - s.begin) for name, s in sizes), default=0)
+        self._piece_numel = min(max(largest // _DEVICE_BYTES, _LEAST_PIECE_NUMEL), _PIECE_NUMEL)
         self._owned: dict[str, list[_Owned]] = {}
         begin = 0
         for (name, share), size in sizes.items():
@@ -87,6 +98,16 @@ class OwnShares:
             self._owned.setdefault(name, []).append(_Owned(share=share, place=place, copy=copy))
             begin += size
         self._digests = dict.fromkeys(self._owned, 0)
+
+    def _memory_of(self, nbytes: int, holdings: Mapping[str, Holding]) -> Tensor:
+        """Take host memory, page-locked for the accelerator of the shares. Not by torch, which takes up to twice it."""
+        devices = {held.view.device for each in holdings.values() for held in each.regions}
+        accelerator = next((device for device in devices if device.type != "cpu"), None)
+        if accelerator is None:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        memory = make_slab(nbytes, accelerator, holds="published weights")
+        weakref.finalize(self, free_slab, memory, accelerator).atexit = False  # keeps the memory until then
+        return memory
 
     @property
     def nbytes(self) -> int:
@@ -100,8 +121,8 @@ class OwnShares:
             self._digests[name] = 0
             for owned in own:
                 for begin, new in self._pieces(name, owned, holdings):
-                    owned.copy[begin : begin + len(new)] = new
-                    share = self._digest(name, owned, begin, new)
+                    copy = owned.copy[begin : begin + len(new)].copy_(new)
+                    share = self._digest(name, owned, begin, copy)
                     self._digests[name] = added(self._digests[name], share)
 
     @torch.no_grad()
@@ -158,19 +179,21 @@ class OwnShares:
         """Find what has changed in one share, and change its copy."""
         pieces = []
         for begin, new in self._pieces(name, owned, holdings):
-            old = owned.copy[begin : begin + len(new)]
-            local = (bits_of(new) != bits_of(old)).nonzero().view(-1)
+            copy, bits = bits_of(owned.copy[begin : begin + len(new)]), bits_of(new)
+            local = (bits != copy.to(bits.device, non_blocking=True)).nonzero().view(-1)  # `nonzero` waits for the copy
             if len(local):
+                changed, local = bits[local].cpu(), local.cpu()
                 places = flat_places(owned.place, self.shapes[name], local + begin)
-                pieces.append(_Changes(places, old[local], new[local]))
-                old.copy_(new)
+                pieces.append(_Changes(places, copy[local].view(new.dtype), changed.view(new.dtype)))
+                copy[local] = changed
         return _Changes.joined(pieces) if pieces else _Changes.none(owned.copy.dtype)
 
     def _pieces(self, name: str, owned: _Owned, holdings: Mapping[str, Holding]) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first element in the share, present values on the host) a piece at a time."""
+        """Yield (first element in the share, present values where they are) a piece at a time."""
         values = holdings[name].regions[owned.share.region].values(owned.share.begin, owned.share.end)
-        for begin in range(0, len(values), _PIECE_NUMEL):
-            yield begin, values[begin : begin + _PIECE_NUMEL].to(self.dtypes[name]).cpu()
+        size = _PIECE_NUMEL if values.device.type == "cpu" else self._piece_numel
+        for begin in range(0, len(values), size):
+            yield begin, values[begin : begin + size].to(self.dtypes[name])
 
     def _digest(self, name: str, owned: _Owned, begin: int, values: Tensor) -> int:
         start = owned.place[0]
