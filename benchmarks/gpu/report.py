@@ -35,12 +35,13 @@ from tests.support.record import Record, Row, recorded_rows, rows_table
 ORDER = (
     "policies", "lossless-equal", "loss-none", "loss-host", "loss-device", "step-plain", "step-fsdp2", "overlap-alone",
     "offload", "codecs", "lossless", "pinned", "adamw8bit", "host-none", "host-host", "host-4bit", "memory-host",
-    "memory-device", "memory-fsdp2", "overlap-gloo",
+    "memory-device", "memory-fsdp2", "publish-memory", "publish-standstill", "overlap-gloo",
 )  # fmt: skip
 """The rows, in order of worth: first whether the numbers are right, then the time of a step."""
 _TESTS = (
     "tests/codec/test_fused.py", "tests/codec/test_cuda.py", "tests/codec/test_scaled.py",
     "tests/optim/test_adamw8bit.py", "tests/shard/test_cuda.py", "tests/checkpoint/test_cuda.py",
+    "tests/publish/test_cuda.py",
 )  # fmt: skip
 _TESTS_S = 400.0
 _QUICK_RANKS = 4

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import host_time
-from benchmarks.gpu import kernels, memory, overlap, policies, report, training
+from benchmarks.gpu import kernels, memory, overlap, policies, publish, report, training
 from benchmarks.gpu.__main__ import BENCHMARK
 from benchmarks.gpu.memory import Peak
 from benchmarks.gpu.overlap import overlap as overlap_of
@@ -58,6 +58,18 @@ def test_a_baseline_that_cannot_run_is_a_result() -> None:
     row = memory.memory_fsdp2(made)
     assert (row.measured, row.is_met) == ("-", False)
     assert row.note.endswith("RuntimeError: not over Gloo")
+
+
+def test_a_publisher_is_judged_by_its_largest_version_and_its_later_times() -> None:
+    times = {"gaps": [9.0, 5.0, 0.1, 0.2, 0.3], "smallest": [9.0, 5.0, 1.0, 2.0, 3.0]}
+    found = publish.Published(
+        added={"gaps": [10, 101], "smallest": [10, 40]}, unit=100, seconds=times, writing=times, gather=[7.0, 7.0, 0.4]
+    )
+    made = bench(publish.publish_rank, by_rank=[found])
+    held, stands = publish.publish_memory(made), publish.publish_standstill(made)
+    assert (held.key, held.measured, held.is_met) == ("publish-memory", "1.010x", False)
+    assert (stands.key, stands.measured, stands.is_met) == ("publish-standstill", "0.500x", True)
+    assert "laconic.publish" in held.measures
 
 
 def test_exposed_copies_are_those_beside_no_kernel() -> None:

@@ -1,0 +1,291 @@
+"""Publishing from a GPU and reading on one: bits of every encoding, steps that follow at once, and device memory.
+
+One GPU is enough: one rank on NCCL, or several that share it over Gloo.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+import laconic
+from laconic.publish import FolderSource, Publisher, Reader, ReaderGroup
+from laconic.shard.unit import unit_of
+from tests.support.launch import launch, on_ranks
+from tests.support.sharded_net import Net, build, shard
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DEVICE = "cuda"
+LATE = 20_000_000
+"""Some 10 ms in clock cycles, by which the optimizer's kernels lag behind `publish`."""
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def make_net() -> Net:
+    """Units of 8 MB in fp32."""
+    return Net(3, 512, 2048)
+
+
+def make_large_net() -> Net:
+    """Units of 34 MB in fp32, which take several pieces."""
+    return Net(2, 1024, 4096)
+
+
+def sharded(make: Any = make_net, *, mesh: Any = None, **policies: Any) -> Any:
+    """A model with fp32 weights that computes in bf16."""
+    mesh = mesh or laconic.init_mesh(DEVICE)
+    return shard(build(make).to(DEVICE), mesh=mesh, **{"mp_policy": BF16, **policies})
+
+
+def train(model: nn.Module, optimizer: Any, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    model(torch.randn(16, 5, generator=generator).to(DEVICE)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def cast(model: nn.Module) -> dict[str, Tensor]:
+    """The weights as they must be read. The host does not wait for the device. Collective."""
+    wholes: dict[str, Any] = dict(model.named_parameters())
+    plain = {
+        name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in wholes.items()
+    }
+    return {name: tensor.detach().to(torch.bfloat16, copy=True) for name, tensor in plain.items()}
+
+
+def assert_same(held: Any, wanted: dict[str, Tensor]) -> None:
+    """Compare bit by bit."""
+    found = dict(held.named_parameters()) if isinstance(held, nn.Module) else held
+    for name, tensor in wanted.items():
+        bits, expected = (each.detach().cpu().reshape(-1).view(torch.int16) for each in (found[name], tensor))
+        assert torch.equal(bits, expected), f"{name}: {int((bits != expected).sum())} of {len(bits)} differ"
+
+
+def readers(make: Any = make_net) -> dict[str, nn.Module]:
+    """Models to read into, in bf16."""
+    return {device: build(make, seed=1).to(device, torch.bfloat16) for device in (DEVICE, "cpu")}
+
+
+def follow(model: Any, optimizer: Any, folder: Path, *, steps: int = 4, make: Any = make_net, **keys: Any) -> None:
+    """Publish each step, train on at once, and read on rank 0."""
+    publisher = Publisher(model, folder, keep=2 * steps, **keys)
+    read = {device: (Reader(folder), held) for device, held in readers(make).items()}
+    for step in range(steps):
+        train(model, optimizer, 10 * step)
+        wanted = cast(model)
+        version = publisher.publish(step=step)
+        for more in (1, 2):
+            train(model, optimizer, 10 * step + more)
+        publisher.wait()
+        if dist.get_rank() == 0:
+            for reader, held in read.values():
+                assert reader.update(held) == version
+                assert_same(held, wanted)
+        dist.barrier()
+    newest = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    Reader(folder).update(newest)  # whole values, and the patches since
+    assert_same(newest, wanted)
+    assert FolderSource(folder).manifest(2).base == 1
+
+
+# -- one rank on NCCL --------------------------------------------------------------------------------------------------
+
+
+def follow_an_encoding(encoding: Any, folder: Path) -> None:
+    model = sharded(cache="host")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    follow(model, optimizer, folder, encoding=encoding, base_every=3)
+
+
+@pytest.mark.parametrize("encoding", ["gaps", "lossless", "smallest"])
+def test_versions_equal_the_cast_weights(encoding: str, tmp_path: Path) -> None:
+    launch(follow_an_encoding, encoding, tmp_path, num_ranks=1, backend="nccl", timeout_s=90)
+
+
+def overwrite_at_once(folder: Path) -> list[int]:
+    """Return the versions that are not the weights of their call. The device lags behind the host."""
+    model = sharded(make_large_net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    publisher = Publisher(model, folder, keep=10)
+    held, wrong = readers(make_large_net)[DEVICE], []
+    for version in range(1, 5):
+        train(model, optimizer, version)
+        torch.cuda._sleep(LATE)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().mul_(1 + 2**-6)  # all elements change, and late
+        wanted = cast(model)
+        publisher.publish()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().mul_(1 - 2**-6)
+        for step in (1, 2, 3):
+            train(model, optimizer, 10 * version + step)
+        publisher.wait()
+        Reader(folder).update(held)
+        try:
+            assert_same(held, wanted)
+        except AssertionError:
+            wrong.append(version)
+    return wrong
+
+
+def test_steps_that_follow_at_once_change_no_version(tmp_path: Path) -> None:
+    assert launch(overwrite_at_once, tmp_path, num_ranks=1, backend="nccl", timeout_s=90) == [[]]
+
+
+# -- several ranks that share the GPU over Gloo ------------------------------------------------------------------------
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "host": {"cache": "host"},
+    "device": {"cache": "device"},
+    "rank": {"cache": "rank"},
+    "lossless": {"cache": "host", "wire": "lossless"},
+    "4bit": {"cache": "host", "wire": "4bit"},
+    "offload": {"offload_policy": CPUOffloadPolicy()},
+}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@on_ranks(4, local=2)
+def test_every_placement(placement: str, tmp_path: Path) -> None:
+    model = sharded(**PLACEMENTS[placement])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    follow(model, optimizer, tmp_path, steps=3, base_every=2)
+
+
+@on_ranks(4, local=1)
+def test_islands_publish_what_they_agreed_on(tmp_path: Path) -> None:
+    mesh = laconic.init_mesh(DEVICE, islands=2)
+    model = sharded(mesh=mesh)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    local = laconic.LocalSteps(model, inner, mesh=mesh, every=2)
+    publisher = Publisher(model, tmp_path, local_steps=local, keep=10)
+    held = readers()[DEVICE]
+    for step in range(4):
+        train(model, local, 10 * step + dist.get_rank())
+        with local.outer_parameters():
+            wanted = cast(model)
+        publisher.publish(step=step)
+        publisher.wait()
+        if dist.get_rank() == 0:
+            Reader(tmp_path).update(held)
+            assert_same(held, wanted)
+        dist.barrier()
+
+
+@on_ranks(3, local=1)
+def test_readers_of_a_process_group_have_models_on_the_device(tmp_path: Path) -> None:
+    alone = dist.new_group([0])
+    trainer = build(make_net).to(DEVICE) if dist.get_rank() == 0 else None
+    publisher = Publisher(trainer, tmp_path, group=alone) if trainer is not None else None
+    held = readers()["cpu" if dist.get_rank() == 2 else DEVICE]
+    together = ReaderGroup(source=tmp_path if dist.get_rank() == 0 else None, verify="first")
+    wanted = {name: torch.empty_like(tensor) for name, tensor in cast(held).items()}
+    for _ in range(3):
+        if trainer is not None and publisher is not None:
+            with torch.no_grad():
+                for parameter in trainer.parameters():
+                    parameter.view(-1)[::7].mul_(1.5)
+            wanted = cast(trainer)
+            publisher.publish()
+            publisher.wait()
+        together.update(held)
+        for name, tensor in wanted.items():
+            on_host = tensor.cpu()
+            dist.broadcast(on_host.view(torch.uint8), src=0)
+            assert_same({name: dict(held.named_parameters())[name]}, {name: on_host})
+
+
+# -- device memory -----------------------------------------------------------------------------------------------------
+
+
+def added_bytes(publisher: Publisher) -> int:
+    """The device memory that a call of `publish`, and the write of its version, add at any moment."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    torch.cuda.reset_peak_memory_stats()
+    publisher.publish()
+    publisher.wait()
+    return int(torch.cuda.memory_stats()["requested_bytes.all.peak"]) - before
+
+
+def largest_unit_bytes(model: nn.Module) -> int:
+    units = [unit for module in model.modules() if (unit := unit_of(module)) is not None]
+    return max(sum(bucket.shard.nbytes for bucket in unit.buckets) for unit in units)
+
+
+@pytest.mark.parametrize("encoding", ["gaps", "smallest"])
+@on_ranks(4, local=2)
+def test_device_memory_of_a_publisher_is_at_most_a_units_shard(encoding: Any, tmp_path: Path) -> None:
+    model = sharded(cache="host", wire="lossless")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    publisher = Publisher(model, tmp_path, encoding=encoding, base_every=3)
+    limit = largest_unit_bytes(model)
+    for step in range(4):
+        train(model, optimizer, step)
+        if step == 2:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.5)  # what takes most: all elements change
+        added = added_bytes(publisher)
+        assert added <= limit, f"version {step + 1} added {added} bytes, and the largest unit's shard has {limit}"
+
+
+def test_device_memory_of_tensors_that_lie_otherwise(tmp_path: Path) -> None:
+    """A transposed tensor leaves the device as one copy of it; then it is compared on the host."""
+    model = nn.ParameterDict({"weight": nn.Parameter(torch.randn(1024, 512, device=DEVICE).t())})
+    publisher = Publisher(model, tmp_path)
+    for _ in range(3):
+        with torch.no_grad():
+            model["weight"].mul_(1.5)
+        assert added_bytes(publisher) <= model["weight"].nbytes
+        held = {"weight": torch.zeros(512, 1024, dtype=torch.bfloat16, device=DEVICE)}
+        Reader(tmp_path).update(held)
+        assert torch.equal(held["weight"], model["weight"].detach().bfloat16())
+
+
+def test_copies_are_page_locked_and_take_no_more_than_their_bytes(tmp_path: Path) -> None:
+    model = nn.Linear(1000, 1025, bias=False, device=DEVICE)
+    with Publisher(model, tmp_path) as publisher:
+        publisher.publish()
+        assert publisher._shares is not None
+        owned = publisher._shares._owned["weight"][0]
+        assert owned.copy.is_pinned()
+        assert owned.copy.untyped_storage().nbytes() <= 1.02 * owned.copy.nbytes
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("adapters", ["alone", "merged"])
+def test_adapters_are_those_of_a_copy_on_the_host(adapters: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    net = build(make_net).to(dtype)
+    settings = peft.LoraConfig(r=8, target_modules=["up", "down"], init_lora_weights=False)
+    on_host = peft.get_peft_model(net, settings, autocast_adapter_dtype=False)
+    model = copy.deepcopy(on_host).to(DEVICE)
+    for version in (1, 2):
+        with torch.no_grad():
+            for each in (model, on_host):
+                for name, parameter in each.named_parameters():
+                    if "lora_B" in name:
+                        parameter.mul_(1.5)
+        for where, each in (("device", model), ("host", on_host)):
+            with Publisher(each, tmp_path / f"{where}-{version}", adapters=adapters) as publisher:
+                publisher.publish()
+        found = [FolderSource(tmp_path / f"{where}-{version}").manifest(1).digests for where in ("device", "host")]
+        assert found[0] == found[1]
