@@ -30,26 +30,28 @@ _ON_CPU = BatchedJob(
     every=32, eval_rows=512,
 )  # fmt: skip
 _QUICK = dataclasses.replace(
-    _ON_CPU, steps=24, warm_steps=8, length=32, eval_rows=64, every=8,
+    _ON_CPU, steps=24, warm_steps=8, length=32, eval_rows=64,
     shape=Shape(hidden=32, intermediate=64, layers=2, heads=4),
 )  # fmt: skip
 _MOST_BYTES = 1 / 2000
 _SEEDS = 3
-MULOCO: dict[str, Any] = {"inner": "muon", "codec": "int2", "error_feedback": 1.0}
+_LAST: dict[str, Any] = {"last_codec": "int4"}
+"""The last exchange sends what the feedback holds, which would be lost with the end of training."""
+MULOCO: dict[str, Any] = {"inner": "muon", "codec": "int2", "error_feedback": 1.0, "every": 160, **_LAST}
 """MuLoCo: Muon inside, two bits with feedback, Nesterov's momentum outside (arXiv 2505.23725)."""
-SPARSE: dict[str, Any] = {"codec": "top64", "error_feedback": 0.95, "outer_lr": 1.0, "outer_momentum": 0.0}
+SPARSE: dict[str, Any] = {"codec": "top64", "error_feedback": 0.95, "outer_lr": 1.0, "outer_momentum": 0.0, **_LAST}
 """SparseLoCo: 1.6 % of the values in two bits, a decaying feedback, plain steps outside (arXiv 2508.15706)."""
-_SLOW: dict[str, Any] = {"codec": "int4"}
+_SLOW: dict[str, Any] = {"codec": "int2", "error_feedback": 1.0, "every": 160, **_LAST}
 _OUTER = tuple(
     {"outer_lr": lr, "outer_momentum": momentum} for lr, momentum in ((0.7, 0.9), (0.7, 0.6), (1.0, 0.6), (1.0, 0.0))
 )
 CHANGES: dict[str, dict[str, Any]] = {
     "the recipe": {},
-    "last exchange of all values in four bits": {"last_codec": "int4"},
+    "the last exchange as the others": {"last_codec": ""},
     "128 of 4,096": {"codec": "top128"},
     "feedback whole": {"error_feedback": 1.0},
     "feedback 0.9": {"error_feedback": 0.9},
-    "every 16": {"every": 16},
+    "outer momentum 0.5": {"outer_momentum": 0.5},
     "every 64": {"every": 64},
     "outer rate 0.8": {"outer_lr": 0.8},
     "Muon inside": {"inner": "muon"},
@@ -59,10 +61,10 @@ CHANGES: dict[str, dict[str, Any]] = {
 """Changes of the sparse recipe."""
 
 
-def _usual(bench: Bench) -> BatchedJob:
+def _usual(bench: Bench, changes: dict[str, Any]) -> BatchedJob:
     if bench.quick:
-        return _QUICK
-    return _ON_GPU if device().type == "cuda" else _ON_CPU
+        return dataclasses.replace(_QUICK, **{**changes, "every": 8})
+    return dataclasses.replace(_ON_GPU if device().type == "cuda" else _ON_CPU, **changes)
 
 
 def _best(trainer: Trainer, job: BatchedJob, candidates: tuple[dict[str, Any], ...]) -> BatchedJob:
@@ -112,7 +114,7 @@ def bytes_against_data_parallel(job: BatchedJob) -> float:
 
 def _row(bench: Bench, changes: dict[str, Any], *, what: str, limit: float, candidates: tuple[dict[str, Any], ...],
          note: str) -> Row:  # fmt: skip
-    usual = dataclasses.replace(_usual(bench), **changes)
+    usual = _usual(bench, changes)
     trainer = Trainer(bench, usual.length)
     chosen = _best(trainer, usual, candidates)
     against, share = _Against(bench, trainer, chosen), bytes_against_data_parallel(chosen)
@@ -127,8 +129,9 @@ def _row(bench: Bench, changes: dict[str, Any], *, what: str, limit: float, cand
             f"mean ± standard error by seed, against data parallel with AdamW; with Muon {against.by_muon}. Losses: "
             f"{means}. {millions:.2f} M parameters, {usual.islands} islands, {usual.steps} steps of {usual.rows} x "
             f"{usual.length} tokens an island after {usual.warm_steps} of data parallel, on one cosine from "
-            f"{usual.lr:g}, {chosen.codec} every {chosen.every} steps. Outer rate and momentum {chosen.outer_lr:g} and "
-            f"{chosen.outer_momentum:g}, feedback {chosen.error_feedback:g}. {note}"
+            f"{usual.lr:g}, {chosen.codec} every {chosen.every} steps, {chosen.last_codec or chosen.codec} at the end. "
+            f"Outer rate and momentum {chosen.outer_lr:g} and {chosen.outer_momentum:g}, feedback "
+            f"{chosen.error_feedback:g}. {note}"
         ),
     )
 
@@ -143,7 +146,7 @@ def muloco(bench: Bench) -> Row:
 
 @BENCHMARK.row("sparse", section="islands-front")
 def sparse(bench: Bench) -> Row:
-    usual = dataclasses.replace(_usual(bench), **SPARSE, seed=TUNING_SEED)
+    usual = _usual(bench, {**SPARSE, "seed": TUNING_SEED})
     trainer = Trainer(bench, usual.length)
     listed = ", ".join(f"{name} {excess:+.2%}" for name, excess in _tried(trainer, usual).items())
     return _row(
@@ -154,7 +157,7 @@ def sparse(bench: Bench) -> Row:
 
 @BENCHMARK.row("unequal-speeds", section="islands-front")
 def unequal_speeds(bench: Bench) -> Row:
-    islands = _usual(bench).islands
+    islands = _ON_GPU.islands
     speeds = tuple(1.0 if island < islands // 2 else 0.5 for island in range(islands))
     return _row(
         bench, {**_SLOW, "speeds": speeds}, what="half of the islands at half the speed, means by tokens", limit=0.005,
@@ -172,7 +175,7 @@ def _tried(trainer: Trainer, usual: BatchedJob) -> dict[str, float]:
 def try_changes(folder: Path) -> None:
     """Print the excess of each change of the sparse recipe on the tuning seed over data parallel."""
     bench = Bench(folder, quick=False)
-    usual = dataclasses.replace(_usual(bench), **SPARSE, seed=TUNING_SEED)
+    usual = _usual(bench, {**SPARSE, "seed": TUNING_SEED})
     for name, excess in _tried(Trainer(bench, usual.length), usual).items():
         print(f"{name}: {excess:+.2%}", flush=True)
 

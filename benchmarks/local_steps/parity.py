@@ -74,8 +74,15 @@ class Trainer:
         missing = dict.fromkeys(job for job in jobs if not self._bench.has(job))
         for job, loss in self._batched.train_each(list(missing)):
             self._bench.keep(job, loss)
-            print(f"{job}: {loss:.4f}", flush=True)
+            print(f"{_described(job)}: {loss:.4f}", flush=True)
         return [float(self._bench.read(job)) for job in jobs]
+
+
+def _described(job: BatchedJob) -> str:
+    """The fields in which a job is no usual one."""
+    usual = BatchedJob(steps=job.steps)
+    changes = {name: value for name, value in vars(job).items() if value != getattr(usual, name) and name != "shape"}
+    return ", ".join(f"{name} {value}" for name, value in changes.items())
 
 
 def device() -> torch.device:
