@@ -26,7 +26,7 @@ _ON_GPU = BatchedJob(
     every=32, islands=4, eval_rows=1024,
 )  # fmt: skip
 _ON_CPU = BatchedJob(
-    steps=960, warm_steps=480, rows=2, islands=4, shape=Shape(hidden=96, intermediate=256, layers=3, heads=4),
+    steps=3200, warm_steps=400, rows=2, islands=4, shape=Shape(hidden=96, intermediate=256, layers=3, heads=4),
     every=32, eval_rows=512,
 )  # fmt: skip
 _QUICK = dataclasses.replace(
