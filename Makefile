@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 # pip compiles the modules one by one; COMPILE does so on all cores. It skips templates, which are no Python.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV) > /dev/null || true
+# numba compiles loops when they are first called; here, so that ranks do not all do it in their first step
+LOOPS := $(BIN)/python -c 'import torch; from laconic.codec.lossless import decode, encode; \
+  x = torch.ones(8192).bfloat16(); decode(x, encode(x, x))'
 
 # Baselines of other makers, with what they need and the environment lacks. torchft has no wheel for Python 3.14 yet.
 PEERS := deepspeed einops hjson msgpack ninja py-cpuinfo 'torchft; python_version < "3.14"' googleapis-common-protos \
@@ -32,6 +35,7 @@ $(VENV)/.installed: $(VENV)/.trainer
 	# so would accelerate and Lightning these; DeepSpeed without its CUDA kernels, which it would compile
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) --no-deps --upgrade --target $(VENV)/peers $(PEERS)
 	$(COMPILE)
+	$(LOOPS)
 	touch $@
 
 demo: $(VENV)/.trainer

@@ -35,8 +35,9 @@ each value, in order, its low bits or its pattern. The widths of fields follow f
 offsets are a running sum. Nothing waits for a value before it. What either side decides is whole-number arithmetic, so
 payloads have the same bytes on every device.
 
-On a CPU both sides are some fifty operations on all values. On CUDA they are a few kernels: [Note: Lossless kernels] in
-codec/lossless_triton.py. Other devices do as a CPU does, and read sizes where the work depends on what changes.
+On a CPU each side is a loop over the values of a tile, which numba compiles: codec/lossless_numba.py. On CUDA they are
+a few kernels: [Note: Lossless kernels] in codec/lossless_triton.py. Without these, and on other devices, they are some
+fifty operations of torch on all values, which read sizes where the work depends on what changes.
 
     payload     for each tile the bits of its unary numbers and its words, uint16 each | for each tile the base of its
                 scales, less the lowest, a byte | scales, 4 bits each | a bit for each of 192 contexts, whether it has
@@ -46,6 +47,9 @@ codec/lossless_triton.py. Other devices do as a CPU does, and read sizes where t
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -115,7 +119,7 @@ def encode(held: Tensor, new: Tensor, last: Tensor | None = None, *, form: Patte
 def _coded(form: PatternForm, held: Tensor, new: Tensor, last: Tensor | None) -> Tensor:
     """The payload of differences, which may be longer than the new values."""
     numel, stride = form.numel(held), sample_stride(-(-form.numel(held) // TILE))
-    if (loops := kernels_for(held, "lossless_numba")) is not None:
+    if (loops := _loops_for(held)) is not None:
         found = loops.scales(form, held, new, last, stride)
         levels, base, table = found.levels, found.base, best_codes(form, found.histogram, found.rest)
         words, of_tiles = loops.write_runs(form, held, new, last, found, table)
@@ -127,6 +131,23 @@ def _coded(form: PatternForm, held: Tensor, new: Tensor, last: Tensor | None) ->
         words, sizes = write_runs(form, table, context, patterns, folded, past, numel)
     head = _Head(sizes, base, levels.view(-1)[: -(-numel // BLOCK)], table)
     return torch.cat([head.encoded(), words.view(torch.uint8)])
+
+
+def _loops_for(held: Tensor) -> ModuleType | None:
+    """The loops of numba for values on a CPU; None where they do not run."""
+    loops = kernels_for(held, "lossless_numba")
+    if loops is None and held.is_cpu and type(held) is Tensor and not torch.compiler.is_compiling():
+        _say_that_loops_are_missing()
+    return loops
+
+
+@cache
+def _say_that_loops_are_missing() -> None:
+    warnings.warn(
+        "numba is not installed, so weights are coded without loss in plain torch, which takes a CPU five times as "
+        "long; pip install numba",
+        stacklevel=2,
+    )
 
 
 def decode(held: Tensor, payload: Tensor, last: Tensor | None = None, *, form: PatternForm | None = None) -> Tensor:
@@ -163,7 +184,7 @@ def _decoded(form: PatternForm, held: Tensor, payload: Tensor, last: Tensor | No
     head, begin = _Head.of(payload, numel)
     check_sizes(len(payload) == begin + 4 * int(head.sizes.words.sum()))
     words = payload[begin:].clone().view(torch.int32)
-    if (loops := kernels_for(held, "lossless_numba")) is not None:
+    if (loops := _loops_for(held)) is not None:
         of_tiles = torch.stack(head.sizes, dim=1)
         new, agrees = loops.read_runs(form, held, last, words, of_tiles, head.levels, head.base, head.table)
         check_sizes(agrees)

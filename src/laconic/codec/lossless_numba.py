@@ -8,10 +8,13 @@ Runs are written by position: a unary number sets the bit at its end, as all bit
 is done for a whole tile in loops of their own, in int32, which the compiler makes vector instructions of.
 """
 
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
+# numba types the functions that it compiles
+
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numba
 import numpy as np
@@ -44,9 +47,9 @@ _RANK, _, _PREDICTION = contexts.past_tables(torch.device("cpu")).numpy()
 def _compiled(function: _F) -> _F:
     """Compile without Python's lock, and keep the code on disk where a folder for it can be written."""
     try:
-        return numba.njit(function, nogil=True, cache=True)  # type: ignore[no-any-return]
+        return cast(_F, numba.njit(function, nogil=True, cache=True))
     except RuntimeError:  # no such folder
-        return numba.njit(function, nogil=True)  # type: ignore[no-any-return]
+        return cast(_F, numba.njit(function, nogil=True))
 
 
 class Scales(NamedTuple):
@@ -122,17 +125,17 @@ def _form(form: PatternForm) -> tuple[int, int]:
 
 
 @intrinsic
-def _trailing_zeros(_, number):  # type: ignore[no-untyped-def]
+def _trailing_zeros(_, number):
     """The zeros below the lowest one of a uint64; 64 if there is none."""
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
 
     return types.uint64(types.uint64), generate
 
 
 @_compiled
-def _numbers(patterns, bits, mantissa, numbers):  # type: ignore[no-untyped-def]  # numba types them
+def _numbers(patterns, bits, mantissa, numbers):
     """The number of each pattern, which is its own reverse, so the pattern of each number."""
     shift, half = np.int32(bits - 1), np.int32((1 << (bits - 1)) - 1 if mantissa >= 0 else 0)
     for i in range(len(patterns)):
@@ -141,7 +144,7 @@ def _numbers(patterns, bits, mantissa, numbers):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _exponents(patterns, bits, mantissa, exponents):  # type: ignore[no-untyped-def]
+def _exponents(patterns, bits, mantissa, exponents):
     """The exponents of a tile's patterns; that of zeros fills it up."""
     if mantissa < 0:
         exponents[:] = 1
@@ -153,7 +156,7 @@ def _exponents(patterns, bits, mantissa, exponents):  # type: ignore[no-untyped-
 
 
 @_compiled
-def _contexts(exponents, levels, base, last, context):  # type: ignore[no-untyped-def]
+def _contexts(exponents, levels, base, last, context):
     """The context of each value of a tile whose blocks have these levels."""
     most = np.int32(_CLASSES - 1)
     for block in range(_BLOCKS):
@@ -169,7 +172,7 @@ def _contexts(exponents, levels, base, last, context):  # type: ignore[no-untype
 
 
 @_compiled
-def _bit_length(number):  # type: ignore[no-untyped-def]
+def _bit_length(number):
     length = 0
     while number:
         number >>= 1
@@ -178,7 +181,7 @@ def _bit_length(number):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _bin(value):  # type: ignore[no-untyped-def]
+def _bin(value):
     size = abs(value)
     if size <= _EXACT_BINS:
         return value + _EXACT_BINS
@@ -186,7 +189,7 @@ def _bin(value):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _differences(held, new, last, bits, mantissa, old, moved):  # type: ignore[no-untyped-def]
+def _differences(held, new, last, bits, mantissa, old, moved):
     """The differences of a tile in the direction of the last ones; zeros fill it up."""
     _numbers(held, bits, mantissa, old)
     _numbers(new, bits, mantissa, moved)
@@ -201,7 +204,7 @@ def _differences(held, new, last, bits, mantissa, old, moved):  # type: ignore[n
 
 
 @_compiled
-def _scales_of_tile(exponents, moved, levels):  # type: ignore[no-untyped-def]
+def _scales_of_tile(exponents, moved, levels):
     """Find the levels of a tile's blocks; its base."""
     scales, highest = np.empty(_BLOCKS, np.int32), _LOWEST_BASE
     for block in range(_BLOCKS):
@@ -225,7 +228,7 @@ def _scales_of_tile(exponents, moved, levels):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _scales(held, new, last, stride, bits, mantissa, levels, base, counts):  # type: ignore[no-untyped-def]
+def _scales(held, new, last, stride, bits, mantissa, levels, base, counts):
     exponents, old, moved = np.empty(_TILE, np.int32), np.empty(_TILE, np.int32), np.empty(_TILE, np.int32)
     context = np.empty(_TILE, np.int32)
     for tile in range(len(base)):
@@ -244,7 +247,7 @@ def _scales(held, new, last, stride, bits, mantissa, levels, base, counts):  # t
 
 
 @_compiled
-def _put(words, at, field, width):  # type: ignore[no-untyped-def]
+def _put(words, at, field, width):
     """Write a field of at most 16 bits into words of 64, which are zeros there."""
     word, shift = at >> 6, np.uint64(at & 63)
     words[word] |= field << shift
@@ -253,7 +256,7 @@ def _put(words, at, field, width):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _append(words, at, others, num_bits):  # type: ignore[no-untyped-def]
+def _append(words, at, others, num_bits):
     """Write a run of bits after another one, and make zeros of it; the place after it."""
     shift = np.uint64(at & 63)
     for index in range((num_bits + 63) >> 6):
@@ -266,7 +269,7 @@ def _append(words, at, others, num_bits):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _write(held, new, last, bits, mantissa, levels, base, table, words, sizes):  # type: ignore[no-untyped-def]
+def _write(held, new, last, bits, mantissa, levels, base, table, words, sizes):
     exponents, old, moved = np.empty(_TILE, np.int32), np.empty(_TILE, np.int32), np.empty(_TILE, np.int32)
     context, entries = np.empty(_TILE, np.int32), np.empty(_IDLE + 1, np.int32)
     entries[:_IDLE], entries[_IDLE] = table, _NONE
@@ -350,7 +353,7 @@ def _write(held, new, last, bits, mantissa, levels, base, table, words, sizes): 
 
 
 @_compiled
-def _bits_from(run, at):  # type: ignore[no-untyped-def]
+def _bits_from(run, at):
     """The bits of a run from a place on, at least 33 of them, in a word of 64; zeros beyond its end."""
     word = at >> 5
     low = np.uint64(run[word]) if word < len(run) else np.uint64(0)
@@ -359,7 +362,7 @@ def _bits_from(run, at):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _next_one(run, at, limit):  # type: ignore[no-untyped-def]
+def _next_one(run, at, limit):
     """The place of the next one of a run, or `limit` if there is none before."""
     while at < limit:
         bits = _bits_from(run, at)
@@ -370,7 +373,7 @@ def _next_one(run, at, limit):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _read_quotients(run, num, limit, quotients):  # type: ignore[no-untyped-def]
+def _read_quotients(run, num, limit, quotients):
     """Read the unary numbers of Rice codes; the place after them, or -1 if they are too few."""
     at = 0
     bits, known = np.uint64(0), 0  # what is ahead, in a register
@@ -391,7 +394,7 @@ def _read_quotients(run, num, limit, quotients):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _read_events(run, at, event_at, limit, m, members, moved, codes):  # type: ignore[no-untyped-def]
+def _read_events(run, at, event_at, limit, m, members, moved, codes):
     """Add the events of the buckets of one size to their values; the places after both, or -1 if they do not fit."""
     for cell in range((len(members) + (1 << m) - 1) >> m):
         one = _next_one(run, at, limit)
@@ -411,7 +414,7 @@ def _read_events(run, at, event_at, limit, m, members, moved, codes):  # type: i
 
 
 @_compiled
-def _read(held, last, bits, mantissa, levels, base, table, words, sizes, new):  # type: ignore[no-untyped-def]
+def _read(held, last, bits, mantissa, levels, base, table, words, sizes, new):
     exponents, numbers, context = np.empty(_TILE, np.int32), np.empty(_TILE, np.int32), np.empty(_TILE, np.int32)
     entries, codes, moved = np.empty(_IDLE + 1, np.int32), np.empty(_TILE, np.int32), np.empty(_TILE, np.int32)
     entries[:_IDLE], entries[_IDLE] = table, _NONE
