@@ -26,7 +26,7 @@ _ON_GPU = BatchedJob(
     every=32, islands=4, eval_rows=1024,
 )  # fmt: skip
 _ON_CPU = BatchedJob(
-    steps=3200, warm_steps=400, rows=2, islands=4, shape=Shape(hidden=96, intermediate=256, layers=3, heads=4),
+    steps=1920, warm_steps=320, rows=2, islands=4, shape=Shape(hidden=64, intermediate=176, layers=2, heads=4),
     every=32, eval_rows=512,
 )  # fmt: skip
 _QUICK = dataclasses.replace(
@@ -42,18 +42,14 @@ MULOCO: dict[str, Any] = {"inner": "muon", "codec": "int2", "error_feedback": 1.
 SPARSE: dict[str, Any] = {"codec": "top64", "error_feedback": 0.95, "outer_lr": 1.0, "outer_momentum": 0.0, **_LAST}
 """SparseLoCo: 1.6 % of the values in two bits, a decaying feedback, plain steps outside (arXiv 2508.15706)."""
 _SLOW: dict[str, Any] = {"codec": "int2", "error_feedback": 1.0, "every": 160, **_LAST}
-_OUTER = tuple(
-    {"outer_lr": lr, "outer_momentum": momentum} for lr, momentum in ((0.7, 0.9), (0.7, 0.6), (1.0, 0.6), (1.0, 0.0))
-)
+_OUTER = tuple({"outer_lr": lr, "outer_momentum": momentum} for lr, momentum in ((0.7, 0.9), (0.7, 0.6), (1.0, 0.6)))
 CHANGES: dict[str, dict[str, Any]] = {
     "the recipe": {},
     "the last exchange as the others": {"last_codec": ""},
     "128 of 4,096": {"codec": "top128"},
     "feedback whole": {"error_feedback": 1.0},
-    "feedback 0.9": {"error_feedback": 0.9},
     "outer momentum 0.5": {"outer_momentum": 0.5},
     "every 64": {"every": 64},
-    "outer rate 0.8": {"outer_lr": 0.8},
     "Muon inside": {"inner": "muon"},
     "all values in four bits": {"codec": "int4", "error_feedback": 0.0},
     "all values, outer 0.7 and 0.9": {"codec": "int4", "error_feedback": 0.0, "outer_lr": 0.7, "outer_momentum": 0.9},
@@ -79,12 +75,12 @@ class _Against:
     def __init__(self, bench: Bench, trainer: Trainer, job: BatchedJob) -> None:
         seeds = range(2 if bench.quick else _SEEDS)
         steps = round(job.tokens / (job.islands * job.rows * job.length))
-        peers = {name: _data_parallel(job, steps, inner=name) for name in ("adamw", "muon")}
+        peers = {name: _data_parallel(job, steps, inner=name) for name in dict.fromkeys(("adamw", job.inner))}
         of = {"own": job, **peers}
         runs = [dataclasses.replace(run, seed=seed) for run in of.values() for seed in seeds]
         flat = trainer.losses(runs)
         found = {name: flat[index * len(seeds) :][: len(seeds)] for index, name in enumerate(of)}
-        self.by_adamw, self.by_muon = (Excess(found["own"], found[name]) for name in peers)
+        self.by_peer = {name: Excess(found["own"], found[name]) for name in peers}
         self.losses = {name: statistics.mean(each) for name, each in found.items()}
 
 
@@ -120,14 +116,15 @@ def _row(bench: Bench, changes: dict[str, Any], *, what: str, limit: float, cand
     against, share = _Against(bench, trainer, chosen), bytes_against_data_parallel(chosen)
     millions = sum(p.numel() for p in usual.shape.build(1, seed=0, device="meta").parameters()) / 1e6
     means = ", ".join(f"{name} {loss:.4f}" for name, loss in against.losses.items())
+    against_peers = ", ".join(f"{name} {excess}" for name, excess in against.by_peer.items())
     return Row(
         claim=f"eval loss at equal tokens against every-step data parallel, {what}; bytes a token",
         required=f"<= {limit:+.1%}; <= 1/2,000",
-        measured=f"{against.by_adamw}; 1/{1 / share:,.0f}",
-        is_met=against.by_adamw.mean <= limit and share <= _MOST_BYTES,
+        measured=f"{against.by_peer['adamw']}; 1/{1 / share:,.0f}",
+        is_met=against.by_peer["adamw"].mean <= limit and share <= _MOST_BYTES,
         note=(
-            f"mean ± standard error by seed, against data parallel with AdamW; with Muon {against.by_muon}. Losses: "
-            f"{means}. {millions:.2f} M parameters, {usual.islands} islands, {usual.steps} steps of {usual.rows} x "
+            f"mean ± standard error by seed; against data parallel with {against_peers}. Losses: {means}. "
+            f"{millions:.2f} M parameters, {usual.islands} islands, {usual.steps} steps of {usual.rows} x "
             f"{usual.length} tokens an island after {usual.warm_steps} of data parallel, on one cosine from "
             f"{usual.lr:g}, {chosen.codec} every {chosen.every} steps, {chosen.last_codec or chosen.codec} at the end. "
             f"Outer rate and momentum {chosen.outer_lr:g} and {chosen.outer_momentum:g}, feedback "
@@ -140,7 +137,7 @@ def _row(bench: Bench, changes: dict[str, Any], *, what: str, limit: float, cand
 def muloco(bench: Bench) -> Row:
     return _row(
         bench, MULOCO, what="MuLoCo: Muon inside, int2 with feedback", limit=0.002, candidates=_OUTER,
-        note="The outer optimizer is the best of four on another seed.",
+        note="The outer optimizer is the best of three on another seed.",
     )  # fmt: skip
 
 

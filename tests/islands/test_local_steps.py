@@ -60,6 +60,10 @@ class Coarse(Codec):
         return payload.view(torch.int8).to(torch.float32) / 256
 
 
+ENDS_WHOLE: Job = {"codec": Coarse(), "error_feedback": 0.5, "last_codec": "fp32"}
+ENDED_WHOLE: Job = {"code": coarse, "feedback": 0.5, "last_code": torch.clone}
+
+
 def whole(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, laconic.RaggedTensor) else parameter.detach()
 
@@ -113,6 +117,14 @@ def job_trajectory(islands: int, local: int, sharded: bool, options: Job, oracle
         (2, 1, True, {"every": 4, "fragments": 2, "overlap": 1}, {"overlap": 1}),
         (2, 2, False, {"every": 3, "overlap": 2, "mixing": 0.25}, {"overlap": 2, "mixing": 0.25}),
         (3, 1, False, {"every": 2, "codec": Coarse(), "error_feedback": 0.5}, {"code": coarse, "feedback": 0.5}),
+        (3, 1, False, {"every": 2, **ENDS_WHOLE, "total_steps": 5}, {**ENDED_WHOLE, "total_steps": 5}),
+        (
+            2,
+            1,
+            True,
+            {"every": 4, "fragments": 2, "overlap": 1, **ENDS_WHOLE, "total_steps": 9},
+            {"overlap": 1, **ENDED_WHOLE, "total_steps": 9},
+        ),
     ],
 )
 def test_islands_move_as_in_one_process(islands: int, local: int, sharded: bool, options: Job, oracle: Job) -> None:
@@ -280,6 +292,11 @@ def test_bad_input_is_refused_by_name() -> None:
         LocalSteps(model, adamw(model), mesh=mesh, mixing=1.0)
     with pytest.raises(ValueError, match=r"error_feedback=1.5\) must be true, false or in \[0, 1\]"):
         LocalSteps(model, adamw(model), mesh=mesh, error_feedback=1.5)
+    with pytest.raises(ValueError, match=r"last_codec='int4' needs total_steps, the inner steps of the whole run"):
+        LocalSteps(model, adamw(model), mesh=mesh, last_codec="int4")
+    meets = laconic.Membership(islands=2, rendezvous="127.0.0.1:1")
+    with pytest.raises(ValueError, match=r"last_codec='int4' does not go with a rendezvous.*leave last_codec out"):
+        LocalSteps(model, adamw(model), mesh=mesh, last_codec="int4", total_steps=9, membership=meets)
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter of the model is trainable"):
         LocalSteps(model, sgd(model), mesh=mesh)

@@ -29,6 +29,8 @@ class Islands:
         lr: float = 0.7,
         momentum: float = 0.9,
         code: Callable[[Tensor], Tensor] = lambda x: x,
+        last_code: Callable[[Tensor], Tensor] | None = None,
+        total_steps: int = 0,
         feedback: float = 0.0,
         trains: Callable[[str, int], bool] = lambda name, island: True,
         sliced_lr: float = 0.7,
@@ -45,7 +47,7 @@ class Islands:
         self.every, self.fragments, self.overlap, self.mixing = every, fragments, overlap, mixing
         whole, sliced = (lr, momentum), (sliced_lr, sliced_momentum)
         self.rates = {name: whole if len(held) == count else sliced for name, held in self.holders.items()}
-        self.code, self.feedback = code, feedback
+        self.code, self.feedback, self.last_code, self.total_steps = code, feedback, last_code, total_steps
         self.lost = [{name: torch.zeros_like(value) for name, value in self.outer.items()} for _ in range(count)]
         self.step_number = 0
         self.sent: dict[int, dict[str, Tensor]] = {}
@@ -73,13 +75,15 @@ class Islands:
                     own.copy_(self.mixing * own + (1 - self.mixing) * self.outer[name])
 
     def _mean(self, name: str) -> Tensor:
+        is_last = self.last_code is not None and self.step_number + self.every > self.total_steps
+        code = self.last_code if self.last_code is not None and is_last else self.code
         arrived = []
         for island in self.holders[name]:
             message = self.outer[name] - self.models[island].get_parameter(name)
             message = message + self.feedback * self.lost[island][name]
-            arrived.append(self.code(message))
+            arrived.append(code(message))
             self.lost[island][name] = message - arrived[-1]
-        return self.code(torch.stack(arrived).sum(0) / len(arrived))
+        return code(torch.stack(arrived).sum(0) / len(arrived))
 
 
 # -- membership --------------------------------------------------------------------------------------------------------

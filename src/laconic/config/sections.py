@@ -400,6 +400,8 @@ class SyncConfig(Section):
         coding, outer = self.policy.coding, self.policy.outer
         message = "has no effect: {codec='fp32'} loses nothing; leave it out, or choose another codec"
         self._check("error_feedback", not coding.error_feedback or coding.codec != "fp32", message)
+        message = "does not go with {rendezvous}: islands that come and go do not take the same last step"
+        self._check("last_codec", coding.last_codec is None or membership.rendezvous is None, message)
         for key, value in (("outer_sliced_lr", outer.sliced_lr), ("outer_sliced_momentum", outer.sliced_momentum)):
             self._check(key, self.slices > 1 or value is None, "needs {slices} of at least 2")
         if not self.slice_include:

@@ -53,6 +53,8 @@ class Contribution:
     """Whether the values of all ranks of the island are finite."""
     divisor: Tensor | None = None
     """The number of islands that train each coordinate, (numel,); None if all islands train all."""
+    codec: Codec | None = None
+    """The format of the values on the wire, if another than usual."""
 
 
 class Presence(Enum):
@@ -129,8 +131,8 @@ class Exchange:
         if bad:
             raise diverged(own, f"island {', '.join(bad)} (of 0 to {len(told) - 1}), so islands have sent nothing")
         weights = None if own.divisor is not None else [tokens for _, tokens in told]
-        traffic = self._cluster.traffic
-        return mean_over_islands(own.values, self._islands, self._codec, traffic, divisor=own.divisor, weights=weights)
+        codec, traffic = own.codec or self._codec, self._cluster.traffic
+        return mean_over_islands(own.values, self._islands, codec, traffic, divisor=own.divisor, weights=weights)
 
     def settle(self) -> bool:
         """Wait until nobody reads the outer state. Returns whether this rank has kept every state so far."""

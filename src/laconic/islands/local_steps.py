@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from laconic.codec import codec_named
+from laconic.codec import Codec, codec_named
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import all_reduce
 from laconic.islands.all_reduce import Mean
@@ -80,6 +80,8 @@ class LocalSteps:
         outer: makes the outer optimizer of a fragment, in place of the policy's, from a list of parameter groups, one
             for each number of islands that train them: [Note: Outer parameter groups] in islands/outer_optimizer.py.
             `functools.partial(torch.optim.SGD, lr=1.0)` is such a function.
+        total_steps: the inner steps of the whole run, those before a resume included, for `last_codec`: a fragment's
+            exchange is its last if the next one would come after them.
         membership: what follows if an island is lost or joins, in place of the policy's. With its `recovery` `steps` is
             then the step after which training goes on; with its `rendezvous` the mesh has one island, this one.
         keys: other values of fields of these policies, such as `every=100, fragments=4, codec="int8"`.
@@ -87,9 +89,10 @@ class LocalSteps:
     Raises:
         ValueError: the schedule is not valid, the codec is unknown, no parameter is trainable, no slice of a sliced
             model is trainable, no island trains a slice and `recovery` is not given, or `mixing` or `error_feedback` is
-            out of its range; `recovery` cannot be written or the run has no name; the optimizer belongs to a cyclic
-            run, and its workers do not hold all parameters or `recovery` is given; or `membership` is given with
-            several islands in the mesh, `recovery`, or slices.
+            out of its range; `last_codec` is given without `total_steps`, or with a rendezvous; `recovery` cannot be
+            written or the run has no name; the optimizer belongs to a cyclic run, and its workers do not hold all
+            parameters or `recovery` is given; or `membership` is given with several islands in the mesh, `recovery`, or
+            slices.
         JobError: `step`, on all ranks of all islands: an island's pseudo-gradient is NaN or infinite. With `membership`
             on that island alone, and see `laconic.islands.elastic`.
     """
@@ -102,6 +105,7 @@ class LocalSteps:
         mesh: DeviceMesh,
         policy: SyncPolicy | None = None,
         outer: MakeOuter | None = None,
+        total_steps: int | None = None,
         membership: Membership | None = None,
         **keys: Any,
     ) -> None:
@@ -109,6 +113,7 @@ class LocalSteps:
         policy = with_keys(replace(policy, membership=membership or policy.membership), **keys)
         membership = policy.membership
         codec, error_feedback = codec_named(policy.coding.codec), policy.coding.error_feedback
+        self._total_steps, self._last_codec = total_steps, _last_codec(policy, total_steps)
         if membership.recovery is not None and hasattr(optimizer, "settle"):
             raise ValueError(
                 "recovery= and the optimizer of a cyclic run, whose states are with the owners of its stages: a "
@@ -304,11 +309,17 @@ class LocalSteps:
             tokens=self._tokens[index],
             is_sound=float(all_reduce(self.cluster, unsound)) == 0,  # on every rank of the island
             divisor=fragment.divisor,
+            codec=self._last_codec if self._is_last else None,
         )
         self._tokens[index] = 0
         self._in_flight = _InFlight(
             fragment=index, message=message, result=self._thread.submit(self._exchange.mean, own)
         )
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether the fragment that is sent now will not be sent again."""
+        return self._total_steps is not None and self.steps + self.schedule.every > self._total_steps
 
     def _can_send(self, message: Tensor) -> bool:
         """Whether the values are finite, and so is their sum over islands."""
@@ -408,6 +419,23 @@ class LocalSteps:
         for index, fragment in enumerate(self.fragments):
             for key in [key for key, name, _ in fragment.optimizer_state() if not name]:
                 fragment.set_number(key, state[f"outer_optimizer.{index}.{key}"])
+
+
+def _last_codec(policy: SyncPolicy, total_steps: int | None) -> Codec | None:
+    """The codec of last exchanges; None if it is that of all others."""
+    if policy.coding.last_codec is None:
+        return None
+    if total_steps is None:
+        raise ValueError(
+            f"last_codec={policy.coding.last_codec!r} needs total_steps, the inner steps of the whole run, by which "
+            "islands know which exchange is the last; give it, or leave last_codec out"
+        )
+    if policy.membership.rendezvous is not None:
+        raise ValueError(
+            f"last_codec={policy.coding.last_codec!r} does not go with a rendezvous: islands that come and go do not "
+            "take the same last step; leave last_codec out"
+        )
+    return codec_named(policy.coding.last_codec)
 
 
 def _run_name(given: str | None, whose: str) -> str:

@@ -30,6 +30,9 @@ class Coding(Policy):
     error_feedback: Switch = False
     """Add to each pseudo-gradient what the codec has lost of the earlier ones: all of it, or this share at each sync.
     `top64` and `top128` need it."""
+    last_codec: Any = option(None, hint=CodecName | None)
+    """The format of the last exchange of each fragment, where islands know how many steps they take. What feedback
+    still holds would be lost with the end of training, and `int4` brings it home. Default: that of all others."""
 
 
 @dataclass(frozen=True, kw_only=True)

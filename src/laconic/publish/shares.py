@@ -105,7 +105,7 @@ class OwnShares:
         accelerator = next((device for device in devices if device.type != "cpu"), None)
         if accelerator is None:
             return torch.empty(nbytes, dtype=torch.uint8)
-        memory = make_slab(nbytes, accelerator, holds="published weights")
+        memory = make_slab(nbytes, accelerator, holds="the copy of published weights", remedy="Use more nodes")
         weakref.finalize(self, free_slab, memory, accelerator).atexit = False  # keeps the memory until then
         return memory
 

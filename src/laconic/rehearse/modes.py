@@ -102,7 +102,7 @@ def accelerator(
     def hooks_of_saved_tensors(hooks: Any, pack: Any, unpack: Any) -> None:
         real_hooks(hooks, _within(devices, pack), _within(devices, unpack))  # torch has left the mode for the operation
 
-    def make_slab(nbytes: int, device: torch.device, *, num_local: int = 1, holds: str = "") -> Tensor:
+    def make_slab(nbytes: int, device: torch.device, **texts: Any) -> Tensor:
         with _placing(machine, (False, True)):  # of any size, in no memory
             return torch.empty(nbytes, dtype=torch.uint8)
 

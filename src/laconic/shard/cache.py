@@ -222,10 +222,17 @@ class Slab:
             self._release = None
 
 
-def make_slab(nbytes: int, device: torch.device, *, num_local: int = 1, holds: str = "") -> Tensor:
+def make_slab(
+    nbytes: int,
+    device: torch.device,
+    *,
+    num_local: int = 1,
+    holds: str = "the host cache",
+    remedy: str = "Use cache='none', or more nodes",
+) -> Tensor:
     """Allocate host memory of `nbytes`, uint8, page-locked if the device is an accelerator.
 
-    `holds` says in warnings what the memory is for, if it is no host cache.
+    Warnings say what the memory holds, and what helps if there is too little of it.
 
     Other accelerators than CUDA get memory of torch's pinned allocator. For CUDA laconic locks memory of exactly
     `nbytes`, because torch's allocator rounds up to a power of two (pytorch #95823). Call `free_slab` before the slab's
@@ -234,16 +241,9 @@ def make_slab(nbytes: int, device: torch.device, *, num_local: int = 1, holds: s
     """
     available, _ = host_memory()
     if nbytes * num_local > available:
-        what = (
-            f"the copy of {holds} needs {nbytes * num_local / 1e9:.2f} GB, but the machine has "
-            f"{available / 1e9:.2f} GB available: it may swap. Use more nodes"
-            if holds
-            else f"the host cache needs {nbytes * num_local / 1e9:.2f} GB, but the machine has "
-            f"{available / 1e9:.2f} GB available: it may swap, and then every use of a layer waits for the disk. Use "
-            "cache='none', or more nodes"
-        )
         warnings.warn(
-            what,
+            f"{holds} needs {nbytes * num_local / 1e9:.2f} GB, but the machine has {available / 1e9:.2f} GB available: it "
+            f"may swap, and then every use waits for the disk. {remedy}",
             stacklevel=2,
         )
     error = ""
@@ -259,10 +259,9 @@ def make_slab(nbytes: int, device: torch.device, *, num_local: int = 1, holds: s
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 1e6:.1f} MB"
         warnings.warn(
-            f"could not page-lock {f'the copy of {holds}' if holds else 'the host cache'} of {nbytes / 1e9:.2f} GB "
-            f"({error}; `ulimit -l` is {limit}); using "
-            "pageable memory: copies to and from it are several times slower and do not overlap with compute. Raise "
-            "the limit with `ulimit -l unlimited`",
+            f"could not page-lock {holds} of {nbytes / 1e9:.2f} GB ({error}; `ulimit -l` is {limit}); using pageable "
+            "memory: copies to and from it are several times slower and do not overlap with compute. Raise the limit "
+            "with `ulimit -l unlimited`",
             stacklevel=2,
         )
     return slab

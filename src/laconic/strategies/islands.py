@@ -50,17 +50,24 @@ def num_launches(sync: SyncConfig) -> int:
 
 
 def make_local_steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, sync: SyncConfig, output: Path, mesh: DeviceMesh
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sync: SyncConfig,
+    output: Path,
+    mesh: DeviceMesh,
+    *,
+    total_steps: int,
 ) -> LocalSteps:
     """Wrap the inner optimizer. Collective: islands start from equal parameters, or from their last sync.
 
-    `output` is the run's output folder.
+    `output` is the run's output folder, and `total_steps` the number of its inner steps.
 
     Raises:
         ValueError: the model cannot be divided into these fragments, or has no trainable parameter; or a rank cannot
             write into the folder sync.recovery.
     """
-    return LocalSteps(model, optimizer, mesh=mesh, policy=sync.policy, run_id=_run_id(sync, output))
+    run_id = _run_id(sync, output)
+    return LocalSteps(model, optimizer, mesh=mesh, policy=sync.policy, total_steps=total_steps, run_id=run_id)
 
 
 def _run_id(sync: SyncConfig, output: Path) -> str | None:

@@ -100,7 +100,8 @@ class Simultaneous(Stepper):
         """The wrapper of the optimizer that synchronises islands; None without islands."""
         self._has_islands = sync.is_local
         if sync.is_local and mesh is not None:
-            self.local = make_local_steps(model, self.optimizer, sync, Path(setup.train.output), mesh)
+            output, steps = Path(setup.train.output), setup.train.steps
+            self.local = make_local_steps(model, self.optimizer, sync, output, mesh, total_steps=steps)
         self._ranks, self._num_launches = ranks, num_launches(sync)
         self.num_workers, self.workers = ranks.world_size * self._num_launches, range(ranks.rank, ranks.rank + 1)
         ranks_per_island = ranks.world_size // setup.num_islands
