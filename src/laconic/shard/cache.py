@@ -242,8 +242,8 @@ def make_slab(
     available, _ = host_memory()
     if nbytes * num_local > available:
         warnings.warn(
-            f"{holds} needs {nbytes * num_local / 1e9:.2f} GB, but the machine has {available / 1e9:.2f} GB available: it "
-            f"may swap, and then every use waits for the disk. {remedy}",
+            f"{holds} needs {nbytes * num_local / 1e9:.2f} GB, but the machine has {available / 1e9:.2f} GB free: "
+            f"it may swap, and then every use waits for the disk. {remedy}",
             stacklevel=2,
         )
     error = ""
