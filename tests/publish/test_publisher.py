@@ -323,27 +323,36 @@ def test_a_copy_that_has_changed_in_memory_is_found_and_mended(tmp_path: Path) -
     assert Reader(tmp_path).update(held) == 5
 
 
-def test_a_comparison_that_fails_leaves_no_half_of_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", ["bits_of", "encode_gaps"])
+def test_a_version_that_fails_leaves_no_half_of_a_copy(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While values are compared, and while the thread encodes what has changed."""
     model = build()
     publisher = Publisher(model, tmp_path)
     publisher.publish()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
-    encode, calls = shares.encode_gaps, list[int]()
+    real, calls = getattr(shares, step), list[int]()
 
     def fail(*args: Any) -> Any:
         calls.append(1)
         if len(calls) == 3:
             raise MemoryError
-        return encode(*args)
+        return real(*args)
 
-    monkeypatch.setattr(shares, "encode_gaps", fail)
+    monkeypatch.setattr(shares, step, fail)
+
+    def publish() -> int:
+        version = publisher.publish()
+        publisher.wait()
+        return version
+
     with pytest.raises(MemoryError):
-        publisher.publish()
+        publish()
     monkeypatch.undo()
-    version = publisher.publish()
-    publisher.wait()
+    version = publish()
     assert FolderSource(tmp_path).manifest(version).base is None
     held = empty_like(whole_in_bf16(model))
     assert Reader(tmp_path).update(held) == version

@@ -1,10 +1,10 @@
 """`Publisher`: a training run writes versions of its weights, which others read while training goes on.
 
 [Note: Publishing in the background]
-`publish` compares this rank's shares with what was published last, and holds the differences: [Note: The copy published
-last] in shares.py. From then on the version shares nothing with the run. A thread writes it: each rank its own files,
-and rank 0 the manifest and the commit. The ranks' threads talk over a Gloo group of their own, so the version and the
-run's collectives never wait for each other. The next `publish` waits for the version before.
+`publish` compares this rank's shares with what was published last, and notes the differences: [Note: The copy published
+last] in shares.py. From then on the version shares nothing with the run. A thread encodes and writes it: each rank its
+own files, and rank 0 the manifest and the commit. The ranks' threads talk over a Gloo group of their own, so the
+version and the run's collectives never wait for each other. The next `publish` waits for the version before.
 
 A version that could not be written is never seen, and its number is not used again. The version after it is whole.
 A publisher that begins in a folder with versions of its run goes on from the last number, with a whole version. It
@@ -39,7 +39,7 @@ from laconic.publish.coordinates import CheckpointContents, contents_of, in_fold
 from laconic.publish.digests import added, as_text
 from laconic.publish.encodings import EncodedPart
 from laconic.publish.regions import Holding, holding_of, shares_of
-from laconic.publish.shares import OwnShares, TensorShare
+from laconic.publish.shares import Changes, OwnShares, TensorShare
 from laconic.publish.source import FolderSource, superseded
 from laconic.publish.versions import (
     MANIFEST,
@@ -188,14 +188,14 @@ class Publisher:
         self._lay_out(holdings)
         assert self._shares is not None
         is_patch, self.copy = self.copy is PublishedCopy.PUBLISHED, PublishedCopy.AHEAD  # even if what follows fails
+        changes, base = None, self._last if is_patch else None
         if is_patch:
-            base, shares = self._last, self._shares.compare(holdings)
+            changes = self._shares.compare(holdings)
         else:
             self._shares.take(holdings)
-            base, shares = None, self._shares.unchanged()
         version, self._last = self._last + 1, self._last + 1
         head = _Head(version=version, base=base, step=step, shapes={n: h.shape for n, h in holdings.items()})
-        self._writing = self._thread.submit(self._write, head, shares)
+        self._writing = self._thread.submit(self._write, head, changes)
         return version
 
     def wait(self) -> Path | None:
@@ -272,11 +272,14 @@ class Publisher:
 
     # -- in the background: [Note: Publishing in the background] -------------------------------------------------------
 
-    def _write(self, head: _Head, shares: dict[str, TensorShare]) -> Path:
+    def _write(self, head: _Head, changes: dict[str, list[Changes]] | None) -> Path:
         threading.current_thread().name = f"publish version {head.version}"
-        assert self._shares is not None
+        own = self._shares
+        assert own is not None
+        shares = self._ranks.agree(lambda: own.unchanged() if changes is None else own.encoded(changes))
+        assert shares is not None
         patch_bytes = sum(part.nbytes for share in shares.values() for part in share.patch)
-        nbytes = self._ranks.gather([patch_bytes, self._shares.nbytes])
+        nbytes = self._ranks.gather([patch_bytes, own.nbytes])
         if sum(patch for patch, _ in nbytes) >= sum(whole for _, whole in nbytes):  # nobody wants such a patch
             head.base = None
         head.is_whole = head.base is None or self._since_whole + 1 >= self.policy.base_every

@@ -2,9 +2,9 @@
 
 [Note: The copy published last]
 A rank holds, in host memory, the bits that it has published of its shares: [Note: Who publishes an element] in
-regions.py. To publish, it casts its shares anew, a piece at a time, and compares. What differs goes into the patch, and
-into the copy. So the copy is that of the new version before the patch has left, and training may go on: nothing but the
-patch, and the copy itself if whole values are due, is written later. A patch that could not be written leaves a copy
+regions.py. To publish, it casts its shares anew, a piece at a time, and compares. What differs is noted, and goes into
+the copy. So the copy is that of the new version before the patch has left, and training may go on: a thread encodes
+what was noted, and whole values, if they are due, are the copy itself. A patch that could not be written leaves a copy
 that no reader has. Then the next version must be whole.
 
 Shares on an accelerator are compared there. A piece of the copy, which is page-locked, comes to the device, and only
@@ -41,6 +41,14 @@ _LEAST_PIECE_NUMEL = 1 << 10
 _DEVICE_BYTES = 40
 """More device memory than the comparison of an element takes: cast, before, whether they differ, and where."""
 _ALIGNMENT_BYTES = 64
+
+
+class Changes(NamedTuple):
+    """The changed elements of one share, by their places in it: (c,) each, on the host."""
+
+    places: Tensor
+    old: Tensor
+    new: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,30 +134,36 @@ class OwnShares:
                     self._digests[name] = added(self._digests[name], share)
 
     @torch.no_grad()
-    def compare(self, holdings: Mapping[str, Holding]) -> dict[str, TensorShare]:
-        """Compare the present values with the copies, make the copies equal to them, and return the differences."""
-        found = {}
-        for name, own in self._owned.items():
-            before = self._digests[name]
-            wants_lossless = self._encoding != "gaps" and has_lossless_form(self.dtypes[name])
-            changes, lossless = [], []
-            for owned in own:
-                earlier = owned.copy.clone() if wants_lossless else owned.copy
-                found_here = self._changes(name, owned, holdings)
-                changes.append(found_here)
-                if wants_lossless and len(found_here.places):
-                    lossless.append(encode_lossless(*owned.place, earlier, owned.copy))
-            patch: tuple[EncodedPart, ...] = ()
-            change = _Changes.joined(changes)
-            if len(change.places):
-                self._digests[name] = added(
-                    before, -digest_at(change.places, change.old), digest_at(change.places, change.new)
-                )
-                gaps = [encode_gaps(change.places, change.new)]
-                ways = {"gaps": [gaps], "lossless": [lossless or gaps], "smallest": [gaps, lossless or gaps]}
-                patch = tuple(smallest([*ways[self._encoding], list(self._dense(name))]))
-            found[name] = TensorShare(before=before, after=self._digests[name], patch=patch)
-        return found
+    def compare(self, holdings: Mapping[str, Holding]) -> dict[str, list[Changes]]:
+        """Compare the present values with the copies, make the copies equal to them, and note the differences.
+
+        Training waits for this. `encoded` must follow before the next call.
+        """
+        return {name: [self._changes(name, owned, holdings) for owned in own] for name, own in self._owned.items()}
+
+    @torch.no_grad()
+    def encoded(self, changes: Mapping[str, Sequence[Changes]]) -> dict[str, TensorShare]:
+        """Encode what `compare` has noted; digests follow it."""
+        return {name: self._encoded(name, of_shares) for name, of_shares in changes.items()}
+
+    def _encoded(self, name: str, changes: Sequence[Changes]) -> TensorShare:
+        before = self._digests[name]
+        changed = [(owned, own) for owned, own in zip(self._owned[name], changes, strict=True) if len(own.places)]
+        if not changed:
+            return TensorShare(before=before, after=before, patch=())
+        places = torch.cat([flat_places(owned.place, self.shapes[name], own.places) for owned, own in changed])
+        old, new = (torch.cat([own[field] for _, own in changed]) for field in (1, 2))
+        if len(changed) > 1:
+            order = places.argsort()
+            places, old, new = places[order], old[order], new[order]
+        self._digests[name] = added(before, -digest_at(places, old), digest_at(places, new))
+        gaps = [encode_gaps(places, new)]
+        ways = [] if self._encoding == "lossless" else [gaps]
+        if self._encoding != "gaps":
+            has_form = has_lossless_form(self.dtypes[name])
+            ways.append([_lossless(owned, own) for owned, own in changed] if has_form else gaps)
+        patch = tuple(smallest([*ways, list(self._dense(name))]))
+        return TensorShare(before=before, after=self._digests[name], patch=patch)
 
     def unchanged(self) -> dict[str, TensorShare]:
         """The shares as they are, for a version with whole values alone."""
@@ -175,7 +189,7 @@ class OwnShares:
             start, sizes = owned.place
             yield encode_dense(start, sizes, owned.copy.view(shape if is_all else sizes))
 
-    def _changes(self, name: str, owned: _Owned, holdings: Mapping[str, Holding]) -> _Changes:
+    def _changes(self, name: str, owned: _Owned, holdings: Mapping[str, Holding]) -> Changes:
         """Find what has changed in one share, and change its copy."""
         pieces = []
         for begin, new in self._pieces(name, owned, holdings):
@@ -183,10 +197,11 @@ class OwnShares:
             local = (bits != copy.to(bits.device, non_blocking=True)).nonzero().view(-1)  # `nonzero` waits for the copy
             if len(local):
                 changed, local = bits[local].cpu(), local.cpu()
-                places = flat_places(owned.place, self.shapes[name], local + begin)
-                pieces.append(_Changes(places, copy[local].view(new.dtype), changed.view(new.dtype)))
+                pieces.append(Changes(local + begin, copy[local].view(new.dtype), changed.view(new.dtype)))
                 copy[local] = changed
-        return _Changes.joined(pieces) if pieces else _Changes.none(owned.copy.dtype)
+        if not pieces:
+            return Changes(torch.empty(0, dtype=torch.int64), *torch.empty(2, 0, dtype=owned.copy.dtype))
+        return Changes(*map(torch.cat, zip(*pieces, strict=True)))
 
     def _pieces(self, name: str, owned: _Owned, holdings: Mapping[str, Holding]) -> Iterator[tuple[int, Tensor]]:
         """Yield (first element in the share, present values where they are) a piece at a time."""
@@ -202,26 +217,11 @@ class OwnShares:
         return digest_at(flat_places(owned.place, self.shapes[name], torch.arange(len(values)) + begin), values)
 
 
-class _Changes(NamedTuple):
-    """Changed elements, by their places in the flattened tensor: (c,) each."""
-
-    places: Tensor
-    old: Tensor
-    new: Tensor
-
-    @classmethod
-    def none(cls, dtype: torch.dtype) -> _Changes:
-        """No change."""
-        return cls(torch.empty(0, dtype=torch.int64), *(torch.empty(0, dtype=dtype) for _ in range(2)))
-
-    @classmethod
-    def joined(cls, changes: Sequence[_Changes]) -> _Changes:
-        """All changes, in the order of their places."""
-        if len(changes) == 1:
-            return changes[0]
-        places, old, new = (torch.cat([change[field] for change in changes]) for field in range(3))
-        order = places.argsort()
-        return cls(places[order], old[order], new[order])
+def _lossless(owned: _Owned, changes: Changes) -> EncodedPart:
+    """Encode a share by what it was before its copy changed."""
+    earlier = owned.copy.clone()
+    bits_of(earlier)[changes.places] = bits_of(changes.old)
+    return encode_lossless(*owned.place, earlier, owned.copy)
 
 
 def published_dtype(dtype: torch.dtype, wanted: torch.dtype) -> torch.dtype:
