@@ -16,7 +16,16 @@ from torch import Tensor
 from laconic.codec import lossless
 from laconic.codec.blocked import kernels_for
 from laconic.codec.contexts import BLOCK, IDLE, MAX_EVENTS, MAX_QUOTIENT, RARE, TILE
-from laconic.codec.lossless import decode, differences_by_context, encode, last_difference, part_bytes
+from laconic.codec.lossless import (
+    decode,
+    decode_in_pieces,
+    differences_by_context,
+    encode,
+    encode_in_pieces,
+    last_difference,
+    part_bytes,
+)
+from laconic.codec.payload import HOST_PIECE_NUMEL
 from laconic.codec.patterns import PLAIN_BYTES, PatternForm, pattern_form_of
 from tests.reference import lossless as naive
 from tests.support.patterns import DTYPES, WILD, bits_of, form_of, random_patterns, trained
@@ -217,6 +226,22 @@ def test_last_differences_of_zero_are_as_none() -> None:
     """So that a receiver that has just begun can begin with zeros."""
     _, held, new = trained("bfloat16", 20_000, 1e-3)
     assert torch.equal(encode(held, new, torch.zeros(20_000, dtype=torch.int8)), encode(held, new))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_messages_in_pieces_note_the_last_differences_on_both_sides(way: str) -> None:
+    """Three in a row, of two pieces each: the second and the third are predicted."""
+    numel = HOST_PIECE_NUMEL + 100
+    held, *versions = (trained("bfloat16", numel, 1e-3, seed=seed)[2] for seed in (0, 0, 1, 0))
+    copy, sent, seen = held.clone(), *torch.zeros(2, numel, dtype=torch.int8)
+    for new in versions:
+        with coded_by(way):
+            message = encode_in_pieces(held, new, sent)
+            decode_in_pieces(copy, message, seen)
+        assert torch.equal(copy, new)
+        assert torch.equal(sent, last_difference(held, new))
+        assert torch.equal(sent, seen)
+        held = new
 
 
 def test_no_values_take_no_bytes() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,11 +55,13 @@ def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> Tensor:
 def assert_bits(program: Program, *, make_optimizer: Any = adamw, make: Any = Net, **policies: Any) -> Any:
     """Assert that a program yields the same bits with lossless crossings, and return the model that had them."""
     seen = {}
-    for wire in ("exact", "lossless"):
+    predicted = laconic.Wire(weights="lossless", prediction=True)
+    for name, wire in {"exact": "exact", "predicted": predicted, "lossless": "lossless"}.items():
         model = shard(build(make), **{"cache": "host", "mp_policy": HALF, **policies, "wire": wire})
-        seen[wire] = list(program(model, make_optimizer(model)))
-    for number, (want, got) in enumerate(zip(seen["exact"], seen["lossless"], strict=True)):
-        assert_equal(got, want, str(number))
+        seen[name] = list(program(model, make_optimizer(model)))
+    for number, (want, *others) in enumerate(zip(*seen.values(), strict=True)):
+        for got in others:
+            assert_equal(got, want, str(number))
     assert states(model) == {CopyState.EXACT}
     return model
 
@@ -214,22 +216,33 @@ def train_alone(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
 @on_ranks(2, local=1)
 def test_it_sends_fewer_bytes_the_smaller_the_steps_are() -> None:
     """Of a net with matrices that are large enough for tables and scales to be few."""
-    bits = {}
-    for lr in (1e-3, 1e-4, 1e-6):
-        model = shard(build(lambda: Net(2, 96, 384)), cache="host", mp_policy=HALF, wire="lossless")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-        for seed in range(4):
-            step(model, optimizer, seed)
-        with moved(model) as m:
-            step(model, optimizer, 5)
-        bits[lr] = (
-            8
-            * m.snapshot.total("node", "weights", "sent")
-            / sum(bucket.layout.shard_numel for bucket in buckets(model))
-        )
+    bits = {lr: bits_of_a_step("lossless", lr, seeds=range(5)) for lr in (1e-3, 1e-4, 1e-6)}
     assert bits[1e-3] < 7
     assert bits[1e-4] < 0.7 * bits[1e-3]
     assert bits[1e-6] < 0.4 * bits[1e-4]
+
+
+@on_ranks(2, local=1)
+def test_the_last_differences_predict_the_next_ones() -> None:
+    """Of a batch that comes again and again, so that steps are alike."""
+    plain, predicted = (
+        bits_of_a_step(laconic.Wire(weights="lossless", prediction=is_on), 3e-3, seeds=[0] * 8)
+        for is_on in (False, True)
+    )
+    assert predicted < plain - 1
+
+
+def bits_of_a_step(wire: Any, lr: float, *, seeds: Sequence[int]) -> float:
+    """The bits that a weight takes in the last of some steps."""
+    model = shard(build(lambda: Net(2, 96, 384)), cache="host", mp_policy=HALF, wire=wire)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    *before, last = seeds
+    for seed in before:
+        step(model, optimizer, seed)
+    with moved(model) as m:
+        step(model, optimizer, last)
+    numel = sum(bucket.layout.shard_numel for bucket in buckets(model))
+    return 8 * m.snapshot.total("node", "weights", "sent") / numel
 
 
 @on_ranks(2, local=1)
@@ -303,6 +316,8 @@ def test_refusals_name_the_remedy() -> None:
     frozen.out.requires_grad_(True)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match=r"out\.weight is gathered in torch\.float32"):
         shard(frozen, cache="host", wire="lossless")
+    with pytest.raises(ValueError, match=r"prediction=True\) needs weights='lossless', whose differences it predicts"):
+        laconic.Wire(weights="int4", prediction=True)
 
 
 def test_a_job_that_gathers_32_bits_is_refused() -> None:

@@ -48,6 +48,7 @@ fifty operations of torch on all values, which read sizes where the work depends
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
 from typing import NamedTuple
@@ -86,6 +87,9 @@ MAX_NUMEL = 1 << 25
 def last_difference(held: Tensor, new: Tensor, *, form: PatternForm | None = None) -> Tensor:
     """The ulps by which patterns have moved, for the next call of `encode` and `decode`: (n,), int8, up to +-127."""
     form = form or pattern_form_of(held.dtype)
+    if (loops := kernels_for(held, "lossless_numba")) is not None:
+        moved: Tensor = loops.last_difference(form, held, new)
+        return moved
     moved = form.numbers(form.patterns(new)) - form.numbers(form.patterns(held))
     return moved.clamp_(-127, 127).to(torch.int8)
 
@@ -196,18 +200,23 @@ def _decoded(form: PatternForm, held: Tensor, payload: Tensor, last: Tensor | No
     return patterns.view(-1)[:numel]
 
 
-def encode_in_pieces(held: Tensor, new: Tensor) -> Tensor:
+def encode_in_pieces(held: Tensor, new: Tensor, last: Tensor | None = None) -> Tensor:
     """Encode new values of any number as one message: the lengths of the payloads of pieces, int32, and the payloads.
 
-    See `encode`. Pieces have as many values as a processor's caches hold, or many on an accelerator.
+    See `encode`. The last differences, (n,), int8, become those of this message. Pieces have as many values as a
+    processor's caches hold, or many on an accelerator.
     """
-    payloads = [encode(a, b) for a, b in zip(_pieces(held), _pieces(new), strict=True)]
+    payloads = []
+    for old, fresh, past in zip(_pieces(held), _pieces(new), _pieces_of_last(last, held), strict=True):
+        payloads.append(encode(old, fresh, past))
+        if past is not None:
+            past.copy_(last_difference(old, fresh))
     lengths = torch.tensor([len(each) for each in payloads], dtype=torch.int32).to(held.device)
     return torch.cat([lengths.view(torch.uint8), *payloads])
 
 
-def decode_in_pieces(held: Tensor, message: Tensor) -> None:
-    """Decode what `encode_in_pieces` returned for the same held values, in place.
+def decode_in_pieces(held: Tensor, message: Tensor, last: Tensor | None = None) -> None:
+    """Decode what `encode_in_pieces` returned for the same held values and last differences, in place of both.
 
     Raises:
         ValueError: the message does not fit the held values: see `decode`.
@@ -218,14 +227,21 @@ def decode_in_pieces(held: Tensor, message: Tensor) -> None:
     lengths = message[:begin].clone().view(torch.int32).tolist()
     check_sizes(min(lengths) >= 0 and begin + sum(lengths) == len(message))
     form, faults = pattern_form_of(held.dtype), []
-    for piece, payload in zip(pieces, message[begin:].split(lengths), strict=True):
-        if (fault := _decode_into(piece, piece, payload, None, form)) is not None:
+    for piece, payload, past in zip(pieces, message[begin:].split(lengths), _pieces_of_last(last, held), strict=True):
+        before = None if past is None else piece.clone()
+        if (fault := _decode_into(piece, piece, payload, past, form)) is not None:
             faults.append(fault)
+        if past is not None and before is not None:
+            past.copy_(last_difference(before, piece))
     check_sizes(not faults or not torch.cat(faults).any())  # the host waits for a device once
 
 
 def _pieces(values: Tensor) -> tuple[Tensor, ...]:
     return values.split(DEVICE_PIECE_NUMEL if values.is_cuda else HOST_PIECE_NUMEL)
+
+
+def _pieces_of_last(last: Tensor | None, held: Tensor) -> Sequence[Tensor | None]:
+    return [None] * len(_pieces(held)) if last is None else _pieces(last)
 
 
 def _checked(held: Tensor, last: Tensor | None, form: PatternForm | None, new: Tensor | None = None) -> PatternForm:

@@ -109,6 +109,13 @@ def read_runs(
     return new, bool(agrees)
 
 
+def last_difference(form: PatternForm, held: Tensor, new: Tensor) -> Tensor:
+    """See `lossless.last_difference`."""
+    last = torch.empty(form.numel(held), dtype=torch.int8)
+    _last_difference(_patterns(form, held), _patterns(form, new), *_form(form), last.numpy())
+    return last
+
+
 def _patterns(form: PatternForm, values: Tensor) -> np.ndarray:
     return form.patterns(values).to(torch.int16).numpy()
 
@@ -198,6 +205,15 @@ def _differences(held, new, last, bits, mantissa, old, moved):
     for i in range(len(last)):
         moved[i] = -moved[i] if last[i] < 0 else moved[i]
     moved[len(held) :] = 0
+
+
+@_compiled
+def _last_difference(held, new, bits, mantissa, last):
+    shift, half = np.int32(bits - 1), np.int32((1 << (bits - 1)) - 1 if mantissa >= 0 else 0)
+    for i in range(len(held)):
+        old, fresh = np.int32(held[i]), np.int32(new[i])
+        moved = (fresh ^ ((fresh >> shift) & half)) - (old ^ ((old >> shift) & half))
+        last[i] = min(max(moved, np.int32(-127)), np.int32(127))
 
 
 # -- encode ------------------------------------------------------------------------------------------------------------

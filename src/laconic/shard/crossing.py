@@ -39,7 +39,8 @@ Gathered weights of 16 bits or fewer can be equal to the optimizer's to the bit,
 owner sends by how many units in the last place each pattern has moved (codec/lossless.py). Then copies never lag. Any
 patterns may become any others, so an edit or a state dict asks for no exact crossing: a difference to the copy is as
 good, if maybe longer. What is left of [Note: Exact crossings] is about copies that are not there, or may be damaged.
-Lengths vary with what has changed: [Note: Lengths that vary] in codec/varying.py.
+Lengths vary with what has changed: [Note: Lengths that vary] in codec/varying.py. With `Wire(prediction=True)` all
+nodes keep the last difference of each pattern, too. An exact crossing has none, so all begin with zeros after it.
 
 [Note: Versions of the optimizer]
 `Bucket.version` counts all edits. Hooks before and after each optimizer's step tell its edits from others: the version
@@ -272,6 +273,15 @@ class LosslessDifferences(DifferenceCrossing):
     def __init__(self, bucket: Bucket, node: Communicator, copies: Copies) -> None:
         super().__init__(bucket, node, copies)
         self._messages = VaryingMessages(node, bucket.ledger.hold, "weights")
+        self._last: Tensor | None = None
+        """The last difference of each element of the node shard, (N * C,), int8, if it predicts the next one."""
+
+    def start(self, node_shard: Tensor) -> None:
+        """See `WeightCrossing.start`."""
+        if self._is_difference and self._last is None and self.bucket.wire.prediction:
+            self._last = torch.zeros_like(node_shard, dtype=torch.int8)
+            self.bucket.ledger.hold_until_freed(self._last, on_host=False)
+        super().start(node_shard)
 
     @property
     def most_bytes(self) -> int:
@@ -281,19 +291,23 @@ class LosslessDifferences(DifferenceCrossing):
     def _send(self, own: Tensor) -> None:
         new = self.bucket.form.sent(torch.empty_like(own))
         if self._node.has_peers:
-            self._messages.start(encode_in_pieces(own, new))
+            last = None if self._last is None else self.bucket.own_part(self._last)
+            self._messages.start(encode_in_pieces(own, new, last))
         else:  # a rehearsal: no rank sends what could be decoded
             self._messages.start(own.new_empty(len(own) * TYPICAL_BITS // 8, dtype=torch.uint8))
         own.copy_(new)
 
     def _add(self, node_shard: Tensor) -> None:
         parts = self.bucket.form.peers_of(node_shard)
-        for peer, (part, message) in enumerate(zip(parts, self._messages.finish(), strict=True)):
+        lasts = [None] * len(parts) if self._last is None else self.bucket.form.peers_of(self._last)
+        for peer, (part, message, last) in enumerate(zip(parts, self._messages.finish(), lasts, strict=True)):
             if peer != self._node.rank and self._node.has_peers:
-                decode_in_pieces(part, message)
+                decode_in_pieces(part, message, last)
 
     def _begin_anew(self) -> None:
         self._messages.forget()
+        if self._last is not None:
+            self._last.zero_()
 
 
 _all: WeakSet[CodedDifferences] = WeakSet()
