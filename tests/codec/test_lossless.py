@@ -25,8 +25,8 @@ from laconic.codec.lossless import (
     last_difference,
     part_bytes,
 )
-from laconic.codec.payload import HOST_PIECE_NUMEL
 from laconic.codec.patterns import PLAIN_BYTES, PatternForm, pattern_form_of
+from laconic.codec.payload import HOST_PIECE_NUMEL
 from tests.reference import lossless as naive
 from tests.support.patterns import DTYPES, WILD, bits_of, form_of, random_patterns, trained
 
@@ -99,7 +99,11 @@ def test_codes_are_chosen_by_every_second_of_nine_tiles() -> None:
 @pytest.mark.parametrize("numel", [30, 1000, TILE + 600])
 def test_any_patterns_become_any_others(name: str, numel: int) -> None:
     before, held, new = (random_patterns(name, numel, seed) for seed in range(3))
-    last = last_difference(before, held, form=form_of(name))
+    last, own = last_difference(before, held, form=form_of(name)), naive.FORMS[name]
+    olds, helds = (patterns_of(form_of(name), each) for each in (before, held))
+    for way in WAYS:
+        with coded_by(way):
+            assert last_difference(before, held, form=form_of(name)).tolist() == naive.differences(own, olds, helds)
     assert check(name, held, new, last) == check(name, held, new, None) == new.nbytes, "nothing to gain: as they are"
     bits_of(new)[40:] = bits_of(held)[40:]  # a few that change without any rule
     check(name, held, new, last)

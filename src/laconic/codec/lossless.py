@@ -90,7 +90,7 @@ def last_difference(held: Tensor, new: Tensor, *, form: PatternForm | None = Non
     if (loops := kernels_for(held, "lossless_numba")) is not None:
         moved: Tensor = loops.last_difference(form, held, new)
         return moved
-    moved = form.numbers(form.patterns(new)) - form.numbers(form.patterns(held))
+    moved = form.numbers(form.patterns(new)).to(torch.int32) - form.numbers(form.patterns(held))
     return moved.clamp_(-127, 127).to(torch.int8)
 
 
