@@ -400,9 +400,9 @@ def lossless_paired(bench: Bench) -> Row:
             "; ".join(f"{name} {sizes[name]:.3f} B, {means[name]:+.3%} ({percents(found[name])})" for name in names)
             + f"; exact in bf16, with gradients in fp32, {sizes['exact in bf16']:.3f} B. With `Wire(prediction=True)`. "
             f"Counted by the engine, but for the first step; N = 2. 10.8 M parameters; {runs.first_steps} exact steps, "
-            f"then {runs.more_steps} of each kind, in which the rate falls from 1e-3 to 0; 1,024 tokens a step, 2 nodes "
-            f"x 1 rank, {runs.seeds} seeds. At equal loss, by the rows bytes and paired of section thinner: the algorithm of SDP4Bit (4bit) "
-            "sends 1.044 B, that of ZeRO++ 1.543 B. 1-bit Adam sends 0.25 B, and needs all states on each rank."
+            f"then {runs.more_steps} of each kind, in which the rate falls from 1e-3 to 0; 1,024 tokens a step, 2 "
+            f"nodes x 1 rank, {runs.seeds} seeds. At equal loss, by the rows bytes and paired of section thinner: the "
+            "algorithm of SDP4Bit (4bit) sends 1.044 B, that of ZeRO++ 1.543 B. 1-bit Adam sends 0.25 B, and needs all states on each rank."
         ),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -45,6 +46,7 @@ def coded_by(way: str) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lossless, "kernels_for", chosen)
+        patch.setattr(lossless, "_say_that_loops_are_missing", lambda: None)
         yield
 
 
@@ -246,6 +248,17 @@ def test_messages_in_pieces_note_the_last_differences_on_both_sides(way: str) ->
         assert torch.equal(sent, last_difference(held, new))
         assert torch.equal(sent, seen)
         held = new
+
+
+def test_without_numba_a_warning_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lossless, "kernels_for", lambda tensor, name: None)
+    lossless._say_that_loops_are_missing.cache_clear()
+    _, held, new = trained("bfloat16", 600, 1e-3)
+    with pytest.warns(UserWarning, match=r"in plain torch, which takes a CPU five times as long; pip install numba"):
+        payload = encode(held, new)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once is enough
+        assert torch.equal(decode(held, payload), new)
 
 
 def test_no_values_take_no_bytes() -> None:
