@@ -402,7 +402,8 @@ def lossless_paired(bench: Bench) -> Row:
             f"Counted by the engine, but for the first step; N = 2. 10.8 M parameters; {runs.first_steps} exact steps, "
             f"then {runs.more_steps} of each kind, in which the rate falls from 1e-3 to 0; 1,024 tokens a step, 2 "
             f"nodes x 1 rank, {runs.seeds} seeds. At equal loss, by the rows bytes and paired of section thinner: the "
-            "algorithm of SDP4Bit (4bit) sends 1.044 B, that of ZeRO++ 1.543 B. 1-bit Adam sends 0.25 B, and needs all states on each rank."
+            "algorithm of SDP4Bit (4bit) sends 1.044 B, that of ZeRO++ 1.543 B. 1-bit Adam sends 0.25 B, and needs all "
+            "states on each rank."
         ),
     )
 
