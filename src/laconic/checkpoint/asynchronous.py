@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from laconic.comm.groups import destroy_with, new_host_group
 from laconic.comm.launch import initialized_accelerator
 from laconic.comm.watch import waiting_for
 from laconic.islands.local_steps import LocalSteps
+from laconic.shard.cache import free_slab, make_slab
 
 _ALIGNMENT_BYTES = 64
 
@@ -140,10 +142,23 @@ class SnapshotPlanner(dcp.DefaultSavePlanner):
 
 
 class HostMemory:
-    """One buffer of host memory for copies, kept from one save to the next."""
+    """One buffer of host memory for copies, kept from one save to the next; page-locked for an accelerator."""
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._take(0, torch.device("cpu"))
+
+    def _take(self, nbytes: int, device: torch.device) -> None:
+        self._device, self._buffer = (
+            device,
+            make_slab(
+                nbytes,
+                device,
+                holds="the copy of a checkpoint",
+                remedy="Save without `asynchronous`, or use more nodes",
+            ),
+        )
+        self._free = weakref.finalize(self, free_slab, self._buffer, device)
+        self._free.atexit = False
 
     def copies_of(self, tensors: dict[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
         """Copy tensors into the buffer. The next call overwrites the copies. Cost: waits for the device's stream."""
@@ -152,8 +167,10 @@ class HostMemory:
             begins.append(end)
             end += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         accelerators = {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}
-        if self._buffer.numel() < end or (accelerators and not self._buffer.is_pinned()):
-            self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=bool(accelerators))
+        device = next(iter(accelerators), self._device)
+        if self._buffer.numel() < end or device != self._device:
+            self._free()
+            self._take(end, device)
         copies = {}
         for (index, tensor), begin in zip(tensors.items(), begins, strict=True):
             # Each copy has a storage of its own within the buffer: DCP's writer would first copy a view.
