@@ -71,9 +71,9 @@ _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 _FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
 
 
-def _lossless(name: str, wire: str = "lossless", **options: Any) -> Policy:
-    options = {"wire": wire, "mp_policy": _BF16, **options}
-    return Policy(name=f"{wire}, {name}", options=options, tolerance=_ROUNDED)
+def _lossless(name: str, word: str = "lossless", **options: Any) -> Policy:
+    options = {"wire": word, "mp_policy": _BF16, **options}
+    return Policy(name=f"{word}, {name}", options=options, tolerance=_ROUNDED)
 
 
 LOSSLESS: tuple[Policy, ...] = (
@@ -87,6 +87,7 @@ LOSSLESS: tuple[Policy, ...] = (
     ),
     _lossless("host", "lossless-4bit", cache="host"),
     _lossless("device", "lossless-2bit", cache="device"),
+    _lossless("predicted, host", cache="host", wire=laconic.Wire(weights="lossless", prediction=True)),
 )  # fmt: skip
 """The policies whose weights cross as lossless differences."""
 POLICIES: tuple[Policy, ...] = (
@@ -196,7 +197,7 @@ def _losses_or_error(
 
 def exact_twin(policy: Policy) -> Policy:
     """The same training with weights that cross as they are."""
-    wire = replace(laconic.Wire.of(policy.options["wire"]), weights="exact")
+    wire = replace(laconic.Wire.of(policy.options["wire"]), weights="exact", prediction=False)
     return replace(policy, name=f"{policy.name}, exact", options={**policy.options, "wire": wire})
 
 
