@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laconic.codec import CODECS, WEIGHT_CODECS, BlockCodec, Codec, TopK, codec_named
-from laconic.codec.blocked import NF4, pack_bits, unpack
+from laconic.codec.blocked import NF4, pack_bits, pack_fives, unpack, unpack_fives
 from laconic.codec.rotation import rotate
 
 SIZES = [0, 1, 2, 63, 64, 65, 127, 256, 4099]
@@ -22,6 +22,7 @@ BYTES = {
     "int4": lambda n: math.ceil(n / 2) + 2 * math.ceil(n / 128),
     "int3": lambda n: math.ceil(3 * n / 8) + 2 * math.ceil(n / 128),
     "int2": lambda n: math.ceil(n / 4) + 2 * math.ceil(n / 128),
+    "ternary": lambda n: math.ceil(n / 5) + 2 * math.ceil(n / 128),
     "e2m1": lambda n: math.ceil(n / 2) + 2 * math.ceil(n / 128),
     "e3m0": lambda n: math.ceil(n / 2) + 2 * math.ceil(n / 128),
     "top64": lambda n: math.ceil(n / 4096) * (64 * 12 // 8 + 64 * 2 // 8 + 4),
@@ -131,6 +132,17 @@ def test_packed_codes_come_back(bits: int) -> None:
     assert bytes(packed.tolist()) == number.to_bytes(len(packed), "little"), "the first code in the lowest bits"
 
 
+def test_five_numbers_of_three_levels_come_back_from_a_byte() -> None:
+    digits = torch.randint(3, (48,), generator=torch.Generator().manual_seed(0))
+    packed = pack_fives(digits - 1.0)
+    assert (packed.dtype, packed.shape) == (torch.uint8, (10,))
+    assert torch.equal(unpack_fives(packed), torch.cat([digits - 1.0, torch.zeros(2)])), "zeros fill up the last byte"
+    for byte, five in zip(packed.tolist(), [*digits.tolist(), 1, 1][::5], strict=True):
+        assert byte % 3 == five, "the first in the lowest digit"
+    assert packed[0] == sum(digit * 3**place for place, digit in enumerate(digits[:5].tolist()))
+    assert unpack_fives(torch.arange(256, dtype=torch.uint8)).abs().max() == 1, "bytes that no message has, too"
+
+
 def test_wrong_shapes_and_names_are_refused() -> None:
     with pytest.raises(ValueError, match="'fp5' is not known; use one of fp32, bf16, int8, int4"):
         codec_named("fp5")
@@ -160,6 +172,10 @@ def test_decoded_values_computed_by_hand() -> None:
     assert decoded("int4", 7.0, -6.4, 0.6, 0.4, -7.0) == [7, -6, 1, 0, -7]
     assert decoded("int3", 6.0, -1.4, 0.9, 3.1) == [6, -2, 0, 4]
     assert decoded("int2", -2.0, 0.0, 0.0, 0.0) == [-1.494140625, 0.498046875, 0.498046875, 0.498046875]
+    assert decoded("ternary", -2.0, 0.0, 0.0, 0.0) == [-1.2265625, 0, 0, 0]
+    assert decoded("ternary", 1.0, -1.0, 1.0, -1.0) == [1.2265625, -1.2265625, 1.2265625, -1.2265625]
+    # the root mean square is 1.5266 and a step 1.8686, rounded to bf16: values above 0.9336 take it
+    assert decoded("ternary", 0.9, -0.95, 2.0, -1.9) == [0, -1.8671875, 1.8671875, -1.8671875]
 
 
 def test_nf4_has_the_quantiles_of_a_normal_distribution_and_takes_the_nearest() -> None:

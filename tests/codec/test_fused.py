@@ -56,6 +56,9 @@ def test_a_cpu_compiles_nothing() -> None:
 @pytest.mark.parametrize("name", BLOCKED)
 def test_a_gpu_codes_to_the_bits_of_a_cpu(name: str, rotates: bool) -> None:
     codec = CODECS[name]
+    assert isinstance(codec, BlockCodec)
+    # without a kernel, values are rotated by torch's product, whose order is the device's
+    near = {"rtol": 0.0, "atol": 1e-5 if rotates and not codec.has_kernels else 0.0}
     torch.manual_seed(0)
     for numel in (1, 1000, 128 * 300):
         values, base, sums = torch.randn(numel), torch.randn(numel, dtype=torch.bfloat16), torch.randn(numel)
@@ -64,12 +67,12 @@ def test_a_gpu_codes_to_the_bits_of_a_cpu(name: str, rotates: bool) -> None:
         on_gpu, gpu_sums = on_cpu.cuda(), sums.cuda()
         codec.encode_into(on_gpu, values.cuda(), base.cuda(), check=False, rotates=rotates)
         codec.encode_into(on_cpu, values, base, check=False, rotates=rotates)
-        if name == "int2":  # its steps hold a sum, whose order is the device's
+        if name in ("int2", "ternary"):  # their steps hold a sum, whose order is the device's
             assert (on_gpu.cpu() != on_cpu).float().mean() < 0.01
         else:
             assert torch.equal(on_gpu.cpu(), on_cpu)
         decoded = codec.decode(on_gpu, numel, rotates=rotates).cpu()
-        assert torch.equal(decoded, codec.decode(on_gpu.cpu(), numel, rotates=rotates))
+        torch.testing.assert_close(decoded, codec.decode(on_gpu.cpu(), numel, rotates=rotates), **near)
         codec.decode_into(gpu_sums, on_gpu, adds=True, rotates=rotates)
         codec.decode_into(sums, on_gpu.cpu(), adds=True, rotates=rotates)
-        assert torch.equal(gpu_sums.cpu(), sums)
+        torch.testing.assert_close(gpu_sums.cpu(), sums, **near)

@@ -24,6 +24,7 @@ from tests.cyclic.test_snapshot import together
 from tests.cyclic.toys import OPTIMIZERS, assert_equal, make_stages, train, train_oracle
 from tests.reference.cyclic import Oracle, coded_like
 from tests.reference.messages import int8_bytes, message_bytes
+from tests.reference.wire import ROTATED
 from tests.support.launch import on_ranks, run_ranks
 
 torch.set_num_threads(1)
@@ -114,7 +115,7 @@ def test_shared_stages_equal_the_oracle() -> None:
     run_ranks(job_trajectory, 6, 3, 2, ("shared",), ("v2",), local=2)
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "int2", "bf16"])
+@pytest.mark.parametrize("codec", ["int8", "int4", "int2", "ternary", "bf16"])
 def test_a_stage_is_coded_as_the_oracle_codes_tensors(codec: str) -> None:
     """Sizes that fit no block, neighbours that fill whole blocks, vectors between them, and several dtypes."""
     generator = torch.Generator().manual_seed(0)
@@ -122,7 +123,7 @@ def test_a_stage_is_coded_as_the_oracle_codes_tensors(codec: str) -> None:
     tensors = [torch.randn(shape, generator=generator) for shape in shapes]
     tensors += [tensors[0].bfloat16(), tensors[5].half()]
     layout = ByteLayout(tensors)
-    coding = StageCoding(layout, CODECS[codec], "cpu", rotates=codec in ("int4", "int2"))
+    coding = StageCoding(layout, CODECS[codec], "cpu", rotates=codec in ROTATED)
     buffer = layout.pack(tensors, torch.device("cpu"))
     base = layout.pack([tensor.roll(1) for tensor in tensors], torch.device("cpu"))
     message = coding.encode(buffer)

@@ -68,7 +68,7 @@ def kernels() -> Iterator[tuple[str, Compilation]]:
     """Yield the name of each kernel in use and the kernel."""
     codecs = {**CODECS, **{f"{name} of weights": codec for name, codec in WEIGHT_CODECS.items()}}
     for name, codec in codecs.items():
-        if not isinstance(codec, BlockCodec):
+        if not isinstance(codec, BlockCodec) or not codec.has_kernels:
             continue
         of_codec = blocked_triton.constants(codec, codec.form(torch.device("cpu")))
         for told, rotates in (("", False), (" rotated", True)):

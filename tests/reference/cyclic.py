@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from laconic.cyclic.schedule import Rule
 from laconic.shard.policies import Wire
-from tests.reference.wire import coded
+from tests.reference.wire import ROTATED, coded
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -183,4 +183,4 @@ def coded_like(value: Tensor, codec: str) -> Tensor:
     """Return the value that a receiver decodes. A vector crosses exactly."""
     if value.ndim < 2:
         return value
-    return coded(value.flatten(), codec, rotated=codec in ("int4", "int3", "int2", "e2m1")).view_as(value)
+    return coded(value.flatten(), codec, rotated=codec in ROTATED).view_as(value)

@@ -95,6 +95,7 @@ WIRES = {
     "int3": laconic.Wire(weights="int3", gradients="e2m1"),
     "gradients": laconic.Wire(gradients="int3"),
     "feedback": laconic.Wire(weights="int4", gradients="int2", feedback=True),
+    "ternary": laconic.Wire(weights="int4", gradients="ternary", feedback=True),
     "due": laconic.Wire(weights="int4", gradients="int4", exact_every=2),
 }
 
@@ -116,7 +117,7 @@ def job_twin(runs: list[tuple[str, str, int]], islands: int = 1) -> None:
     [
         ((2, 1), [("4bit", "host", 1), ("8bit", "device", 2), ("feedback", "host", 1), ("int3", "host", 3)]),
         ((2, 2), [("4bit", "device", 1), ("bf16", "host", 2), ("due", "host", 1)]),
-        ((3, 1), [("4bit", "host", 2), ("gradients", "none", 1)]),
+        ((3, 1), [("4bit", "host", 2), ("gradients", "none", 1), ("ternary", "host", 2)]),
         ((4, 1), [("4bit", "host", 1)]),
         ((3, 2), [("4bit", "host", 1), ("feedback", "device", 2)]),
     ],

@@ -3,7 +3,7 @@
 import torch
 
 from laconic.codec.base import Codec, FloatCodec
-from laconic.codec.blocked import E2M1, E3M0, BlockCodec, Even, Float4, Nf4, TwoBit
+from laconic.codec.blocked import E2M1, E3M0, BlockCodec, Even, Float4, Nf4, Ternary, TwoBit
 from laconic.codec.sparse import TopK
 from laconic.codec.tiles import Tiling
 
@@ -16,6 +16,7 @@ CODECS: dict[str, Codec] = {
         Even(4),
         Even(3),
         TwoBit(),
+        Ternary(),
         Float4("e2m1", E2M1),
         Float4("e3m0", E3M0),
         TopK(64),
@@ -51,6 +52,7 @@ __all__ = [
     "Float4",
     "FloatCodec",
     "Nf4",
+    "Ternary",
     "Tiling",
     "TopK",
     "TwoBit",

@@ -11,11 +11,11 @@ decodes to NaN.
 Coding is a chain of a dozen operations on every element. On a CPU each of them runs over a piece that lies in the
 processor's caches; compiled code was not faster there. On an accelerator each would read and write device memory. So on
 CUDA two kernels of triton, codec/blocked_triton.py, read a piece and write its message, or the reverse. Two more, of
-codec/scaled_triton.py, do the same for the formats with scales. Other accelerators, and blocks that no kernel holds,
-leave the chain to torch.compile, once for all sizes. A compiled product and sum may be rounded once instead of twice,
-so a value in the middle between two codes may take the other one. Decoded values have equal bits all the same:
-[Note: Codes are whole multiples of a step] in codec/blocked.py. Where no compiler works, the chain runs as it is, and a
-warning says so.
+codec/scaled_triton.py, do the same for the formats with scales. Other accelerators, and codecs and blocks that no
+kernel holds, leave the chain to torch.compile, once for all sizes. A compiled product and sum may be rounded once
+instead of twice, so a value in the middle between two codes may take the other one. Decoded values have equal bits all
+the same: [Note: Codes are whole multiples of a step] in codec/blocked.py. Where no compiler works, the chain runs as it
+is, and a warning says so.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from laconic.codec.base import Codec
 from laconic.codec.rotation import rotated_numel
@@ -126,6 +127,8 @@ _STEP_ROUNDING = 1 + 2**-8  # the largest factor by which a step changes in bf16
 _SCALE_ROUNDING = 1 + 2**-7  # the largest factor by which `_round_up_to_bf16` enlarges a scale
 _TWO_BIT_STEP = 0.9957
 """The best step of four even levels for a normal distribution of variance 1 (J. Max, 1960, table II)."""
+_TERNARY_STEP = 1.2240
+"""The best step of three levels for a normal distribution of variance 1 (J. Max, 1960, table I)."""
 
 
 class KernelForm(NamedTuple):
@@ -316,18 +319,61 @@ class TwoBit(BlockCodec):
         return KernelForm("two", 2, _TWO_BIT_STEP / 2, nothing, nothing)
 
     def _quantize(self, blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        sizes = blocks.new_full((len(blocks), 1), self.block)
-        sizes[-1] = numel - (len(blocks) - 1) * self.block
-        largest = blocks.abs().amax(1, keepdim=True)
-        # Divide before squaring: a square may exceed the range of fp32. The clamp avoids 0 / 0.
-        root = largest * (blocks / largest.clamp(min=1e-38)).square().sum(1, keepdim=True).div(sizes).sqrt()
-        half_steps = _to_steps(root.squeeze(1) * (_TWO_BIT_STEP / 2))
+        roots, largest = _root_mean_squares(blocks, numel)
+        half_steps = _to_steps(roots * (_TWO_BIT_STEP / 2))
         codes = (blocks * (_inverses(half_steps) / 2)).add_(2).clamp_(0, 3)
-        half_steps.masked_fill_(largest.squeeze(1) == 0, 0)  # no level is zero, but a block of zeros stays so
+        half_steps.masked_fill_(largest == 0, 0)  # no level is zero, but a block of zeros stays so
         return pack_bits(codes.to(torch.uint8).view(-1), 2), half_steps
 
     def _dequantize(self, codes: Tensor, steps: Tensor) -> Tensor:
         return (2 * unpack(codes, 2).to(torch.float32) - 3).view(-1, self.block) * steps
+
+
+class Ternary(BlockCodec):
+    """Round to -1, 0 or 1 step; a step is the best one for normal values of the block's root mean square.
+
+    A value above half a step takes a step, so large values are clipped: meant for rotated values, or with feedback of
+    the error. Five codes make a byte, since 3^5 = 243, so a byte may have values of two blocks.
+    """
+
+    name = "ternary"
+
+    def __init__(self, block: int = 128) -> None:
+        """`block` is any number."""
+        self.block = block
+
+    @property
+    def max_relative_error(self) -> float:
+        """The bound from: no value's error exceeds the value, as zero is among the levels."""
+        return 1.0
+
+    @property
+    def has_kernels(self) -> bool:
+        """False: triton's kernels know codes of whole bits."""
+        return False
+
+    def code_bytes(self, numel: int) -> int:
+        """See `BlockCodec.code_bytes`: a byte for five values."""
+        return -(-numel // 5)
+
+    def form(self, device: torch.device) -> KernelForm:
+        """See `BlockCodec.form`.
+
+        Raises:
+            NotImplementedError: always; see `has_kernels`.
+        """
+        raise NotImplementedError("triton's kernels do not know the codec ternary")
+
+    def _quantize(self, blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        roots, _ = _root_mean_squares(blocks, numel)
+        steps = _to_steps(roots * _TERNARY_STEP)
+        # a half rounds to the even zero; a NaN in the byte would change the next block's values
+        counts = (blocks * _inverses(steps)).clamp_(-1, 1).round_().nan_to_num_(nan=0.0)
+        return pack_fives(counts.view(-1)), steps
+
+    def _dequantize(self, codes: Tensor, steps: Tensor) -> Tensor:
+        counts = unpack_fives(codes)[: len(steps) * self.block]  # the last byte may have more
+        return counts.view(-1, self.block).mul_(steps)
 
 
 class Float4(BlockCodec):
@@ -449,6 +495,41 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     return (torch.stack(parts, dim=1) & (2**bits - 1)).view(-1)
 
 
+def pack_fives(counts: Tensor) -> Tensor:
+    """Put five numbers of -1, 0 and 1 into a byte: plus one they are digits of base three, the first the lowest.
+
+    Zeros fill up the last byte. Shapes: counts (n,), fp32 -> (n / 5 rounded up,), uint8.
+    """
+    first, second, third, fourth, fifth = functional.pad(counts, (0, -len(counts) % 5)).view(-1, 5).unbind(1)
+    sums = first.add(second, alpha=3).add_(third, alpha=9).add_(fourth, alpha=27).add_(fifth, alpha=81)
+    return sums.add_(121).to(torch.uint8)
+
+
+def unpack_fives(codes: Tensor) -> Tensor:
+    """Take apart what `pack_fives` has put together: (n,), uint8 -> (5 n,), fp32. Any byte has five numbers."""
+    if torch.compiler.is_compiling():  # compiled arithmetic needs no table
+        return _fives_of(codes).view(-1)
+    return _fives_by_byte(codes.device).index_select(0, codes.to(torch.int32)).view(-1)
+
+
+def _fives_of(codes: Tensor) -> Tensor:
+    """The five numbers of each byte, by division: (n,), uint8 -> (n, 5), fp32."""
+    return torch.stack([codes // 3**place % 3 for place in range(5)], dim=1).to(torch.float32) - 1
+
+
+def _root_mean_squares(blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    """The root mean square of each block, NaN if a value is not finite, and its largest magnitude.
+
+    Shapes: blocks (b, block), fp32, `numel` values and zeros behind them -> (b,) and (b,).
+    """
+    sizes = blocks.new_full((len(blocks), 1), blocks.shape[1])
+    sizes[-1] = numel - (len(blocks) - 1) * blocks.shape[1]
+    largest = blocks.abs().amax(1, keepdim=True)
+    # Divide before squaring: a square may exceed the range of fp32. The clamp avoids 0 / 0.
+    roots = largest * (blocks / largest.clamp(min=1e-38)).square().sum(1, keepdim=True).div(sizes).sqrt()
+    return roots.squeeze(1), largest.squeeze(1)
+
+
 def _to_steps(steps: Tensor) -> Tensor:
     """Round steps (b,), fp32, to bf16, and raise those below the smallest normal number to it. Overwrites `steps`."""
     return steps.clamp_(min=torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
@@ -506,6 +587,12 @@ def kept(make: Callable[..., T]) -> Callable[..., T]:
 def _even_pairs(largest: int, device: torch.device) -> Tensor:
     """The two numbers of each byte, (256, 2), of codes that count from minus `largest`."""
     return _pairs_by_byte(torch.arange(16, device=device, dtype=torch.float32) - largest)
+
+
+@kept
+def _fives_by_byte(device: torch.device) -> Tensor:
+    """The five numbers of each byte, (256, 5), fp32. A CPU copies rows several times as fast as it divides."""
+    return _fives_of(torch.arange(256, dtype=torch.uint8, device=device))
 
 
 @kept

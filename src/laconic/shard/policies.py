@@ -25,7 +25,7 @@ Until = Literal["change", "backward"]
 OnDamage = Literal["raise", "regather"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 WireWeights = Literal["exact", "lossless", "bf16", "int8", "int4", "int3"]
-WireGradients = Literal["exact", "bf16", "int8", "int4", "int3", "e2m1", "int2"]
+WireGradients = Literal["exact", "bf16", "int8", "int4", "int3", "e2m1", "int2", "ternary"]
 WireName = Literal["exact", "8bit", "4bit", "lossless", "lossless-4bit", "lossless-2bit"]
 
 
@@ -172,8 +172,8 @@ class Wire(Policy):
     takes about 3 bits a weight at a learning rate of 1e-3, and 1 at 1e-5. int3 is experimental."""
     gradients: WireGradients = "exact"
     """The codec of gradients, once per optimizer step, after the sums inside the nodes. Codecs of four bits and fewer
-    rotate them first. Sums over islands come back in eight bits, or in bf16 if gradients cross in bf16. int3 and int2
-    are experimental."""
+    rotate them first. "ternary" has three levels, five values in a byte. Sums over islands come back in eight bits, or
+    in bf16 if gradients cross in bf16. int3, int2 and ternary are experimental."""
     as_values: bool = False
     """Weights cross as themselves instead of differences, as in ZeRO++: "bf16" or "int8", every time they change.
     Without a cache there is no other way."""
@@ -273,7 +273,7 @@ class Wire(Policy):
     @property
     def rotates_gradients(self) -> bool:
         """True if gradients are rotated before they are coded."""
-        return self.gradients in ("int4", "int3", "e2m1", "int2")
+        return self.gradients in ("int4", "int3", "e2m1", "int2", "ternary")
 
 
 def _codec(name: str) -> Codec | None:
