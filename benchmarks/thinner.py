@@ -282,6 +282,7 @@ WIRES: dict[str, dict[str, Any]] = {
     "lossless / int4": {"wire": {**_PREDICTED, "gradients": "int4"}, **_HALF_KEYS},
     "lossless / int3": {"wire": {**_PREDICTED, "gradients": "int3"}, **_HALF_KEYS},
     "lossless / int2": {"wire": {**_PREDICTED, "gradients": "int2"}, **_HALF_KEYS},
+    "lossless / ternary": {"wire": {**_PREDICTED, "gradients": "ternary"}, **_HALF_KEYS},
     "ZeRO++": {"strategy": "zero++"},
     "int3 / int4": {"wire": {"weights": "int3", "gradients": "int4"}},
     "int4 / int2": {"wire": {"weights": "int4", "gradients": "int2", "feedback": True}},
@@ -380,9 +381,9 @@ def optimizers(bench: Bench) -> Row:
 
 @BENCHMARK.row("lossless-paired", section="lossless")
 def lossless_paired(bench: Bench) -> Row:
-    """The eval loss and the bytes of lossless weights with gradients in four, three and two bits."""
+    """The eval loss and the bytes of lossless weights with gradients in four, three and two bits, and three levels."""
     runs = Runs(job="thinner_losses", first_steps=240, more_steps=120, seeds=3, eval_batches=64, num_local=1)
-    names = ("lossless / int4", "lossless / int3", "lossless / int2")
+    names = ("lossless / int4", "lossless / int3", "lossless / int2", "lossless / ternary")
     losses = paired_losses(bench, runs, ("exact in bf16", *names), has_floor=False)
     found = {name: excess(losses[name], losses["exact in bf16"]) for name in names}
     sizes = {name: _paired_bytes(bench, runs, name) for name in ("exact in bf16", *names)}

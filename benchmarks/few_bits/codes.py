@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.few_bits.model import Slot
-from laconic.codec import BlockCodec, Codec, Even, Float4, TwoBit
-from laconic.codec.blocked import unpack
+from laconic.codec import BlockCodec, Codec, Even, Float4, Ternary, TwoBit
+from laconic.codec.blocked import unpack, unpack_fives
 from laconic.codec.rotation import rotate
 
 _CONTEXTS = 32
@@ -76,8 +76,12 @@ class Product(Code):
         codec = self.codec
         if not isinstance(codec, BlockCodec):
             return None
+        packed = self._payload(values)[: codec.code_bytes(values.numel())]
+        if isinstance(codec, Ternary):
+            counts = unpack_fives(packed)[: values.numel()]
+            return counts.add(1).to(torch.int64).view(-1, codec.block), torch.tensor([-1.0, 0.0, 1.0]).to(values.device)
         form = codec.form(values.device)
-        codes = unpack(self._payload(values)[: codec.code_bytes(values.numel())], form.bits).to(torch.int64)
+        codes = unpack(packed, form.bits).to(torch.int64)
         count = torch.arange(2**form.bits, device=values.device, dtype=torch.float32)
         if isinstance(codec, Even):
             levels = torch.where(count < 128, count, count - 256) if form.bits == 8 else count - form.largest

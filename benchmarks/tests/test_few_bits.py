@@ -222,7 +222,7 @@ def test_bits_of_codes() -> None:
     assert bits["rice"] == pytest.approx(0.5 * 1 + 0.5 * 2.5 + 1 / 8 + 2)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "int3", "int2", "e2m1"])
+@pytest.mark.parametrize("name", ["int8", "int4", "int3", "int2", "ternary", "e2m1"])
 @pytest.mark.parametrize("rotates", [False, True])
 def test_numbers_are_those_that_arrive(name: str, rotates: bool) -> None:
     code = Product(CODECS[name], rotates=rotates)
