@@ -225,8 +225,7 @@ def lossless_unshaped(bench: Bench) -> Row:
         ratio=times["lossless"] / times["host"],
         limit=1.10,
         note=(
-            f"medians of {bench.repeats} alternating runs: {_times(times)}. Loops of numba code on two cores for four "
-            "ranks."
+            f"medians of {bench.repeats} alternating runs: {_times(times)}. With numba. Two cores code for four ranks."
         ),
     )
 

@@ -43,7 +43,10 @@ _NEAREST = {
     "codec/sparse": "islands/test_sparse codec/test_codecs",
     "codec/sums": "codec/test_codecs comm/test_collectives shard/test_wire_twin shard/test_crossing",
     "codec/payload": "codec/test_codecs shard/test_wire_twin shard/test_crossing",
-    **dict.fromkeys(("codec/cells", "codec/contexts", "codec/lossless", "codec/patterns"), "codec/test_lossless"),
+    **dict.fromkeys(
+        (f"codec/{name}" for name in ("cells", "contexts", "lossless", "lossless_numba", "patterns")),
+        "codec/test_lossless",
+    ),
     "codec/tiles": "codec/test_codecs codec/test_dynamic_map optim/test_adamw8bit optim/test_muon",
     "layout": "layout/test_packing layout/test_granularity layout/test_bucket ragged/test_tensor plan/test_padding",
     "store": "store checkpoint/test_damage",

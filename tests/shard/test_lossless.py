@@ -246,8 +246,22 @@ def bits_of_a_step(wire: Any, lr: float, *, seeds: Sequence[int]) -> float:
 
 
 @on_ranks(2, local=1)
-def test_a_copy_that_is_lost_or_damaged_crosses_exactly() -> None:
-    wire = laconic.Wire(weights="lossless", exact_every=3)
+def test_an_evaluation_in_inference_mode_takes_nothing_from_later_steps() -> None:
+    """Also where it comes first, and where it brings new weights."""
+    assert_bits(evaluate_between_steps)
+
+
+def evaluate_between_steps(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    for seed in range(4):
+        with torch.inference_mode():
+            yield squared_error(model, inputs(seed, dist.get_rank())).clone()
+        yield step(model, optimizer, seed)
+
+
+@pytest.mark.parametrize("prediction", [False, True])
+@on_ranks(2, local=1)
+def test_a_copy_that_is_lost_or_damaged_crosses_exactly(prediction: bool) -> None:
+    wire = laconic.Wire(weights="lossless", prediction=prediction, exact_every=3)
     model = shard(build(), cache="host", mp_policy=HALF, wire=wire)
     optimizer = adamw(model)
     for seed in range(2):
@@ -256,7 +270,7 @@ def test_a_copy_that_is_lost_or_damaged_crosses_exactly() -> None:
     lost, damaged = by_name["blocks.0"], by_name["blocks.1"]
     if dist.get_rank() == 1:
         lost.forget()
-        damaged.bucket.node_shard.buffer()[0] += 1
+        damaged.bucket.node_shard.buffer().view(torch.int16)[0] ^= 1  # by an ulp, which no size tells
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         step(model, optimizer, 2)
@@ -267,10 +281,12 @@ def test_a_copy_that_is_lost_or_damaged_crosses_exactly() -> None:
     assert is_exact_in_bf16(model)
 
 
+@pytest.mark.parametrize("prediction", [False, True])
 @on_ranks(2, local=1)
-def test_a_difference_that_is_read_in_part_is_never_a_base() -> None:
+def test_a_difference_that_is_read_in_part_is_never_a_base(prediction: bool) -> None:
     """One rank is interrupted while it reads a difference. All ranks begin anew with an exact crossing."""
-    model = shard(build(), units=[], cache="host", mp_policy=HALF, wire="lossless")
+    wire = laconic.Wire(weights="lossless", prediction=prediction)
+    model = shard(build(), units=[], cache="host", mp_policy=HALF, wire=wire)
     optimizer = adamw(model)
     for seed in range(3):
         step(model, optimizer, seed)
@@ -288,6 +304,10 @@ def test_a_difference_that_is_read_in_part_is_never_a_base() -> None:
             parameter.mul_(0.5)
     assert is_exact_in_bf16(model)
     assert victim.number == 0
+    for seed in range(3, 5):
+        step(model, optimizer, seed)
+    assert is_exact_in_bf16(model)
+    assert victim.number > 0
 
 
 @on_ranks(4, local=2)

@@ -13,6 +13,7 @@ is done for a whole tile in loops of their own, in int32, which the compiler mak
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -44,8 +45,20 @@ _RANK, _, _PREDICTION = contexts.past_tables(torch.device("cpu")).numpy()
 """By the last difference, from -128 on."""
 
 
+_CONSTANTS = hashlib.sha256(
+    repr([(name, value) for name, value in sorted(vars(contexts).items()) if isinstance(value, int | tuple)]).encode()
+    + _RANK.tobytes()
+    + _PREDICTION.tobytes()
+).hexdigest()[:12]
+
+
 def _compiled(function: _F) -> _F:
-    """Compile without Python's lock, and keep the code on disk where a folder for it can be written."""
+    """Compile without Python's lock, and keep the code on disk where a folder for it can be written.
+
+    numba finds kept code by this file and the function's name. Its constants are of another file, so the name has their
+    digest.
+    """
+    function.__qualname__ += f"_{_CONSTANTS}"
     try:
         return cast(_F, numba.njit(function, nogil=True, cache=True))
     except RuntimeError:  # no such folder
@@ -308,7 +321,7 @@ def _write(held, new, last, bits, mantissa, levels, base, table, words, sizes):
             entry, value = entries[context[i]], np.int64(moved[i])
             code = entry & _CODE
             if code < _RICE_CODES:
-                if entry & _PREDICT:
+                if entry & _PREDICT and len(past):
                     value -= _PREDICTION[past[i] + 128]
                 turned = value if entry & _FLIP else -value
                 zigzag = (turned << 1) ^ (turned >> 63)
@@ -487,7 +500,7 @@ def _read(held, last, bits, mantissa, levels, base, table, words, sizes, new):
                     value = (zigzag >> 1) ^ -(zigzag & 1)
                     if not entry & _FLIP:
                         value = -value
-                    if entry & _PREDICT:
+                    if entry & _PREDICT and len(past):
                         value += _PREDICTION[past[i] + 128]
                     moved[i] = value
                     continue

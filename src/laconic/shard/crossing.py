@@ -198,7 +198,7 @@ class DifferenceCrossing(WeightCrossing):
             self.state, self.number = self.after_difference, self.number + 1
         else:
             super().finish(node_shard)
-            self._begin_anew()
+            self._begin_anew(node_shard)
             self.state, self.number = CopyState.EXACT, 0
 
     def forget(self) -> None:
@@ -214,7 +214,7 @@ class DifferenceCrossing(WeightCrossing):
     def _add(self, node_shard: Tensor) -> None:
         """Wait for the differences of all nodes, and add them to the copy."""
 
-    def _begin_anew(self) -> None:
+    def _begin_anew(self, node_shard: Tensor) -> None:
         """All ranks have sent the weights exactly."""
 
 
@@ -276,13 +276,6 @@ class LosslessDifferences(DifferenceCrossing):
         self._last: Tensor | None = None
         """The last difference of each element of the node shard, (N * C,), int8, if it predicts the next one."""
 
-    def start(self, node_shard: Tensor) -> None:
-        """See `WeightCrossing.start`."""
-        if self._is_difference and self._last is None and self.bucket.wire.prediction:
-            self._last = torch.zeros_like(node_shard, dtype=torch.int8)
-            self.bucket.ledger.hold_until_freed(self._last, on_host=False)
-        super().start(node_shard)
-
     @property
     def most_bytes(self) -> int:
         """See `WeightCrossing.most_bytes`: about as many, as nobody knows beforehand."""
@@ -304,10 +297,14 @@ class LosslessDifferences(DifferenceCrossing):
             if peer != self._node.rank and self._node.has_peers:
                 decode_in_pieces(part, message, last)
 
-    def _begin_anew(self) -> None:
+    def _begin_anew(self, node_shard: Tensor) -> None:
         self._messages.forget()
         if self._last is not None:
             self._last.zero_()
+        elif self.bucket.wire.prediction and not self.bucket.is_frozen:  # now, so that the first step shows the memory
+            with torch.inference_mode(False):
+                self._last = torch.zeros_like(node_shard, dtype=torch.int8)
+            self.bucket.ledger.hold_until_freed(self._last, on_host=False)
 
 
 _all: WeakSet[CodedDifferences] = WeakSet()
