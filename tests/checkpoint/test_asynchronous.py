@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from laconic import checkpoint
-from laconic.checkpoint import asynchronous, commit, storage
+from laconic.checkpoint import commit, storage
 from laconic.checkpoint.asynchronous import HostMemory
+from laconic.shard import cache
 from laconic.store import folder as store
 from laconic.store.folder import CrashPoint, damage
 from tests.checkpoint import zoo
@@ -137,16 +138,16 @@ def test_host_memory_is_pinned_for_any_accelerator(monkeypatch: pytest.MonkeyPat
     assert torch.equal(copies["weight"], torch.arange(5.0))
 
 
-def test_host_memory_of_a_gpu_takes_its_bytes_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's page-locked memory would take up to twice as many. A larger save unlocks what it replaces."""
+def test_host_memory_asks_for_its_bytes_and_gives_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A larger save unlocks what it replaces."""
     told: list[Any] = []
 
     def lock(nbytes: int, device: torch.device, **_: Any) -> torch.Tensor:
         told.append((nbytes, device.type))
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    monkeypatch.setattr(asynchronous, "make_slab", lock)
-    monkeypatch.setattr(asynchronous, "free_slab", lambda slab, device: told.append(("unlocked", len(slab))))
+    monkeypatch.setattr(cache, "make_slab", lock)
+    monkeypatch.setattr(cache, "free_slab", lambda slab, device: told.append(("unlocked", len(slab))))
     monkeypatch.setattr("torch.accelerator.current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
     memory = HostMemory()
     for size in (100, 80, 3000):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -23,6 +25,7 @@ from laconic.partial.updates import unsliced_state_dict
 from laconic.policy import PolicyError
 from laconic.publish import FolderSource, Publisher, PublishError, Reader, regions, shares
 from laconic.publish.publisher import PublishedCopy
+from laconic.shard import cache
 from laconic.store import folder as store
 from laconic.store.folder import CrashPoint
 from tests.checkpoint.zoo import make_zoo, shard_fsdp2, train
@@ -349,7 +352,7 @@ def test_a_version_that_fails_leaves_no_half_of_a_copy(
         publisher.wait()
         return version
 
-    with pytest.raises(MemoryError):
+    with pytest.raises(PublishError, match=r"a version could not be made \(MemoryError"):
         publish()
     monkeypatch.undo()
     version = publish()
@@ -357,6 +360,30 @@ def test_a_version_that_fails_leaves_no_half_of_a_copy(
     held = empty_like(whole_in_bf16(model))
     assert Reader(tmp_path).update(held) == version
     assert torch.equal(held["inp.weight"], whole_in_bf16(model)["inp.weight"])
+
+
+@on_ranks(2, local=1)
+def test_a_rank_without_memory_fails_a_version_on_all_ranks(tmp_path: Path) -> None:
+    """While values are compared, and while they are encoded; the next version is whole."""
+    model = shard(build())
+    publisher = Publisher(model, tmp_path)
+    for step in ("bits_of", "encode_gaps"):
+        publisher.publish()
+        publisher.wait()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+
+        def publish() -> None:
+            publisher.publish()
+            publisher.wait()
+
+        is_short = dist.get_rank() == 1
+        lacking = mock.patch.object(shares, step, side_effect=torch.OutOfMemoryError("full") if is_short else None)
+        with lacking if is_short else nullcontext(), pytest.raises(PublishError, match=r"OutOfMemoryError: full"):
+            publish()
+        publish()
+        assert FolderSource(tmp_path).manifest(publisher._last).base is None
 
 
 def test_copies_of_shares_on_an_accelerator_take_no_more_than_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,8 +394,8 @@ def test_copies_of_shares_on_an_accelerator_take_no_more_than_their_bytes(monkey
         told.append((nbytes, device.type))
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    monkeypatch.setattr(shares, "make_slab", lock)
-    monkeypatch.setattr(shares, "free_slab", lambda slab, device: told.append(("unlocked", device.type)))
+    monkeypatch.setattr(cache, "make_slab", lock)
+    monkeypatch.setattr(cache, "free_slab", lambda slab, device: told.append(("unlocked", device.type)))
     holdings = {"weight": regions.holding_of(torch.empty(1000, 1025, device="meta"))}
     own = shares.OwnShares(holdings, {"weight": [regions.Share(0, 0, 1_025_000)]}, torch.bfloat16, "gaps")
     assert own.nbytes == 2_050_000

@@ -30,7 +30,7 @@ from laconic.comm.groups import destroy_with, new_host_group
 from laconic.comm.launch import initialized_accelerator
 from laconic.comm.watch import waiting_for
 from laconic.islands.local_steps import LocalSteps
-from laconic.shard.cache import free_slab, make_slab
+from laconic.shard import cache
 
 _ALIGNMENT_BYTES = 64
 
@@ -46,8 +46,8 @@ class AsyncSaver:
     If a save fails, the next `save` or `wait` raises its error. Leaving the `with` block waits for the last save.
 
     Cost: host memory, once, for this rank's parts of parameters and optimizer state, and for all replicated tensors
-    (DDP). With an accelerator it is pinned, and torch rounds it up to a power of two. Training waits for the previous
-    save to end, and for the copy. Writing and hashing keep one core busy.
+    (DDP). With an accelerator it is page-locked. Training waits for the previous save to end, and for the copy.
+    Writing and hashing keep one core busy.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 2) -> None:
@@ -148,16 +148,10 @@ class HostMemory:
         self._take(0, torch.device("cpu"))
 
     def _take(self, nbytes: int, device: torch.device) -> None:
-        self._device, self._buffer = (
-            device,
-            make_slab(
-                nbytes,
-                device,
-                holds="the copy of a checkpoint",
-                remedy="Save without `asynchronous`, or use more nodes",
-            ),
-        )
-        self._free = weakref.finalize(self, free_slab, self._buffer, device)
+        self._device, self._buffer = device, torch.empty(0, dtype=torch.uint8)  # what was there goes first
+        remedy = "Save while training waits (train.async_save = false), or use more nodes"
+        self._buffer = cache.make_slab(nbytes, device, holds="the copy of a checkpoint", remedy=remedy)
+        self._free = weakref.finalize(self, cache.free_slab, self._buffer, device)
         self._free.atexit = False
 
     def copies_of(self, tensors: dict[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:

@@ -17,12 +17,12 @@ import hashlib
 import json
 import threading
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,7 @@ from laconic.store.files import make_folder, remove, write_text
 from laconic.store.folder import CrashPoint, FileRecord, reached
 from laconic.store.tensors import STORABLE
 
+_T = TypeVar("_T")
 MARK = "publisher.json"
 _PATIENCE_S = 10.0
 """How long rank 0 waits to see the files of other ranks."""
@@ -131,8 +132,9 @@ class Publisher:
         policy: see `PublishPolicy`.
         keys: other values of fields of the policy, such as `dtype=torch.bfloat16, keep=4`.
 
-    Cost: host memory for one copy of the weights in `dtype`, cut over all ranks, and for one patch. Nothing but names,
-        sizes and digests crosses between ranks.
+    Cost: host memory for one copy of the weights in `dtype`, cut over all ranks; until a version is written, for each
+        element that has changed its place (4 bytes) and its old value; and for one patch. Nothing but names, sizes and
+        digests crosses between ranks.
 
     Raises:
         PublishError: the folder cannot be written, or has versions of another run. Every rank raises it.
@@ -186,13 +188,11 @@ class Publisher:
         holdings = self._ranks.agree(lambda: self._holdings(contents))
         assert holdings is not None
         self._lay_out(holdings)
-        assert self._shares is not None
+        own = self._shares
+        assert own is not None
         is_patch, self.copy = self.copy is PublishedCopy.PUBLISHED, PublishedCopy.AHEAD  # even if what follows fails
-        changes, base = None, self._last if is_patch else None
-        if is_patch:
-            changes = self._shares.compare(holdings)
-        else:
-            self._shares.take(holdings)
+        base = self._last if is_patch else None
+        changes = self._together(lambda: own.compare(holdings) if is_patch else own.take(holdings))
         version, self._last = self._last + 1, self._last + 1
         head = _Head(version=version, base=base, step=step, shapes={n: h.shape for n, h in holdings.items()})
         self._writing = self._thread.submit(self._write, head, changes)
@@ -205,9 +205,12 @@ class Publisher:
             PublishError: it could not be written; raised once, on every rank. An error of another class is raised as it
                 is.
         """
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            self._written = writing.result()
+        if (writing := self._writing) is not None:
+            try:
+                self._written = writing.result()
+            finally:
+                if writing.done():  # a user may have interrupted the waiting
+                    self._writing = None
         return self._written
 
     def __enter__(self) -> Publisher:
@@ -218,6 +221,17 @@ class Publisher:
             self.wait()
         elif self._writing is not None:  # waits, and hides its error, so that the run's error is raised
             self._writing.exception()
+
+    def _together(self, action: Callable[[], _T]) -> _T:
+        """Run an action on all ranks, and fail on all of them if it fails on one, be it for want of memory."""
+
+        def run() -> _T:
+            try:
+                return action()
+            except (MemoryError, RuntimeError) as error:
+                raise PublishError(f"a version could not be made ({type(error).__name__}: {error})") from error
+
+        return cast(_T, self._ranks.agree(run))
 
     # -- before a version ----------------------------------------------------------------------------------------------
 
@@ -276,8 +290,7 @@ class Publisher:
         threading.current_thread().name = f"publish version {head.version}"
         own = self._shares
         assert own is not None
-        shares = self._ranks.agree(lambda: own.unchanged() if changes is None else own.encoded(changes))
-        assert shares is not None
+        shares = self._together(lambda: own.unchanged() if changes is None else own.encoded(changes))
         patch_bytes = sum(part.nbytes for share in shares.values() for part in share.patch)
         nbytes = self._ranks.gather([patch_bytes, own.nbytes])
         if sum(patch for patch, _ in nbytes) >= sum(whole for _, whole in nbytes):  # nobody wants such a patch

@@ -33,7 +33,7 @@ from laconic.publish.encodings import (
     smallest,
 )
 from laconic.publish.regions import HeldRegion, Holding, Place, Share, flat_places
-from laconic.shard.cache import free_slab, make_slab
+from laconic.shard import cache
 
 _PIECE_NUMEL = 1 << 22
 """The elements that are cast and compared at once, at most."""
@@ -44,11 +44,10 @@ _ALIGNMENT_BYTES = 64
 
 
 class Changes(NamedTuple):
-    """The changed elements of one share, by their places in it: (c,) each, on the host."""
+    """The changed elements of one share, by their places in it: (c,) each, on the host. The copy has the new values."""
 
     places: Tensor
     old: Tensor
-    new: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +112,8 @@ class OwnShares:
         accelerator = next((device for device in devices if device.type != "cpu"), None)
         if accelerator is None:
             return torch.empty(nbytes, dtype=torch.uint8)
-        memory = make_slab(nbytes, accelerator, holds="the copy of published weights", remedy="Use more nodes")
-        weakref.finalize(self, free_slab, memory, accelerator).atexit = False  # keeps the memory until then
+        memory = cache.make_slab(nbytes, accelerator, holds="the copy of published weights", remedy="Use more nodes")
+        weakref.finalize(self, cache.free_slab, memory, accelerator).atexit = False  # keeps the memory until then
         return memory
 
     @property
@@ -142,17 +141,18 @@ class OwnShares:
         return {name: [self._changes(name, owned, holdings) for owned in own] for name, own in self._owned.items()}
 
     @torch.no_grad()
-    def encoded(self, changes: Mapping[str, Sequence[Changes]]) -> dict[str, TensorShare]:
-        """Encode what `compare` has noted; digests follow it."""
-        return {name: self._encoded(name, of_shares) for name, of_shares in changes.items()}
+    def encoded(self, changes: dict[str, list[Changes]]) -> dict[str, TensorShare]:
+        """Encode what `compare` has noted, which this takes out tensor by tensor; digests follow it."""
+        return {name: self._encoded(name, changes.pop(name)) for name in list(changes)}
 
     def _encoded(self, name: str, changes: Sequence[Changes]) -> TensorShare:
         before = self._digests[name]
         changed = [(owned, own) for owned, own in zip(self._owned[name], changes, strict=True) if len(own.places)]
         if not changed:
             return TensorShare(before=before, after=before, patch=())
-        places = torch.cat([flat_places(owned.place, self.shapes[name], own.places) for owned, own in changed])
-        old, new = (torch.cat([own[field] for _, own in changed]) for field in (1, 2))
+        places = _joined([flat_places(owned.place, self.shapes[name], own.places.long()) for owned, own in changed])
+        old = _joined([own.old for _, own in changed])
+        new = _joined([owned.copy[own.places] for owned, own in changed])
         if len(changed) > 1:
             order = places.argsort()
             places, old, new = places[order], old[order], new[order]
@@ -197,11 +197,12 @@ class OwnShares:
             local = (bits != copy.to(bits.device, non_blocking=True)).nonzero().view(-1)  # `nonzero` waits for the copy
             if len(local):
                 changed, local = bits[local].cpu(), local.cpu()
-                pieces.append(Changes(local + begin, copy[local].view(new.dtype), changed.view(new.dtype)))
+                old = copy[local].view(new.dtype)
                 copy[local] = changed
+                pieces.append(Changes((local + begin).to(_places_dtype(owned)), old))
         if not pieces:
-            return Changes(torch.empty(0, dtype=torch.int64), *torch.empty(2, 0, dtype=owned.copy.dtype))
-        return Changes(*map(torch.cat, zip(*pieces, strict=True)))
+            return Changes(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=owned.copy.dtype))
+        return Changes(*map(_joined, zip(*pieces, strict=True)))
 
     def _pieces(self, name: str, owned: _Owned, holdings: Mapping[str, Holding]) -> Iterator[tuple[int, Tensor]]:
         """Yield (first element in the share, present values where they are) a piece at a time."""
@@ -215,6 +216,14 @@ class OwnShares:
         if len(start) == 1:
             return run_digest(values, start[0] + begin)
         return digest_at(flat_places(owned.place, self.shapes[name], torch.arange(len(values)) + begin), values)
+
+
+def _places_dtype(owned: _Owned) -> torch.dtype:
+    return torch.int32 if len(owned.copy) <= torch.iinfo(torch.int32).max else torch.int64
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _lossless(owned: _Owned, changes: Changes) -> EncodedPart:
