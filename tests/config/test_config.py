@@ -96,6 +96,10 @@ def test_a_wrong_file_is_refused_by_name(table: dict[str, Any], parts: list[str]
         ({"lora": {"enabled": True, "quantize_skip": ["lm_head"]}}, "needs lora.quantize"),
         ({"train": {"steps": 0}}, "at least 1"),
         ({"train": {"keep": 1}}, "at least 2"),
+        (
+            {"sync": {"mode": "local", "last_codec": "int4", "rendezvous": "there:1", "islands": 2}},
+            "islands that come and go do not take the same last step",
+        ),
         ({"train": {"steps": 10**400}}, "train.steps is an integer of 1329 bits; it must fit into 64 bits"),
         ({"optimizer": {"lr": 1 << 20_000}}, "optimizer.lr is an integer of 20001 bits"),
         ({"model": {"config": {**MODEL, "rope": [2**63]}}}, "an item of model.config.rope is an integer of 64 bits"),

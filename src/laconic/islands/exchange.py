@@ -124,12 +124,17 @@ class Exchange:
     def mean(self, own: Contribution) -> Mean:
         """Return the mean of all islands' contributions. Collective over islands, in the background thread.
 
-        Raises: JobError if the values of any island are not finite.
+        Raises: JobError if the values of any island are not finite, or islands differ in their codecs.
         """
-        told = self._islands.gather(int(not own.is_sound), own.tokens)
-        bad = [str(island) for island, (is_bad, _) in enumerate(told) if is_bad]
+        told = self._islands.gather(int(not own.is_sound) | (own.codec is not None) << 1, own.tokens)
+        bad = [str(island) for island, (flags, _) in enumerate(told) if flags & 1]
         if bad:
             raise diverged(own, f"island {', '.join(bad)} (of 0 to {len(told) - 1}), so islands have sent nothing")
+        if len({flags for flags, _ in told}) > 1:
+            raise JobError(
+                f"islands do not agree whether the exchange after step {own.step} is the last of fragment "
+                f"{own.fragment}, which has last_codec; give LocalSteps the same total_steps on all of them"
+            )
         weights = None if own.divisor is not None else [tokens for _, tokens in told]
         codec, traffic = own.codec or self._codec, self._cluster.traffic
         return mean_over_islands(own.values, self._islands, codec, traffic, divisor=own.divisor, weights=weights)

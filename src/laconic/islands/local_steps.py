@@ -81,7 +81,7 @@ class LocalSteps:
             for each number of islands that train them: [Note: Outer parameter groups] in islands/outer_optimizer.py.
             `functools.partial(torch.optim.SGD, lr=1.0)` is such a function.
         total_steps: the inner steps of the whole run, those before a resume included, for `last_codec`: a fragment's
-            exchange is its last if the next one would come after them.
+            exchange is its last if the next one would come after them. The same on all islands.
         membership: what follows if an island is lost or joins, in place of the policy's. With its `recovery` `steps` is
             then the step after which training goes on; with its `rendezvous` the mesh has one island, this one.
         keys: other values of fields of these policies, such as `every=100, fragments=4, codec="int8"`.
