@@ -85,7 +85,7 @@ _LOSSLESS_RATE = 3e-4
 
 @dataclass(kw_only=True)
 class Coding:
-    """What it takes to code a piece of bf16 values without loss."""
+    """The bits, seconds and kernels of a piece of bf16 values that is coded without loss."""
 
     numel: int
     uses_last: bool

@@ -32,7 +32,7 @@ _MEASURES = ("laconic.codec.lossless", "laconic.publish")
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """What versions took on the rank."""
+    """The memory and the seconds of versions on the rank."""
 
     added: dict[str, list[int]]
     """Bytes of device memory above those before, at any moment, by encoding and version; empty without a GPU."""

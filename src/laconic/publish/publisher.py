@@ -223,7 +223,7 @@ class Publisher:
             self._writing.exception()
 
     def _together(self, action: Callable[[], _T]) -> _T:
-        """Run an action on all ranks, and fail on all of them if it fails on one, be it for want of memory."""
+        """Run an action on all ranks, and fail on all of them if it fails on one, also where memory is missing."""
 
         def run() -> _T:
             try:

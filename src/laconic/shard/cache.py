@@ -232,7 +232,7 @@ def make_slab(
 ) -> Tensor:
     """Allocate host memory of `nbytes`, uint8, page-locked if the device is an accelerator.
 
-    Warnings say what the memory holds, and what helps if there is too little of it.
+    Warnings name the memory by `holds`, and end with `remedy`.
 
     Other accelerators than CUDA get memory of torch's pinned allocator. For CUDA laconic locks memory of exactly
     `nbytes`, because torch's allocator rounds up to a power of two (pytorch #95823). Call `free_slab` before the slab's
