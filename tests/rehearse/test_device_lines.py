@@ -204,6 +204,7 @@ def test_no_rank_on_a_cpu_passes_a_line_of_a_device() -> None:
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(1800)
 def test_the_tests_pass_the_lines_of_a_device_without_one() -> None:
     places = device_places()
     missing = not_passed(places)
