@@ -88,7 +88,7 @@ def last_difference(held: Tensor, new: Tensor, *, form: PatternForm | None = Non
     """The ulps by which patterns have moved, for the next call of `encode` and `decode`: (n,), int8, up to +-127."""
     form = form or pattern_form_of(held.dtype)
     if (loops := kernels_for(held, "lossless_numba")) is not None:
-        moved: Tensor = loops.last_difference(form, held, new)
+        moved: Tensor = loops.moved_ulps(form, held, new)
         return moved
     moved = form.numbers(form.patterns(new)).to(torch.int32) - form.numbers(form.patterns(held))
     return moved.clamp_(-127, 127).to(torch.int8)
@@ -126,7 +126,7 @@ def _coded(form: PatternForm, held: Tensor, new: Tensor, last: Tensor | None) ->
     if (loops := _loops_for(held)) is not None:
         found = loops.scales(form, held, new, last, stride)
         levels, base, table = found.levels, found.base, best_codes(form, found.histogram, found.rest)
-        words, of_tiles = loops.write_runs(form, held, new, last, found, table)
+        words, of_tiles = loops.write_tiles(form, held, new, last, found, table)
         sizes = RunSizes(*of_tiles.unbind(1))
     else:
         patterns = in_tiles(form.patterns(new))
@@ -190,7 +190,7 @@ def _decoded(form: PatternForm, held: Tensor, payload: Tensor, last: Tensor | No
     words = payload[begin:].clone().view(torch.int32)
     if (loops := _loops_for(held)) is not None:
         of_tiles = torch.stack(head.sizes, dim=1)
-        new, agrees = loops.read_runs(form, held, last, words, of_tiles, head.levels, head.base, head.table)
+        new, agrees = loops.read_tiles(form, held, last, words, of_tiles, head.levels, head.base, head.table)
         check_sizes(agrees)
         return new
     old, past = in_tiles(form.patterns(held)), past_of(last)

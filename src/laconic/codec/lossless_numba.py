@@ -92,7 +92,7 @@ def scales(form: PatternForm, held: Tensor, new: Tensor, last: Tensor | None, st
     return Scales(torch.from_numpy(levels), torch.from_numpy(base), histograms[0], rest)
 
 
-def write_runs(
+def write_tiles(
     form: PatternForm, held: Tensor, new: Tensor, last: Tensor | None, found: Scales, table: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Write the runs of all tiles: words, (w,), int32, and for each tile the bits of unary numbers and its words.
@@ -109,11 +109,11 @@ def write_runs(
     return torch.from_numpy(words[:num_words].view(np.int32)), torch.from_numpy(sizes)
 
 
-def read_runs(
+def read_tiles(
     form: PatternForm, held: Tensor, last: Tensor | None, words: Tensor, sizes: Tensor, levels: Tensor, base: Tensor,
     table: Tensor,
 ) -> tuple[Tensor, bool]:  # fmt: skip
-    """Read the new patterns, (n,), int16, and whether all sizes agree. See `write_runs`; levels (b,), base (t,)."""
+    """Read the new patterns, (n,), int16, and whether all sizes agree. See `write_tiles`; levels (b,), base (t,)."""
     new = torch.empty(form.numel(held), dtype=torch.int16)
     agrees = _read(
         _patterns(form, held), _lasts(last), *_form(form), levels.numpy(), base.numpy(), table.numpy(),
@@ -122,7 +122,7 @@ def read_runs(
     return new, bool(agrees)
 
 
-def last_difference(form: PatternForm, held: Tensor, new: Tensor) -> Tensor:
+def moved_ulps(form: PatternForm, held: Tensor, new: Tensor) -> Tensor:
     """See `lossless.last_difference`."""
     last = torch.empty(form.numel(held), dtype=torch.int8)
     _last_difference(_patterns(form, held), _patterns(form, new), *_form(form), last.numpy())
