@@ -162,7 +162,7 @@ class HostMemory:
             end += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         accelerators = {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}
         device = next(iter(accelerators), self._device)
-        if self._buffer.numel() < end or device != self._device:
+        if self._buffer.numel() < end or device.type != self._device.type:
             self._free()
             self._take(end, device)
         copies = {}
