@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.few_bits.model import Slot
 from laconic.codec import BlockCodec, Codec, Even, Float4, Ternary, TwoBit
-from laconic.codec.blocked import unpack, unpack_fives
+from laconic.codec.bits import unpack, unpack_fives
 from laconic.codec.rotation import rotate
 
 _CONTEXTS = 32

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laconic.codec import CODECS, WEIGHT_CODECS, BlockCodec, Codec, TopK, codec_named
-from laconic.codec.blocked import NF4, pack_bits, pack_fives, unpack, unpack_fives
+from laconic.codec.bits import pack_bits, pack_fives, unpack, unpack_fives
+from laconic.codec.blocked import NF4
 from laconic.codec.rotation import rotate
 
 SIZES = [0, 1, 2, 63, 64, 65, 127, 256, 4099]

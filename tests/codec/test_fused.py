@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from laconic.codec import CODECS
-from laconic.codec.blocked import BlockCodec, Fused, fused
+from laconic.codec.blocked import BlockCodec
+from laconic.codec.fused import Fused, fused
 from laconic.codec.rotation import rotated_numel
 
 BLOCKED = [name for name, codec in CODECS.items() if isinstance(codec, BlockCodec)]

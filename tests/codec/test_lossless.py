@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from laconic.codec import lossless
-from laconic.codec.blocked import kernels_for
 from laconic.codec.contexts import BLOCK, IDLE, MAX_EVENTS, MAX_QUOTIENT, RARE, TILE
+from laconic.codec.fused import kernels_for
 from laconic.codec.lossless import (
     decode,
     decode_in_pieces,

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import laconic.codec
-from laconic.codec import CODECS, blocked, scaled_linear
-from laconic.codec.blocked import Fused, fused, kernels_for
+from laconic.codec import CODECS, scaled_linear
+from laconic.codec.fused import Fused, fused, kernels_for
 from laconic.codec.scaled import SCALED_FORMATS
 from laconic.codec.scaled_linear import convert_to_scaled_training, multiplies_codes
 
@@ -24,9 +24,9 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Tensor, "is_cuda", True)
     monkeypatch.setitem(sys.modules, "laconic.codec.blocked_triton", None)
     monkeypatch.delattr(laconic.codec, "blocked_triton", raising=False)
-    blocked._kernels.cache_clear()
+    laconic.codec.fused._kernels.cache_clear()
     yield
-    blocked._kernels.cache_clear()
+    laconic.codec.fused._kernels.cache_clear()
 
 
 def test_without_triton_the_chain_is_compiled_once(on_device: None) -> None:

@@ -6,113 +6,26 @@ is exact in fp32, with or without a fused multiply-add. So every device decodes 
 rounded once more in the product, would not do that.) Steps are rounded to the nearest bf16 number, and are never zero
 or denormal, which some devices flush to zero. A block with NaN or infinity gets a step that is NaN or infinite, and
 decodes to NaN.
-
-[Note: Fused coding]
-Coding is a chain of a dozen operations on every element. On a CPU each of them runs over a piece that lies in the
-processor's caches; compiled code was not faster there. On an accelerator each would read and write device memory. So on
-CUDA two kernels of triton, codec/blocked_triton.py, read a piece and write its message, or the reverse. Two more, of
-codec/scaled_triton.py, do the same for the formats with scales. Other accelerators, and codecs and blocks that no
-kernel holds, leave the chain to torch.compile, once for all sizes. A compiled product and sum may be rounded once
-instead of twice, so a value in the middle between two codes may take the other one. Decoded values have equal bits all
-the same: [Note: Codes are whole multiples of a step] in codec/blocked.py. Where no compiler works, the chain runs as it
-is, and a warning says so.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from abc import abstractmethod
-from collections.abc import Callable
-from functools import lru_cache, wraps
-from importlib import import_module
-from types import FunctionType, MethodType, ModuleType
-from typing import Any, Literal, NamedTuple, TypeVar
+from types import ModuleType
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from laconic.codec.base import Codec
+from laconic.codec.bits import pack_bits, pack_fives, unpack, unpack_fives
+from laconic.codec.fused import fused, kept, kernels_for
 from laconic.codec.rotation import rotated_numel
-
-R = TypeVar("R")
-
-
-class Fused:
-    """A function of tensors, compiled when it is called first. Its results need no gradient."""
-
-    def __init__(self, function: Callable[..., R], *, backend: str = "inductor") -> None:
-        """`backend` is the compiler, a name of `torch.compile`."""
-        self._plain = function
-        self._compiled: Callable[..., R] | None = torch.compile(
-            _with_own_code(function), dynamic=True, fullgraph=True, backend=backend
-        )
-
-    def __call__(self, *arguments: Any) -> Any:
-        """Call the compiled function, or the function itself if it cannot be compiled here."""
-        if self._compiled is not None:
-            try:
-                # torch.compile compiles anew for each state of these, and gives up at the eighth time
-                with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                    return self._compiled(*arguments)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # of any kind, as compilers fail in many ways
-                self._compiled = None
-                reason = " ".join(str(error).split()[:40])
-                warnings.warn(
-                    "codecs run in many small kernels, which takes longer, because torch.compile failed: "
-                    f"{type(error).__name__}: {reason}; install Triton and a C compiler",
-                    stacklevel=2,
-                )
-        return self._plain(*arguments)
-
-
-def _with_own_code(function: Callable[..., R]) -> Callable[..., R]:
-    """A copy of a function or bound method: torch.compile counts what it compiles by code, which instances share."""
-    plain = getattr(function, "__func__", function)
-    copy = FunctionType(
-        plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__
-    )
-    return MethodType(copy, function.__self__) if isinstance(function, MethodType) else copy
-
-
-def fused(function: Callable[..., R], device: torch.device) -> Callable[..., R]:
-    """Return `function` as few kernels of `device`: [Note: Fused coding]."""
-    return function if device.type == "cpu" else _fused(function)
-
-
-@lru_cache
-def _fused(function: Callable[..., R]) -> Callable[..., R]:
-    return Fused(function)
-
-
-def kernels_for(tensor: Tensor, name: str = "blocked_triton") -> ModuleType | None:
-    """A module of kernels beside this one; None where they do not run, or a graph is compiled.
-
-    Those of triton run on CUDA, and those of numba on a CPU.
-    """
-    runs = tensor.is_cpu if name.endswith("_numba") else tensor.is_cuda
-    if not runs or type(tensor) is not Tensor or torch.compiler.is_compiling():
-        return None
-    return _kernels(name)
-
 
 KERNEL_NUMEL = 2048
 """The values that a program of a kernel codes: sixteen for each thread of four warps."""
-
-
-@lru_cache
-def _kernels(name: str) -> ModuleType | None:
-    try:
-        return import_module(f"laconic.codec.{name}")
-    except ImportError:
-        return None
-
-
-T = TypeVar("T")
 E3M0 = (0, 1, 2, 4, 8, 16, 32, 64)
 """The magnitudes of a 4-bit number with three exponent bits and no mantissa, in steps."""
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
@@ -163,7 +76,7 @@ class BlockCodec(Codec):
         """Encode values (numel,), fp32. Returns codes (code_bytes(numel),), uint8, and steps (b,), bf16.
 
         Values that are not finite make their block NaN: [Note: Codes are whole multiples of a step]. `fuse` compiles
-        for accelerators: [Note: Fused coding] in codec/blocked.py.
+        for accelerators: [Note: Fused coding] in codec/fused.py.
         """
         numel = values.numel()
         blocks = _filled_up(values, self.num_blocks(numel) * self.block).view(-1, self.block)
@@ -177,9 +90,9 @@ class BlockCodec(Codec):
         dequantize = fused(self._dequantize, codes.device) if fuse else self._dequantize
         return dequantize(codes, steps.to(torch.float32).unsqueeze(1)).view(-1)[:numel]
 
-    @abstractmethod
-    def form(self, device: torch.device) -> KernelForm:
-        """The numbers by which the kernels of codec/blocked_triton.py know this codec."""
+    def form(self, device: torch.device) -> KernelForm | None:
+        """The numbers by which the kernels of codec/blocked_triton.py know this codec; None if they do not know it."""
+        return None
 
     @abstractmethod
     def _quantize(self, blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
@@ -216,8 +129,9 @@ class BlockCodec(Codec):
 
     @property
     def has_kernels(self) -> bool:
-        """Whether triton's kernels are for this codec: its blocks are powers of two, and hold whole rotations."""
-        return 32 <= self.block <= KERNEL_NUMEL and self.block & (self.block - 1) == 0
+        """Whether triton's kernels know this codec, and its blocks are powers of two, which hold whole rotations."""
+        is_known = type(self).form is not BlockCodec.form
+        return is_known and 32 <= self.block <= KERNEL_NUMEL and self.block & (self.block - 1) == 0
 
     def _kernels(self, tensor: Tensor) -> ModuleType | None:
         """The module of triton's kernels, if they are for this codec and run on this tensor."""
@@ -347,22 +261,9 @@ class Ternary(BlockCodec):
         """The bound from: no value's error exceeds the value, as zero is among the levels."""
         return 1.0
 
-    @property
-    def has_kernels(self) -> bool:
-        """False: triton's kernels know codes of whole bits."""
-        return False
-
     def code_bytes(self, numel: int) -> int:
         """See `BlockCodec.code_bytes`: a byte for five values."""
         return -(-numel // 5)
-
-    def form(self, device: torch.device) -> KernelForm:
-        """See `BlockCodec.form`.
-
-        Raises:
-            NotImplementedError: always; see `has_kernels`.
-        """
-        raise NotImplementedError("triton's kernels do not know the codec ternary")
 
     def _quantize(self, blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         roots, _ = _root_mean_squares(blocks, numel)
@@ -457,66 +358,6 @@ class Nf4(BlockCodec):
         return pairs.index_select(0, codes.to(torch.int32)).view(-1, self.block) * steps
 
 
-def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """Put codes of 2, 3, 4 or 8 bits side by side, the first in the lowest bits.
-
-    Shapes: codes (n,), uint8, with n * bits a multiple of 8, and of 24 for three bits -> (n * bits / 8,), uint8.
-    """
-    if bits == 8:
-        return codes
-    if bits == 4:  # a pair of codes is a number of 16 bits
-        pairs = codes.view(torch.int16)
-        return (pairs >> 4).bitwise_or_(pairs).to(torch.uint8)
-    if bits == 3:
-        a, b, c, d, e, f, g, h = codes.view(-1, 8).unbind(1)
-        low = a | (b << 3) | (c << 6)
-        middle = (c >> 2) | (d << 1) | (e << 4) | (f << 7)
-        high = (f >> 1) | (g << 2) | (h << 5)
-        return torch.stack([low, middle, high], dim=1).view(-1)
-    parts = codes.view(-1, 8 // bits).unbind(1)
-    packed = parts[0]
-    for place, part in enumerate(parts[1:], start=1):
-        packed = packed | (part << (bits * place))
-    return packed
-
-
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Take apart what `pack_bits` has put together: (n * bits / 8,), uint8 -> (n,), uint8."""
-    if bits == 8:
-        return packed
-    if bits == 3:
-        low, middle, high = packed.view(-1, 3).unbind(1)
-        parts: tuple[Tensor, ...] = (
-            low, low >> 3, (low >> 6) | (middle << 2), middle >> 1, middle >> 4, (middle >> 7) | (high << 1), high >> 2,
-            high >> 5,
-        )  # fmt: skip
-    else:
-        parts = tuple(packed >> shift for shift in range(0, 8, bits))
-    return (torch.stack(parts, dim=1) & (2**bits - 1)).view(-1)
-
-
-def pack_fives(counts: Tensor) -> Tensor:
-    """Put five numbers of -1, 0 and 1 into a byte: plus one they are digits of base three, the first the lowest.
-
-    Zeros fill up the last byte. Shapes: counts (n,), fp32 -> (n / 5 rounded up,), uint8.
-    """
-    first, second, third, fourth, fifth = functional.pad(counts, (0, -len(counts) % 5)).view(-1, 5).unbind(1)
-    sums = first.add(second, alpha=3).add_(third, alpha=9).add_(fourth, alpha=27).add_(fifth, alpha=81)
-    return sums.add_(121).to(torch.uint8)
-
-
-def unpack_fives(codes: Tensor) -> Tensor:
-    """Take apart what `pack_fives` has put together: (n,), uint8 -> (5 n,), fp32. Any byte has five numbers."""
-    if torch.compiler.is_compiling():  # compiled arithmetic needs no table
-        return _fives_of(codes).view(-1)
-    return _fives_by_byte(codes.device).index_select(0, codes.to(torch.int32)).view(-1)
-
-
-def _fives_of(codes: Tensor) -> Tensor:
-    """The five numbers of each byte, by division: (n,), uint8 -> (n, 5), fp32."""
-    return torch.stack([codes // 3**place % 3 for place in range(5)], dim=1).to(torch.float32) - 1
-
-
 def _root_mean_squares(blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
     """The root mean square of each block, NaN if a value is not finite, and its largest magnitude.
 
@@ -571,28 +412,10 @@ def _look_up_pairs(pairs: Tensor, codes: Tensor) -> Tensor:
     return pairs.view(torch.float64).view(-1).index_select(0, codes.to(torch.int32)).view(torch.float32)
 
 
-def kept(make: Callable[..., T]) -> Callable[..., T]:
-    """Keep what a function returns, by its arguments; but not in a graph that is compiled, which makes its own."""
-    cached = lru_cache(make)
-
-    @wraps(make)
-    def look_up(*arguments: Any) -> T:
-        return make(*arguments) if torch.compiler.is_compiling() else cached(*arguments)
-
-    look_up.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
-    return look_up
-
-
 @kept
 def _even_pairs(largest: int, device: torch.device) -> Tensor:
     """The two numbers of each byte, (256, 2), of codes that count from minus `largest`."""
     return _pairs_by_byte(torch.arange(16, device=device, dtype=torch.float32) - largest)
-
-
-@kept
-def _fives_by_byte(device: torch.device) -> Tensor:
-    """The five numbers of each byte, (256, 5), fp32. A CPU copies rows several times as fast as it divides."""
-    return _fives_of(torch.arange(256, dtype=torch.uint8, device=device))
 
 
 @kept

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from laconic.codec.blocked import kept
 from laconic.codec.contexts import (
     BUCKET_BITS,
     BUCKETS,
@@ -25,6 +24,7 @@ from laconic.codec.contexts import (
     TILE,
     Past,
 )
+from laconic.codec.fused import kept
 from laconic.codec.patterns import WORD_BITS, FieldWriter, PatternForm, bits_of_words, read_fields
 
 _RICE, _SHIFT, _WIDTH, _TURN = 7, 8, 13, 18  # the lowest bits of parts of an `instruction`

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from laconic.codec.blocked import kept
+from laconic.codec.fused import kept
 from laconic.codec.patterns import PatternForm, bit_length, zigzag_of
 
 BLOCK = 512

@@ -57,7 +57,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from laconic.codec.blocked import kernels_for, pack_bits, unpack
+from laconic.codec.bits import pack_bits, unpack
 from laconic.codec.cells import RunSizes, check_sizes, read_runs, write_runs
 from laconic.codec.contexts import (
     BLOCK,
@@ -77,6 +77,7 @@ from laconic.codec.contexts import (
     sample_stride,
     scales_of,
 )
+from laconic.codec.fused import kernels_for
 from laconic.codec.patterns import PatternForm, pattern_form_of
 from laconic.codec.payload import DEVICE_PIECE_NUMEL, HOST_PIECE_NUMEL
 

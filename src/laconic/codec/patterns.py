@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.codec.blocked import kept
+from laconic.codec.fused import kept
 
 WORD_BITS = 32
 

@@ -24,7 +24,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from laconic.codec.blocked import E2M1, fused, kernels_for, pack_bits, unpack
+from laconic.codec.bits import pack_bits, unpack
+from laconic.codec.blocked import E2M1
+from laconic.codec.fused import fused, kernels_for
 from laconic.codec.tiles import Grid
 from laconic.layout.granularity import Block, rows
 

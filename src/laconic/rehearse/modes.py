@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from laconic.codec import blocked, scaled
+from laconic.codec import blocked, fused, scaled
 from laconic.rehearse.kernels import kernels_of
 from laconic.rehearse.machine import CPU, CUDA, Event, Machine, Run, Stream, aten
 from laconic.rehearse.operations import Inputs, Kind, inputs_of, kind_of, run, stands_for, value_without
@@ -146,7 +146,7 @@ def accelerator(
             (torch.UntypedStorage, "resize_", resize),
             (torch.UntypedStorage, "__getitem__", part_of),
             (torch.autograd, "_engine_run_backward", backward),
-            (blocked, "_fused", kernel),
+            (fused, "_fused", kernel),
             *((module, "kernels_for", kernels_of(machine)) for module in (blocked, scaled)),
         ):
             patches.enter_context(mock.patch.object(target, name, value))
