@@ -141,6 +141,13 @@ def _form(form: PatternForm) -> tuple[int, int]:
     return form.bits, -1 if form.mantissa_bits is None else form.mantissa_bits
 
 
+def take_over(held: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """See `lossless.take_over`. Shapes: (n,), int16 -> (c,), int32, and (c,), int16."""
+    places, before = np.empty(len(held) + 1, np.int32), np.empty(len(held) + 1, np.int16)
+    num = _take_over(held.numpy(), new.numpy(), places, before)
+    return torch.from_numpy(places[:num].copy()), torch.from_numpy(before[:num].copy())
+
+
 # -- what both sides know ----------------------------------------------------------------------------------------------
 
 
@@ -227,6 +234,17 @@ def _last_difference(held, new, bits, mantissa, last):
         old, fresh = np.int32(held[i]), np.int32(new[i])
         moved = (fresh ^ ((fresh >> shift) & half)) - (old ^ ((old >> shift) & half))
         last[i] = min(max(moved, np.int32(-127)), np.int32(127))
+
+
+@_compiled
+def _take_over(held, new, places, before):
+    """All is stored each time, changed or not, and overwritten if not: no branch is guessed wrong."""
+    num = 0
+    for i in range(len(held)):
+        places[np.uint64(num)], before[np.uint64(num)] = i, held[i]
+        num += held[i] != new[i]
+        held[i] = new[i]
+    return num
 
 
 # -- encode ------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from laconic.codec.lossless import take_over
 from laconic.publish.digests import added, bits_of, digest_at, run_digest
 from laconic.publish.encodings import (
     EncodedPart,
@@ -194,12 +195,13 @@ class OwnShares:
         pieces = []
         for begin, new in self._pieces(name, owned, holdings):
             copy, bits = bits_of(owned.copy[begin : begin + len(new)]), bits_of(new)
-            local = (bits != copy.to(bits.device, non_blocking=True)).nonzero().view(-1)  # `nonzero` waits for the copy
-            if len(local):
-                changed, local = bits[local].cpu(), local.cpu()
-                old = copy[local].view(new.dtype)
-                copy[local] = changed
-                pieces.append(Changes((local + begin).to(_places_dtype(owned)), old))
+            there = copy.to(bits.device, non_blocking=True)  # the copy itself on a CPU
+            places, old = take_over(there, bits)  # on a device the host waits for both
+            if len(places):
+                changed, places, old = bits[places].cpu(), places.cpu(), old.cpu()
+                if there is not copy:
+                    copy[places] = changed
+                pieces.append(Changes(places.to(_places_dtype(owned)) + begin, old.view(new.dtype)))
         if not pieces:
             return Changes(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=owned.copy.dtype))
         return Changes(*map(_joined, zip(*pieces, strict=True)))
