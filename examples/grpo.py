@@ -41,7 +41,6 @@ from laconic.publish import (
     PublishError,
     Reader,
     VersionSource,
-    VersionsUpTo,
     WeightServer,
 )
 
@@ -107,8 +106,8 @@ class Sampler:
     """A copy of the model in bf16, which generates from the version that a request names."""
 
     def __init__(self, model: Any, source: VersionSource, name: str | None = None) -> None:
-        self.model, self.source = model.to(torch.bfloat16).eval(), VersionsUpTo(source)
-        self.reader = Reader(self.source, name=name)
+        self.model = model.to(torch.bfloat16).eval()
+        self.reader = Reader(source, name=name)
         self.ahead: Any = None  # what is read of the next version, and not yet in the model
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -138,28 +137,27 @@ class Sampler:
     def go_to(self, version: int) -> None:
         if version == self.reader.version:
             return
-        if self.ahead is None or self.ahead[0].newest.version != version:
+        if self.ahead is None or self.ahead[0].target.version != version:
             self.read(version)
         self.reader.apply(*self.ahead)
         self.ahead = None
 
     def read(self, version: int) -> None:
         """Read and check a version as soon as it is there. The model stays as it is."""
-        self.source.last = version
         deadline_s = time.monotonic() + PATIENCE_S
-        while version not in self.source.versions():  # it is being written
+        while version not in self.reader.source.versions():  # it is being written
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"{self.source} does not have it after {PATIENCE_S:g} s")
+                raise TimeoutError(f"{self.reader.source} does not have it after {PATIENCE_S:g} s")
             time.sleep(0.02)
-        plan = self.reader.plan(self.model)
+        plan = self.reader.plan(self.model, to=version)
         self.ahead = plan, self.reader.stage(plan)
 
     def read_ahead(self) -> None:
         """Read the next version if it is there, so that a request for it need not wait."""
         if self.reader.version is not None and self.ahead is None:
-            self.source.last = self.reader.version + 1
-            if self.reader.num_behind():
-                self.read(self.reader.version + 1)
+            following = self.reader.version + 1
+            if following in self.reader.source.versions():
+                self.read(following)
 
 
 def serve(sampler: Sampler, address: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from laconic.publish import FolderSource, Publisher, PublishError, Reader, WeightPatch
 from laconic.publish import reader as reader_module
-from laconic.publish.source import Registration, VanishedError, VersionsUpTo, superseded
+from laconic.publish.source import Registration, VanishedError, superseded
 from laconic.publish.staging import StagedTensor
 from laconic.publish.versions import MANIFEST, VersionManifest, version_name
 from laconic.store.folder import FileRecord
@@ -37,6 +37,25 @@ def test_from_every_version_to_the_newest(base_every: int, encoding: str, tmp_pa
         assert_same(snapshot(model), weights[6])
         assert model.head.weight is model.embed.weight
         assert reader.update(model) == 6, "and again, with nothing to do"
+
+
+@pytest.mark.parametrize("encoding", ["gaps", "smallest"])
+def test_to_a_version_that_is_named(encoding: str, tmp_path: Path) -> None:
+    """By patches or from whole values, though newer versions are there; and never back."""
+    weights = published(tmp_path, base_every=4, encoding=encoding)
+    model, reader = model_with(weights[0]), Reader(tmp_path)
+    for version in (1, 3, 3, 5):
+        assert reader.update(model, to=version) == reader.version == version
+        assert_same(snapshot(model), weights[version])
+    assert reader.num_behind() == 1
+    with pytest.raises(PublishError, match="to=4: this reader has read version 5; make a new Reader to go back"):
+        reader.update(model, to=4)
+    with pytest.raises(PublishError, match=f"{tmp_path} has no version 7, and its newest is 6; wait for it, or ask"):
+        reader.update(model, to=7)
+    assert_same(snapshot(model), weights[5])
+    assert reader.update(model) == 6
+    assert Reader(tmp_path).update(model, to=4) == 4, "a new reader goes back"
+    assert_same(snapshot(model), weights[4])
 
 
 def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
@@ -75,11 +94,9 @@ def test_a_reader_that_verifies_first_takes_digests_when_it_must(
     take = reader_module.digests_of
     monkeypatch.setattr(reader_module, "digests_of", lambda tensors: taken.append(1) or take(tensors))
     weights = published(tmp_path, num_versions=2, run="run")
-    source = VersionsUpTo(FolderSource(tmp_path))
-    reader, model = Reader(source, verify="first"), model_with(weights[0])
+    reader, model = Reader(tmp_path, verify="first"), model_with(weights[0])
     for version in (1, 2, 2):
-        source.last = version
-        assert reader.update(model) == version
+        assert reader.update(model, to=version) == version
         assert_same(snapshot(model), weights[version])
     assert len(taken) == 1
     with torch.no_grad():
@@ -105,11 +122,8 @@ def test_a_model_that_does_not_count_its_changes(tmp_path: Path) -> None:
 
 def test_an_error_while_values_are_applied_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = published(tmp_path, num_versions=2)
-    source = VersionsUpTo(FolderSource(tmp_path))
-    source.last = 1
-    reader, model = Reader(source, verify="first"), model_with(weights[0])
-    reader.update(model)
-    source.last = 2
+    reader, model = Reader(tmp_path, verify="first"), model_with(weights[0])
+    reader.update(model, to=1)
     apply, calls = StagedTensor.apply, []
 
     def break_off(staged: StagedTensor) -> None:
@@ -160,6 +174,10 @@ def test_engines_take_patches(tmp_path: Path) -> None:
     assert reader.version == 6
     assert take(state, reader.patches()) == []
     behind = {name: weights[4][name].clone().contiguous() for name in state}
+    near, middle = {name: tensor.clone() for name, tensor in behind.items()}, Reader(tmp_path)
+    take(near, middle.patches(since=4, to=5))
+    assert_same(near, {name: weights[5][name] for name in state})
+    assert middle.version == 5
     changed = take(behind, Reader(tmp_path).patches(since=4))
     assert set(changed) == {"embed.weight", "up.weight", "across", "seen"}
     assert_same(behind, weights[6])

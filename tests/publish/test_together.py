@@ -89,6 +89,23 @@ def test_readers_that_are_behind_by_different_versions(folder: Path) -> None:
 
 
 @on_ranks(3)
+def test_a_version_that_all_name(folder: Path) -> None:
+    """Rank 0 has no reader. A version that is not there, or another on each rank, is told on all."""
+    rank, weights = dist.get_rank(), weights_of_versions(6)
+    group, model = readers(folder), None if dist.get_rank() == 0 else model_with(weights[2 * dist.get_rank() - 1])
+    assert group.update(model, to=4) == 4
+    with pytest.raises(PublishError, match="has no version 7, and its newest is 6"):
+        group.update(model, to=7)
+    with pytest.raises(PublishError, match=r"to=\[4, 5, 6\] differs by rank; give one version on all ranks"):
+        group.update(model, to=4 + rank)
+    if model is not None:
+        assert_same(snapshot(model), weights[4])
+    assert group.update(model) == 6
+    if model is not None:
+        assert_same(snapshot(model), weights[6])
+
+
+@on_ranks(3)
 def test_versions_follow_each_other(tmp_path: Path) -> None:
     """All three ranks train; the readers are on two of them."""
     rank, trained, model = dist.get_rank(), make(), make(seed=1).bfloat16()

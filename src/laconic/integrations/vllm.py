@@ -35,9 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.integrations.masked import INT32_NUMEL, masked, unmasked
-from laconic.publish import PublishError, Reader, WeightPatch
-from laconic.publish.reader import source_of
-from laconic.publish.source import VersionsUpTo
+from laconic.publish import Reader, WeightPatch
 
 _LOADER = "model_executor.model_loader.checkpoint_weight_patch"
 _RELOAD = "model_executor.model_loader.reload"
@@ -62,19 +60,13 @@ class LaconicWorker:
         worker: Any = self
         readers: dict[str, Reader] = self.__dict__.setdefault("laconic_readers", {})
         if source not in readers:
-            readers[source] = Reader(VersionsUpTo(source_of(source)), name=name and f"{name}-{worker.rank}")
-        reader = readers[source]
-        assert isinstance(reader.source, VersionsUpTo)
-        reader.source.last = version
-        found = reader.source.source.versions()
-        if version not in found:
-            raise PublishError(f"{source} has no version {version}, but {found[-1:] or 'none'}; ask for its newest")
-        return load_version(worker.get_model(), reader, worker.vllm_config)
+            readers[source] = Reader(source, name=name and f"{name}-{worker.rank}")
+        return load_version(worker.get_model(), readers[source], worker.vllm_config, to=version)
 
 
 @torch.no_grad()
-def load_version(model: nn.Module, reader: Reader, vllm_config: Any) -> int:
-    """Bring vLLM's model to the newest version that a reader finds, and return its number.
+def load_version(model: nn.Module, reader: Reader, vllm_config: Any, *, to: int | None = None) -> int:
+    """Bring vLLM's model to the version `to`, or the newest that a reader finds, and return its number.
 
     `model` is what `get_model()` of a worker returns, whole or this worker's part, in any parallelism of vLLM. The
     reader serves this model alone. The first call loads all values, later ones what has changed:
@@ -90,19 +82,19 @@ def load_version(model: nn.Module, reader: Reader, vllm_config: Any) -> int:
     if not _takes_patches(vllm_config):
         reader.version = None
     held = reader.version
-    patches = list(reader.patches())
-    newest, reader.version = reader.version, None  # until all of it is loaded
-    is_whole = held is None or _has_all(patches, reader, newest)
+    patches = list(reader.patches(to=to))
+    target, reader.version = reader.version, None  # until all of it is loaded
+    is_whole = held is None or _has_all(patches, reader, target)
     if not is_whole and any(unmasked(patch) for patch in patches):
-        patches = list(reader.patches())
-        newest, reader.version, is_whole = reader.version, None, True
+        patches = list(reader.patches(to=to))
+        target, reader.version, is_whole = reader.version, None, True
     if patches:
         _load(model, checkpoint_patches(patches if is_whole else masked(patches)), vllm_config, is_whole=is_whole)
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()  # requests may run on another stream
-    assert newest is not None
-    reader.version = newest
-    return newest
+    assert target is not None
+    reader.version = target
+    return target
 
 
 def _takes_patches(vllm_config: Any) -> bool:

@@ -4,7 +4,7 @@ from laconic.publish.http_source import HttpSource
 from laconic.publish.publisher import Publisher, PublishPolicy
 from laconic.publish.reader import Reader, WeightPatch
 from laconic.publish.serving import WeightServer
-from laconic.publish.source import FolderSource, VersionSource, VersionsUpTo
+from laconic.publish.source import FolderSource, VersionSource
 from laconic.publish.together import ReaderGroup
 from laconic.publish.versions import PublishError
 
@@ -17,7 +17,6 @@ __all__ = [
     "Reader",
     "ReaderGroup",
     "VersionSource",
-    "VersionsUpTo",
     "WeightPatch",
     "WeightServer",
 ]

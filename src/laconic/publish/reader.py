@@ -1,4 +1,4 @@
-"""`Reader`: brings a model to the newest version that was published, whole or not at all."""
+"""`Reader`: brings a model to a version that was published, the newest by default, whole or not at all."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ATTEMPTS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class ReadStep:
-    """One version on the way to the newest, and the kind of parts that are read of it."""
+    """One version on the way to another, and the kind of parts that are read of it."""
 
     manifest: VersionManifest
     kind: Kind
@@ -38,9 +38,9 @@ class ReadStep:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePlan:
-    """The way of a model to the newest version."""
+    """The way of a model to a version."""
 
-    newest: VersionManifest
+    target: VersionManifest
     path: tuple[ReadStep, ...]
     own: Mapping[str, Tensor]
     """The model's tensors, by their published names; empty for an engine that holds them in other forms."""
@@ -115,21 +115,22 @@ class Reader:
         self.bytes_read = 0
         """The bytes of all files that were read."""
 
-    def update(self, model: nn.Module | Mapping[str, Tensor]) -> int:
-        """Bring a model, or a dict of whole tensors by name, to the newest version, in place. Returns its number.
+    def update(self, model: nn.Module | Mapping[str, Tensor], *, to: int | None = None) -> int:
+        """Bring a model, or a dict of whole tensors by name, to a version, in place. Returns its number.
 
-        A tied tensor may have any of its names. The model must not be in use meanwhile.
+        `to` is the version; default: the newest. A tied tensor may have any of its names. The model must not be in use
+        meanwhile.
 
         Cost: one pass over the model for its digests, and host memory for what is read: a patch, or one copy of the
             model for whole values.
 
         Raises:
-            PublishError: there is no version, or it is damaged, older than the last one, of another run, or of another
-                architecture, vocabulary or dtype. Nothing was applied.
+            PublishError: there is no such version, or it is damaged, older than the last one, of another run, or of
+                another architecture, vocabulary or dtype. Nothing was applied.
             OSError: the source cannot be read, and nothing was applied; or, of a reader with a name, it cannot be told
                 of the version, which the model then has. Update again.
         """
-        return self._retried(lambda: self._update(model))
+        return self._retried(lambda: self._update(model, to))
 
     def num_behind(self) -> int:
         """How many versions are newer than the last one that was read. Reads names alone, so ask as often as you like.
@@ -148,18 +149,19 @@ class Reader:
             time.sleep(min(poll_s, max(0.0, deadline_s - time.monotonic())))
         return is_behind
 
-    def patches(self, since: int | None = None) -> Iterator[WeightPatch]:
+    def patches(self, since: int | None = None, *, to: int | None = None) -> Iterator[WeightPatch]:
         """Yield what has changed since a version, tensor by tensor, for engines that hold tensors in other forms.
 
         `since` is the version that the engine holds; by default that of the last call that was read to its end. None
         stands for no version, and then all values come. Several versions come as one. All is read and checked before
-        the first tensor comes. When the last one has been taken, `version` is the newest.
+        the first tensor comes. `to` is the version to go to; default: the newest. When the last tensor has been taken,
+        `version` is that one.
 
         Raises:
             PublishError: see `update`; and values are coded without loss, which needs those before.
         """
         since = self.version if since is None else since
-        newest, staged = self._retried(lambda: self._changes(since))
+        target, staged = self._retried(lambda: self._changes(since, to))
         for each in staged:
             name, shape, dtype = each.published.name, each.published.shape, each.published.torch_dtype
             if each.full is not None:
@@ -168,28 +170,28 @@ class Reader:
             places, values = each.changes
             if len(places):
                 yield WeightPatch(name, shape, dtype, places, values)
-        self._has(newest)
+        self._has(target)
 
     # -- an update -----------------------------------------------------------------------------------------------------
 
-    def _update(self, model: nn.Module | Mapping[str, Tensor]) -> int:
-        plan = self.plan(model)
+    def _update(self, model: nn.Module | Mapping[str, Tensor], to: int | None) -> int:
+        plan = self.plan(model, to=to)
         return self.apply(plan, self.stage(plan))
 
-    def plan(self, model: nn.Module | Mapping[str, Tensor]) -> UpdatePlan:
-        """The first third of `update`: find out what the model holds, and which files lead to the newest version."""
-        newest = self._newest()
-        tensors = tensors_to_fill(model, newest.names)
-        check_fit(newest.tensors, tensors, f"version {newest.version}")
-        own = {each.name: tensors[each.name] for each in newest.tensors}
+    def plan(self, model: nn.Module | Mapping[str, Tensor], *, to: int | None = None) -> UpdatePlan:
+        """The first third of `update`: find out what the model holds, and which files lead to the version."""
+        target = self._target(to)
+        tensors = tensors_to_fill(model, target.names)
+        check_fit(target.tensors, tensors, f"version {target.version}")
+        own = {each.name: tensors[each.name] for each in target.tensors}
         if self.verify == "first" and any(each.is_inference() for each in own.values()):
             raise PublishError(
                 "the model was made in torch.inference_mode(), which does not count changes; make it outside, or give "
                 'verify="each"'
             )
         digests = self._digests_of(own)
-        path = self._path(newest, lambda manifest: manifest.digests == digests)
-        return UpdatePlan(newest=newest, path=path, own=own, digests=digests)
+        path = self._path(target, lambda manifest: manifest.digests == digests)
+        return UpdatePlan(target=target, path=path, own=own, digests=digests)
 
     def _digests_of(self, own: Mapping[str, Tensor]) -> dict[str, str]:
         """The digests of a model's tensors: taken, or those that the last update left."""
@@ -208,15 +210,15 @@ class Reader:
         for each in staged.values():
             each.apply()
         if self.verify == "first":
-            self._left = _Left(plan.own, _marks_of(plan.own), plan.newest.digests)
-        self._has(plan.newest)
-        return plan.newest.version
+            self._left = _Left(plan.own, _marks_of(plan.own), plan.target.digests)
+        self._has(plan.target)
+        return plan.target.version
 
-    def _changes(self, since: int | None) -> tuple[VersionManifest, list[StagedTensor]]:
-        newest = self._newest()
-        path = self._path(newest, lambda manifest: manifest.version == since)
+    def _changes(self, since: int | None, to: int | None) -> tuple[VersionManifest, list[StagedTensor]]:
+        target = self._target(to)
+        path = self._path(target, lambda manifest: manifest.version == since)
         self._register(tuple(step.manifest.version for step in path), since)
-        return newest, list(self._staged(UpdatePlan(newest=newest, path=path, own={}, digests={})).values())
+        return target, list(self._staged(UpdatePlan(target=target, path=path, own={}, digests={})).values())
 
     @staticmethod
     def _retried(action: Callable[[], _T]) -> _T:
@@ -226,33 +228,40 @@ class Reader:
                 return action()
         return action()
 
-    def _newest(self) -> VersionManifest:
-        """The manifest of the newest version. Raises: PublishError if there is none, or it is not to be read."""
+    def _target(self, to: int | None) -> VersionManifest:
+        """The manifest of a version, or of the newest. Raises: PublishError if it is not there, or not to be read."""
         versions = self.source.versions()
         if not versions:
             raise PublishError(f"{self.source} has no version yet; wait until the trainer has published one")
-        newest = self.source.manifest(versions[-1])
-        if self.run not in (None, newest.run):
+        if to is not None and self.version is not None and to < self.version:
+            raise PublishError(f"to={to}: this reader has read version {self.version}; make a new Reader to go back")
+        if to is not None and to not in versions:
             raise PublishError(
-                f"{self.source} has versions of the run {newest.run!r}, and this reader reads {self.run!r}; read "
-                f"another folder, or make a Reader(run={newest.run!r})"
+                f"{self.source} has no version {to}, and its newest is {versions[-1]}; wait for it, or ask for one "
+                "that is there"
             )
-        if self.version is not None and newest.version < self.version:
+        target = self.source.manifest(versions[-1] if to is None else to)
+        if self.run not in (None, target.run):
             raise PublishError(
-                f"{self.source} has version {newest.version} as its newest, and this reader has read {self.version}; "
+                f"{self.source} has versions of the run {target.run!r}, and this reader reads {self.run!r}; read "
+                f"another folder, or make a Reader(run={target.run!r})"
+            )
+        if self.version is not None and target.version < self.version:
+            raise PublishError(
+                f"{self.source} has version {target.version} as its newest, and this reader has read {self.version}; "
                 "read the folder that the publisher writes, or make a new Reader to go back"
             )
-        return newest
+        return target
 
-    def _path(self, newest: VersionManifest, is_held: Callable[[VersionManifest], bool]) -> tuple[ReadStep, ...]:
+    def _path(self, target: VersionManifest, is_held: Callable[[VersionManifest], bool]) -> tuple[ReadStep, ...]:
         """The versions to read, in order: patches from the one that is held, or whole values and the patches since.
 
         Raises:
-            PublishError: neither leads to the newest. VanishedError, if versions have gone meanwhile.
+            PublishError: neither leads to the target. VanishedError, if versions have gone meanwhile.
         """
         patches: list[ReadStep] = []
         from_whole: list[ReadStep] | None = None
-        manifest, patch_bytes, whole_bytes = newest, 0, 0
+        manifest, patch_bytes, whole_bytes = target, 0, 0
         why = ""
         error_class: type[PublishError] = PublishError
         while not is_held(manifest):
@@ -264,7 +273,7 @@ class Reader:
             patches.insert(0, ReadStep(manifest=manifest, kind="patch"))
             patch_bytes += manifest.nbytes("patch")
             try:
-                manifest = self._before(manifest, newest)
+                manifest = self._before(manifest, target)
             except PublishError as error:  # removed or damaged: whole values lead on
                 why = f" ({error})"
                 error_class = VanishedError if isinstance(error, VanishedError) else PublishError
@@ -274,34 +283,34 @@ class Reader:
                 return tuple(patches)
         if from_whole is None:
             raise error_class(
-                f"no whole values lead to version {newest.version} of {self.source}{why}; nothing was applied. Let the "
+                f"no whole values lead to version {target.version} of {self.source}{why}; nothing was applied. Let the "
                 "publisher write whole values again"
             )
         return tuple(from_whole)
 
-    def _before(self, manifest: VersionManifest, newest: VersionManifest) -> VersionManifest:
+    def _before(self, manifest: VersionManifest, target: VersionManifest) -> VersionManifest:
         """The manifest of the version that a patch applies to. Raises: PublishError if it does not fit."""
         assert manifest.base is not None
         before = self.source.manifest(manifest.base)
         needed = {each.name: each.before for each in manifest.tensors}
-        if before.run != newest.run or before.digests != needed:
+        if before.run != target.run or before.digests != needed:
             raise PublishError(f"version {manifest.version} is no patch of version {before.version} of this run")
         return before
 
     def _staged(self, plan: UpdatePlan) -> dict[str, StagedTensor]:
         staged = {
             each.name: StagedTensor(each, plan.own.get(each.name), plan.digests.get(each.name))
-            for each in plan.newest.tensors
+            for each in plan.target.tensors
         }
         for step in plan.path:
             self.bytes_read += stage_version(self.source, step.manifest, step.kind, staged)
-        for each in plan.newest.tensors:
+        for each in plan.target.tensors:
             staged[each.name].check(each.after)
         return staged
 
-    def _has(self, newest: VersionManifest) -> None:
-        self._register((), newest.version)  # before: an engine that sees its error has not moved on
-        self.run, self.version = newest.run, newest.version
+    def _has(self, target: VersionManifest) -> None:
+        self._register((), target.version)  # before: an engine that sees its error has not moved on
+        self.run, self.version = target.run, target.version
 
     def _register(self, reading: tuple[int, ...], version: int | None) -> None:
         if self.name is not None:

@@ -129,32 +129,6 @@ class FolderSource:
         return found
 
 
-class VersionsUpTo:
-    """The versions of another source up to `last`: a reader goes to the newest that it sees."""
-
-    def __init__(self, source: VersionSource, last: int = 0) -> None:
-        self.last, self.source = last, source
-
-    def __str__(self) -> str:
-        return str(self.source)
-
-    def versions(self) -> list[int]:
-        """See `VersionSource.versions`."""
-        return [version for version in self.source.versions() if version <= self.last]
-
-    def manifest(self, version: int) -> VersionManifest:
-        """See `VersionSource.manifest`."""
-        return self.source.manifest(version)
-
-    def read(self, version: int, file: FileRecord) -> bytearray:
-        """See `VersionSource.read`."""
-        return self.source.read(version, file)
-
-    def register(self, reader: str, registration: Registration) -> None:
-        """See `VersionSource.register`."""
-        self.source.register(reader, registration)
-
-
 def parse_manifest(data: bytes, version: int, where: str) -> VersionManifest:
     """The manifest of a version, as a place called `where` has it.
 

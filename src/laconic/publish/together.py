@@ -93,10 +93,11 @@ class ReaderGroup:
         self.reader = Reader(self._received, run=run, verify=verify)
         """The reader of this rank: its version, and the bytes that it has read."""
 
-    def update(self, model: nn.Module | Mapping[str, Tensor] | None = None) -> int:
-        """Bring the models of all ranks to the newest version, and return its number. Collective.
+    def update(self, model: nn.Module | Mapping[str, Tensor] | None = None, *, to: int | None = None) -> int:
+        """Bring the models of all ranks to a version, and return its number. Collective.
 
-        A rank without a reader gives None. Models may be behind by different versions.
+        `to` is the version, the same on all ranks; default: the newest. A rank without a reader gives no model. Models
+        may be behind by different versions.
 
         Cost: see `Reader.update`. Besides, a rank that needs a file or passes it on has it in memory.
 
@@ -106,15 +107,15 @@ class ReaderGroup:
         for _ in range(_ATTEMPTS):
             try:
                 newest = self._share_manifests()
-                plan = self._ranks.agree(lambda: self._plan(model))
-                staged = self._receive(plan)
+                plan = self._ranks.agree(lambda: self._plan(model, to))
+                staged = self._receive(plan, to)
             except _BrokenOffError as broken:
                 if broken.is_vanished:
                     continue
                 raise PublishError(f"{broken} (on rank 0)") from broken
             if plan is not None:
                 self.reader.apply(plan, staged)
-            return newest
+            return newest if to is None else to
         raise PublishError("versions are removed faster than they are read; publish with a larger keep=")
 
     # -- the parts of an update: [Note: Versions within a process group] -----------------------------------------------
@@ -140,14 +141,17 @@ class ReaderGroup:
         self._received.take(versions, json.loads(zlib.decompress(sent)))
         return int(versions[-1])
 
-    def _plan(self, model: nn.Module | Mapping[str, Tensor] | None) -> UpdatePlan | None:
-        return None if model is None else self.reader.plan(model)
+    def _plan(self, model: nn.Module | Mapping[str, Tensor] | None, to: int | None) -> UpdatePlan | None:
+        return None if model is None else self.reader.plan(model, to=to)
 
-    def _receive(self, plan: UpdatePlan | None) -> dict[str, StagedTensor]:
+    def _receive(self, plan: UpdatePlan | None, to: int | None) -> dict[str, StagedTensor]:
         """Read and check all that this rank needs, and pass on what others need. Raises: PublishError on all ranks."""
         own: list[list[Any]] = [] if plan is None else [[version, record.name] for version, record in plan.files()]
         needing: dict[tuple[int, str], list[int]] = defaultdict(list)
-        for rank, needs in enumerate(self._ranks.gather(own)):
+        gathered: list[Any] = self._ranks.gather([to, own])
+        if any(other != to for other, _ in gathered):
+            raise PublishError(f"to={[other for other, _ in gathered]} differs by rank; give one version on all ranks")
+        for rank, (_, needs) in enumerate(gathered):
             for version, name in needs:
                 needing[version, name].append(rank)
         transfers = _Transfers(self._send, self._received.manifests, needing)
