@@ -91,6 +91,7 @@ _NEAREST = {
     **dict.fromkeys(("publish/http_source", "publish/serving"), "publish/test_http"),
     "publish/announcing": "publish/test_announcing",
     "publish/together": "publish/test_together",
+    "publish/forms": "publish/test_forms",
     "publish/coordinates": "publish/test_publisher publish/test_exports",
 }
 """The tests that run for the mutants of a room, or of one module of it, those first that notice most for their time."""

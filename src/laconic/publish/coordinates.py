@@ -36,7 +36,12 @@ class CheckpointContents:
 
 
 def contents_of(
-    model: nn.Module, names: Names, *, merges: bool = False, local_steps: LocalSteps | None = None
+    model: nn.Module,
+    names: Names,
+    *,
+    merges: bool = False,
+    leaves_codes: bool = False,
+    local_steps: LocalSteps | None = None,
 ) -> CheckpointContents:
     """Find the parameters and persistent buffers, tied ones once, under their names in a checkpoint.
 
@@ -45,7 +50,8 @@ def contents_of(
     and the next crossings stay as they are. Collective if it `merges`.
 
     Raises:
-        PublishError: weights rest in few bits, which no checkpoint of the model has; or there is nothing to merge.
+        PublishError: weights rest in few bits, which no checkpoint of the model has, and it does not leave their codes
+            as they are; or there is nothing to merge.
     """
     state.show_sharded(model)
     if merges:
@@ -61,7 +67,7 @@ def contents_of(
     tensors = joined(tensors, state.places(model))
     if names != "model" and is_peft_model(model):
         return CheckpointContents(tensors=_adapters(model, tensors))
-    if names != "model" and any(quantized_layers(model)):
+    if names != "model" and not leaves_codes and any(quantized_layers(model)):
         raise PublishError(
             "the model has weights in few bits, which its checkpoint would have decoded; publish the adapters of a "
             'peft model, or the codes with names="model"'

@@ -12,15 +12,12 @@ from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from laconic.checkpoint import state
-from laconic.hf.hub_names import FolderRun
-from laconic.publish.coordinates import contents_of, in_folder
+from laconic.publish.forms import EncodedTensor, KeptValues, Marks, check_counted, marks_of
 from laconic.publish.http_source import HttpSource
 from laconic.publish.source import FolderSource, Registration, VanishedError, VersionSource, check_reader_name
 from laconic.publish.staging import StagedTensor, check_fit, digests_of, stage_version
-from laconic.publish.versions import Kind, Names, PublishError, VersionManifest
+from laconic.publish.versions import Kind, PublishError, VersionManifest
 from laconic.store.folder import FileRecord
 
 _T = TypeVar("_T")
@@ -43,8 +40,10 @@ class UpdatePlan:
     target: VersionManifest
     path: tuple[ReadStep, ...]
     own: Mapping[str, Tensor]
-    """The model's tensors, by their published names; empty for an engine that holds them in other forms."""
+    """The model's tensors, or the values kept for them, by their published names; empty for `patches`."""
     digests: Mapping[str, str]
+    encoded: tuple[EncodedTensor, ...] = ()
+    """Those that the model holds in another form."""
 
     def files(self) -> list[tuple[int, FileRecord]]:
         """The files to read, each with its version, in order."""
@@ -56,7 +55,7 @@ class _Left(NamedTuple):
 
     tensors: Mapping[str, Tensor]
     """They are held, so that no others come to lie where they are."""
-    marks: dict[str, tuple[object, ...]]
+    marks: Marks
     digests: dict[str, str]
 
 
@@ -84,6 +83,10 @@ class Reader:
     any time. It takes patches from there, or whole values where these are fewer bytes or the model holds no version.
     Nothing is applied before all of it is there and every digest is right.
 
+    A model may have weights in few bits: of `laconic.quantize_`, or of a method by which `from_pretrained` quantises on
+    the fly. Those are encoded anew when they change, equal to the bit to the encoding of the export of that step. The
+    reader keeps their published values in host memory: [Note: Kept values] in forms.py.
+
     Args:
         source: the publisher's folder; the address of `laconic publish serve`; or any other `VersionSource`.
         name: a name that no other reader has. Then the publisher keeps the versions that this reader still needs.
@@ -92,6 +95,8 @@ class Reader:
             and one with other tensors, or tensors that torch's operations have changed since. Others trust that nobody
             else has changed the model: by `tensor.data`, a collective, a replayed CUDA graph, a kernel of an engine, or
             its sleep. That saves a pass over the model, whose tensors the reader then holds.
+        cast: read versions in one float dtype into a model in another, as `Tensor.to` casts, such as bf16 into fp32.
+            The reader keeps the published values of such tensors, too. float8 and integers are not cast.
     """
 
     def __init__(
@@ -101,6 +106,7 @@ class Reader:
         name: str | None = None,
         run: str | None = None,
         verify: Literal["each", "first"] = "each",
+        cast: bool = False,
     ) -> None:
         if name is not None:
             check_reader_name(name)
@@ -110,6 +116,7 @@ class Reader:
         self.name, self.run, self.verify = name, run, verify
         self._left: _Left | None = None
         """The tensors that the last update left, if later ones trust them."""
+        self._kept = KeptValues(cast=cast, trusts_marks=verify == "first")
         self.version: int | None = None
         """The version that was read last; None before the first."""
         self.bytes_read = 0
@@ -122,11 +129,13 @@ class Reader:
         meanwhile.
 
         Cost: one pass over the model for its digests, and host memory for what is read: a patch, or one copy of the
-            model for whole values.
+            model for whole values. Besides, host memory for the published values of tensors in few bits or another
+            dtype, which stays, and a pass over these.
 
         Raises:
             PublishError: there is no such version, or it is damaged, older than the last one, of another run, or of
-                another architecture, vocabulary or dtype. Nothing was applied.
+                another architecture, vocabulary or dtype. Nothing was applied. Or a library could not quantise what
+                had come; the error says so, and the next update repairs the model.
             OSError: the source cannot be read, and nothing was applied; or, of a reader with a name, it cannot be told
                 of the version, which the model then has. Update again.
         """
@@ -181,36 +190,38 @@ class Reader:
     def plan(self, model: nn.Module | Mapping[str, Tensor], *, to: int | None = None) -> UpdatePlan:
         """The first third of `update`: find out what the model holds, and which files lead to the version."""
         target = self._target(to)
-        tensors = tensors_to_fill(model, target.names)
-        check_fit(target.tensors, tensors, f"version {target.version}")
-        own = {each.name: tensors[each.name] for each in target.tensors}
-        if self.verify == "first" and any(each.is_inference() for each in own.values()):
-            raise PublishError(
-                "the model was made in torch.inference_mode(), which does not count changes; make it outside, or give "
-                'verify="each"'
-            )
+        held = self._kept.hold(model, target)
+        check_fit(target.tensors, held.tensors, f"version {target.version}")
+        own = {each.name: held.tensors[each.name] for each in target.tensors}
+        if self.verify == "first":
+            check_counted(own.values())
         digests = self._digests_of(own)
         path = self._path(target, lambda manifest: manifest.digests == digests)
-        return UpdatePlan(target=target, path=path, own=own, digests=digests)
+        return UpdatePlan(target=target, path=path, own=own, digests=digests, encoded=held.encoded)
 
     def _digests_of(self, own: Mapping[str, Tensor]) -> dict[str, str]:
         """The digests of a model's tensors: taken, or those that the last update left."""
-        if self._left is not None and self._left.marks == _marks_of(own):
+        if self._left is not None and self._left.marks == marks_of(own):
             return self._left.digests
         return digests_of(own)
 
     def stage(self, plan: UpdatePlan) -> dict[str, StagedTensor]:
         """The second third of `update`: read the files, and check every digest. Nothing is applied."""
         self._register(tuple(step.manifest.version for step in plan.path), self.version)
-        return self._staged(plan)
+        staged = self._staged(plan)
+        for encoded in plan.encoded:
+            encoded.check(staged)
+        return staged
 
     def apply(self, plan: UpdatePlan, staged: Mapping[str, StagedTensor]) -> int:
         """The last third of `update`: change the model. Returns the number of the version."""
         self._left = None
+        stale = self._kept.begin(plan.encoded, staged)
         for each in staged.values():
             each.apply()
+        self._kept.encode(stale)
         if self.verify == "first":
-            self._left = _Left(plan.own, _marks_of(plan.own), plan.target.digests)
+            self._left = _Left(plan.own, marks_of(plan.own), plan.target.digests)
         self._has(plan.target)
         return plan.target.version
 
@@ -317,45 +328,6 @@ class Reader:
             self.source.register(self.name, Registration(version=version, reading=reading))
 
 
-def _marks_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[object, ...]]:
-    """Where tensors lie, and how often torch's operations have changed them."""
-    return {name: (each.data_ptr(), each.shape, each.stride(), each._version) for name, each in tensors.items()}
-
-
 def source_of(place: str | Path) -> VersionSource:
     """The source at an address with http or https, or of a folder. Raises: PublishError for a wrong address."""
     return HttpSource(str(place)) if str(place).startswith(("http://", "https://")) else FolderSource(place)
-
-
-def tensors_to_fill(model: nn.Module | Mapping[str, Tensor], names: Names) -> dict[str, Tensor]:
-    """The whole tensors of a model under the names of a version.
-
-    Raises:
-        PublishError: a tensor is sharded, on the meta device, or no tensor.
-    """
-    if isinstance(model, nn.Module):
-        contents = contents_of(model, names)
-        tensors = contents.tensors
-        further = state.tied_names(model) if names != "hub" else {}
-        found = {name: _run(tensors[run.name], run) for name, run in in_folder(contents, names).items()}
-        found |= {name: found[first] for name, first in further.items() if first in found}
-    else:
-        found = dict(model)
-    for name, tensor in found.items():
-        if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
-            raise PublishError(
-                f"{name} is a {type(tensor).__name__}, and a reader fills whole tensors; give a plain model or its "
-                "state dict"
-            )
-        if tensor.is_meta:
-            raise PublishError(f"{name} is on the meta device; call model.to_empty(device=...) before reading")
-    return found
-
-
-def _run(tensor: Tensor, run: FolderRun) -> Tensor:
-    """A view of the run of a tensor that a folder has as one."""
-    if run.shape == tuple(tensor.shape) or isinstance(tensor, DTensor):
-        return tensor
-    if not tensor.is_contiguous():
-        raise PublishError(f"{run.name} is not contiguous, and the version has it in pieces; make it contiguous")
-    return tensor.detach().view(-1)[run.start : run.start + math.prod(run.shape)].view(run.shape)

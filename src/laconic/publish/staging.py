@@ -34,6 +34,9 @@ from laconic.publish.versions import (
 from laconic.store.folder import DamagedError, FileRecord
 from laconic.store.tensors import parse_named
 
+CAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""The dtypes between which a reader may cast. Narrower ones need scales."""
+
 
 class StagedTensor:
     """The new values of one tensor: [Note: Nothing half]."""
@@ -238,12 +241,12 @@ def check_fit(published: Sequence[PublishedTensor], tensors: Mapping[str, Tensor
         PublishError: names, shapes or dtypes differ. It names the first that do.
     """
     by_name = {each.name: each for each in published}
-    memory = {_memory(tensors[name]) for name in by_name if name in tensors}
+    memory = {memory_of(tensors[name]) for name in by_name if name in tensors}
     problems = [f"{name} is not in the model" for name in by_name if name not in tensors]
     problems += [
         f"{name} is not in the version"
         for name, tensor in tensors.items()
-        if name not in by_name and _memory(tensor) not in memory  # a tied tensor under a further name
+        if name not in by_name and memory_of(tensor) not in memory  # a tied tensor under a further name
     ]
     for name, each in by_name.items():
         own = tensors.get(name)
@@ -252,12 +255,20 @@ def check_fit(published: Sequence[PublishedTensor], tensors: Mapping[str, Tensor
         elif own is not None and own.dtype != each.torch_dtype:
             own_dtype = str(own.dtype).removeprefix("torch.")
             problems.append(f"{name} is {own_dtype} in the model and {each.dtype} in the version")
+    casts = [
+        name for name, each in by_name.items() if name in tensors and _is_cast(tensors[name].dtype, each.torch_dtype)
+    ]
     if problems:
+        further = "; Reader(cast=True) reads one float dtype into another" if casts else ""
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise PublishError(
             f"{where} does not fit the model ({'; '.join(problems[:3])}{more}); read it into the architecture, "
-            "vocabulary and dtype that are published"
+            f"vocabulary and dtype that are published{further}"
         )
+
+
+def _is_cast(dtype: torch.dtype, published: torch.dtype) -> bool:
+    return dtype != published and {dtype, published} <= set(CAST_DTYPES)
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -265,7 +276,7 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: as_text(run_digest(tensor.detach().reshape(-1))) for name, tensor in tensors.items()}
 
 
-def _memory(tensor: Tensor) -> tuple[object, ...]:
+def memory_of(tensor: Tensor) -> tuple[object, ...]:
     """The key that tied tensors share. Each empty tensor has a key of its own."""
     place = tensor.data_ptr() if math.prod(tensor.shape) else id(tensor)
     return place, tensor.shape, tensor.stride(), tensor.dtype

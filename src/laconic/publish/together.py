@@ -65,7 +65,7 @@ class ReaderGroup:
     Args:
         group: the process group of trainers and readers. Default: all ranks.
         source: where rank 0 finds versions; see `Reader`. Other ranks need none.
-        run, verify: see `Reader`.
+        run, verify, cast: see `Reader`.
 
     Raises:
         PublishError: torch.distributed is not initialised, or rank 0 has no source.
@@ -78,6 +78,7 @@ class ReaderGroup:
         source: VersionSource | str | Path | None = None,
         run: str | None = None,
         verify: Literal["each", "first"] = "each",
+        cast: bool = False,
     ) -> None:
         with waiting_for("the process group of a ReaderGroup"):
             own = new_host_group(group)
@@ -90,7 +91,7 @@ class ReaderGroup:
         self._ranks.agree(lambda: self._take_source(source), only=self._ranks.rank == 0)
         self._nodes = self._ranks.gather(_node())
         self._received = _Received()
-        self.reader = Reader(self._received, run=run, verify=verify)
+        self.reader = Reader(self._received, run=run, verify=verify, cast=cast)
         """The reader of this rank: its version, and the bytes that it has read."""
 
     def update(self, model: nn.Module | Mapping[str, Tensor] | None = None, *, to: int | None = None) -> int:
@@ -102,7 +103,8 @@ class ReaderGroup:
         Cost: see `Reader.update`. Besides, a rank that needs a file or passes it on has it in memory.
 
         Raises:
-            PublishError: one rank cannot go on; see `Reader.update`. All ranks raise it, and nothing was applied.
+            PublishError: one rank cannot go on; see `Reader.update`. All ranks raise it, and nothing was applied. If a
+                library cannot quantise what has come, its rank alone raises.
         """
         for _ in range(_ATTEMPTS):
             try:
