@@ -43,8 +43,14 @@ def encode_gaps(positions: Tensor, values: Tensor) -> EncodedPart:
     """
     start = int(positions[0]) if len(positions) else 0
     distances = positions.diff(prepend=positions[:1])
-    gaps = min((_gaps_of(distances, dtype) for dtype in _GAP_DTYPES), key=lambda gaps: gaps.nbytes)
-    return EncodedPart(Encoding.GAPS, (start,), (len(positions),), {".gaps": gaps, ".values": values})
+    dtype = min(_GAP_DTYPES, key=lambda dtype: _gap_bytes(distances, dtype))
+    gaps = {".gaps": _gaps_of(distances, dtype), ".values": values}
+    return EncodedPart(Encoding.GAPS, (start,), (len(positions),), gaps)
+
+
+def _gap_bytes(distances: Tensor, dtype: torch.dtype) -> int:
+    further = distances // torch.iinfo(dtype).max
+    return dtype.itemsize * (len(distances) + int(further.sum()))
 
 
 def _gaps_of(distances: Tensor, dtype: torch.dtype) -> Tensor:
