@@ -9,6 +9,7 @@ from torch import Tensor
 import laconic
 from laconic.codec import TopK
 from laconic.islands.all_reduce import IslandGroup, mean_over_islands
+from tests.reference.sparse import decoded
 from tests.support.launch import run_ranks
 
 NUMEL = 9001
@@ -17,20 +18,6 @@ KEEP = 8
 
 def vector(island: int) -> Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(island))
-
-
-def largest(values: Tensor) -> Tensor:
-    """The largest of each 4,096 values as one of two magnitudes, one value after the other."""
-    kept = torch.zeros_like(values)
-    for begin in range(0, NUMEL, 4096):
-        chunk = values[begin : begin + 4096]
-        places = sorted(range(len(chunk)), key=lambda place: -abs(float(chunk[place])))[:KEEP]
-        mean = chunk[places].abs().mean()
-        for group in ([p for p in places if chunk[p].abs() > mean], [p for p in places if chunk[p].abs() <= mean]):
-            size = chunk[group].abs().sum() / max(1, len(group))
-            for place in group:
-                kept[begin + place] = size.bfloat16().float() * chunk[place].sign()
-    return kept
 
 
 def job_means() -> None:
@@ -42,7 +29,7 @@ def job_means() -> None:
     mean = mean_over_islands(vector(dist.get_rank()), *of)
     sent = (cluster.traffic.snapshot() - before).total("island", "outer", "sent")
     assert sent == mean.sent_bytes == (islands - 1) * codec.payload_bytes(NUMEL)
-    expected = [largest(vector(island)) for island in range(islands)]
+    expected = [decoded(vector(island), KEEP) for island in range(islands)]
     torch.testing.assert_close(mean.sent, expected[dist.get_rank()], rtol=1e-2, atol=0)
     torch.testing.assert_close(mean.value, torch.stack(expected).sum(0) / islands, rtol=1e-2, atol=1e-6)
     everyone = [torch.empty(NUMEL) for _ in range(islands)]

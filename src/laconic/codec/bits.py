@@ -8,7 +8,7 @@ from laconic.codec.fused import kept
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """Put codes of 2, 3, 4 or 8 bits side by side, the first in the lowest bits.
+    """Put codes of 1, 2, 3, 4 or 8 bits side by side, the first in the lowest bits.
 
     Shapes: codes (n,), uint8, with n * bits a multiple of 8, and of 24 for three bits -> (n * bits / 8,), uint8.
     """

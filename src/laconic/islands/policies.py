@@ -25,7 +25,7 @@ class Coding(Policy):
     """
 
     codec: Any = option("int4", hint=CodecName)
-    """The format of pseudo-gradients on the wire: 32, 16, 8, 4, 3, 2, 1.6, 4, 4, 0.23 or 0.45 bits a parameter. Python
+    """The format of pseudo-gradients on the wire: 32, 16, 8, 4, 3, 2, 1.6, 4, 4, 0.16 or 0.29 bits a parameter. Python
     also takes a `Codec`. One island alone sends nothing, and uses fp32."""
     error_feedback: Switch = False
     """Add to each pseudo-gradient what the codec has lost of the earlier ones: all of it, or this share at each sync.

@@ -1,0 +1,96 @@
+"""The largest values alone: which they are, and the bits in which their places cross."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from laconic.codec import TopK
+from tests.reference import sparse as naive
+
+KEEPS = [1, 3, 4, 8, 12, 60, 64, 65, 100, 128, 1020, 1024, 1028, 1366, 2044, 2048, 2052, 4092, 4095, 4096]
+"""Around the borders at which one more low bit of each place is sent, and odd ones."""
+
+
+def shuffled(numel: int, order: str = "random") -> Tensor:
+    """In each chunk the values 1, 2, 3 ... in an order, half of them negative. Sums of a chunk are exact in fp32."""
+    generator = torch.Generator().manual_seed(numel)
+    chunks = []
+    for begin in range(0, numel, 4096):
+        chunk = torch.randperm(min(4096, numel - begin), generator=generator) + 1.0
+        chunk = chunk if order == "random" else chunk.sort(descending=order == "descending").values
+        chunks.append(chunk * (1 - 2 * torch.randint(2, chunk.shape, generator=generator)))
+    return torch.cat(chunks)
+
+
+def test_the_largest_values_are_kept_with_two_magnitudes() -> None:
+    codec = TopK(keep=4)
+    x = torch.full((5000,), 1e-3)
+    for place, value in {7: 8.0, 4095: -2.0, 256: 2.0, 4000: -8.0, 4097: 1.0}.items():
+        x[place] = value
+    decoded = codec.decode(codec.encode(x), 5000)
+    first = {7: 8.0, 4095: -2.0, 256: 2.0, 4000: -8.0}
+    assert {place: float(decoded[place]) for place in decoded[:4096].nonzero().flatten().tolist()} == first
+    assert decoded[4097] == 1.0
+    assert int(decoded.count_nonzero()) == 8, "four of each chunk, also of the last, which is short"
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_values_and_bytes_are_the_oracles(keep: int) -> None:
+    codec = TopK(keep)
+    for order in ("random", "ascending", "descending"):  # the last two: places side by side at an end
+        x = shuffled(2 * 4096 if order == "random" else 4096, order)
+        payload = codec.encode(x)
+        assert bytes(payload.tolist()) == naive.message(x, keep)
+        assert torch.equal(codec.decode(payload, len(x)), naive.decoded(x, keep))
+
+
+@pytest.mark.parametrize("keep", [1, 3, 4, 64, 1028, 4096])
+@pytest.mark.parametrize("numel", [1, 2, 63, 4095, 4097, 9001])
+def test_sizes_that_fill_no_chunk(keep: int, numel: int) -> None:
+    """A chunk may have fewer values than are kept, and a message an odd number of bytes, anywhere in a buffer."""
+    codec, x = TopK(keep), shuffled(numel)
+    buffer = torch.full((codec.payload_bytes(numel) + 3,), 255, dtype=torch.uint8)
+    codec.encode_into(buffer[3:], x)
+    decoded = codec.decode(buffer[3:], numel)
+    assert torch.equal(decoded, naive.decoded(x, keep))
+
+
+def test_every_number_of_kept_values_takes_the_oracles_bytes() -> None:
+    for keep in range(1, 4097):
+        assert TopK(keep).payload_bytes(9001) == naive.message_bytes(9001, keep)
+
+
+def test_64_of_4096_take_ten_bits_each() -> None:
+    assert TopK(64).payload_bytes(4096) == 64 * 10 // 8 + 4
+    assert 8 * TopK(64).payload_bytes(2**20) / 2**20 == 0.1640625
+
+
+@pytest.mark.parametrize("keep", [1, 64, 65, 4096])
+def test_a_damaged_message_is_decoded_to_some_values(keep: int) -> None:
+    """It ends in no place outside of its chunk, which on a GPU would end the process."""
+    codec, generator = TopK(keep), torch.Generator().manual_seed(keep)
+    size = codec.payload_bytes(5000)
+    for payload in (
+        torch.zeros(size, dtype=torch.uint8),
+        torch.full((size,), 255, dtype=torch.uint8),
+        torch.randint(256, (size,), dtype=torch.uint8, generator=generator),
+    ):
+        assert codec.decode(payload, 5000).shape == (5000,)
+
+
+@pytest.mark.parametrize("keep", [0, 4097])
+def test_too_few_or_many_are_refused(keep: int) -> None:
+    with pytest.raises(ValueError, match=rf"TopK\(keep={keep}\) must keep 1 to 4096 of each 4096 values; 64 is usual"):
+        TopK(keep)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("keep", [3, 64, 128, 2048])
+def test_a_gpu_writes_and_reads_the_bytes_of_a_cpu(keep: int) -> None:
+    codec, x = TopK(keep), shuffled(2 * 4096)
+    payload = codec.encode(x)
+    assert torch.equal(codec.encode(x.cuda()).cpu(), payload)
+    assert torch.equal(codec.decode(payload.cuda(), len(x)).cpu(), codec.decode(payload, len(x)))
