@@ -102,7 +102,7 @@ def take_over(held: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     """
     loops = kernels_for(held, "lossless_numba")
     if loops is not None and held.dtype == torch.int16 and len(held) <= MAX_NUMEL:
-        changed: tuple[Tensor, Tensor] = loops.take_over(held, new)
+        changed: tuple[Tensor, Tensor] = loops.taken_over(held, new)
         return changed
     places = (held != new).nonzero().view(-1)
     before = held[places]

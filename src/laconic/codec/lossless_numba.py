@@ -141,7 +141,7 @@ def _form(form: PatternForm) -> tuple[int, int]:
     return form.bits, -1 if form.mantissa_bits is None else form.mantissa_bits
 
 
-def take_over(held: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+def taken_over(held: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     """See `lossless.take_over`. Shapes: (n,), int16 -> (c,), int32, and (c,), int16."""
     places, before = np.empty(len(held) + 1, np.int32), np.empty(len(held) + 1, np.int16)
     num = _take_over(held.numpy(), new.numpy(), places, before)
