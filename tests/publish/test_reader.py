@@ -423,20 +423,8 @@ def test_versions_that_registered_readers_need_stay(tmp_path: Path) -> None:
     assert (reader.num_behind(), Reader(tmp_path).num_behind()) == (0, 2)
 
 
-def _manifests(wholes: set[int], last: int = 20) -> list[VersionManifest]:
-    return [
-        VersionManifest(
-            files=(),
-            run="run",
-            version=version,
-            base=version - 1 or None,
-            is_whole=version in wholes,
-            step=None,
-            names="model",
-            tensors=(),
-        )
-        for version in range(1, last + 1)
-    ]
+def _has_whole(wholes: set[int], last: int = 20) -> dict[int, bool]:
+    return {version: version in wholes for version in range(1, last + 1)}
 
 
 @pytest.mark.parametrize(
@@ -453,15 +441,15 @@ def _manifests(wholes: set[int], last: int = 20) -> list[VersionManifest]:
     ],
 )
 def test_what_is_superseded(readers: list[Registration], first: int) -> None:
-    manifests = _manifests({1, 8, 15})
-    assert superseded(manifests, readers, keep=2, patience=10) == list(range(1, first))
-    assert superseded(manifests, readers, keep=30, patience=10) == []
+    has_whole = _has_whole({1, 8, 15})
+    assert superseded(has_whole, readers, keep=2, patience=10) == list(range(1, first))
+    assert superseded(has_whole, readers, keep=30, patience=10) == []
 
 
 def test_a_version_that_is_being_read_stays() -> None:
     reading = [Registration(version=None, reading=(12, 13, 2, -1, 10**9))]
-    assert superseded(_manifests({1, 8, 15}), reading, keep=2, patience=10) == [*range(1, 12), 14]
-    assert superseded(_manifests({1})[1:], [], keep=2, patience=1) == [], "no whole values are left"
+    assert superseded(_has_whole({1, 8, 15}), reading, keep=2, patience=10) == [*range(1, 12), 14]
+    assert superseded(_has_whole(set()), [], keep=2, patience=1) == [], "no whole values are left"
 
 
 def test_registrations_that_are_no_such_are_passed_over(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ leaves its mark in the folder, and a publisher that finds another mark there end
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
@@ -163,6 +164,8 @@ class Publisher:
         self._mark: str = begun[1]
         self._last: int = begun[2]
         self._since_whole = 0
+        self._has_whole: dict[int, bool] = {}
+        """Whether a version has whole values, of those whose manifests rank 0 has written or read."""
         self._layout = ""
         self._runs: tuple[dict[str, tuple[int, ...]], dict[str, FolderRun]] | None = None
         self._shares: OwnShares | None = None
@@ -371,7 +374,26 @@ class Publisher:
         )
         self._check_mark()
         store.commit(temporary, final, manifest, MANIFEST)
-        prune(self.folder, keep=self.policy.keep, patience=self.policy.patience)
+        self._has_whole[head.version] = head.is_whole
+        self._prune()
+
+    def _prune(self) -> None:
+        """Remove the versions that no reader needs, and the remains of interrupted writes: see `superseded`."""
+        source = FolderSource(self.folder)
+        found: dict[int, bool] = {}
+        for version in source.versions():
+            with contextlib.suppress(PublishError):  # a person may want to look at what is damaged
+                is_whole = self._has_whole.get(version)
+                found[version] = source.manifest(version).is_whole if is_whole is None else is_whole
+        self._has_whole = found
+        old = superseded(
+            found, list(source.registrations().values()), keep=self.policy.keep, patience=self.policy.patience
+        )
+        store.remove_folders([self.folder / version_name(version) for version in old])
+        for path in self.folder.iterdir():
+            if REMAINS.fullmatch(path.name):
+                remove(path)
+        reached(CrashPoint.PRUNED)
 
     def _published(self, name: str, head: _Head, shares: list[dict[str, Any]]) -> PublishedTensor:
         """Join what the ranks have told of one tensor."""
@@ -400,22 +422,6 @@ class _Head:
     step: int | None
     shapes: dict[str, tuple[int, ...]]
     is_whole: bool = False
-
-
-def prune(folder: Path, *, keep: int, patience: int) -> None:
-    """Remove the versions that no reader needs, and the remains of interrupted writes: see `superseded`."""
-    source, manifests = FolderSource(folder), []
-    for version in source.versions():
-        try:
-            manifests.append(source.manifest(version))
-        except PublishError:  # a person may want to look at what is damaged
-            continue
-    old = superseded(manifests, list(source.registrations().values()), keep=keep, patience=patience)
-    store.remove_folders([folder / version_name(version) for version in old])
-    for path in folder.iterdir():
-        if REMAINS.fullmatch(path.name):
-            remove(path)
-    reached(CrashPoint.PRUNED)
 
 
 def _checked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -119,6 +119,8 @@ class Reader:
         self._kept = KeptValues(cast=cast, trusts_marks=verify == "first")
         self.version: int | None = None
         """The version that was read last; None before the first."""
+        self._last: VersionManifest | None = None
+        """Its manifest, which the next patch is mostly for."""
         self.bytes_read = 0
         """The bytes of all files that were read."""
 
@@ -302,8 +304,12 @@ class Reader:
     def _before(self, manifest: VersionManifest, target: VersionManifest) -> VersionManifest:
         """The manifest of the version that a patch applies to. Raises: PublishError if it does not fit."""
         assert manifest.base is not None
-        before = self.source.manifest(manifest.base)
         needed = {each.name: each.before for each in manifest.tensors}
+        if (last := self._last) is not None and (last.version, last.run, last.digests) == (
+            manifest.base, target.run, needed
+        ):  # fmt: skip
+            return last
+        before = self.source.manifest(manifest.base)
         if before.run != target.run or before.digests != needed:
             raise PublishError(f"version {manifest.version} is no patch of version {before.version} of this run")
         return before
@@ -321,7 +327,7 @@ class Reader:
 
     def _has(self, target: VersionManifest) -> None:
         self._register((), target.version)  # before: an engine that sees its error has not moved on
-        self.run, self.version = target.run, target.version
+        self.run, self.version, self._last = target.run, target.version, target
 
     def _register(self, reading: tuple[int, ...], version: int | None) -> None:
         if self.name is not None:

@@ -198,8 +198,8 @@ class OwnShares:
             there = copy.to(bits.device, non_blocking=True)  # the copy itself on a CPU
             places, old = take_over(there, bits)  # on a device the host waits for both
             if len(places):
-                changed, places, old = bits[places].cpu(), places.cpu(), old.cpu()
                 if there is not copy:
+                    changed, places, old = bits[places].cpu(), places.cpu(), old.cpu()
                     copy[places] = changed
                 pieces.append(Changes(places.to(_places_dtype(owned)) + begin, old.view(new.dtype)))
         if not pieces:

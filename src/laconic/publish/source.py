@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, Self
@@ -158,16 +158,15 @@ def check_reader_name(name: str) -> None:
 
 
 def superseded(
-    manifests: Sequence[VersionManifest], readers: Sequence[Registration], *, keep: int, patience: int
+    has_whole: Mapping[int, bool], readers: Sequence[Registration], *, keep: int, patience: int
 ) -> list[int]:
-    """The versions that no reader needs: see [Note: Registered readers].
+    """The versions that no reader needs: see [Note: Registered readers]. `has_whole` says which have whole values.
 
     Kept are the `keep` newest; the newest with whole values, and those after it, for newcomers; and what registered
     readers need that are at most `patience` versions behind.
     """
-    manifests = sorted(manifests, key=lambda manifest: manifest.version)
-    numbers = [manifest.version for manifest in manifests]
-    wholes = [manifest.version for manifest in manifests if manifest.is_whole]
+    numbers = sorted(has_whole)
+    wholes = [number for number in numbers if has_whole[number]]
     if not wholes:
         return []
     first = min(wholes[-1], numbers[-min(keep, len(numbers))])
