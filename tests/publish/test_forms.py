@@ -5,9 +5,11 @@ The oracle is the plain model of the version, cast or quantised as a user would.
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +26,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import laconic
-from laconic.codec.linear import QuantizedLinear, WeightFormat
+from laconic.codec.linear import QuantizedLinear, WeightFormat, quantized_layers
 from laconic.publish import Publisher, PublishError, Reader, ReaderGroup
 from laconic.publish.forms import CodedWeight
 from laconic.publish.staging import StagedTensor
@@ -107,6 +109,23 @@ def test_codes_that_others_have_changed_are_made_anew(verify: Verify, tmp_path: 
 
 class Interrupted(BaseException):
     """No Exception, as a signal's."""
+
+
+def test_what_a_reader_holds_of_models_that_are_gone(tmp_path: Path) -> None:
+    weights = published(tmp_path)
+    held = {}
+    for verify in ("each", "first"):
+        reader, model = Reader(tmp_path, verify=verify), coded(weights[0])
+        reader.update(model)
+        codes = [weakref.ref(layer.weight_codes.untyped_storage()) for layer in quantized_layers(model)]
+        del model
+        gc.collect()
+        held[verify] = [each() is not None for each in codes]
+        plain = model_with(weights[0])
+        reader.update(plain)
+        assert not reader._kept._encodings, "nor of a model before the last one"
+    assert not any(held["each"])
+    assert all(held["first"]), "the price of trusting marks"
 
 
 @pytest.mark.parametrize("error", [Interrupted, RuntimeError])
@@ -338,6 +357,40 @@ class StepsQuantizer(HfQuantizer):
 
     def get_quantize_ops(self) -> Steps:
         return Steps()
+
+
+class Calibrated(HfQuantizer):
+    """A method that cannot quantise on the fly."""
+
+    requires_calibration = True
+    is_trainable = False
+
+    def is_serializable(self) -> bool:
+        return True
+
+
+class Packed(nn.Module):
+    """A model of such a method: codes, which no training changes, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.arange(8, dtype=torch.int32))
+        self.norm = nn.LayerNorm(8)
+        self.hf_quantizer = Calibrated(StepsConfig())
+
+
+def test_a_version_with_the_codes_of_a_model_needs_no_quantiser(tmp_path: Path) -> None:
+    trained, served = Packed(), Packed()
+    served.norm.bfloat16()
+    served.codes.zero_()
+    with Publisher(trained, tmp_path, names="model") as publisher:
+        for _ in range(2):
+            with torch.no_grad():
+                trained.norm.weight.add_(1)
+            publisher.publish()
+    Reader(tmp_path).update(served)
+    assert torch.equal(served.norm.weight, trained.norm.weight.bfloat16())
+    assert torch.equal(served.codes, trained.codes)
 
 
 def test_parameters_that_only_their_library_writes(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.two_tensor import TwoTensor
 
 import laconic
 from laconic.checkpoint import state
@@ -447,3 +448,22 @@ def test_one_process_without_a_group(tmp_path: Path) -> None:
     assert Reader(tmp_path).update(other) == 7
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
     assert os.listdir(tmp_path / "weight_v000007")
+
+
+class Wrapped(nn.Module):
+    """A parameter of a class that has no memory of its own, as torchao's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(TwoTensor(torch.ones(8), torch.ones(8)))
+
+
+def test_a_parameter_of_a_class_of_its_own(tmp_path: Path) -> None:
+    model = Wrapped()
+    with Publisher(model, tmp_path) as publisher:
+        publisher.publish()
+        model.weight.data.add_(1)
+        publisher.publish()
+    found = {"weight": torch.zeros(8, dtype=torch.bfloat16)}
+    assert Reader(tmp_path).update(found) == 2
+    assert torch.equal(found["weight"], torch.full((8,), 2, dtype=torch.bfloat16))

@@ -58,6 +58,38 @@ def test_to_a_version_that_is_named(encoding: str, tmp_path: Path) -> None:
     assert_same(snapshot(model), weights[4])
 
 
+def test_a_model_that_is_older_than_the_last_one_where_a_version_between_is_gone(tmp_path: Path) -> None:
+    """The reader knows the manifest of that version, but needs its files, too: whole values lead on."""
+    weights = published(tmp_path, base_every=1)
+    reader = Reader(tmp_path)
+    reader.update(model_with(weights[5]), to=5)
+    shutil.rmtree(tmp_path / version_name(5))
+    old = model_with(weights[4])
+    assert reader.update(old) == 6
+    assert_same(snapshot(old), weights[6])
+
+
+def test_a_version_that_the_model_holds_may_be_gone(tmp_path: Path) -> None:
+    """Its manifest is known, so the patch is enough."""
+    weights = published(tmp_path, base_every=100)
+    model, reader = model_with(weights[0]), Reader(tmp_path)
+    reader.update(model, to=5)
+    shutil.rmtree(tmp_path / version_name(5))
+    assert reader.update(model) == 6
+    assert_same(snapshot(model), weights[6])
+
+
+def test_a_plan_from_before_another_update_is_refused(tmp_path: Path) -> None:
+    weights = published(tmp_path)
+    model, other, reader = model_with(weights[0]), model_with(weights[0]), Reader(tmp_path)
+    plan = reader.plan(model, to=4)
+    staged = reader.stage(plan)
+    reader.update(other)
+    with pytest.raises(PublishError, match="the plan for version 4 was made before another one was applied; plan anew"):
+        reader.apply(plan, staged)
+    assert_same(snapshot(model), weights[0])
+
+
 def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
     weights = published(tmp_path, base_every=100)
     source = FolderSource(tmp_path)

@@ -96,6 +96,8 @@ def test_a_version_that_all_name(folder: Path) -> None:
     assert group.update(model, to=4) == 4
     with pytest.raises(PublishError, match="has no version 7, and its newest is 6"):
         group.update(model, to=7)
+    with pytest.raises(PublishError, match="has no version 7, and its newest is 6"):
+        group.update(None, to=7)
     with pytest.raises(PublishError, match=r"to=\[4, 5, 6\] differs by rank; give one version on all ranks"):
         group.update(model, to=4 + rank)
     if model is not None:

@@ -96,11 +96,11 @@ def last_difference(held: Tensor, new: Tensor, *, form: PatternForm | None = Non
 
 
 def take_over(held: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Make patterns equal to new ones, in one pass on a CPU: the places that change, ascending, and what they had.
+    """Make patterns equal to new ones, in one pass on a CPU: the places that change, ascending, and their old patterns.
 
     Shapes: held and new (n,), of one type of whole numbers, on one device -> (c,), int32 or int64, and (c,).
     """
-    loops = kernels_for(held, "lossless_numba")
+    loops = kernels_for(held, "lossless_numba") if type(new) is Tensor else None  # numpy has no subclasses
     if loops is not None and held.dtype == torch.int16 and len(held) <= MAX_NUMEL:
         changed: tuple[Tensor, Tensor] = loops.taken_over(held, new)
         return changed

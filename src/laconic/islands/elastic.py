@@ -96,6 +96,7 @@ class ElasticExchange(Exchange):
         super().__init__(cluster, codec, fragments)
         self._policy, self._run = policy, run
         own = {"codec": codec.name, "quorum": policy.quorum, "ranks of an island": cluster.size}
+        own["bytes of 4,096 values"] = codec.payload_bytes(4096)  # islands of two releases may code otherwise
         self._terms = {**terms, **_described(fragments), **own}
         self._ranks = ranks_or_self(cluster.flag_group)
         self._shard = self._ranks.rank

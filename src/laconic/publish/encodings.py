@@ -44,8 +44,8 @@ def encode_gaps(positions: Tensor, values: Tensor) -> EncodedPart:
     start = int(positions[0]) if len(positions) else 0
     distances = positions.diff(prepend=positions[:1])
     dtype = min(_GAP_DTYPES, key=lambda dtype: _gap_bytes(distances, dtype))
-    gaps = {".gaps": _gaps_of(distances, dtype), ".values": values}
-    return EncodedPart(Encoding.GAPS, (start,), (len(positions),), gaps)
+    tensors = {".gaps": _gaps_of(distances, dtype), ".values": values}
+    return EncodedPart(Encoding.GAPS, (start,), (len(positions),), tensors)
 
 
 def _gap_bytes(distances: Tensor, dtype: torch.dtype) -> int:

@@ -9,14 +9,15 @@ values have changed, their tensor is encoded anew, whole: by our own codec, by t
 
 A tensor counts as the encoding of its kept values while it has the digests that the last encoding left. The reader
 forgets these before values change. So after an error in the middle, in another model, or where somebody has changed
-codes, the next update encodes anew.
+codes, the next update encodes anew. (Scales that a library keeps as attributes of a parameter, as bitsandbytes does,
+are not looked at.)
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -189,7 +190,7 @@ class _Encoding(NamedTuple):
     """The parts of a tensor as its last encoding has left them."""
 
     parts: dict[str, Tensor]
-    """They are held, so that no others come to lie where they are."""
+    """They are held, so that no others come to lie where they are; none if marks are not trusted."""
     marks: Marks
     digests: dict[str, str]
 
@@ -233,6 +234,7 @@ class KeptValues:
             if self._cast and tensor.dtype in CAST_DTYPES and wanted and wanted <= set(CAST_DTYPES):
                 forms[name] = CastTensor(name, tensor)
         self._values = {name: values for name, values in self._values.items() if name in forms}
+        self._encodings = {name: last for name, last in self._encodings.items() if name in forms}
         encoded = tuple(self._encoded(name, form, names[name], dtypes) for name, form in forms.items())
         tensors = tensors | {each.name: each.values for each in encoded}
         found = {name: _run(tensors[run.name], run) for name, run in runs.items()}
@@ -261,8 +263,8 @@ class KeptValues:
                     f"{each.name} cannot be encoded ({error}); the model has parts of two versions. Update again"
                 ) from error
             parts = each.form.parts()
-            marks = marks_of(parts) if self._trusts_marks else {}
-            self._encodings[each.name] = _Encoding(parts, marks, digests_of(parts))
+            trusted = parts if self._trusts_marks else {}
+            self._encodings[each.name] = _Encoding(trusted, marks_of(trusted), digests_of(parts))
 
     def _encoded(
         self, name: str, form: HeldForm, published: Sequence[str], dtypes: Mapping[str, torch.dtype]
@@ -292,7 +294,7 @@ class KeptValues:
         return last.digests == digests_of(parts)
 
     def _contents(
-        self, model: nn.Module, target: VersionManifest, published: Collection[str]
+        self, model: nn.Module, target: VersionManifest, published: Mapping[str, torch.dtype]
     ) -> tuple[CheckpointContents, dict[str, HeldForm], dict[str, str]]:
         """The tensors of a module, those in few bits without memory; the latter's forms; and the names of tied ones."""
         contents = contents_of(model, target.names, leaves_codes=True)
@@ -308,7 +310,7 @@ class KeptValues:
                 forms[weight] = CodedWeight(weight, layers[id(parameter)])
                 tensors = {key: each for key, each in tensors.items() if key not in (name, f"{weight}_scales")}
         inner = getattr(model, "_orig_mod", model)
-        if "hf_quantizer" in vars(inner):
+        if "hf_quantizer" in vars(inner) and not _is_as_published(tensors, published):
             tensors, library, shown = self._of_library(inner, tensors)
             forms |= library
         tensors = tensors | {name: torch.empty(form.shape, device="meta") for name, form in forms.items()}
@@ -332,6 +334,14 @@ class KeptValues:
         }
         forms: dict[str, HeldForm] = {name: LibraryTensor(name, model, requantizer) for name in requantizer.names}
         return plain, forms, requantizer.plain
+
+
+def _is_as_published(tensors: Mapping[str, Tensor], published: Mapping[str, torch.dtype]) -> bool:
+    """Whether a version has the tensors of a quantised model themselves, such as their codes."""
+    return all(
+        published.get(name) == tensor.dtype and not is_traceable_wrapper_subclass(tensor)
+        for name, tensor in tensors.items()
+    )
 
 
 def check_counted(tensors: Iterable[Tensor]) -> None:

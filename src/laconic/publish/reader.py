@@ -44,6 +44,8 @@ class UpdatePlan:
     digests: Mapping[str, str]
     encoded: tuple[EncodedTensor, ...] = ()
     """Those that the model holds in another form."""
+    num_applied: int = 0
+    """The plans that the reader had applied when it made this one."""
 
     def files(self) -> list[tuple[int, FileRecord]]:
         """The files to read, each with its version, in order."""
@@ -119,6 +121,7 @@ class Reader:
         self._kept = KeptValues(cast=cast, trusts_marks=verify == "first")
         self.version: int | None = None
         """The version that was read last; None before the first."""
+        self._num_applied = 0
         self._last: VersionManifest | None = None
         """Its manifest, which the next patch is mostly for."""
         self.bytes_read = 0
@@ -191,7 +194,7 @@ class Reader:
 
     def plan(self, model: nn.Module | Mapping[str, Tensor], *, to: int | None = None) -> UpdatePlan:
         """The first third of `update`: find out what the model holds, and which files lead to the version."""
-        target = self._target(to)
+        target = self.target_of(to)
         held = self._kept.hold(model, target)
         check_fit(target.tensors, held.tensors, f"version {target.version}")
         own = {each.name: held.tensors[each.name] for each in target.tensors}
@@ -199,7 +202,9 @@ class Reader:
             check_counted(own.values())
         digests = self._digests_of(own)
         path = self._path(target, lambda manifest: manifest.digests == digests)
-        return UpdatePlan(target=target, path=path, own=own, digests=digests, encoded=held.encoded)
+        return UpdatePlan(
+            target=target, path=path, own=own, digests=digests, encoded=held.encoded, num_applied=self._num_applied
+        )
 
     def _digests_of(self, own: Mapping[str, Tensor]) -> dict[str, str]:
         """The digests of a model's tensors: taken, or those that the last update left."""
@@ -216,7 +221,16 @@ class Reader:
         return staged
 
     def apply(self, plan: UpdatePlan, staged: Mapping[str, StagedTensor]) -> int:
-        """The last third of `update`: change the model. Returns the number of the version."""
+        """The last third of `update`: change the model. Returns the number of the version.
+
+        Raises:
+            PublishError: another plan was applied since this one was made; and see `update`.
+        """
+        if plan.num_applied != self._num_applied:
+            raise PublishError(
+                f"the plan for version {plan.target.version} was made before another one was applied; plan anew"
+            )
+        self._num_applied += 1
         self._left = None
         stale = self._kept.begin(plan.encoded, staged)
         for each in staged.values():
@@ -228,7 +242,7 @@ class Reader:
         return plan.target.version
 
     def _changes(self, since: int | None, to: int | None) -> tuple[VersionManifest, list[StagedTensor]]:
-        target = self._target(to)
+        target = self.target_of(to)
         path = self._path(target, lambda manifest: manifest.version == since)
         self._register(tuple(step.manifest.version for step in path), since)
         return target, list(self._staged(UpdatePlan(target=target, path=path, own={}, digests={})).values())
@@ -241,7 +255,7 @@ class Reader:
                 return action()
         return action()
 
-    def _target(self, to: int | None) -> VersionManifest:
+    def target_of(self, to: int | None) -> VersionManifest:
         """The manifest of a version, or of the newest. Raises: PublishError if it is not there, or not to be read."""
         versions = self.source.versions()
         if not versions:
@@ -286,7 +300,7 @@ class Reader:
             patches.insert(0, ReadStep(manifest=manifest, kind="patch"))
             patch_bytes += manifest.nbytes("patch")
             try:
-                manifest = self._before(manifest, target)
+                manifest = self._before(manifest, target, is_held)
             except PublishError as error:  # removed or damaged: whole values lead on
                 why = f" ({error})"
                 error_class = VanishedError if isinstance(error, VanishedError) else PublishError
@@ -301,13 +315,14 @@ class Reader:
             )
         return tuple(from_whole)
 
-    def _before(self, manifest: VersionManifest, target: VersionManifest) -> VersionManifest:
+    def _before(
+        self, manifest: VersionManifest, target: VersionManifest, is_held: Callable[[VersionManifest], bool]
+    ) -> VersionManifest:
         """The manifest of the version that a patch applies to. Raises: PublishError if it does not fit."""
         assert manifest.base is not None
         needed = {each.name: each.before for each in manifest.tensors}
-        if (last := self._last) is not None and (last.version, last.run, last.digests) == (
-            manifest.base, target.run, needed
-        ):  # fmt: skip
+        last = self._last  # is parsed already, and serves where nothing is read of it
+        if last is not None and last.version == manifest.base and last.digests == needed and is_held(last):
             return last
         before = self.source.manifest(manifest.base)
         if before.run != target.run or before.digests != needed:

@@ -195,12 +195,14 @@ class OwnShares:
         pieces = []
         for begin, new in self._pieces(name, owned, holdings):
             copy, bits = bits_of(owned.copy[begin : begin + len(new)]), bits_of(new)
-            there = copy.to(bits.device, non_blocking=True)  # the copy itself on a CPU
-            places, old = take_over(there, bits)  # on a device the host waits for both
+            if bits.is_cpu:
+                places, old = take_over(copy, bits)
+            else:
+                local = (bits != copy.to(bits.device, non_blocking=True)).nonzero().view(-1)  # waits for the copy
+                changed, places = bits[local].cpu(), local.cpu()
+                old = copy[places]
+                copy[places] = changed
             if len(places):
-                if there is not copy:
-                    changed, places, old = bits[places].cpu(), places.cpu(), old.cpu()
-                    copy[places] = changed
                 pieces.append(Changes(places.to(_places_dtype(owned)) + begin, old.view(new.dtype)))
         if not pieces:
             return Changes(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=owned.copy.dtype))

@@ -144,7 +144,11 @@ class ReaderGroup:
         return int(versions[-1])
 
     def _plan(self, model: nn.Module | Mapping[str, Tensor] | None, to: int | None) -> UpdatePlan | None:
-        return None if model is None else self.reader.plan(model, to=to)
+        if model is not None:
+            return self.reader.plan(model, to=to)
+        if to is not None:
+            self.reader.target_of(to)
+        return None
 
     def _receive(self, plan: UpdatePlan | None, to: int | None) -> dict[str, StagedTensor]:
         """Read and check all that this rank needs, and pass on what others need. Raises: PublishError on all ranks."""
