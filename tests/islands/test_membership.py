@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import laconic
 from laconic import LocalSteps, Membership
+from laconic.codec import FloatCodec
 from laconic.islands import elastic
 from laconic.islands.agreements import Agreements, Outcome, Roster, Verdict
 from laconic.islands.entrance import Entrance
@@ -142,6 +143,13 @@ def test_an_island_that_waits_says_for_what() -> None:
         assert Entrance._missing(waiting).startswith(wanted)
 
 
+class LongerFloats(FloatCodec):
+    """As another release might code."""
+
+    def payload_bytes(self, numel: int) -> int:
+        return super().payload_bytes(numel) + 4
+
+
 def refused(address: str) -> list[str]:
     """The messages of bad settings."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -162,6 +170,7 @@ def refused(address: str) -> list[str]:
     attempt(policy={"rendezvous": "127.0.0.1:9"})
     attempt()
     attempt(every=2 * EVERY)
+    attempt(codec=LongerFloats("fp32", torch.float32))
     attempt(recovery="/tmp")
     for policy in ({"rendezvous": "here"}, {"islands": 0}, {"quorum": 0}, {"timeout_s": 0}):
         attempt(policy=policy)
@@ -185,6 +194,7 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
         "no rendezvous answers at 127.0.0.1:9",
         f"1 of 2 islands have come to {address}",
         "every is 6 on this island and 3 on the islands",
+        "bytes of 4,096 values is 16388 on this island and 16384 on the islands",
         "leave it out, and save checkpoints",
         "must be HOST:PORT",
         "Membership(islands=0) must be at least 1",
