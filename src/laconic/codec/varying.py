@@ -14,7 +14,7 @@ Ranks must know the same lengths. An exception on one rank may end this between 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -58,9 +58,13 @@ class VaryingMessages:
         """Forget the lengths of messages. All ranks do, before one of them sends the next."""
         self._expected = [_HEAD_BYTES] * self._way.size
 
-    def start(self, body: Tensor) -> None:
-        """Begin to send `body`, (n,), uint8, to all. It may change afterwards."""
+    def start(self, make: Callable[[], Tensor], *, stand_in: Callable[[], Tensor]) -> None:
+        """Begin to send what `make` returns, (n,), uint8, to all. It may change afterwards.
+
+        In a rehearsal nobody could read it, and what `stand_in` returns is sent.
+        """
         self._free()  # an exception may have cut the last crossing short
+        body = make() if self._way.has_peers else stand_in()
         expected = self._expected
         length = _HEAD_BYTES + len(body)
         self._sent = body.new_zeros(max(length, expected[self._way.rank]))
@@ -71,8 +75,8 @@ class VaryingMessages:
         first = self._sent[: expected[self._way.rank]]
         self._pending = self._way.all_gather(self._arriving, first, self._purpose, numels=expected)
 
-    def finish(self) -> list[Tensor]:
-        """Wait, and return the message of each rank, (n,), uint8. The host reads their lengths from the device.
+    def finish(self) -> dict[int, Tensor]:
+        """Wait, and return the messages of the other ranks, (n,), uint8. The host reads lengths from the device.
 
         Raises:
             RuntimeError: a length is none.
@@ -91,7 +95,10 @@ class VaryingMessages:
             parts = self._with_rest(parts, round_up(rest, _ALIGNMENT))
         self._expected = [round_up(length + length // _MARGIN, _ALIGNMENT) for length in lengths]
         self._free()
-        return [part[_HEAD_BYTES:length] for part, length in zip(parts, lengths, strict=True)]
+        if not self._way.has_peers:
+            return {}
+        bodies = (part[_HEAD_BYTES:length] for part, length in zip(parts, lengths, strict=True))
+        return {rank: body for rank, body in enumerate(bodies) if rank != self._way.rank}
 
     def _lengths(self, parts: Sequence[Tensor]) -> list[int]:
         if not self._way.has_peers:  # a rehearsal: all are as long as this rank's

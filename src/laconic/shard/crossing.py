@@ -283,19 +283,18 @@ class LosslessDifferences(DifferenceCrossing):
 
     def _send(self, own: Tensor) -> None:
         new = self.bucket.form.sent(torch.empty_like(own))
-        if self._node.has_peers:
-            last = None if self._last is None else self.bucket.own_part(self._last)
-            self._messages.start(encode_in_pieces(own, new, last))
-        else:  # a rehearsal: no rank sends what could be decoded
-            self._messages.start(own.new_empty(len(own) * TYPICAL_BITS // 8, dtype=torch.uint8))
+        last = None if self._last is None else self.bucket.own_part(self._last)
+        self._messages.start(
+            lambda: encode_in_pieces(own, new, last),
+            stand_in=lambda: own.new_empty(len(own) * TYPICAL_BITS // 8, dtype=torch.uint8),
+        )
         own.copy_(new)
 
     def _add(self, node_shard: Tensor) -> None:
         parts = self.bucket.form.peers_of(node_shard)
         lasts = [None] * len(parts) if self._last is None else self.bucket.form.peers_of(self._last)
-        for peer, (part, message, last) in enumerate(zip(parts, self._messages.finish(), lasts, strict=True)):
-            if peer != self._node.rank and self._node.has_peers:
-                decode_in_pieces(part, message, last)
+        for peer, message in self._messages.finish().items():
+            decode_in_pieces(parts[peer], message, lasts[peer])
 
     def _begin_anew(self, node_shard: Tensor) -> None:
         self._messages.forget()
