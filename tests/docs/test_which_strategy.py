@@ -45,6 +45,7 @@ def table(case: str, *, among: Sequence[str] | None) -> str:
 SAMPLE = "sites"
 
 
+@pytest.mark.timeout(300)  # a plan of many strategies, a minute of a free processor
 @pytest.mark.parametrize(
     "case", [SAMPLE, *(pytest.param(case, marks=pytest.mark.campaign) for case in CASES if case != SAMPLE)]
 )
