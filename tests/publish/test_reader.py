@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laconic.publish import FolderSource, Publisher, PublishError, Reader, WeightPatch
-from laconic.publish import reader as reader_module
+from laconic.publish import FolderSource, Publisher, PublishError, Reader, WeightPatch, forms
 from laconic.publish.source import Registration, VanishedError, superseded
 from laconic.publish.staging import StagedTensor
 from laconic.publish.versions import MANIFEST, VersionManifest, version_name
@@ -123,8 +122,8 @@ def test_a_reader_that_verifies_first_takes_digests_when_it_must(
 ) -> None:
     """At the first update; after an edit, or with another model; and not otherwise."""
     taken: list[int] = []
-    take = reader_module.digests_of
-    monkeypatch.setattr(reader_module, "digests_of", lambda tensors: taken.append(1) or take(tensors))
+    take = forms.digests_of
+    monkeypatch.setattr(forms, "digests_of", lambda tensors: taken.append(1) or take(tensors))
     weights = published(tmp_path, num_versions=2, run="run")
     reader, model = Reader(tmp_path, verify="first"), model_with(weights[0])
     for version in (1, 2, 2):

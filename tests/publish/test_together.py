@@ -90,7 +90,7 @@ def test_readers_that_are_behind_by_different_versions(folder: Path) -> None:
 
 @on_ranks(3)
 def test_a_version_that_all_name(folder: Path) -> None:
-    """Rank 0 has no reader. A version that is not there, or another on each rank, is told on all."""
+    """Rank 0 has no reader. All ranks raise if the version is missing, or if they name different ones."""
     rank, weights = dist.get_rank(), weights_of_versions(6)
     group, model = readers(folder), None if dist.get_rank() == 0 else model_with(weights[2 * dist.get_rank() - 1])
     assert group.update(model, to=4) == 4

@@ -186,13 +186,21 @@ class HeldTensors:
 Marks = dict[str, tuple[object, ...]]
 
 
-class _Encoding(NamedTuple):
-    """The parts of a tensor as its last encoding has left them."""
+class LeftTensors(NamedTuple):
+    """Tensors as an update has left them."""
 
-    parts: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     """They are held, so that no others come to lie where they are; none if marks are not trusted."""
     marks: Marks
     digests: dict[str, str]
+
+    def digests_now(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """The digests of tensors: those that were left, if marks say that nothing has changed, or else taken."""
+        is_known = bool(self.marks) and self.marks == marks_of(tensors)  # inference tensors have no marks
+        return self.digests if is_known else digests_of(tensors)
+
+
+NOTHING_LEFT = LeftTensors({}, {}, {})
 
 
 class KeptValues:
@@ -201,7 +209,7 @@ class KeptValues:
     def __init__(self, *, cast: bool, trusts_marks: bool) -> None:
         self._cast, self._trusts_marks = cast, trusts_marks
         self._values: dict[str, Tensor] = {}
-        self._encodings: dict[str, _Encoding] = {}
+        self._encodings: dict[str, LeftTensors] = {}
         self._requantizer: tuple[weakref.ref[nn.Module], Requantizer] | None = None
 
     def hold(self, model: nn.Module | Mapping[str, Tensor], target: VersionManifest) -> HeldTensors:
@@ -213,6 +221,7 @@ class KeptValues:
             PublishError: a tensor is sharded, on the meta device, or in a form that nobody can encode.
         """
         dtypes = {each.name: each.torch_dtype for each in target.tensors}
+        forms: dict[str, HeldForm] = {}
         if isinstance(model, nn.Module):
             contents, forms, tied = self._contents(model, target, dtypes)
             runs = in_folder(contents, target.names)
@@ -220,7 +229,7 @@ class KeptValues:
         else:
             for name, tensor in model.items():
                 _check_plain(name, tensor)
-            tensors, forms, tied = _untied(model)
+            tensors, tied = _untied(model)
             runs = {name: FolderRun(name, 0, tuple(tensor.shape)) for name, tensor in tensors.items()}
         names: dict[str, list[str]] = {name: [] for name in tensors}
         for name in dtypes:
@@ -264,7 +273,7 @@ class KeptValues:
                 ) from error
             parts = each.form.parts()
             trusted = parts if self._trusts_marks else {}
-            self._encodings[each.name] = _Encoding(trusted, marks_of(trusted), digests_of(parts))
+            self._encodings[each.name] = LeftTensors(trusted, marks_of(trusted), digests_of(parts))
 
     def _encoded(
         self, name: str, form: HeldForm, published: Sequence[str], dtypes: Mapping[str, torch.dtype]
@@ -276,22 +285,14 @@ class KeptValues:
             check_counted(parts.values())
         dtype = next((dtypes[each] for each in published), None)
         if dtype not in CAST_DTYPES or not (form.dtype is None or self._cast):
-            dtype = form.dtype or torch.get_default_dtype()  # another one is told as that of any tensor
+            dtype = form.dtype or torch.get_default_dtype()  # `check_fit` refuses it, as for any tensor
         values = self._values.get(name)
         if values is None or (tuple(values.shape), values.dtype) != (form.shape, dtype):
             with torch.inference_mode(False):  # its tensors count no changes
                 values = self._values[name] = torch.empty(form.shape, dtype=dtype)
-        return EncodedTensor(
-            name=name, published=tuple(published), form=form, values=values, is_current=self._is_current(name, parts)
-        )
-
-    def _is_current(self, name: str, parts: Mapping[str, Tensor]) -> bool:
-        last = self._encodings.get(name)
-        if last is None:
-            return False
-        if self._trusts_marks and last.marks == marks_of(parts):
-            return True
-        return last.digests == digests_of(parts)
+        last = self._encodings.get(name, NOTHING_LEFT)
+        is_current = last.digests == last.digests_now(parts)
+        return EncodedTensor(name=name, published=tuple(published), form=form, values=values, is_current=is_current)
 
     def _contents(
         self, model: nn.Module, target: VersionManifest, published: Mapping[str, torch.dtype]
@@ -358,14 +359,14 @@ def marks_of(tensors: Mapping[str, Tensor]) -> Marks:
     return {name: (each.data_ptr(), each.shape, each.stride(), each._version) for name, each in tensors.items()}
 
 
-def _untied(model: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, HeldForm], dict[str, str]]:
-    """The tensors of a dict, tied ones once; no forms; and the first name of each tied tensor by its further names."""
+def _untied(model: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a dict, tied ones once; and the first name of each tied tensor by its further names."""
     first: dict[tuple[object, ...], str] = {}
     for name, tensor in model.items():
         first.setdefault(memory_of(tensor), name)
     tied = {name: first[memory_of(tensor)] for name, tensor in model.items()}
     tied = {name: other for name, other in tied.items() if name != other}
-    return {name: tensor for name, tensor in model.items() if name not in tied}, {}, tied
+    return {name: tensor for name, tensor in model.items() if name not in tied}, tied
 
 
 def _check_plain(name: str, tensor: Any) -> None:

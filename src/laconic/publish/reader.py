@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from laconic.publish.forms import EncodedTensor, KeptValues, Marks, check_counted, marks_of
+from laconic.publish.forms import NOTHING_LEFT, EncodedTensor, KeptValues, LeftTensors, check_counted, marks_of
 from laconic.publish.http_source import HttpSource
 from laconic.publish.source import FolderSource, Registration, VanishedError, VersionSource, check_reader_name
-from laconic.publish.staging import StagedTensor, check_fit, digests_of, stage_version
+from laconic.publish.staging import StagedTensor, check_fit, stage_version
 from laconic.publish.versions import Kind, PublishError, VersionManifest
 from laconic.store.folder import FileRecord
 
@@ -27,7 +27,7 @@ _ATTEMPTS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class ReadStep:
-    """One version on the way to another, and the kind of parts that are read of it."""
+    """A version that a reader reads on its way, and whether it reads the patch or the whole values."""
 
     manifest: VersionManifest
     kind: Kind
@@ -50,15 +50,6 @@ class UpdatePlan:
     def files(self) -> list[tuple[int, FileRecord]]:
         """The files to read, each with its version, in order."""
         return [(step.manifest.version, record) for step in self.path for record in step.manifest.files_of(step.kind)]
-
-
-class _Left(NamedTuple):
-    """A model as an update has left it."""
-
-    tensors: Mapping[str, Tensor]
-    """They are held, so that no others come to lie where they are."""
-    marks: Marks
-    digests: dict[str, str]
 
 
 class WeightPatch(NamedTuple):
@@ -116,7 +107,7 @@ class Reader:
             raise PublishError(f'verify={verify!r}: give "each" or "first"')
         self.source: VersionSource = source_of(source) if isinstance(source, str | Path) else source
         self.name, self.run, self.verify = name, run, verify
-        self._left: _Left | None = None
+        self._left = NOTHING_LEFT
         """The tensors that the last update left, if later ones trust them."""
         self._kept = KeptValues(cast=cast, trusts_marks=verify == "first")
         self.version: int | None = None
@@ -200,17 +191,11 @@ class Reader:
         own = {each.name: held.tensors[each.name] for each in target.tensors}
         if self.verify == "first":
             check_counted(own.values())
-        digests = self._digests_of(own)
+        digests = self._left.digests_now(own)
         path = self._path(target, lambda manifest: manifest.digests == digests)
         return UpdatePlan(
             target=target, path=path, own=own, digests=digests, encoded=held.encoded, num_applied=self._num_applied
         )
-
-    def _digests_of(self, own: Mapping[str, Tensor]) -> dict[str, str]:
-        """The digests of a model's tensors: taken, or those that the last update left."""
-        if self._left is not None and self._left.marks == marks_of(own):
-            return self._left.digests
-        return digests_of(own)
 
     def stage(self, plan: UpdatePlan) -> dict[str, StagedTensor]:
         """The second third of `update`: read the files, and check every digest. Nothing is applied."""
@@ -231,13 +216,13 @@ class Reader:
                 f"the plan for version {plan.target.version} was made before another one was applied; plan anew"
             )
         self._num_applied += 1
-        self._left = None
+        self._left = NOTHING_LEFT
         stale = self._kept.begin(plan.encoded, staged)
         for each in staged.values():
             each.apply()
         self._kept.encode(stale)
         if self.verify == "first":
-            self._left = _Left(plan.own, marks_of(plan.own), plan.target.digests)
+            self._left = LeftTensors(plan.own, marks_of(plan.own), plan.target.digests)
         self._has(plan.target)
         return plan.target.version
 
