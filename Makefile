@@ -6,9 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV) > /dev/null || true
 # numba compiles loops when they are first called; here, so that ranks do not all do it in their first step
-LOOPS := $(BIN)/python -c 'import torch; from laconic.codec.lossless import decode, encode, last_difference, take_over; \
-  x = torch.ones(8192).bfloat16(); last = last_difference(x, x); decode(x, encode(x, x, last), last); \
-  take_over(x.view(torch.int16), x.view(torch.int16))'
+LOOPS := $(BIN)/python -m tests.support.loops
 
 # Baselines of other makers, with what they need and the environment lacks. torchft has no wheel for Python 3.14 yet.
 PEERS := deepspeed einops hjson msgpack ninja py-cpuinfo 'torchft; python_version < "3.14"' googleapis-common-protos \

@@ -12,7 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic.publish.digests import added, bits_of, digest_at, run_digest
+from laconic.codec.fused import kernels_for
+from laconic.publish import changes
+from laconic.publish.changes import bits_of, put, take_over, taken
+from laconic.publish.digests import added, digest_at, run_digest
 from laconic.publish.encodings import (
     EncodedPart,
     decode_dense,
@@ -30,6 +33,15 @@ from tests.reference import publish as reference
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn)
 
 
+@pytest.fixture(params=["loops", "plain"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How a CPU goes through changes: in loops of numba, or in torch's operations, as where numba is missing."""
+    assert kernels_for(torch.ones(1), "publish.changes_numba") is not None
+    if request.param == "plain":
+        monkeypatch.setattr(changes, "kernels_for", lambda tensor, name: None)
+    return str(request.param)
+
+
 def random(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     values = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
     return (values * 100).to(dtype)
@@ -40,8 +52,42 @@ def patterns(values: Tensor) -> list[int]:
     return [number % modulus for number in bits_of(values).tolist()]
 
 
+@pytest.mark.parametrize("numel", [0, 1, 3, 4100])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int64])
+@pytest.mark.usefixtures("way")
+def test_what_is_taken_over_is_noted(dtype: torch.dtype, numel: int) -> None:
+    """Also where a tensor begins between two words of memory, and ends within one."""
+    generator = torch.Generator().manual_seed(numel)
+    for begin in (0, 1):
+        held, new = torch.randint(-3, 3, (2, numel + 4), dtype=dtype, generator=generator)[:, begin : begin + numel]
+        expected = [(place, old) for place, (old, fresh) in enumerate(zip(held.tolist(), new.tolist(), strict=True))
+                    if old != fresh]  # fmt: skip
+        places, before = take_over(held, new)
+        assert list(zip(places.tolist(), before.tolist(), strict=True)) == expected
+        assert torch.equal(held, new)
+        assert before.dtype == dtype
+
+
+@pytest.mark.parametrize("places_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.usefixtures("way")
+def test_values_are_taken_and_put_bit_by_bit(dtype: torch.dtype, places_dtype: torch.dtype) -> None:
+    values = torch.tensor([1.0, float("nan"), -0.0], dtype=dtype)
+    bits_of(values)[1] ^= 1  # a NaN like no other
+    places = torch.tensor([0, 7, 11], dtype=places_dtype)
+    for tensor in (torch.zeros(3, 4, dtype=dtype), torch.zeros(4, 3, dtype=dtype).t()):
+        put(tensor, places, values)
+        assert torch.equal(bits_of(taken(tensor, places)), bits_of(values))
+        assert int((tensor == 0).sum()) == 10
+    with pytest.raises(IndexError):
+        put(torch.zeros(3, dtype=dtype), places, values)
+    with pytest.raises(IndexError):
+        taken(torch.zeros(3, dtype=dtype), places)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", [0, 1, 101])
+@pytest.mark.usefixtures("way")
 def test_digests_equal_their_twin_and_follow_changes(dtype: torch.dtype, numel: int) -> None:
     values, start = random(numel, dtype), 10**10
     assert run_digest(values, start) == reference.digest(patterns(values), start)
@@ -79,6 +125,7 @@ def test_a_digest_sees_single_bits_exchanges_and_small_steps() -> None:
         ([0, 65_535, 65_535 * 3, 65_535 * 5 + 7], torch.uint16),
     ],
 )
+@pytest.mark.usefixtures("way")
 def test_gaps_equal_their_twin(places: list[int], dtype: torch.dtype) -> None:
     positions, values = torch.tensor(places, dtype=torch.int64), random(len(places), torch.bfloat16)
     encoded = encode_gaps(positions, values)
@@ -95,6 +142,7 @@ def stored(encoded: EncodedPart) -> tuple[PublishedPart, dict[str, Tensor]]:
     return encoded.stored_as("f", "k"), {"k" + ending: tensor for ending, tensor in encoded.tensors.items()}
 
 
+@pytest.mark.usefixtures("way")
 def test_parts_with_other_tensors_than_their_manifest_says_are_damage() -> None:
     places, values = torch.tensor([2, 9]), random(2, torch.bfloat16)
     part, data = stored(encode_gaps(places, values))

@@ -75,8 +75,8 @@ def _fused(function: Callable[..., R]) -> Callable[..., R]:
     return Fused(function)
 
 
-def kernels_for(tensor: Tensor, name: str = "blocked_triton") -> ModuleType | None:
-    """A module of kernels beside this one; None where they do not run, or a graph is compiled.
+def kernels_for(tensor: Tensor, name: str) -> ModuleType | None:
+    """A module of kernels of laconic, such as "codec.blocked_triton"; None where they do not run, or in a graph.
 
     Those of triton run on CUDA, and those of numba on a CPU.
     """
@@ -89,7 +89,7 @@ def kernels_for(tensor: Tensor, name: str = "blocked_triton") -> ModuleType | No
 @lru_cache
 def _kernels(name: str) -> ModuleType | None:
     try:
-        return import_module(f"laconic.codec.{name}")
+        return import_module(f"laconic.{name}")
     except ImportError:
         return None
 

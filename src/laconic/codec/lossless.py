@@ -88,26 +88,11 @@ MAX_NUMEL = 1 << 25
 def last_difference(held: Tensor, new: Tensor, *, form: PatternForm | None = None) -> Tensor:
     """The ulps by which patterns have moved, for the next call of `encode` and `decode`: (n,), int8, up to +-127."""
     form = form or pattern_form_of(held.dtype)
-    if (loops := kernels_for(held, "lossless_numba")) is not None:
+    if (loops := kernels_for(held, "codec.lossless_numba")) is not None:
         moved: Tensor = loops.moved_ulps(form, held, new)
         return moved
     moved = form.numbers(form.patterns(new)).to(torch.int32) - form.numbers(form.patterns(held))
     return moved.clamp_(-127, 127).to(torch.int8)
-
-
-def take_over(held: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Make patterns equal to new ones, in one pass on a CPU: the places that change, ascending, and their old patterns.
-
-    Shapes: held and new (n,), of one type of whole numbers, on one device -> (c,), int32 or int64, and (c,).
-    """
-    loops = kernels_for(held, "lossless_numba") if type(new) is Tensor else None  # numpy has no subclasses
-    if loops is not None and held.dtype == torch.int16 and len(held) <= MAX_NUMEL:
-        changed: tuple[Tensor, Tensor] = loops.taken_over(held, new)
-        return changed
-    places = (held != new).nonzero().view(-1)
-    before = held[places]
-    held[places] = new[places]
-    return places, before
 
 
 def encode(held: Tensor, new: Tensor, last: Tensor | None = None, *, form: PatternForm | None = None) -> Tensor:
@@ -129,7 +114,7 @@ def encode(held: Tensor, new: Tensor, last: Tensor | None = None, *, form: Patte
     raw = new.view(torch.uint8)
     if not held.numel():
         return raw.clone()
-    if (kernels := kernels_for(held, "lossless_triton")) is not None:
+    if (kernels := kernels_for(held, "codec.lossless_triton")) is not None:
         payload = kernels.encode(form, held, new, last)
     else:
         payload = _coded(form, held, new, last)
@@ -155,7 +140,7 @@ def _coded(form: PatternForm, held: Tensor, new: Tensor, last: Tensor | None) ->
 
 def _loops_for(held: Tensor) -> ModuleType | None:
     """The loops of numba for values on a CPU; None where they do not run."""
-    loops = kernels_for(held, "lossless_numba")
+    loops = kernels_for(held, "codec.lossless_numba")
     if loops is None and held.is_cpu and type(held) is Tensor and not torch.compiler.is_compiling():
         _say_that_loops_are_missing()
     return loops
@@ -191,7 +176,7 @@ def _decode_into(out: Tensor, held: Tensor, payload: Tensor, last: Tensor | None
         out.view(torch.uint8).copy_(payload)
         return None
     check_sizes(len(payload) % 4 == 0 and len(payload) >= sum(_head_bytes(form.numel(held))))
-    if (kernels := kernels_for(held, "lossless_triton")) is not None:
+    if (kernels := kernels_for(held, "codec.lossless_triton")) is not None:
         fault: Tensor = kernels.decode(form, held, payload, last, out)
         return fault
     out.copy_(form.tensor(_decoded(form, held, payload, last), held.dtype))

@@ -13,11 +13,8 @@ is done for a whole tile in loops of their own, in int32, which the compiler mak
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 from llvmlite import ir
@@ -26,9 +23,9 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from laconic.codec import contexts
+from laconic.codec.loops import compiled
 from laconic.codec.patterns import PatternForm
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 _TILE, _BLOCK, _BLOCKS = contexts.TILE, contexts.BLOCK, contexts.TILE // contexts.BLOCK
 _CLASSES, _RANKS, _IDLE = contexts.CLASSES, contexts.RANKS, contexts.IDLE
 _RICE_CODES, _RAW, _NONE, _BUCKETS = contexts.RICE_CODES, contexts.RAW, contexts.NONE, contexts.BUCKETS
@@ -45,24 +42,11 @@ _RANK, _, _PREDICTION = contexts.past_tables(torch.device("cpu")).numpy()
 """By the last difference, from -128 on."""
 
 
-_CONSTANTS = hashlib.sha256(
-    repr([(name, value) for name, value in sorted(vars(contexts).items()) if isinstance(value, int | tuple)]).encode()
-    + _RANK.tobytes()
-    + _PREDICTION.tobytes()
-).hexdigest()[:12]
-
-
-def _compiled(function: _F) -> _F:
-    """Compile without Python's lock, and keep the code on disk where a folder for it can be written.
-
-    numba finds kept code by this file and the function's name. Its constants are of another file, so the name has their
-    digest.
-    """
-    function.__qualname__ += f"_{_CONSTANTS}"
-    try:
-        return cast(_F, numba.njit(function, nogil=True, cache=True))
-    except RuntimeError:  # no such folder
-        return cast(_F, numba.njit(function, nogil=True))
+_compiled = compiled(
+    repr([(name, value) for name, value in sorted(vars(contexts).items()) if isinstance(value, int | tuple)]).encode(),
+    _RANK.tobytes(),
+    _PREDICTION.tobytes(),
+)
 
 
 class Scales(NamedTuple):
@@ -139,13 +123,6 @@ def _lasts(last: Tensor | None) -> np.ndarray:
 
 def _form(form: PatternForm) -> tuple[int, int]:
     return form.bits, -1 if form.mantissa_bits is None else form.mantissa_bits
-
-
-def taken_over(held: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """See `lossless.take_over`. Shapes: (n,), int16 -> (c,), int32, and (c,), int16."""
-    places, before = np.empty(len(held) + 1, np.int32), np.empty(len(held) + 1, np.int16)
-    num = _take_over(held.numpy(), new.numpy(), places, before)
-    return torch.from_numpy(places[:num].copy()), torch.from_numpy(before[:num].copy())
 
 
 # -- what both sides know ----------------------------------------------------------------------------------------------
@@ -234,17 +211,6 @@ def _last_difference(held, new, bits, mantissa, last):
         old, fresh = np.int32(held[i]), np.int32(new[i])
         moved = (fresh ^ ((fresh >> shift) & half)) - (old ^ ((old >> shift) & half))
         last[i] = min(max(moved, np.int32(-127)), np.int32(127))
-
-
-@_compiled
-def _take_over(held, new, places, before):
-    """All is stored each time, changed or not, and overwritten if not: no branch is guessed wrong."""
-    num = 0
-    for i in range(len(held)):
-        places[np.uint64(num)], before[np.uint64(num)] = i, held[i]
-        num += held[i] != new[i]
-        held[i] = new[i]
-    return num
 
 
 # -- encode ------------------------------------------------------------------------------------------------------------

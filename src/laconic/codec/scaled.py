@@ -181,7 +181,7 @@ class ScaledFormat:
 
     def _kernels(self, tensor: Tensor) -> ModuleType | None:
         """The module of triton's kernels, if they are for this format and run on this tensor: [Note: Fused coding]."""
-        return kernels_for(tensor, "scaled_triton") if self.has_kernels else None
+        return kernels_for(tensor, "codec.scaled_triton") if self.has_kernels else None
 
     def _grid(self, shape: Sequence[int]) -> Grid:
         return Grid(

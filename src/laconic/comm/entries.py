@@ -98,7 +98,7 @@ def typed(kind: type[_T], value: Any) -> _T:
 
 
 def _typed(kind: Any, value: Any, place: str) -> Any:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    origin, arguments = _of_type(kind)
     if kind is Any:
         return value
     if origin in (Union, types.UnionType):
@@ -118,6 +118,11 @@ def _typed(kind: Any, value: Any, place: str) -> Any:
         found = [each for each in kind if each.value == value and type(each.value) is type(value)]
         return found[0] if found else _refuse(value, place)
     return _simple(kind, value, place)
+
+
+@cache
+def _of_type(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    return typing.get_origin(kind), typing.get_args(kind)
 
 
 def _simple(kind: Any, value: Any, place: str) -> Any:

@@ -40,7 +40,8 @@ from torch import Tensor
 from laconic.extras import how_to_install
 from laconic.hf.folder import INDEX, MAX_FILE_BYTES, ThisProcess, whole_or_nothing, write_tensors
 from laconic.publish import PublishError, Reader
-from laconic.publish.staging import StagedTensor, put
+from laconic.publish.changes import put
+from laconic.publish.staging import StagedTensor
 from laconic.publish.versions import MANIFEST, VERSION_NAME, version_name
 from laconic.store.files import make_folder
 from laconic.store.folder import remove_folders

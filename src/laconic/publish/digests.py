@@ -18,16 +18,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_PLACE, _FIRST, _SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xD6E8FEB86659FD93 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
+from laconic.publish.changes import bits_of, loops_for
+
+FACTORS = _PLACE, _FIRST, _SECOND = tuple(
+    factor - 2**64 for factor in (0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0xBF58476D1CE4E5B9)
+)
+"""The odd numbers of 64 bits that mix, as torch's whole numbers."""
 _HOST_CHUNK, _DEVICE_CHUNK = 1 << 15, 1 << 22
 """The elements that are mixed at once: on a CPU their numbers fit its caches."""
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MODULUS = 1 << 64
-
-
-def bits_of(values: Tensor) -> Tensor:
-    """View the bits of a flat tensor as whole numbers of the same size."""
-    return values.view(_WORDS[values.element_size()])
 
 
 def run_digest(values: Tensor, start: int = 0) -> int:
@@ -36,6 +35,9 @@ def run_digest(values: Tensor, start: int = 0) -> int:
     Shapes: values (n,), of any dtype, on any device. Cost: one pass, and one wait for the device.
     Reference: tests/reference/publish.py.
     """
+    if (loops := loops_for(values=values)) is not None:
+        share: int = loops.digest_of_run(bits_of(values), start)
+        return share
     size = _HOST_CHUNK if values.device.type == "cpu" else _DEVICE_CHUNK
     places = torch.arange(min(size, len(values)), device=values.device) * _PLACE
     total = torch.zeros((), dtype=torch.int64, device=values.device)
@@ -47,6 +49,9 @@ def run_digest(values: Tensor, start: int = 0) -> int:
 
 def digest_at(positions: Tensor, values: Tensor) -> int:
     """The share of elements at any places, (n,), int64, in the digest of their tensor; see `run_digest`."""
+    if (loops := loops_for(positions, values=values)) is not None:
+        share: int = loops.digest_of_places(positions, bits_of(values))
+        return share
     return int(_mixed(values, positions * _PLACE).sum()) % _MODULUS
 
 

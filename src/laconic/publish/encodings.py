@@ -10,6 +10,7 @@ from torch import Tensor
 
 from laconic.codec.lossless import decode_in_pieces, encode_in_pieces
 from laconic.codec.patterns import pattern_form_of
+from laconic.publish.changes import loops_for
 from laconic.publish.versions import Encoding, PublishedPart
 from laconic.store.folder import DamagedError
 
@@ -42,23 +43,26 @@ def encode_gaps(positions: Tensor, values: Tensor) -> EncodedPart:
     Reference: tests/reference/publish.py.
     """
     start = int(positions[0]) if len(positions) else 0
-    distances = positions.diff(prepend=positions[:1])
-    dtype = min(_GAP_DTYPES, key=lambda dtype: _gap_bytes(distances, dtype))
-    tensors = {".gaps": _gaps_of(distances, dtype), ".values": values}
+    tensors = {".gaps": _gaps_of(positions), ".values": values}
     return EncodedPart(Encoding.GAPS, (start,), (len(positions),), tensors)
 
 
-def _gap_bytes(distances: Tensor, dtype: torch.dtype) -> int:
-    further = distances // torch.iinfo(dtype).max
-    return dtype.itemsize * (len(distances) + int(further.sum()))
-
-
-def _gaps_of(distances: Tensor, dtype: torch.dtype) -> Tensor:
+def _gaps_of(positions: Tensor) -> Tensor:
+    if (loops := loops_for(positions)) is not None:
+        found: Tensor = loops.gaps_of(positions)
+        return found
+    distances = positions.diff(prepend=positions[:1])
+    dtype = min(_GAP_DTYPES, key=lambda dtype: _gap_bytes(distances, dtype))
     largest = torch.iinfo(dtype).max
     ends = (distances // largest + 1).cumsum(0)
     gaps = torch.full((int(ends[-1]) if len(ends) else 0,), largest, dtype=torch.int32)
     gaps[ends - 1] = (distances % largest).to(torch.int32)
     return gaps.to(dtype)
+
+
+def _gap_bytes(distances: Tensor, dtype: torch.dtype) -> int:
+    further = distances // torch.iinfo(dtype).max
+    return dtype.itemsize * (len(distances) + int(further.sum()))
 
 
 def encode_dense(start: tuple[int, ...], sizes: tuple[int, ...], values: Tensor) -> EncodedPart:
@@ -90,12 +94,22 @@ def decode_gaps(
     """
     gaps, values = _of(part, data, ".gaps"), _of(part, data, ".values")
     _check(part, gaps.dtype in _GAP_DTYPES and gaps.ndim == 1 and values.shape == part.sizes and values.dtype == dtype)
-    distances = gaps.to(torch.int64)
-    is_change = distances < torch.iinfo(gaps.dtype).max
-    positions = (distances.cumsum(0) + part.start[0])[is_change]
-    is_ascending = len(positions) < 2 or bool((positions.diff() > 0).all())
-    _check(part, len(positions) == len(values) and is_ascending and (not len(positions) or int(positions[-1]) < numel))
+    positions = _positions_of(gaps, part.start[0], len(values), numel)
+    if positions is None:
+        raise _damaged(part)
     return positions, values
+
+
+def _positions_of(gaps: Tensor, start: int, num: int, numel: int) -> Tensor | None:
+    """The places to which gaps lead, (num,), int64; None if these are more or fewer, or not in order in the tensor."""
+    if (loops := loops_for(gaps)) is not None:
+        found: Tensor | None = loops.positions_of(gaps, start, num, numel)
+        return found
+    distances = gaps.to(torch.int64)
+    positions = (distances.cumsum(0) + start)[distances < torch.iinfo(gaps.dtype).max]
+    is_ascending = len(positions) < 2 or bool((positions.diff() > 0).all())
+    is_sound = len(positions) == num and is_ascending and (not num or int(positions[-1]) < numel)
+    return positions if is_sound else None
 
 
 def decode_dense(part: PublishedPart, data: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -134,4 +148,8 @@ def _of(part: PublishedPart, data: Mapping[str, Tensor], ending: str) -> Tensor:
 
 def _check(part: PublishedPart, is_sound: bool) -> None:
     if not is_sound:
-        raise DamagedError(f"{part.file}: the tensors of {part.key} are not those of {part.encoding} at {part.start}")
+        raise _damaged(part)
+
+
+def _damaged(part: PublishedPart) -> DamagedError:
+    return DamagedError(f"{part.file}: the tensors of {part.key} are not those of {part.encoding} at {part.start}")

@@ -350,7 +350,7 @@ class Publisher:
             )
             records += files
             for name, part in written:
-                told[name][kind].append(asdict(part))
+                told[name][kind].append(vars(part))
         reached(CrashPoint.SYNCED)
         plain: dict[str, Any] = json.loads(json.dumps({"files": list(map(asdict, records)), "tensors": told}))
         return plain

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from laconic.codec.lossless import take_over
-from laconic.publish.digests import added, bits_of, digest_at, run_digest
+from laconic.publish.changes import bits_of, take_over, taken
+from laconic.publish.digests import added, digest_at, run_digest
 from laconic.publish.encodings import (
     EncodedPart,
     encode_dense,
@@ -36,8 +36,8 @@ from laconic.publish.encodings import (
 from laconic.publish.regions import HeldRegion, Holding, Place, Share, flat_places
 from laconic.shard import cache
 
-_PIECE_NUMEL = 1 << 22
-"""The elements that are cast and compared at once, at most."""
+_HOST_PIECE_NUMEL, _DEVICE_PIECE_NUMEL = 1 << 18, 1 << 22
+"""The elements that are cast and compared at once, at most. On a CPU they fit its caches."""
 _LEAST_PIECE_NUMEL = 1 << 10
 _DEVICE_BYTES = 40
 """More device memory than the comparison of an element takes: cast, before, whether they differ, and where."""
@@ -96,7 +96,7 @@ class OwnShares:
         }
         memory = self._memory_of(sum(sizes.values()), holdings)
         largest = max((holdings[name].dtype.itemsize * (s.end - s.begin) for name, s in sizes), default=0)
-        self._piece_numel = min(max(largest // _DEVICE_BYTES, _LEAST_PIECE_NUMEL), _PIECE_NUMEL)
+        self._piece_numel = min(max(largest // _DEVICE_BYTES, _LEAST_PIECE_NUMEL), _DEVICE_PIECE_NUMEL)
         self._owned: dict[str, list[_Owned]] = {}
         begin = 0
         for (name, share), size in sizes.items():
@@ -153,7 +153,7 @@ class OwnShares:
             return TensorShare(before=before, after=before, patch=())
         places = _joined([flat_places(owned.place, self.shapes[name], own.places.long()) for owned, own in changed])
         old = _joined([own.old for _, own in changed])
-        new = _joined([owned.copy[own.places] for owned, own in changed])
+        new = _joined([taken(owned.copy, own.places) for owned, own in changed])
         if len(changed) > 1:
             order = places.argsort()
             places, old, new = places[order], old[order], new[order]
@@ -211,7 +211,7 @@ class OwnShares:
     def _pieces(self, name: str, owned: _Owned, holdings: Mapping[str, Holding]) -> Iterator[tuple[int, Tensor]]:
         """Yield (first element in the share, present values where they are) a piece at a time."""
         values = holdings[name].regions[owned.share.region].values(owned.share.begin, owned.share.end)
-        size = _PIECE_NUMEL if values.device.type == "cpu" else self._piece_numel
+        size = _HOST_PIECE_NUMEL if values.device.type == "cpu" else self._piece_numel
         for begin in range(0, len(values), size):
             yield begin, values[begin : begin + size].to(self.dtypes[name])
 

@@ -18,7 +18,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from laconic.publish.digests import added, as_text, bits_of, digest_at, run_digest
+from laconic.publish.changes import put, taken
+from laconic.publish.digests import added, as_text, digest_at, run_digest
 from laconic.publish.encodings import decode_dense, decode_gaps, decode_lossless
 from laconic.publish.regions import flat_places
 from laconic.publish.source import VersionSource, remedy
@@ -150,22 +151,6 @@ class StagedTensor:
             self._full = self._own.detach().cpu().clone(memory_format=torch.contiguous_format)
             put(self._full, *self.changes)
         return self._full
-
-
-@torch.no_grad()
-def taken(tensor: Tensor, places: Tensor) -> Tensor:
-    """The elements at places of the flattened tensor, (c,), on the host."""
-    return tensor.detach().reshape(-1)[places.to(tensor.device)].cpu()
-
-
-@torch.no_grad()
-def put(tensor: Tensor, places: Tensor, values: Tensor) -> None:
-    """Write elements at places of the flattened tensor, (c,) each, bit by bit."""
-    places, values = places.to(tensor.device), values.to(tensor.device)
-    if tensor.is_contiguous():
-        bits_of(tensor.detach().view(-1))[places] = bits_of(values)
-    else:
-        tensor.detach()[torch.unravel_index(places, tensor.shape)] = values
 
 
 def _region(full: Tensor, part: PublishedPart) -> Tensor:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Self
 
@@ -207,11 +207,11 @@ class VersionManifest(store.Manifest):
 
     def to_json(self) -> dict[str, Any]:
         """See `Manifest.to_json`."""
-        own = {
-            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("files", "tensors")
-        }
-        records = {"files": [asdict(each) for each in self.files], "tensors": [asdict(each) for each in self.tensors]}
-        return {**own, **records, "format": self.FORMAT}
+        tensors = [
+            {**vars(each), "patch": [vars(part) for part in each.patch], "whole": [vars(part) for part in each.whole]}
+            for each in self.tensors  # no `asdict`: it copies each number
+        ]
+        return {**super().to_json(), "tensors": tensors}
 
     @classmethod
     def from_json(cls, body: dict[str, Any]) -> Self:

@@ -122,7 +122,8 @@ class Manifest:
 
     def write(self, path: Path) -> None:
         """Create or replace a manifest file, which a power cut leaves whole or as it was."""
-        write_text(path, json.dumps({**self.to_json(), "checksum": self.checksum}, indent=1))
+        body = self.to_json()
+        write_text(path, json.dumps({**body, "checksum": _checksum(body)}, indent=1))
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -1,0 +1,31 @@
+"""Compile all loops of numba, so that no test waits for a compiler: python -m tests.support.loops."""
+
+from __future__ import annotations
+
+import torch
+
+from laconic.codec.lossless import decode, encode, last_difference
+from laconic.publish.changes import put, take_over, taken
+from laconic.publish.digests import digest_at, run_digest
+from laconic.publish.encodings import decode_gaps, encode_gaps
+
+
+def compile_loops() -> None:
+    """Call each loop once with each type of numbers that the library has for it."""
+    values = torch.ones(8192).bfloat16()
+    last = last_difference(values, values)
+    decode(values, encode(values, values, last), last)
+    take_over(values.view(torch.int16), values.view(torch.int16))
+    run_digest(values)
+    for places in (torch.arange(9), torch.arange(9) * 4000):
+        part = encode_gaps(places, values[:9])
+        named = {f"key{ending}": tensor for ending, tensor in part.tensors.items()}
+        decode_gaps(part.stored_as("file", "key"), named, 40_000, torch.bfloat16)
+    for dtype in (torch.int32, torch.int64):
+        places = torch.arange(9, dtype=dtype)
+        put(values, places, taken(values, places))
+    digest_at(torch.arange(9), values[:9])
+
+
+if __name__ == "__main__":
+    compile_loops()
