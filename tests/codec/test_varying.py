@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import laconic
+from laconic.codec.lossless import UnreadMessage
 from laconic.codec.varying import VaryingMessages
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import Communicator
@@ -36,7 +37,17 @@ def start(messages: VaryingMessages, body: torch.Tensor) -> None:
     def nothing() -> torch.Tensor:
         raise AssertionError("other ranks are there")
 
-    messages.start(lambda: body, stand_in=nothing)
+    messages.start(lambda: UnreadMessage.of(body), stand_in=nothing)
+
+
+def finish(messages: VaryingMessages) -> dict[int, torch.Tensor]:
+    found: dict[int, torch.Tensor] = {}
+
+    def nothing(rank: int) -> None:
+        raise AssertionError("other ranks are there")
+
+    messages.finish(found.__setitem__, stand_in=nothing)
+    return found
 
 
 @on_ranks(3, local=1)
@@ -49,7 +60,7 @@ def test_messages_of_any_lengths_arrive_whole() -> None:
     for step, by_rank in enumerate(lengths):
         start(messages, body_of(dist.get_rank(), step, by_rank[dist.get_rank()]))
         assert held.nbytes > 0
-        arrived = messages.finish()
+        arrived = finish(messages)
         assert arrived.keys() == {0, 1, 2} - {dist.get_rank()}
         for rank, body in arrived.items():
             assert torch.equal(body, body_of(rank, step, by_rank[rank])), (step, rank)
@@ -66,7 +77,7 @@ def test_steady_lengths_take_one_transfer_and_little_more_than_their_bytes() -> 
     def sent(length: int) -> int:
         before = cluster.traffic.snapshot()
         start(messages, body_of(dist.get_rank(), 0, length))
-        messages.finish()
+        finish(messages)
         return (cluster.traffic.snapshot() - before).total("node", "weights", "sent")
 
     assert sent(10_000) == 16 + 10_000, "of the first message nothing is known: a head, then all of it"
@@ -85,7 +96,7 @@ def test_a_message_that_is_cut_short_leaves_nothing() -> None:
     start(messages, body_of(dist.get_rank(), 0, 500))
     messages.forget()
     start(messages, body_of(dist.get_rank(), 1, 700))
-    assert [len(each) for each in messages.finish().values()] == [700]
+    assert [len(each) for each in finish(messages).values()] == [700]
     assert held.nbytes == 0
 
 
@@ -98,4 +109,4 @@ def test_a_damaged_length_is_an_error() -> None:
     assert messages._arriving is not None
     messages._arriving[8 * 2 * node.rank : 8 * 2 * node.rank + 8] = 255
     with pytest.raises(RuntimeError, match=r"messages say that they are .* bytes long.*damaged"):
-        messages.finish()
+        finish(messages)

@@ -53,7 +53,7 @@ def _differing(codec: BlockCodec) -> list[str]:
 
     with mock.patch.object(Tensor, "is_cuda", True), noted("encode"), noted("decode"):
         on_device = _results(codec, values, base)
-    assert fused._kernels("blocked_triton") is blocked_triton
+    assert fused._kernels("codec.blocked_triton") is blocked_triton
     found = [name for name, result in plain.items() if not torch.equal(result, on_device[name])]
     count = 3 if codec.has_kernels else 0
     return found + [f"{calls}"] * (calls.count("encode") != count or calls.count("decode") != count)

@@ -40,7 +40,8 @@ _TYPES = {"values": "*fp32", "base": "*fp32", "out": "*fp32", "borders": "*fp32"
 _LOSSLESS_TYPES = {"last": "*i8", "counts": "*i32", "entries": "*i32", "costs": "*i32", "defaults": "*i32",
                    "table": "*u8", "words": "*i32", "sizes": "*i16", "bases": "*u8", "levels": "*u8", "head": "*u8",
                    "begins": "*i32", "lengths": "*i32", "payload": "*u8", "payload_words": "*i32", "numbers": "*u8",
-                   "changes": "*i32", "change_bytes": "*u8", "fault": "*i32"}  # fmt: skip
+                   "changes": "*i32", "change_bytes": "*u8", "fault": "*i32", "new": "*u8", "out": "*u8",
+                   "out_words": "*i32"}  # fmt: skip
 _INTEGERS = ("numel", "coded_numel", "code_bytes", "offset", "num_rows", "num_columns", "across", "stride",
              "num_options", "level_bytes", "num_tiles", "known", "nbytes", "all_words")  # fmt: skip
 _ALIGNED = ("values", "base", "out", "codes", "steps", "scales", "matrix_scale", "table", "owners", "held", "new",
@@ -117,7 +118,7 @@ def lossless_kernels() -> Iterator[tuple[str, Compilation]]:
     choice = {"RARE": contexts.RARE, "RICE_OPTIONS": 2 * contexts.RICE_CODES, "USES_LAST": True}
     for kernel, constants in (
         (lossless_triton._choose, choice), (lossless_triton._lay_out, {}), (lossless_triton._find, {}),
-        (lossless_triton._gather, {"MOST_WORDS": contexts.TILE // 2}),
+        (lossless_triton._gather, {"MOST_WORDS": contexts.TILE // 2, "TILE_BYTES": 2 * contexts.TILE}),
     ):  # fmt: skip
         yield (
             f"lossless, {kernel.fn.__name__[1:]}",

@@ -71,10 +71,10 @@ def _pieces() -> Iterator[tuple[str, bool]]:
     """Messages of several pieces, decoded in place."""
     with mock.patch.multiple(lossless, HOST_PIECE_NUMEL=2 * TILE, DEVICE_PIECE_NUMEL=2 * TILE):
         _, held, new = trained("bfloat16", 2 * TILE + _SHORT, 1e-4)
-        message, copy = encode_in_pieces(held, new), held.clone()
+        message, copy = encode_in_pieces(held, new).read(), held.clone()
         with ExitStack() as stack:
             on_device(stack)
-            own = encode_in_pieces(held, new)
+            own = encode_in_pieces(held, new).read()
             decode_in_pieces(copy, own)
         yield "pieces, encode", torch.equal(own, message)
         yield "pieces, decode", torch.equal(bits_of(copy), bits_of(new))
@@ -141,10 +141,12 @@ def takes_a_piece() -> dict[str, dict[str, int]]:
     """The launches and the waits of the host that a piece takes, each way."""
     before, held, new = trained("bfloat16", TILE, 1e-3)
     last = last_difference(before, held)
-    payload = encode(held, new, last)
+    payload, message, copy = encode(held, new, last), encode_in_pieces(held, new).read(), held.clone()
     return {
         "encode": _takes(lambda: encode(held, new, last)),
         "decode": _takes(lambda: decode(held, payload, last)),
+        "encode a message": _takes(lambda: encode_in_pieces(held, new)),
+        "decode a message": _takes(lambda: decode_in_pieces(copy, message, faults=[])),
     }
 
 

@@ -68,7 +68,7 @@ def takes_little_of_tiles(*architectures: str) -> None:
         assert facts["spilled"] <= SPILLED_OF_PAIRS * ("FP4" in form), name
         assert facts["registers"] <= MOST_REGISTERS_OF_TILES, name
         compiled_for = set(facts["compiled_for"])
-        assert not compiled_for & (OF_PAYLOADS | OF_TENSORS | ({"out"} if kernel == "gather" else set())), name
+        assert not compiled_for & (OF_PAYLOADS | OF_TENSORS | ({"new"} if kernel == "gather" else set())), name
         if kernel not in ("write", "read"):  # others are over few tiles, or over tables
             continue
         moved = facts["moved"]
@@ -98,8 +98,10 @@ def test_lossless_kernels_have_the_bytes_of_their_twin() -> None:
     found = told("tests.kernels.lossless", TRITON_INTERPRET="1", timeout_s=280)
     assert found["different"] == []
     assert found["compared"] > 80
-    for way, kernels in (("encode", 5), ("decode", 2)):
+    for way, kernels, reads in (
+        ("encode", 5, 1), ("decode", 2, 1), ("encode a message", 5, 0), ("decode a message", 2, 0),
+    ):  # fmt: skip
         takes = found["takes"][way]
         assert takes.pop("triton") == kernels
-        assert takes.pop("reads of the host") == 1
-        assert sum(takes.values()) <= 2, "of torch, on a few thousand numbers"
+        assert takes.pop("reads of the host", 0) == reads
+        assert sum(takes.values()) <= (4 if "message" in way else 2), "of torch, on few numbers, or a copy of a payload"

@@ -28,6 +28,7 @@ _ROOMS = ("checkpoint", "codec", "comm", "cyclic", "guard", "islands", "optim", 
 _OTHERS = {
     ("shard/lanes.py", "going_on"): "every site of a lane passes it",
     ("shard/lanes.py", "record_event"): "every site of a lane passes it",
+    ("shard/lanes.py", "compute_event"): "every site that calls it passes it",
     ("shard/lanes.py", "running"): "every site of a lane passes it",
     ("shard/lanes.py", "wait_for"): "every site of a lane passes it",
     ("cyclic/links.py", "before_op"): "it calls the wait of a baton in links.py",

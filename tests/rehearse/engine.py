@@ -54,6 +54,19 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+class HalfFrozen(nn.Module):
+    """A layer beside a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH, bias=False)  # first, so no wait for its crossing includes the other's copy
+        self.base = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add both outputs."""
+        return self.own(x) + self.base(x)
+
+
 def batch(seed: int, width: int = WIDTH) -> Tensor:
     """A batch on the device."""
     return torch.randn(4, width, generator=torch.Generator().manual_seed(seed)).to("cuda")
@@ -274,6 +287,12 @@ def freeze_blocks(model: Net) -> None:
     model.blocks.requires_grad_(False)
 
 
+def add_frozen(model: Net) -> None:
+    """Give each block a frozen layer: each unit has a bucket that stays and one that crosses."""
+    model.blocks = nn.ModuleList(HalfFrozen() for _ in model.blocks)
+    model.to("cuda")
+
+
 def add_idle(model: Net) -> None:
     """Give the last layer's unit a parameter that no rank uses."""
     model.idle = nn.Parameter(torch.ones(3, WIDTH).to("cuda"))
@@ -454,6 +473,11 @@ ENGINE: dict[str, Program] = {
     ),
     "lossless, cache host, evaluation": Program(
         options={"cache": "host", "wire": "lossless-4bit", "mp_policy": _HALF}, train=evaluated
+    ),
+    "lossless, half frozen": Program(
+        prepare=add_frozen,
+        options={"cache": "host", "wire": "lossless", "mp_policy": _HALF},
+        train=training(steps=3),
     ),
     "copies compared": Program(options={"cache": "host", "wire": _FEEDBACK}, train=without_reading),
     "feedback": Program(options={"cache": "host", "wire": _FEEDBACK}, train=training(steps=3, micro_batches=2)),

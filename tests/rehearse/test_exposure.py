@@ -13,7 +13,7 @@ from tests.support.launch import launch
 POLICIES = (
     "cache none", "cache host", "cache device", "one rank per node", "LoRA, cache host", "accumulation",
     "accumulation, a block skipped", "recomputation", "mixed precision", "step in backward", "4 bits, cache device",
-    "ZeRO++", "replicas", "replicas, 4 bits", "offload",
+    "lossless, cache device", "lossless, cache host, evaluation", "ZeRO++", "replicas", "replicas, 4 bits", "offload",
 )  # fmt: skip
 
 

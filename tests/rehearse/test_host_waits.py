@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from laconic import fully_shard, init_mesh
 from laconic.rehearse import Tape, mark, rehearsal
@@ -40,11 +41,12 @@ def step_on(
     islands: int = 1,
     has_hooks: bool = False,
     keeps_gradients: bool = False,
+    options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the waits of the host in each warm step, its messages to other hosts, and the bytes of flags by level.
 
     With `has_hooks` the parameters of the blocks have hooks, whose units have no idle parameter. With `keeps_gradients`
-    gradients become zero, not None, after each step.
+    gradients become zero, not None, after each step. `options` are those of `fully_shard`.
     """
     torch.manual_seed(0)
     shape = {"islands": islands, "nodes": 3, "local": 5}
@@ -54,7 +56,7 @@ def step_on(
         model: Any = Net(16).to("cuda")
         prepare(model)
         for module in (*model.blocks, model):
-            fully_shard(module, mesh=mesh)
+            fully_shard(module, mesh=mesh, **options or {})
         for parameter in model.blocks.parameters() if has_hooks else ():
             parameter.register_post_accumulate_grad_hook(lambda parameter: None)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -136,3 +138,16 @@ def test_an_answer_that_changes_nothing_is_not_awaited() -> None:
     found = counted(add_idle_after_first_step)
     assert found["waits"] == WAITS
     assert found["idle"] == [[], *[["idle"]] * (NUM_STEPS - 1)], "no use is remembered from an earlier step"
+
+
+def test_lossless_crossings_let_the_host_wait_once_a_unit() -> None:
+    """For the lengths of messages, and for what ranks agree on before. Nothing waits for the coder."""
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    options = {"cache": "host", "wire": "lossless", "mp_policy": half}
+    found = counted(nothing, True, False, 1, False, False, options)
+    waits = Counter(found["waits"])
+    num_units, num_steps = 4, NUM_STEPS - WARM
+    assert waits.pop("shard/crossing.py _ask_all_ranks") == num_steps
+    assert waits == {"the program": num_units * num_steps}, (
+        "it reads lengths: waits of reads have no place of their own"
+    )

@@ -95,6 +95,24 @@ def last_difference(held: Tensor, new: Tensor, *, form: PatternForm | None = Non
     return moved.clamp_(-127, 127).to(torch.int8)
 
 
+class UnreadMessage(NamedTuple):
+    """A coded message whose length the host has not read: an accelerator is still at work on it."""
+
+    buffer: Tensor
+    """(bytes,), uint8, of which the message is the first part."""
+    length: Tensor
+    """(1,), int32: the bytes of the message."""
+
+    @classmethod
+    def of(cls, message: Tensor) -> UnreadMessage:
+        """A message of known length, (bytes,), uint8."""
+        return cls(message, torch.full((1,), len(message), dtype=torch.int32, device=message.device))
+
+    def read(self) -> Tensor:
+        """The message alone, (bytes,), uint8. The host waits for its length."""
+        return self.buffer[: int(self.length)]
+
+
 def encode(held: Tensor, new: Tensor, last: Tensor | None = None, *, form: PatternForm | None = None) -> Tensor:
     """Encode new values for those who hold others, as a payload of its own length: [Note: Lossless differences].
 
@@ -110,15 +128,17 @@ def encode(held: Tensor, new: Tensor, last: Tensor | None = None, *, form: Patte
     Raises:
         ValueError: tensors do not fit each other, or have a dtype without a form, or there are too many values.
     """
-    form = _checked(held, last, form, new)
+    return _encoded(held, new, last, _checked(held, last, form, new)).read()
+
+
+def _encoded(held: Tensor, new: Tensor, last: Tensor | None, form: PatternForm) -> UnreadMessage:
     raw = new.view(torch.uint8)
     if not held.numel():
-        return raw.clone()
+        return UnreadMessage.of(raw.clone())
     if (kernels := kernels_for(held, "codec.lossless_triton")) is not None:
-        payload = kernels.encode(form, held, new, last)
-    else:
-        payload = _coded(form, held, new, last)
-    return payload if len(payload) < len(raw) else raw.clone()
+        return UnreadMessage(*kernels.encode(form, held, new, last))
+    payload = _coded(form, held, new, last)
+    return UnreadMessage.of(payload if len(payload) < len(raw) else raw.clone())
 
 
 def _coded(form: PatternForm, held: Tensor, new: Tensor, last: Tensor | None) -> Tensor:
@@ -201,40 +221,58 @@ def _decoded(form: PatternForm, held: Tensor, payload: Tensor, last: Tensor | No
     return patterns.view(-1)[:numel]
 
 
-def encode_in_pieces(held: Tensor, new: Tensor, last: Tensor | None = None) -> Tensor:
+def encode_in_pieces(held: Tensor, new: Tensor, last: Tensor | None = None) -> UnreadMessage:
     """Encode new values of any number as one message: the lengths of the payloads of pieces, int32, and the payloads.
 
     See `encode`. The last differences, (n,), int8, become those of this message. Pieces have as many values as a
-    processor's caches hold, or many on an accelerator.
+    processor's caches hold, or many on an accelerator. If there are several, the host reads their lengths.
     """
-    payloads = []
+    payloads, form = [], pattern_form_of(held.dtype)
     for old, fresh, past in zip(_pieces(held), _pieces(new), _pieces_of_last(last, held), strict=True):
-        payloads.append(encode(old, fresh, past))
+        payloads.append(_encoded(old, fresh, past, _checked(old, past, form, fresh)))
         if past is not None:
             past.copy_(last_difference(old, fresh))
-    lengths = torch.tensor([len(each) for each in payloads], dtype=torch.int32).to(held.device)
-    return torch.cat([lengths.view(torch.uint8), *payloads])
+    if len(payloads) == 1:
+        body, length = payloads[0]
+        return UnreadMessage(torch.cat([length.view(torch.uint8), body]), length + length.nbytes)
+    lengths = torch.cat([each.length for each in payloads])
+    return UnreadMessage.of(torch.cat([lengths.view(torch.uint8), *(each.read() for each in payloads)]))
 
 
-def decode_in_pieces(held: Tensor, message: Tensor, last: Tensor | None = None) -> None:
+def decode_in_pieces(
+    held: Tensor, message: Tensor, last: Tensor | None = None, *, faults: list[Tensor] | None = None
+) -> None:
     """Decode what `encode_in_pieces` returned for the same held values and last differences, in place of both.
+
+    With `faults` the host does not wait for a device: it appends what the device will find there, and `check_faults`
+    reads it later.
 
     Raises:
         ValueError: the message does not fit the held values: see `decode`.
     """
     pieces = _pieces(held)
-    begin = 4 * len(pieces)
+    begin, found = 4 * len(pieces), [] if faults is None else faults
     check_sizes(len(message) >= begin)
-    lengths = message[:begin].clone().view(torch.int32).tolist()
-    check_sizes(min(lengths) >= 0 and begin + sum(lengths) == len(message))
-    form, faults = pattern_form_of(held.dtype), []
+    lengths = [len(message) - begin]
+    if len(pieces) > 1:
+        lengths = message[:begin].clone().view(torch.int32).tolist()
+        check_sizes(min(lengths) >= 0 and begin + sum(lengths) == len(message))
+    form = pattern_form_of(held.dtype)
     for piece, payload, past in zip(pieces, message[begin:].split(lengths), _pieces_of_last(last, held), strict=True):
         before = None if past is None else piece.clone()
         if (fault := _decode_into(piece, piece, payload, past, form)) is not None:
-            faults.append(fault)
+            found.append(fault)
         if past is not None and before is not None:
             past.copy_(last_difference(before, piece))
-    check_sizes(not faults or not torch.cat(faults).any())  # the host waits for a device once
+    if faults is None:
+        check_faults(found)
+
+
+def check_faults(faults: list[Tensor]) -> None:
+    """Read what a device has found, and forget it. Raises: ValueError if a message did not fit the held values."""
+    found = torch.cat(faults).tolist() if faults else []  # the host waits once
+    faults.clear()
+    check_sizes(not any(found))
 
 
 def _pieces(values: Tensor) -> tuple[Tensor, ...]:

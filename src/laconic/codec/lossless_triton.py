@@ -5,8 +5,8 @@ Payloads have the bytes of the plain chain in codec/lossless.py, and so have val
 [Note: Lossless kernels]
 To encode takes three kernels over values and two over tables. `_sample` counts the differences of some tiles by
 context, `_choose` finds the code of each context, and `_write` writes the run of each tile to a scratch place of the
-length that patterns have, which no run exceeds. `_lay_out` adds up the lengths of runs, after which the host reads the
-length of the payload, once. `_gather` moves the runs together.
+length that patterns have, which no run exceeds. `_lay_out` adds up the lengths of runs, and `_gather` moves the runs
+together, into memory of the length that the new values have. So the host need not know how long a payload is.
 
 To decode takes one kernel over tables, `_find`, and one over values, `_read`. Unary numbers are found by a running sum
 over the bits of a run: the place of each one goes to a scratch place of its index. Events of buckets are added to
@@ -67,10 +67,11 @@ _CHUNK: tl.constexpr = tl.constexpr(2048)
 assert contexts.BUCKET_BITS == (1, 2, 3, 4, 6, 8, 10), "kernels compute them: _bucket_bits"
 
 
-def encode(form: PatternForm, held: Tensor, new: Tensor, last: Tensor | None) -> Tensor:
-    """The payload of differences, (bytes,), uint8; the new values if it is no shorter. See `lossless.encode`.
+def encode(form: PatternForm, held: Tensor, new: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The payload of differences, or the new values if it is no shorter, and its length. See `lossless.encode`.
 
-    Shapes: held and new (n,), contiguous, on CUDA; last (n,), int8. The host reads one length.
+    Shapes: held and new (n,), contiguous, on CUDA; last (n,), int8 -> (bytes of new,), uint8, of which the payload is
+        the first part, and (1,), int32, the bytes of the payload. The host reads nothing.
     """
     numel, device = form.numel(held), held.device
     num_tiles, num_blocks = triton.cdiv(numel, contexts.TILE), triton.cdiv(numel, contexts.BLOCK)
@@ -96,17 +97,14 @@ def encode(form: PatternForm, held: Tensor, new: Tensor, last: Tensor | None) ->
         **own, num_warps=NUM_WARPS,
     )  # fmt: skip
     begins, lengths = (torch.empty(size, dtype=torch.int32, device=device) for size in (num_tiles, 2))
-    _lay_out[(1,)](sizes, table, defaults, head, begins, lengths, num_tiles, known, num_warps=_TABLE_WARPS)
-    begin, num_words = lengths.tolist()
-    if begin + 4 * num_words >= new.nbytes:
-        return new.view(torch.uint8)
-    payload = torch.empty(begin + 4 * num_words, dtype=torch.uint8, device=device)
-    payload[:begin] = head[:begin]
-    if num_words:
-        _gather[(num_tiles,)](
-            words, sizes, begins, payload[begin:].view(torch.int32), MOST_WORDS=most_words, num_warps=_TABLE_WARPS
-        )
-    return payload
+    _lay_out[(1,)](sizes, table, defaults, head, begins, lengths, num_tiles, known, new.nbytes, num_warps=_TABLE_WARPS)
+    payload = torch.empty(-(-new.nbytes // 4) * 4, dtype=torch.uint8, device=device)
+    payload[: len(head)] = head[: len(payload)]
+    _gather[(num_tiles,)](
+        words, sizes, begins, lengths, new.view(torch.uint8), payload, payload.view(torch.int32), new.nbytes,
+        MOST_WORDS=most_words, TILE_BYTES=contexts.TILE * form.bits // 8, num_warps=_TABLE_WARPS,
+    )  # fmt: skip
+    return payload[: new.nbytes], lengths[1:]
 
 
 def decode(form: PatternForm, held: Tensor, payload: Tensor, last: Tensor | None, out: Tensor) -> Tensor:
@@ -418,8 +416,8 @@ def _write(  # type: ignore[no-untyped-def]
     _add_fields(own, own_field & 0xFFFF, event_at + tl.cumsum(width, axis=0) - width, width, width > 0)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "known"])
-def _lay_out(sizes, table, defaults, head, begins, lengths, num_tiles, known):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["num_tiles", "known", "nbytes"])
+def _lay_out(sizes, table, defaults, head, begins, lengths, num_tiles, known, nbytes):  # type: ignore[no-untyped-def]
     lane = tl.arange(0, _CHUNK)
     total = 0
     for first in range(0, num_tiles, _CHUNK):
@@ -435,21 +433,38 @@ def _lay_out(sizes, table, defaults, head, begins, lengths, num_tiles, known):  
     tl.store(head + known - _IDLE // 8 + octet, octets.to(tl.uint8), mask=octet < _IDLE // 8)
     order, num_sent = tl.cumsum(is_sent, axis=0) - 1, tl.sum(is_sent, axis=0)
     tl.store(head + known + order, entry.to(tl.uint8), mask=is_sent != 0)
-    nbytes = (known + num_sent + 3) // 4 * 4
+    begin = (known + num_sent + 3) // 4 * 4
     fill = known + num_sent + bit
-    tl.store(head + fill, tl.zeros_like(bit).to(tl.uint8), mask=fill < nbytes)
-    tl.store(lengths, nbytes)
-    tl.store(lengths + 1, total)
+    tl.store(head + fill, tl.zeros_like(bit).to(tl.uint8), mask=fill < begin)
+    tl.store(lengths, begin)
+    tl.store(lengths + 1, tl.minimum(begin + 4 * total, nbytes))
 
 
-@triton.jit(do_not_specialize_on_alignment=["out"])
-def _gather(words, sizes, begins, out, MOST_WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    tile, word = tl.program_id(0), tl.arange(0, _CHUNK)
-    num_words = tl.load(sizes + 2 * tile + 1).to(tl.int32) & 0xFFFF
-    begin, own = tl.load(begins + tile), words + tile * MOST_WORDS
-    for first in range(0, num_words, _CHUNK):
-        is_own = first + word < num_words
-        tl.store(out + begin + first + word, tl.load(own + first + word, mask=is_own, other=0), mask=is_own)
+@triton.jit(do_not_specialize=["nbytes"], do_not_specialize_on_alignment=["new"])
+def _gather(  # type: ignore[no-untyped-def]
+    words,
+    sizes,
+    begins,
+    lengths,
+    new,
+    out,
+    out_words,
+    nbytes,
+    MOST_WORDS: tl.constexpr,
+    TILE_BYTES: tl.constexpr,
+):
+    """Move the run of a tile behind the head; or its new values, if the payload would be no shorter than those."""
+    tile, lane = tl.program_id(0), tl.arange(0, _CHUNK)
+    if tl.load(lengths + 1) >= nbytes:
+        for first in range(0, TILE_BYTES, _CHUNK):
+            at = tile * TILE_BYTES + first + lane
+            tl.store(out + at, tl.load(new + at, mask=at < nbytes, other=0), mask=at < nbytes)
+    else:
+        num_words = tl.load(sizes + 2 * tile + 1).to(tl.int32) & 0xFFFF
+        own, run = words + tile * MOST_WORDS, out_words + tl.load(lengths) // 4 + tl.load(begins + tile)
+        for first in range(0, num_words, _CHUNK):
+            is_own = first + lane < num_words
+            tl.store(run + first + lane, tl.load(own + first + lane, mask=is_own, other=0), mask=is_own)
 
 
 # -- decode ------------------------------------------------------------------------------------------------------------

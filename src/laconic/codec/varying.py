@@ -8,6 +8,11 @@ of a message are its length. If a message is longer than the bytes that are sent
 transfer. All ranks begin that alike, as all have read all lengths. Of a first message no rank knows the length, so only
 its head is in the first transfer.
 
+An accelerator puts lengths into messages without the host, which reads them when messages have arrived, and may do so
+while the device computes: [Note: Lengths come with messages] in shard/gather.py. All lengths of a step could be agreed
+on before its first message. Then the host would wait once; but the first message would leave when all are coded, and
+all would be held in memory until they leave.
+
 Ranks must know the same lengths. An exception on one rank may end this between two messages. Then all begin anew, by
 `forget`, before the next one: the caller agrees on that.
 """
@@ -20,6 +25,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from laconic.codec.lossless import UnreadMessage
 from laconic.codec.sums import Hold
 from laconic.comm.collectives import NOTHING, Pending
 from laconic.comm.traffic import Purpose
@@ -58,25 +64,27 @@ class VaryingMessages:
         """Forget the lengths of messages. All ranks do, before one of them sends the next."""
         self._expected = [_HEAD_BYTES] * self._way.size
 
-    def start(self, make: Callable[[], Tensor], *, stand_in: Callable[[], Tensor]) -> None:
-        """Begin to send what `make` returns, (n,), uint8, to all. It may change afterwards.
+    def start(self, make: Callable[[], UnreadMessage], *, stand_in: Callable[[], Tensor]) -> None:
+        """Begin to send the message that `make` returns to all. It may change afterwards. The host waits for nothing.
 
-        In a rehearsal nobody could read it, and what `stand_in` returns is sent.
+        In a rehearsal nobody could read it, and what `stand_in` returns, (n,), uint8, is sent.
         """
         self._free()  # an exception may have cut the last crossing short
-        body = make() if self._way.has_peers else stand_in()
+        body, length = make() if self._way.has_peers else UnreadMessage.of(stand_in())
         expected = self._expected
-        length = _HEAD_BYTES + len(body)
-        self._sent = body.new_zeros(max(length, expected[self._way.rank]))
-        self._sent[:_HEAD_BYTES].view(torch.int64)[0] = length
-        self._sent[_HEAD_BYTES:length] = body
+        end = _HEAD_BYTES + len(body)
+        self._sent = body.new_zeros(max(end, expected[self._way.rank]))
+        self._sent[:_HEAD_BYTES].view(torch.int64)[:1] = length + _HEAD_BYTES
+        self._sent[_HEAD_BYTES:end] = body
         self._arriving = body.new_empty(sum(expected))
         self._hold(self._nbytes)
         first = self._sent[: expected[self._way.rank]]
         self._pending = self._way.all_gather(self._arriving, first, self._purpose, numels=expected)
 
-    def finish(self) -> dict[int, Tensor]:
-        """Wait, and return the messages of the other ranks, (n,), uint8. The host reads lengths from the device.
+    def finish(self, read: Callable[[int, Tensor], None], *, stand_in: Callable[[int], None]) -> None:
+        """Wait, and `read` the message of each other rank, (n,), uint8. The host reads lengths from the device.
+
+        In a rehearsal nobody has sent one, and `stand_in` does what reading does to memory.
 
         Raises:
             RuntimeError: a length is none.
@@ -95,16 +103,17 @@ class VaryingMessages:
             parts = self._with_rest(parts, round_up(rest, _ALIGNMENT))
         self._expected = [round_up(length + length // _MARGIN, _ALIGNMENT) for length in lengths]
         self._free()
-        if not self._way.has_peers:
-            return {}
-        bodies = (part[_HEAD_BYTES:length] for part, length in zip(parts, lengths, strict=True))
-        return {rank: body for rank, body in enumerate(bodies) if rank != self._way.rank}
+        for rank, (part, length) in enumerate(zip(parts, lengths, strict=True)):
+            if rank == self._way.rank:
+                continue
+            if self._way.has_peers:
+                read(rank, part[_HEAD_BYTES:length])
+            else:
+                stand_in(rank)
 
     def _lengths(self, parts: Sequence[Tensor]) -> list[int]:
-        if not self._way.has_peers:  # a rehearsal: all are as long as this rank's
-            return [len(self._sent)] * self._way.size
         lengths: list[int] = torch.stack([part[:_HEAD_BYTES] for part in parts]).view(torch.int64)[:, 0].tolist()
-        return lengths
+        return lengths if self._way.has_peers else [len(self._sent)] * self._way.size  # in a rehearsal all are alike
 
     def _with_rest(self, parts: Sequence[Tensor], rest: int) -> list[Tensor]:
         """The messages of all ranks, with `rest` bytes more of each."""

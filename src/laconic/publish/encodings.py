@@ -72,7 +72,7 @@ def encode_dense(start: tuple[int, ...], sizes: tuple[int, ...], values: Tensor)
 
 def encode_lossless(start: tuple[int, ...], sizes: tuple[int, ...], held: Tensor, new: Tensor) -> EncodedPart:
     """Encode all values of a run or a box, (n,) each, for readers that hold the old ones."""
-    return EncodedPart(Encoding.LOSSLESS, start, sizes, {"": encode_in_pieces(held, new)})
+    return EncodedPart(Encoding.LOSSLESS, start, sizes, {"": encode_in_pieces(held, new).read()})
 
 
 def has_lossless_form(dtype: torch.dtype) -> bool:

@@ -52,9 +52,9 @@ class ScaledKernels:
 
 def kernels_of(machine: Machine) -> Callable[..., Any]:
     """Return what takes the place of `kernels_for` in laconic.codec."""
-    modules = {"blocked_triton": BlockKernels(machine), "scaled_triton": ScaledKernels(machine)}
+    modules = {"codec.blocked_triton": BlockKernels(machine), "codec.scaled_triton": ScaledKernels(machine)}
 
-    def kernels_for(tensor: Tensor, name: str = "blocked_triton") -> Any:
+    def kernels_for(tensor: Tensor, name: str) -> Any:
         return modules[name] if tensor.is_cuda and type(tensor) is Tensor else None  # not so while a chain stands in
 
     return kernels_for

@@ -62,7 +62,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from laconic.codec import CODECS
-from laconic.codec.lossless import decode_in_pieces, encode_in_pieces
+from laconic.codec.lossless import check_faults, decode_in_pieces, encode_in_pieces
 from laconic.codec.payload import parts_of_islands, payload_of, shards_of_nodes
 from laconic.codec.sums import CodedSum, CodedTransfer, Messages
 from laconic.codec.varying import VaryingMessages
@@ -90,6 +90,11 @@ class WeightCrossing:
         """The bytes that a gather brings from other nodes, the most of any rank: alike on all ranks."""
         form = self.bucket.form
         return max(sum(numels) - min(numels) for numels in form.numels_by_node_shard()) * form.dtype.itemsize
+
+    @property
+    def lets_host_wait(self) -> bool:
+        """Whether the host must wait for what has been started before it can `finish`, also on an accelerator."""
+        return False
 
     def prepare(self) -> bool:
         """Decide how the weights of the bucket's present version cross. Returns whether the old node shard is needed.
@@ -281,6 +286,15 @@ class LosslessDifferences(DifferenceCrossing):
         """See `WeightCrossing.most_bytes`: about as many, as nobody knows beforehand."""
         return super().most_bytes * TYPICAL_BITS // (8 * self.bucket.form.dtype.itemsize)
 
+    @property
+    def lets_host_wait(self) -> bool:
+        """See `WeightCrossing.lets_host_wait`. Lengths come with the messages."""
+        return self._is_difference
+
+    def settle(self) -> None:
+        """See `WeightCrossing.settle`. Copies do not lag; but what is saved now must not come of a damaged message."""
+        self._copies.check_faults()
+
     def _send(self, own: Tensor) -> None:
         new = self.bucket.form.sent(torch.empty_like(own))
         last = None if self._last is None else self.bucket.own_part(self._last)
@@ -293,8 +307,15 @@ class LosslessDifferences(DifferenceCrossing):
     def _add(self, node_shard: Tensor) -> None:
         parts = self.bucket.form.peers_of(node_shard)
         lasts = [None] * len(parts) if self._last is None else self.bucket.form.peers_of(self._last)
-        for peer, message in self._messages.finish().items():
-            decode_in_pieces(parts[peer], message, lasts[peer])
+
+        def read(peer: int, message: Tensor) -> None:
+            decode_in_pieces(parts[peer], message, lasts[peer], faults=self._copies.faults)
+
+        def stand_in(peer: int) -> None:
+            parts[peer].copy_(parts[peer].clone())
+
+        self._copies.check_faults()  # of the messages before, with which the device is done
+        self._messages.finish(read, stand_in=stand_in)
 
     def _begin_anew(self, node_shard: Tensor) -> None:
         self._messages.forget()
@@ -332,6 +353,12 @@ class Copies:
         self._decided: dict[DifferenceCrossing, tuple[int, bool]] = {}  # the version, and whether it is a difference
         self._steps = 0  # since the last exact crossing of all
         self._has_differed = False
+        self.faults: list[Tensor] = []
+        """Whether messages fitted the copies, as a device finds out: the host reads it with the next message."""
+
+    def check_faults(self) -> None:
+        """Raise ValueError if a message since the last call did not fit its copy."""
+        check_faults(self.faults)
 
     def add(self, member: DifferenceCrossing) -> None:
         """Add a bucket, in the same order on all ranks."""

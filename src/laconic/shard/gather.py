@@ -37,6 +37,13 @@ is under way when one ends.
 A unit that stays gathered while others run, as the root does, takes part as the largest of the others. `Prefetch` sets
 other limits. If a rank's forward takes another order than the last one, gathers may begin in vain, and are freed.
 
+[Note: Lengths come with messages]
+Lossless differences say in their messages how long they are, so the host must wait for them before it can issue what
+follows. If it did so when the gather begins, it could not issue the computation that hides the gather. So that unit's
+second stage begins when the forward of the unit before has been issued, and the host waits while the device computes.
+The memory of the whole weights is taken at the beginning, and the second stage starts after an event of that time, so
+it waits for no computation since.
+
 [Note: Late copies]
 A unit that stays gathered until backward, as the root does, need not be in the cache before. Its copy to host memory,
 the largest of all where it has the embedding, would stand on the lane before that of the first layer, whose weights may
@@ -46,7 +53,7 @@ ends.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise, takewhile
 
 import torch
@@ -58,7 +65,7 @@ from laconic.ragged.tensor import delay_edits, withdraw
 from laconic.shard.bucket import Bucket
 from laconic.shard.crossing import CopiesOf, crossing_of
 from laconic.shard.extension import Observer
-from laconic.shard.lanes import Event, Lane, Lanes, wait_for
+from laconic.shard.lanes import Event, Lane, Lanes, compute_event, wait_for
 from laconic.shard.ledger import Held
 from laconic.shard.placement import BucketUse
 from laconic.shard.policies import Prefetch
@@ -115,6 +122,8 @@ class BucketGather:
         self._is_crossing = False
         self._pending = NOTHING
         self._version: int | None = None
+        self._begun: Event = None
+        """An event after which the second stage may begin, if it begins late: [Note: Lengths come with messages]."""
         self._loaded: Event = None
         self._arrived: Event = None
         self._comes_from_cache = False
@@ -135,6 +144,11 @@ class BucketGather:
     def needs_others(self) -> bool:
         """True if a gather that has begun needs other ranks: not all of it is in the cache."""
         return self._is_crossing or self._local.size > 1
+
+    @property
+    def lets_host_wait(self) -> bool:
+        """True if the host must wait for the first stage that has begun: [Note: Lengths come with messages]."""
+        return self._is_crossing and self.crossing.lets_host_wait
 
     def use(self) -> BucketUse:
         """The bytes of the bucket, where shards are unequal those of the rank that needs most: alike on all ranks.
@@ -200,12 +214,20 @@ class BucketGather:
             self._early = Held(memory, bucket.ledger)
         return self._early.memory
 
+    def make_room(self) -> None:
+        """Take the memory in which the second stage gathers, which begins later: [Note: Lengths come with messages]."""
+        if self._begun is None:
+            self.bucket.full.allocate()
+            self._begun = compute_event(self.bucket.cluster.device)
+
     def start_local(self) -> None:
         """Wait for the node shard and issue the gather inside the node."""
-        full = self.bucket.full.allocate()
+        full, lane = self.bucket.full.allocate(), self._lanes.gather_local
+        begun, self._begun = self._begun, None
         if self._is_crossing:
             self._finish_crossing()
-        with self._lanes.gather_local.running(self._loaded, self._arrived):
+        start = lane.running if begun is None else partial(lane.going_on, begun)
+        with start(self._loaded, self._arrived):
             numels = self.bucket.form.numels_on("local")
             self._pending = self._local.all_gather(full, self._node_shard, numels=numels)
 
@@ -326,7 +348,21 @@ class UnitGather:
                 self._observer.gather_begun(self)
             self.state = GatherState.NODE
         if self.state is GatherState.NODE and self.is_stream_ordered and not is_early:
-            self.start_local()
+            if self.is_late:
+                for gather in self._moving:
+                    gather.make_room()
+            else:
+                self.go_on()
+
+    @property
+    def is_late(self) -> bool:
+        """True if the second stage is not to begin with the first: [Note: Lengths come with messages]."""
+        return self.state is GatherState.NODE and any(gather.lets_host_wait for gather in self._moving)
+
+    def go_on(self) -> None:
+        """Begin the second stage, where waiting for it never blocks the thread."""
+        self.start_local()
+        if not self._events:
             self._finish()
 
     def _renew(self) -> None:
@@ -374,9 +410,7 @@ class UnitGather:
     def _complete(self) -> None:
         if self.state in (GatherState.FULL, GatherState.SHOWN):
             return
-        self.start_local()
-        if not self._events:
-            self._finish()
+        self.go_on()
         for event in self._events:
             wait_for(event)
         for gather in self._moving:
@@ -445,6 +479,7 @@ class Order:
         self._left: list[UnitGather] = []  # finished forwards of this step; backward visits them in reverse
         self._open: list[UnitGather] = []  # whose forward has begun and not ended
         self._around: set[UnitGather] = set()  # in whose forward others begin
+        self._late: list[UnitGather] = []  # whose second stage begins when the present unit's forward is issued
         self._pair_bytes = self._largest_bytes = 0  # of units that are not around others
 
     @property
@@ -488,6 +523,10 @@ class Order:
 
     def leave_forward(self, gather: UnitGather, *, returns: bool) -> None:
         """Record that a unit's forward has ended. It `returns` in backward if its outputs need a gradient."""
+        late, self._late = self._late, []
+        for other in late:
+            if other.is_late:
+                other.go_on()
         if gather in self._open:
             self._open.remove(gather)
         if returns and torch.is_grad_enabled():
@@ -515,6 +554,7 @@ class Order:
         whole, early = self._chosen(gather, following) if prefetch is None else (prefetch, ())
         for other in whole:
             other.begin()
+        self._late = [other for other in whole if other.is_late and other.is_stream_ordered]
         for other in early:
             other.begin(is_early=True)
 

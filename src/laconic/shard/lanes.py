@@ -66,6 +66,11 @@ class Lanes:
         self.to_host, self.to_device = Lane(device), Lane(device)
 
 
+def compute_event(device: torch.device) -> Event:
+    """An event after everything that compute has issued so far."""
+    return None if device.type == "cpu" else torch.get_device_module(device).current_stream(device).record_event()
+
+
 def wait_for(event: Event) -> None:
     """Let the compute stream wait for `event`."""
     if event is not None:
