@@ -12,8 +12,11 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
+import laconic
 from laconic.publish import Publisher, PublishError, Reader, ReaderGroup, together
+from laconic.publish.forms import CodedWeight
 from laconic.publish.source import VersionSource
+from laconic.publish.staging import StagedTensor
 from laconic.publish.together import chain
 from laconic.publish.versions import MANIFEST, version_name
 from tests.support.launch import on_ranks
@@ -188,6 +191,41 @@ def tmp_path_of_seven(tmp_path: Path) -> Path:
     """Seven versions; the first and the seventh have all values."""
     published(tmp_path / "versions", num_versions=7, base_every=6)
     return tmp_path / "versions"
+
+
+@pytest.mark.parametrize(("cls", "method", "num_done"), [(CodedWeight, "encode", 0), (StagedTensor, "apply", 1)])
+@on_ranks(3)
+def test_a_rank_that_cannot_apply_what_has_come(cls: type, method: str, num_done: int, folder: Path) -> None:
+    """Of three readers one has weights in few bits: all learn that it failed, and the next update repairs its model."""
+    rank, weights = dist.get_rank(), weights_of_versions(6)
+    group, model = readers(folder), model_with(weights[2])
+    if rank == 2:
+        laconic.quantize_(model, "nf4")
+    assert group.update(model, to=3) == 3
+    message = r"\(.*no room\); the model has parts of two versions. Update again \(on rank 2\)"
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
+            fail_after(num_done, patch, cls, method)
+        with pytest.raises(PublishError, match=message) as told:
+            group.update(model, to=4)
+    assert "\n" not in str(told.value)
+    assert group.reader.version == (3 if rank == 2 else 4)
+    for version in (4, 6):
+        assert group.update(model, to=version) == version
+        wanted = model_with(weights[version])
+        assert_same(snapshot(model), snapshot(laconic.quantize_(wanted, "nf4") if rank == 2 else wanted))
+
+
+def fail_after(num_done: int, patch: pytest.MonkeyPatch, cls: type, method: str) -> None:
+    """Let a method raise, in two lines, when it has run a few times."""
+    calls, real = itertools.count(), getattr(cls, method)
+
+    def call(*args: Any) -> None:
+        if next(calls) == num_done:
+            raise RuntimeError("no\nroom")
+        real(*args)
+
+    patch.setattr(cls, method, call)
 
 
 @on_ranks(1)

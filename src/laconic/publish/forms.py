@@ -267,9 +267,10 @@ class KeptValues:
         for each in stale:
             try:
                 each.form.encode(each.values)
-            except Exception as error:  # of any library
+            except Exception as error:  # of any library, in several lines
+                reason = " ".join(str(error).split())
                 raise PublishError(
-                    f"{each.name} cannot be encoded ({error}); the model has parts of two versions. Update again"
+                    f"{each.name} cannot be encoded ({reason}); the model has parts of two versions. Update again"
                 ) from error
             parts = each.form.parts()
             trusted = parts if self._trusts_marks else {}

@@ -8,7 +8,8 @@ Rank 0 of the group has the versions. An update has four parts, and all ranks ta
 3. Rank 0 reads each of these files once. The bytes go along a chain: from rank 0 to one rank of each other node that
    needs them, and within a node from rank to rank. So each byte enters a machine once and leaves it at most once. A
    rank passes on one chunk while it receives the next.
-4. Each reader checks all digests. When every reader has all it needs, each one changes its model.
+4. Each reader checks all digests. When every reader has all it needs, each one changes its model, and all ranks learn
+   whether every one could.
 
 Ranks are on one node if they have one host name and one network.
 """
@@ -21,6 +22,7 @@ import socket
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -103,8 +105,9 @@ class ReaderGroup:
         Cost: see `Reader.update`. Besides, a rank that needs a file or passes it on has it in memory.
 
         Raises:
-            PublishError: one rank cannot go on; see `Reader.update`. All ranks raise it, and nothing was applied. If a
-                library cannot quantise what has come, its rank alone raises.
+            PublishError: one rank cannot go on; see `Reader.update`. All ranks raise it, with the rank, and nothing was
+                applied. Or a library could not quantise what had come, or a device had no room for it: then the other
+                ranks have the version, the error says so, and the next update repairs the model of that rank.
         """
         for _ in range(_ATTEMPTS):
             try:
@@ -115,8 +118,7 @@ class ReaderGroup:
                 if broken.is_vanished:
                     continue
                 raise PublishError(f"{broken} (on rank 0)") from broken
-            if plan is not None:
-                self.reader.apply(plan, staged)
+            self._ranks.agree(partial(self._apply, plan, staged))
             return newest if to is None else to
         raise PublishError("versions are removed faster than they are read; publish with a larger keep=")
 
@@ -171,6 +173,17 @@ class ReaderGroup:
         transfers.finish()
         self._ranks.agree(lambda: _raise(problem))
         return staged
+
+    def _apply(self, plan: UpdatePlan | None, staged: Mapping[str, StagedTensor]) -> None:
+        """Change the model of this rank, if it has one. Raises: PublishError, also where memory is missing."""
+        try:
+            if plan is not None:
+                self.reader.apply(plan, staged)
+        except (MemoryError, RuntimeError) as error:  # others would wait for this rank
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise PublishError(
+                f"values could not be applied ({reason}); the model has parts of two versions. Update again"
+            ) from error
 
     def _send(self, version: int, record: FileRecord, ranks: Sequence[int]) -> bytearray:
         """Bring a file to the ranks that need it. Returns it there; nothing on others. Collective."""
