@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.llama import Llama
-from benchmarks.publish import rl
+from benchmarks.publish import device, rl
 from benchmarks.publish.job import Job, fine_tuned, train_step
 from laconic.compare.runner import explain_failure
 from laconic.lab import Lab, format_rate
@@ -151,6 +151,9 @@ def host_memory(bench: Bench) -> Row:
         note=f"{bench.job.llama}, 2 x 2, bytes of all tensors that only the publisher holds. The copy of the wire is "
         "not used: it lags behind the weights in units that no forward has gathered since, and has other borders.",
     )
+
+
+BENCHMARK.row("device-memory")(device.memory_row)
 
 
 def _sync_row(bench: Bench, readers: int, limit: float) -> Row:
