@@ -22,7 +22,7 @@ from laconic.integrations.slime import PullFolder
 from laconic.publish import FolderSource, Publisher, PublishError, Reader
 from laconic.publish.upkeep import squash
 from laconic.publish.versions import version_name
-from tests.integrations import pull_stand_in
+from tests.support import pull_stand_in
 from tests.support.published import edit, make, snapshot
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from laconic.integrations.verl import delta_flushes
 from laconic.publish import Publisher, PublishError, Reader, WeightPatch
-from tests.integrations import verl_stand_in
+from tests.support import verl_stand_in
 
 
 class Served(nn.Module):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from laconic.integrations.vllm import LaconicWorker, checkpoint_patches, load_version, sparse_patches, weight_source
 from laconic.publish import FolderSource, Publisher, PublishError, Reader, WeightPatch
 from laconic.publish.versions import version_name
-from tests.integrations import vllm_stand_in
+from tests.support import vllm_stand_in
 
 
 @pytest.fixture(autouse=True)

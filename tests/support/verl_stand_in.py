@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.integrations.vllm_stand_in import load_masked
+from tests.support.vllm_stand_in import load_masked
 
 
 def apply_delta(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
