@@ -56,10 +56,11 @@ def patterns(values: Tensor) -> list[int]:
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int64])
 @pytest.mark.usefixtures("way")
 def test_what_is_taken_over_is_noted(dtype: torch.dtype, numel: int) -> None:
-    """Also where a tensor begins between two words of memory, and ends within one."""
+    """Also where a tensor begins between two words of memory, ends within one, or has gaps."""
     generator = torch.Generator().manual_seed(numel)
-    for begin in (0, 1):
-        held, new = torch.randint(-3, 3, (2, numel + 4), dtype=dtype, generator=generator)[:, begin : begin + numel]
+    for begin, step in ((0, 1), (1, 1), (0, 2)):
+        both = torch.randint(-3, 3, (2, 2 * numel + 4), dtype=dtype, generator=generator)
+        held, new = both[:, begin : begin + step * numel : step]
         expected = [(place, old) for place, (old, fresh) in enumerate(zip(held.tolist(), new.tolist(), strict=True))
                     if old != fresh]  # fmt: skip
         places, before = take_over(held, new)
@@ -76,13 +77,18 @@ def test_values_are_taken_and_put_bit_by_bit(dtype: torch.dtype, places_dtype: t
     bits_of(values)[1] ^= 1  # a NaN like no other
     places = torch.tensor([0, 7, 11], dtype=places_dtype)
     for tensor in (torch.zeros(3, 4, dtype=dtype), torch.zeros(4, 3, dtype=dtype).t()):
+        version = tensor._version
         put(tensor, places, values)
+        assert tensor._version > version, "readers that trust a model look at it"
         assert torch.equal(bits_of(taken(tensor, places)), bits_of(values))
         assert int((tensor == 0).sum()) == 10
     with pytest.raises(IndexError):
         put(torch.zeros(3, dtype=dtype), places, values)
     with pytest.raises(IndexError):
         taken(torch.zeros(3, dtype=dtype), places)
+    for wrong in (values[:2], values.double()):  # too few, and of another dtype
+        with pytest.raises((IndexError, RuntimeError)):
+            put(torch.zeros(12, dtype=dtype), places, wrong)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

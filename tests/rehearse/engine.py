@@ -474,6 +474,13 @@ ENGINE: dict[str, Program] = {
     "lossless, cache host, evaluation": Program(
         options={"cache": "host", "wire": "lossless-4bit", "mp_policy": _HALF}, train=evaluated
     ),
+    "lossless, a block skipped": Program(
+        options={"cache": "host", "wire": "lossless", "mp_policy": _HALF},
+        train=training(steps=3, micro_batches=2, skip=0),
+    ),
+    "lossless, recomputation": Program(
+        prepare=recompute, options={"cache": "host", "wire": "lossless", "mp_policy": _HALF}, train=training(steps=3)
+    ),
     "lossless, half frozen": Program(
         prepare=add_frozen,
         options={"cache": "host", "wire": "lossless", "mp_policy": _HALF},

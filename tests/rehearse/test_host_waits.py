@@ -148,6 +148,4 @@ def test_lossless_crossings_let_the_host_wait_once_a_unit() -> None:
     waits = Counter(found["waits"])
     num_units, num_steps = 4, NUM_STEPS - WARM
     assert waits.pop("shard/crossing.py _ask_all_ranks") == num_steps
-    assert waits == {"the program": num_units * num_steps}, (
-        "it reads lengths: waits of reads have no place of their own"
-    )
+    assert waits == {"the program": 2 * num_units * num_steps}, "reads, which have no site"

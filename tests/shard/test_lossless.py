@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 import laconic
 import laconic.optim
 from laconic.checkpoint import load_checkpoint, save_checkpoint
-from laconic.shard.crossing import CopyState
+from laconic.shard.crossing import CopyState, LosslessDifferences
 from laconic.shard.policies import Precision, ShardPolicy
 from tests.shard.test_crossing import FailsInBackward
 from tests.shard.test_scaled import converted
@@ -279,6 +279,30 @@ def test_a_copy_that_is_lost_or_damaged_crosses_exactly(prediction: bool) -> Non
         step(model, optimizer, 3)
     assert any("different copies of 1 buckets" in str(each.message) for each in seen)
     assert is_exact_in_bf16(model)
+
+
+@on_ranks(2, local=1)
+def test_a_message_that_did_not_fit_is_told_before_a_run_is_saved() -> None:
+    """A device finds out, and the host reads it later: with the next message, or when a state dict is taken."""
+    model = shard(build(), units=[], cache="host", mp_policy=HALF, wire="lossless")
+    optimizer = adamw(model)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    (victim,) = crossings(model)
+    assert isinstance(victim, LosslessDifferences)
+    for fails in (model.state_dict, model.unshard):
+        with torch.no_grad():
+            next(model.parameters()).mul_(0.5)  # so that the weights cross
+        victim._faults.append(torch.ones(1, dtype=torch.int32))
+        with pytest.raises(ValueError, match="does not fit the held values"):
+            fails()
+        assert victim.state is CopyState.LOST
+        model.reshard()
+        model.state_dict()  # it is told once
+        step(model, optimizer, 3)
+        assert victim.number == 0, "the weights crossed exactly"
+        step(model, optimizer, 4)
+        assert is_exact_in_bf16(model)
 
 
 @pytest.mark.parametrize("prediction", [False, True])

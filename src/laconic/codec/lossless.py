@@ -101,12 +101,12 @@ class UnreadMessage(NamedTuple):
     buffer: Tensor
     """(bytes,), uint8, of which the message is the first part."""
     length: Tensor
-    """(1,), int32: the bytes of the message."""
+    """(1,), int32 or int64: the bytes of the message."""
 
     @classmethod
     def of(cls, message: Tensor) -> UnreadMessage:
         """A message of known length, (bytes,), uint8."""
-        return cls(message, torch.full((1,), len(message), dtype=torch.int32, device=message.device))
+        return cls(message, torch.full((1,), len(message), dtype=torch.int64, device=message.device))
 
     def read(self) -> Tensor:
         """The message alone, (bytes,), uint8. The host waits for its length."""
@@ -234,8 +234,9 @@ def encode_in_pieces(held: Tensor, new: Tensor, last: Tensor | None = None) -> U
             past.copy_(last_difference(old, fresh))
     if len(payloads) == 1:
         body, length = payloads[0]
-        return UnreadMessage(torch.cat([length.view(torch.uint8), body]), length + length.nbytes)
-    lengths = torch.cat([each.length for each in payloads])
+        head = length.to(torch.int32).view(torch.uint8)
+        return UnreadMessage(torch.cat([head, body]), length + len(head))
+    lengths = torch.cat([each.length for each in payloads]).to(torch.int32)
     return UnreadMessage.of(torch.cat([lengths.view(torch.uint8), *(each.read() for each in payloads)]))
 
 
@@ -244,8 +245,8 @@ def decode_in_pieces(
 ) -> None:
     """Decode what `encode_in_pieces` returned for the same held values and last differences, in place of both.
 
-    With `faults` the host does not wait for a device: it appends what the device will find there, and `check_faults`
-    reads it later.
+    With `faults` the host does not wait for a device, unless there are several pieces, whose lengths it reads: it
+    appends what the device will find, and `check_faults` reads it later.
 
     Raises:
         ValueError: the message does not fit the held values: see `decode`.
@@ -254,7 +255,7 @@ def decode_in_pieces(
     begin, found = 4 * len(pieces), [] if faults is None else faults
     check_sizes(len(message) >= begin)
     lengths = [len(message) - begin]
-    if len(pieces) > 1:
+    if len(pieces) > 1 or message.is_cpu:
         lengths = message[:begin].clone().view(torch.int32).tolist()
         check_sizes(min(lengths) >= 0 and begin + sum(lengths) == len(message))
     form = pattern_form_of(held.dtype)

@@ -8,10 +8,10 @@ of a message are its length. If a message is longer than the bytes that are sent
 transfer. All ranks begin that alike, as all have read all lengths. Of a first message no rank knows the length, so only
 its head is in the first transfer.
 
-An accelerator puts lengths into messages without the host, which reads them when messages have arrived, and may do so
-while the device computes: [Note: Lengths come with messages] in shard/gather.py. All lengths of a step could be agreed
-on before its first message. Then the host would wait once; but the first message would leave when all are coded, and
-all would be held in memory until they leave.
+An accelerator puts the length into a message without the host, in a buffer that would hold the new values themselves.
+The host reads lengths when messages have arrived, and may do so while the device computes: [Note: Lengths come with
+messages] in shard/gather.py. All lengths of a step could be agreed on before its first message. Then the host would
+wait once; but the first message would leave when all are coded, and all would be held in memory until they leave.
 
 Ranks must know the same lengths. An exception on one rank may end this between two messages. Then all begin anew, by
 `forget`, before the next one: the caller agrees on that.
@@ -57,6 +57,8 @@ class VaryingMessages:
         """Send along `way`. `hold` counts the memory that messages take."""
         self._way, self._hold, self._purpose = way, hold, purpose
         self._arriving: Tensor | None = None
+        self._stood_in: int | None = None
+        """In a rehearsal the length of this rank's message, and of all others."""
         self._pending = NOTHING
         self.forget()
 
@@ -64,14 +66,20 @@ class VaryingMessages:
         """Forget the lengths of messages. All ranks do, before one of them sends the next."""
         self._expected = [_HEAD_BYTES] * self._way.size
 
-    def start(self, make: Callable[[], UnreadMessage], *, stand_in: Callable[[], Tensor]) -> None:
-        """Begin to send the message that `make` returns to all. It may change afterwards. The host waits for nothing.
+    def start(self, make: Callable[[], UnreadMessage], *, stand_in: Callable[[], tuple[Tensor, int]]) -> None:
+        """Begin to send the message that `make` returns to all. It may change afterwards.
 
-        In a rehearsal nobody could read it, and what `stand_in` returns, (n,), uint8, is sent.
+        In a rehearsal nobody could read it, and `stand_in` returns what is sent: a buffer, (n,), uint8, and the length
+        of the message in it.
         """
         self._free()  # an exception may have cut the last crossing short
-        body, length = make() if self._way.has_peers else UnreadMessage.of(stand_in())
         expected = self._expected
+        length: Tensor | int
+        if self._way.has_peers:
+            body, length = make()
+        else:
+            body, length = stand_in()
+            self._stood_in = length
         end = _HEAD_BYTES + len(body)
         self._sent = body.new_zeros(max(end, expected[self._way.rank]))
         self._sent[:_HEAD_BYTES].view(torch.int64)[:1] = length + _HEAD_BYTES
@@ -106,14 +114,14 @@ class VaryingMessages:
         for rank, (part, length) in enumerate(zip(parts, lengths, strict=True)):
             if rank == self._way.rank:
                 continue
-            if self._way.has_peers:
+            if self._stood_in is None:
                 read(rank, part[_HEAD_BYTES:length])
             else:
                 stand_in(rank)
 
     def _lengths(self, parts: Sequence[Tensor]) -> list[int]:
         lengths: list[int] = torch.stack([part[:_HEAD_BYTES] for part in parts]).view(torch.int64)[:, 0].tolist()
-        return lengths if self._way.has_peers else [len(self._sent)] * self._way.size  # in a rehearsal all are alike
+        return lengths if self._stood_in is None else [_HEAD_BYTES + self._stood_in] * self._way.size
 
     def _with_rest(self, parts: Sequence[Tensor], rest: int) -> list[Tensor]:
         """The messages of all ranks, with `rest` bytes more of each."""

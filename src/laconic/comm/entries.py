@@ -120,8 +120,14 @@ def _typed(kind: Any, value: Any, place: str) -> Any:
     return _simple(kind, value, place)
 
 
-@cache
 def _of_type(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    if isinstance(kind, types.UnionType):  # of any order they are equal, and the order matters
+        return types.UnionType, kind.__args__
+    return _of_other_type(kind)
+
+
+@cache
+def _of_other_type(kind: Any) -> tuple[Any, tuple[Any, ...]]:
     return typing.get_origin(kind), typing.get_args(kind)
 
 

@@ -30,8 +30,8 @@ def taken_over(held: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _words(*each: Tensor) -> list[np.ndarray]:
-    """Their whole words; none if a tensor begins between two words of memory."""
-    are_aligned = all(bits.data_ptr() % (2 * _RUN) == 0 for bits in each)
+    """Their whole words; none if a tensor has gaps, or begins between two words of memory."""
+    are_aligned = all(bits.is_contiguous() and bits.data_ptr() % (2 * _RUN) == 0 for bits in each)
     return [
         bits.numpy()[: len(bits) // _RUN * _RUN].view(np.int64) if are_aligned else np.empty(0, np.int64)
         for bits in each
@@ -47,12 +47,18 @@ def values_at(flat: Tensor, places: Tensor) -> Tensor:
 
 def set_values(flat: Tensor, places: Tensor, values: Tensor) -> None:
     """Write values at places. Shapes: see `values_at`."""
+    _check_lengths(places, values)
     _check_places(_put(flat.numpy(), places.numpy(), values.numpy()))
 
 
 def _check_places(are_within: bool) -> None:
     if not are_within:
         raise IndexError("a place lies outside of its tensor")
+
+
+def _check_lengths(places: Tensor, values: Tensor) -> None:
+    if places.shape != values.shape:
+        raise IndexError(f"{tuple(values.shape)} values have {tuple(places.shape)} places")
 
 
 def digest_of_run(bits: Tensor, start: int) -> int:
@@ -62,6 +68,7 @@ def digest_of_run(bits: Tensor, start: int) -> int:
 
 def digest_of_places(places: Tensor, bits: Tensor) -> int:
     """See `digests.digest_at`. Shapes: (n,), int64, and (n,), int16."""
+    _check_lengths(places, bits)
     return int(_digest_of_places(places.numpy(), _unsigned(bits)))
 
 
@@ -82,7 +89,7 @@ def gaps_of(positions: Tensor) -> Tensor:
 def positions_of(gaps: Tensor, start: int, num: int, numel: int) -> Tensor | None:
     """See `encodings.decode_gaps`: `num` places, (c,), int64, or None if the gaps do not lead to as many in order."""
     places = np.empty(num, np.int64)
-    found = _places(gaps.numpy(), torch.iinfo(gaps.dtype).max, start, numel, places)
+    found = _places(gaps.numpy(), torch.iinfo(gaps.dtype).max, start, min(numel, 2**63 - 1), places)
     return torch.from_numpy(places) if found == num else None
 
 

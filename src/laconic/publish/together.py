@@ -179,7 +179,9 @@ class ReaderGroup:
         try:
             if plan is not None:
                 self.reader.apply(plan, staged)
-        except (MemoryError, RuntimeError) as error:  # others would wait for this rank
+        except (PublishError, OSError):  # of a registration, which comes when the model has the version
+            raise
+        except Exception as error:  # of any kind: others would wait for this rank
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise PublishError(
                 f"values could not be applied ({reason}); the model has parts of two versions. Update again"

@@ -208,7 +208,7 @@ class VersionManifest(store.Manifest):
     def to_json(self) -> dict[str, Any]:
         """See `Manifest.to_json`."""
         tensors = [
-            {**vars(each), "patch": [vars(part) for part in each.patch], "whole": [vars(part) for part in each.whole]}
+            vars(each) | {kind: [dict(vars(part)) for part in getattr(each, kind)] for kind in ("patch", "whole")}
             for each in self.tensors  # no `asdict`: it copies each number
         ]
         return {**super().to_json(), "tensors": tensors}

@@ -92,7 +92,7 @@ class WeightCrossing:
         return max(sum(numels) - min(numels) for numels in form.numels_by_node_shard()) * form.dtype.itemsize
 
     @property
-    def lets_host_wait(self) -> bool:
+    def makes_host_wait(self) -> bool:
         """Whether the host must wait for what has been started before it can `finish`, also on an accelerator."""
         return False
 
@@ -280,6 +280,8 @@ class LosslessDifferences(DifferenceCrossing):
         self._messages = VaryingMessages(node, bucket.ledger.hold, "weights")
         self._last: Tensor | None = None
         """The last difference of each element of the node shard, (N * C,), int8, if it predicts the next one."""
+        self._faults: list[Tensor] = []
+        """Whether the last messages fitted the copies, as a device finds out: the host reads it with the next ones."""
 
     @property
     def most_bytes(self) -> int:
@@ -287,20 +289,34 @@ class LosslessDifferences(DifferenceCrossing):
         return super().most_bytes * TYPICAL_BITS // (8 * self.bucket.form.dtype.itemsize)
 
     @property
-    def lets_host_wait(self) -> bool:
-        """See `WeightCrossing.lets_host_wait`. Lengths come with the messages."""
+    def makes_host_wait(self) -> bool:
+        """See `WeightCrossing.makes_host_wait`. Lengths come with the messages."""
         return self._is_difference
 
     def settle(self) -> None:
-        """See `WeightCrossing.settle`. Copies do not lag; but what is saved now must not come of a damaged message."""
-        self._copies.check_faults()
+        """See `WeightCrossing.settle`. Copies do not lag; but no run is saved that a damaged message has misled.
+
+        Raises:
+            ValueError: the last messages did not fit the copies, which count as lost now.
+        """
+        try:
+            check_faults(self._faults)
+        except ValueError:
+            self.bucket.node_shard.invalidate()
+            self.forget()
+            raise
+
+    def forget(self) -> None:
+        """See `WeightCrossing.forget`."""
+        self._faults.clear()
+        super().forget()
 
     def _send(self, own: Tensor) -> None:
         new = self.bucket.form.sent(torch.empty_like(own))
         last = None if self._last is None else self.bucket.own_part(self._last)
         self._messages.start(
             lambda: encode_in_pieces(own, new, last),
-            stand_in=lambda: own.new_empty(len(own) * TYPICAL_BITS // 8, dtype=torch.uint8),
+            stand_in=lambda: (new.view(torch.uint8), len(own) * TYPICAL_BITS // 8),
         )
         own.copy_(new)
 
@@ -309,12 +325,13 @@ class LosslessDifferences(DifferenceCrossing):
         lasts = [None] * len(parts) if self._last is None else self.bucket.form.peers_of(self._last)
 
         def read(peer: int, message: Tensor) -> None:
-            decode_in_pieces(parts[peer], message, lasts[peer], faults=self._copies.faults)
+            decode_in_pieces(parts[peer], message, lasts[peer], faults=self._faults)
 
         def stand_in(peer: int) -> None:
             parts[peer].copy_(parts[peer].clone())
+            self._faults.append(torch.zeros(1, dtype=torch.int32, device=node_shard.device))
 
-        self._copies.check_faults()  # of the messages before, with which the device is done
+        check_faults(self._faults)  # of the messages before, with which a device is done
         self._messages.finish(read, stand_in=stand_in)
 
     def _begin_anew(self, node_shard: Tensor) -> None:
@@ -353,12 +370,6 @@ class Copies:
         self._decided: dict[DifferenceCrossing, tuple[int, bool]] = {}  # the version, and whether it is a difference
         self._steps = 0  # since the last exact crossing of all
         self._has_differed = False
-        self.faults: list[Tensor] = []
-        """Whether messages fitted the copies, as a device finds out: the host reads it with the next message."""
-
-    def check_faults(self) -> None:
-        """Raise ValueError if a message since the last call did not fit its copy."""
-        check_faults(self.faults)
 
     def add(self, member: DifferenceCrossing) -> None:
         """Add a bucket, in the same order on all ranks."""

@@ -4,7 +4,8 @@
 A process group matches transfers by their order, so every rank must issue the same transfers in the same order on each
 group. The engine therefore issues them at fixed points of the program and never looks at which transfer has arrived. It
 issues a gather across nodes when that gather begins, and the gather inside the node when the weights are used. Under
-NCCL, where waiting does not block the thread, it issues both at once, or the second when the unit before begins.
+NCCL, where waiting does not block the thread, it issues both at once, or the second when the unit before begins or,
+after lossless differences, ends.
 
 [Note: Prefetching]
 A forward under a root records the order in which its units run. The next forward begins the gathers of the units that
@@ -42,7 +43,8 @@ Lossless differences say in their messages how long they are, so the host must w
 follows. If it did so when the gather begins, it could not issue the computation that hides the gather. So that unit's
 second stage begins when the forward of the unit before has been issued, and the host waits while the device computes.
 The memory of the whole weights is taken at the beginning, and the second stage starts after an event of that time, so
-it waits for no computation since.
+it waits for no computation since. Besides lengths the host reads whether the messages before fitted, which the device
+has long known. Of parts of more than 2**24 values it reads the lengths of pieces, too, as it codes them.
 
 [Note: Late copies]
 A unit that stays gathered until backward, as the root does, need not be in the cache before. Its copy to host memory,
@@ -146,9 +148,9 @@ class BucketGather:
         return self._is_crossing or self._local.size > 1
 
     @property
-    def lets_host_wait(self) -> bool:
+    def makes_host_wait(self) -> bool:
         """True if the host must wait for the first stage that has begun: [Note: Lengths come with messages]."""
-        return self._is_crossing and self.crossing.lets_host_wait
+        return self._is_crossing and self.crossing.makes_host_wait
 
     def use(self) -> BucketUse:
         """The bytes of the bucket, where shards are unequal those of the rank that needs most: alike on all ranks.
@@ -357,7 +359,7 @@ class UnitGather:
     @property
     def is_late(self) -> bool:
         """True if the second stage is not to begin with the first: [Note: Lengths come with messages]."""
-        return self.state is GatherState.NODE and any(gather.lets_host_wait for gather in self._moving)
+        return self.state is GatherState.NODE and any(gather.makes_host_wait for gather in self._moving)
 
     def go_on(self) -> None:
         """Begin the second stage, where waiting for it never blocks the thread."""
@@ -451,7 +453,13 @@ class UnitGather:
             gather.crossing.forget()
 
     def settle_copies(self) -> None:
-        """Let the weights of copies that lag cross exactly next time."""
+        """Let the weights of copies that lag cross exactly next time. A gather under way is finished first.
+
+        Raises:
+            ValueError: messages of lossless differences did not fit the copies.
+        """
+        if self.state is GatherState.LOCAL:
+            self._complete()
         for gather in self._gathers:
             gather.crossing.settle()
 

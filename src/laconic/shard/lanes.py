@@ -2,7 +2,8 @@
 
 [Note: Who may free a transfer buffer]
 The compute stream allocates and frees the weights and gradients that it shares with a lane. A lane starts each job
-after everything that the compute stream has issued so far, so it may write to memory that compute has just freed.
+after everything that the compute stream has issued so far, so it may write to memory that compute has just freed. One
+that begins late starts after an event instead, and uses no memory that compute has touched since that.
 Compute waits for the lane's event before it uses or frees a buffer that the lane has touched. Transfers and sums are
 allocated on the lane that makes them. So is the sum that becomes `.grad`: compute uses it and drops it, and its memory
 goes to a later job of that lane, which starts after compute. So the engine needs no `record_stream`, and the memory in

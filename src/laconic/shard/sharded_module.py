@@ -130,6 +130,9 @@ class ShardedModule(FSDPModule, nn.Module):
         With `wire="lossless"` all nodes have the exact weights anyway.
 
         A state dict, a checkpoint, a load and any edit do this by themselves. See `laconic.Wire`.
+
+        Raises:
+            ValueError: a lossless message was damaged on its way; load the last checkpoint.
         """
         self._laconic_unit.settle_copies()
 
