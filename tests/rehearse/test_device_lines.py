@@ -180,15 +180,18 @@ def test_a_run_that_fails_is_no_measurement(tmp_path: Path) -> None:
         passed(Watch(arguments=("-c", "raise SystemExit(3)")), [], tmp_path)
 
 
-ONE_PROGRAM = "from tests.rehearse.engine import ENGINE; ENGINE['cache host'].record()"
+FEW_PROGRAMS = (
+    "from tests.rehearse.engine import ENGINE; "
+    "[ENGINE[each].record() for each in ('cache host', 'lossless, half frozen')]"
+)
 
 
-def test_one_program_passes_the_lines_of_lanes_and_caches_on_a_device() -> None:
+def test_two_programs_pass_the_lines_of_lanes_and_caches_on_a_device() -> None:
     """A small part of the campaign below."""
     places = [each for each in device_places() if each.file in ("shard/lanes.py", "shard/cache.py")]
     there = [each for each in places if each.file == "shard/lanes.py" or each.function.startswith("NodeShard")]
     assert len(there) >= 12
-    assert passed(Watch(arguments=("-c", ONE_PROGRAM)), places) >= set(there)
+    assert passed(Watch(arguments=("-c", FEW_PROGRAMS)), places) >= set(there)
 
 
 CPU_TESTS = ("tests/shard/test_offload.py", "tests/ragged/test_redistribute.py", "tests/optim/test_owners.py")

@@ -26,6 +26,7 @@ class _Sized(SimpleNamespace):
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
+    is_late = False
 
     def begin(self, *, is_early: bool = False) -> None:
         self.begun.append((self.place, is_early))
