@@ -166,7 +166,7 @@ def sparse(bench: Bench) -> Row:
 @BENCHMARK.row("unequal-speeds", section="islands-front")
 def unequal_speeds(bench: Bench) -> Row:
     islands = _ON_GPU.islands
-    every = _usual(bench, {}).steps // 8  # with ten exchanges, one of them in four bits, bytes were 1/1,982
+    every = _usual(bench, {}).steps // 10
     speeds = tuple(1.0 if island < islands // 2 else 0.5 for island in range(islands))
     return _row(
         bench, {**MULOCO, "every": every, "speeds": speeds}, limit=0.005,
