@@ -251,6 +251,6 @@ def _adapted(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def _weights(model: nn.Module, *, is_merged: bool) -> dict[str, Tensor]:
-    """What engines must have, in bf16; adapters are merged by peft."""
+    """The tensors that engines must have, in bf16. peft merges the adapters."""
     whole: Any = copy.deepcopy(model).merge_and_unload() if is_merged else model  # type: ignore[operator]
     return {name: tensor.detach().to(torch.bfloat16, copy=True) for name, tensor in whole.state_dict().items()}

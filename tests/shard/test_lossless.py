@@ -298,7 +298,7 @@ def test_a_message_that_did_not_fit_is_told_before_a_run_is_saved() -> None:
             fails()
         assert victim.state is CopyState.LOST
         model.reshard()
-        model.state_dict()  # it is told once
+        model.state_dict()  # a fault raises once, and not again
         step(model, optimizer, 3)
         assert victim.number == 0, "the weights crossed exactly"
         step(model, optimizer, 4)
