@@ -54,6 +54,18 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+class Around(nn.Module):
+    """A layer around another one, which is a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.own = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run both layers."""
+        return self.own(torch.tanh(self.inner(x)))
+
+
 class HalfFrozen(nn.Module):
     """A layer beside a frozen one."""
 
@@ -156,6 +168,29 @@ def abandoned(model: Any, optimizer: torch.optim.Optimizer) -> None:
         has_failed = True
     assert has_failed
     output.remove()
+    training(steps=2)(model, optimizer)
+
+
+def abandoned_forward(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """A forward that raises in a block, whose successor's gather has begun; an evaluation and steps after it."""
+
+    class Failure(Exception):
+        pass
+
+    def fail(block: nn.Module, args: Any) -> None:
+        raise Failure
+
+    training(steps=1)(model, optimizer)
+    hook = model.blocks[0].register_forward_pre_hook(fail)
+    has_failed = False
+    try:
+        loss_of(model, 3)
+    except Failure:
+        has_failed = True
+    assert has_failed
+    hook.remove()
+    with torch.no_grad():
+        loss_of(model, 4, skip=1).item()
     training(steps=2)(model, optimizer)
 
 
@@ -287,6 +322,12 @@ def freeze_blocks(model: Net) -> None:
     model.blocks.requires_grad_(False)
 
 
+def nest(model: Net) -> None:
+    """Let each block have a unit inside."""
+    model.blocks = nn.ModuleList(Around() for _ in model.blocks)
+    model.to("cuda")
+
+
 def add_frozen(model: Net) -> None:
     """Give each block a frozen layer: each unit has a bucket that stays and one that crosses."""
     model.blocks = nn.ModuleList(HalfFrozen() for _ in model.blocks)
@@ -376,7 +417,8 @@ class Program:
             mesh = self.make_mesh()
             model = Net(self.width, num_blocks).to("cuda")
             self.prepare(model)
-            for module in (*model.blocks, model):
+            inner = [block.inner for block in model.blocks if isinstance(block, Around)]
+            for module in (*inner, *model.blocks, model):
                 self.shard(module, mesh)
             self.sharded(model)
             optimizer = self.optimizer([p for p in model.parameters() if p.requires_grad])
@@ -480,6 +522,15 @@ ENGINE: dict[str, Program] = {
     ),
     "lossless, recomputation": Program(
         prepare=recompute, options={"cache": "host", "wire": "lossless", "mp_policy": _HALF}, train=training(steps=3)
+    ),
+    "lossless, prefetch": Program(
+        sharded=prefetch, options={"cache": "host", "wire": "lossless", "mp_policy": _HALF}, train=training(steps=3)
+    ),
+    "lossless, nested units": Program(
+        prepare=nest, options={"cache": "host", "wire": "lossless", "mp_policy": _HALF}, train=training(steps=3)
+    ),
+    "lossless, failed forward": Program(
+        options={"cache": "host", "wire": "lossless", "mp_policy": _HALF}, train=abandoned_forward
     ),
     "lossless, half frozen": Program(
         prepare=add_frozen,
