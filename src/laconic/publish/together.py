@@ -42,7 +42,7 @@ from laconic.publish.staging import StagedTensor
 from laconic.publish.versions import PublishError, VersionManifest
 from laconic.store.folder import FileRecord
 
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 17
 _ATTEMPTS = 5
 """How often an update begins anew when a version was removed while it was read."""
 
