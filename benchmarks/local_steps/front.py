@@ -166,7 +166,7 @@ def sparse(bench: Bench) -> Row:
 @BENCHMARK.row("unequal-speeds", section="islands-front")
 def unequal_speeds(bench: Bench) -> Row:
     islands = _ON_GPU.islands
-    every = _usual(bench, {}).steps // 10
+    every = _usual(bench, {}).steps // 8
     speeds = tuple(1.0 if island < islands // 2 else 0.5 for island in range(islands))
     return _row(
         bench, {**MULOCO, "every": every, "speeds": speeds}, limit=0.005,
