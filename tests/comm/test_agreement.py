@@ -57,6 +57,22 @@ def test_agree(failing: list[int], asked: list[int], expected: list[object]) -> 
     assert run_ranks(job_agree, 3, failing, asked) == expected
 
 
+def job_agree_and_ask(failing: list[int], saying_no: list[int]) -> object:
+    return outcome(lambda: RankGroup().agree_and_ask(lambda: action(failing), lambda own: own // 10 not in saying_no))
+
+
+@pytest.mark.parametrize(
+    ("failing", "saying_no", "expected"),
+    [
+        ([], [], [(0, True), (10, True), (20, True)]),
+        ([], [1], [(0, False), (10, False), (20, False)]),
+        ([2], [1], ["no 2 (on rank 2)"] * 3),
+    ],
+)
+def test_agree_and_ask(failing: list[int], saying_no: list[int], expected: list[object]) -> None:
+    assert run_ranks(job_agree_and_ask, 3, failing, saying_no) == expected
+
+
 def job_exchange() -> tuple[object, ...]:
     ranks = RankGroup()
     return ranks.rank, ranks.size, ranks.gather(f"from {ranks.rank}"), ranks.broadcast(f"from {ranks.rank}")

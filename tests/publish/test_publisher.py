@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import laconic
 from laconic.checkpoint import state
+from laconic.comm.agreement import RankGroup
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.partial.updates import unsliced_state_dict
 from laconic.policy import PolicyError
@@ -231,6 +233,46 @@ def test_training_goes_on_while_a_version_leaves(tmp_path: Path) -> None:
             parameter.zero_()
     publisher.wait()
     assert_read(tmp_path, wanted, held)
+
+
+@on_ranks(3)
+def test_a_rank_without_memory_fails_all_and_is_divided_anew(tmp_path: Path) -> None:
+    model = shard(build())
+    publisher = Publisher(model, tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(shares, "_aligned", lambda nbytes: 1 << 50)
+        with pytest.raises(PublishError, match=r"a version could not be made .*\(on rank 1\)"):
+            publisher.publish()
+    for kind in ("whole", "patch"):
+        assert publisher.publish() == 1 + (kind == "patch")
+        publisher.wait()
+        assert_read(tmp_path, whole_in_bf16(model), empty_like(whole_in_bf16(model)))
+        with torch.no_grad():
+            model.out.weight.mul_(1.5)
+    assert FolderSource(tmp_path).manifest(2).base == 1
+
+
+@on_ranks(3)
+def test_a_version_stands_still_for_one_trip_between_ranks(tmp_path: Path) -> None:
+    """What is not yet known, as the division at first, takes more."""
+    model = shard(build())
+    publisher = Publisher(model, tmp_path)
+    trips = []
+    with pytest.MonkeyPatch.context() as patch:
+        gather = RankGroup.gather
+
+        def counted(ranks: RankGroup, value: Any) -> list[Any]:
+            if threading.current_thread() is threading.main_thread():
+                trips[-1] += 1
+            return gather(ranks, value)
+
+        patch.setattr(RankGroup, "gather", counted)
+        for _ in range(3):
+            trips.append(0)
+            publisher.publish()
+            publisher.wait()
+    assert trips == [3, 1, 1]
 
 
 @on_ranks(2)

@@ -13,7 +13,7 @@ import json
 import struct
 import zlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -97,14 +97,33 @@ class RankGroup:
                 message comes from the lowest rank that failed. It names this rank unless `action` failed on all that
                 ran it.
         """
-        result, error = _attempt(action, OSError, ValueError) if only else (None, None)
-        outcomes: list[Any] = self.gather([only, _message(error)])
-        failed = [(rank, message) for rank, (_, message) in enumerate(outcomes) if message]
+        return self._agree(action, lambda result: True, only=only)[0]
+
+    def agree_and_ask(self, action: Callable[[], _T], question: Callable[[_T], bool]) -> tuple[_T, bool]:
+        """Run `action` on all ranks, and ask each one a question about its result.
+
+        Returns the result of this rank, and whether all ranks said yes. Neither may be collective.
+
+        Raises:
+            ValueError: see `agree`.
+        """
+        agreed = self._agree(action, question, only=True)
+        return cast(_T, agreed[0]), agreed[1]
+
+    def _agree(self, action: Callable[[], _T], question: Callable[[_T], bool], *, only: bool) -> tuple[_T | None, bool]:
+        def run() -> tuple[_T, bool]:
+            result = action()
+            return result, question(result)
+
+        found, error = _attempt(run, OSError, ValueError) if only else (None, None)
+        result, says_yes = (None, True) if found is None else found
+        outcomes: list[Any] = self.gather([only, says_yes, _message(error)])
+        failed = [(rank, message) for rank, (*_, message) in enumerate(outcomes) if message]
         if failed:
             rank, message = failed[0]
-            is_everywhere = len(failed) == sum(has_run for has_run, _ in outcomes)
+            is_everywhere = len(failed) == sum(has_run for has_run, *_ in outcomes)
             raise self._error(message if is_everywhere else f"{message} (on rank {rank})") from error
-        return result
+        return result, all(is_yes for _, is_yes, _ in outcomes)
 
     def on_all(self, action: Callable[[], _T], failure: str) -> list[_T]:
         """Run `action` on every rank; return the results of all ranks, in rank order, on every rank.

@@ -18,12 +18,12 @@ import hashlib
 import json
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -103,7 +103,7 @@ class PublishedCopy(StrEnum):
     """Whether readers can have the values in this publisher's copies: [Note: The copy published last] in shares.py."""
 
     NONE = "none"
-    """There is no copy yet, or it is of another division: the next version is whole."""
+    """There is no copy yet: the next version is whole."""
     AHEAD = "ahead"
     """The copies are of a version that is not committed. If it fails, the next version is whole."""
     PUBLISHED = "published"
@@ -188,16 +188,17 @@ class Publisher:
         contents = contents_of(
             self._model, self.policy.names, merges=self.policy.adapters == "merged", local_steps=self._local_steps
         )
-        holdings = self._ranks.agree(lambda: self._holdings(contents))
-        assert holdings is not None
-        self._lay_out(holdings)
-        own = self._shares
-        assert own is not None
         is_patch, self.copy = self.copy is PublishedCopy.PUBLISHED, PublishedCopy.AHEAD  # even if what follows fails
-        base = self._last if is_patch else None
-        changes = self._together(lambda: own.compare(holdings) if is_patch else own.take(holdings))
+        present, is_divided = self._together(
+            lambda: self._look(contents, compares=is_patch), lambda present: present.layout == self._layout
+        )
+        changes = present.changes if is_divided else None
+        if changes is None:
+            places = None if is_divided else self._places_by_rank(present)
+            self._together(lambda: self._take(present, places))
+        base = None if changes is None else self._last
         version, self._last = self._last + 1, self._last + 1
-        head = _Head(version=version, base=base, step=step, shapes={n: h.shape for n, h in holdings.items()})
+        head = _Head(version=version, base=base, step=step, shapes={n: h.shape for n, h in present.holdings.items()})
         self._writing = self._thread.submit(self._write, head, changes)
         return version
 
@@ -225,8 +226,10 @@ class Publisher:
         elif self._writing is not None:  # waits, and hides its error, so that the run's error is raised
             self._writing.exception()
 
-    def _together(self, action: Callable[[], _T]) -> _T:
-        """Run an action on all ranks, and fail on all of them if it fails on one, also where memory is missing."""
+    def _together(
+        self, action: Callable[[], _T], question: Callable[[_T], bool] = lambda result: True
+    ) -> tuple[_T, bool]:
+        """See `RankGroup.agree_and_ask`; also where memory is missing, all ranks fail."""
 
         def run() -> _T:
             try:
@@ -234,7 +237,7 @@ class Publisher:
             except (MemoryError, RuntimeError) as error:
                 raise PublishError(f"a version could not be made ({type(error).__name__}: {error})") from error
 
-        return cast(_T, self._ranks.agree(run))
+        return self._ranks.agree_and_ask(run, question)
 
     # -- before a version ----------------------------------------------------------------------------------------------
 
@@ -270,22 +273,35 @@ class Publisher:
         }
         return {name: whole[run.name].run(run.start, run.shape) for name, run in self._runs[1].items()}
 
-    def _lay_out(self, holdings: Mapping[str, Holding]) -> None:
-        """Divide the elements among the ranks, unless each rank holds what it held at the last version. Collective."""
-        told = {name: [list(map(list, held.place)) for held in each.regions] for name, each in holdings.items()}
+    def _look(self, contents: CheckpointContents, *, compares: bool) -> _Present:
+        """Find out what this rank holds, and if it holds what it held at the last version, what has changed since."""
+        holdings = self._holdings(contents)
+        places = {name: [list(map(list, held.place)) for held in each.regions] for name, each in holdings.items()}
         kinds = {name: [list(each.shape), str(each.dtype)] for name, each in holdings.items()}
-        layout = hashlib.sha256(json.dumps([told, kinds]).encode()).hexdigest()
-        is_same = self._ranks.gather(layout == self._layout)
-        if all(is_same):
-            return
-        if len(set(self._ranks.gather(hashlib.sha256(json.dumps(kinds).encode()).hexdigest()))) > 1:
+        layout = _hash_of([places, kinds])
+        own = self._shares if compares and layout == self._layout else None
+        changes = None if own is None else own.compare(holdings)
+        return _Present(holdings=holdings, places=places, kinds=kinds, layout=layout, changes=changes)
+
+    def _places_by_rank(self, present: _Present) -> list[dict[str, Any]]:
+        """The places of the regions that each rank holds. Collective."""
+        told: list[Any] = self._ranks.gather([_hash_of(present.kinds), present.places])
+        if len({kinds for kinds, _ in told}) > 1:
             raise PublishError("ranks hold tensors of other names, shapes or dtypes; publish one model from all ranks")
-        by_rank = self._ranks.gather(told)
-        shapes = {name: each.shape for name, each in holdings.items()}
-        buffers = {name for name, each in holdings.items() if each.is_buffer}
-        shares = shares_of(by_rank, shapes, buffers, self._ranks.rank)
-        self._shares = OwnShares(holdings, shares, getattr(torch, self.policy.dtype), self.policy.encoding)
-        self._layout, self.copy = layout, PublishedCopy.NONE
+        return [places for _, places in told]
+
+    def _take(self, present: _Present, places_by_rank: Sequence[dict[str, Any]] | None) -> None:
+        """Copy the present values, after a division of the elements among the ranks if some hold others than before."""
+        holdings = present.holdings
+        if places_by_rank is not None:
+            shapes = {name: each.shape for name, each in holdings.items()}
+            buffers = {name for name, each in holdings.items() if each.is_buffer}
+            shares = shares_of(places_by_rank, shapes, buffers, self._ranks.rank)
+            self._shares, self._layout = None, ""  # their memory goes before there is new
+            self._shares = OwnShares(holdings, shares, getattr(torch, self.policy.dtype), self.policy.encoding)
+            self._layout = present.layout
+        assert self._shares is not None
+        self._shares.take(holdings)
 
     # -- in the background: [Note: Publishing in the background] -------------------------------------------------------
 
@@ -293,7 +309,7 @@ class Publisher:
         threading.current_thread().name = f"publish version {head.version}"
         own = self._shares
         assert own is not None
-        shares = self._together(lambda: own.unchanged() if changes is None else own.encoded(changes))
+        shares, _ = self._together(lambda: own.unchanged() if changes is None else own.encoded(changes))
         patch_bytes = sum(part.nbytes for share in shares.values() for part in share.patch)
         nbytes = self._ranks.gather([patch_bytes, own.nbytes])
         if sum(patch for patch, _ in nbytes) >= sum(whole for _, whole in nbytes):  # nobody wants such a patch
@@ -411,6 +427,25 @@ class Publisher:
             patch=patch,
             whole=whole,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Present:
+    """What this rank holds now."""
+
+    holdings: dict[str, Holding]
+    places: dict[str, Any]
+    """The places of its regions, as JSON."""
+    kinds: dict[str, Any]
+    """The shapes and dtypes of the tensors, as JSON: alike on all ranks."""
+    layout: str
+    """A hash of both."""
+    changes: dict[str, list[Changes]] | None
+    """The changes since the last version, if the copies are of this layout and readers can have them."""
+
+
+def _hash_of(plain: Any) -> str:
+    return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
 
 
 @dataclass(kw_only=True)
