@@ -13,6 +13,7 @@ from laconic.plan.machine import KINDS, Reading, Simulator
 from laconic.plan.model_trace import ModelTrace, ParameterSpec
 from laconic.plan.program import Shape
 from laconic.plan.rehearsed import RehearsedStep
+from laconic.rehearse.kernels import PASSES_OF_LOOPS
 from tests.plan.traces import cluster, spec, trace, work
 from tests.support.step_bytes import step_bytes
 
@@ -129,6 +130,18 @@ def test_a_device_waits_for_copies_to_a_slow_host() -> None:
     assert cached.seconds < 1.05 * fast.seconds  # a cache on the device is copied into the full buffer as well
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_lossless_coding_takes_time_and_no_memory_that_stays(device: str) -> None:
+    """Of each value one rank reads two and writes two, and the other one reads its message and writes one."""
+    figures: dict[str, Any] = {"wire_bits_per_s": 1e15, "wire_latency_s": 1e-9, "device_memory_bytes_per_s": 1e9}
+    exact, _ = run(trace(layers()), 2, 1, device=device, dtype="bfloat16", **figures)
+    coded, machine = run(trace(layers()), 2, 1, device=device, dtype="bfloat16", wire="lossless", **figures)
+    numel, message = 3 * WIDTH * WIDTH / 2, 3 / 8
+    loops = {"cuda": 0, "cpu": PASSES_OF_LOOPS * (2 + 2) * 2}[device]
+    assert coded.seconds - exact.seconds > 0.95 * numel * (2 * 4 + message + 2 + loops) / 1e9
+    assert machine.held["transfers"] <= 3 * 4, "whether each message fitted"
+
+
 def test_islands_share_bytes_out_over_their_interval() -> None:
     model, shape = trace(layers()), Shape(nodes=1, local=2, islands=3)
     numel = 3 * WIDTH * WIDTH // 2
@@ -156,7 +169,8 @@ def test_overlap_hides_an_exchange() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
-    "keys", [{"cache": "none"}, {"cache": "host"}, {"cache": "host", "budget": 9}, {"wire": "4bit"}],
+    "keys", [{"cache": "none"}, {"cache": "host"}, {"cache": "host", "budget": 9}, {"wire": "4bit"},
+             {"wire": "lossless", "dtype": "bfloat16"}],
 )  # fmt: skip
 def test_a_few_layers_stand_for_all(device: str, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """[Note: A few layers for all] in plan/rehearsed.py, against a rehearsal of all layers and micro-batches."""

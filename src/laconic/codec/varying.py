@@ -56,9 +56,10 @@ class VaryingMessages:
     def __init__(self, way: VaryingWay, hold: Hold, purpose: Purpose) -> None:
         """Send along `way`. `hold` counts the memory that messages take."""
         self._way, self._hold, self._purpose = way, hold, purpose
+        self._sent: Tensor | None = None
         self._arriving: Tensor | None = None
-        self._stood_in: int | None = None
-        """In a rehearsal the length of this rank's message, and of all others."""
+        self._assumed: int | None = None
+        """In a rehearsal the length of all messages."""
         self._pending = NOTHING
         self.forget()
 
@@ -66,37 +67,30 @@ class VaryingMessages:
         """Forget the lengths of messages. All ranks do, before one of them sends the next."""
         self._expected = [_HEAD_BYTES] * self._way.size
 
-    def start(self, make: Callable[[], UnreadMessage], *, stand_in: Callable[[], tuple[Tensor, int]]) -> None:
+    def start(self, make: Callable[[], UnreadMessage], *, typical_bytes: int) -> None:
         """Begin to send the message that `make` returns to all. It may change afterwards.
 
-        In a rehearsal nobody could read it, and `stand_in` returns what is sent: a buffer, (n,), uint8, and the length
-        of the message in it.
+        In a rehearsal nobody can read its length, and `typical_bytes` stands for it.
         """
         self._free()  # an exception may have cut the last crossing short
-        expected = self._expected
-        length: Tensor | int
-        if self._way.has_peers:
-            body, length = make()
-        else:
-            body, length = stand_in()
-            self._stood_in = length
-        end = _HEAD_BYTES + len(body)
+        body, length = make()
+        self._assumed = None if self._way.has_peers else _HEAD_BYTES + typical_bytes
+        end, expected = _HEAD_BYTES + len(body), self._expected
         self._sent = body.new_zeros(max(end, expected[self._way.rank]))
         self._sent[:_HEAD_BYTES].view(torch.int64)[:1] = length + _HEAD_BYTES
         self._sent[_HEAD_BYTES:end] = body
+        first = self._sent[: expected[self._way.rank]]
         self._arriving = body.new_empty(sum(expected))
         self._hold(self._nbytes)
-        first = self._sent[: expected[self._way.rank]]
         self._pending = self._way.all_gather(self._arriving, first, self._purpose, numels=expected)
 
-    def finish(self, read: Callable[[int, Tensor], None], *, stand_in: Callable[[int], None]) -> None:
+    def finish(self, read: Callable[[int, Tensor], None]) -> None:
         """Wait, and `read` the message of each other rank, (n,), uint8. The host reads lengths from the device.
-
-        In a rehearsal nobody has sent one, and `stand_in` does what reading does to memory.
 
         Raises:
             RuntimeError: a length is none.
         """
+        assert self._sent is not None
         assert self._arriving is not None
         self._pending.wait()
         parts: Sequence[Tensor] = self._arriving.split(self._expected)
@@ -108,26 +102,22 @@ class VaryingMessages:
             )
         rest = max(length - expected for length, expected in zip(lengths, self._expected, strict=True))
         if rest > 0:
-            parts = self._with_rest(parts, round_up(rest, _ALIGNMENT))
+            parts = self._with_rest(parts, self._sent, round_up(rest, _ALIGNMENT))
         self._expected = [round_up(length + length // _MARGIN, _ALIGNMENT) for length in lengths]
         self._free()
         for rank, (part, length) in enumerate(zip(parts, lengths, strict=True)):
-            if rank == self._way.rank:
-                continue
-            if self._stood_in is None:
+            if rank != self._way.rank:
                 read(rank, part[_HEAD_BYTES:length])
-            else:
-                stand_in(rank)
 
     def _lengths(self, parts: Sequence[Tensor]) -> list[int]:
         lengths: list[int] = torch.stack([part[:_HEAD_BYTES] for part in parts]).view(torch.int64)[:, 0].tolist()
-        return lengths if self._stood_in is None else [_HEAD_BYTES + self._stood_in] * self._way.size
+        return lengths if self._assumed is None else [self._assumed] * len(parts)
 
-    def _with_rest(self, parts: Sequence[Tensor], rest: int) -> list[Tensor]:
+    def _with_rest(self, parts: Sequence[Tensor], sent: Tensor, rest: int) -> list[Tensor]:
         """The messages of all ranks, with `rest` bytes more of each."""
         begin = self._expected[self._way.rank]
-        piece = self._sent.new_zeros(rest)
-        more = self._sent[begin : begin + rest]
+        piece = sent.new_zeros(rest)
+        more = sent[begin : begin + rest]
         piece[: len(more)] = more
         arriving = piece.new_empty(rest * self._way.size)
         self._way.all_gather(arriving, piece, self._purpose).wait()
@@ -135,8 +125,9 @@ class VaryingMessages:
 
     @property
     def _nbytes(self) -> int:
-        return 0 if self._arriving is None else self._arriving.nbytes + self._sent.nbytes
+        return sum(each.nbytes for each in (self._sent, self._arriving) if each is not None)
 
     def _free(self) -> None:
         self._hold(-self._nbytes)
-        self._arriving, self._pending = None, NOTHING
+        self._sent = self._arriving = None
+        self._pending = NOTHING

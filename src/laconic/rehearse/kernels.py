@@ -1,7 +1,8 @@
 """Triton's kernels of the codecs on an accelerator that is not there: each is one operation, as on a GPU.
 
 If there are values, the plain chain in torch computes the result; tests/kernels proves that kernel and chain give equal
-bits. So the tape has the kernel's own reads and writes, and none of the memory that the chain takes in between.
+bits. So the tape has the kernel's own reads and writes, and none of the memory that the chain takes in between. The
+coder of lossless differences is such an operation on a CPU, too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from laconic.codec.lossless import UnreadMessage
 from laconic.rehearse.machine import Machine, Run
+
+PASSES_OF_LOOPS = 20
+"""The loops of numba for lossless differences take a CPU as long as it takes to read both values so often."""
 
 
 class BlockKernels:
@@ -50,6 +55,34 @@ class ScaledKernels:
         _launch(self._machine, _dequantize, [out], [codes, scales, matrix_scale], form)
 
 
+class LosslessCoder:
+    """Stands for `encode_in_pieces` and `decode_in_pieces` of codec/lossless.py, since what they do hangs on values.
+
+    A message has the bits of the new values, and who reads it keeps what is held.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def encode(self, held: Tensor, new: Tensor, last: Tensor | None = None) -> UnreadMessage:
+        """See `lossless.encode_in_pieces`."""
+        buffer, length = held.new_empty(new.nbytes, dtype=torch.uint8), held.new_empty(1, dtype=torch.int64)
+        written = [buffer, length, torch.empty_like(new), *([] if last is None else [last])]
+        _launch(self._machine, _write_message, written, [*_passes(held, new), held, new])
+        return UnreadMessage(buffer, length)
+
+    def decode(self, held: Tensor, message: Tensor, last: Tensor | None = None, *, faults: list[Tensor]) -> None:
+        """See `lossless.decode_in_pieces`."""
+        fault = held.new_empty(1, dtype=torch.int32)
+        written = [held, fault, *([] if last is None else [last])]
+        _launch(self._machine, _read_message, written, [*_passes(held, held), message])
+        faults.append(fault)
+
+
+def _passes(*values: Tensor) -> list[Tensor]:
+    return [] if values[0].is_cuda else list(values) * PASSES_OF_LOOPS
+
+
 def kernels_of(machine: Machine) -> Callable[..., Any]:
     """Return what takes the place of `kernels_for` in laconic.codec."""
     modules = {"codec.blocked_triton": BlockKernels(machine), "codec.scaled_triton": ScaledKernels(machine)}
@@ -78,6 +111,17 @@ def _quantize(codes: Tensor, scales: Tensor, matrix: Tensor, matrix_scale: Tenso
 
 def _dequantize(out: Tensor, codes: Tensor, scales: Tensor, matrix_scale: Tensor | None, form: Any) -> None:
     out.copy_(form.dequantize(codes, scales, matrix_scale, out.dtype))
+
+
+def _write_message(buffer: Tensor, length: Tensor, words: Tensor, *others: Tensor) -> None:
+    new = others[-1]
+    buffer.copy_(new.view(torch.uint8))
+    length.fill_(len(buffer))
+    words.copy_(new)
+
+
+def _read_message(held: Tensor, fault: Tensor, *others: Tensor) -> None:
+    fault.zero_()
 
 
 def _launch(

@@ -25,13 +25,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from laconic.codec import blocked, fused, scaled
-from laconic.rehearse.kernels import kernels_of
+from laconic.rehearse.kernels import LosslessCoder, kernels_of
 from laconic.rehearse.machine import CPU, CUDA, Event, Machine, Run, Stream, aten
 from laconic.rehearse.operations import Inputs, Kind, inputs_of, kind_of, run, stands_for, value_without
 from laconic.rehearse.tape import HOST
 from laconic.rehearse.threads import threads_of
 from laconic.rehearse.world import COLLECTIVES
-from laconic.shard import cache
+from laconic.shard import cache, crossing
 
 R = TypeVar("R")
 _DEVICE = torch.Tensor.device.__get__
@@ -148,6 +148,8 @@ def accelerator(
             (torch.autograd, "_engine_run_backward", backward),
             (fused, "_fused", kernel),
             *((module, "kernels_for", kernels_of(machine)) for module in (blocked, scaled)),
+            (crossing, "encode_in_pieces", LosslessCoder(machine).encode),
+            (crossing, "decode_in_pieces", LosslessCoder(machine).decode),
         ):
             patches.enter_context(mock.patch.object(target, name, value))
         patches.enter_context(threads_of(machine))

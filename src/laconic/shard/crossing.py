@@ -314,10 +314,8 @@ class LosslessDifferences(DifferenceCrossing):
     def _send(self, own: Tensor) -> None:
         new = self.bucket.form.sent(torch.empty_like(own))
         last = None if self._last is None else self.bucket.own_part(self._last)
-        self._messages.start(
-            lambda: encode_in_pieces(own, new, last),
-            stand_in=lambda: (new.view(torch.uint8), len(own) * TYPICAL_BITS // 8),
-        )
+        typical_bytes = len(own) * TYPICAL_BITS // 8
+        self._messages.start(lambda: encode_in_pieces(own, new, last), typical_bytes=typical_bytes)
         own.copy_(new)
 
     def _add(self, node_shard: Tensor) -> None:
@@ -327,12 +325,8 @@ class LosslessDifferences(DifferenceCrossing):
         def read(peer: int, message: Tensor) -> None:
             decode_in_pieces(parts[peer], message, lasts[peer], faults=self._faults)
 
-        def stand_in(peer: int) -> None:
-            parts[peer].copy_(parts[peer].clone())
-            self._faults.append(torch.zeros(1, dtype=torch.int32, device=node_shard.device))
-
         check_faults(self._faults)  # of the messages before, with which a device is done
-        self._messages.finish(read, stand_in=stand_in)
+        self._messages.finish(read)
 
     def _begin_anew(self, node_shard: Tensor) -> None:
         self._messages.forget()
