@@ -1,7 +1,8 @@
 """Rows about the islands of 2026 at equal tokens: Muon inside, one value in sixty-four, and machines of unequal speed.
 
 Islands are batched on one device (batched.py): a GPU trains the larger model in minutes. Runs are kept as they end, so
-a row that was stopped goes on. Outer optimizers are chosen on a seed of their own.
+a row that was stopped goes on. Learning rates, those of data parallel too, and outer optimizers are chosen on a seed of
+their own.
 
     python -m benchmarks.local_steps.front DIR    tries changes of the sparse recipe on that seed, and prints losses
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +44,10 @@ MULOCO: dict[str, Any] = {"inner": "muon", "codec": "int2", "error_feedback": 1.
 SPARSE: dict[str, Any] = {"codec": "top64", "error_feedback": 0.95, "outer_lr": 1.0, "outer_momentum": 0.0, **_LAST}
 """SparseLoCo: 1.6 % of the values in two bits, a decaying feedback, plain steps outside (arXiv 2508.15706)."""
 _SPARSE_OUTER: tuple[dict[str, Any], ...] = (
-    {}, {"outer_momentum": 0.5}, {"outer_lr": 0.7, "outer_momentum": 0.9}, {"outer_momentum": 0.9},
+    {}, {"outer_momentum": 0.5}, {"outer_lr": 2.0}, {"outer_lr": 0.7, "outer_momentum": 0.9},
 )  # fmt: skip
+_RATES = (1.0, 2.0, 4.0)
+"""Inner learning rates that are tried, as multiples of the usual one."""
 _OUTER = tuple({"outer_lr": lr, "outer_momentum": momentum} for lr, momentum in ((0.7, 0.9), (1.0, 0.6), (1.0, 0.9)))
 CHANGES: dict[str, dict[str, Any]] = {
     "the recipe": {},
@@ -51,11 +55,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "128 of 4,096": {"codec": "top128"},
     "feedback whole": {"error_feedback": 1.0},
     "outer 1.0 and 0.5": {"outer_momentum": 0.5},
+    "outer 2.0 and 0": {"outer_lr": 2.0},
     "outer 0.7 and 0.9": {"outer_lr": 0.7, "outer_momentum": 0.9},
-    "outer 1.0 and 0.9": {"outer_momentum": 0.9},
     "every 64": {"every": 64},
     "Muon inside": {"inner": "muon"},
-    "Muon inside, outer 1.0 and 0.9": {"inner": "muon", "outer_momentum": 0.9},
+    "Muon inside, outer 2.0 and 0": {"inner": "muon", "outer_lr": 2.0},
     "all values in four bits": {"codec": "int4", "error_feedback": 0.0},
     "all values, outer 0.7 and 0.9": {"codec": "int4", "error_feedback": 0.0, "outer_lr": 0.7, "outer_momentum": 0.9},
 }
@@ -68,27 +72,32 @@ def _usual(bench: Bench, changes: dict[str, Any]) -> BatchedJob:
     return dataclasses.replace(_ON_GPU if device().type == "cuda" else _ON_CPU, **changes)
 
 
-def _best(trainer: Trainer, job: BatchedJob, candidates: tuple[dict[str, Any], ...]) -> BatchedJob:
-    """The job with the changes that are best on the tuning seed, if there is a choice."""
-    if len(candidates) == 1:
-        return dataclasses.replace(job, **candidates[0])
-    losses = trainer.losses([dataclasses.replace(job, seed=TUNING_SEED, **change) for change in candidates])
+def _best(trainer: Trainer, job: BatchedJob, candidates: Sequence[dict[str, Any]]) -> BatchedJob:
+    """The job with the changes that are best on the tuning seed."""
+    losses = trainer.losses([dataclasses.replace(job, **{**change, "seed": TUNING_SEED}) for change in candidates])
     return dataclasses.replace(job, **candidates[losses.index(min(losses))])
+
+
+def _at_best_rate(trainer: Trainer, job: BatchedJob) -> BatchedJob:
+    """The job at the learning rate that is best on the tuning seed."""
+    return _best(trainer, job, [{"lr": factor * job.lr} for factor in _RATES])
 
 
 class _Against:
     """The losses of a job by seed, beside data parallel with as many tokens."""
 
-    def __init__(self, bench: Bench, trainer: Trainer, job: BatchedJob) -> None:
+    def __init__(self, bench: Bench, trainer: Trainer, job: BatchedJob, lr: float) -> None:
         seeds = range(2 if bench.quick else _SEEDS)
         steps = round(job.tokens / (job.islands * job.rows * job.length))
-        peers = {name: _data_parallel(job, steps, inner=name) for name in dict.fromkeys(("adamw", job.inner))}
+        plain = {name: _data_parallel(job, steps, inner=name) for name in dict.fromkeys(("adamw", job.inner))}
+        peers = {name: _at_best_rate(trainer, dataclasses.replace(peer, lr=lr)) for name, peer in plain.items()}
         of = {"own": job, **peers}
         runs = [dataclasses.replace(run, seed=seed) for run in of.values() for seed in seeds]
         flat = trainer.losses(runs)
         found = {name: flat[index * len(seeds) :][: len(seeds)] for index, name in enumerate(of)}
         self.by_peer = {name: Excess(found["own"], found[name]) for name in peers}
         self.losses = {name: statistics.mean(each) for name, each in found.items()}
+        self.rates = {name: each.lr for name, each in of.items()}
 
 
 def _data_parallel(job: BatchedJob, steps: int, *, inner: Any) -> BatchedJob:
@@ -120,10 +129,10 @@ def _row(bench: Bench, changes: dict[str, Any], *, what: str, limit: float, cand
          note: str) -> Row:  # fmt: skip
     usual = _usual(bench, changes)
     trainer = Trainer(bench, usual.length)
-    chosen = _best(trainer, usual, candidates)
-    against, share = _Against(bench, trainer, chosen), bytes_against_data_parallel(chosen)
+    chosen = _best(trainer, usual, [{"lr": factor * usual.lr, **each} for factor in _RATES for each in candidates])
+    against, share = _Against(bench, trainer, chosen, usual.lr), bytes_against_data_parallel(chosen)
     millions = sum(p.numel() for p in usual.shape.build(1, seed=0, device="meta").parameters()) / 1e6
-    means = ", ".join(f"{name} {loss:.4f}" for name, loss in against.losses.items())
+    means = ", ".join(f"{name} {loss:.4f} at {against.rates[name]:g}" for name, loss in against.losses.items())
     against_peers = ", ".join(f"{name} {excess}" for name, excess in against.by_peer.items())
     return Row(
         claim=f"eval loss at equal tokens against every-step data parallel, {what}; bytes a token",
@@ -131,10 +140,11 @@ def _row(bench: Bench, changes: dict[str, Any], *, what: str, limit: float, cand
         measured=f"{against.by_peer['adamw']}; 1/{1 / share:,.0f}",
         is_met=against.by_peer["adamw"].mean <= limit and share <= _MOST_BYTES,
         note=(
-            f"mean ± standard error by seed; against data parallel with {against_peers}. Losses: {means}. "
+            f"mean ± standard error by seed; against data parallel with {against_peers}. Losses, each at the learning "
+            f"rate that is the best of {len(_RATES)} on another seed: {means}. "
             f"{millions:.2f} M parameters, {usual.islands} islands, {usual.steps} steps of {usual.rows} x "
-            f"{usual.length} tokens an island after {usual.warm_steps} of data parallel, on one cosine from "
-            f"{usual.lr:g}, {chosen.codec} every {chosen.every} steps, {chosen.last_codec or chosen.codec} at the end. "
+            f"{usual.length} tokens an island after {usual.warm_steps} of data parallel, on one cosine, "
+            f"{chosen.codec} every {chosen.every} steps, {chosen.last_codec or chosen.codec} at the end. "
             f"Outer rate and momentum {chosen.outer_lr:g} and {chosen.outer_momentum:g}, feedback "
             f"{chosen.error_feedback:g}. {note}"
         ),
@@ -145,20 +155,20 @@ def _row(bench: Bench, changes: dict[str, Any], *, what: str, limit: float, cand
 def muloco(bench: Bench) -> Row:
     return _row(
         bench, MULOCO, what="MuLoCo: Muon inside, int2 with feedback", limit=0.002, candidates=_OUTER,
-        note="The outer optimizer is the best of three on another seed.",
+        note="The outer optimizer is the best of three on that seed, at each rate.",
     )  # fmt: skip
 
 
 @BENCHMARK.row("sparse", section="islands-front")
 def sparse(bench: Bench) -> Row:
-    usual = _usual(bench, {**SPARSE, "seed": TUNING_SEED})
+    usual = _usual(bench, SPARSE)
     trainer = Trainer(bench, usual.length)
     listed = ", ".join(f"{name} {excess:+.2%}" for name, excess in _tried(trainer, usual).items())
     return _row(
         bench, SPARSE, what="SparseLoCo: 64 of 4,096 values in two bits", limit=0.005, candidates=_SPARSE_OUTER,
         note=(
-            "The outer optimizer is the best of four on another seed. There, against data parallel, with changes of "
-            f"the paper's recipe: {listed}."
+            "The outer optimizer is the best of four on that seed, at each rate. There, against data parallel, with "
+            f"changes of the paper's recipe: {listed}."
         ),
     )  # fmt: skip
 
@@ -178,15 +188,17 @@ def unequal_speeds(bench: Bench) -> Row:
 
 def _tried(trainer: Trainer, usual: BatchedJob) -> dict[str, float]:
     """The excess of the loss over that of data parallel on the tuning seed, by change of the sparse recipe."""
-    runs = [dataclasses.replace(usual, **change) for change in CHANGES.values()]
-    base, *losses = trainer.losses([_data_parallel(usual, usual.steps, inner="adamw"), *runs])
+    peer = _at_best_rate(trainer, _data_parallel(usual, usual.steps, inner="adamw"))
+    recipe = _at_best_rate(trainer, usual)
+    runs = [peer, *(dataclasses.replace(recipe, **change) for change in CHANGES.values())]
+    base, *losses = trainer.losses([dataclasses.replace(run, seed=TUNING_SEED) for run in runs])
     return {name: loss / base - 1 for name, loss in zip(CHANGES, losses, strict=True)}
 
 
 def try_changes(folder: Path) -> None:
     """Print the excess of each change of the sparse recipe on the tuning seed over data parallel."""
     bench = Bench(folder, quick=False)
-    usual = _usual(bench, {**SPARSE, "seed": TUNING_SEED})
+    usual = _usual(bench, SPARSE)
     for name, excess in _tried(Trainer(bench, usual.length), usual).items():
         print(f"{name}: {excess:+.2%}", flush=True)
 
