@@ -255,7 +255,7 @@ def test_a_rank_without_memory_fails_all_and_is_divided_anew(tmp_path: Path) -> 
 
 @on_ranks(3)
 def test_a_version_stands_still_for_one_trip_between_ranks(tmp_path: Path) -> None:
-    """What is not yet known, as the division at first, takes more."""
+    """The first version takes more: its elements are divided among the ranks."""
     model = shard(build())
     publisher = Publisher(model, tmp_path)
     trips = []

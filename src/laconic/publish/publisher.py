@@ -274,7 +274,7 @@ class Publisher:
         return {name: whole[run.name].run(run.start, run.shape) for name, run in self._runs[1].items()}
 
     def _look(self, contents: CheckpointContents, *, compares: bool) -> _Present:
-        """Find out what this rank holds, and if it holds what it held at the last version, what has changed since."""
+        """Find this rank's holdings, and their changes if the layout is that of the last version."""
         holdings = self._holdings(contents)
         places = {name: [list(map(list, held.place)) for held in each.regions] for name, each in holdings.items()}
         kinds = {name: [list(each.shape), str(each.dtype)] for name, each in holdings.items()}
@@ -431,7 +431,7 @@ class Publisher:
 
 @dataclass(frozen=True, kw_only=True)
 class _Present:
-    """What this rank holds now."""
+    """The present holdings of this rank."""
 
     holdings: dict[str, Holding]
     places: dict[str, Any]
