@@ -76,12 +76,12 @@ class VaryingMessages:
         body, length = make()
         self._assumed = None if self._way.has_peers else _HEAD_BYTES + typical_bytes
         end, expected = _HEAD_BYTES + len(body), self._expected
-        self._sent = body.new_zeros(max(end, expected[self._way.rank]))
-        self._sent[:_HEAD_BYTES].view(torch.int64)[:1] = length + _HEAD_BYTES
-        self._sent[_HEAD_BYTES:end] = body
-        first = self._sent[: expected[self._way.rank]]
-        self._arriving = body.new_empty(sum(expected))
+        sent = body.new_zeros(max(end, expected[self._way.rank]))
+        sent[:_HEAD_BYTES].view(torch.int64)[:1] = length + _HEAD_BYTES
+        sent[_HEAD_BYTES:end] = body
+        self._sent, self._arriving = sent, body.new_empty(sum(expected))
         self._hold(self._nbytes)
+        first = sent[: expected[self._way.rank]]
         self._pending = self._way.all_gather(self._arriving, first, self._purpose, numels=expected)
 
     def finish(self, read: Callable[[int, Tensor], None]) -> None:

@@ -102,10 +102,8 @@ class PublishPolicy(Policy):
 class PublishedCopy(StrEnum):
     """Whether readers can have the values in this publisher's copies: [Note: The copy published last] in shares.py."""
 
-    NONE = "none"
-    """There is no copy yet: the next version is whole."""
     AHEAD = "ahead"
-    """The copies are of a version that is not committed. If it fails, the next version is whole."""
+    """There is none yet, or the copies are of a version that is not committed. If it fails, the next one is whole."""
     PUBLISHED = "published"
     """The copies are of the last version. The next one has a patch."""
 
@@ -169,7 +167,7 @@ class Publisher:
         self._layout = ""
         self._runs: tuple[dict[str, tuple[int, ...]], dict[str, FolderRun]] | None = None
         self._shares: OwnShares | None = None
-        self.copy = PublishedCopy.NONE
+        self.copy = PublishedCopy.AHEAD
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="laconic-publish")
         self._writing: Future[Path] | None = None
         self._written: Path | None = None
