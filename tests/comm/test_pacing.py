@@ -46,13 +46,14 @@ def test_all_that_is_under_way_arrives_whatever_is_awaited_first(world: int) -> 
     assert [thread.name for thread in threading.enumerate()].count("laconic-pacing") == 1
 
 
+@pytest.mark.parametrize("shortest", [0, 1])
 @pytest.mark.parametrize("world", [3, 4])
 @on_ranks("world", local=1)
-def test_parts_of_other_lengths_travel_in_other_numbers_of_pieces(world: int) -> None:
+def test_parts_of_other_lengths_travel_in_other_numbers_of_pieces(world: int, shortest: int) -> None:
     node, rank = _across_nodes(), dist.get_rank()
     assert node._paces
     for factor in (1, 2, 3) * 4:  # more than one agreement on the size of pieces
-        numels = [1 + factor * (other % 3) * pacing._LEAST_BYTES // 4 for other in range(world)]
+        numels = [shortest + factor * (other % 3) * pacing._LEAST_BYTES // 4 for other in range(world)]
         whole, wanted = torch.empty(sum(numels)), torch.cat([_of(other, numels[other]) for other in range(world)])
         node.all_gather(whole, _of(rank, numels[rank]), numels=numels).wait()
         assert torch.equal(whole, wanted)

@@ -338,7 +338,10 @@ class Communicator:
         """
         ticket = self._ticket(purpose, group)
         tag = ticket.tag  # Gloo ends the process if a message is longer than the receive that it meets
-        if paces and self._paces and landings[self._peers[0]].nbytes > 0:
+        moves = any(
+            each.nbytes for each in (*landings, *messages)
+        )  # alike on all ranks, if this one's part is empty, too
+        if paces and self._paces and moves:
             works: list[Any] = [start_paced_exchange(group, tag, list(landings), list(messages))]
             return _Exchange(works, self._traffic, self.level, described(*ticket.label), ticket)
         with waiting_for(described(*ticket.label)):  # a lost connection may be an error already
