@@ -76,7 +76,8 @@ def test_what_cannot_be_is_refused_and_what_does_nothing_says_so() -> None:
         ({"gradients": "int1"}, r"Wire\(gradients='int1'\) is not known"),
         ({"weights": "int4", "as_values": True}, "values need 8 bits or more; use 'int8'"),
         ({"exact_every": 0, "weights": "int4"}, r"exact_every=0\) must be at least 1"),
-        ({"feedback": True}, "needs gradients other than 'exact'"),
+        ({"feedback": True}, "needs gradients in a codec that loses something"),
+        ({"feedback": True, "gradients": "lossless"}, "needs gradients in a codec that loses something"),
     ],
 )
 def test_policies_that_make_no_sense_are_refused(arguments: dict[str, Any], message: str) -> None:

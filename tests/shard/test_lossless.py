@@ -106,8 +106,10 @@ def test_every_optimizer_has_the_bits_of_exact_crossings() -> None:
     assert_bits(train, make_optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=1e-5))
     assert_bits(train, make_optimizer=muon)
     assert_bits(train, make_optimizer=eight_bits, granularity=laconic.optim.AdamW8bit.granularity)
-    half = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
-    assert_bits(train, mp_policy=half)
+    for param_dtype, reduce_dtype in (
+        (torch.float16, torch.float32), (torch.float16, torch.float16), (torch.bfloat16, torch.bfloat16),
+    ):  # fmt: skip
+        assert_bits(train, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype))
     assert_bits(train, make=lambda: Net().to(torch.bfloat16))
 
 
@@ -220,6 +222,29 @@ def test_it_sends_fewer_bytes_the_smaller_the_steps_are() -> None:
     assert bits[1e-3] < 7
     assert bits[1e-4] < 0.7 * bits[1e-3]
     assert bits[1e-6] < 0.4 * bits[1e-4]
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float32], ids=str)
+@on_ranks(3, local=1)
+def test_gradients_cross_without_loss_in_fewer_bits_and_need_no_cache(reduce_dtype: torch.dtype) -> None:
+    """Weights may be of 32 bits, too."""
+    seen = {}
+    for gradients in ("exact", "lossless"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(96, 320), nn.Tanh(), nn.Linear(320, 96))
+        wire = laconic.Wire(gradients=gradients)  # type: ignore[arg-type]
+        model = shard(net, units=[], mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype), wire=wire)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        draw = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(3):
+            with moved(model) as m:
+                model(torch.randn(16, 96, generator=draw)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        seen[gradients] = m.snapshot.total("node", "gradients", "sent"), full_parameters(model)
+    (exact_bytes, exact_weights), (coded_bytes, weights) = seen.values()
+    assert_equal(weights, exact_weights, "weights")
+    assert coded_bytes < {torch.bfloat16: 0.75, torch.float32: 0.88}[reduce_dtype] * exact_bytes
 
 
 @on_ranks(2, local=1)
@@ -360,6 +385,8 @@ def test_refusals_name_the_remedy() -> None:
     frozen.out.requires_grad_(True)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match=r"out\.weight is gathered in torch\.float32"):
         shard(frozen, cache="host", wire="lossless")
+    with pytest.raises(ValueError, match=r"is reduced in torch.float64; pass mp_policy=MixedPrecisionPolicy\(reduce_"):
+        shard(build(lambda: Net().double()), wire=laconic.Wire(gradients="lossless"))
     with pytest.raises(ValueError, match=r"prediction=True\) needs weights='lossless', whose differences it predicts"):
         laconic.Wire(weights="int4", prediction=True)
 

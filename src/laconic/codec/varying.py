@@ -1,4 +1,4 @@
-"""Messages whose lengths vary, from each rank to all: only its sender knows how long one is.
+"""Messages whose lengths vary, from each rank to all, or to each other one: only its sender knows how long one is.
 
 [Note: Lengths that vary]
 A receiver must know beforehand how many bytes come. The length of a coded message is known when coding ends, and to its
@@ -13,13 +13,17 @@ The host reads lengths when messages have arrived, and may do so while the devic
 messages] in shard/gather.py. All lengths of a step could be agreed on before its first message. Then the host would
 wait once; but the first message would leave when all are coded, and all would be held in memory until they leave.
 
+Where each rank has another message for each other one, a rank reads the lengths of those that came to it, and of no
+others. So the head of a message has the most bytes that its sender takes for a value, too. All ranks thus know the most
+of all, which say how many bytes of each message are sent.
+
 Ranks must know the same lengths. An exception on one rank may end this between two messages. Then all begin anew, by
 `forget`, before the next one: the caller agrees on that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -34,6 +38,14 @@ from laconic.layout.packing import round_up
 _HEAD_BYTES = 16
 """A message begins with its length, int64, and eight bytes that fill up: what follows is aligned."""
 _MARGIN = 32
+_RATE_MARGIN = 128
+"""Of the highest rate of many messages, which varies less than the length of one."""
+_FREE_BYTES = 256
+"""Of a message, beside which bytes for a value are counted, so that a short message does not make all others longer."""
+_RATE_UNITS = 256
+"""Of a byte for a value."""
+_MOST_RATE = 16 * _RATE_UNITS
+"""No value takes more bytes: a higher rate in a message is damage."""
 _ALIGNMENT = 16
 
 
@@ -48,6 +60,17 @@ class VaryingWay(Protocol):
         self, whole: Tensor, piece: Tensor, purpose: Purpose, /, *, numels: Sequence[int] | None = None
     ) -> Pending:
         """See `Communicator.all_gather`."""
+
+
+class PartsWay(Protocol):
+    """The ranks that send to each other, as a `Communicator` has them."""
+
+    rank: int
+    size: int
+    has_peers: bool
+
+    def start_all_to_all(self, landings: Tensor, messages: Tensor, /, *, numels: Sequence[int]) -> Pending:
+        """See `Communicator.start_all_to_all`."""
 
 
 class VaryingMessages:
@@ -95,11 +118,7 @@ class VaryingMessages:
         self._pending.wait()
         parts: Sequence[Tensor] = self._arriving.split(self._expected)
         lengths = self._lengths(parts)
-        if min(lengths) < _HEAD_BYTES or lengths[self._way.rank] > len(self._sent):
-            raise RuntimeError(
-                f"messages say that they are {lengths} bytes long, of which the first {_HEAD_BYTES} say so: they were "
-                "damaged, or ranks do not run the same program"
-            )
+        _check_lengths(lengths, max(lengths) if lengths[self._way.rank] <= len(self._sent) else 0)
         rest = max(length - expected for length, expected in zip(lengths, self._expected, strict=True))
         if rest > 0:
             parts = self._with_rest(parts, self._sent, round_up(rest, _ALIGNMENT))
@@ -131,3 +150,100 @@ class VaryingMessages:
         self._hold(-self._nbytes)
         self._sent = self._arriving = None
         self._pending = NOTHING
+
+
+class VaryingParts:
+    """Messages from each rank to each other one: [Note: Lengths that vary]."""
+
+    def __init__(self, way: PartsWay) -> None:
+        self.way = way
+        self.rate: int | None = None
+        """The _RATE_UNITS of bytes that are sent for a value. None: nothing is known yet."""
+
+    def start(self, messages: Sequence[UnreadMessage], numels: Sequence[int], *, typical_bits: float) -> PartsUnderWay:
+        """Begin to send message r, which has `numels[r]` values, to rank r, and nothing of this rank's own.
+
+        `typical_bits` are those of a value about which nothing is known; in a rehearsal, where nobody can read lengths,
+        of all.
+        """
+        typical = round(typical_bits * _RATE_UNITS / 8)
+        if self.rate is None:
+            self.rate = typical
+        targets = [peer for peer in range(self.way.size) if peer != self.way.rank]
+        lengths = torch.cat([messages[peer].length for peer in targets]).to(torch.int64) + _HEAD_BYTES
+        beyond = ((lengths - (_HEAD_BYTES + _FREE_BYTES)).clamp_(min=0) * _RATE_UNITS).split(1)
+        rates = torch.cat([-(-each // max(1, numels[peer])) for each, peer in zip(beyond, targets, strict=True)])
+        heads = torch.stack([lengths, rates.amax().expand(len(rates))], dim=1).view(torch.uint8)
+        whole = {
+            peer: torch.cat([head, messages[peer].buffer]) for peer, head in zip(targets, heads, strict=True)
+        }  # fmt: skip
+        return PartsUnderWay(self, whole, numels, None if self.way.has_peers else typical)
+
+
+class PartsUnderWay:
+    """The messages of `VaryingParts` under way."""
+
+    def __init__(
+        self, parts: VaryingParts, messages: Mapping[int, Tensor], numels: Sequence[int], assumed: int | None
+    ) -> None:
+        """Send `messages`, (n,), of which the first parts have a meaning. `assumed` is the rate in a rehearsal."""
+        assert parts.rate is not None
+        self._parts, self._messages, self._numels, self._assumed = parts, messages, numels, assumed
+        self._rate = parts.rate
+        self._sent, self._arriving, self._pending = self._start([0] * len(numels), self._ends(self._rate))
+
+    def _ends(self, rate: int) -> list[int]:
+        """The bytes of the message to each rank that are sent at a rate."""
+        return [
+            round_up(_HEAD_BYTES + _FREE_BYTES - (-numel * rate // _RATE_UNITS), _ALIGNMENT) for numel in self._numels
+        ]
+
+    def _start(self, begins: Sequence[int], ends: Sequence[int]) -> tuple[Tensor, Tensor, Pending]:
+        """Begin to send a part of each message, filled up with zeros."""
+        way, sizes = self._parts.way, [end - begin for begin, end in zip(begins, ends, strict=True)]
+        sent = next(iter(self._messages.values())).new_zeros(sum(sizes))
+        for peer, place in enumerate(sent.split(sizes)):
+            if peer != way.rank:
+                part = self._messages[peer][begins[peer] : ends[peer]]
+                place[: len(part)] = part
+        arriving = sent.new_empty(way.size, sizes[way.rank])
+        return sent, arriving, way.start_all_to_all(arriving, sent, numels=sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes."""
+        return self._sent.nbytes + self._arriving.nbytes + sum(each.nbytes for each in self._messages.values())
+
+    def finish(self) -> dict[int, Tensor]:
+        """Wait, and return the message of each other rank, (n,), uint8. The host reads lengths from the device.
+
+        Raises:
+            RuntimeError: a length is none.
+        """
+        self._pending.wait()
+        way, arriving = self._parts.way, self._arriving
+        own = next(iter(self._messages.values()))[:_HEAD_BYTES]  # it has this rank's highest rate
+        heads = arriving[:, :_HEAD_BYTES].clone()
+        heads[way.rank] = own
+        lengths, rates = heads.view(torch.int64).T.tolist()
+        lengths[way.rank] = _HEAD_BYTES
+        most = max(rates)
+        if self._assumed is not None:
+            most = self._assumed
+            lengths = [_HEAD_BYTES + self._numels[way.rank] * most // _RATE_UNITS] * way.size
+        _check_lengths(lengths, self._ends(most)[way.rank] if 0 <= most <= _MOST_RATE else 0)
+        if most > self._rate:
+            _, more, pending = self._start(self._ends(self._rate), self._ends(most))
+            pending.wait()
+            arriving = torch.cat([arriving, more], dim=1)
+        self._parts.rate = most + most // _RATE_MARGIN + 1
+        self._messages = {}
+        return {peer: arriving[peer, _HEAD_BYTES:end] for peer, end in enumerate(lengths) if peer != way.rank}
+
+
+def _check_lengths(lengths: Sequence[int], most: int) -> None:
+    if min(lengths) < _HEAD_BYTES or max(lengths) > most:
+        raise RuntimeError(
+            f"messages say that they are {lengths} bytes long, of which the first {_HEAD_BYTES} say so: they were "
+            "damaged, or ranks do not run the same program"
+        )

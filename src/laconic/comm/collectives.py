@@ -218,20 +218,32 @@ class Communicator:
         """The parts of all ranks: rows, or with `numels` tensors of other lengths: [Note: Parts of other lengths]."""
         return whole.view(self.size, -1) if numels is None else list(whole.split(list(numels)))
 
-    def start_all_to_all(self, landings: Tensor, messages: Tensor, purpose: Purpose = "gradients") -> Pending:
+    def start_all_to_all(
+        self,
+        landings: Tensor,
+        messages: Tensor,
+        purpose: Purpose = "gradients",
+        *,
+        numels: Sequence[int] | None = None,
+    ) -> Pending:
         """Begin to send row r of `messages` to rank r, and to fill row r of `landings` with what rank r sends.
 
         This rank's own row of `landings` has no meaning. Nobody uses either tensor until the transfer has ended.
 
-        Shapes: R ranks; landings and messages (R, C), contiguous, of one dtype.
-        Cost: (R - 1) * C * itemsize bytes out of and into this rank.
+        Shapes: R ranks; landings and messages (R, C), contiguous, of one dtype. With `numels` messages are flat, the
+            one to rank r has `numels[r]` elements, and landings are (R, `numels[rank]`).
+        Cost: the bytes of the messages to others out of this rank, and those of R - 1 landings into it.
         """
         group = self._reduce_group
         assert group is not None, "a level of one rank has nobody to send to"
-        self._count(purpose, (self.size - 1) * messages.nbytes // self.size)
+        parts = self._parts(messages, numels)
+        own_bytes = parts[self.rank].nbytes
+        self._count(purpose, messages.nbytes - own_bytes, (self.size - 1) * own_bytes)
         if self._uses_sends:  # [Note: Collectives on Gloo]
-            return self._exchange(purpose, group, landings, messages)
-        return self._issue(purpose, dist.all_to_all_single, landings, messages, group=group)
+            return self._exchange(purpose, group, landings, parts)
+        sizes = None if numels is None else list(numels)
+        landing, message = landings.view(-1), messages.view(-1)
+        return self._issue(purpose, dist.all_to_all_single, landing, message, None, sizes, group=group)
 
     def start_all_reduce(self, tensor: Tensor, purpose: Purpose = "gradients") -> Pending:
         """Begin to sum `tensor` over the ranks, in place.

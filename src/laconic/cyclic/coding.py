@@ -45,15 +45,16 @@ def check_wire(wire: Wire, states: StatePlacement, *, is_scaled: bool = False) -
     """Refuse a wire that cannot be followed with states placed so, or with loss scaling.
 
     Raises:
-        ValueError: weights would cross without loss, whose bytes vary; or as differences to copies that nobody keeps;
+        ValueError: something would cross without loss, whose bytes vary; or as differences to copies that nobody keeps;
             or would not cross at all; or errors would be fed back into gradients of another scale; or frozen weights
             are to be coded.
     """
-    if wire.weights == "lossless":
-        raise ValueError(
-            "Wire(weights='lossless') is for sharded training: messages of the cyclic schedule all have one length; "
-            "use weights='exact' or 'int4', or leave the schedule out"
-        )
+    for name in ("weights", "gradients"):
+        if getattr(wire, name) == "lossless":
+            raise ValueError(
+                f"Wire({name}='lossless') is for sharded training: messages of the cyclic schedule all have one "
+                f"length; use {name}='exact' or 'int4', or leave the schedule out"
+            )
     if states == "sharded" and wire.sends_differences:
         raise ValueError(
             f"Wire(weights={wire.weights!r}) sends differences to the copies that workers keep, but states='sharded' "

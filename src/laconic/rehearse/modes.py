@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from laconic.codec import blocked, fused, scaled
-from laconic.rehearse.kernels import LosslessCoder, kernels_of
+from laconic.codec import blocked, fused, lossless_sums, scaled
+from laconic.rehearse.kernels import GradientCoder, LosslessCoder, kernels_of
 from laconic.rehearse.machine import CPU, CUDA, Event, Machine, Run, Stream, aten
 from laconic.rehearse.operations import Inputs, Kind, inputs_of, kind_of, run, stands_for, value_without
 from laconic.rehearse.tape import HOST
@@ -150,6 +150,8 @@ def accelerator(
             *((module, "kernels_for", kernels_of(machine)) for module in (blocked, scaled)),
             (crossing, "encode_in_pieces", LosslessCoder(machine).encode),
             (crossing, "decode_in_pieces", LosslessCoder(machine).decode),
+            (lossless_sums, "encode", GradientCoder(machine).encode),
+            (lossless_sums, "decode", GradientCoder(machine).decode),
         ):
             patches.enter_context(mock.patch.object(target, name, value))
         patches.enter_context(threads_of(machine))

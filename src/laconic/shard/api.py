@@ -33,6 +33,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parameter import is_lazy
 
 from laconic import _compat
+from laconic.codec.lossless_gradients import CODED_DTYPES
 from laconic.comm.cluster import Cluster, default_mesh
 from laconic.comm.collectives import share_first
 from laconic.layout.bucket import BucketLayout, row_block
@@ -432,7 +433,7 @@ def _resolve_wire(wire: Wire, cache: Cache, managed: list[ManagedParameter], pre
 
     Raises:
         ValueError: differences are to cross, but no cache keeps what they are differences to, or weights of 32 bits
-            would cross as lossless ones.
+            would cross as lossless ones, or gradients of a dtype without a code.
     """
     coded = [item for item in managed if not item.is_small]
     if wire.is_exact or not coded:
@@ -444,6 +445,8 @@ def _resolve_wire(wire: Wire, cache: Cache, managed: list[ManagedParameter], pre
         return wire
     if wire.weights == "lossless":
         _check_lossless(coded, precision)
+    if wire.gradients == "lossless":
+        _check_lossless_gradients(coded, precision)
     return ShardPolicy(cache=cache, wire=wire).wire
 
 
@@ -462,6 +465,23 @@ def _check_lossless(managed: Iterable[ManagedParameter], precision: MixedPrecisi
                 f"wire='lossless' sends patterns of 16 bits or fewer, but {item.name} is gathered in {dtype}, most of "
                 "whose bits change in every step; pass mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
                 "reduce_dtype=torch.float32), or wire='exact' or '4bit'"
+            )
+
+
+def _check_lossless_gradients(managed: Iterable[ManagedParameter], precision: MixedPrecisionPolicy) -> None:
+    """Refuse lossless crossings of gradients that are reduced in a dtype without a code.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for item in managed:
+        parameter = item.parameter
+        dtype = precision.reduce_dtype or compute_dtype_of(parameter.dtype, precision)
+        if parameter.requires_grad and parameter.ndim > 1 and dtype not in CODED_DTYPES:
+            raise ValueError(
+                f"Wire(gradients='lossless') codes gradients of {', '.join(map(str, CODED_DTYPES))}, but that of "
+                f"{item.name} is reduced in {dtype}; pass mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), "
+                "or gradients='exact'"
             )
 
 

@@ -63,6 +63,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from laconic.codec import CODECS
 from laconic.codec.lossless import check_faults, decode_in_pieces, encode_in_pieces
+from laconic.codec.lossless_sums import LosslessSum, LosslessTransfer
 from laconic.codec.payload import parts_of_islands, payload_of, shards_of_nodes
 from laconic.codec.sums import CodedSum, CodedTransfer, Messages
 from laconic.codec.varying import VaryingMessages
@@ -72,7 +73,8 @@ from laconic.comm.traffic import Level
 from laconic.shard.bucket import Bucket
 from laconic.shard.extension import Observer
 
-LEVELS: tuple[Level, ...] = ("island", "node", "local")
+_WIRE_LEVELS: tuple[Level, ...] = ("island", "node")
+LEVELS: tuple[Level, ...] = (*_WIRE_LEVELS, "local")
 _EDITS_BEFORE_WARNING = 8
 TYPICAL_BITS = 3
 """Of a weight's lossless difference, for those who ask before it is known: RESULTS.md, section lossless."""
@@ -462,19 +464,25 @@ def crossing_of(bucket: Bucket, node: Communicator, copies_of: CopiesOf) -> Weig
     return WeightCrossing(bucket, node) if bucket.wire.weights == "exact" else CodedValues(bucket, node)
 
 
-SumTransfer = ReduceScatter | CodedTransfer
+SumTransfer = ReduceScatter | CodedTransfer | LosslessTransfer
 """A sum across nodes or islands that has begun."""
 
 
-def ways_of_sums(bucket: Bucket) -> dict[Level, Communicator | CodedSum]:
+WayOfSum = Communicator | CodedSum | LosslessSum
+
+
+def ways_of_sums(bucket: Bucket) -> dict[Level, WayOfSum]:
     """The ways in which a bucket's gradients are summed on each level, as its wire says.
 
     A rank's own term stays exact. The second trip of a sum over islands has eight bits (bf16 if gradients cross in
     bf16). That of qgZ has four; a sum that all ranks use is worth more.
     """
     exact = {level: Communicator(bucket.cluster, level, bucket) for level in LEVELS}
-    ways: dict[Level, Communicator | CodedSum] = {**exact}
+    ways: dict[Level, WayOfSum] = {**exact}
     wire, layout, codec = bucket.wire, bucket.layout, bucket.wire.gradient_codec
+    if wire.gradients == "lossless":
+        crossed = [level for level in _WIRE_LEVELS if exact[level].size > 1]
+        return {**ways, **{level: LosslessSum(exact[level], bucket.ledger.hold) for level in crossed}}
     if codec is None:
         return ways
     payload = partial(payload_of, layout, plain=bucket.reduce_dtype, device_type=bucket.cluster.device_type)

@@ -25,7 +25,7 @@ Until = Literal["change", "backward"]
 OnDamage = Literal["raise", "regather"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 WireWeights = Literal["exact", "lossless", "bf16", "int8", "int4", "int3"]
-WireGradients = Literal["exact", "bf16", "int8", "int4", "int3", "e2m1", "int2", "ternary"]
+WireGradients = Literal["exact", "lossless", "bf16", "int8", "int4", "int3", "e2m1", "int2", "ternary"]
 WireName = Literal["exact", "8bit", "4bit", "lossless", "lossless-4bit", "lossless-2bit"]
 
 
@@ -171,8 +171,9 @@ class Wire(Policy):
     [Note: Differences] in shard/crossing.py. "lossless" needs gathered weights of 16 bits or fewer, loses nothing, and
     takes about 3 bits a weight at a learning rate of 1e-3, and 1 at 1e-5. int3 is experimental."""
     gradients: WireGradients = "exact"
-    """The codec of gradients, once per optimizer step, after the sums inside the nodes. Codecs of four bits and fewer
-    rotate them first. "ternary" has three levels, five values in a byte. Sums over islands come back in eight bits, or
+    """The codec of gradients, once per optimizer step, after the sums inside the nodes. "lossless" loses nothing, and
+    takes some 11 bits of a gradient in bf16 and 27 of one in fp32. Codecs of four bits and fewer rotate them first.
+    "ternary" has three levels, five values in a byte. Sums over islands come back in eight bits, or
     in bf16 if gradients cross in bf16. int3, int2 and ternary are experimental."""
     as_values: bool = False
     """Weights cross as themselves instead of differences, as in ZeRO++: "bf16" or "int8", every time they change.
@@ -200,8 +201,8 @@ class Wire(Policy):
         self._check("frozen", not self.frozen or self.as_values, message)
         message = "needs weights='lossless', whose differences it predicts"
         self._check("prediction", not self.prediction or self.weights == "lossless", message)
-        message = "needs gradients other than 'exact', which lose nothing"
-        self._check("feedback", not self.feedback or self.gradients != "exact", message)
+        message = "needs gradients in a codec that loses something, as 'int4'"
+        self._check("feedback", not self.feedback or self.gradients not in ("exact", "lossless"), message)
 
     @classmethod
     def of(cls, wire: Wire | WireName | Mapping[str, Any] | None) -> Wire:
@@ -267,7 +268,7 @@ class Wire(Policy):
 
     @property
     def gradient_codec(self) -> Codec | None:
-        """The codec of gradients; None if they are exact."""
+        """The codec of gradients; None if nothing of them is lost."""
         return _codec(self.gradients)
 
     @property
@@ -286,7 +287,7 @@ _NAMED: dict[str, dict[str, Any]] = {
     "exact": {},
     "8bit": {"weights": "int8", "gradients": "int8"},
     "4bit": {"weights": "int4", "gradients": "int4"},
-    "lossless": {"weights": "lossless"},
+    "lossless": {"weights": "lossless", "gradients": "lossless"},
     "lossless-4bit": {"weights": "lossless", "gradients": "int4"},
     "lossless-2bit": {"weights": "lossless", "gradients": "int2"},
 }

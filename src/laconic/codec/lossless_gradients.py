@@ -1,0 +1,201 @@
+"""Gradients without loss, in fewer bits than they have: `encode` and `decode`.
+
+[Note: Lossless gradients]
+No rank holds an older version of a gradient that would say anything about the next one. Signs and mantissas of
+gradients are as good as random. But the exponents of values that lie side by side are alike: they have some 2.7 bits of
+entropy, in a field of eight. So each block of 256 values has a window of seven exponents, whose highest, the top, takes
+a byte. A value takes
+
+    its sign and its mantissa, as they are;
+    three bits that say how far its exponent lies below the top, or that it lies outside of the window;
+    a byte with the exponent, if that lies outside, as 1 to 3 % do.
+
+The middle of the window is the mean exponent of the block, unless its highest value lies lower. A block of zeros, such
+as the rows of an embedding that no token has used, takes its top alone, 0; other tops are 6 and more. So bf16 takes
+11.3 bits of 16, float16 some 14 of 16 and fp32 some 27 of 32: RESULTS.md, section lossless. A message that would be as
+long as the values *is* the values.
+
+    message     tops, a byte for each block | for each block that is not of zeros: the lowest byte of each value's sign
+                and mantissa, of float16 their other three bits, of fp32 the lower half of each value, the codes of
+                exponents, three bits each | the exponents outside of windows, a byte each
+
+ZipCCL (arXiv 2604.27844) and NCCLZ (2605.12396) code exponents in what NCCL moves, too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from laconic.codec.bits import pack_bits, unpack
+from laconic.codec.fused import kernels_for
+from laconic.codec.lossless import UnreadMessage
+
+BLOCK = 256
+"""The values that share a window. The last block of a message is filled up with its last value."""
+OUTSIDE = 7
+"""The code of an exponent outside of the window; those inside are so far below its top."""
+LOWEST_TOP = OUTSIDE - 1
+TYPICAL_BITS = {torch.bfloat16: 11.5, torch.float16: 14.5, torch.float32: 27.5}
+"""Of a value in a message, for those who ask before it is known."""
+CODED_DTYPES = tuple(TYPICAL_BITS)
+_CODE_BYTES = BLOCK * 3 // 8
+
+
+class GradientForm(NamedTuple):
+    """Where the values of a dtype have the bits that cross as they are."""
+
+    extra_bits: int
+    """Of sign and mantissa in the upper half of a value, those above a byte."""
+    tail_bytes: int
+    """Of a value below its upper half."""
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a block besides its top, and the exponents outside."""
+        return self.rest_bytes + _CODE_BYTES
+
+    @property
+    def rest_bytes(self) -> int:
+        """The bytes of a block's signs and mantissas."""
+        return BLOCK * (1 + self.tail_bytes) + BLOCK * self.extra_bits // 8
+
+
+_FORMS = {
+    torch.bfloat16: GradientForm(extra_bits=0, tail_bytes=0),
+    torch.float16: GradientForm(extra_bits=3, tail_bytes=0),
+    torch.float32: GradientForm(extra_bits=0, tail_bytes=2),
+}
+
+
+def encode(values: Tensor) -> UnreadMessage:
+    """Encode values, flat, of bf16, float16 or fp32: [Note: Lossless gradients].
+
+    Returns:
+        (bytes,), uint8, never longer than the values.
+
+    Raises:
+        ValueError: the values are not flat, or of another dtype.
+    """
+    form = _form_of(values)
+    raw = values.contiguous().view(torch.uint8)
+    if not len(raw):
+        return UnreadMessage.of(raw)
+    message = _coded(values, form)
+    return UnreadMessage.of(message if len(message) < len(raw) else raw)
+
+
+def _coded(values: Tensor, form: GradientForm) -> Tensor:
+    if (loops := kernels_for(values, "codec.lossless_gradients_numba")) is not None:
+        message: Tensor = loops.encode(form, values)
+        return message
+    exponents, rest = _take_apart(values, form)
+    is_live = (exponents.amax(1) | rest.amax(1)) > 0
+    exponents, rest = exponents[is_live], rest[is_live]
+    tops = _tops(exponents)
+    codes = (tops.unsqueeze(1) - exponents).clamp_(max=OUTSIDE)  # in a byte, what lies above is far below
+    rows = torch.cat([rest, pack_bits(codes.view(-1), 3).view(-1, _CODE_BYTES)], dim=1)
+    all_tops = torch.zeros_like(is_live, dtype=torch.uint8)
+    all_tops[is_live] = tops
+    return torch.cat([all_tops, rows.view(-1), exponents[codes == OUTSIDE]])
+
+
+def decode(message: Tensor, out: Tensor) -> None:
+    """Decode what `encode` returned for as many values into `out`, (n,), of the dtype of the values.
+
+    A message has no checksum. If it is damaged, its sizes mostly tell on a CPU; otherwise other values come out.
+
+    Raises:
+        ValueError: the sizes in the message do not fit the number of values.
+    """
+    form = _form_of(out)
+    raw = out.view(torch.uint8)
+    if len(message) == len(raw):
+        raw.copy_(message)
+        return
+    num_blocks = -(-len(out) // BLOCK)
+    _check_sizes(num_blocks <= len(message) < len(raw))
+    if (loops := kernels_for(out, "codec.lossless_gradients_numba")) is not None:
+        _check_sizes(loops.decode(form, message, out))
+        return
+    tops, body = message[:num_blocks], message[num_blocks:]
+    is_live = tops > 0
+    num_bytes = int(is_live.sum()) * form.row_bytes
+    _check_sizes(num_bytes <= len(body))
+    rows, outside = body[:num_bytes].view(-1, form.row_bytes), body[num_bytes:]
+    codes = unpack(rows[:, form.rest_bytes :].reshape(-1), 3).view(-1, BLOCK)
+    is_outside = codes == OUTSIDE
+    _check_sizes(len(outside) == int(is_outside.sum()))
+    exponents = tops[is_live].unsqueeze(1) - codes
+    exponents.masked_scatter_(is_outside, outside)
+    if len(rows) < num_blocks:
+        exponents, rows = (_among_zeros(each, is_live) for each in (exponents, rows))
+    _put_together(exponents, rows[:, : form.rest_bytes], form, out)
+
+
+def _among_zeros(rows: Tensor, is_live: Tensor) -> Tensor:
+    whole = rows.new_zeros(len(is_live), rows.shape[1])
+    whole[is_live] = rows
+    return whole
+
+
+def _form_of(values: Tensor) -> GradientForm:
+    if values.dtype not in _FORMS or values.ndim != 1:
+        raise ValueError(
+            f"values that cross without loss are flat, of {', '.join(map(str, _FORMS))}, got {values.dtype}, shape "
+            f"{tuple(values.shape)}; use x.view(-1), and reduce gradients in one of these"
+        )
+    return _FORMS[values.dtype]
+
+
+def _check_sizes(agree: bool) -> None:
+    if not agree:
+        raise ValueError(
+            "a message of lossless gradients does not have the size that follows from its blocks: it is damaged, or "
+            "ranks do not run the same program"
+        )
+
+
+# -- values as exponents, and all other bits ---------------------------------------------------------------------------
+
+
+def _take_apart(values: Tensor, form: GradientForm) -> tuple[Tensor, Tensor]:
+    """The exponents, (b, BLOCK), and signs and mantissas, (b, rest_bytes), both uint8, of values in blocks."""
+    missing = -len(values) % BLOCK
+    if missing:
+        values = torch.cat([values, values[-1:].expand(missing)])
+    halves = values.contiguous().view(torch.int16).view(len(values), -1)
+    upper = halves[:, -1]
+    turned = (upper << 1) - (upper >> 15)  # the exponent, the mantissa, and the sign as the lowest bit
+    octets = turned.view(torch.uint8).view(-1, 2)
+    exponents, rest = octets[:, 1], [octets[:, 0].reshape(-1, BLOCK)]
+    if form.extra_bits:
+        rest.append(pack_bits(exponents & 7, 3).view(-1, _CODE_BYTES))
+        exponents = exponents >> form.extra_bits
+    if form.tail_bytes:
+        rest.append(halves[:, 0].contiguous().view(torch.uint8).view(-1, form.tail_bytes * BLOCK))
+    return exponents.reshape(-1, BLOCK), torch.cat(rest, dim=1) if len(rest) > 1 else rest[0]
+
+
+def _put_together(exponents: Tensor, rest: Tensor, form: GradientForm, out: Tensor) -> None:
+    """The reverse of `_take_apart`, for as many values as `out` has."""
+    octets = exponents.new_empty(exponents.numel(), 2)
+    octets[:, 0].view(-1, BLOCK).copy_(rest[:, :BLOCK])
+    octets[:, 1].view(-1, BLOCK).copy_(exponents)
+    if form.extra_bits:
+        extra = unpack(rest[:, BLOCK:].reshape(-1), 3)
+        octets[:, 1] = (octets[:, 1] << form.extra_bits) | extra
+    turned = octets.view(torch.int16).view(-1)[: len(out)]
+    halves = out.view(torch.int16).view(len(out), -1)
+    torch.bitwise_or((turned >> 1) & 0x7FFF, turned << 15, out=halves[:, -1])
+    if form.tail_bytes:
+        halves[:, 0] = rest[:, BLOCK:].clone().view(-1).view(torch.int16)[: len(out)]
+
+
+def _tops(exponents: Tensor) -> Tensor:
+    """The top of each block's window, (b,), uint8: three above the mean, but not above all."""
+    middle = (exponents.sum(1, dtype=torch.int32) + BLOCK // 2) // BLOCK
+    tops = torch.minimum(middle + OUTSIDE // 2, exponents.amax(1)).clamp_(min=LOWEST_TOP)
+    return tops.to(torch.uint8)

@@ -1,0 +1,93 @@
+"""Sums over ranks whose terms cross without loss in fewer bits: [Note: Lossless gradients] in lossless_gradients.py.
+
+A rank that sums has the very terms of the others. It adds them in the order of ranks, in the dtype of the terms, as
+`ReduceScatter.finish` does on a CPU: so both have the same bits. Of a sum over islands, which all ranks get, that holds
+for two islands; a ring adds in another order for each part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from laconic.codec.lossless import UnreadMessage
+from laconic.codec.lossless_gradients import TYPICAL_BITS, decode, encode
+from laconic.codec.sums import Hold
+from laconic.codec.varying import PartsUnderWay, PartsWay, VaryingMessages, VaryingParts, VaryingWay
+
+
+class LosslessWay(VaryingWay, PartsWay, Protocol):
+    """The ranks that send to each other, as a `Communicator` has them."""
+
+
+class LosslessSum:
+    """Sums whose terms cross without loss, in one trip or in two: [Note: The two trips of an all-reduce]."""
+
+    def __init__(self, way: LosslessWay, hold: Hold) -> None:
+        """Sum over the ranks of `way`. `hold` counts the memory of what comes back."""
+        self._way = way
+        self._there, self._back = VaryingParts(way), VaryingMessages(way, hold, "gradients")
+
+    def start_reduce_scatter(self, whole: Tensor, *, numels: Sequence[int] | None = None) -> LosslessTransfer:
+        """See `Communicator.start_reduce_scatter`. `whole` is of bf16, float16 or fp32."""
+        rank, size = self._way.rank, self._way.size
+        parts = whole.view(size, -1).unbind() if numels is None else whole.split(list(numels))
+        nothing = UnreadMessage.of(whole.new_empty(0, dtype=torch.uint8))
+        messages = [nothing if peer == rank else encode(part) for peer, part in enumerate(parts)]
+        under_way = self._there.start(messages, [len(part) for part in parts], typical_bits=TYPICAL_BITS[whole.dtype])
+        return LosslessTransfer(parts, rank, under_way)
+
+    def sum_in_place(self, whole: Tensor) -> Iterator[None]:
+        """Sum `whole`, (n,), in place, so that all ranks get it alike. Yields during each of two trips.
+
+        `whole` must not change until the end.
+        """
+        parts = whole.tensor_split(self._way.size)
+        transfer = self.start_reduce_scatter(whole, numels=[len(part) for part in parts])
+        yield
+        total = transfer.finish()
+        del transfer
+        typical_bytes = round(len(total) * TYPICAL_BITS[total.dtype] / 8)
+        self._back.start(lambda: encode(total), typical_bytes=typical_bytes)
+        yield
+        parts[self._way.rank].copy_(total)
+        self._back.finish(lambda peer, message: decode(message, parts[peer]))
+
+
+class LosslessTransfer:
+    """A sum of `LosslessSum` on its first trip."""
+
+    def __init__(self, parts: Sequence[Tensor], rank: int, under_way: PartsUnderWay) -> None:
+        self.messages = parts
+        """The parts of the input: part r is what this rank sends to rank r, coded."""
+        self._rank, self._under_way = rank, under_way
+        self._arrived: dict[int, Tensor] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes besides its input."""
+        return self._under_way.nbytes
+
+    def received(self) -> Sequence[Tensor]:
+        """Wait, and return the terms, (C,) each, in rank order."""
+        return [self._term(peer) for peer in range(len(self.messages))]
+
+    def finish(self) -> Tensor:
+        """Wait, and return this rank's part of the sum, (C,): see `ReduceScatter.finish`."""
+        total = self._term(0).clone() if self._rank == 0 else self._term(0)
+        for peer in range(1, len(self.messages)):
+            total.add_(self._term(peer))
+        return total
+
+    def _term(self, peer: int) -> Tensor:
+        own = self.messages[self._rank]
+        if peer == self._rank:
+            return own
+        if self._arrived is None:
+            self._arrived = self._under_way.finish()
+        term = torch.empty_like(own)
+        decode(self._arrived[peer], term)
+        return term

@@ -1,0 +1,126 @@
+"""Gradients that cross without loss: messages are those of the oracle, and bring the values to the bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from laconic.codec import lossless_gradients
+from laconic.codec.lossless_gradients import BLOCK, TYPICAL_BITS, decode, encode
+from tests.reference import lossless_gradients as oracle
+
+DTYPES = list(TYPICAL_BITS)
+LENGTHS = (0, 1, 2, 255, 256, 257, 1000, 4096, 5003)
+plain = mock.patch.object(lossless_gradients, "kernels_for", return_value=None)
+
+
+def patterns_of(values: Tensor) -> list[int]:
+    integers = {2: torch.int16, 4: torch.int32}[values.itemsize]
+    return [each % 2 ** (8 * values.itemsize) for each in values.view(integers).tolist()]
+
+
+def samples(dtype: torch.dtype, numel: int) -> Iterator[Tensor]:
+    """Gradients as they are, with rows of zeros, of many scales, and any patterns at all."""
+    draw = torch.Generator().manual_seed(numel)
+    normal = torch.randn(numel, generator=draw) * 1e-3
+    odd = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-7, -1e-7, 6e4])
+    yield normal.to(dtype)
+    yield torch.where(torch.arange(numel) // 300 % 3 == 1, normal, 0.0).to(dtype)
+    yield (normal * torch.exp(4 * torch.randn(numel, generator=draw))).to(dtype)
+    yield torch.where(torch.arange(numel) % 7 == 3, odd[torch.arange(numel) % 8], normal).to(dtype)
+    yield torch.where(torch.arange(numel) % 2 == 1, -0.0, 0.0).to(dtype)
+    yield torch.zeros(numel, dtype=dtype)
+    octets = torch.randint(256, (numel * dtype.itemsize,), generator=draw, dtype=torch.uint8)
+    yield octets.view(dtype)
+
+
+def decoded(message: Tensor, like: Tensor) -> Tensor:
+    out = torch.full_like(like, 7.0)
+    decode(message, out)
+    return out
+
+
+@pytest.mark.parametrize("loops", [True, False], ids=["loops", "plain"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_messages_are_those_of_the_oracle_and_bring_the_values(dtype: torch.dtype, loops: bool) -> None:
+    form = oracle.FORMS[str(dtype).removeprefix("torch.")]
+    with nullcontext() if loops else plain:
+        for numel in LENGTHS:
+            for number, values in enumerate(samples(dtype, numel)):
+                message = encode(values).read()
+                assert message.tolist() == oracle.encode(form, patterns_of(values)), (numel, number)
+                assert patterns_of(decoded(message, values)) == patterns_of(values), (numel, number)
+                assert len(message) <= values.nbytes
+
+
+def test_every_pattern_of_sixteen_bits_comes_as_it_was() -> None:
+    """In their order, in which exponents are alike, and in a random one."""
+    in_order = torch.arange(1 << 16).to(torch.int32).to(torch.int16)
+    shuffled = in_order[torch.randperm(1 << 16, generator=torch.Generator().manual_seed(0))]
+    for dtype in (torch.bfloat16, torch.float16):
+        for patterns in (in_order, shuffled):
+            values = patterns.view(dtype)
+            message = encode(values).read()
+            assert torch.equal(decoded(message, values).view(torch.int16), patterns)
+        assert len(encode(in_order.view(dtype)).read()) < 0.9 * in_order.nbytes
+
+
+def test_gradients_take_the_bits_that_the_note_says() -> None:
+    for dtype, typical in TYPICAL_BITS.items():
+        values = (torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)) * 1e-4).to(dtype)
+        assert typical - 1 < 8 * len(encode(values).read()) / len(values) < typical
+    rows = torch.zeros(1000, BLOCK, dtype=torch.bfloat16)
+    rows[::10] = 1e-3
+    assert len(encode(rows.view(-1)).read()) < 0.12 * rows.nbytes, "rows of zeros take a byte"
+
+
+def test_values_may_be_any_part_of_a_tensor_and_are_not_kept() -> None:
+    whole = torch.randn(3 * 700 + 1)
+    for begin in (0, 1, 700):
+        part = whole[begin : begin + 700]
+        message, want = encode(part).read(), part.clone()
+        out = torch.zeros(900)[1:701]
+        decode(message, out)
+        assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("loops", [True, False], ids=["loops", "plain"])
+def test_a_damaged_message_is_an_error_or_other_values_and_reads_no_memory_beside_it(loops: bool) -> None:
+    draw = random.Random(0)
+    values = (torch.randn(5000, generator=torch.Generator().manual_seed(1)) * 1e-3).to(torch.bfloat16)
+    good = encode(values).read()
+    refused = 0
+    with nullcontext() if loops else plain:
+        for _ in range(300):
+            message = good.clone()
+            match draw.choice(["cut", "longer", "octet", "top"]):
+                case "cut":
+                    message = message[: draw.randrange(len(message))]
+                case "longer":
+                    message = torch.cat([message, message[: draw.randrange(1, 50)]])
+                case "octet":
+                    message[draw.randrange(len(message))] ^= draw.randrange(1, 256)
+                case "top":
+                    message[draw.randrange(20)] = 0
+            with suppress(ValueError):
+                decoded(message, values)
+                continue
+            refused += 1
+    assert refused > 150
+    with pytest.raises(ValueError, match="does not have the size that follows from its blocks"):
+        decoded(good[:-1], values)
+
+
+@pytest.mark.parametrize(
+    "values", [torch.zeros(4, dtype=torch.float64), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int16)], ids=str
+)
+def test_what_is_no_flat_gradient_is_refused(values: Any) -> None:
+    with pytest.raises(ValueError, match="values that cross without loss are flat"):
+        encode(values)
