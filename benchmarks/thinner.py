@@ -179,11 +179,13 @@ def lossless_bytes(bench: Bench) -> Row:
     runs = {name: bench.result(name, setup=HALF) for name in names}
     size = runs["host"].num_parameters * (NODES - 1) / NODES
     each = {name: wire_bytes(run) / size for name, run in runs.items()}
-    bits = 16 - 8 * (each["host"] - each["lossless"])
+    int4_bits = 8 * each["4bit"] / 2  # of a weight as of a gradient
+    bits = 8 * each["lossless-4bit"] - int4_bits
+    gradient_bits = 8 * each["lossless"] - bits
     return Row(
-        claim="wire bytes in bf16: bits a weight, `lossless`; B a parameter and step, `lossless` / `lossless-4bit`",
-        required="<= 2.5 bits at 3e-4",
-        measured=f"{bits:.2f} bits; {each['lossless']:.3f} / {each['lossless-4bit']:.3f} (N-1)/N B",
+        claim="wire bytes in bf16: bits a weight / a gradient; B a parameter and step, `lossless` / `lossless-4bit`",
+        required="<= 2.5 bits at 3e-4 / reported",
+        measured=f"{bits:.2f} / {gradient_bits:.2f} bits; {each['lossless']:.3f} / {each['lossless-4bit']:.3f} (N-1)/N B",
         is_met=bits <= 2.5,
         note=(
             "at the interface, headers, margins and control included, per node and step, the mean of 29 steps in which "

@@ -32,6 +32,8 @@ EACH = {
     if each.in_plan and each.package is None and not each.has_islands and each.schedule is None
 }
 """The registered strategies that train in every step and need no other package."""
+IN_HALF = {name: EACH.pop(name) for name in ("lossless", "lossless-4bit")}
+"""Those that need half precision."""
 CHECKED = {"cache": "host", "check_every": 1, "audit_every": 2, "on_damage": "regather"}
 
 
@@ -59,6 +61,21 @@ def test_every_strategy_trains_the_same_model(tmp_path: Path) -> None:
     assert found["none"]["wire_bytes"][1] > found["host"]["wire_bytes"][1] == found["device"]["wire_bytes"][1] > 0
     assert wire["4bit"] < 0.6 * wire["8bit"] < 0.2 * wire["host"], "matrices and their steps; vectors stay exact"
     assert 2 < wire["zero++"] / wire["4bit"] < 4, "in each of two micro-batches, weights in 8 bits and gradients in 4"
+
+
+def test_lossless_crossings_train_the_bits_of_exact_ones(tmp_path: Path) -> None:
+    """2 nodes x 2 ranks, two micro-batches, in bf16."""
+    names = ("host", *IN_HALF)
+    shards = [{**(EACH | IN_HALF)[name].shard, "param_dtype": "bfloat16"} for name in names]
+    configs = [
+        job(tmp_path, shard=shard, train={"steps": 3, "accumulation": 2, "output": str(tmp_path / str(index))})
+        for index, shard in enumerate(shards)
+    ]
+    exact, lossless, coded = run_ranks(train_all, 4, configs, local=2)[0]
+    assert (lossless["losses"], lossless["grad_norms"]) == (exact["losses"], exact["grad_norms"])
+    assert coded["losses"] != exact["losses"]
+    assert coded["losses"] == pytest.approx(exact["losses"], rel=1e-2)
+    assert coded["wire_bytes"][2] < lossless["wire_bytes"][2] < exact["wire_bytes"][2]
 
 
 def test_a_resumed_run_repeats_the_unbroken_one(tmp_path: Path) -> None:

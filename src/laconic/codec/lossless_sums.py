@@ -27,8 +27,8 @@ class LosslessSum:
     """Sums whose terms cross without loss, in one trip or in two: [Note: The two trips of an all-reduce]."""
 
     def __init__(self, way: LosslessWay, hold: Hold) -> None:
-        """Sum over the ranks of `way`. `hold` counts the memory of what comes back."""
-        self._way = way
+        """Sum over the ranks of `way`. `hold` counts the memory of two trips."""
+        self._way, self._hold = way, hold
         self._there, self._back = VaryingParts(way), VaryingMessages(way, hold, "gradients")
 
     def start_reduce_scatter(self, whole: Tensor, *, numels: Sequence[int] | None = None) -> LosslessTransfer:
@@ -47,8 +47,11 @@ class LosslessSum:
         """
         parts = whole.tensor_split(self._way.size)
         transfer = self.start_reduce_scatter(whole, numels=[len(part) for part in parts])
+        nbytes = transfer.nbytes
+        self._hold(nbytes)
         yield
         total = transfer.finish()
+        self._hold(-nbytes)
         del transfer
         typical_bytes = round(len(total) * TYPICAL_BITS[total.dtype] / 8)
         self._back.start(lambda: encode(total), typical_bytes=typical_bytes)

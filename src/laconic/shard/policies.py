@@ -383,10 +383,10 @@ class ShardPolicy(Policy):
     cache: Cache = option(Cache(), of=Cache.of)
     wire: Wire = option(Wire(), of=Wire.of, plain=Wire.plain, hint=dict[str, Any] | str | None)
     """The bits in which weights and gradients cross between nodes: "exact"; "8bit" or "4bit", which round both;
-    "lossless", which sends weights of bf16 in some 3 bits without loss; "lossless-4bit" or "lossless-2bit", which round
-    gradients alone. All but "exact" need a cache. Or a table with the fields of `laconic.Wire`, such as
-    { weights = "exact", gradients = "int4" }. With Muon and Shampoo the words for four and two bits send gradients in
-    eight. Default: exact."""
+    "lossless", which sends weights of bf16 in some 3 bits and gradients in 11, without loss; "lossless-4bit" or
+    "lossless-2bit", which round gradients alone. All but "exact" need a cache. Or a table with the fields of
+    `laconic.Wire`, such as { weights = "exact", gradients = "int4" }. With Muon and Shampoo the words for four and two
+    bits send gradients in eight. Default: exact."""
     precision: Precision = Precision()
     reshard_after_forward: bool | None = None
     """Free gathered parameters after forward and gather them again in backward. Default: yes, the root too."""

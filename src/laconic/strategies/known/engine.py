@@ -222,12 +222,11 @@ STRATEGIES = (
     _HOST.variant(
         name="lossless",
         label="laconic lossless",
-        note="laconic host whose bf16 weights cross in about three bits, without loss.",
-        source="PULSE, arXiv 2602.03839, between the ranks of a trainer",
+        note="laconic host whose bf16 weights cross in about three bits and gradients in eleven, without loss.",
+        source="PULSE, arXiv 2602.03839, between the ranks of a trainer; ZipCCL, arXiv 2604.27844",
         colours=("#7f0000", "#d7301f"),
         limits=(*_HOST.limits, _TAKES_HALF),
         shard={"wire": "lossless"},
-        in_plan=False,  # the planner does not know how long coding takes
     ),
     _HOST.variant(
         name="lossless-4bit",
@@ -238,7 +237,6 @@ STRATEGIES = (
         inexact=_ROUNDED_GRADIENTS,
         limits=(*_HOST.limits, _TAKES_HALF),
         shard={"wire": "lossless-4bit"},
-        in_plan=False,
     ),
     _HOST.variant(
         name="values",
