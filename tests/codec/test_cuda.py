@@ -60,6 +60,14 @@ def test_a_gpu_decodes_pieces_in_place_as_often_as_one_likes(monkeypatch: pytest
         assert torch.equal(bits_of(copy), bits_of(fresh))
 
 
+def test_a_gpu_puts_together_more_runs_than_it_writes_at_once() -> None:
+    """The last of 2,501 programs adds up what all of them have written, on every multiprocessor."""
+    _, held, new = trained("bfloat16", 2500 * TILE + 3, 1e-4)
+    payload, on_gpu, fresh = encode(held, new), held.cuda(), new.cuda()
+    for _ in range(20):
+        assert torch.equal(encode(on_gpu, fresh).cpu(), payload)
+
+
 def test_a_gpu_refuses_damaged_payloads_or_gives_other_values() -> None:
     """An access out of bounds would end the process, or show in later calls."""
     before, held, new = trained("bfloat16", TILE + 700, 1e-3)

@@ -38,15 +38,14 @@ _TYPES = {"values": "*fp32", "base": "*fp32", "out": "*fp32", "borders": "*fp32"
           "steps": "*u8", "table": "*i64", "owners": "*i32", "signed_near": "*u8", "unsigned_near": "*u8",
           "signed_values": "*fp32", "unsigned_values": "*fp32", "matrix_scale": "*fp32"}  # fmt: skip
 _LOSSLESS_TYPES = {"last": "*i8", "counts": "*i32", "entries": "*i32", "costs": "*i32", "defaults": "*i32",
-                   "table": "*u8", "words": "*i32", "sizes": "*i16", "bases": "*u8", "levels": "*u8", "head": "*u8",
-                   "begins": "*i32", "lengths": "*i32", "payload": "*u8", "payload_words": "*i32", "numbers": "*u8",
-                   "changes": "*i32", "change_bytes": "*u8", "fault": "*i32", "new": "*u8", "out": "*u8",
-                   "out_words": "*i32"}  # fmt: skip
+                   "table": "*u8", "words": "*i32", "sizes": "*i16", "head": "*u8", "begins": "*i32",
+                   "lengths": "*i32", "payload": "*u8", "payload_words": "*i32", "numbers": "*u8", "changes": "*i32",
+                   "change_bytes": "*u8", "fault": "*i32", "new": "*u8", "out": "*u8", "out_words": "*i32"}  # fmt: skip
 _INTEGERS = ("numel", "coded_numel", "code_bytes", "offset", "num_rows", "num_columns", "across", "stride",
-             "num_options", "level_bytes", "num_tiles", "known", "nbytes", "all_words")  # fmt: skip
+             "num_options", "num_tiles", "known", "nbytes", "all_words")  # fmt: skip
 _ALIGNED = ("values", "base", "out", "codes", "steps", "scales", "matrix_scale", "table", "owners", "held", "new",
-            "last", "counts", "words", "sizes", "begins", "numbers", "changes", "change_bytes",
-            "numel", "coded_numel", "code_bytes", "num_rows", "num_columns")  # fmt: skip
+            "last", "counts", "words", "sizes", "head", "begins", "lengths", "defaults", "numbers", "changes",
+            "change_bytes", "numel", "coded_numel", "code_bytes", "num_rows", "num_columns")  # fmt: skip
 _INSTRUCTION = re.compile(r"(?:^|[;{\s])([a-z]\w*(?:[.:]\w+)+)\s+([^;]*);")
 _ACCESS = re.compile(r"(ld|st|red|atom)\.(?:\w+\.)*?global(?:\.\w+)*?(?:\.v(\d))?\.[a-z](\d+)$")
 _KINDS = {"ld": "reads", "st": "writes", "red": "adds to", "atom": "adds to"}
@@ -63,6 +62,8 @@ class Compilation:
     num_warps: int = 4
     types: dict[str, str] = field(default_factory=dict)
     """The types of arguments that are not as `_TYPES` says."""
+    of_one_program: frozenset[str] = frozenset()
+    """What only one of many programs reads or writes: it is not counted."""
 
 
 def kernels() -> Iterator[tuple[str, Compilation]]:
@@ -102,6 +103,10 @@ _LOSSLESS_FORMS = {
 }  # fmt: skip
 
 
+_OF_LAST = frozenset({"reads sizes", "reads defaults", "writes begins", "writes lengths"})
+"""What the last program of `_write` does alone, but for what it writes to the head."""
+
+
 def lossless_kernels() -> Iterator[tuple[str, Compilation]]:
     """Yield the name of each kernel of lossless differences and the kernel."""
     for name, form in _LOSSLESS_FORMS.items():
@@ -112,12 +117,12 @@ def lossless_kernels() -> Iterator[tuple[str, Compilation]]:
             for kernel in (lossless_triton._sample, lossless_triton._write, lossless_triton._read):
                 own = Compilation(
                     kernel=kernel, constants=constants, numel=contexts.TILE, num_warps=lossless_triton.NUM_WARPS,
-                    types=types,
+                    types=types, of_one_program=_OF_LAST if kernel is lossless_triton._write else frozenset(),
                 )  # fmt: skip
                 yield f"lossless {name}, {kernel.fn.__name__[1:]}{', last' * uses_last}", own
     choice = {"RARE": contexts.RARE, "RICE_OPTIONS": 2 * contexts.RICE_CODES, "USES_LAST": True}
     for kernel, constants in (
-        (lossless_triton._choose, choice), (lossless_triton._lay_out, {}), (lossless_triton._find, {}),
+        (lossless_triton._choose, choice), (lossless_triton._find, {}),
         (lossless_triton._gather, {"MOST_WORDS": contexts.TILE // 2, "TILE_BYTES": 2 * contexts.TILE}),
     ):  # fmt: skip
         yield (
@@ -145,6 +150,7 @@ def facts(given: Compilation, capability: int) -> dict[str, Any]:
     A stack that no instruction uses is no spill.
 
     `compiled_for` has the arguments whose value decides how a kernel is compiled: see `_compiled_for`.
+    `orders_programs`: what programs have written is there for the one that finishes last. See `_orders_programs`.
     `moved` has those bytes by argument, read or written: what all threads ask for, so a step that several threads read
     counts several times, though it comes from a cache.
     """
@@ -162,9 +168,10 @@ def facts(given: Compilation, capability: int) -> dict[str, Any]:
         f"{access} {arguments.get(place, 'what it has the address of')}": nbytes * 32 * given.num_warps / given.numel
         for (access, place), nbytes in _accesses(result.asm["ptx"]).items()
     }
+    moved = {what: nbytes for what, nbytes in moved.items() if what not in given.of_one_program}
     return {
         "registers": registers, "spilled": sum(spilled), "bytes_a_value": sum(moved.values()), "moved": moved,
-        "compiled_for": _compiled_for(given.kernel),
+        "compiled_for": _compiled_for(given.kernel), "orders_programs": _orders_programs(result.asm["ptx"]),
     }  # fmt: skip
 
 
@@ -175,6 +182,19 @@ def _compiled_for(kernel: Any) -> list[str]:
         for each in kernel.params
         if not (each.is_constexpr or each.do_not_specialize or each.do_not_specialize_on_alignment)
     ]
+
+
+def _orders_programs(ptx: str) -> bool:
+    """Whether an atomic operation that releases to the whole GPU, and acquires, stands between two barriers.
+
+    So the accesses of all threads before it come before all those after it in another program that sees its result.
+    """
+    names = [name for name, _ in _INSTRUCTION.findall(re.sub("//.*", "", ptx))]
+    names = [name for name in names if name == "bar.sync" or ".global" in name]
+    return any(
+        before == after == "bar.sync" and {"atom", "acq_rel", "gpu"} <= {*name.split(".")}
+        for before, name, after in zip(names, names[1:], names[2:], strict=False)
+    )
 
 
 def _accesses(ptx: str) -> Counter[tuple[str, int]]:

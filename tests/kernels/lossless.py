@@ -16,6 +16,7 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import interpreter_builder
 
 from laconic.codec import lossless, lossless_triton
 from laconic.codec.contexts import TILE
@@ -23,7 +24,7 @@ from laconic.codec.lossless import decode, decode_in_pieces, encode, encode_in_p
 from tests.kernels.interpreted import Launches, on_device
 from tests.support.patterns import DTYPES, WILD, bits_of, form_of, random_patterns, trained
 
-KERNELS = ("_sample", "_choose", "_write", "_lay_out", "_gather", "_find", "_read")
+KERNELS = ("_sample", "_choose", "_write", "_gather", "_find", "_read")
 _SHORT, _LONG = TILE + 1030, 8 * TILE + 78
 """A tile that is not full, and nine tiles, of which every second is in the sample."""
 
@@ -65,6 +66,21 @@ def _both() -> Iterator[tuple[str, bool]]:
             decoded = decode(held, apart[3:], last, form=form)  # at an odd address
         yield f"{name}, {case}, encode", torch.equal(own, payload)
         yield f"{name}, {case}, decode", torch.equal(bits_of(decoded), bits_of(new))
+
+
+def _backwards() -> Iterator[tuple[str, bool]]:
+    """Programs that run from the last to the first: whichever finishes last does what is left to do."""
+    before, held, new = trained("bfloat16", _LONG, 1e-3)
+    last, forwards = last_difference(before, held), interpreter_builder.set_grid_idx
+
+    def set_from_the_end(x: int, y: int, z: int) -> None:
+        forwards(interpreter_builder.grid_dim[0] - 1 - x, y, z)
+
+    payload = encode(held, new, last)
+    with ExitStack() as stack:
+        on_device(stack)
+        stack.enter_context(mock.patch.object(interpreter_builder, "set_grid_idx", set_from_the_end))
+        yield "backwards, encode", torch.equal(encode(held, new, last), payload)
 
 
 def _pieces() -> Iterator[tuple[str, bool]]:
@@ -152,6 +168,6 @@ def takes_a_piece() -> dict[str, dict[str, int]]:
 
 if __name__ == "__main__":
     np.seterr(all="ignore")  # whole numbers may overflow, as those of a device do
-    results = [pair for sort in (_both(), _pieces(), _damaged()) for pair in sort]
+    results = [pair for sort in (_both(), _backwards(), _pieces(), _damaged()) for pair in sort]
     different = [name for name, is_same in results if not is_same]
     print(json.dumps({"compared": len(results), "different": different, "takes": takes_a_piece()}))
