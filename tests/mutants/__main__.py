@@ -44,7 +44,10 @@ _NEAREST = {
     "codec/sums": "codec/test_codecs comm/test_collectives shard/test_wire_twin shard/test_crossing",
     "codec/payload": "codec/test_codecs shard/test_wire_twin shard/test_crossing",
     **dict.fromkeys(
-        (f"codec/{name}" for name in ("cells", "contexts", "lossless", "lossless_numba", "patterns")),
+        (
+            f"codec/{name}"
+            for name in ("bits_numba", "cells", "contexts", "contexts_numba", "lossless", "lossless_numba", "patterns")
+        ),
         "codec/test_lossless",
     ),
     "codec/tiles": "codec/test_codecs codec/test_dynamic_map optim/test_adamw8bit optim/test_muon",

@@ -68,7 +68,6 @@ from laconic.codec.contexts import (
     PREDICT,
     TILE,
     Past,
-    best_codes,
     choose_codes,
     contexts_of,
     defaults,
@@ -143,17 +142,14 @@ def _encoded(held: Tensor, new: Tensor, last: Tensor | None, form: PatternForm) 
 
 def _coded(form: PatternForm, held: Tensor, new: Tensor, last: Tensor | None) -> Tensor:
     """The payload of differences, which may be longer than the new values."""
-    numel, stride = form.numel(held), sample_stride(-(-form.numel(held) // TILE))
     if (loops := _loops_for(held)) is not None:
-        found = loops.scales(form, held, new, last, stride)
-        levels, base, table = found.levels, found.base, best_codes(form, found.histogram, found.rest)
-        words, of_tiles = loops.write_tiles(form, held, new, last, found, table)
-        sizes = RunSizes(*of_tiles.unbind(1))
-    else:
-        patterns = in_tiles(form.patterns(new))
-        context, folded, levels, base, past = _difference(form, held, patterns, last)
-        table = choose_codes(form, context[::stride], folded[::stride], past.of_tiles(stride))
-        words, sizes = write_runs(form, table, context, patterns, folded, past, numel)
+        payload: Tensor = loops.encode(form, held, new, last)
+        return payload
+    numel, patterns = form.numel(held), in_tiles(form.patterns(new))
+    stride = sample_stride(len(patterns))
+    context, folded, levels, base, past = _difference(form, held, patterns, last)
+    table = choose_codes(form, context[::stride], folded[::stride], past.of_tiles(stride))
+    words, sizes = write_runs(form, table, context, patterns, folded, past, numel)
     head = _Head(sizes, base, levels.view(-1)[: -(-numel // BLOCK)], table)
     return torch.cat([head.encoded(), words.view(torch.uint8)])
 
@@ -205,15 +201,13 @@ def _decode_into(out: Tensor, held: Tensor, payload: Tensor, last: Tensor | None
 
 def _decoded(form: PatternForm, held: Tensor, payload: Tensor, last: Tensor | None) -> Tensor:
     """The new patterns, (n,), of any whole numbers."""
+    if (loops := _loops_for(held)) is not None:
+        new: Tensor = loops.decode(form, held, payload, last)
+        return new
     numel = form.numel(held)
     head, begin = _Head.of(payload, numel)
     check_sizes(len(payload) == begin + 4 * int(head.sizes.words.sum()))
     words = payload[begin:].clone().view(torch.int32)
-    if (loops := _loops_for(held)) is not None:
-        of_tiles = torch.stack(head.sizes, dim=1)
-        new, agrees = loops.read_tiles(form, held, last, words, of_tiles, head.levels, head.base, head.table)
-        check_sizes(agrees)
-        return new
     old, past = in_tiles(form.patterns(held)), past_of(last)
     levels = functional.pad(head.levels, (0, -len(head.levels) % (TILE // BLOCK))).view(len(old), -1)
     context = contexts_of(form.exponents(old).to(torch.int32), levels, head.base, past, numel)

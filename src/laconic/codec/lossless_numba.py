@@ -1,11 +1,13 @@
-"""Lossless differences on a CPU, compiled by numba: each tile is one loop over its values.
+"""Lossless differences on a CPU, compiled by numba: each tile is a few loops over its values.
 
 Payloads have the bytes of the plain chain in codec/lossless.py, and so have values; an error is found where it finds
 one. The chain takes some fifty operations on all values, each of which reads and writes memory; these loops keep a tile
-in the caches of a processor and take a tenth of the time. They hold no lock of Python.
+in the caches of a processor and take a twentieth of the time. They hold no lock of Python.
 
-Runs are written by position: a unary number sets the bit at its end, as all bits are zeros before. What needs no order
-is done for a whole tile in loops of their own, in int32, which the compiler makes vector instructions of.
+What needs no order is done for a whole tile, in vector instructions: codec/contexts_numba.py says how. What needs one
+is left for short loops without branches, as the processor cannot foresee the bits of a payload. To write, four fields
+are put together first, which mostly have at most 64 bits. The values in buckets seldom change, so they are found by
+bits that say which values have a code, 64 in a word, and what costs time is an event, not a value.
 """
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
@@ -13,104 +15,125 @@ is done for a whole tile in loops of their own, in int32, which the compiler mak
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import inspect
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 from torch import Tensor
 
-from laconic.codec import contexts
+from laconic.codec import bits_numba, contexts, contexts_numba
+from laconic.codec.bits_numba import (
+    LANES,
+    SPARE,
+    insert,
+    list_octets,
+    list_ones,
+    num_ones,
+    put,
+    put_all,
+    put_run,
+    right,
+    start,
+    trailing_zeros,
+    where,
+    window,
+)
+from laconic.codec.cells import check_sizes
+from laconic.codec.contexts_numba import (
+    BINS,
+    BLOCK,
+    BLOCKS,
+    CONSTANTS,
+    IDLE,
+    NONE,
+    PREDICT,
+    TILE,
+    choose,
+    find_contexts,
+    find_differences,
+    find_exponents,
+    find_scales,
+    look_up,
+    number,
+    options,
+    prediction,
+    signs,
+    turned,
+)
 from laconic.codec.loops import compiled
 from laconic.codec.patterns import PatternForm
 
-_TILE, _BLOCK, _BLOCKS = contexts.TILE, contexts.BLOCK, contexts.TILE // contexts.BLOCK
-_CLASSES, _RANKS, _IDLE = contexts.CLASSES, contexts.RANKS, contexts.IDLE
-_RICE_CODES, _RAW, _NONE, _BUCKETS = contexts.RICE_CODES, contexts.RAW, contexts.NONE, contexts.BUCKETS
-_CODE, _FLIP, _PREDICT = contexts.CODE, contexts.FLIP, contexts.PREDICT
-_MAX_QUOTIENT, _MAX_EVENTS, _MAX_LEVEL = contexts.MAX_QUOTIENT, contexts.MAX_EVENTS, contexts.MAX_LEVEL
-_LOWEST_BASE, _STEP_BITS, _MAX_STEP = contexts.LOWEST_BASE, contexts.STEP_BITS, contexts.MAX_STEP
-_EXACT_BINS, _BINS = contexts.EXACT_BINS, contexts.BINS
-_SIZES = len(contexts.BUCKET_BITS)
-_BITS = np.array(contexts.BUCKET_BITS, dtype=np.int64)
-_MOST_WORDS = _TILE  # of 64 bits, in a run: no value takes more bits
-_SIZE_OF_CODE = np.full(32, -1, dtype=np.int64)
-_SIZE_OF_CODE[_BUCKETS + _BITS] = np.arange(_SIZES)
-_RANK, _, _PREDICTION = contexts.past_tables(torch.device("cpu")).numpy()
-"""By the last difference, from -128 on."""
+_RICE_CODES, _RAW, _BUCKETS = contexts.RICE_CODES, contexts.RAW, contexts.BUCKETS
+_CODE, _FLIP, _LOWEST_BASE = contexts.CODE, contexts.FLIP, contexts.LOWEST_BASE
+_MAX_QUOTIENT, _MAX_EVENTS = contexts.MAX_QUOTIENT, contexts.MAX_EVENTS
+_SIZES, _BITS = len(contexts.BUCKET_BITS), np.array(contexts.BUCKET_BITS, dtype=np.int64)
+_IS_SIZE = np.isin(np.arange(_CODE + 1) - _BUCKETS, _BITS)
+"""Of each code."""
+_MOST_WORDS = TILE  # of 64 bits, in a run: no value takes more bits
+_MOST_UNARY_BITS = 1 << 16  # of a tile, as its head can say
+_JOINED = 4  # fields that are put together
+_WIDTH, _UNARY = 16, 21  # the lowest bits of a value's parts, see `_code`
+
+_compiled = compiled(CONSTANTS, *(inspect.getsource(each).encode() for each in (bits_numba, contexts_numba)))
 
 
-_compiled = compiled(
-    repr([(name, value) for name, value in sorted(vars(contexts).items()) if isinstance(value, int | tuple)]).encode(),
-    _RANK.tobytes(),
-    _PREDICTION.tobytes(),
-)
-
-
-class Scales(NamedTuple):
-    """The scales of all tiles, and the sample by which codes are chosen."""
-
-    levels: Tensor
-    """(t, blocks), int32."""
-    base: Tensor
-    """(t,), int32."""
-    histogram: Tensor
-    """The differences of the sample by context and bin, (IDLE, BINS), int32."""
-    rest: Tensor | None
-    """The same of what predictions leave; None without last differences."""
-
-
-def scales(form: PatternForm, held: Tensor, new: Tensor, last: Tensor | None, stride: int) -> Scales:
-    """Find the scales of blocks, and count the differences of the first of every `stride` tiles.
+def encode(form: PatternForm, held: Tensor, new: Tensor, last: Tensor | None) -> Tensor:
+    """The payload of differences, (bytes,), uint8, which may be longer than the new values.
 
     Shapes: held and new (n,), last (n,), int8.
     """
-    tiles = -(-form.numel(held) // _TILE)
-    levels, base = np.empty((tiles, _BLOCKS), np.int32), np.empty(tiles, np.int32)
-    counts = np.zeros((1 if last is None else 2, _IDLE, _BINS), np.int32)
-    _scales(_patterns(form, held), _patterns(form, new), _lasts(last), stride, *_form(form), levels, base, counts)
-    histograms = torch.from_numpy(counts)
-    rest = None if last is None else histograms[1]
-    return Scales(torch.from_numpy(levels), torch.from_numpy(base), histograms[0], rest)
+    olds, news, lasts, numel = _patterns(form, held), _patterns(form, new), _lasts(last), form.numel(held)
+    levels, base, sizes, blocks = _tiles(numel)
+    counts = np.zeros((1 if last is None else 2, (IDLE + 1) * BINS), np.int32)
+    find_scales(olds, news, lasts, contexts.sample_stride(len(base)), *_form(form), levels, base, counts)
+    table, (entries, costs, defaults) = np.empty(IDLE, np.uint8), options(form.bits)
+    choose(counts, entries, costs, defaults, table)
+    num_sent = int(np.count_nonzero(table != defaults))
+    head_words = (5 * len(base) + (blocks + 1) // 2 + IDLE // 8 + num_sent + 3) // 4
+    words = np.empty(head_words + len(base) * (TILE * form.bits // 32), np.uint32)
+    num_words = _write(olds, news, lasts, *_form(form), levels, base, table, words[head_words:], sizes)
+    octets = words[: head_words + num_words].view(np.uint8)
+    _write_head(sizes, base, levels[:blocks], table, defaults, octets[: 4 * head_words])
+    return torch.from_numpy(octets)
 
 
-def write_tiles(
-    form: PatternForm, held: Tensor, new: Tensor, last: Tensor | None, found: Scales, table: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Write the runs of all tiles: words, (w,), int32, and for each tile the bits of unary numbers and its words.
+def decode(form: PatternForm, held: Tensor, payload: Tensor, last: Tensor | None) -> Tensor:
+    """The new patterns, (n,), int16.
 
-    Shapes: held and new (n,), last (n,), int8; table (IDLE,), int32 -> (w,), int32, and (t, 2), int64.
+    Shapes: held (n,), last (n,), int8; payload (bytes,), uint8: whole words, with at least the known parts of a head.
+
+    Raises:
+        ValueError: the sizes in the payload do not fit the held values.
     """
-    numel = form.numel(held)
-    words = np.empty(-(-numel // _TILE) * (_TILE * form.bits // 32), np.uint32)
-    sizes = np.empty((len(found.base), 2), np.int64)
-    num_words = _write(
-        _patterns(form, held), _patterns(form, new), _lasts(last), *_form(form), found.levels.numpy(),
-        found.base.numpy(), table.numpy(), words, sizes,
-    )  # fmt: skip
-    return torch.from_numpy(words[:num_words].view(np.int32)), torch.from_numpy(sizes)
-
-
-def read_tiles(
-    form: PatternForm, held: Tensor, last: Tensor | None, words: Tensor, sizes: Tensor, levels: Tensor, base: Tensor,
-    table: Tensor,
-) -> tuple[Tensor, bool]:  # fmt: skip
-    """Read the new patterns, (n,), int16, and whether all sizes agree. See `write_tiles`; levels (b,), base (t,)."""
-    new = torch.empty(form.numel(held), dtype=torch.int16)
-    agrees = _read(
-        _patterns(form, held), _lasts(last), *_form(form), levels.numpy(), base.numpy(), table.numpy(),
-        words.numpy().view(np.uint32), sizes.numpy(), new.numpy(),
-    )  # fmt: skip
-    return new, bool(agrees)
+    num_words, new = len(payload) // 4, torch.empty(form.numel(held), dtype=torch.int16)
+    words = np.zeros(num_words + SPARE, np.uint32)
+    octets = words[:num_words].view(np.uint8)
+    octets[:] = payload.numpy()
+    levels, base, sizes, blocks = _tiles(len(new))
+    table, (_, _, defaults) = np.empty(IDLE, np.uint8), options(form.bits)
+    head_words = _read_head(octets, defaults, sizes, base, levels[:blocks], table)
+    check_sizes(head_words is not None and num_words == head_words + sizes[:, 1].sum())
+    olds, runs = _patterns(form, held), words[head_words:]
+    check_sizes(_read(olds, _lasts(last), *_form(form), levels, base, table, runs, sizes, new.numpy()))
+    return new
 
 
 def moved_ulps(form: PatternForm, held: Tensor, new: Tensor) -> Tensor:
     """See `lossless.last_difference`."""
     last = torch.empty(form.numel(held), dtype=torch.int8)
-    _last_difference(_patterns(form, held), _patterns(form, new), *_form(form), last.numpy())
+    contexts_numba.last_difference(_patterns(form, held), _patterns(form, new), *_form(form), last.numpy())
     return last
+
+
+def _tiles(numel: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """Room for the levels of all tiles' blocks, zeros, their bases and their sizes; and the number of blocks."""
+    tiles = -(-numel // TILE)
+    return (
+        np.zeros(tiles * BLOCKS, np.int32),
+        np.empty(tiles, np.int32),
+        np.empty((tiles, 2), np.int64),
+        -(-numel // BLOCK),
+    )
 
 
 def _patterns(form: PatternForm, values: Tensor) -> np.ndarray:
@@ -121,385 +144,429 @@ def _lasts(last: Tensor | None) -> np.ndarray:
     return np.empty(0, np.int8) if last is None else last.numpy()
 
 
-def _form(form: PatternForm) -> tuple[int, int]:
-    return form.bits, -1 if form.mantissa_bits is None else form.mantissa_bits
-
-
-# -- what both sides know ----------------------------------------------------------------------------------------------
-
-
-@intrinsic
-def _trailing_zeros(_, number):
-    """The zeros below the lowest one of a uint64; 64 if there is none."""
-
-    def generate(context, builder, signature, args):
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
-
-    return types.uint64(types.uint64), generate
+def _form(form: PatternForm) -> tuple[int, np.int32]:
+    return form.bits, np.int32(-1 if form.mantissa_bits is None else form.mantissa_bits)
 
 
 @_compiled
-def _numbers(patterns, bits, mantissa, numbers):
-    """The number of each pattern, which is its own reverse, so the pattern of each number."""
-    shift, half = np.int32(bits - 1), np.int32((1 << (bits - 1)) - 1 if mantissa >= 0 else 0)
-    for i in range(len(patterns)):
-        pattern = np.int32(patterns[i])
-        numbers[i] = pattern ^ ((pattern >> shift) & half)
-
-
-@_compiled
-def _exponents(patterns, bits, mantissa, exponents):
-    """The exponents of a tile's patterns; that of zeros fills it up."""
-    if mantissa < 0:
-        exponents[:] = 1
-        return
-    shift, mask = np.int32(mantissa), np.int32((1 << (bits - 1 - mantissa)) - 1)
-    for i in range(len(patterns)):
-        exponents[i] = max((np.int32(patterns[i]) >> shift) & mask, np.int32(1))
-    exponents[len(patterns) :] = 1
-
-
-@_compiled
-def _contexts(exponents, levels, base, last, context):
-    """The context of each value of a tile whose blocks have these levels."""
-    most = np.int32(_CLASSES - 1)
-    for block in range(_BLOCKS):
-        of_block = context[block * _BLOCK : (block + 1) * _BLOCK]
-        if block >= len(levels) or levels[block] == 0:
-            of_block[:] = _IDLE
-            continue
-        own, scale = exponents[block * _BLOCK : (block + 1) * _BLOCK], np.int32(levels[block] + base)
-        for i in range(_BLOCK):
-            of_block[i] = min(max(scale - own[i], np.int32(0)), most) * np.int32(_RANKS)
-    for i in range(len(last)):
-        context[i] = min(context[i] + _RANK[last[i] + 128], np.int32(_IDLE))
-
-
-@_compiled
-def _bit_length(number):
-    length = 0
-    while number:
-        number >>= 1
-        length += 1
-    return length
-
-
-@_compiled
-def _bin(value):
-    size = abs(value)
-    if size <= _EXACT_BINS:
-        return value + _EXACT_BINS
-    return 2 * (_bit_length(size) - _bit_length(_EXACT_BINS)) + (value < 0) + 2 * _EXACT_BINS + 1
-
-
-@_compiled
-def _differences(held, new, last, bits, mantissa, old, moved):
-    """The differences of a tile in the direction of the last ones; zeros fill it up."""
-    _numbers(held, bits, mantissa, old)
-    _numbers(new, bits, mantissa, moved)
-    for i in range(len(held)):
-        moved[i] -= old[i]
-    for i in range(len(last)):
-        moved[i] = -moved[i] if last[i] < 0 else moved[i]
-    moved[len(held) :] = 0
-
-
-@_compiled
-def _last_difference(held, new, bits, mantissa, last):
-    shift, half = np.int32(bits - 1), np.int32((1 << (bits - 1)) - 1 if mantissa >= 0 else 0)
-    for i in range(len(held)):
-        old, fresh = np.int32(held[i]), np.int32(new[i])
-        moved = (fresh ^ ((fresh >> shift) & half)) - (old ^ ((old >> shift) & half))
-        last[i] = min(max(moved, np.int32(-127)), np.int32(127))
+def _num_buckets(num_values, m):
+    return (num_values + ((1 << m) - 1)) >> m
 
 
 # -- encode ------------------------------------------------------------------------------------------------------------
 
 
 @_compiled
-def _scales_of_tile(exponents, moved, levels):
-    """Find the levels of a tile's blocks; its base."""
-    scales, highest = np.empty(_BLOCKS, np.int32), _LOWEST_BASE
-    for block in range(_BLOCKS):
-        own, of_own = moved[block * _BLOCK : (block + 1) * _BLOCK], exponents[block * _BLOCK : (block + 1) * _BLOCK]
-        top, changed, total = np.int32(0), np.int32(0), np.int32(0)
-        for i in range(_BLOCK):
-            top = max(top, of_own[i])
-            changed |= own[i]
-        levels[block] = changed != 0
-        if changed:
-            for i in range(_BLOCK):
-                step = (abs(own[i]) << np.int32(_STEP_BITS)) >> min(top - of_own[i], np.int32(30))
-                total += min(step, np.int32(_MAX_STEP))
-            scales[block] = top - _STEP_BITS + _bit_length(total)
-            highest = max(highest, scales[block])
-    base = min(max(highest - _MAX_LEVEL, _LOWEST_BASE), _LOWEST_BASE + 255)
-    for block in range(_BLOCKS):
-        if levels[block]:
-            levels[block] = min(max(scales[block] - base, 1), _MAX_LEVEL)
-    return base
+def _take_off(entries, last, moved):
+    """Take predictions off the differences of a tile whose entries say so."""
+    for i in range(len(last)):
+        predicts = np.int32(entries[i] // PREDICT)
+        moved[i] = np.int32(moved[i] - np.int32(predicts * prediction(last[i])))
 
 
 @_compiled
-def _scales(held, new, last, stride, bits, mantissa, levels, base, counts):
-    exponents, old, moved = np.empty(_TILE, np.int32), np.empty(_TILE, np.int32), np.empty(_TILE, np.int32)
-    context = np.empty(_TILE, np.int32)
-    for tile in range(len(base)):
-        begin, end = tile * _TILE, min((tile + 1) * _TILE, len(held))
-        past = last[begin:end]
-        _differences(held[begin:end], new[begin:end], past, bits, mantissa, old, moved)
-        _exponents(held[begin:end], bits, mantissa, exponents)
-        base[tile] = _scales_of_tile(exponents, moved, levels[tile])
-        if tile % stride == 0:
-            _contexts(exponents, levels[tile], base[tile], past, context)
-            for i in range(end - begin):
-                if context[i] < _IDLE:
-                    counts[0, context[i], _bin(moved[i])] += 1
-                    if len(past):
-                        counts[1, context[i], _bin(moved[i] - _PREDICTION[past[i] + 128])] += 1
+def _code(moved, entries, new, bits, coded):
+    """Find of each value its field, 16 bits, the width of it, 5 bits, and that of its unary number: all in one int32.
+
+    Returns the sums of the widths of unary numbers and of fields, and whether there are buckets.
+    """
+    mask, whole = np.int32((1 << bits) - 1), np.int32(bits)
+    unary_bits, field_bits, codes = np.int32(0), np.int32(0), np.int32(0)
+    for i in range(len(new)):
+        entry, value, pattern = np.int32(entries[i]), moved[i], np.int32(new[i] & mask)
+        code = np.int32(entry & _CODE)
+        is_rice = code < _RICE_CODES
+        low = code if is_rice else np.int32(0)
+        value = value if entry & _FLIP else np.int32(-value)
+        zigzag = np.int32(np.int32(value << 1) ^ np.int32(value >> 31))
+        # in a bucket, the smaller zigzag number of a value with as many events as mean that its pattern follows
+        limit = np.int32(np.int32(_MAX_QUOTIENT) << low) if is_rice else np.int32(2 * _MAX_EVENTS - 1)
+        escapes = (zigzag >= limit) | (code == _RAW)
+        unary = np.int32(min(right(zigzag, low), np.int32(_MAX_QUOTIENT)) + 1) if is_rice else np.int32(0)
+        width = whole if escapes else low
+        field = pattern if escapes else np.int32(zigzag & np.int32(np.int32(1 << low) - 1))
+        unary_bits = np.int32(unary_bits + unary)
+        field_bits = np.int32(field_bits + width)
+        codes |= code
+        coded[i] = field | np.int32(width << _WIDTH) | np.int32(unary << _UNARY)
+    coded[len(new) :] = 0
+    return unary_bits, field_bits, codes & _BUCKETS != 0
 
 
 @_compiled
-def _put(words, at, field, width):
-    """Write a field of at most 16 bits into words of 64, which are zeros there."""
-    word, shift = at >> 6, np.uint64(at & 63)
-    words[word] |= field << shift
-    if at & 63 > 64 - width:
-        words[word + 1] |= field >> (np.uint64(64) - shift)
+def _join_unaries(coded, joined, widths):
+    """Put the unary numbers of four neighbours together; the width of the widest."""
+    begin, one, below_64, most = np.uint64(_UNARY), np.uint64(1), np.uint64(63), np.uint64(0)
+    for i in range(TILE // _JOINED):
+        first, second = np.uint64(coded[4 * i]) >> begin, np.uint64(coded[4 * i + 1]) >> begin
+        third, fourth = np.uint64(coded[4 * i + 2]) >> begin, np.uint64(coded[4 * i + 3]) >> begin
+        two = ((one << first) >> one) | (((one << second) >> one) << first)
+        three = two | (((one << third) >> one) << (first + second))
+        before = first + second + third
+        joined[i] = three | (((one << fourth) >> one) << (before & below_64))
+        widths[i] = before + fourth
+        most = max(most, before + fourth)
+    return most
 
 
 @_compiled
-def _append(words, at, others, num_bits):
-    """Write a run of bits after another one, and make zeros of it; the place after it."""
-    shift = np.uint64(at & 63)
-    for index in range((num_bits + 63) >> 6):
-        word = (at >> 6) + index
-        words[word] |= others[index] << shift
-        if shift:
-            words[word + 1] |= others[index] >> (np.uint64(64) - shift)
-        others[index] = 0
-    return at + num_bits
+def _join_fields(coded, joined, widths):
+    """Put the fields of four neighbours together, which have at most 64 bits."""
+    begin, field, width = np.uint64(_WIDTH), np.uint64(0xFFFF), np.uint64(31)
+    for i in range(TILE // _JOINED):
+        first, second = np.uint64(coded[4 * i]), np.uint64(coded[4 * i + 1])
+        third, fourth = np.uint64(coded[4 * i + 2]), np.uint64(coded[4 * i + 3])
+        one = (first >> begin) & width
+        two = one + ((second >> begin) & width)
+        three = two + ((third >> begin) & width)
+        low, high = (first & field) | ((second & field) << one), ((third & field) << two) | ((fourth & field) << three)
+        joined[i] = low | high
+        widths[i] = three + ((fourth >> begin) & width)
+
+
+@_compiled
+def _put_unaries(run, coded, joined, widths):
+    """Write the unary numbers of Rice codes, with which a run begins; its end."""
+    end = start()
+    if _join_unaries(coded, joined, widths) <= 64:
+        return put_all(run, end, joined, widths)
+    for i in range(TILE):  # one by one, as some four are too wide
+        width = np.uint64(coded[i] >> _UNARY)
+        end = put(run, end, (np.uint64(1) << width) >> np.uint64(1), width)
+    return end
+
+
+@_compiled
+def _collect(entries, moved, changes, num_values, num_events, zeros, events):
+    """Collect the events of the values in buckets, size by size: the zeros of unary numbers, as ones, and the fields.
+
+    The j-th event of a size is a zero behind j others and the ones of all buckets before.
+    """
+    for i in range(TILE):
+        changes[i] = min(max(moved[i], np.int32(-_MAX_EVENTS)), np.int32(_MAX_EVENTS))
+    for size in range(_SIZES):
+        m = _BITS[size]
+        before, num, code = 0, 0, np.uint8(_BUCKETS + m)
+        for first in range(0, TILE, LANES):
+            members = where(entries, first, code)
+            left = members & ~where(changes, first, np.uint8(0))
+            while left:
+                value = np.int64(np.int8(changes[first + np.int64(trailing_zeros(left))]))
+                rest = left & (left - np.uint64(1))
+                rank = before + np.int64(num_ones(members & ((left ^ rest) - np.uint64(1))))
+                field = np.uint64((rank & ((1 << m) - 1)) << 1 | (value < 0))
+                for _ in range(abs(value)):
+                    insert(zeros[size], num + (rank >> m), np.uint64(1), 1)
+                    insert(events[size], num * (m + 1), field, m + 1)
+                    num += 1
+                left = rest
+            before += np.int64(num_ones(members))
+        num_values[size], num_events[size] = before, num
+
+
+@_compiled
+def _put_buckets(run, end, num_values, num_events, zeros, events):
+    """Write what `_collect` has collected, and make zeros of it; the new end."""
+    for size in range(_SIZES):
+        num_bits = num_events[size] + _num_buckets(num_values[size], _BITS[size])
+        end = put_run(run, end, zeros[size], num_bits, ~np.uint64(0))
+    for size in range(_SIZES):
+        end = put_run(run, end, events[size], num_events[size] * (_BITS[size] + 1), np.uint64(0))
+    return end
 
 
 @_compiled
 def _write(held, new, last, bits, mantissa, levels, base, table, words, sizes):
-    exponents, old, moved = np.empty(_TILE, np.int32), np.empty(_TILE, np.int32), np.empty(_TILE, np.int32)
-    context, entries = np.empty(_TILE, np.int32), np.empty(_IDLE + 1, np.int32)
-    entries[:_IDLE], entries[_IDLE] = table, _NONE
-    run, fields = np.zeros(2 * _MOST_WORDS, np.uint64), np.zeros(_MOST_WORDS, np.uint64)
-    unaries, events = np.zeros((_SIZES, _MOST_WORDS // 4), np.uint64), np.zeros((_SIZES, _MOST_WORDS), np.uint64)
-    # of each size of bucket: the values so far, the bits of unary numbers, of which zeros are counted, and of events
-    counts, unary_at, event_at = np.zeros(_SIZES, np.int64), np.zeros(_SIZES, np.int64), np.zeros(_SIZES, np.int64)
-    mask, num_words = (1 << bits) - 1, 0
+    """Write the runs of all tiles, and for each the bits of unary numbers and its words; the number of all words."""
+    exponents, context, entries = np.empty(TILE, np.uint8), np.empty(TILE, np.uint8), np.empty(TILE, np.uint8)
+    moved, coded, changes = np.empty(TILE, np.int32), np.empty(TILE, np.int32), np.empty(TILE, np.uint8)
+    joined, widths = np.empty(TILE // _JOINED, np.uint64), np.empty(TILE // _JOINED, np.uint8)
+    num_values, num_events = np.zeros(_SIZES, np.int64), np.zeros(_SIZES, np.int64)
+    zeros, events = np.zeros((_SIZES, _MOST_WORDS // 4), np.uint64), np.zeros((_SIZES, _MOST_WORDS), np.uint64)
+    run, num_words = np.empty(2 * _MOST_WORDS, np.uint64), 0
     for tile in range(len(base)):
-        begin, end = tile * _TILE, min((tile + 1) * _TILE, len(held))
-        if not levels[tile].any():
-            sizes[tile, 0] = sizes[tile, 1] = 0
+        first, behind = tile * TILE, min((tile + 1) * TILE, len(held))
+        own, past, own_levels = new[first:behind], last[first:behind], levels[tile * BLOCKS : (tile + 1) * BLOCKS]
+        sizes[tile, 0] = sizes[tile, 1] = 0
+        if not own_levels.any():
             continue
-        past, own = last[begin:end], new[begin:end]
-        _differences(held[begin:end], own, past, bits, mantissa, old, moved)
-        _exponents(held[begin:end], bits, mantissa, exponents)
-        _contexts(exponents, levels[tile], base[tile], past, context)
-        run_at, field_at = 0, 0
-        for i in range(end - begin):
-            entry, value = entries[context[i]], np.int64(moved[i])
-            code = entry & _CODE
-            if code < _RICE_CODES:
-                if entry & _PREDICT and len(past):
-                    value -= _PREDICTION[past[i] + 128]
-                turned = value if entry & _FLIP else -value
-                zigzag = (turned << 1) ^ (turned >> 63)
-                quotient = zigzag >> code
-                if quotient < _MAX_QUOTIENT:
-                    field, width = zigzag & ((1 << code) - 1), code
-                else:
-                    quotient, field, width = _MAX_QUOTIENT, np.int64(own[i]) & mask, bits
-                run_at += quotient
-                run[run_at >> 6] |= np.uint64(1) << np.uint64(run_at & 63)
-                run_at += 1
-                _put(fields, field_at, np.uint64(field), width)
-                field_at += width
-            elif code != _NONE:
-                place = _SIZE_OF_CODE[code]
-                rank, m = counts[place], _BITS[place]
-                counts[place] = rank + 1
-                if value != 0:
-                    member = rank & ((1 << m) - 1)
-                    for _ in range(min(abs(value), _MAX_EVENTS)):
-                        _put(events[place], event_at[place], np.uint64(member << 1 | (value < 0)), m + 1)
-                        event_at[place] += m + 1
-                        unary_at[place] += 1
-                    if abs(value) >= _MAX_EVENTS:
-                        _put(fields, field_at, np.uint64(np.int64(own[i]) & mask), bits)
-                        field_at += bits
-                if (rank + 1) & ((1 << m) - 1) == 0:
-                    at = unary_at[place]
-                    unaries[place, at >> 6] |= np.uint64(1) << np.uint64(at & 63)
-                    unary_at[place] = at + 1
-        for place in range(_SIZES):
-            if counts[place] & ((1 << _BITS[place]) - 1):  # the last bucket is not full
-                at = unary_at[place]
-                unaries[place, at >> 6] |= np.uint64(1) << np.uint64(at & 63)
-                unary_at[place] = at + 1
-            run_at = _append(run, run_at, unaries[place], unary_at[place])
-            counts[place] = unary_at[place] = 0
-        unary_bits = run_at
-        for place in range(_SIZES):
-            run_at = _append(run, run_at, events[place], event_at[place])
-            event_at[place] = 0
-        run_at = _append(run, run_at, fields, field_at)
-        own_words, raw_words = (run_at + 31) >> 5, ((end - begin) * bits + 31) >> 5
-        if own_words >= raw_words and unary_bits > 0:
-            run[: (run_at + 63) >> 6] = 0
-            own_words, unary_bits = raw_words, 0
-            for i in range(end - begin):
-                _put(run, i * bits, np.uint64(np.int64(own[i]) & mask), bits)
-        for word in range(own_words):
-            words[num_words + word] = np.uint32(run[word >> 1] >> np.uint64(32 * (word & 1)))
-        run[: (max(run_at, 32 * own_words) + 63) >> 6] = 0
+        find_differences(held[first:behind], own, past, bits, mantissa, moved)
+        find_exponents(held[first:behind], bits, mantissa, exponents)
+        find_contexts(exponents, own_levels, base[tile], past, len(own), context)
+        look_up(context, table, len(past) > 0, entries)
+        _take_off(entries, past, moved)
+        unary_bits, field_bits, has_buckets = _code(moved, entries, own, bits, coded)
+        if has_buckets:
+            _collect(entries, moved, changes, num_values, num_events, zeros, events)
+            for size in range(_SIZES):
+                unary_bits += num_events[size] + _num_buckets(num_values[size], _BITS[size])
+                field_bits += num_events[size] * (_BITS[size] + 1)
+        own_words, raw_words = (unary_bits + field_bits + 31) >> 5, (len(own) * bits + 31) >> 5
+        end = _put_unaries(run, coded, joined, widths)
+        if has_buckets:
+            end = _put_buckets(run, end, num_values, num_events, zeros, events)
+        if own_words >= raw_words:  # the patterns instead
+            own_words, unary_bits, end, entries[:] = raw_words, 0, start(), _RAW
+            _code(moved, entries, own, bits, coded)
+        _join_fields(coded, joined, widths)
+        end = put_all(run, end, joined, widths)
+        run[end.word] = end.part
+        for index in range(own_words):
+            words[num_words + index] = np.uint32(run[index >> 1] >> np.uint64(32 * (index & 1)))
         num_words += own_words
         sizes[tile, 0], sizes[tile, 1] = unary_bits, own_words
     return num_words
+
+
+@_compiled
+def _write_head(sizes, base, levels, table, defaults, head):
+    """Write the head of a payload: [Note: Codes that decode in parallel]."""
+    head[:] = 0
+    at = 0
+    for tile in range(len(sizes)):
+        for size in sizes[tile]:
+            head[at], head[at + 1] = size & 255, size >> 8
+            at += 2
+    for tile in range(len(base)):
+        head[at] = base[tile] - _LOWEST_BASE
+        at += 1
+    for block in range(len(levels)):
+        head[at + (block >> 1)] |= levels[block] << 4 * (block & 1)
+    is_sent = at + ((len(levels) + 1) >> 1)
+    at = is_sent + IDLE // 8
+    for context in range(IDLE):
+        if table[context] != defaults[context]:
+            head[is_sent + (context >> 3)] |= 1 << (context & 7)
+            head[at] = table[context]
+            at += 1
 
 
 # -- decode ------------------------------------------------------------------------------------------------------------
 
 
 @_compiled
-def _bits_from(run, at):
-    """The bits of a run from a place on, at least 33 of them, in a word of 64; zeros beyond its end."""
-    word = at >> 5
-    low = np.uint64(run[word]) if word < len(run) else np.uint64(0)
-    high = np.uint64(run[word + 1]) if word + 1 < len(run) else np.uint64(0)
-    return (low | (high << np.uint64(32))) >> np.uint64(at & 31)
-
-
-@_compiled
-def _next_one(run, at, limit):
-    """The place of the next one of a run, or `limit` if there is none before."""
-    while at < limit:
-        bits = _bits_from(run, at)
-        if bits:
-            return min(at + np.int64(_trailing_zeros(bits)), limit)
-        at += 33
-    return limit
-
-
-@_compiled
-def _read_quotients(run, num, limit, quotients):
-    """Read the unary numbers of Rice codes; the place after them, or -1 if they are too few."""
+def _read_head(payload, defaults, sizes, base, levels, table):
+    """Read the head of a payload; its words, or None if it is cut short."""
     at = 0
-    bits, known = np.uint64(0), 0  # what is ahead, in a register
-    for index in range(num):
-        if known < 24:
-            bits, known = _bits_from(run, at), 33
-        zeros = np.int64(_trailing_zeros(bits))
-        if zeros < known:
-            bits >>= np.uint64(zeros + 1)
-            known -= zeros + 1
-        else:
-            zeros, known = _next_one(run, at, limit) - at, 0
-        quotients[index] = min(zeros, _MAX_QUOTIENT)
-        at += zeros + 1
-        if at > limit:
+    for tile in range(len(sizes)):
+        for part in range(2):
+            sizes[tile, part] = np.int64(payload[at]) | np.int64(payload[at + 1]) << 8
+            at += 2
+    for tile in range(len(base)):
+        base[tile] = np.int32(payload[at]) + _LOWEST_BASE
+        at += 1
+    for block in range(len(levels)):
+        levels[block] = (payload[at + (block >> 1)] >> 4 * (block & 1)) & 15
+    is_sent = at + ((len(levels) + 1) >> 1)
+    at = is_sent + IDLE // 8
+    for context in range(IDLE):
+        table[context] = defaults[context]
+        if (payload[is_sent + (context >> 3)] >> (context & 7)) & 1:
+            if at == len(payload):
+                return None
+            table[context] = _known(payload[at])
+            at += 1
+    return (at + 3) >> 2
+
+
+@_compiled
+def _known(entry):
+    """An entry of a table, without what means nothing: buckets have no other bits, and no unknown sizes."""
+    code = entry & _CODE
+    if code >= _BUCKETS:
+        return np.uint8(code if _IS_SIZE[code] else NONE)
+    return np.uint8(entry & (_CODE | _FLIP | PREDICT))
+
+
+@_compiled
+def _find_ends(words, num_bits, num, ends):
+    """Find where the unary numbers end that a run begins with; whether they are so many, and take all of these bits.
+
+    The end of each comes one place later, behind that of a number before all.
+    """
+    listed, num_words = np.uint64(1), (num_bits + 63) >> 6
+    ends[0] = -1
+    for index in range(num_words):
+        ones = np.uint64(words[2 * index]) | (np.uint64(words[2 * index + 1]) << np.uint64(32))
+        if index == num_words - 1:
+            ones &= ~np.uint64(0) >> np.uint64(-num_bits & 63)
+        if np.int64(listed + num_ones(ones)) > num + 1:
+            return False
+        listed = list_ones(ones, 64 * index, ends, listed)
+    return np.int64(listed) == num + 1 and ends[num] == num_bits - 1
+
+
+@_compiled
+def _list_members(entries, members, num_values):
+    """List the values of each size of buckets; the buckets of all."""
+    num_buckets = 0
+    for size in range(_SIZES):
+        num_values[size] = list_octets(entries, np.uint8(_BUCKETS + _BITS[size]), np.uint64(0), members[size])
+        num_buckets += _num_buckets(num_values[size], _BITS[size])
+    return num_buckets
+
+
+@_compiled
+def _add_events(words, first, behind, at, m, members, zeros, moved):
+    """Add the events of the buckets of one size to their values; whether all are values of this size.
+
+    Their unary numbers lie from `first` to `behind`, and their fields from `at` on.
+    """
+    num = np.uint64(0)
+    for begin in range(first, behind, 32):
+        mask = (np.uint64(1) << np.uint64(min(behind - begin, 32))) - np.uint64(1)
+        num = list_ones(~window(words, np.uint64(begin)) & mask, begin - first, zeros, num)
+    for index in range(np.int64(num)):
+        field = np.int64(window(words, np.uint64(at + index * (m + 1)))) & ((1 << (m + 1)) - 1)
+        rank = ((zeros[index] - index) << m) + (field >> 1)
+        if rank >= len(members):
+            return False
+        moved[members[rank]] += 1 - 2 * (field & 1)
+    return True
+
+
+@_compiled
+def _read_buckets(words, num_bits, num_rice, ends, at, members, num_values, zeros, moved):
+    """Add the events of all sizes, whose fields begin at `at`; the place behind these, or -1 if they do not fit."""
+    before = num_rice
+    for size in range(_SIZES):
+        m, num_buckets = _BITS[size], _num_buckets(num_values[size], _BITS[size])
+        first, behind = np.int64(ends[before]) + 1, np.int64(ends[before + num_buckets]) + 1
+        field_bits = (behind - first - num_buckets) * (m + 1)
+        own = members[size, : num_values[size]]
+        if at + field_bits > num_bits or not _add_events(words, first, behind, at, m, own, zeros, moved):
             return -1
+        at, before = at + field_bits, before + num_buckets
     return at
 
 
 @_compiled
-def _read_events(run, at, event_at, limit, m, members, moved, codes):
-    """Add the events of the buckets of one size to their values; the places after both, or -1 if they do not fit."""
-    for cell in range((len(members) + (1 << m) - 1) >> m):
-        one = _next_one(run, at, limit)
-        if one >= limit or event_at + (one - at) * (m + 1) > 32 * len(run):
-            return -1, -1
-        for _ in range(one - at):
-            field = np.int64(_bits_from(run, event_at)) & ((1 << (m + 1)) - 1)
-            event_at += m + 1
-            rank = (cell << m) + (field >> 1)
-            if rank >= len(members):
-                return -1, -1
-            moved[members[rank]] += 1 - 2 * (field & 1)
-            if abs(moved[members[rank]]) == _MAX_EVENTS:
-                codes[members[rank]] = _RAW
-        at = one + 1
-    return at, event_at
+def _find_quotients(entries, ends, num_rice, octets, places, quotients):
+    """The quotients of Rice codes; others have any number. `octets` and `places` have room for a number of each value.
+
+    If few values have such codes, they are listed. If many have, each value takes the quotient that is next.
+    """
+    if num_rice == TILE:
+        for i in range(TILE):
+            quotients[i] = ends[i + 1] - ends[i] - 1
+        return
+    for i in range(TILE):
+        octets[i] = entries[i] & _CODE < _RICE_CODES
+    if num_rice < TILE // 4:
+        quotients[:] = 0
+        list_octets(octets, np.uint8(1), np.uint64(0), places)
+        for index in range(num_rice):
+            quotients[places[index]] = ends[index + 1] - ends[index] - 1
+        return
+    for index in range(num_rice):
+        places[index] = ends[index + 1] - ends[index] - 1
+    following = np.uint64(0)
+    for i in range(TILE):
+        quotients[i] = places[following]
+        following += np.uint64(octets[i])
+
+
+@_compiled
+def _find_widths(entries, moved, bits, quotients, widths):
+    """Find the width of each value's field; their sum. Values whose pattern follows get the largest quotient."""
+    total, whole = np.int32(0), np.int32(bits)
+    for i in range(TILE):
+        code = np.int32(entries[i] & _CODE)
+        is_rice = code < _RICE_CODES
+        is_wild = np.int32(abs(moved[i])) >= _MAX_EVENTS
+        escapes = quotients[i] >= _MAX_QUOTIENT if is_rice else (code == _RAW) | is_wild
+        width = whole if escapes else (code if is_rice else np.int32(0))
+        quotients[i] = np.int32(_MAX_QUOTIENT) if escapes else (quotients[i] if is_rice else np.int32(0))
+        widths[i] = width
+        total = np.int32(total + width)
+    return total
+
+
+@_compiled
+def _read_fields(words, at, num_bits, widths, places, fields):
+    """Read the field of each value that has one, and what follows it: two at once, or one by one if they are few."""
+    if num_bits < TILE // 2:
+        for index in range(list_octets(widths, np.uint8(0), ~np.uint64(0), places)):
+            i = np.uint64(places[index])
+            fields[i] = np.int32(window(words, at))
+            at += np.uint64(widths[i])
+        return
+    for i in range(0, TILE, 2):
+        both, width = window(words, at), np.uint64(widths[i])
+        fields[i], fields[i + 1] = np.int32(both), np.int32(both >> width)
+        at += width + np.uint64(widths[i + 1])
+
+
+@_compiled
+def _turn(entries, quotients, fields, last, moved):
+    """Find the differences of values with Rice codes, and count those of all in the direction of numbers."""
+    for i in range(TILE):
+        entry = np.int32(entries[i])
+        low = np.int32(entry & 15)
+        zigzag = np.int32(np.int32(quotients[i] << low) | np.int32(fields[i] & np.int32(np.int32(1 << low) - 1)))
+        value = np.int32(np.int32(zigzag >> 1) ^ np.int32(-np.int32(zigzag & 1)))
+        value = value if entry & _FLIP else np.int32(-value)
+        moved[i] = value if np.int32(entry & _CODE) < _RICE_CODES else moved[i]
+    for i in range(len(last)):
+        entry = np.int32(entries[i])
+        predicts = np.int32(entry // PREDICT) if np.int32(entry & _CODE) < _RICE_CODES else np.int32(0)
+        moved[i] = turned(np.int32(moved[i] + np.int32(predicts * prediction(last[i]))), last[i])
+
+
+@_compiled
+def _move(held, moved, quotients, fields, bits, mantissa, new):
+    """The new patterns of a tile."""
+    (sign, half), mask = signs(bits, mantissa), np.int32((1 << bits) - 1)
+    for i in range(len(held)):
+        pattern = number(np.int32(number(np.int32(held[i]), sign, half) + moved[i]), sign, half)
+        field, escapes = np.int32(fields[i] & mask), quotients[i] >= _MAX_QUOTIENT
+        new[i] = field if escapes else pattern
 
 
 @_compiled
 def _read(held, last, bits, mantissa, levels, base, table, words, sizes, new):
-    exponents, numbers, context = np.empty(_TILE, np.int32), np.empty(_TILE, np.int32), np.empty(_TILE, np.int32)
-    entries, codes, moved = np.empty(_IDLE + 1, np.int32), np.empty(_TILE, np.int32), np.empty(_TILE, np.int32)
-    entries[:_IDLE], entries[_IDLE] = table, _NONE
-    quotients, members = np.empty(_TILE, np.int32), np.empty((_SIZES, _TILE), np.int32)
-    counts, escaped = np.empty(_SIZES, np.int64), np.empty((2, _TILE), np.int32)
-    mask, first_word = (1 << bits) - 1, 0
+    """Read the new patterns of all tiles; whether all sizes agree. SPARE words lie behind those of all tiles."""
+    exponents, context, entries = np.empty(TILE, np.uint8), np.empty(TILE, np.uint8), np.empty(TILE, np.uint8)
+    quotients, widths, fields = np.empty(TILE, np.int32), np.empty(TILE, np.uint8), np.empty(TILE, np.int32)
+    moved, places = np.empty(TILE, np.int32), np.empty(TILE + SPARE, np.int32)
+    ends, zeros = np.empty(1 + TILE + SPARE, np.int32), np.empty(_MOST_UNARY_BITS + SPARE, np.int32)
+    members, num_values = np.empty((_SIZES, TILE + SPARE), np.int32), np.zeros(_SIZES, np.int64)
+    first_word = 0
     for tile in range(len(base)):
-        begin, end = tile * _TILE, min((tile + 1) * _TILE, len(held))
+        first, behind = tile * TILE, min((tile + 1) * TILE, len(held))
+        own, past, own_levels = held[first:behind], last[first:behind], levels[tile * BLOCKS : (tile + 1) * BLOCKS]
         unary_bits, num_words = sizes[tile, 0], sizes[tile, 1]
-        run, out, past = words[first_word : first_word + num_words], new[begin:end], last[begin:end]
+        run = words[first_word : first_word + num_words + SPARE]
         first_word += num_words
-        own_levels = levels[tile * _BLOCKS : (tile + 1) * _BLOCKS]
-        if len(run) < num_words or unary_bits > 32 * num_words:
+        if unary_bits > 32 * num_words:
             return False
-        if unary_bits == 0:  # nothing, or patterns
-            if num_words != (((end - begin) * bits + 31) >> 5 if num_words else 0):
+        if num_words == 0:
+            if own_levels.any():
                 return False
-            if num_words == 0 and own_levels.any():
-                return False
-            for i in range(end - begin):
-                out[i] = np.int64(_bits_from(run, i * bits)) & mask if num_words else held[begin + i]
+            new[first:behind] = own
             continue
-        _numbers(held[begin:end], bits, mantissa, numbers)
-        _exponents(held[begin:end], bits, mantissa, exponents)
-        _contexts(exponents, own_levels, base[tile], past, context)
-        for i in range(_TILE):
-            codes[i], moved[i] = entries[context[i]], 0
-        num_rice, num_escaped = 0, 0
-        counts[:] = 0
-        for i in range(end - begin):
-            code = codes[i] & _CODE
-            num_rice += code < _RICE_CODES
-            place = _SIZE_OF_CODE[code]
-            if place >= 0:
-                members[place, counts[place]] = i
-                counts[place] += 1
-        at, event_at = _read_quotients(run, num_rice, unary_bits, quotients), unary_bits
-        for place in range(_SIZES):
-            if counts[place] and at >= 0:
-                own = members[place, : counts[place]]
-                at, event_at = _read_events(run, at, event_at, unary_bits, _BITS[place], own, moved, codes)
-        if at != unary_bits:
+        if unary_bits == 0:  # patterns
+            entries[: len(own)], entries[len(own) :] = _RAW, NONE
+        else:
+            find_exponents(own, bits, mantissa, exponents)
+            find_contexts(exponents, own_levels, base[tile], past, len(own), context)
+            look_up(context, table, len(past) > 0, entries)
+        num_rice, codes = 0, np.uint8(0)
+        for i in range(TILE):
+            num_rice += entries[i] & _CODE < _RICE_CODES
+            codes |= entries[i]
+        has_buckets, at = codes & _BUCKETS != 0, unary_bits
+        num_buckets = _list_members(entries, members, num_values) if has_buckets else 0
+        if not _find_ends(run, unary_bits, num_rice + num_buckets, ends):
             return False
-        at, num_rice = event_at, 0
-        for i in range(end - begin):
-            entry = codes[i]
-            code = entry & _CODE
-            if code < _RICE_CODES:
-                quotient = np.int64(quotients[num_rice])
-                num_rice += 1
-                if quotient < _MAX_QUOTIENT:
-                    zigzag = (quotient << code) | (np.int64(_bits_from(run, at)) & ((1 << code) - 1))
-                    at += code
-                    value = (zigzag >> 1) ^ -(zigzag & 1)
-                    if not entry & _FLIP:
-                        value = -value
-                    if entry & _PREDICT and len(past):
-                        value += _PREDICTION[past[i] + 128]
-                    moved[i] = value
-                    continue
-            elif code != _RAW:
-                continue
-            escaped[0, num_escaped], escaped[1, num_escaped] = i, np.int64(_bits_from(run, at)) & mask
-            num_escaped += 1
-            at += bits
-        if (at + 31) >> 5 != num_words:
+        moved[:] = 0
+        if has_buckets:
+            at = _read_buckets(run, 32 * num_words, num_rice, ends, at, members, num_values, zeros, moved)
+        _find_quotients(entries, ends, num_rice, widths, places, quotients)
+        field_bits = _find_widths(entries, moved, bits, quotients, widths)
+        if at < 0 or (at + field_bits + 31) >> 5 != num_words:
             return False
-        for i in range(len(past)):
-            moved[i] = -moved[i] if past[i] < 0 else moved[i]
-        for i in range(end - begin):
-            numbers[i] += moved[i]
-        _numbers(numbers[: end - begin], bits, mantissa, out)
-        for index in range(num_escaped):
-            out[escaped[0, index]] = escaped[1, index]
+        _read_fields(run, np.uint64(at), field_bits, widths, places, fields)
+        _turn(entries, quotients, fields, past, moved)
+        _move(own, moved, quotients, fields, bits, mantissa, new[first:behind])
     return True
