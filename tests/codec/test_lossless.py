@@ -255,7 +255,7 @@ def test_without_numba_a_warning_names_it(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(lossless, "kernels_for", lambda tensor, name: None)
     lossless._say_that_loops_are_missing.cache_clear()
     _, held, new = trained("bfloat16", 600, 1e-3)
-    with pytest.warns(UserWarning, match=r"in plain torch, which takes a CPU five times as long; pip install numba"):
+    with pytest.warns(UserWarning, match=r"in plain torch, which takes a CPU twenty times as long; pip install numba"):
         payload = encode(held, new)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # once is enough

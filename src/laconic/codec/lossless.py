@@ -165,7 +165,7 @@ def _loops_for(held: Tensor) -> ModuleType | None:
 @cache
 def _say_that_loops_are_missing() -> None:
     warnings.warn(
-        "numba is not installed, so weights are coded without loss in plain torch, which takes a CPU five times as "
+        "numba is not installed, so weights are coded without loss in plain torch, which takes a CPU twenty times as "
         "long; pip install numba",
         stacklevel=2,
     )

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from laconic.codec.lossless import UnreadMessage
 from laconic.rehearse.machine import Machine, Run
 
-PASSES_OF_LOOPS = 20
+PASSES_OF_LOOPS = 6
 """The loops of numba for lossless differences take a CPU as long as it takes to read both values so often."""
 _PASSES_OF_GRADIENTS = 6
 """The same of lossless gradients."""
