@@ -1,11 +1,14 @@
-"""Lossless differences on a GPU: the kernels' bytes are those of a CPU. It needs pytest alone, as `make gpu` does."""
+"""Lossless coders on a GPU: the kernels' bytes are those of a CPU. It needs pytest alone, as `make gpu` does."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from laconic.codec import lossless
+from laconic.codec import lossless, lossless_gradients
 from laconic.codec.contexts import TILE
 from laconic.codec.lossless import decode, decode_in_pieces, encode, encode_in_pieces, last_difference
 from tests.support.patterns import DTYPES, WILD, bits_of, form_of, random_patterns, trained
@@ -14,6 +17,17 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+@contextmanager
+def without_waits() -> Iterator[None]:
+    """A wait of the host for the device is an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -83,3 +97,64 @@ def test_a_gpu_refuses_damaged_payloads_or_gives_other_values() -> None:
             refused += 1
     assert refused > 100
     assert torch.equal(bits_of(decode(on_gpu, payload, last).cpu()), bits_of(new))
+
+
+def gradients(dtype: torch.dtype, numel: int) -> Iterator[torch.Tensor]:
+    """Yield gradients as they are, of many scales, with blocks of zeros, zeros alone, and any patterns."""
+    draw = torch.Generator().manual_seed(numel)
+    normal = torch.randn(numel, generator=draw) * 1e-3
+    yield normal.to(dtype)
+    yield (normal * torch.exp(4 * torch.randn(numel, generator=draw))).to(dtype)
+    yield torch.where(torch.arange(numel) // 300 % 3 == 1, normal, 0.0).to(dtype)
+    yield torch.zeros(numel, dtype=dtype)
+    yield torch.randint(256, (numel * dtype.itemsize,), generator=draw, dtype=torch.uint8).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", lossless_gradients.CODED_DTYPES, ids=str)
+def test_a_gpu_codes_gradients_to_the_bytes_of_a_cpu_and_its_host_waits_for_nothing(dtype: torch.dtype) -> None:
+    for numel in (1, 255, 256, 257, 5003, 1 << 20):
+        for values in gradients(dtype, numel):
+            message = lossless_gradients.encode(values).read()
+            on_gpu, apart = values.cuda(), torch.zeros(len(message) + 3, dtype=torch.uint8).cuda()
+            apart[3:] = message.cuda()
+            out = torch.full_like(on_gpu, 7.0)
+            lossless_gradients.decode(apart[3:], out)  # kernels are loaded when they are called first
+            lossless_gradients.encode(on_gpu)
+            out.fill_(7.0)
+            with without_waits():
+                own = lossless_gradients.encode(on_gpu)
+                lossless_gradients.decode(apart[3:], out)  # at an odd address
+            assert torch.equal(own.read().cpu(), message)
+            assert own.buffer.nbytes == values.nbytes
+            assert torch.equal(bits_of(out.cpu()), bits_of(values))
+
+
+@pytest.mark.parametrize("dtype", lossless_gradients.CODED_DTYPES, ids=str)
+def test_a_gpu_codes_many_gradients_as_often_as_one_likes(dtype: torch.dtype) -> None:
+    """Some thousand programs at once, of a part that begins at an odd place, each time alike."""
+    numel = (1 << 24) + 77
+    values = next(gradients(dtype, numel))
+    values[1 << 20 : 1 << 22] = 0.0
+    message = lossless_gradients.encode(values).read()
+    whole = torch.zeros(numel + 1, dtype=dtype, device="cuda")
+    whole[1:] = values.cuda()
+    for _ in range(10):
+        own, out = lossless_gradients.encode(whole[1:]).read(), torch.empty(numel, dtype=dtype, device="cuda")
+        assert torch.equal(own.cpu(), message)
+        lossless_gradients.decode(own, out)
+        assert torch.equal(bits_of(out), bits_of(whole[1:]))
+
+
+def test_a_gpu_reads_nothing_beside_a_damaged_message_of_gradients() -> None:
+    """An access out of bounds would end the process, or show in later calls."""
+    values = next(gradients(torch.bfloat16, 50_000))
+    good, out = lossless_gradients.encode(values.cuda()).read(), torch.empty_like(values, device="cuda")
+    draw = torch.Generator().manual_seed(0)
+    for index in range(300):
+        bad = good.clone()[: len(good) - index % 7 * 1000]
+        places = torch.randint(len(bad), (1 + index % 50,), generator=draw)
+        bad[places.cuda()] = torch.randint(256, places.shape, generator=draw, dtype=torch.uint8).cuda()
+        bad[int(places[0]) % 196] = index % 2 * 255
+        lossless_gradients.decode(bad, out)
+    lossless_gradients.decode(good, out)
+    assert torch.equal(bits_of(out.cpu()), bits_of(values))

@@ -17,6 +17,7 @@ _DATA = {"encode": ("reads values", "writes codes"), "decode": ("reads codes", "
 _OTHERWISE = {"difference": "encode", "sum": "decode"}
 _MEASURES = ("laconic.codec", "laconic.optim.adamw8bit_triton")
 _MOST_LOSSLESS_BYTES = 12.0
+_MOST_GRADIENT_BYTES = 8.0
 _TIMEOUT_S = 1500.0
 
 
@@ -106,6 +107,47 @@ def lossless(bench: Bench) -> Row:
         "and one is over a sample of some tiles." + "".join(f" {name}." for name in run["different"][:3]),
         measures=(*_MEASURES, "laconic.codec.lossless_triton"),
     )
+
+
+@campaign_row("kernels-gradients", section="device")
+def gradients(bench: Bench) -> Row:
+    """Compile the kernels of lossless gradients, and run them beside their twin."""
+    found = told("tests.kernels.compiled", "gradients", *(["sm_90"] if bench.quick else []), timeout_s=_TIMEOUT_S)
+    most_spilled, spills = _worst((facts["spilled"], name) for name, facts in found.items())
+    most_registers, _ = _worst((facts["registers"], name) for name, facts in found.items())
+    moved = {
+        way: sum(
+            max(_of_gradients(facts["moved"]) for name, facts in found.items() if f"bfloat16, {kernel}" in name)
+            for kernel in kernels
+        )
+        for way, kernels in {"encode": ("measure", "write"), "decode": ("count_outside", "read")}.items()
+    }
+    run = told("tests.kernels.gradients", timeout_s=_TIMEOUT_S, TRITON_INTERPRET="1")
+    launched = {way: sum(takes.values()) for way, takes in run["takes"].items()}
+    reads = sum(takes.get("reads of the host", 0) for takes in run["takes"].values())
+    return Row(
+        claim="Triton kernels of lossless gradients: spills; registers; bytes a value of bf16, encode / decode; "
+        "launches; reads of the host; messages and values beside the plain twin",
+        required=f"0; <= 128; <= {_MOST_GRADIENT_BYTES:g}; <= 3 / <= 5; 0; to the bit",
+        measured=f"{most_spilled:g}; {most_registers:g}; {moved['encode']:.1f} / {moved['decode']:.1f}; "
+        f"{launched['encode']} / {launched['decode']}; {reads}; {len(run['different'])} of {run['compared']} differ",
+        is_met=most_spilled == 0
+        and most_registers <= 128
+        and max(moved.values()) <= _MOST_GRADIENT_BYTES
+        and (launched["encode"], launched["decode"], reads) == (3, 5, 0)
+        and not run["different"],
+        note=f"{len(found)} compilations{f'; spills of {spills}' if most_spilled else ''}. Bytes are those that "
+        "threads ask for in the generated code, as if every exponent lay outside of its window, which takes one more. "
+        "Values are read twice to encode, and codes twice to decode. Not counted: counts of programs, which all of its "
+        "threads ask for, of a cache, and a message of the values themselves. The launches include sums of counts by "
+        "torch. Messages, values and buffers lie between pages that no process may touch, damaged messages, too."
+        + "".join(f" {name}." for name in run["different"][:3]),
+        measures=("laconic.codec",),
+    )
+
+
+def _of_gradients(moved: dict[str, float]) -> float:
+    return sum(each for what, each in moved.items() if not what.endswith(("ends", "counts", "length", "_values")))
 
 
 def _uncached(moved: dict[str, float]) -> float:

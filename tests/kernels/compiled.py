@@ -3,6 +3,7 @@
 python -m tests.kernels.compiled                   for all
 python -m tests.kernels.compiled sm_90             for some
 python -m tests.kernels.compiled lossless sm_90    those of lossless differences
+python -m tests.kernels.compiled gradients sm_90   those of lossless gradients
 """
 
 from __future__ import annotations
@@ -24,9 +25,19 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from laconic.codec import CODECS, WEIGHT_CODECS, blocked_triton, contexts, lossless_triton, scaled_triton
+from laconic.codec import (
+    CODECS,
+    WEIGHT_CODECS,
+    blocked_triton,
+    contexts,
+    lossless_gradients,
+    lossless_gradients_triton,
+    lossless_triton,
+    scaled_triton,
+)
 from laconic.codec.blocked import BlockCodec
 from laconic.codec.dynamic_map import DynamicMap
+from laconic.codec.lossless_gradients import BLOCK
 from laconic.codec.patterns import E2M1_PAIRS, pattern_form_of
 from laconic.codec.scaled import SCALED_FORMATS
 from laconic.optim import adamw8bit_triton
@@ -41,11 +52,14 @@ _LOSSLESS_TYPES = {"last": "*i8", "counts": "*i32", "entries": "*i32", "costs": 
                    "table": "*u8", "words": "*i32", "sizes": "*i16", "head": "*u8", "begins": "*i32",
                    "lengths": "*i32", "payload": "*u8", "payload_words": "*i32", "numbers": "*u8", "changes": "*i32",
                    "change_bytes": "*u8", "fault": "*i32", "new": "*u8", "out": "*u8", "out_words": "*i32"}  # fmt: skip
+_GRADIENT_TYPES = {"counts": "*i64", "ends": "*i64", "live_ends": "*i64", "outside_ends": "*i64", "length": "*i64",
+                   "buffer": "*u8", "message": "*u8"}  # fmt: skip
 _INTEGERS = ("numel", "coded_numel", "code_bytes", "offset", "num_rows", "num_columns", "across", "stride",
-             "num_options", "num_tiles", "known", "nbytes", "all_words")  # fmt: skip
+             "num_options", "num_tiles", "known", "nbytes", "all_words", "num_blocks", "whole")  # fmt: skip
 _ALIGNED = ("values", "base", "out", "codes", "steps", "scales", "matrix_scale", "table", "owners", "held", "new",
             "last", "counts", "words", "sizes", "head", "begins", "lengths", "defaults", "numbers", "changes",
-            "change_bytes", "numel", "coded_numel", "code_bytes", "num_rows", "num_columns")  # fmt: skip
+            "change_bytes", "ends", "live_ends", "outside_ends", "length", "buffer", "buffer_values",
+            "numel", "coded_numel", "code_bytes", "num_rows", "num_columns")  # fmt: skip
 _INSTRUCTION = re.compile(r"(?:^|[;{\s])([a-z]\w*(?:[.:]\w+)+)\s+([^;]*);")
 _ACCESS = re.compile(r"(ld|st|red|atom)\.(?:\w+\.)*?global(?:\.\w+)*?(?:\.v(\d))?\.[a-z](\d+)$")
 _KINDS = {"ld": "reads", "st": "writes", "red": "adds to", "atom": "adds to"}
@@ -129,6 +143,26 @@ def lossless_kernels() -> Iterator[tuple[str, Compilation]]:
             f"lossless, {kernel.fn.__name__[1:]}",
             Compilation(kernel=kernel, constants=constants, numel=contexts.TILE, types=_LOSSLESS_TYPES),
         )
+
+
+def gradient_kernels() -> Iterator[tuple[str, Compilation]]:
+    """Yield the name of each kernel of lossless gradients and the kernel."""
+    numel, num_warps = lossless_gradients_triton.PROGRAM_BLOCKS * BLOCK, lossless_gradients_triton.NUM_WARPS
+    for dtype, form in lossless_gradients._FORMS.items():
+        kind = "*i32" if form.tail_bytes else "*i16"
+        types = {**_GRADIENT_TYPES, "values": kind, "out": kind, "buffer_values": kind}
+        of_form, row = lossless_gradients_triton.constants_of_gradients(form), {"ROW_BYTES": form.row_bytes}
+        for kernel, constants in (
+            (lossless_gradients_triton._measure, of_form),
+            (lossless_gradients_triton._write, of_form | row),
+            (lossless_gradients_triton._count_outside, row),
+            (lossless_gradients_triton._read, of_form | row),
+        ):
+            own = Compilation(kernel=kernel, constants=constants, numel=numel, num_warps=num_warps, types=types)
+            yield f"gradients {str(dtype).removeprefix('torch.')}, {kernel.fn.__name__[1:]}", own
+    kernel, numel = lossless_gradients_triton._count_live, numel * lossless_gradients_triton.COUNTED_PROGRAMS
+    own = Compilation(kernel=kernel, constants={}, numel=numel, num_warps=num_warps, types=_GRADIENT_TYPES)
+    yield "gradients, count_live", own
 
 
 def compiled(given: Compilation, capability: int) -> Any:
@@ -221,8 +255,9 @@ def _accesses(ptx: str) -> Counter[tuple[str, int]]:
 
 if __name__ == "__main__":
     asked = sys.argv[1:]
-    found = lossless_kernels() if "lossless" in asked else kernels()
-    chosen = [int(each.removeprefix("sm_")) for each in asked if each != "lossless"] or CAPABILITIES
+    kinds = {"lossless": lossless_kernels, "gradients": gradient_kernels}
+    [found] = [make() for kind, make in kinds.items() if kind in asked] or [kernels()]
+    chosen = [int(each.removeprefix("sm_")) for each in asked if each not in kinds] or CAPABILITIES
     print(json.dumps({
         f"{name}, sm_{capability}": facts(kernel, capability) for name, kernel in found for capability in chosen
     }))  # fmt: skip

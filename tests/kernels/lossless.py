@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -130,7 +131,8 @@ class _Counted:
         return run
 
 
-def _takes(run: Callable[[], object]) -> dict[str, int]:
+def takes(run: Callable[[], object], module: ModuleType, kernels: Sequence[str]) -> dict[str, int]:
+    """What `run` takes of a device: the kernels of a module, "triton", other operations, and the reads of the host."""
     launches = Launches()
     told, to_list = Counter[str](), Tensor.tolist
 
@@ -140,9 +142,9 @@ def _takes(run: Callable[[], object]) -> dict[str, int]:
 
     with ExitStack() as stack:
         on_device(stack)
-        for name in KERNELS:
-            kernel = _Counted(getattr(lossless_triton, name), launches)
-            stack.enter_context(mock.patch.object(lossless_triton, name, kernel))
+        for name in kernels:
+            kernel = _Counted(getattr(module, name), launches)
+            stack.enter_context(mock.patch.object(module, name, kernel))
         run()  # constants are made once
         launches.told.clear()
         stack.enter_context(mock.patch.object(Tensor, "tolist", read))
@@ -158,12 +160,13 @@ def takes_a_piece() -> dict[str, dict[str, int]]:
     before, held, new = trained("bfloat16", TILE, 1e-3)
     last = last_difference(before, held)
     payload, message, copy = encode(held, new, last), encode_in_pieces(held, new).read(), held.clone()
-    return {
-        "encode": _takes(lambda: encode(held, new, last)),
-        "decode": _takes(lambda: decode(held, payload, last)),
-        "encode a message": _takes(lambda: encode_in_pieces(held, new)),
-        "decode a message": _takes(lambda: decode_in_pieces(copy, message, faults=[])),
+    runs: dict[str, Callable[[], object]] = {
+        "encode": lambda: encode(held, new, last),
+        "decode": lambda: decode(held, payload, last),
+        "encode a message": lambda: encode_in_pieces(held, new),
+        "decode a message": lambda: decode_in_pieces(copy, message, faults=[]),
     }
+    return {way: takes(run, lossless_triton, KERNELS) for way, run in runs.items()}
 
 
 if __name__ == "__main__":

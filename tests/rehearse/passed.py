@@ -49,6 +49,7 @@ WATCHES = (
     PROGRAMS,
     _in_interpreter("tests.kernels.interpreted"),
     _in_interpreter("tests.kernels.lossless"),
+    _in_interpreter("tests.kernels.gradients"),
     _in_interpreter("tests.kernels.chosen"),
     watched_tests(
         "tests/rehearse/test_accelerator.py",

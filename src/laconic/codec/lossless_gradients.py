@@ -19,6 +19,10 @@ long as the values *is* the values.
                 and mantissa, of float16 their other three bits, of fp32 the lower half of each value, the codes of
                 exponents, three bits each | the exponents outside of windows, a byte each
 
+On a CPU each side is a few loops over a block, which numba compiles: codec/lossless_gradients_numba.py. On CUDA it is a
+few kernels: [Note: Kernels of lossless gradients] in codec/lossless_gradients_triton.py. The host then reads no length,
+and a damaged message tells nothing.
+
 ZipCCL (arXiv 2604.27844) and NCCLZ (2605.12396) code exponents in what NCCL moves, too.
 """
 
@@ -83,6 +87,8 @@ def encode(values: Tensor) -> UnreadMessage:
     raw = values.contiguous().view(torch.uint8)
     if not len(raw):
         return UnreadMessage.of(raw)
+    if (kernels := kernels_for(values, "codec.lossless_gradients_triton")) is not None:
+        return UnreadMessage(*kernels.encode(form, values.contiguous()))
     message = _coded(values, form)
     return UnreadMessage.of(message if len(message) < len(raw) else raw)
 
@@ -105,7 +111,8 @@ def _coded(values: Tensor, form: GradientForm) -> Tensor:
 def decode(message: Tensor, out: Tensor) -> None:
     """Decode what `encode` returned for as many values into `out`, (n,), of the dtype of the values.
 
-    A message has no checksum. If it is damaged, its sizes mostly tell on a CPU; otherwise other values come out.
+    A message has no checksum. If it is damaged, its sizes mostly tell, but not to the kernels of an accelerator;
+    otherwise other values come out.
 
     Raises:
         ValueError: the sizes in the message do not fit the number of values.
@@ -117,6 +124,9 @@ def decode(message: Tensor, out: Tensor) -> None:
         return
     num_blocks = -(-len(out) // BLOCK)
     _check_sizes(num_blocks <= len(message) < len(raw))
+    if (kernels := kernels_for(out, "codec.lossless_gradients_triton")) is not None:
+        kernels.decode(form, message, out)
+        return
     if (loops := kernels_for(out, "codec.lossless_gradients_numba")) is not None:
         _check_sizes(loops.decode(form, message, out))
         return
