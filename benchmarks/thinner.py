@@ -185,7 +185,9 @@ def lossless_bytes(bench: Bench) -> Row:
     return Row(
         claim="wire bytes in bf16: bits a weight / a gradient; B a parameter and step, `lossless` / `lossless-4bit`",
         required="<= 2.5 bits at 3e-4 / reported",
-        measured=f"{bits:.2f} / {gradient_bits:.2f} bits; {each['lossless']:.3f} / {each['lossless-4bit']:.3f} (N-1)/N B",
+        measured=(
+            f"{bits:.2f} / {gradient_bits:.2f} bits; {each['lossless']:.3f} / {each['lossless-4bit']:.3f} (N-1)/N B"
+        ),
         is_met=bits <= 2.5,
         note=(
             "at the interface, headers, margins and control included, per node and step, the mean of 29 steps in which "

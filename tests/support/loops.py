@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from laconic.codec import lossless_gradients
 from laconic.codec.lossless import decode, encode, last_difference
 from laconic.publish.changes import put, take_over, taken
 from laconic.publish.digests import digest_at, run_digest
@@ -15,6 +16,7 @@ def compile_loops() -> None:
     values = torch.ones(8192).bfloat16()
     last = last_difference(values, values)
     decode(values, encode(values, values, last), last)
+    lossless_gradients.decode(lossless_gradients.encode(values).read(), values)
     take_over(values.view(torch.int16), values.view(torch.int16))
     run_digest(values)
     for places in (torch.arange(9), torch.arange(9) * 4000):
