@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from laconic.codec import lossless_gradients
-from laconic.codec.lossless_gradients import BLOCK, TYPICAL_BITS, decode, encode
+from laconic.codec.lossless_gradients import BLOCK, TYPICAL_BITS, GradientForm, decode, encode
 from tests.reference import lossless_gradients as oracle
+from tests.support.patterns import with_outside
 
 DTYPES = list(TYPICAL_BITS)
 LENGTHS = (0, 1, 2, 255, 256, 257, 1000, 4096, 5003)
@@ -114,8 +115,40 @@ def test_a_damaged_message_is_an_error_or_other_values_and_reads_no_memory_besid
                 continue
             refused += 1
     assert refused > 150
-    with pytest.raises(ValueError, match="does not have the size that follows from its blocks"):
-        decoded(good[:-1], values)
+    for message in (good[:-1], torch.zeros(5, dtype=torch.uint8)):
+        error = pytest.raises(ValueError, match="does not have the size that follows from its blocks")
+        with nullcontext() if loops else plain, error:
+            decoded(message, values)
+
+
+@pytest.mark.parametrize("loops", [True, False], ids=["loops", "plain"])
+def test_a_message_as_long_as_the_values_is_the_values(loops: bool) -> None:
+    with nullcontext() if loops else plain:
+        for num, nbytes in ((158, 511), (159, 512), (160, 512)):
+            values = with_outside(num)
+            message = encode(values).read()
+            assert len(message) == nbytes
+            assert torch.equal(message, values.view(torch.uint8)) == (nbytes == values.nbytes)
+            assert patterns_of(decoded(message, values)) == patterns_of(values)
+
+
+def test_kernels_code_where_there_are_some_and_the_host_reads_no_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kernels:
+        @staticmethod
+        def encode(form: GradientForm, values: Tensor) -> tuple[Tensor, Tensor]:
+            assert values.is_contiguous()
+            return torch.zeros(values.nbytes, dtype=torch.uint8), torch.tensor([form.row_bytes])
+
+        @staticmethod
+        def decode(form: GradientForm, message: Tensor, out: Tensor) -> None:
+            out.fill_(form.row_bytes + len(message))
+
+    monkeypatch.setattr(
+        lossless_gradients, "kernels_for", lambda tensor, name: Kernels if name.endswith("_triton") else None
+    )
+    buffer, length = encode(torch.ones(2000)[::2])
+    assert (len(buffer), length.tolist()) == (4000, [864])
+    assert torch.equal(decoded(buffer[:100], torch.ones(1000)), torch.full((1000,), 964.0))
 
 
 @pytest.mark.parametrize(

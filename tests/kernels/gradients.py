@@ -23,6 +23,7 @@ from laconic.codec import lossless_gradients_triton
 from laconic.codec.lossless_gradients import BLOCK, CODED_DTYPES, decode, encode
 from tests.kernels.interpreted import on_device
 from tests.kernels.lossless import takes
+from tests.support.patterns import with_outside
 
 KERNELS = ("_measure", "_write", "_count_live", "_count_outside", "_read")
 PROGRAM = lossless_gradients_triton.PROGRAM_BLOCKS * BLOCK
@@ -78,20 +79,27 @@ def same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def _both() -> Iterator[tuple[str, bool]]:
+def _samples() -> Iterator[tuple[str, Tensor]]:
     for dtype in CODED_DTYPES:
         for numel in NUMELS:
             for case, values in cases(dtype, numel):
-                message = encode(values).read()
-                own, apart = guarded(values, at_end=True), guarded(message, at_end=True)
-                out = guarded(torch.full_like(values, 7.0), at_end=True)
-                with ExitStack() as stack:
-                    on_guarded_device(stack)
-                    buffer, length = encode(own)
-                    decode(apart, out)
-                yield f"{dtype}, {numel} {case}, encode", torch.equal(buffer[: int(length)], message)
-                yield f"{dtype}, {numel} {case}, buffer", buffer.nbytes == values.nbytes
-                yield f"{dtype}, {numel} {case}, decode", same(out, values)
+                yield f"{dtype}, {numel} {case}", values
+    for num, case in ((158, "one byte shorter than values"), (159, "as long as values")):
+        yield case, with_outside(num)
+
+
+def _both() -> Iterator[tuple[str, bool]]:
+    for case, values in _samples():
+        message = encode(values).read()
+        own, apart = guarded(values, at_end=True), guarded(message, at_end=True)
+        out = guarded(torch.full_like(values, 7.0), at_end=True)
+        with ExitStack() as stack:
+            on_guarded_device(stack)
+            buffer, length = encode(own)
+            decode(apart, out)
+        yield f"{case}, encode", torch.equal(buffer[: int(length)], message)
+        yield f"{case}, buffer", buffer.nbytes == values.nbytes
+        yield f"{case}, decode", same(out, values)
 
 
 def _damaged() -> Iterator[tuple[str, bool]]:

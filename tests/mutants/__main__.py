@@ -51,6 +51,7 @@ _NEAREST = {
         "codec/test_lossless",
     ),
     **dict.fromkeys(("codec/lossless_gradients", "codec/lossless_gradients_numba"), "codec/test_lossless_gradients"),
+    "codec/lossless_gradients_triton": "kernels/test_gradients",
     "codec/tiles": "codec/test_codecs codec/test_dynamic_map optim/test_adamw8bit optim/test_muon",
     "layout": "layout/test_packing layout/test_granularity layout/test_bucket ragged/test_tensor plan/test_padding",
     "store": "store checkpoint/test_damage",

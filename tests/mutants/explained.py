@@ -13,6 +13,10 @@ EXPLAINED: dict[str, str] = {
     "cyclic/snapshot:Snapshots.blank_state_dict: False -> True": "a load replaces what is blank",
     "cyclic/worker:Worker.begin_run: self.settings.clear() -> pass": "each batch writes its own before they are read",
     "shard/gather:BucketGather.__init__: False -> True #2": "`start_node` writes it before it is read",
+    "codec/lossless_gradients:decode: 0 -> 1": "tops are 0, or 6 and more",
+    "codec/lossless_gradients:decode: len(rows) < num_blocks -> len(rows) <= num_blocks": "all rows go where they were",
+    "codec/lossless_gradients:_take_apart: 15 -> 16": "the sign fills what a shift leaves",
+    "codec/lossless_gradients:_take_apart: len(rest) > 1 -> len(rest) >= 1": "one part, copied, is the same",
     "codec/base:Codec: 1 -> 2": "all codecs but FloatCodec set their block, and nothing asks FloatCodec for its",
 }
 """By the mutant's name: why it changes no result."""

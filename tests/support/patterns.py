@@ -1,4 +1,4 @@
-"""Versions of weights as patterns of small formats: what lossless differences are tried on."""
+"""Versions of weights as patterns of small formats, and gradients: what lossless coders are tried on."""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ def random_patterns(name: str, numel: int, seed: int) -> Tensor:
     nbytes = numel * form_of(name).bits // 8
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(256, (nbytes,), generator=generator, dtype=torch.uint8).view(DTYPES[name])
+
+
+def with_outside(num: int) -> Tensor:
+    """A block of bf16 of which `num` exponents are far from the others: as a lossless gradient of 353 + num bytes."""
+    values = torch.full((256,), 2.0**-10)
+    values[:num] = torch.where(torch.arange(num) % 2 == 0, 2.0**50, 2.0**-70)
+    return values.to(torch.bfloat16)
 
 
 def trained(name: str, numel: int, step: float, seed: int = 0) -> list[Tensor]:
