@@ -15,7 +15,7 @@ from torch import Tensor
 from laconic.codec import lossless_gradients
 from laconic.codec.lossless_gradients import BLOCK, TYPICAL_BITS, GradientForm, decode, encode
 from tests.reference import lossless_gradients as oracle
-from tests.support.patterns import with_outside
+from tests.support.patterns import with_mean, with_outside
 
 DTYPES = list(TYPICAL_BITS)
 LENGTHS = (0, 1, 2, 255, 256, 257, 1000, 4096, 5003)
@@ -130,6 +130,12 @@ def test_a_message_as_long_as_the_values_is_the_values(loops: bool) -> None:
             assert len(message) == nbytes
             assert torch.equal(message, values.view(torch.uint8)) == (nbytes == values.nbytes)
             assert patterns_of(decoded(message, values)) == patterns_of(values)
+
+
+@pytest.mark.parametrize("loops", [True, False], ids=["loops", "plain"])
+def test_the_mean_of_exponents_is_rounded(loops: bool) -> None:
+    with nullcontext() if loops else plain:
+        assert [int(encode(with_mean(num)).read()[0]) for num in (127, 128)] == [127 + 3, 128 + 3]
 
 
 def test_kernels_code_where_there_are_some_and_the_host_reads_no_length(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from laconic.codec import lossless_gradients_triton
 from laconic.codec.lossless_gradients import BLOCK, CODED_DTYPES, decode, encode
 from tests.kernels.interpreted import on_device
 from tests.kernels.lossless import takes
-from tests.support.patterns import with_outside
+from tests.support.patterns import with_mean, with_outside
 
 KERNELS = ("_measure", "_write", "_count_live", "_count_outside", "_read")
 PROGRAM = lossless_gradients_triton.PROGRAM_BLOCKS * BLOCK
@@ -86,6 +86,8 @@ def _samples() -> Iterator[tuple[str, Tensor]]:
                 yield f"{dtype}, {numel} {case}", values
     for num, case in ((158, "one byte shorter than values"), (159, "as long as values")):
         yield case, with_outside(num)
+    for num in (127, 128):
+        yield f"a mean {num} / 256 above a whole number", with_mean(num)
 
 
 def _both() -> Iterator[tuple[str, bool]]:

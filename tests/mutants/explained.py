@@ -17,6 +17,10 @@ EXPLAINED: dict[str, str] = {
     "codec/lossless_gradients:decode: len(rows) < num_blocks -> len(rows) <= num_blocks": "all rows go where they were",
     "codec/lossless_gradients:_take_apart: 15 -> 16": "the sign fills what a shift leaves",
     "codec/lossless_gradients:_take_apart: len(rest) > 1 -> len(rest) >= 1": "one part, copied, is the same",
+    "codec/lossless_gradients_numba:encode: 1 -> 2": "more memory than a message takes",
+    "codec/lossless_gradients_numba:_encode: step > 1 -> step >= 1": "the upper half twice is zero where it is once",
+    "codec/lossless_gradients_numba:_encode: 0 -> 1 #7": "no top is below 6",
+    "codec/lossless_gradients_triton:_count_outside: 8 -> 9": "a word has no ninth code",
     "codec/base:Codec: 1 -> 2": "all codecs but FloatCodec set their block, and nothing asks FloatCodec for its",
 }
 """By the mutant's name: why it changes no result."""

@@ -37,6 +37,14 @@ def with_outside(num: int) -> Tensor:
     return values.to(torch.bfloat16)
 
 
+def with_mean(num: int) -> Tensor:
+    """A block of bf16 whose exponents are `num` / 256 above 127 in the mean, and one of them far more."""
+    values = torch.ones(256)
+    values[: num - 10] = 2.0
+    values[-1] = 2.0**10
+    return values.to(torch.bfloat16)
+
+
 def trained(name: str, numel: int, step: float, seed: int = 0) -> list[Tensor]:
     """Three versions of values that drift by steps of one size, as weights under Adam do."""
     generator = torch.Generator().manual_seed(seed)
