@@ -109,7 +109,7 @@ def start():
 
 
 @_compiled
-def put(run, end, field, width):
+def put_field(run, end, field, width):
     """Write a field of at most 64 bits at the end of a run; its new end. No branch: widths cannot be foreseen."""
     part = end.part | (field << end.used)
     run[end.word] = part
@@ -123,7 +123,7 @@ def put(run, end, field, width):
 def put_all(run, end, fields, widths):
     """Write fields of at most 64 bits; the new end."""
     for i in range(len(fields)):
-        end = put(run, end, fields[i], np.uint64(widths[i]))
+        end = put_field(run, end, fields[i], np.uint64(widths[i]))
     return end
 
 
@@ -133,7 +133,7 @@ def put_run(run, end, others, num_bits, flips):
     for index in range((num_bits + 63) >> 6):
         width = np.uint64(min(num_bits - 64 * index, 64))
         field = (others[index] ^ flips) & (~np.uint64(0) >> (np.uint64(64) - width))
-        end = put(run, end, field, width)
+        end = put_field(run, end, field, width)
         others[index] = 0
     return end
 

@@ -139,7 +139,7 @@ def find_differences(held, new, last, bits, mantissa, moved):
 
 
 @_compiled
-def last_difference(held, new, bits, mantissa, last):
+def write_last_difference(held, new, bits, mantissa, last):
     """See `lossless.last_difference`."""
     sign, half = signs(bits, mantissa)
     for i in range(len(held)):
@@ -217,7 +217,7 @@ def find_scales(held, new, last, stride, bits, mantissa, levels, base, counts):
 
 
 @_compiled
-def choose(counts, entries, costs, defaults, table):
+def choose_entries(counts, entries, costs, defaults, table):
     """Choose the entry of each context that takes the fewest bits: `contexts.best_codes`."""
     bits = np.empty(len(entries), np.int64)
     for context in range(IDLE):

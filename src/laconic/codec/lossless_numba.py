@@ -29,8 +29,8 @@ from laconic.codec.bits_numba import (
     list_octets,
     list_ones,
     num_ones,
-    put,
     put_all,
+    put_field,
     put_run,
     right,
     start,
@@ -48,7 +48,7 @@ from laconic.codec.contexts_numba import (
     NONE,
     PREDICT,
     TILE,
-    choose,
+    choose_entries,
     find_contexts,
     find_differences,
     find_exponents,
@@ -87,7 +87,7 @@ def encode(form: PatternForm, held: Tensor, new: Tensor, last: Tensor | None) ->
     counts = np.zeros((1 if last is None else 2, (IDLE + 1) * BINS), np.int32)
     find_scales(olds, news, lasts, contexts.sample_stride(len(base)), *_form(form), levels, base, counts)
     table, (entries, costs, defaults) = np.empty(IDLE, np.uint8), options(form.bits)
-    choose(counts, entries, costs, defaults, table)
+    choose_entries(counts, entries, costs, defaults, table)
     num_sent = int(np.count_nonzero(table != defaults))
     head_words = (5 * len(base) + (blocks + 1) // 2 + IDLE // 8 + num_sent + 3) // 4
     words = np.empty(head_words + len(base) * (TILE * form.bits // 32), np.uint32)
@@ -121,7 +121,7 @@ def decode(form: PatternForm, held: Tensor, payload: Tensor, last: Tensor | None
 def moved_ulps(form: PatternForm, held: Tensor, new: Tensor) -> Tensor:
     """See `lossless.last_difference`."""
     last = torch.empty(form.numel(held), dtype=torch.int8)
-    contexts_numba.last_difference(_patterns(form, held), _patterns(form, new), *_form(form), last.numpy())
+    contexts_numba.write_last_difference(_patterns(form, held), _patterns(form, new), *_form(form), last.numpy())
     return last
 
 
@@ -232,7 +232,7 @@ def _put_unaries(run, coded, joined, widths):
         return put_all(run, end, joined, widths)
     for i in range(TILE):  # one by one, as some four are too wide
         width = np.uint64(coded[i] >> _UNARY)
-        end = put(run, end, (np.uint64(1) << width) >> np.uint64(1), width)
+        end = put_field(run, end, (np.uint64(1) << width) >> np.uint64(1), width)
     return end
 
 

@@ -90,7 +90,11 @@ class GradientCoder:
     def encode(self, values: Tensor) -> UnreadMessage:
         """See `lossless_gradients.encode`."""
         buffer, length = values.new_empty(values.nbytes, dtype=torch.uint8), values.new_empty(1, dtype=torch.int64)
-        read = [*_passes(values, often=_PASSES_OF_GRADIENTS), values, values]  # the first for the length
+        read: list[Tensor | None] = [
+            *_passes(values, often=_PASSES_OF_GRADIENTS),
+            values,
+            values,
+        ]  # the first for the length
         _launch(self._machine, _write_gradients, [buffer, length], read)
         return UnreadMessage(buffer, length)
 
