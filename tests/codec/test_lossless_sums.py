@@ -73,13 +73,24 @@ def test_unequal_parts_take_bytes_in_proportion() -> None:
 
 
 @on_ranks(3, local=1)
-def test_a_damaged_length_is_an_error() -> None:
+def test_a_head_with_a_wrong_bit_is_an_error() -> None:
+    """Also in the rate, by which a rank would begin a transfer alone."""
     node = Communicator(Cluster(laconic.init_mesh("cpu")), "node")
-    transfer = LosslessSum(node, Held()).start_reduce_scatter(terms(0, 900, torch.bfloat16))
-    transfer._under_way._pending.wait()
-    transfer._under_way._arriving[node.rank - 1, :8] = 255
-    with pytest.raises(RuntimeError, match=r"messages say that they are .* bytes long.*damaged"):
-        transfer.finish()
+    coded = LosslessSum(node, Held())
+    for bit in range(128):
+        transfer = coded.start_reduce_scatter(terms(0, 900, torch.bfloat16))
+        transfer._under_way._pending.wait()
+        transfer._under_way._arriving[1, bit // 8] ^= 1 << bit % 8
+        with pytest.raises(RuntimeError, match=r"messages say that they are .* bytes long.*damaged"):
+            transfer.finish()
+
+
+@on_ranks(2, local=1)
+def test_a_transfer_holds_little_more_than_the_parts_that_cross() -> None:
+    node = Communicator(Cluster(laconic.init_mesh("cpu")), "node")
+    transfer = LosslessSum(node, Held()).start_reduce_scatter(terms(0, 200_000, torch.bfloat16))
+    of_message = 100_000 * 11.5 / 8
+    assert transfer.nbytes < 3.1 * of_message, "the message, the part of it that is sent, and what comes"
 
 
 @on_ranks(3, local=1)

@@ -247,7 +247,8 @@ def _wire(cell: Cell, wire: laconic.Wire) -> laconic.Wire:
     """The crossings of a coded cell. Matrix optimizers get gradients in eight bits, as docs/thinner.md advises."""
     if cell.strategy == "4bit replicas":
         wire = laconic.Wire(gradients="int4")
-    return replace(wire, gradients="int8") if cell.optimizer in ("Muon", "Shampoo") else wire
+    is_lossy = not wire.keeps_gradients
+    return replace(wire, gradients="int8") if is_lossy and cell.optimizer in ("Muon", "Shampoo") else wire
 
 
 def _mesh(cell: Cell) -> tuple[DeviceMesh, DeviceMesh | None, dist.ProcessGroup | None]:

@@ -19,7 +19,7 @@ CACHES = tuple(
 ISLANDS = ("replicas", "4bit replicas", "local steps", "partial updates")
 _WIRES = {name: Wire.of(registry.named(name).shard.get("wire")) for name in CACHES}
 CODED = (
-    *(name for name, wire in _WIRES.items() if not (wire.keeps_weights and wire.gradients == "exact")),
+    *(name for name, wire in _WIRES.items() if not (wire.keeps_weights and wire.keeps_gradients)),
     "4bit replicas",
     "cyclic, 8bit",
 )

@@ -59,7 +59,7 @@ def job_undisturbed(axes: tuple[int, ...], which: slice) -> None:
 
 
 @pytest.mark.parametrize(
-    ("axes", "which"), [((1, 2, 2), slice(0, 6, 2)), ((1, 3, 1), slice(1, 6, 2)), ((2, 2, 1), slice(1, 6, 2))]
+    ("axes", "which"), [((1, 2, 2), slice(0, 7, 2)), ((1, 3, 1), slice(1, 6, 2)), ((2, 2, 1), slice(1, 6, 2))]
 )
 def test_checks_change_nothing(axes: tuple[int, int, int], which: slice) -> None:
     run_ranks(job_undisturbed, math.prod(axes), axes, which, local=axes[2])

@@ -42,6 +42,8 @@ _NEAREST = {
     "codec/scaled_linear": "codec/test_scaled shard/test_scaled",
     "codec/sparse": "islands/test_sparse codec/test_codecs",
     "codec/sums": "codec/test_codecs comm/test_collectives shard/test_wire_twin shard/test_crossing",
+    "codec/varying": "codec/test_varying codec/test_lossless_sums",
+    "codec/lossless_sums": "codec/test_lossless_sums",
     "codec/payload": "codec/test_codecs shard/test_wire_twin shard/test_crossing",
     **dict.fromkeys(
         (

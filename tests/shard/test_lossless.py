@@ -200,6 +200,40 @@ def test_replicas_islands_and_partial_updates_have_the_bits_of_exact_crossings()
     assert_bits(train, make=lambda: partial_net(slice_index=1, num_slices=2))
 
 
+class RunsOften(nn.Module):
+    """A unit that runs several times, so that sums of one bucket are under way together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = (nn.Linear(40, 40) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(4):
+            x = torch.tanh(self.block(x))
+        return self.last(x)
+
+
+@pytest.mark.parametrize("axes", [(2, 1), (1, 2), (2, 2)], ids=str)
+def test_sums_of_one_bucket_that_are_under_way_together_have_the_bits_of_exact_ones(axes: tuple[int, int]) -> None:
+    run_ranks(job_sums_together, math.prod(axes), axes, local=1)
+
+
+def job_sums_together(axes: tuple[int, int]) -> None:
+    mesh = laconic.init_mesh("cpu", islands=axes[0], nodes=axes[1], local=1)
+    seen = []
+    for gradients in ("exact", "lossless"):
+        net = build(RunsOften)
+        units = [net.first, net.block, net.last]
+        model = shard(net, units=units, mesh=mesh, wire=laconic.Wire(gradients=gradients))  # type: ignore[arg-type]
+        draw = torch.Generator().manual_seed(dist.get_rank())
+        for number in range(6):
+            model.set_is_last_backward(number % 3 == 2)
+            model(torch.randn(8, 40, generator=draw)).square().mean().backward()
+        seen.append({name: each.grad.to_local().clone() for name, each in model.named_parameters()})
+    assert_equal(seen[1], seen[0], "gradients")
+
+
 @on_ranks(2, local=1)
 def test_weights_in_scaled_formats_cross_without_loss() -> None:
     """Bytes of float8 and of nibbles with their scales, and tensors that convert themselves in chunks."""
@@ -387,6 +421,9 @@ def test_refusals_name_the_remedy() -> None:
         shard(frozen, cache="host", wire="lossless")
     with pytest.raises(ValueError, match=r"is reduced in torch.float64; pass mp_policy=MixedPrecisionPolicy\(reduce_"):
         shard(build(lambda: Net().double()), wire=laconic.Wire(gradients="lossless"))
+    replicas = laconic.init_mesh("cpu", islands=2, nodes=1, local=1)
+    with pytest.raises(ValueError, match=r"is reduced in torch.float64"):
+        shard(build(lambda: Net().double()), mesh=replicas, wire=laconic.Wire(gradients="lossless"))
     with pytest.raises(ValueError, match=r"prediction=True\) needs weights='lossless', whose differences it predicts"):
         laconic.Wire(weights="int4", prediction=True)
 

@@ -83,8 +83,8 @@ def encode(values: Tensor) -> UnreadMessage:
     Raises:
         ValueError: the values are not flat, or of another dtype.
     """
-    form = _form_of(values)
-    raw = values.contiguous().view(torch.uint8)
+    form, values = _form_of(values), values.contiguous()
+    raw = values.view(torch.uint8)
     if not len(raw):
         return UnreadMessage.of(raw)
     if (kernels := kernels_for(values, "codec.lossless_gradients_triton")) is not None:

@@ -16,7 +16,14 @@ from torch import Tensor
 from laconic.codec.lossless import UnreadMessage
 from laconic.codec.lossless_gradients import TYPICAL_BITS, decode, encode
 from laconic.codec.sums import Hold
-from laconic.codec.varying import PartsUnderWay, PartsWay, VaryingMessages, VaryingParts, VaryingWay
+from laconic.codec.varying import (
+    ExpectedLengths,
+    PartsUnderWay,
+    PartsWay,
+    VaryingMessages,
+    VaryingParts,
+    VaryingWay,
+)
 
 
 class LosslessWay(VaryingWay, PartsWay, Protocol):
@@ -29,7 +36,7 @@ class LosslessSum:
     def __init__(self, way: LosslessWay, hold: Hold) -> None:
         """Sum over the ranks of `way`. `hold` counts the memory of two trips."""
         self._way, self._hold = way, hold
-        self._there, self._back = VaryingParts(way), VaryingMessages(way, hold, "gradients")
+        self._there, self._expected = VaryingParts(way), ExpectedLengths(way.size)
 
     def start_reduce_scatter(self, whole: Tensor, *, numels: Sequence[int] | None = None) -> LosslessTransfer:
         """See `Communicator.start_reduce_scatter`. `whole` is of bf16, float16 or fp32."""
@@ -54,10 +61,11 @@ class LosslessSum:
         self._hold(-nbytes)
         del transfer
         typical_bytes = round(len(total) * TYPICAL_BITS[total.dtype] / 8)
-        self._back.start(lambda: encode(total), typical_bytes=typical_bytes)
+        back = VaryingMessages(self._way, self._hold, "gradients", expected=self._expected)  # others may be under way
+        back.start(lambda: encode(total), typical_bytes=typical_bytes)
         yield
         parts[self._way.rank].copy_(total)
-        self._back.finish(lambda peer, message: decode(message, parts[peer]))
+        back.finish(lambda peer, message: decode(message, parts[peer]))
 
 
 class LosslessTransfer:

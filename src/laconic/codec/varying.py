@@ -10,7 +10,8 @@ its head is in the first transfer.
 
 An accelerator puts the length into a message without the host, in a buffer that would hold the new values themselves.
 The host reads lengths when messages have arrived, and may do so while the device computes: [Note: Lengths come with
-messages] in shard/gather.py. All lengths of a step could be agreed on before its first message. Then the host would
+messages] in shard/gather.py. Where gradients are summed, it reads those of the unit before, after it has issued the
+backward of a unit. All lengths of a step could be agreed on before its first message. Then the host would
 wait once; but the first message would leave when all are coded, and all would be held in memory until they leave.
 
 Where each rank has another message for each other one, a rank reads the lengths of those that came to it, and of no
@@ -18,7 +19,8 @@ others. So the head of a message has the most bytes that its sender takes for a 
 of all, which say how many bytes of each message are sent.
 
 Ranks must know the same lengths. An exception on one rank may end this between two messages. Then all begin anew, by
-`forget`, before the next one: the caller agrees on that.
+`forget`, before the next one: the caller agrees on that. Ranks that sum gradients do not, as they could not go on after
+such an exception without lengths either: a rank would wait for a term that never comes.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ from laconic.comm.traffic import Purpose
 from laconic.layout.packing import round_up
 
 _HEAD_BYTES = 16
-"""A message begins with its length, int64, and eight bytes that fill up: what follows is aligned."""
+"""A message begins with a number, int64, which says its length, and with the same bits turned over. So a damaged head
+does not make a rank begin a transfer that others do not begin. What follows is aligned."""
+_LENGTH_BITS = 40
+"""Of the number in a head. The bits above are a rate, if there is one."""
 _MARGIN = 32
 _RATE_MARGIN = 128
 """Of the highest rate of many messages, which varies less than the length of one."""
@@ -44,8 +49,6 @@ _FREE_BYTES = 256
 """Of a message, beside which bytes for a value are counted, so that a short message does not make all others longer."""
 _RATE_UNITS = 256
 """Of a byte for a value."""
-_MOST_RATE = 16 * _RATE_UNITS
-"""No value takes more bytes: a higher rate in a message is damage."""
 _ALIGNMENT = 16
 
 
@@ -73,22 +76,41 @@ class PartsWay(Protocol):
         """See `Communicator.start_all_to_all`."""
 
 
-class VaryingMessages:
-    """Messages from each rank to all: [Note: Lengths that vary]."""
+class ExpectedLengths:
+    """The bytes of the next message of each rank that are sent at once."""
 
-    def __init__(self, way: VaryingWay, hold: Hold, purpose: Purpose) -> None:
-        """Send along `way`. `hold` counts the memory that messages take."""
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self.forget()
+
+    def forget(self) -> None:
+        """See `VaryingMessages.forget`."""
+        self.nbytes = [_HEAD_BYTES] * self._num_ranks
+
+
+class VaryingMessages:
+    """Messages from each rank to all, one at a time: [Note: Lengths that vary]."""
+
+    def __init__(
+        self, way: VaryingWay, hold: Hold, purpose: Purpose, *, expected: ExpectedLengths | None = None
+    ) -> None:
+        """Send along `way`. `hold` counts the memory that messages take.
+
+        Others that may be under way at the same time have the same `expected`. Default: there are none.
+        """
         self._way, self._hold, self._purpose = way, hold, purpose
+        self._expected = expected or ExpectedLengths(way.size)
+        self._first: Sequence[int] = ()
+        """The bytes of each rank in the transfer that is under way."""
         self._sent: Tensor | None = None
         self._arriving: Tensor | None = None
         self._assumed: int | None = None
         """In a rehearsal the length of all messages."""
         self._pending = NOTHING
-        self.forget()
 
     def forget(self) -> None:
         """Forget the lengths of messages. All ranks do, before one of them sends the next."""
-        self._expected = [_HEAD_BYTES] * self._way.size
+        self._expected.forget()
 
     def start(self, make: Callable[[], UnreadMessage], *, typical_bytes: int) -> None:
         """Begin to send the message that `make` returns to all. It may change afterwards.
@@ -98,11 +120,12 @@ class VaryingMessages:
         self._free()  # an exception may have cut the last crossing short
         body, length = make()
         self._assumed = None if self._way.has_peers else _HEAD_BYTES + typical_bytes
-        end, expected = _HEAD_BYTES + len(body), self._expected
+        end, expected = _HEAD_BYTES + len(body), self._expected.nbytes
         sent = body.new_zeros(max(end, expected[self._way.rank]))
-        sent[:_HEAD_BYTES].view(torch.int64)[:1] = length + _HEAD_BYTES
+        sent[:_HEAD_BYTES] = _heads(length.to(torch.int64) + _HEAD_BYTES)[0]
         sent[_HEAD_BYTES:end] = body
         self._sent, self._arriving = sent, body.new_empty(sum(expected))
+        self._first = expected
         self._hold(self._nbytes)
         first = sent[: expected[self._way.rank]]
         self._pending = self._way.all_gather(self._arriving, first, self._purpose, numels=expected)
@@ -116,25 +139,23 @@ class VaryingMessages:
         assert self._sent is not None
         assert self._arriving is not None
         self._pending.wait()
-        parts: Sequence[Tensor] = self._arriving.split(self._expected)
-        lengths = self._lengths(parts)
+        parts: Sequence[Tensor] = self._arriving.split(list(self._first))
+        lengths = _numbers(torch.stack([part[:_HEAD_BYTES] for part in parts]))
+        if self._assumed is not None:
+            lengths = [self._assumed] * len(parts)
         _check_lengths(lengths, max(lengths) if lengths[self._way.rank] <= len(self._sent) else 0)
-        rest = max(length - expected for length, expected in zip(lengths, self._expected, strict=True))
+        rest = max(length - first for length, first in zip(lengths, self._first, strict=True))
         if rest > 0:
             parts = self._with_rest(parts, self._sent, round_up(rest, _ALIGNMENT))
-        self._expected = [round_up(length + length // _MARGIN, _ALIGNMENT) for length in lengths]
+        self._expected.nbytes = [round_up(length + length // _MARGIN, _ALIGNMENT) for length in lengths]
         self._free()
         for rank, (part, length) in enumerate(zip(parts, lengths, strict=True)):
             if rank != self._way.rank:
                 read(rank, part[_HEAD_BYTES:length])
 
-    def _lengths(self, parts: Sequence[Tensor]) -> list[int]:
-        lengths: list[int] = torch.stack([part[:_HEAD_BYTES] for part in parts]).view(torch.int64)[:, 0].tolist()
-        return lengths if self._assumed is None else [self._assumed] * len(parts)
-
     def _with_rest(self, parts: Sequence[Tensor], sent: Tensor, rest: int) -> list[Tensor]:
         """The messages of all ranks, with `rest` bytes more of each."""
-        begin = self._expected[self._way.rank]
+        begin = self._first[self._way.rank]
         piece = sent.new_zeros(rest)
         more = sent[begin : begin + rest]
         piece[: len(more)] = more
@@ -173,10 +194,8 @@ class VaryingParts:
         lengths = torch.cat([messages[peer].length for peer in targets]).to(torch.int64) + _HEAD_BYTES
         beyond = ((lengths - (_HEAD_BYTES + _FREE_BYTES)).clamp_(min=0) * _RATE_UNITS).split(1)
         rates = torch.cat([-(-each // max(1, numels[peer])) for each, peer in zip(beyond, targets, strict=True)])
-        heads = torch.stack([lengths, rates.amax().expand(len(rates))], dim=1).view(torch.uint8)
-        whole = {
-            peer: torch.cat([head, messages[peer].buffer]) for peer, head in zip(targets, heads, strict=True)
-        }  # fmt: skip
+        heads = _heads(lengths | (rates.amax() << _LENGTH_BITS))
+        whole = {peer: torch.cat([head, messages[peer].buffer]) for peer, head in zip(targets, heads, strict=True)}
         return PartsUnderWay(self, whole, numels, None if self.way.has_peers else typical)
 
 
@@ -201,12 +220,13 @@ class PartsUnderWay:
     def _start(self, begins: Sequence[int], ends: Sequence[int]) -> tuple[Tensor, Tensor, Pending]:
         """Begin to send a part of each message, filled up with zeros."""
         way, sizes = self._parts.way, [end - begin for begin, end in zip(begins, ends, strict=True)]
+        own_bytes, sizes[way.rank] = sizes[way.rank], 0
         sent = next(iter(self._messages.values())).new_zeros(sum(sizes))
         for peer, place in enumerate(sent.split(sizes)):
             if peer != way.rank:
                 part = self._messages[peer][begins[peer] : ends[peer]]
                 place[: len(part)] = part
-        arriving = sent.new_empty(way.size, sizes[way.rank])
+        arriving = sent.new_empty(way.size - 1, own_bytes)
         return sent, arriving, way.start_all_to_all(arriving, sent, numels=sizes)
 
     @property
@@ -223,26 +243,38 @@ class PartsUnderWay:
         self._pending.wait()
         way, arriving = self._parts.way, self._arriving
         own = next(iter(self._messages.values()))[:_HEAD_BYTES]  # it has this rank's highest rate
-        heads = arriving[:, :_HEAD_BYTES].clone()
-        heads[way.rank] = own
-        lengths, rates = heads.view(torch.int64).T.tolist()
-        lengths[way.rank] = _HEAD_BYTES
-        most = max(rates)
+        numbers = _numbers(torch.cat([arriving[:, :_HEAD_BYTES], own.unsqueeze(0)]))
+        most = max(number >> _LENGTH_BITS for number in numbers)
+        lengths = [number % (1 << _LENGTH_BITS) for number in numbers[:-1]]
         if self._assumed is not None:
             most = self._assumed
-            lengths = [_HEAD_BYTES + self._numels[way.rank] * most // _RATE_UNITS] * way.size
-        _check_lengths(lengths, self._ends(most)[way.rank] if 0 <= most <= _MOST_RATE else 0)
+            lengths = [_HEAD_BYTES + self._numels[way.rank] * most // _RATE_UNITS] * len(lengths)
+        _check_lengths(lengths, self._ends(most)[way.rank])
         if most > self._rate:
-            _, more, pending = self._start(self._ends(self._rate), self._ends(most))
+            self._sent, more, pending = self._start(self._ends(self._rate), self._ends(most))
             pending.wait()
             arriving = torch.cat([arriving, more], dim=1)
         self._parts.rate = most + most // _RATE_MARGIN + 1
-        self._messages = {}
-        return {peer: arriving[peer, _HEAD_BYTES:end] for peer, end in enumerate(lengths) if peer != way.rank}
+        self._messages, self._sent = {}, own.new_empty(0)
+        peers = [peer for peer in range(way.size) if peer != way.rank]
+        return {
+            peer: row[_HEAD_BYTES:end] for peer, row, end in zip(peers, arriving, lengths, strict=True)
+        }  # fmt: skip
+
+
+def _heads(numbers: Tensor) -> Tensor:
+    """The heads with these numbers, (n,), int64 -> (n, _HEAD_BYTES), uint8."""
+    return torch.stack([numbers, ~numbers], dim=1).view(torch.uint8)
+
+
+def _numbers(heads: Tensor) -> list[int]:
+    """The numbers of heads, (n, _HEAD_BYTES), uint8; -1 of one that was damaged. The host waits for them."""
+    found = heads.contiguous().view(torch.int64).tolist()
+    return [number if number == ~turned else -1 for number, turned in found]
 
 
 def _check_lengths(lengths: Sequence[int], most: int) -> None:
-    if min(lengths) < _HEAD_BYTES or max(lengths) > most:
+    if not _HEAD_BYTES <= min(lengths) <= max(lengths) <= most:
         raise RuntimeError(
             f"messages say that they are {lengths} bytes long, of which the first {_HEAD_BYTES} say so: they were "
             "damaged, or ranks do not run the same program"

@@ -231,19 +231,25 @@ class Communicator:
         This rank's own row of `landings` has no meaning. Nobody uses either tensor until the transfer has ended.
 
         Shapes: R ranks; landings and messages (R, C), contiguous, of one dtype. With `numels` messages are flat, the
-            one to rank r has `numels[r]` elements, and landings are (R, `numels[rank]`).
+            one to rank r has `numels[r]` elements, this rank's own has none, and landings are (R - 1, C), those of the
+            others in their order.
         Cost: the bytes of the messages to others out of this rank, and those of R - 1 landings into it.
         """
         group = self._reduce_group
         assert group is not None, "a level of one rank has nobody to send to"
-        parts = self._parts(messages, numels)
-        own_bytes = parts[self.rank].nbytes
-        self._count(purpose, messages.nbytes - own_bytes, (self.size - 1) * own_bytes)
-        if self._uses_sends:  # [Note: Collectives on Gloo]
-            return self._exchange(purpose, group, landings, parts)
-        sizes = None if numels is None else list(numels)
-        landing, message = landings.view(-1), messages.view(-1)
-        return self._issue(purpose, dist.all_to_all_single, landing, message, None, sizes, group=group)
+        if numels is None:
+            self._count(purpose, (self.size - 1) * messages.nbytes // self.size)
+            if self._uses_sends:  # [Note: Collectives on Gloo]
+                return self._exchange(purpose, group, landings, messages)
+            return self._issue(purpose, dist.all_to_all_single, landings, messages, group=group)
+        self._count(purpose, messages.nbytes, landings.nbytes)
+        if self._uses_sends:
+            rows = list(landings)
+            rows.insert(self.rank, landings.new_empty(0))
+            return self._exchange(purpose, group, rows, list(messages.split(list(numels))))
+        comes = [0 if peer == self.rank else landings.shape[1] for peer in range(self.size)]
+        landing = landings.view(-1)
+        return self._issue(purpose, dist.all_to_all_single, landing, messages, comes, list(numels), group=group)
 
     def start_all_reduce(self, tensor: Tensor, purpose: Purpose = "gradients") -> Pending:
         """Begin to sum `tensor` over the ranks, in place.

@@ -80,8 +80,12 @@ class PacedExchange:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that this rank sends."""
-        return sum(message.nbytes for rank, message in enumerate(self._messages) if rank != self.group.rank())
+        """The bytes that this rank sends, or those that it receives if they are more."""
+        own = self.group.rank()
+        return max(
+            sum(each.nbytes for rank, each in enumerate(tensors) if rank != own)
+            for tensors in (self._messages, self._landings)
+        )
 
     def wait(self) -> None:
         """Block this thread until all pieces have come and gone.

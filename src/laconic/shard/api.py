@@ -438,6 +438,8 @@ def _resolve_wire(wire: Wire, cache: Cache, managed: list[ManagedParameter], pre
     coded = [item for item in managed if not item.is_small]
     if wire.is_exact or not coded:
         return wire
+    if wire.gradients == "lossless":
+        _check_lossless_gradients(coded, precision)
     if all(item.cluster.num_nodes == 1 for item in coded):
         if wire.gradients == "exact" or all(item.cluster.num_islands == 1 for item in coded):
             remedy = "give a mesh whose axis 'node' has them (laconic.init_mesh under torchrun)"
@@ -445,8 +447,6 @@ def _resolve_wire(wire: Wire, cache: Cache, managed: list[ManagedParameter], pre
         return wire
     if wire.weights == "lossless":
         _check_lossless(coded, precision)
-    if wire.gradients == "lossless":
-        _check_lossless_gradients(coded, precision)
     return ShardPolicy(cache=cache, wire=wire).wire
 
 
@@ -477,7 +477,8 @@ def _check_lossless_gradients(managed: Iterable[ManagedParameter], precision: Mi
     for item in managed:
         parameter = item.parameter
         dtype = precision.reduce_dtype or compute_dtype_of(parameter.dtype, precision)
-        if parameter.requires_grad and parameter.ndim > 1 and dtype not in CODED_DTYPES:
+        crosses = max(item.cluster.num_nodes, item.cluster.num_islands) > 1
+        if crosses and parameter.requires_grad and parameter.ndim > 1 and dtype not in CODED_DTYPES:
             raise ValueError(
                 f"Wire(gradients='lossless') codes gradients of {', '.join(map(str, CODED_DTYPES))}, but that of "
                 f"{item.name} is reduced in {dtype}; pass mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), "

@@ -159,8 +159,8 @@ class Wire(Policy):
     the cyclic schedule both travel along a ring of workers: [Note: Few bits on the ring] in cyclic/coding.py.
 
     Two-dimensional and larger parameters that train are coded, in blocks of 128 values. Vectors and, without `frozen`,
-    frozen parameters travel as they are, and weights that convert themselves (float8) as they do. Sources: SDP4Bit
-    (arXiv 2410.15526), ZeRO++ (arXiv 2306.10209).
+    frozen parameters travel as they are, but for lossless gradients, and weights that convert themselves (float8) as
+    they do. Sources: SDP4Bit (arXiv 2410.15526), ZeRO++ (arXiv 2306.10209).
 
     Raises:
         ValueError: a value is unknown, `exact_every` is not positive, or an option has nothing to act on.
@@ -202,7 +202,7 @@ class Wire(Policy):
         message = "needs weights='lossless', whose differences it predicts"
         self._check("prediction", not self.prediction or self.weights == "lossless", message)
         message = "needs gradients in a codec that loses something, as 'int4'"
-        self._check("feedback", not self.feedback or self.gradients not in ("exact", "lossless"), message)
+        self._check("feedback", not self.feedback or not self.keeps_gradients, message)
 
     @classmethod
     def of(cls, wire: Wire | WireName | Mapping[str, Any] | None) -> Wire:
@@ -260,6 +260,11 @@ class Wire(Policy):
     def keeps_weights(self) -> bool:
         """True if gathered weights are those of the shards to the bit."""
         return self.weights in ("exact", "lossless")
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """True if sums are those of the gradients of all nodes to the bit."""
+        return self.gradients in ("exact", "lossless")
 
     @property
     def weight_codec(self) -> Codec | None:
