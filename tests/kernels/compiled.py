@@ -77,7 +77,7 @@ class Compilation:
     types: dict[str, str] = field(default_factory=dict)
     """The types of arguments that are not as `_TYPES` says."""
     of_one_program: frozenset[str] = frozenset()
-    """What only one of many programs reads or writes: it is not counted."""
+    """The accesses of a single one of many programs, which are not counted."""
 
 
 def kernels() -> Iterator[tuple[str, Compilation]]:
@@ -118,7 +118,7 @@ _LOSSLESS_FORMS = {
 
 
 _OF_LAST = frozenset({"reads sizes", "reads defaults", "writes begins", "writes lengths"})
-"""What the last program of `_write` does alone, but for what it writes to the head."""
+"""The accesses of the last program of `_write` alone, besides its writes to the head."""
 
 
 def lossless_kernels() -> Iterator[tuple[str, Compilation]]:

@@ -1,7 +1,7 @@
 """Scales, contexts and the choice of codes on a CPU, compiled by numba: the twin of codec/contexts.py, tile by tile.
 
-What needs no order is a loop of its own over a tile, in int32, which the compiler makes vector instructions of. numba
-widens sums and products to int64, so each step of these says that it is an int32.
+Work that needs no order is a loop of its own over a tile, in int32: the compiler turns that into vector instructions.
+numba widens sums and products to int64, so each step of these says that it is an int32.
 """
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
@@ -198,7 +198,7 @@ def _predict_all(last, moved):
 def find_scales(held, new, last, stride, bits, mantissa, levels, base, counts):
     """Find the scales of blocks, and count the differences of the first of every `stride` tiles by context and bin.
 
-    With last differences, what predictions leave of them is counted, too.
+    With last differences, count the remainders after prediction, too.
     """
     exponents, context = np.empty(TILE, np.uint8), np.empty(TILE, np.uint8)
     moved, cells = np.empty(TILE, np.int32), np.empty(TILE, np.int32)

@@ -124,7 +124,7 @@ def _coded(pattern, numel, EXTRA_BITS: tl.constexpr, TAIL_BYTES: tl.constexpr): 
     is_live = tl.max(((pattern != 0) & (place < num)).to(tl.int32), axis=1) > 0
     middle = (tl.sum(exponent, axis=1) + _BLOCK // 2) // _BLOCK
     top = tl.maximum(tl.minimum(middle + _OUTSIDE // 2, tl.max(exponent, axis=1)), _LOWEST_TOP)
-    code = tl.minimum((top[:, None] - exponent) & 0xFF, _OUTSIDE)  # what lies above is far below
+    code = tl.minimum((top[:, None] - exponent) & 0xFF, _OUTSIDE)  # exponents above it wrap around
     return turned, tl.where(is_live, top, 0), code, ((code == _OUTSIDE) & is_live[:, None]).to(tl.int32)
 
 

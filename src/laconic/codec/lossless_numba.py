@@ -4,10 +4,10 @@ Payloads have the bytes of the plain chain in codec/lossless.py, and so have val
 one. The chain takes some fifty operations on all values, each of which reads and writes memory; these loops keep a tile
 in the caches of a processor and take a twentieth of the time. They hold no lock of Python.
 
-What needs no order is done for a whole tile, in vector instructions: codec/contexts_numba.py says how. What needs one
-is left for short loops without branches, as the processor cannot foresee the bits of a payload. To write, four fields
-are put together first, which mostly have at most 64 bits. The values in buckets seldom change, so they are found by
-bits that say which values have a code, 64 in a word, and what costs time is an event, not a value.
+Work that needs no order is done for a whole tile, in vector instructions: codec/contexts_numba.py says how. The rest is
+left for short loops without branches, as the processor cannot foresee the bits of a payload. To write, four fields are
+put together first, which mostly have at most 64 bits. The values in buckets seldom change, so they are found by bits
+that say which values have a code, 64 in a word. Events cost time, and values do not.
 """
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False

@@ -13,9 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from laconic.codec.lossless import UnreadMessage
 from laconic.codec.lossless_gradients import TYPICAL_BITS, decode, encode
-from laconic.codec.sums import Hold
+from laconic.codec.sums import Hold, finished
 from laconic.codec.varying import (
     ExpectedLengths,
     PartsUnderWay,
@@ -42,8 +41,7 @@ class LosslessSum:
         """See `Communicator.start_reduce_scatter`. `whole` is of bf16, float16 or fp32."""
         rank, size = self._way.rank, self._way.size
         parts = whole.view(size, -1).unbind() if numels is None else whole.split(list(numels))
-        nothing = UnreadMessage.of(whole.new_empty(0, dtype=torch.uint8))
-        messages = [nothing if peer == rank else encode(part) for peer, part in enumerate(parts)]
+        messages = {peer: encode(part) for peer, part in enumerate(parts) if peer != rank}
         under_way = self._there.start(messages, [len(part) for part in parts], typical_bits=TYPICAL_BITS[whole.dtype])
         return LosslessTransfer(parts, rank, under_way)
 
@@ -53,13 +51,8 @@ class LosslessSum:
         `whole` must not change until the end.
         """
         parts = whole.tensor_split(self._way.size)
-        transfer = self.start_reduce_scatter(whole, numels=[len(part) for part in parts])
-        nbytes = transfer.nbytes
-        self._hold(nbytes)
-        yield
-        total = transfer.finish()
-        self._hold(-nbytes)
-        del transfer
+        numels = [len(part) for part in parts]
+        total = yield from finished(self.start_reduce_scatter(whole, numels=numels), self._hold)
         typical_bytes = round(len(total) * TYPICAL_BITS[total.dtype] / 8)
         back = VaryingMessages(self._way, self._hold, "gradients", expected=self._expected)  # others may be under way
         back.start(lambda: encode(total), typical_bytes=typical_bytes)

@@ -12,7 +12,7 @@ alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,6 +39,27 @@ class Way(Protocol):
 
 Hold = Callable[[int], None]
 """Counts bytes of memory that are taken; a negative number when they are freed."""
+
+
+class FirstTrip(Protocol):
+    """A sum on the first of two trips."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes besides its input."""
+
+    def finish(self) -> Tensor:
+        """Wait, and return this rank's part of the sum, (n,)."""
+
+
+def finished(trip: FirstTrip, hold: Hold) -> Generator[None, None, Tensor]:
+    """Yield while a sum is on its first trip, whose memory counts so long. Returns this rank's part of it, (n,)."""
+    nbytes = trip.nbytes
+    hold(nbytes)
+    yield
+    total = trip.finish()
+    hold(-nbytes)
+    return total
 
 
 class Messages:
@@ -154,13 +175,7 @@ class CodedSum:
         `whole` must not change until the end. Elements that only fill it up keep what they have.
         """
         assert self._back is not None, "this sum has no way back"
-        transfer = self.start_reduce_scatter(whole)
-        nbytes = transfer.nbytes
-        self._hold(nbytes)
-        yield
-        total = transfer.finish()
-        self._hold(-nbytes)
-        del transfer
+        total = yield from finished(self.start_reduce_scatter(whole), self._hold)
         back = Messages(self._way, self._back, self._hold, "gradients")
         back.start(total, total.device)
         yield

@@ -181,8 +181,10 @@ class VaryingParts:
         self.rate: int | None = None
         """The _RATE_UNITS of bytes that are sent for a value. None: nothing is known yet."""
 
-    def start(self, messages: Sequence[UnreadMessage], numels: Sequence[int], *, typical_bits: float) -> PartsUnderWay:
-        """Begin to send message r, which has `numels[r]` values, to rank r, and nothing of this rank's own.
+    def start(
+        self, messages: Mapping[int, UnreadMessage], numels: Sequence[int], *, typical_bits: float
+    ) -> PartsUnderWay:
+        """Begin to send message r, which has `numels[r]` values, to rank r, for each other rank.
 
         `typical_bits` are those of a value about which nothing is known; in a rehearsal, where nobody can read lengths,
         of all.
@@ -190,22 +192,30 @@ class VaryingParts:
         typical = round(typical_bits * _RATE_UNITS / 8)
         if self.rate is None:
             self.rate = typical
-        targets = [peer for peer in range(self.way.size) if peer != self.way.rank]
-        lengths = torch.cat([messages[peer].length for peer in targets]).to(torch.int64) + _HEAD_BYTES
+        lengths = torch.cat([message.length for message in messages.values()]).to(torch.int64) + _HEAD_BYTES
         beyond = ((lengths - (_HEAD_BYTES + _FREE_BYTES)).clamp_(min=0) * _RATE_UNITS).split(1)
-        rates = torch.cat([-(-each // max(1, numels[peer])) for each, peer in zip(beyond, targets, strict=True)])
+        rates = torch.cat([-(-each // max(1, numels[peer])) for each, peer in zip(beyond, messages, strict=True)])
         heads = _heads(lengths | (rates.amax() << _LENGTH_BITS))
-        whole = {peer: torch.cat([head, messages[peer].buffer]) for peer, head in zip(targets, heads, strict=True)}
-        return PartsUnderWay(self, whole, numels, None if self.way.has_peers else typical)
+        bodies = {
+            peer: (head, message.buffer) for (peer, message), head in zip(messages.items(), heads, strict=True)
+        }  # fmt: skip
+        return PartsUnderWay(self, bodies, numels, None if self.way.has_peers else typical)
 
 
 class PartsUnderWay:
     """The messages of `VaryingParts` under way."""
 
     def __init__(
-        self, parts: VaryingParts, messages: Mapping[int, Tensor], numels: Sequence[int], assumed: int | None
+        self,
+        parts: VaryingParts,
+        messages: Mapping[int, tuple[Tensor, Tensor]],
+        numels: Sequence[int],
+        assumed: int | None,
     ) -> None:
-        """Send `messages`, (n,), of which the first parts have a meaning. `assumed` is the rate in a rehearsal."""
+        """Send messages, a head and a buffer each, of which the first part has a meaning.
+
+        `assumed` is the rate in a rehearsal.
+        """
         assert parts.rate is not None
         self._parts, self._messages, self._numels, self._assumed = parts, messages, numels, assumed
         self._rate = parts.rate
@@ -221,18 +231,27 @@ class PartsUnderWay:
         """Begin to send a part of each message, filled up with zeros."""
         way, sizes = self._parts.way, [end - begin for begin, end in zip(begins, ends, strict=True)]
         own_bytes, sizes[way.rank] = sizes[way.rank], 0
-        sent = next(iter(self._messages.values())).new_zeros(sum(sizes))
-        for peer, place in enumerate(sent.split(sizes)):
-            if peer != way.rank:
-                part = self._messages[peer][begins[peer] : ends[peer]]
-                place[: len(part)] = part
+        sent = self._own_head.new_zeros(sum(sizes))
+        places = sent.split(sizes)
+        for peer, (head, buffer) in self._messages.items():
+            begin, place = begins[peer], places[peer]
+            if begin == 0:
+                place[:_HEAD_BYTES] = head
+                begin, place = _HEAD_BYTES, place[_HEAD_BYTES:]
+            part = buffer[begin - _HEAD_BYTES : ends[peer] - _HEAD_BYTES]
+            place[: len(part)] = part
         arriving = sent.new_empty(way.size - 1, own_bytes)
         return sent, arriving, way.start_all_to_all(arriving, sent, numels=sizes)
 
     @property
     def nbytes(self) -> int:
         """The bytes that it takes."""
-        return self._sent.nbytes + self._arriving.nbytes + sum(each.nbytes for each in self._messages.values())
+        return self._sent.nbytes + self._arriving.nbytes + sum(buffer.nbytes for _, buffer in self._messages.values())
+
+    @property
+    def _own_head(self) -> Tensor:
+        """The head of one of this rank's messages: all have its highest rate."""
+        return next(iter(self._messages.values()))[0]
 
     def finish(self) -> dict[int, Tensor]:
         """Wait, and return the message of each other rank, (n,), uint8. The host reads lengths from the device.
@@ -242,8 +261,7 @@ class PartsUnderWay:
         """
         self._pending.wait()
         way, arriving = self._parts.way, self._arriving
-        own = next(iter(self._messages.values()))[:_HEAD_BYTES]  # it has this rank's highest rate
-        numbers = _numbers(torch.cat([arriving[:, :_HEAD_BYTES], own.unsqueeze(0)]))
+        numbers = _numbers(torch.cat([arriving[:, :_HEAD_BYTES], self._own_head.unsqueeze(0)]))
         most = max(number >> _LENGTH_BITS for number in numbers)
         lengths = [number % (1 << _LENGTH_BITS) for number in numbers[:-1]]
         if self._assumed is not None:
@@ -255,7 +273,7 @@ class PartsUnderWay:
             pending.wait()
             arriving = torch.cat([arriving, more], dim=1)
         self._parts.rate = most + most // _RATE_MARGIN + 1
-        self._messages, self._sent = {}, own.new_empty(0)
+        self._messages, self._sent = {}, arriving.new_empty(0)
         peers = [peer for peer in range(way.size) if peer != way.rank]
         return {
             peer: row[_HEAD_BYTES:end] for peer, row, end in zip(peers, arriving, lengths, strict=True)
