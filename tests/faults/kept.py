@@ -274,11 +274,9 @@ STRATEGIES: dict[str, Callable[[], Iterator[tuple[nn.Module, Callable[[], None]]
 
 def _held() -> Counter[str]:
     """Count what this process holds, by kind."""
+    _end_savers()
     for _ in range(3):  # finalizers may free what only the next pass finds
         gc.collect()
-    for thread in threading.enumerate():
-        if thread.name.startswith("save step"):  # of a saver that is gone: it ends soon, but not at once
-            thread.join(_THREAD_S)
     objects = gc.get_objects()
     types = [type(each) for each in objects if each is not objects]
     world: Any = dist.distributed_c10d._world
@@ -291,6 +289,14 @@ def _held() -> Counter[str]:
     held["process groups"] = len(world.pg_map)
     held["names of process groups"] = len(world.pg_names)
     return held
+
+
+def _end_savers() -> None:
+    """Wait for the threads of savers that are gone: they end soon, but not at once. Hold none of them afterwards."""
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith("save step"):
+            thread.join(_THREAD_S)
 
 
 def _is_ours(kind: type) -> bool:
