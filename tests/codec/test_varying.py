@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import laconic
 from laconic.codec.lossless import UnreadMessage
-from laconic.codec.varying import VaryingMessages
+from laconic.codec.varying import VaryingMessages, VaryingParts
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import Communicator
 from tests.support.launch import on_ranks
@@ -81,6 +81,33 @@ def test_steady_lengths_take_one_transfer_and_little_more_than_their_bytes() -> 
     assert sent(10_200) == expected, "it fits, with the margin"
     assert sent(9_000) == -(-10_216 * 33 // 32 // 16) * 16
     assert sent(9_600) == -(-9_016 * 33 // 32 // 16) * 16 + -(-(9_616 - -(-9_016 * 33 // 32 // 16) * 16) // 16) * 16
+    messages.forget()
+    assert sent(4_800) == 16 + 4_800, "nothing is known again"
+
+
+@on_ranks(2, local=1)
+def test_steady_rates_take_one_transfer_and_little_more_than_their_bytes() -> None:
+    node, cluster = way()
+    parts, numel = VaryingParts(node), 10_000
+
+    def sent(length: int) -> int:
+        before = cluster.traffic.snapshot()
+        body = body_of(dist.get_rank(), length, length)
+        message = UnreadMessage(body, torch.tensor([length], dtype=torch.int32))
+        under_way = parts.start({1 - dist.get_rank(): message}, [numel, numel], typical_bits=4.0)
+        (came,) = under_way.finish().values()
+        assert torch.equal(came, body_of(1 - dist.get_rank(), length, length))
+        return (cluster.traffic.snapshot() - before).total("node", "gradients", "sent")
+
+    def sent_at(rate: int) -> int:
+        return -(-(16 + 256 - (-numel * rate // 256)) // 16) * 16
+
+    rate = -(-(10_000 - 256) * 256 // numel)
+    assert sent(10_000) == sent_at(rate), "half a byte a value, as is typical, and then the rest"
+    with_margin = rate + rate // 128 + 1
+    assert sent(10_050) == sent_at(with_margin), "it fits, with the margin"
+    sent(200)
+    assert sent(200) == sent_at(1), "a short message has no rate"
 
 
 @on_ranks(2, local=1)
