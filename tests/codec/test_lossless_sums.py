@@ -93,7 +93,7 @@ def test_a_transfer_holds_little_more_than_the_parts_that_cross() -> None:
     node = Communicator(Cluster(laconic.init_mesh("cpu")), "node")
     transfer = LosslessSum(node, Held()).start_reduce_scatter(terms(0, 200_000, torch.bfloat16))
     of_message = 100_000 * 11.5 / 8
-    assert 2.9 * of_message < transfer.nbytes < 3.1 * of_message, "the message, what is sent of it, and what comes"
+    assert 2.9 * of_message < transfer.nbytes < 3.1 * of_message, "messages: as they are coded, sent and received"
 
 
 @on_ranks(3, local=1)

@@ -22,7 +22,7 @@ EXPLAINED: dict[str, str] = {
     "codec/lossless_gradients_numba:_encode: 0 -> 1 #7": "no top is below 6",
     "codec/lossless_gradients_triton:_count_outside: 8 -> 9": "a word has no ninth code",
     "codec/varying:VaryingMessages.finish: 0 -> 1": "no length is that of less than a head",
-    "codec/varying:VaryingParts.start: 1 -> 2 #2": "no rate is told of a message with one value, which is short",
+    "codec/varying:VaryingParts.start: 1 -> 2 #2": "a message with one value is short, so it tells no rate",
     "codec/varying:PartsUnderWay.finish: most > self._rate -> most >= self._rate": "a second transfer of nothing",
     "codec/varying:PartsUnderWay.finish: 0 -> 1 #2": "a byte more of memory",
     "codec/varying:_numbers: -1 -> 1": "no length is that of less than a head",
