@@ -175,8 +175,8 @@ def test_in_a_rehearsal_messages_have_the_typical_length(monkeypatch: pytest.Mon
     """In both trips, at first and later: nobody can read how long they are."""
     lengths = []
     monkeypatch.setattr(lossless_sums, "decode", lambda message, out: lengths.append(len(message)))
-    coded, held = LosslessSum(Rehearsed(), Held()), 1000
+    coded, numel = LosslessSum(Rehearsed(), Held()), 1000
     for _ in range(3):
-        assert sum(1 for _ in coded.sum_in_place(torch.zeros(2 * held, dtype=torch.bfloat16))) == 2
-    typical = held * TYPICAL_BITS[torch.bfloat16] / 8
+        assert sum(1 for _ in coded.sum_in_place(torch.zeros(2 * numel, dtype=torch.bfloat16))) == 2
+    typical = numel * TYPICAL_BITS[torch.bfloat16] / 8
     assert lengths == [math.floor(typical), round(typical)] * 3

@@ -21,11 +21,11 @@ EXPLAINED: dict[str, str] = {
     "codec/lossless_gradients_numba:_encode: step > 1 -> step >= 1": "the upper half twice is zero where it is once",
     "codec/lossless_gradients_numba:_encode: 0 -> 1 #7": "no top is below 6",
     "codec/lossless_gradients_triton:_count_outside: 8 -> 9": "a word has no ninth code",
-    "codec/varying:VaryingMessages.finish: 0 -> 1": "no length is that of less than a head",
+    "codec/varying:VaryingMessages.finish: 0 -> 1": "a message has at least its head",
     "codec/varying:VaryingParts.start: 1 -> 2 #2": "a message with one value is short, so it tells no rate",
     "codec/varying:PartsUnderWay.finish: most > self._rate -> most >= self._rate": "a second transfer of nothing",
     "codec/varying:PartsUnderWay.finish: 0 -> 1 #2": "a byte more of memory",
-    "codec/varying:_numbers: -1 -> 1": "no length is that of less than a head",
+    "codec/varying:_numbers: -1 -> 1": "a message has at least its head",
     "codec/varying:_numbers: 1 -> 2": "the same",
     "codec/base:Codec: 1 -> 2": "all codecs but FloatCodec set their block, and nothing asks FloatCodec for its",
 }

@@ -101,9 +101,8 @@ def _coded(values: Tensor, form: GradientForm) -> Tensor:
     is_live = (exponents.amax(1) | rest.amax(1)) > 0
     exponents, rest = exponents[is_live], rest[is_live]
     tops = _tops(exponents)
-    codes = (tops.unsqueeze(1) - exponents).clamp_(
-        max=OUTSIDE
-    )  # exponents above the top wrap around, and are far below it
+    # exponents above the top wrap around, and are far below it
+    codes = (tops.unsqueeze(1) - exponents).clamp_(max=OUTSIDE)
     rows = torch.cat([rest, pack_bits(codes.view(-1), 3).view(-1, _CODE_BYTES)], dim=1)
     all_tops = torch.zeros_like(is_live, dtype=torch.uint8)
     all_tops[is_live] = tops

@@ -7,7 +7,7 @@ coders of lossless differences and gradients are such operations on a CPU, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -90,11 +90,8 @@ class GradientCoder:
     def encode(self, values: Tensor) -> UnreadMessage:
         """See `lossless_gradients.encode`."""
         buffer, length = values.new_empty(values.nbytes, dtype=torch.uint8), values.new_empty(1, dtype=torch.int64)
-        read: list[Tensor | None] = [
-            *_passes(values, often=_PASSES_OF_GRADIENTS),
-            values,
-            values,
-        ]  # the first for the length
+        # once to find the length, and once to write the message
+        read = [*_passes(values, often=_PASSES_OF_GRADIENTS), values, values]
         _launch(self._machine, _write_gradients, [buffer, length], read)
         return UnreadMessage(buffer, length)
 
@@ -158,7 +155,7 @@ def _read_gradients(out: Tensor, *others: Tensor) -> None:
 
 
 def _launch(
-    machine: Machine, function: Callable[..., None], written: list[Tensor], read: list[Tensor | None], *facts: Any
+    machine: Machine, function: Callable[..., None], written: list[Tensor], read: Sequence[Tensor | None], *facts: Any
 ) -> None:
     """Run `function(*written, *read, *facts)`, if there are values, and write it down as one operation."""
     arguments = (*written, *read, *facts)
