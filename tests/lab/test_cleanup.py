@@ -60,9 +60,11 @@ class RunningLab:
 
     def remains(self) -> dict[str, object]:
         """Return the processes, namespaces and files of the lab that still exist; empty if none does."""
+        # one that is gone stays so: the kernel gives its number to a namespace of another lab
+        self.namespaces = [inode for inode in self.namespaces if traces.network_namespace_is_held(inode)]
         found = {
             "processes": traces.processes_with_marker(self.marker),
-            "namespaces": [inode for inode in self.namespaces if traces.network_namespace_is_held(inode)],
+            "namespaces": self.namespaces,
             "files": list(self.folder.iterdir()),
         }
         return {kind: things for kind, things in found.items() if things}
