@@ -9,7 +9,7 @@ to the file that LACONIC_UNPICKLED names, as a line of JSON. These are no record
 - code that numba has compiled, and keeps beside Python's own in `__pycache__`;
 - `torch.load(weights_only=True)`, which has an unpickler of its own;
 - the metadata of checkpoints, read by a class that builds DCP's own records and nothing else (checkpoint/storage.py);
-- what a script unpickles that the lab's worker runs (lab/worker.py);
+- what a script unpickles that the lab's worker runs (lab/worker.py), or a function that `laconic.rehearse` runs;
 - what Lightning and torch read when laconic's strategy calls Lightning's own loader (`load_checkpoint`);
 - the texts that ranks of a TRL trainer gather for its log, when laconic's mixin calls the trainer.
 """
@@ -24,6 +24,7 @@ import warnings
 
 VARIABLE = "LACONIC_UNPICKLED"
 _PACKAGE = os.path.join("src", "laconic", "")
+_REHEARSE = os.path.join("src", "laconic", "rehearse", "")
 _NO_WIRE = (os.path.join("multiprocessing", ""), os.path.join("multiprocess", ""), os.path.join("numba", "core", ""))
 _RUNS_SCRIPTS = os.path.join("lab", "worker.py")
 _RESTRICTED = "_MetadataUnpickler"
@@ -41,7 +42,7 @@ def _note(unpickler=None):
     if any(cls.__name__ == _RESTRICTED for cls in type(unpickler).__mro__):
         return
     # Frame by frame, and no text of source lines: ranks unpickle a thousand times in a test, mostly without laconic.
-    while frame is not None and _PACKAGE not in frame.f_code.co_filename:
+    while frame is not None and (_PACKAGE not in frame.f_code.co_filename or _REHEARSE in frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None or frame.f_code.co_filename.endswith(_RUNS_SCRIPTS):
         return

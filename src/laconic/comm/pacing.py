@@ -21,12 +21,12 @@ needs first comes first.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -134,7 +134,7 @@ class _Pump:
     """The thread that posts the pieces of all exchanges of this process."""
 
     def __init__(self) -> None:
-        self._exchanges: SimpleQueue[PacedExchange] = SimpleQueue()
+        self._exchanges: queue.SimpleQueue[PacedExchange] = queue.SimpleQueue()
         self._paces: weakref.WeakKeyDictionary[dist.ProcessGroup, _Pace] = weakref.WeakKeyDictionary()
         threading.Thread(target=self._run, name="laconic-pacing", daemon=True).start()
 

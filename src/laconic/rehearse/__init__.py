@@ -1,7 +1,8 @@
 """Programs that run, unchanged, as one rank of a cluster that is not there, and what a run of one shows.
 
-`run` writes the tape of a program; `rehearsal` is the same for code that wants more than one. Readers of a tape are in
-the files of their names. docs/races.md says what the order of a tape proves.
+`ranks` runs all ranks of a job in this process, with real values: in_process.py. The rest plays one rank. `run` writes
+the tape of a program; `rehearsal` is the same for code that wants more than one. Readers of a tape are in the files of
+their names. docs/races.md says what the order of a tape proves.
 """
 
 from __future__ import annotations
@@ -12,13 +13,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from laconic.rehearse.in_process import Kill, RankError, ranks
 from laconic.rehearse.machine import Machine
 from laconic.rehearse.modes import accelerator
 from laconic.rehearse.order import Beside, Race, overlap, races
 from laconic.rehearse.tape import Tape
+from laconic.rehearse.turns import DeadlockError
 from laconic.rehearse.world import World, one_rank
 
-__all__ = ["Beside", "Machine", "Race", "Tape", "mark", "overlap", "races", "rehearsal", "run", "without_collector"]
+__all__ = [
+    "Beside", "DeadlockError", "Kill", "Machine", "Race", "RankError", "Tape", "mark", "overlap", "races", "ranks",
+    "rehearsal", "run", "without_collector",
+]  # fmt: skip
 
 _machines: list[Machine] = []
 

@@ -1,0 +1,327 @@
+"""All ranks of a job in this process, as threads that take turns: multi-node logic in a plain test.
+
+`ranks` calls a function as torchrun would start a script, once for each rank. The function may start the process group
+itself, or let `laconic.init_mesh` do so. Values are real; nothing opens a socket, and nothing waits for a clock.
+[Note: Turns] in turns.py and [Note: Mailboxes] in mail.py say how.
+
+[Note: State of a process]
+A rank believes that it has a process of its own. What belongs to a process is swapped when the turn goes to another
+rank: the environment, the states of random numbers, torch.distributed's groups, the streams and filters of `sys` and
+`warnings`, and what laconic keeps by process. Modules, their functions and classes, and caches of values are shared:
+a rank that replaces a function replaces it for all.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import random
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh
+from torch.distributed import distributed_c10d as c10d
+
+from laconic.comm.groups import REHEARSED
+from laconic.rehearse.blocking import cooperating
+from laconic.rehearse.mail import MAIL, Letter, MailGroup, Post
+from laconic.rehearse.turns import DeadlockError, Stopped, Turns, player
+
+__all__ = ["DeadlockError", "Kill", "Letter", "RankError", "ranks"]
+
+
+class RankError(RuntimeError):
+    """A rank has failed; the message has its traceback, and `__cause__` is its error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """A rank dies as if its process were killed: it gets no turn any more."""
+
+    rank: int
+    turn: int
+    """The turn at the beginning of which it dies, counted from 0; a rank gets a turn when a wait of its is over."""
+
+
+_PER_PROCESS: list[tuple[str, str]] = [
+    ("sys", "stdout"), ("sys", "stderr"), ("sys", "argv"),
+    ("warnings", "filters"), ("warnings", "showwarning"), ("warnings", "_showwarnmsg_impl"),
+    ("laconic.comm.pacing", "_pump"), ("laconic.comm.groups", "_started_bytes"),
+    ("laconic.comm.failure", "_peer_timeout_s"), ("laconic.comm.watch", "_after_s"),
+    ("laconic.islands.elastic", "_entered"), ("laconic.train.lock", "_held"), ("laconic.shard.crossing", "_all"),
+    ("laconic.guard.comparison", "_unsettled"), ("laconic.store.folder", "on_crash_point"),
+    ("torch.distributed.tensor._random", "_rng_tracker"),
+]  # fmt: skip
+"""Variables of modules that belong to a process: [Note: State of a process]. A new rank has copies of what is there."""
+_PER_PROCESS_OBJECTS = [("laconic.comm.journal", "here")]
+"""Objects that other modules import by name; their attributes are swapped."""
+
+
+def _world() -> Any:
+    """What torch.distributed knows of its groups, for one rank; under the names of its own `_World`."""
+    return SimpleNamespace(
+        default_pg=None, pg_map={}, pg_names={}, pg_group_ranks={}, pg_backend_config={}, group_count=0,
+        tags_to_pg={}, pg_to_tag={}, pg_coalesce_state={}, comms=[], pg_config_info=[], pg_default_device={},
+    )  # fmt: skip
+
+
+@dataclass
+class _State:
+    """What the process of one rank would have: [Note: State of a process]."""
+
+    world: Any = field(default_factory=_world)
+    environment: dict[Any, Any] = field(default_factory=dict)
+    variables: list[Any] = field(default_factory=list)
+    objects: list[dict[str, Any]] = field(default_factory=list)
+    torch_random: Any = None
+    random: Any = None
+    bit_generator: Any = None
+    """numpy's own; a copy for each rank."""
+
+
+class _Processes:
+    """The states of all ranks, of which one is in place."""
+
+    def __init__(self, environments: Sequence[dict[str, str]]) -> None:
+        self._modules = [(sys.modules[module], name) for module, name in _PER_PROCESS if module in sys.modules]
+        self._objects = [
+            getattr(sys.modules[module], name) for module, name in _PER_PROCESS_OBJECTS if module in sys.modules
+        ]
+        self.are_over = False
+        self._states, self._in_place = {-1: self._now()}, -1
+        for rank, environment in enumerate(environments):
+            state = self._now()
+            encoded = {os.environ.encodekey(name): os.environ.encodevalue(value) for name, value in environment.items()}
+            state.environment = state.environment | encoded
+            state.variables = [_fresh(value) for value in state.variables]
+            state.objects = [vars(type(each)()) for each in self._objects]
+            state.world, state.bit_generator = _world(), copy.deepcopy(state.bit_generator)
+            self._states[rank] = state
+
+    def change(self, before: int, after: int) -> None:
+        """Put the state of the rank `before` aside, and that of the rank `after` in place."""
+        if self.are_over:  # a rank that did not wait until now ends
+            return
+        self._states[before] = self._now()
+        self._put(self._states[after])
+        self._in_place = after
+
+    def leave(self) -> None:
+        """Put the state in place that was there before the first rank came."""
+        self.change(self._in_place, -1)
+        self.are_over = True
+
+    def world_of(self, rank: int) -> Any:
+        """The groups of the rank whose state is in place, or of another one."""
+        return c10d._world if (me := player()) is not None and me.rank == rank else self._states[rank].world
+
+    def _now(self) -> _State:
+        numpy = sys.modules.get("numpy.random")
+        return _State(
+            world=c10d._world,
+            environment=dict(os.environ._data),  # type: ignore[attr-defined]
+            variables=[getattr(module, name) for module, name in self._modules],
+            objects=[dict(vars(each)) for each in self._objects],
+            torch_random=torch.default_generator.get_state(),
+            random=random.getstate(),
+            bit_generator=None if numpy is None else numpy.get_bit_generator(),
+        )
+
+    def _put(self, state: _State) -> None:
+        c10d._world = state.world
+        now: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
+        if now != state.environment:
+            for key in now.keys() - state.environment.keys():
+                os.unsetenv(key)
+            for key, text in state.environment.items() - now.items():
+                os.putenv(key, text)
+            now.clear()
+            now.update(state.environment)
+        for (module, name), value in zip(self._modules, state.variables, strict=True):
+            setattr(module, name, value)
+        for each, attributes in zip(self._objects, state.objects, strict=True):
+            vars(each).clear()
+            vars(each).update(attributes)
+        torch.default_generator.set_state(state.torch_random)
+        random.setstate(state.random)
+        if state.bit_generator is not None:
+            sys.modules["numpy.random"].set_bit_generator(state.bit_generator)
+
+
+def _fresh(value: Any) -> Any:
+    """What a new process has in place of a value: containers of their own, and no threads of others."""
+    if isinstance(value, list):
+        return list(value)
+    if type(value).__name__ == "WeakSet":
+        return type(value)()
+    return None if type(value).__module__.startswith(("laconic.", "torch.")) else value
+
+
+def ranks(
+    function: Callable[..., Any],
+    *arguments: Any,
+    nodes: int = 1,
+    local: int = 1,
+    seed: int | None = None,
+    faults: Sequence[Kill] = (),
+    on_message: Callable[[Letter], None] | None = None,
+    goes_on: bool = False,
+    timeout_s: float = 120.0,
+) -> list[Any]:
+    """Call `function(*arguments)` on all ranks of a cluster, in this process, and return the results by rank.
+
+    Every rank is a thread with torchrun's environment, and thinks that it is a process: [Note: State of a process].
+    The backend is Gloo to whoever asks; tensors are on the CPU. Ranks take turns, in one order, so each run has the
+    same result: [Note: Turns] in turns.py.
+
+    Args:
+        function: what each rank runs, as the main function of a script.
+        arguments: the same objects for all ranks, so what a rank changes is made in the function.
+        nodes: the number of nodes.
+        local: the number of ranks on each node.
+        seed: of another order of turns, in which nothing should come out differently.
+        faults: which ranks die, and when. Then, too, the others go on.
+        on_message: called with each message and each part of a collective before others can read it. It may change the
+            tensors, or raise, on the rank that sends.
+        goes_on: True if the others go on where a rank fails. They lose their connections to it. The result of a rank
+            that failed is its error; of one that died, None.
+        timeout_s: the seconds, of the real clock, that the whole may take.
+
+    Raises:
+        RankError: a rank failed, and `goes_on` is False.
+        DeadlockError: no rank can go on. The message says which transfer each one waits for.
+        TimeoutError: the ranks have not ended in time: one of them runs without a wait.
+        RuntimeError: this process is a rank already.
+    """
+    if dist.is_initialized() or _posts:
+        raise RuntimeError("this process is a rank already: call `ranks` outside of ranks and of process groups")
+    size = nodes * local
+    results: list[Any] = [None] * size
+    errors: dict[int, BaseException] = {}
+    num_turns = [0] * size
+    deaths = {(fault.rank, fault.turn) for fault in faults}
+    goes_on = goes_on or bool(deaths)
+    processes = _Processes([_environment(rank, size, local) for rank in range(size)])
+
+    def at_turn(rank: int) -> None:
+        number, num_turns[rank] = num_turns[rank], num_turns[rank] + 1
+        if (rank, number) in deaths:
+            turns.die(rank)
+
+    def begin_thread(rank: int) -> None:
+        for group, name in processes.world_of(rank).pg_names.items():
+            torch._C._distributed_c10d._register_process_group(name, group)
+
+    turns = Turns(change=processes.change, begin_thread=begin_thread, at_turn=at_turn, seed=seed)
+    post = Post(turns, on_message)
+
+    def body(rank: int) -> None:
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                results[rank] = function(*arguments)
+        except Stopped:
+            raise
+        except BaseException as error:  # SystemExit, too: the process would end
+            errors[rank] = error
+            if not goes_on:
+                turns.fail(error)
+        finally:
+            if dist.is_initialized() and not processes.are_over:
+                dist.destroy_process_group()
+
+    with _groups_of(post), cooperating():
+        try:
+            turns.run([partial(body, rank) for rank in range(size)], timeout_s=timeout_s)
+        finally:
+            processes.leave()
+    first = next(iter(errors.items()), None)
+    if first is not None and not goes_on:
+        rank, error = first
+        if isinstance(error, DeadlockError):
+            raise DeadlockError(str(error)) from None
+        trace = "".join(traceback.format_exception(error))
+        raise RankError(f"rank {rank} failed:\n{trace}") from error
+    return [errors.get(rank, result) for rank, result in enumerate(results)]
+
+
+def _environment(rank: int, size: int, local: int) -> dict[str, str]:
+    """The variables that torchrun sets for a rank."""
+    numbers = {
+        "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local,
+        "GROUP_RANK": rank // local, "GROUP_WORLD_SIZE": size // local, "MASTER_PORT": 1,
+    }  # fmt: skip
+    return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
+
+
+@contextmanager
+def _groups_of(post: Post) -> Iterator[None]:
+    """Let torch.distributed make groups of mailboxes where it would make groups of Gloo."""
+    if MAIL.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(MAIL, _make_group, extended_api=True, devices=["cpu"])
+    make, hook = c10d._new_process_group_helper, sys.excepthook
+
+    def make_group(size: int, rank: int, members: Any, backend: Any, *rest: Any, **options: Any) -> Any:
+        if player() is None or str(backend) in ("fake", REHEARSED):  # one rank of a cluster that is not there
+            return make(size, rank, members, backend, *rest, **options)
+        names = {entry.rpartition(":")[2] for entry in str(backend).split(",")}
+        if not names & {"gloo", "undefined"}:
+            raise ValueError(f"ranks in one process have no backend {str(backend)!r}: their tensors are on the CPU")
+        group, store = make(size, rank, members, MAIL, *rest, **options)
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            c10d._world.pg_map[group] = (dist.Backend.GLOO, store)
+            c10d._world.pg_backend_config[group] = "cpu:gloo"
+        return group, store
+
+    def meet(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+        yield post.store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+    _posts.append(post)
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
+    try:
+        with ExitStack() as patches:
+            patches.enter_context(mock.patch.object(c10d, "_new_process_group_helper", make_group))
+            patches.enter_context(mock.patch.object(device_mesh, "threading", _ThreadsOfRanks(next(_runs))))
+            patches.enter_context(mock.patch.dict(handlers, {"env": meet}))
+            yield
+    finally:
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
+        _posts.pop()
+        sys.excepthook = hook
+
+
+class _ThreadsOfRanks:
+    """The module `threading` for torch's meshes, which tell ranks in one process by their threads.
+
+    The kernel gives the number of a thread that has ended to a new one, and what torch has cached for a mesh would be
+    found again for another rank. So here a rank has a number of its own, with all of its threads.
+    """
+
+    local = threading.local
+
+    def __init__(self, run: int) -> None:
+        self._run = run
+
+    def get_ident(self) -> int:
+        """The number of the rank that asks, or that of another thread."""
+        me = player()
+        return threading.get_ident() if me is None else -1 - me.rank - (self._run << 20)
+
+
+_runs = itertools.count()
+_posts: list[Post] = []
+
+
+def _make_group(options: Any, backend_options: Any) -> MailGroup:
+    return MailGroup(_posts[-1], options)
