@@ -5,9 +5,9 @@
     python -m tests.faults --quick                    a small fixed sample of each, printed only
 
 A campaign is a function that `campaign_row` registers. The suite runs a small fixed sample of the same code. RESULTS.md
-has five sections: `trust` has faults from outside, `device` what an accelerator would show, `mend` every member of a
-class of defects that was mended, `parity` random programs beside the same programs without laconic, and `publish` what
-befalls published weights.
+has six sections: `trust` has faults from outside, `device` what an accelerator would show, `mend` every member of a
+class of defects that was mended, `parity` random programs beside the same programs without laconic, `publish` what
+befalls published weights, and `suite` ranks in one process beside processes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 
 # They register the campaigns, in the order of the tables.
 from tests.faults import (  # isort: skip  # noqa: F401
+    in_process,
     races,
     lanes,
     kernels,

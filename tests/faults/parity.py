@@ -8,7 +8,6 @@ and printed. It needs hypothesis, which the `dev` extra brings.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 
@@ -65,18 +64,17 @@ def _try_trees(
     """
     began, by_world, findings = time.monotonic(), {}, Findings()
     share = -(-(quick if bench.quick else _NUM_TREES) // len(worlds))
-    with contextlib.ExitStack() as stack:
-        pools = {world: stack.enter_context(Pool(world)) for world in worlds}
-        for world, pool in pools.items():
-            found, seed = Findings(), first_seed + 1000 * world
-            while found.num_valid < share:
-                explore(pool, min(batch, share - found.num_valid), seed, found)
-                seed += 1
-                print(f"  {world} ranks: {found.kinds}", file=sys.stderr, flush=True)
-            by_world[world] = found.num_valid
-            findings.merge(found)
-        seconds = time.monotonic() - began
-        print(findings.report(pools), file=sys.stderr, flush=True)
+    pools = {world: Pool(world) for world in worlds}
+    for world, pool in pools.items():
+        found, seed = Findings(), first_seed + 1000 * world
+        while found.num_valid < share:
+            explore(pool, min(batch, share - found.num_valid), seed, found)
+            seed += 1
+            print(f"  {world} ranks: {found.kinds}", file=sys.stderr, flush=True)
+        by_world[world] = found.num_valid
+        findings.merge(found)
+    seconds = time.monotonic() - began
+    print(findings.report(pools), file=sys.stderr, flush=True)
     parts = ", ".join(f"{number} on {world}" for world, number in by_world.items())
     refusals = "; ".join(each for each in findings.failures if each.startswith("refused"))
     account = (

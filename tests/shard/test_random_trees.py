@@ -24,11 +24,11 @@ _FAILURES = ("differs", "foreign", "refused")
 )
 def test_sharded_trees_equal_unsharded_ones(world: int, num_cases: int) -> None:
     findings = Findings()
-    with Pool(world) as pool:
-        assert pool.check(_without_rows(world)).kind == "equal"
-        explore(pool, num_cases, first_seed=world, findings=findings)
-        has_failed = any(kind in findings.kinds for kind in _FAILURES)
-        assert not has_failed, findings.report({world: pool})
+    pool = Pool(world)
+    assert pool.check(_without_rows(world)).kind == "equal"
+    explore(pool, num_cases, first_seed=world, findings=findings)
+    has_failed = any(kind in findings.kinds for kind in _FAILURES)
+    assert not has_failed, findings.report({world: pool})
     assert findings.kinds["equal"] >= num_cases // 2
 
 
