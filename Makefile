@@ -13,7 +13,7 @@ PEERS := deepspeed einops hjson msgpack ninja py-cpuinfo 'torchft; python_versio
 	$(addprefix opentelemetry-,api sdk proto semantic-conventions exporter-http-transport exporter-otlp-common \
 	exporter-otlp-proto-common exporter-otlp-proto-http)
 
-.PHONY: demo test oldest campaigns lint docs browser bench gpu install clean
+.PHONY: demo test test-all oldest campaigns lint docs browser bench gpu install clean
 
 install: $(VENV)/.installed
 
@@ -40,11 +40,17 @@ $(VENV)/.installed: $(VENV)/.trainer
 demo: $(VENV)/.trainer
 	$(BIN)/laconic compare --demo --out runs/demo
 
-# Three workers, a file each: tests wait for processes and sockets for a third of their time. conftest.py orders
-# the files, the longest first. Hundreds of processes import laconic; without its bytecode, each takes a second for that.
-test campaigns: export PYTHONDONTWRITEBYTECODE :=
+# Tests that stay in this process: CONTRIBUTING.md says what a tier may touch. They compute all the time, so two workers
+# have as many processors.
+test test-all campaigns: export PYTHONDONTWRITEBYTECODE :=
 test: install
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10
+
+# Tests with processes, sockets, clocks, and libraries of others, and those that compute for long. Three workers, a file each: they wait for a third of
+# their time. conftest.py orders the files, the longest first. Hundreds of processes import laconic; without its
+# bytecode, each takes a second for that.
+test-all: install
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 -m '(machine or heavy) and not campaign'
 
 # The core with the oldest torch that it supports, in an environment of its own, which takes some GB: pip has that torch
 # with CUDA only.
@@ -54,7 +60,7 @@ oldest:
 	$(OLDEST)/bin/python -m pip install --quiet torch==2.11.0 transformers peft hypothesis pytest-timeout pytest-xdist
 	PYTHONPATH=src $(OLDEST)/bin/python -m pytest -n 3 tests/codec tests/guard tests/optim tests/ragged tests/rehearse tests/shard
 
-# The tests that `make test` leaves out, because they are heavy by nature: see CONTRIBUTING.md.
+# The tests that both leave out, because they are heavy by nature: see CONTRIBUTING.md.
 campaigns: install
 	$(BIN)/python -m pytest -n 2 --dist load --durations=10 -m campaign
 

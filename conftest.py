@@ -9,10 +9,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch.distributed as dist
 
-pytest_plugins = ("tests.support.times",)
+pytest_plugins = ("tests.support.tiers", "tests.support.times")
+
+# The same examples in each run: a failure is never a matter of luck.
+hypothesis.settings.register_profile("laconic", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("laconic")
 
 # A shell's background job, and many a CI runner, starts with SIGINT ignored, and children inherit that. Tests send it
 # to their children.

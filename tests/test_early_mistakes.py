@@ -9,6 +9,8 @@ import pytest
 import laconic
 from tests.faults.wrong_key import MISTAKES, Mistake, problem_of, timed
 
+pytestmark = pytest.mark.machine
+
 _HEAVY = ("torch", "transformers", "datasets", "numpy")
 _SCRIPT = f"""
 import sys

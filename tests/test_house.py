@@ -5,7 +5,11 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.support.house import report
+
+pytestmark = pytest.mark.machine
 
 
 def write(root: Path, name: str, lines: int) -> None:

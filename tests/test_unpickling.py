@@ -78,6 +78,7 @@ def test_the_index_of_a_dcp_folder_names_nothing_but_records(module: str, name: 
     assert not Path(victim).exists()
 
 
+@pytest.mark.machine
 def test_ranks_and_other_processes_record_too(unpickled: Path) -> None:
     run_ranks(run, 2, "loads", INSIDE)
     assert len(records(unpickled)) == 2

@@ -267,6 +267,7 @@ def load_newest(folder: str) -> tuple[int, dict[str, torch.Tensor]]:
 STRATEGIES = ("laconic", "fsdp2", "ddp")
 
 
+@pytest.mark.machine
 def test_saving_in_the_background_changes_nothing(tmp_path: Path) -> None:
     configs = []
     for strategy in STRATEGIES:

@@ -20,6 +20,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Outco
     return folder, run_ranks(train, 2, str(folder), "laconic", 6)
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("strategy", ["laconic", "fsdp2", "ddp"])
 def test_resumed_run_equals_unbroken_run(strategy: str, tmp_path: Path) -> None:
     whole = run_ranks(train, 2, str(tmp_path / "whole"), strategy, 4, 0)
@@ -43,6 +44,7 @@ def reached(unbroken: tuple[Path, list[Outcome]], tmp_path_factory: pytest.TempP
     return overwrite(unbroken[0], tmp_path_factory.mktemp("reached") / "run", None)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("point", CrashPoint)
 def test_kill_during_save_resumes_bit_equal(
     point: CrashPoint, unbroken: tuple[Path, list[Outcome]], reached: list[Outcome], tmp_path: Path
@@ -69,6 +71,7 @@ def test_first_save_killed_starts_anew(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-2"]
 
 
+@pytest.mark.machine
 def test_other_numbers_of_ranks_and_strategies_load_it(unbroken: tuple[Path, list[Outcome]]) -> None:
     folder, expected = unbroken
     reference, moments = run_ranks(load_only, 2, str(folder), "laconic")[0]

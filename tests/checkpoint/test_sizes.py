@@ -38,6 +38,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, See
     return folder, seen
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("world_size", "local"), [(3, 3), (1, 1), pytest.param(6, 3, marks=pytest.mark.campaign)])
 def test_any_number_of_ranks_loads_it(world_size: int, local: int, saved: tuple[Path, dict[str, Seen]]) -> None:
     folder, expected = saved
@@ -46,6 +47,7 @@ def test_any_number_of_ranks_loads_it(world_size: int, local: int, saved: tuple[
             assert_same(seen[name], expected[name], f"{name} on rank {rank}")
 
 
+@pytest.mark.heavy
 def test_fsdp2_reads_and_is_read(tmp_path: Path) -> None:
     """FSDP2 on 4 ranks -> laconic on 3, and laconic on 4 -> FSDP2 on 3, in every usual layout."""
     expected = run_ranks(save_both_ways, 4, str(tmp_path), local=2)[0]

@@ -16,6 +16,7 @@ from laconic.codec.rotation import rotated_numel
 BLOCKED = [name for name, codec in CODECS.items() if isinstance(codec, BlockCodec)]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", BLOCKED)
 def test_a_graph_of_all_sizes_has_the_bits_of_the_chain(name: str) -> None:
     codec = CODECS[name]

@@ -78,6 +78,7 @@ def check(name: str, held: Tensor, new: Tensor, last: Tensor | None, *, by_naive
     return len(payload)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("numel", SIZES)
 def test_payloads_and_results_are_those_of_one_value_at_a_time(name: str, numel: int) -> None:
@@ -91,12 +92,14 @@ def test_payloads_and_results_are_those_of_one_value_at_a_time(name: str, numel:
         check(name, held, new, None)
 
 
+@pytest.mark.heavy
 def test_codes_are_chosen_by_every_second_of_nine_tiles() -> None:
     before, held, new = trained("bfloat16", 8 * TILE + 77, 1e-3)
     new[TILE : 2 * TILE] = random_patterns("bfloat16", TILE, 0)  # not in the sample
     check("bfloat16", held, new, last_difference(before, held))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("numel", [30, 1000, TILE + 600])
 def test_any_patterns_become_any_others(name: str, numel: int) -> None:
@@ -112,6 +115,7 @@ def test_any_patterns_become_any_others(name: str, numel: int) -> None:
     check(name, held, new, None)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("step", [1e-2, 1e-3, 1e-5])
 def test_few_wild_values_among_calm_ones(step: float) -> None:
     """They are escapes of Rice codes and of buckets. What is held gives the scale of its block, which then is none."""
@@ -143,6 +147,7 @@ def test_odd_mixtures(data: st.DataObject, name: str) -> None:
     check(name, held, new, last)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", DTYPES)
 def test_a_tile_without_any_rule_is_sent_as_it_is(name: str) -> None:
     before, held, new = trained(name, 2 * TILE + 600, 1e-3)
@@ -170,6 +175,7 @@ def check_pairs(held: Tensor, new: Tensor, *, ways: Sequence[str] = WAYS) -> Non
             assert torch.equal(bits_of(decode(old_part, payload)), bits_of(new_part))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_new_pattern_after_some_held_ones(dtype: torch.dtype) -> None:
     new, generator = all_patterns(dtype), torch.Generator().manual_seed(0)
@@ -268,6 +274,7 @@ def test_no_values_take_no_bytes() -> None:
     assert decode(none, torch.empty(0, dtype=torch.uint8)).dtype == torch.bfloat16
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("numel", "has_last"), [(3 * BLOCK, True), (2 * TILE + 100, True), (3 * BLOCK, False)])
 def test_damaged_payloads_are_refused_or_give_other_values(numel: int, has_last: bool) -> None:
     """No read beyond the payload and no endless loop; equal sizes cannot be told, and digests are the engine's."""

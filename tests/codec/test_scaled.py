@@ -33,6 +33,7 @@ def scale_of(weight_format: ScaledFormat, whole: Tensor) -> Tensor | None:
     return weight_format.matrix_scale(weight_format.largest_of(whole)) if weight_format.has_matrix_scale else None
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("shape", [(1, 16), (131, 48), (257, 144)])
 def test_a_matrix_is_rounded_block_by_block(name: str, shape: tuple[int, int]) -> None:
@@ -92,6 +93,7 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(48, 160), nn.GELU(), nn.Linear(160, 16, bias=False))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rounds_input", [True, False])
 @pytest.mark.parametrize("name", FORMATS)

@@ -202,6 +202,7 @@ def test_other_values_are_refused(value: object, problem: str) -> None:
         ranks.on_rank_0(lambda: {"result": object()}, "no")
 
 
+@pytest.mark.machine
 @on_ranks(2)
 def test_bytes_that_are_no_value_are_named() -> None:
     """Rank 1 sends what is no message: another collective, a damaged header, damaged text, a damaged rest."""
@@ -230,6 +231,7 @@ def test_bytes_that_are_no_value_are_named() -> None:
         assert "all ranks must make the same calls" in problem
 
 
+@pytest.mark.machine
 @on_ranks(2)
 def test_short_values_take_one_trip() -> None:
     """A longer one takes a second trip with the rest of the longest: 12 bytes of header and 102 of JSON in all."""

@@ -148,6 +148,7 @@ def test_a_row_has_two_levels_if_its_ranks_lie_regularly_on_machines_of_four(
     assert cluster_module._side_by_side(torch.tensor(rows), 4) == num_local
 
 
+@pytest.mark.machine
 @on_ranks(3, local=2)
 def test_irregular_meshes_are_one_level() -> None:
     mesh = init_device_mesh("cpu", (3,))
@@ -215,6 +216,7 @@ def test_ranks_beside_others_have_no_replicas() -> None:
     assert laconic.Cluster.of(half).replicas is None
 
 
+@pytest.mark.machine
 @on_ranks(1)
 def test_a_new_default_process_group_has_clusters_of_its_own() -> None:
     old = laconic.Cluster.of(default_mesh())
@@ -248,6 +250,7 @@ def job_timeout() -> None:
     dist.barrier()  # rank 0 holds the store, which others may still read
 
 
+@pytest.mark.machine
 def test_groups_inherit_the_timeout_of_the_job() -> None:
     launch(job_timeout, num_ranks=4, num_local=2, timeout_s=60, backend=None)
 
@@ -262,6 +265,7 @@ def job_fake() -> None:
         assert dist.get_backend(group) == "fake"
 
 
+@pytest.mark.machine
 def test_one_process_can_play_a_rank_of_many() -> None:
     launch(job_fake, num_ranks=1, timeout_s=60, backend=None)
 
@@ -291,6 +295,7 @@ def job_threads() -> None:
     assert [node_rank for _, _, node_rank in results] == [0, 1]
 
 
+@pytest.mark.machine
 def test_threads_that_play_ranks_have_clusters_of_their_own() -> None:
     launch(job_threads, num_ranks=1, timeout_s=60, backend=None)
 
@@ -314,6 +319,7 @@ def test_nodes_of_unequal_size_are_refused_on_every_rank() -> None:
         laconic.init_mesh("cpu")
 
 
+@pytest.mark.machine
 def test_without_a_launcher_the_error_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -323,6 +329,7 @@ def test_without_a_launcher_the_error_names_what_is_missing(monkeypatch: pytest.
         laconic.init_mesh("cpu")
 
 
+@pytest.mark.machine
 @on_ranks(3)
 def test_the_default_mesh_follows_the_accelerator() -> None:
     """The default mesh follows the machine's accelerator, and each rank takes the device of its local rank."""
@@ -343,6 +350,7 @@ def test_the_default_mesh_follows_the_accelerator() -> None:
     assert cluster.device == torch.device("xpu", dist.get_rank() % 2)
 
 
+@pytest.mark.machine
 @on_ranks(1)
 def test_the_process_group_is_started_when_needed() -> None:
     dist.destroy_process_group()
@@ -386,6 +394,7 @@ def job_uneven_ends(members: list[int]) -> list[float]:
     return sums
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("members", [[0, 1], [2, 0], [0, 1, 2]])
 def test_a_group_is_made_again_although_some_ranks_still_hold_the_last(members: list[int]) -> None:
     all_sums = run_ranks(job_uneven_ends, 3, members, local=1)

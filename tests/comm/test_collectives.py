@@ -281,6 +281,7 @@ def test_islands_sum_gradients(num_islands: int) -> None:
     run_ranks(job_replicas, 2 * num_islands, local=2)
 
 
+@pytest.mark.machine
 @on_ranks(3)
 def test_a_backend_with_streams_runs_collectives_on_the_current_one() -> None:
     """As on an accelerator: the backend's collectives without `async_op`, and an event for the work."""
@@ -309,6 +310,7 @@ def test_a_backend_with_streams_runs_collectives_on_the_current_one() -> None:
     assert issued == [False, False, False]
 
 
+@pytest.mark.machine
 @on_ranks(4, local=2)
 def test_transfers_show_in_comm_debug_mode() -> None:
     from torch.distributed.tensor.debug import CommDebugMode

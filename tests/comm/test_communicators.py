@@ -116,6 +116,7 @@ SHAPES = {
 """The communicators of each shape (islands, nodes, local), by what they are for."""
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("shape", SHAPES)
 def test_groups_are_split_along_axes_on_all_ranks_in_one_order(shape: tuple[int, int, int]) -> None:
     num_ranks = math.prod(shape)
@@ -134,6 +135,7 @@ def test_groups_are_split_along_axes_on_all_ranks_in_one_order(shape: tuple[int,
     assert all(theirs == kinds[0] for theirs in kinds), "a split takes all ranks"
 
 
+@pytest.mark.machine
 def test_without_a_bound_device_groups_are_made_and_begin_when_used() -> None:
     for shape in ((1, 2, 3), (2, 3, 1)):
         groups, events, started = launch(_made_by, 1, shape, False, num_ranks=1, timeout_s=60, backend=None)[0]
@@ -147,6 +149,7 @@ def _lines_of_the_doctor() -> list[str]:
     return list(_communicator_lines(laconic.Cluster.of(laconic.init_mesh("cuda", nodes=2, local=3))))
 
 
+@pytest.mark.machine
 def test_the_doctor_names_them_and_says_what_they_took() -> None:
     (line,) = launch(_lines_of_the_doctor, num_ranks=1, timeout_s=60, backend=None)[0]
     assert "5 communicators (default, all; gather node; gather local; reduce node; reduce local)" in line
@@ -167,6 +170,7 @@ def _part_of_a_mesh() -> Any:
     return made, list(cluster.communicators)
 
 
+@pytest.mark.machine
 def test_a_part_of_a_mesh_makes_its_own_communicator_which_begins_at_once() -> None:
     made, names = launch(_part_of_a_mesh, num_ranks=1, timeout_s=60, backend=None)[0]
     assert names == ["default", "all, gather node", "reduce node"]
@@ -184,6 +188,7 @@ def _shared_in_rehearsals() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.machine
 def test_on_gloo_nothing_is_shared() -> None:
     found = launch(_shared_in_rehearsals, num_ranks=1, timeout_s=60, backend=None)[0]
     assert found["nccl 3 1"] == SHAPES[1, 3, 1]
@@ -252,6 +257,7 @@ def _bound_by_laconic(by_mesh: bool, num_local: int = 1) -> list[Any]:
     return bound
 
 
+@pytest.mark.machine
 def test_laconic_binds_the_group_that_it_starts() -> None:
     by_mesh, by_command = (
         launch(_bound_by_laconic, each, num_ranks=1, timeout_s=60, backend=None)[0] for each in (True, False)
@@ -260,6 +266,7 @@ def test_laconic_binds_the_group_that_it_starts() -> None:
     assert by_command == [("nccl", CUDA)]
 
 
+@pytest.mark.machine
 def test_ranks_that_share_a_device_talk_over_gloo() -> None:
     """NCCL refuses two ranks on one device."""
     (found,) = launch(_bound_by_laconic, False, 3, num_ranks=1, timeout_s=60, backend=None)
@@ -275,5 +282,6 @@ def _sum_on_the_host() -> tuple[bool, float]:
         return group is dist.group.WORLD, number.item()
 
 
+@pytest.mark.machine
 def test_a_command_has_a_group_for_the_host_beside_the_script_s_own() -> None:
     assert launch(_sum_on_the_host, num_ranks=1, timeout_s=60, backend=None) == [(False, 3.0)]

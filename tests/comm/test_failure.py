@@ -40,6 +40,7 @@ def job_record() -> tuple[str, str, str]:
     return before, answer, later
 
 
+@pytest.mark.machine
 def test_the_first_failure_is_the_one_that_every_other_rank_learns() -> None:
     results = run_ranks(job_record, 5)
     assert [before for before, _, _ in results] == [""] * 5
@@ -66,6 +67,7 @@ def job_fail(kind: str) -> str:
     return "no error"
 
 
+@pytest.mark.machine
 def test_a_rank_that_fails_later_shows_the_first_failure() -> None:
     later, first = run_ranks(job_fail, 2, "error")
     assert first == "RuntimeError: the disk is on fire"
@@ -73,10 +75,12 @@ def test_a_rank_that_fails_later_shows_the_first_failure() -> None:
     assert "RuntimeError: the disk is on fire" in later
 
 
+@pytest.mark.machine
 def test_job_errors_stay_as_they_are() -> None:
     assert run_ranks(job_fail, 2, "both") == ["JobError: no corpus", "JobError: the disk is on fire"]
 
 
+@pytest.mark.machine
 def test_a_job_error_of_one_rank_ends_the_others_with_its_message_alone() -> None:
     assert run_ranks(job_fail, 2, "job") == ["JobError: the disk is on fire"] * 2
 
@@ -103,6 +107,7 @@ def wait_in_vain(rank: int, port: int, folder: str) -> None:
         time.sleep(80)
 
 
+@pytest.mark.machine
 def test_ranks_end_if_another_one_dies_before_all_have_met(tmp_path: Path) -> None:
     port = free_port()
     jobs = [(meet, 0), (meet, 1), (wait_in_vain, 2)]
@@ -154,12 +159,14 @@ def run_both(job: Any, folder: Path) -> tuple[list[int | None], list[str]]:
     return [process.exitcode for process in processes], [(folder / str(rank)).read_text() for rank in range(2)]
 
 
+@pytest.mark.machine
 def test_a_rank_that_dies_before_its_neighbour_has_come_ends_the_others(tmp_path: Path) -> None:
     codes, printed = run_both(die_unfound, tmp_path)
     assert codes == [1, 9]
     assert "rank 0 is stuck because rank 1 is gone" in printed[0]
 
 
+@pytest.mark.machine
 def test_the_end_of_the_host_ends_ranks_that_wait_for_their_first_connections(tmp_path: Path) -> None:
     codes, printed = run_both(lose_the_host, tmp_path)
     assert codes == [9, 1]
@@ -184,6 +191,7 @@ def job_show_slowly() -> str:
     return shown.getvalue()
 
 
+@pytest.mark.machine
 def test_a_rank_that_fails_by_itself_shows_all_of_its_error() -> None:
     own, _ = run_ranks(job_show_slowly, 2)
     assert "RuntimeError: connection closed by peer" in own
@@ -201,6 +209,7 @@ def hang(error: type[Exception], rank: int, port: int, folder: str) -> None:
         time.sleep(80)
 
 
+@pytest.mark.machine
 def test_a_rank_that_hangs_ends_with_the_first_failure(tmp_path: Path) -> None:
     codes, printed = run_both(partial(hang, RuntimeError), tmp_path)
     assert codes == [1, 1]
@@ -208,6 +217,7 @@ def test_a_rank_that_hangs_ends_with_the_first_failure(tmp_path: Path) -> None:
     assert "RuntimeError: the disk is on fire" in printed[0]
 
 
+@pytest.mark.machine
 def test_a_rank_that_hangs_ends_with_one_line_after_a_job_error(tmp_path: Path) -> None:
     codes, printed = run_both(partial(hang, JobError), tmp_path)
     assert codes[0] == 2

@@ -68,6 +68,7 @@ def job_evaluates_alone() -> tuple[str, str]:
     return "", ""
 
 
+@pytest.mark.machine
 def test_a_rank_that_evaluates_alone_names_the_others() -> None:
     (error, printed), _, _ = run_impatient(job_evaluates_alone, 3)
     assert "imed out" in error
@@ -94,6 +95,7 @@ def job_unequal_batches() -> str:
     return error_of(dist.barrier)  # such as the end of the script
 
 
+@pytest.mark.machine
 def test_a_rank_with_fewer_batches_is_named() -> None:
     error, _ = run_impatient(job_unequal_batches, 2)
     assert "rank 1 never entered forward 4 of Net; it was last seen" in error
@@ -110,6 +112,7 @@ def job_ends() -> str:
     return ""
 
 
+@pytest.mark.machine
 def test_a_rank_that_ended_is_named() -> None:
     error, _ = run_impatient(job_ends, 2)
     assert "forward 2 of Net; it ended" in error
@@ -127,6 +130,7 @@ def job_other_parameters() -> str:
     return ""
 
 
+@pytest.mark.machine
 def test_a_rank_that_skips_the_step_of_an_optimizer_is_named() -> None:
     error, _ = run_impatient(job_other_parameters, 2)
     assert "for control after backward 2 of Net: rank 1 does not take part; it was last seen" in error
@@ -146,6 +150,7 @@ def job_host_goes_on() -> str:
     return printed.getvalue()
 
 
+@pytest.mark.machine
 def test_a_host_that_does_not_wait_names_the_ranks_that_are_behind() -> None:
     ahead, behind = run_ranks(job_host_goes_on, 2, local=1)
     assert "s in forward 2 of Net: rank 1 never entered forward 2 of Net; it was last seen" in ahead
@@ -172,6 +177,7 @@ class CountingBoard:
         self.reads += 1
 
 
+@pytest.mark.machine
 @on_ranks(2, local=1)
 def test_nothing_is_sent_while_ranks_go_on() -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -367,6 +373,7 @@ def job_differ(folder: Path) -> str:
     return str(info.value)
 
 
+@pytest.mark.machine
 def test_the_exception_itself_names_the_ranks(tmp_path: Path) -> None:
     for text in launch(job_differ, tmp_path, num_ranks=2, num_local=1, timeout_s=90, backend=None):
         assert "rank 0" in text
@@ -402,6 +409,7 @@ def job_told() -> str:
     return str(info.value)
 
 
+@pytest.mark.machine
 def test_a_told_proof_is_read_before_its_teller_ends() -> None:
     for text in launch(job_told, num_ranks=2, num_local=1, timeout_s=90, backend=None):
         assert "the whole of inp.weight" in text

@@ -85,6 +85,7 @@ sys.exit(exiting.code)
 """
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize(
     ("ending", "code", "output"),
     [

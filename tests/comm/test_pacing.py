@@ -27,6 +27,7 @@ def _across_nodes() -> Communicator:
     return Communicator(laconic.Cluster.of(laconic.init_mesh("cpu", nodes=dist.get_world_size(), local=1)), "node")
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("world", [3, 4])
 @on_ranks("world", local=1)
 def test_all_that_is_under_way_arrives_whatever_is_awaited_first(world: int) -> None:

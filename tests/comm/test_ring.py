@@ -19,6 +19,8 @@ from laconic.comm.entries import decode, encode
 from laconic.comm.ring import _CALL, _LENGTH, _MOST_STRANGERS, PeerMessage, PeerRing, _Place, own_address
 from tests.support import launch
 
+pytestmark = pytest.mark.machine
+
 PATIENCE_S = 8.0
 
 

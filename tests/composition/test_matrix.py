@@ -78,6 +78,7 @@ def test_every_cell(kind: str) -> None:
     assert num_compiled > 5 * is_compiled - 1, "cells with equal guards share graphs, but not all do"
 
 
+@pytest.mark.machine
 def test_a_sample_of_the_cells() -> None:
     chosen = sample()
     assert set().union(*(cell.parts for cell in chosen)) == {*STRATEGIES, *OPTIMIZERS, *FEATURES}
@@ -177,5 +178,6 @@ def test_the_oracles_differ_by_more_than_the_tolerance() -> None:
     assert list(differences(cell, dict(model.named_parameters()), oracle_on(cell, 0), 2))
 
 
+@pytest.mark.heavy
 def test_the_page_says_what_the_table_says() -> None:
     assert page.PAGE.read_text(encoding="utf-8") == page.render(), "run python -m tests.composition.page"

@@ -203,6 +203,7 @@ def test_help_shows_every_key_with_its_docstring(capsys: pytest.CaptureFixture[s
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_are_valid(path: Path) -> None:
     """Each is read, its model is built on meta, and its first lines say how to start it."""

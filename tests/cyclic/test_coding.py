@@ -104,6 +104,7 @@ def assert_copies_equal(run: Any, versions: list[Any], states: str, case: str) -
         assert all(map(torch.equal, own, versions[placement.version[stage]][stage])), f"{case}, stage {stage}"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_workers_equal_the_oracle(count: int) -> None:
     """Odd sizes, each worker on a node of its own; two on each node for four workers."""
@@ -147,6 +148,7 @@ def stage_bytes(stage: nn.Module) -> tuple[int, int]:
     return message_bytes(runs, int8_bytes), 4 * begins[-1]
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("count", [2, 3])
 @on_ranks("count", local=1)
 def test_every_link_carries_the_bytes_of_the_formula(count: int) -> None:

@@ -151,6 +151,7 @@ def _live_or_die(how: str, states: str, rank: int, port: int, folder: str) -> No
     os._exit(1)
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("how", ["raises", "killed"])
 @pytest.mark.parametrize("states", ["replicated", "sharded"])
 def test_a_dying_worker_ends_all(how: str, states: str, tmp_path: Path) -> None:

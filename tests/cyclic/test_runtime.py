@@ -104,6 +104,7 @@ def job_trajectory(states: StatePlacement, count: int, rules: tuple[str, ...]) -
         run.close()
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("count", [2, 3, FIVE])
 @on_ranks("count", timeout_s=200)
@@ -112,6 +113,7 @@ def test_workers_equal_the_oracle(count: int) -> None:
         job_trajectory(states, count, RULES)
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("count", [2, 3, FIVE])
 def test_shared_stages_equal_the_oracle(count: int) -> None:

@@ -106,6 +106,7 @@ def test_single_device() -> None:
     assert_scales(None, "single")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("states", "ranks"), [("replicated", 3), ("sharded", 3), pytest.param("shared", 6, marks=pytest.mark.campaign)]
 )
@@ -114,6 +115,7 @@ def test_devices_agree(states: StatePlacement) -> None:
     assert_scales(init_device_mesh("cpu", (dist.get_world_size(),)), states)
 
 
+@pytest.mark.heavy
 @on_ranks(3, local=1)
 def test_devices_agree_on_what_crosses_in_few_bits() -> None:
     """A skipped update still brings a version, with what the codec has lost of earlier ones."""

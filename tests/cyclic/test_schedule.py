@@ -187,6 +187,7 @@ class Player:
         assert not any(count for inbox in self.inbox for count in inbox.values())
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("is_pending", [False, True])
 @pytest.mark.parametrize("num_stages", range(1, 6))
 def test_programs_fit_together(num_stages: int, is_pending: bool) -> None:

@@ -86,10 +86,12 @@ def job_resumes(count: int, rules: tuple[str, ...], placements: tuple[StatePlace
         assert_resumes(count, rules, mesh, states)
 
 
+@pytest.mark.heavy
 def test_workers_resume() -> None:
     run_ranks(job_resumes, 3, 3, RULES, ("replicated", "sharded"))
 
 
+@pytest.mark.heavy
 def test_shared_stages_resume() -> None:
     run_ranks(job_resumes, 6, 3, STAGGERED, ("shared",))
 

@@ -21,6 +21,8 @@ from tests.reference import fine_tuning as naive
 from tests.support.jobs import SMALL_LLAMA, job, train_all
 from tests.support.launch import run_ranks
 
+pytestmark = pytest.mark.machine
+
 CHAT = Path(__file__).parents[2] / "examples" / "chat.toml"
 CONVERSATIONS: list[Any] = [
     json.loads(line)["messages"] for line in (CHAT.parent / "data" / "chat.jsonl").read_text().splitlines()[:15]

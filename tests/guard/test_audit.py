@@ -77,6 +77,7 @@ def test_an_audit_disturbs_nothing() -> None:
         assert all(torch.equal(one, two) for one, two in zip(plain, audited, strict=True)), policies
 
 
+@pytest.mark.machine
 @on_ranks(3, local=1)
 def test_damage_on_one_rank_is_seen_by_all() -> None:
     model = _build(cache="host")

@@ -58,6 +58,7 @@ def job_undisturbed(axes: tuple[int, ...], which: slice) -> None:
         assert all(torch.equal(one, two) for one, two in zip(plain, checked, strict=True)), settings
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("axes", "which"), [((1, 2, 2), slice(0, 7, 2)), ((1, 3, 1), slice(1, 6, 2)), ((2, 2, 1), slice(1, 6, 2))]
 )
@@ -78,6 +79,7 @@ def _outcome(model: Any, flip: Flip) -> str:
     return ""
 
 
+@pytest.mark.machine
 @on_ranks(4, local=2)
 def test_a_flipped_bit_on_the_wire_is_found_on_all_ranks() -> None:
     for settings, seed in ((_SETTINGS[0], 0), (_SETTINGS[2], 0), (_SETTINGS[3], 0), (_SETTINGS[6], 3)):
@@ -95,6 +97,7 @@ def test_a_flipped_bit_on_the_wire_is_found_on_all_ranks() -> None:
         assert not _outcome(model, Flip(rank=-1, purpose="weights", level="node", bit=0)), settings  # no flip, no error
 
 
+@pytest.mark.machine
 @on_ranks(2, local=1)
 def test_only_steps_of_the_interval_are_checked() -> None:
     model = sharded_net.shard(sharded_net.build(), checks=Checks(interval=3))
@@ -195,6 +198,7 @@ def test_an_edit_without_notice_is_named(cache: str) -> None:
         torch.testing.assert_close(model(x), plain(x))
 
 
+@pytest.mark.machine
 @on_ranks(2, local=1)
 def test_forwards_without_gradients_are_steps() -> None:
     model = sharded_net.shard(sharded_net.build(), cache="none", checks=Checks(interval=2))

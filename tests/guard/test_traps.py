@@ -158,6 +158,7 @@ INSIDE: list[tuple[Callable[[nn.Module], Any], str]] = [
 ]
 
 
+@pytest.mark.machine
 @on_ranks(2, local=1)
 def test_what_cannot_go_together_is_refused() -> None:
     model = sharded_net.shard(sharded_net.build())

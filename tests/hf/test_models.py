@@ -60,6 +60,7 @@ def test_folder_gives_what_from_pretrained_gives(name: str, folders: dict[str, P
     assert torch.equal(model(tokens()).logits, pretrained(tokens()).logits)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("lora", [NO_LORA, LORA], ids=["full", "lora"])
 @on_ranks(2)
 def test_sharded_models_hold_the_same_numbers_and_read_only_their_part(

@@ -95,6 +95,7 @@ def qlora(folder: Path, name: str, **sections: Any) -> Any:
     return job(folder, lora=lora, train=train, **sections)
 
 
+@pytest.mark.machine
 def test_sharded_training_equals_unsharded(tmp_path: Path) -> None:
     """DoRA's losses on 3 nodes under DDP, all caches and mixed precision; resume; and the exports agree."""
     runs: dict[str, dict[str, Any]] = {

@@ -97,6 +97,7 @@ def plain_models(folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.machine
 def test_plain_modules_and_other_parallelisms(tmp_path: Path) -> None:
     results = run_ranks(plain_models, RANKS, str(tmp_path))
     model = build(Buffered)

@@ -146,6 +146,7 @@ QUANTA = st.tuples(st.integers(0, 12), st.integers(1, 5)).map(lambda t: (8 * t[0
 FINE = st.tuples(st.integers(0, 12).map(lambda count: 8 * count), st.sampled_from([1, 2, 4, 8]))
 
 
+@pytest.mark.heavy
 @settings(max_examples=100, deadline=None)
 @given(st.lists(QUANTA | FINE, min_size=1, max_size=5), st.integers(1, 5))
 def test_tensors_of_whole_quanta_start_aligned_at_no_cost(tensors: list[tuple[int, int]], num_shards: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -15,6 +16,8 @@ from laconic.checkpoint import load_checkpoint, save_checkpoint
 from laconic.ragged.tensor import RaggedTensor
 from tests.ragged.test_reductions import SHAPES, Some
 from tests.support.launch import on_ranks
+
+pytestmark = pytest.mark.heavy
 
 STEPS = 3
 

@@ -56,6 +56,7 @@ def stepped(parameters: list[Any], steps: int = 4, **options: Any) -> AdamW8bit:
     return optimizer
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("dtype", "block"),
     [
@@ -196,6 +197,7 @@ def test_settings_out_of_range(wrong: dict[str, Any], part: str) -> None:
         AdamW8bit([nn.Parameter(torch.zeros(2))], **wrong)
 
 
+@pytest.mark.machine
 def test_other_sharding_is_refused() -> None:
     parameter = nn.Parameter(torch.zeros(4, 4).t()[:, :2])
     with pytest.raises(ValueError, match="not contiguous"):

@@ -77,6 +77,7 @@ def marked(cases: Sequence[tuple[int, ...]]) -> list[Any]:
 parametrized = pytest.mark.parametrize("name", sorted(MEMBERS))
 
 
+@pytest.mark.heavy
 @parametrized
 @pytest.mark.parametrize("world", marked([(world,) for world in WORLDS]))
 def test_equals_one_process(outcomes: Outcomes, world: int, name: str) -> None:

@@ -109,6 +109,7 @@ def _torch_twins(values: list[torch.Tensor]) -> tuple[list[nn.Parameter], list[n
     return flat, [nn.Parameter(value.clone()) for value in values[len(MATRICES) :]]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("nodes", "local"), MESHES)
 def test_same_bits_as_torch_given_the_same_gradients(nodes: int, local: int) -> None:
     results = run_ranks(job_given_gradients, nodes * local, local=local)

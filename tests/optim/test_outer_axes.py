@@ -156,6 +156,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     return Chain(tmp_path_factory.mktemp("links"))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("link", range(len(LINKS)), ids=lambda link: "dp{}-ep{}-tp{}".format(*LINKS[link]))
 def test_every_mesh_trains_as_one_process_and_goes_on_from_another(link: int, chain: Chain) -> None:
     found = chain.of(link)

@@ -89,6 +89,7 @@ def unsliced_moments(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: read[key] for name, key in keys.items()}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", ["llama", "phi3", "gpt2", "gpt-neox", "mixtral-eager", "gpt-oss-eager"])
 def test_a_checkpoint_is_unsliced_and_loads_into_any_slices(kind: str, tmp_path: Path) -> None:
     """The kinds have rows and columns, fused and interleaved matrices, shared keys, stacks of experts, and biases."""
@@ -123,6 +124,7 @@ def _sharded(folder: str, kind: str) -> None:
         dist.barrier()
 
 
+@pytest.mark.machine
 def test_a_sharded_model_is_written_and_read_in_parts(tmp_path: Path) -> None:
     run_ranks(_sharded, 3, str(tmp_path), "mixtral-eager")
 

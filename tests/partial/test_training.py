@@ -198,6 +198,7 @@ def _train_sharded() -> list[Any]:
     return [kinds, norms, state, shown, same]
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_sharded_model_trains_as_the_plain_one(ranks: int) -> None:
     results = run_ranks(_train_sharded, ranks)

@@ -79,6 +79,7 @@ def slow(**figures: object) -> ClusterSpec:
     return cluster(2, 2, wire_bits_per_s=1e8, wire_latency_s=1e-4, local_latency_s=1e-5, **figures)
 
 
+@pytest.mark.machine
 def test_the_fastest_exact_strategy_is_taken(predictor: Predictor) -> None:
     choice = choose(predictor)
     assert choice.recommended is not None
@@ -96,6 +97,7 @@ def test_the_fastest_exact_strategy_is_taken(predictor: Predictor) -> None:
     assert "inexact" in by_name["4bit"].reason
 
 
+@pytest.mark.machine
 def test_inexact_strategies_win_where_they_are_asked_for(predictor: Predictor) -> None:
     allowed = choose(predictor, allow=["4bit"])
     assert allowed.recommended is not None
@@ -115,6 +117,7 @@ def test_inexact_strategies_win_where_they_are_asked_for(predictor: Predictor) -
     assert not named.job.sync.is_local
 
 
+@pytest.mark.machine
 def test_nothing_fits_and_the_remedy_says_what_would() -> None:
     base = job(data=dataclasses.replace(Config().data, sequence_length=512))
     config = dataclasses.replace(base, train=TrainConfig(micro_batch_size=64, device="cpu"))
@@ -177,6 +180,7 @@ def files(tmp_path: Path) -> tuple[str, str]:
     return str(tmp_path / "job.toml"), str(tmp_path / "cluster.toml")
 
 
+@pytest.mark.machine
 def test_the_command_ranks_writes_and_draws(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,8 @@ from tests.cyclic.toys import OPTIMIZERS, WIDTH, make_stages, train
 from tests.plan.traces import cluster, spec
 from tests.support.launch import run_ranks
 
+pytestmark = pytest.mark.machine
+
 BATCHES = 4
 ROWS = 4
 HIDDEN_BYTES, MASK_BYTES = ROWS * WIDTH * 4, ROWS * WIDTH

@@ -45,6 +45,7 @@ def run(ranks: int, rule: Any = "lag2", states: Any = "replicated", seconds: flo
     return program(ranks, rule, states, machine=machine, seconds=seconds).read(machine)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 @pytest.mark.parametrize("rule", ["v2", "lag2", "v1"])
 def test_bytes_of_replicated_states(ranks: int, rule: str) -> None:
@@ -71,6 +72,7 @@ def test_clipping_sends_the_norm_to_all(rule: str) -> None:
     assert reading.sent_bytes["node", "control"] * 3 == pytest.approx(2 * 8 + 2 * 8)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("workers", [2, 3, 4, 5])
 @pytest.mark.parametrize("rule", ["v2", "lag2"])
 def test_bytes_of_shared_states(workers: int, rule: str) -> None:

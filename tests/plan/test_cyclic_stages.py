@@ -19,6 +19,8 @@ from laconic.plan.program import work_of
 from laconic.rehearse import Machine
 from tests.plan.traces import cluster
 
+pytestmark = [pytest.mark.heavy, pytest.mark.heavy]
+
 ROWS, TOKENS = 3, 37
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 301,

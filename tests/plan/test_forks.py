@@ -17,6 +17,7 @@ def run_alone(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=200).stdout
 
 
+@pytest.mark.machine
 def test_several_processes_work_and_order_stays() -> None:
     code = """
 import os, time
@@ -42,6 +43,7 @@ except ValueError as error:
     assert run_alone(code) == "no 0\n"
 
 
+@pytest.mark.machine
 def test_a_killed_process_is_an_error_that_says_so() -> None:
     code = """
 import os
@@ -67,6 +69,7 @@ def test_beside_other_threads_one_process_works() -> None:
         thread.join()
 
 
+@pytest.mark.machine
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "names",

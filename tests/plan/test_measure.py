@@ -55,6 +55,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
     return folder, run_ranks(job_measure, 4, str(folder), local=2)
 
 
+@pytest.mark.machine
 def test_the_command_writes_a_cluster_file(measured: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, results = measured
     text = (folder / "cluster.toml").read_text()
@@ -77,6 +78,7 @@ def test_the_command_writes_a_cluster_file(measured: tuple[Path, list[dict[str, 
             assert result["said"].count(f"laconic plan measure: {message}") == (rank % 2 == 0), result["said"]
 
 
+@pytest.mark.machine
 def test_the_arithmetic_of_the_figures(measured: tuple[Path, list[dict[str, Any]]]) -> None:
     results = measured[1]
     figures = {figure["key"]: figure["values"] for figure in results[0]["figures"]}
@@ -111,6 +113,7 @@ def test_repetitions_and_their_spread() -> None:
     assert figure.source == "measured: a test, 3 times, 180 Mbit/s to 240 Mbit/s"
 
 
+@pytest.mark.machine
 def test_a_figure_that_makes_no_sense_is_refused(measured: tuple[Path, list[dict[str, Any]]]) -> None:
     figures = [Figure(**values) for values in measured[1][0]["figures"]]
     dead = [Figure(key=f.key, values=(1e-6,) * 3, how=f.how) if f.key == "wire_bits_per_s" else f for f in figures]
@@ -118,6 +121,7 @@ def test_a_figure_that_makes_no_sense_is_refused(measured: tuple[Path, list[dict
         as_spec(dead, {})
 
 
+@pytest.mark.machine
 def test_alone_there_is_no_network() -> None:
     (result,) = run_ranks(job_alone, 1)
     keys = [figure.key for figure in result]

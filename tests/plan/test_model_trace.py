@@ -77,6 +77,7 @@ def real_batch(config: Config) -> dict[str, Tensor]:
     return batch
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "config",
     [
@@ -144,6 +145,7 @@ def test_layers_that_differ_are_traced_one_by_one() -> None:
     assert model_trace.list_of_equal(model, layers) is None
 
 
+@pytest.mark.heavy
 def test_alive_bytes_return_to_zero() -> None:
     for config in (job(LLAMA), job(GPT2, lora=LORA), job(LLAMA, model=CHECKPOINTED)):
         trace = trace_of(config)
@@ -156,6 +158,7 @@ def test_alive_bytes_return_to_zero() -> None:
 # -- compute -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_products_are_those_of_torchs_counter(recomputes: bool) -> None:
     config = job(LLAMA, model={"activation_checkpointing": recomputes})
@@ -254,6 +257,7 @@ def test_a_tied_weight_has_its_gradient_from_the_head_in_place_and_from_the_embe
     assert [each.is_in_place for each in come] == [True, False]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("table", [LLAMA, {**LLAMA, "tie_word_embeddings": True}, GPT2])
 def test_units_have_the_parameters_of_fully_shard(table: Mapping[str, Any]) -> None:
     config = job(table, lora=LORA)
@@ -285,6 +289,7 @@ def test_a_trace_leaves_the_model_and_the_generator_alone() -> None:
 # -- jobs, other models, other devices ---------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 def test_a_job_computes_in_its_param_dtype() -> None:
     config = job(
         {key: value for key, value in LLAMA.items() if key != "vocab_size"},
@@ -301,6 +306,7 @@ def test_a_job_computes_in_its_param_dtype() -> None:
     assert not trace_job(job(LLAMA, shard={"strategy": "fsdp2"})).gradients_in_place
 
 
+@pytest.mark.heavy
 def test_on_cuda_kernels_and_allocations_are_cudas() -> None:
     config = job(GPT2, model={"dtype": "bfloat16"}, data={"sequence_length": 64})
     on_cpu, on_cuda = (trace_of(config, device_type=device) for device in ("cpu", "cuda"))
@@ -388,6 +394,7 @@ def test_a_model_that_cannot_be_traced_is_named() -> None:
         trace_model(model, micro_batch_size=5, sequence_length=1, units=[], arguments=given, loss=squares)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_transformer_that_cannot_be_traced_gets_a_formula(recomputes: bool) -> None:
     config = job(LLAMA, model={"dtype": "bfloat16", "activation_checkpointing": recomputes})

@@ -93,6 +93,7 @@ def model_numels(config: Config) -> tuple[list[tuple[int, ...]], int]:
     return shapes, sum(padded_numel(shape, 1) for shape in shapes)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("name", "nodes", "local"),
     [
@@ -218,6 +219,7 @@ def test_memory_is_in_the_order_of_what_ranks_keep(device_type: str) -> None:
     assert flat.peak_bytes < hsdp.peak_bytes < ddp.peak_bytes
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", [*FSDP2, "ddp"])
 def test_every_byte_is_freed_between_steps(name: str) -> None:
     """Between two steps a program holds shards and the optimizer's two states of each, and DDP its buckets."""

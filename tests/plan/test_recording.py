@@ -15,6 +15,8 @@ from laconic.plan.rehearsal import Rehearsals
 from tests.plan.traces import model_of, spec, trace
 from tests.support.launch import run_ranks
 
+pytestmark = pytest.mark.machine
+
 
 def plan_among_groups() -> tuple[int, bool, float]:
     """Rehearse another cluster on rank 0, and train on all ranks with the groups from before."""

@@ -170,6 +170,7 @@ def _accepted() -> list[tuple[str, float, float]]:
     return lines
 
 
+@pytest.mark.machine
 def test_the_engine_accepts_every_remedy_and_pads_as_predicted() -> None:
     lines = launch(_accepted, num_ranks=1, timeout_s=110, backend=None)[0]
     words = " ".join(line[0] for line in lines)
@@ -214,6 +215,7 @@ def _peaks() -> list[float]:
     return [_peak_of(count) for count in (1, 2)]
 
 
+@pytest.mark.machine
 def test_a_unit_takes_as_many_bytes_as_a_remedy_costs() -> None:
     one, two = launch(_peaks, num_ranks=1, timeout_s=110, backend=None)[0]
     assert two - one == pytest.approx(UNIT_BYTES, rel=0.05)

@@ -121,6 +121,7 @@ process_exit.code = 0
 """
 
 
+@pytest.mark.machine
 def test_the_formulas_hold_at_the_interfaces(tmp_path: Path) -> None:
     """On 2 x 2 ranks, within 4 %: messages are small here, so headers and barriers weigh more than in training."""
     script, out = tmp_path / "rank.py", tmp_path / "out.json"

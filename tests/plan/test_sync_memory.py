@@ -64,6 +64,7 @@ def job_measured() -> list[tuple[float, float]]:
     return found
 
 
+@pytest.mark.machine
 def test_a_sync_takes_what_the_allocator_says() -> None:
     for settings, (kept, peak) in zip(SETTINGS, run_ranks(job_measured, 2, local=1)[0], strict=True):
         model, machine = trace([[spec("weight", 512, NUMEL // 512)]]), Simulator(cluster(2, 1), device_type="cpu")

@@ -61,6 +61,7 @@ def hook() -> Iterator[Hook]:
     server.server_close()
 
 
+@pytest.mark.machine
 def test_each_new_version_is_told(tmp_path: Path, hook: Hook) -> None:
     """Not those that were there before; and an address that does not answer holds up no other."""
     net = make()
@@ -76,6 +77,7 @@ def test_each_new_version_is_told(tmp_path: Path, hook: Hook) -> None:
     assert hook.news == [("/new?a=b", {"run": "run", "version": each, "step": 10 * each}) for each in (2, 3)]
 
 
+@pytest.mark.machine
 def test_a_folder_that_comes_later(tmp_path: Path, hook: Hook) -> None:
     with Announcer(tmp_path / "versions", [hook.url]), Publisher(make(), tmp_path / "versions", run="run") as publisher:
         publisher.publish()
@@ -84,6 +86,7 @@ def test_a_folder_that_comes_later(tmp_path: Path, hook: Hook) -> None:
     assert hook.news == [("/", {"run": "run", "version": 1, "step": None})]
 
 
+@pytest.mark.machine
 def test_an_address_that_refuses(tmp_path: Path, hook: Hook, capfd: pytest.CaptureFixture[str]) -> None:
     """Three attempts; a line; and the next version is told."""
     net, hook.statuses = make(), [500, 500, 404, 500]

@@ -15,6 +15,8 @@ from laconic.publish.regions import Holding
 from laconic.publish.shares import OwnShares
 from tests.support.published_on_device import AddedMemory, Trained, publish_on_device
 
+pytestmark = pytest.mark.machine
+
 WIDTH, LAYERS = 256, 4  # shares take several pieces
 
 

@@ -123,6 +123,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", MODELS)
 def test_a_reader_has_what_export_writes(name: str, published: Path) -> None:
     torch.manual_seed(1)
@@ -140,6 +141,7 @@ def test_a_reader_has_what_export_writes(name: str, published: Path) -> None:
     assert_equal(by_hand, wanted)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", MODELS)
 def test_names_of_the_hub_are_those_of_save_pretrained(name: str, published: Path, tmp_path: Path) -> None:
     """Experts one by one, and tensors that transformers renames."""
@@ -181,6 +183,7 @@ def test_an_encoder_and_a_decoder(tmp_path: Path) -> None:
     assert_equal(dict(other.state_dict()), dict(model.state_dict()))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("strategy", ["laconic", "fsdp2"])
 def test_adapters_are_what_export_writes(strategy: str, tmp_path: Path) -> None:
     """Alone, and merged into the base model."""

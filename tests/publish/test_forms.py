@@ -301,6 +301,7 @@ def test_readers_of_a_group(folder: Path) -> None:
 # -- models that transformers has quantised ----------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("names", ["huggingface", "hub"])
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_a_model_in_float8(kind: str, names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

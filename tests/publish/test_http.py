@@ -39,6 +39,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("token", [None, TOKEN])
 @pytest.mark.parametrize("encoding", ["gaps", "smallest"])
 def test_from_every_version_to_the_newest(encoding: str, token: str | None, tmp_path: Path) -> None:
@@ -54,6 +55,7 @@ def test_from_every_version_to_the_newest(encoding: str, token: str | None, tmp_
             assert_same(snapshot(model), weights[6])
 
 
+@pytest.mark.machine
 def test_an_address_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = published(tmp_path)
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
@@ -65,6 +67,7 @@ def test_an_address_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert FolderSource(tmp_path).registrations() == {"far": Registration(version=6)}
 
 
+@pytest.mark.machine
 def test_a_folder_that_is_not_there_yet_has_no_version(tmp_path: Path) -> None:
     with served(tmp_path / "later") as server:
         reader = Reader(server.url, name="early")
@@ -81,6 +84,7 @@ def test_a_folder_that_is_not_there_yet_has_no_version(tmp_path: Path) -> None:
 # -- a network that fails ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.machine
 def test_a_transfer_that_breaks_off_goes_on_where_it_ended(tmp_path: Path) -> None:
     """Every connection ends after some pieces."""
     weights = published(tmp_path)
@@ -105,6 +109,7 @@ def test_a_transfer_that_breaks_off_goes_on_where_it_ended(tmp_path: Path) -> No
     assert passed[0] < 3 * (reader.bytes_read + manifests), "nothing begins anew again and again"
 
 
+@pytest.mark.machine
 def test_only_the_rest_is_asked_for(tmp_path: Path) -> None:
     published(tmp_path)
     (file,) = FolderSource(tmp_path).manifest(1).files_of("whole")
@@ -122,6 +127,7 @@ def test_only_the_rest_is_asked_for(tmp_path: Path) -> None:
     assert passed[0] < file.size_bytes + 2048
 
 
+@pytest.mark.machine
 def test_a_file_that_is_another_one_meanwhile_comes_from_its_beginning(tmp_path: Path) -> None:
     published(tmp_path)
     (file,) = FolderSource(tmp_path).manifest(1).files_of("whole")
@@ -139,6 +145,7 @@ def test_a_file_that_is_another_one_meanwhile_comes_from_its_beginning(tmp_path:
         assert HttpSource(proxy.url).read(1, file) == bytes(file.size_bytes)
 
 
+@pytest.mark.machine
 def test_a_server_that_is_gone(tmp_path: Path) -> None:
     weights = published(tmp_path)
     with served(tmp_path) as server:
@@ -150,6 +157,7 @@ def test_a_server_that_is_gone(tmp_path: Path) -> None:
     assert_same(snapshot(model), weights[2])
 
 
+@pytest.mark.machine
 def test_flipped_bits_are_noticed_or_do_no_harm(tmp_path: Path) -> None:
     assert flipped_answers(tmp_path, 40) > 5
 
@@ -188,6 +196,7 @@ ESCAPES = (
 )  # fmt: skip
 
 
+@pytest.mark.machine
 def test_nothing_but_versions_leaves_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "versions"
     published(folder)
@@ -215,6 +224,7 @@ BODIES: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("name", BODIES)
 def test_bodies_that_a_proxy_could_take_for_requests(name: str, tmp_path: Path) -> None:
     """The server refuses, and the connection ends, so nothing after the head is taken for another request."""
@@ -233,6 +243,7 @@ def test_bodies_that_a_proxy_could_take_for_requests(name: str, tmp_path: Path) 
     assert answer.startswith(b"HTTP/1.1 400") or not answer
 
 
+@pytest.mark.machine
 def test_a_server_that_is_closed_answers_nobody(tmp_path: Path) -> None:
     """Nor those whose connections are open."""
     server = WeightServer(tmp_path)
@@ -246,12 +257,14 @@ def test_a_server_that_is_closed_answers_nobody(tmp_path: Path) -> None:
     connection.close()
 
 
+@pytest.mark.machine
 def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with served(tmp_path / "file") as server, pytest.raises(OSError, match=r"500 .*is no folder of versions"):
         HttpSource(server.url).versions()
 
 
+@pytest.mark.machine
 def test_an_address_with_a_path_too_much(tmp_path: Path) -> None:
     published(tmp_path, num_versions=1)
     with served(tmp_path) as server, pytest.raises(PublishError, match="give the address that `laconic publish serve`"):
@@ -280,6 +293,7 @@ def test_a_reader_that_cannot_tell_its_version_has_not_moved_on(
     assert reader.version == 6
 
 
+@pytest.mark.machine
 def test_requests_without_the_token_learn_nothing(tmp_path: Path) -> None:
     weights = published(tmp_path)
     with served(tmp_path, token=TOKEN) as server:
@@ -304,6 +318,7 @@ def test_requests_without_the_token_learn_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "readers").exists()
 
 
+@pytest.mark.machine
 def test_other_machines_need_a_token(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "::", "192.0.2.1", "some-host"):
         with pytest.raises(PublishError, match=r"without a token; give token="):
@@ -326,6 +341,7 @@ REGISTRATIONS: dict[str, tuple[str, bytes | None, int]] = {
 }
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("name", REGISTRATIONS)
 def test_registrations(name: str, tmp_path: Path) -> None:
     reader, body, wanted = REGISTRATIONS[name]
@@ -337,6 +353,7 @@ def test_registrations(name: str, tmp_path: Path) -> None:
         assert HttpSource(server.url).versions() == []
 
 
+@pytest.mark.machine
 def test_readers_do_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "_MOST_READERS", 2)
     with served(tmp_path) as server:
@@ -347,6 +364,7 @@ def test_readers_do_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.Monkey
             source.register("c", Registration(version=1))
 
 
+@pytest.mark.machine
 def test_marks_and_parts_of_files(tmp_path: Path) -> None:
     """RFC 9110: ETag, If-None-Match, Range, If-Range, HEAD."""
     published(tmp_path)
@@ -373,6 +391,7 @@ def test_marks_and_parts_of_files(tmp_path: Path) -> None:
         assert ask(server, "GET", place, If_None_Match=tag)[0] == 200
 
 
+@pytest.mark.machine
 def test_versions_that_are_gone_and_files_that_are(tmp_path: Path) -> None:
     weights = published(tmp_path)
     (patch,) = FolderSource(tmp_path).manifest(6).files_of("patch")
@@ -430,6 +449,7 @@ OTHERS: dict[str, tuple[int, bytes, dict[str, str], str]] = {
 }
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_servers(name: str) -> None:
     status, body, headers, message = OTHERS[name]
@@ -439,11 +459,13 @@ def test_other_servers(name: str) -> None:
     assert len(str(error.value)) < 400
 
 
+@pytest.mark.machine
 def test_a_server_with_troubles(tmp_path: Path) -> None:
     with stub(503, b'{"error": "busy"}') as url, pytest.raises(OSError, match=r"does not answer: .*503 busy"):
         HttpSource(url).versions()
 
 
+@pytest.mark.machine
 def test_a_file_that_is_longer_than_its_record(tmp_path: Path) -> None:
     with stub(200, b"12345") as url, pytest.raises(PublishError, match="has 5 bytes, and at most 4 are read"):
         HttpSource(url).read(1, FileRecord(name="file", size_bytes=4, sha256=None))
@@ -461,6 +483,7 @@ def test_addresses_that_make_no_sense(url: str) -> None:
 # -- by hand -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.machine
 def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     weights = published(tmp_path / "versions")
     (tmp_path / "token").write_text(TOKEN + "\n")
@@ -479,6 +502,7 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
         assert process.wait(20) == 0
 
 
+@pytest.mark.machine
 def test_the_command_verifies_and_squashes_at_a_distance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = published(tmp_path / "versions")
     with served(tmp_path / "versions") as server:
@@ -490,6 +514,7 @@ def test_the_command_verifies_and_squashes_at_a_distance(tmp_path: Path, capsys:
     assert_same(snapshot(model), weights[6])
 
 
+@pytest.mark.machine
 def test_mistakes_at_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert publish_cli.main(["serve", str(tmp_path), "--host", "0.0.0.0"]) == 2
     assert "without a token" in capsys.readouterr().err

@@ -9,10 +9,12 @@ import pytest
 from tests.faults.published_kills import lives, lives_of_readers
 
 
+@pytest.mark.machine
 def test_a_few_kills(tmp_path: Path) -> None:
     lives(tmp_path / "versions", 6)
 
 
+@pytest.mark.machine
 def test_a_few_kills_of_readers(tmp_path: Path) -> None:
     lives_of_readers(tmp_path, 3)
 

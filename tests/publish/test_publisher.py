@@ -112,6 +112,7 @@ def test_every_placement(encoding: str, tmp_path: Path) -> None:
         follow(model, tmp_path / name, lambda m=model, o=optimizer: train_step(m, o), encoding=encoding, base_every=2)
 
 
+@pytest.mark.machine
 @on_ranks(3)
 def test_fsdp2_ddp_and_tensors_that_are_awkward(tmp_path: Path) -> None:
     """Tied weights, buffers, a scalar, an empty tensor, frozen ones, and sizes that divide nothing."""
@@ -235,6 +236,7 @@ def test_training_goes_on_while_a_version_leaves(tmp_path: Path) -> None:
     assert_read(tmp_path, wanted, held)
 
 
+@pytest.mark.machine
 @on_ranks(3)
 def test_a_rank_without_memory_fails_all_and_is_divided_anew(tmp_path: Path) -> None:
     model = shard(build())
@@ -253,6 +255,7 @@ def test_a_rank_without_memory_fails_all_and_is_divided_anew(tmp_path: Path) -> 
     assert FolderSource(tmp_path).manifest(2).base == 1
 
 
+@pytest.mark.machine
 @on_ranks(3)
 def test_a_version_stands_still_for_one_trip_between_ranks(tmp_path: Path) -> None:
     """The first version takes more: its elements are divided among the ranks."""

@@ -492,6 +492,7 @@ def test_registrations_that_are_no_such_are_passed_over(tmp_path: Path) -> None:
     assert source.registrations() == {"good": Registration(version=3, reading=(4,))}
 
 
+@pytest.mark.machine
 def test_torch_is_enough() -> None:
     code = "import sys, laconic.publish; print(sorted({'transformers', 'peft', 'safetensors'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dsd
@@ -18,6 +19,8 @@ from laconic.ragged.tensor import RaggedTensor
 from tests.ragged.test_state_dict import Mixed, assert_ragged, set_gradients, sharded
 from tests.support import sharded_net
 from tests.support.launch import on_ranks
+
+pytestmark = pytest.mark.heavy
 
 OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
     "foreach": lambda parameters: AdamW(parameters, lr=1e-2, foreach=True, amsgrad=True),

@@ -189,6 +189,7 @@ def check_named_axes(mesh: DeviceMesh) -> None:
         assert (cluster.num_islands, cluster.island_rank, cluster.size, cluster.shard_index) == want
 
 
+@pytest.mark.machine
 @on_ranks(8, local=1)
 def test_experts_cut_over_two_axes_train_as_the_unsharded_ones(tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "ep", "tp"))
@@ -298,6 +299,7 @@ class TwoBlocks(nn.Module):
         return self.second(self.first(x))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("case", list(NAMED))
 @on_ranks(4, local=1)
 def test_dtensors_over_the_axes_that_dp_mesh_dims_names(tmp_path: Path, case: str) -> None:

@@ -143,6 +143,7 @@ def job_one_at_a_time(patch: pytest.MonkeyPatch) -> None:
     assert dist.get_rank() == 0 or most <= 1
 
 
+@pytest.mark.machine
 def test_ranks_that_keep_nothing_hold_one_whole_tensor_at_a_time() -> None:
     run_ranks(with_patch, 2, job_one_at_a_time, local=1)
 

@@ -335,6 +335,7 @@ def test_norms_of_half_precision_do_not_overflow(dtype: torch.dtype) -> None:
     assert float(norm) == 640.0
 
 
+@pytest.mark.machine
 @on_ranks(4, local=2)
 def test_clipping_costs_one_message_and_full_tensor_moves_each_element_once() -> None:
     model = shard(build(Odd), [])

@@ -19,6 +19,8 @@ from laconic.rehearse import rehearsal
 from laconic.rehearse.tape import HOST, Wait
 from tests.support.launch import launch
 
+pytestmark = pytest.mark.machine
+
 
 def rehearsed(function: Any, *arguments: Any) -> Any:
     """The result of a function in a process of its own, which has no process group."""

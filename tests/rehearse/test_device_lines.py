@@ -164,6 +164,7 @@ RUN = """
     """
 
 
+@pytest.mark.machine
 def test_what_runs_is_recorded_in_all_threads(tmp_path: Path) -> None:
     write(tmp_path, {"run.py": RUN})
 
@@ -175,6 +176,7 @@ def test_what_runs_is_recorded_in_all_threads(tmp_path: Path) -> None:
     assert passed(Watch(arguments=[str(tmp_path / "run.py")]), (*runs, *others), tmp_path) == set(runs)
 
 
+@pytest.mark.machine
 def test_a_run_that_fails_is_no_measurement(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="-c raise SystemExit"):
         passed(Watch(arguments=("-c", "raise SystemExit(3)")), [], tmp_path)
@@ -186,6 +188,7 @@ FEW_PROGRAMS = (
 )
 
 
+@pytest.mark.machine
 def test_two_programs_pass_the_lines_of_lanes_and_caches_on_a_device() -> None:
     """A small part of the campaign below."""
     places = [each for each in device_places() if each.file in ("shard/lanes.py", "shard/cache.py")]

@@ -10,6 +10,8 @@ from tests.rehearse.engine import ENGINE
 from tests.rehearse.exposure import moved
 from tests.support.launch import launch
 
+pytestmark = pytest.mark.machine
+
 POLICIES = (
     "cache none", "cache host", "cache device", "one rank per node", "LoRA, cache host", "accumulation",
     "accumulation, a block skipped", "recomputation", "mixed precision", "step in backward", "4 bits, cache device",

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+import pytest
+
 from laconic.rehearse.order import races
 from tests.rehearse.campaign import explore
 from tests.rehearse.fsdp2 import FSDP2, RACING
 from tests.support.launch import launch
+
+pytestmark = pytest.mark.machine
 
 _NEEDED = {
     "foreach_all_gather: wait_stream", "foreach_all_gather: record_event", "foreach_all_gather_copy_out: wait",

@@ -8,6 +8,8 @@ from laconic.rehearse.tape import Free, Step
 from tests.rehearse.engine import ENGINE
 from tests.support.launch import launch
 
+pytestmark = pytest.mark.machine
+
 
 def _most_alive(name: str) -> int:
     """The most buckets of full gradients at once in a warm run of a program of five layers."""

@@ -18,6 +18,8 @@ from laconic.shard import extension
 from tests.rehearse.engine import Net, add_idle
 from tests.support.launch import launch
 
+pytestmark = pytest.mark.machine
+
 NUM_STEPS = 4
 WARM = 2
 """The first step that is like all later ones."""

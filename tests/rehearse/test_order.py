@@ -11,6 +11,8 @@ from tests.rehearse.campaign import explore
 from tests.rehearse.programs import PROGRAMS
 from tests.support.launch import launch
 
+pytestmark = pytest.mark.machine
+
 _ORDERS = (1,)
 """The seeds of the orders of each program. tests/faults/races.py has thousands."""
 

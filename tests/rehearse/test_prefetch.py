@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +13,8 @@ from laconic.rehearse import rehearsal
 from laconic.rehearse.order import clocks
 from laconic.rehearse.tape import Free, Step, Tape
 from tests.support.launch import launch
+
+pytestmark = pytest.mark.machine
 
 WIDTH = 64
 UNIT = 4 * WIDTH**2

@@ -99,6 +99,7 @@ def _tapes() -> Any:
     return steps, _sum_along_a_ring(), _gather_and_sum_on_gloo()
 
 
+@pytest.mark.machine
 def test_the_tapes_of_torchs_collectives_have_their_bytes() -> None:
     """Steps of FSDP2 and HSDP send what the formulas say. A ring of messages moves a pass. Gloo sums a whole copy."""
     steps, (sent, messages), (on_gloo, taken) = launch(_tapes, num_ranks=1, timeout_s=60, backend=None)[0]

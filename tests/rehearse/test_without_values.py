@@ -21,6 +21,8 @@ from tests.rehearse.fsdp2 import FSDP2
 from tests.rehearse.programs import PROGRAMS
 from tests.support.launch import launch
 
+pytestmark = pytest.mark.machine
+
 _NAMES = [
     "cache none", "cache host", "cache budget", "LoRA, cache host", "frozen, read by the host", "prefetch",
     "accumulation, a block skipped", "recomputation", "mixed precision", "clipping", "evaluation", "late reduction",

@@ -129,6 +129,7 @@ def _logged() -> Iterator[list[str]]:
 # -- budgets -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("world_size", "local"), MESHES)
 @on_ranks("world_size", local="local")
 def test_any_budget_gives_the_losses_of_no_cache_within_its_bytes() -> None:
@@ -157,6 +158,7 @@ def test_any_budget_gives_the_losses_of_no_cache_within_its_bytes() -> None:
         assert places[3] == places[0], "one rank has all in its shards"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("world_size", "local"), [(3, 3), (4, 2)])
 @on_ranks("world_size", local="local")
 def test_gradients_that_wait_whole_count_in_the_budget() -> None:
@@ -180,6 +182,7 @@ def test_gradients_that_wait_whole_count_in_the_budget() -> None:
         assert _peak_bytes(model, 3) <= _peak_bytes(plain, 3) + budget
 
 
+@pytest.mark.heavy
 @on_ranks(4, local=2)
 def test_with_other_policies_too() -> None:
     _as_in_a_rack()
@@ -218,6 +221,7 @@ def test_each_island_of_replicas_chooses_and_all_train_as_one() -> None:
 # -- when --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.machine
 @on_ranks(4, local=2)
 def test_a_training_forward_after_a_step_chooses_once() -> None:
     _as_in_a_rack()
@@ -259,6 +263,7 @@ def test_a_training_forward_after_a_step_chooses_once() -> None:
         assert len(made) == 2, "each root chooses for itself"
 
 
+@pytest.mark.machine
 @on_ranks(2, local=1)
 def test_an_audit_is_no_step_and_its_uses_do_not_count() -> None:
     with _choices_counted() as made:
@@ -274,6 +279,7 @@ def test_an_audit_is_no_step_and_its_uses_do_not_count() -> None:
         assert len(made) == 1, "an audit's forward is one like others"
 
 
+@pytest.mark.machine
 @on_ranks(4, local=2)
 def test_one_rank_says_once_what_was_chosen() -> None:
     _as_in_a_rack()
@@ -346,6 +352,7 @@ def _without_memory(num_times: int, error: Callable[[], Exception]) -> Iterator[
         yield tried
 
 
+@pytest.mark.machine
 @on_ranks(4, local=2)
 def test_where_one_rank_has_no_memory_all_choose_within_half() -> None:
     _as_in_a_rack()
@@ -370,6 +377,7 @@ def test_where_one_rank_has_no_memory_all_choose_within_half() -> None:
         )
 
 
+@pytest.mark.machine
 @on_ranks(4, local=2)
 def test_where_a_rank_never_has_memory_nothing_rests() -> None:
     """Half of little is nothing, and the choice ends there."""
@@ -382,6 +390,7 @@ def test_where_a_rank_never_has_memory_nothing_rests() -> None:
     assert all(after <= before // 2 for before, after in pairwise(tried))
 
 
+@pytest.mark.machine
 @on_ranks(2, local=1)
 def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
     model = sharded_net.shard(_net(), cache=_auto())
@@ -399,6 +408,7 @@ def _raise_something_else(root: Root, units: Any) -> int:
 # -- differences on the wire -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 @on_ranks(4, local=2)
 def test_copies_for_differences_always_rest_somewhere() -> None:
     """The bits are those of a fixed cache whose weights cross exactly once more, at the second step."""
@@ -431,6 +441,7 @@ def test_copies_for_differences_always_rest_somewhere() -> None:
 # -- placements by hand ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("world_size", "local"), [(1, 1), (3, 3), (6, 2)])
 @on_ranks("world_size", local="local")
 def test_units_may_move_between_steps() -> None:

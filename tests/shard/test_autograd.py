@@ -301,6 +301,7 @@ def test_dataclasses_of_tensors_go_in_and_out() -> None:
     assert_mean_gradients(model, sharded_net.build(RecordNet), batches)
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("world", [1, 2])
 @on_ranks("world", local=1)
 def test_forward_mode_derivatives() -> None:

@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import laconic
 from tests.support.launch import on_ranks, run_ranks
 
+pytestmark = pytest.mark.machine
+
 WIDTH = 6
 
 

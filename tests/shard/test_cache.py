@@ -119,6 +119,7 @@ def test_a_tight_memlock_limit_falls_back_to_pageable_memory(monkeypatch: pytest
     assert slab.fill_(3).sum() == 3 * 4096
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("pins", [True, False])
 @on_ranks(2, local=1)
 def test_the_user_says_whether_the_host_cache_is_page_locked(pins: bool) -> None:
@@ -465,6 +466,7 @@ def job_frozen(cache: Any) -> dict[str, torch.Tensor]:
     return sharded_net.full_parameters(model)
 
 
+@pytest.mark.heavy
 def test_frozen_weights_cross_once_in_the_run_and_leave_the_device_or_cross_in_every_forward() -> None:
     """As the policy says. The parameters have the same bits after training."""
     want, *others = (run_ranks(job_frozen, 4, cache, local=2)[0] for cache in ("none", *CACHES[:2], *UNTIL_BACKWARD))

@@ -139,6 +139,7 @@ def test_states_that_cannot_become_the_best_go(monkeypatch: pytest.MonkeyPatch) 
     assert max(sizes) < 40
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("most_states", "better"), [(1024, 1.05), (16, 1.0)])
 def test_many_units_lead_to_few_states_and_to_no_less_than_steps_do(
     most_states: int, better: float, monkeypatch: pytest.MonkeyPatch

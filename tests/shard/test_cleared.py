@@ -114,6 +114,7 @@ def job_ways(ways: Sequence[str], policies: dict[str, Any]) -> None:
     sharded_net.assert_gradients(model, oracle, batches(1, 2, 3))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("world_size", "local"), [pytest.param(4, 2, marks=pytest.mark.campaign), (3, 1), (2, 2)])
 def test_every_way_to_clear(world_size: int, local: int) -> None:
     run_ranks(job_ways, world_size, list(WAYS), {"cache": "host"}, local=local)

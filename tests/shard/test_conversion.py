@@ -112,6 +112,7 @@ def train_as_oracle(model: Any, rounding: Callable[[Tensor], Tensor], *, steps: 
     return sent
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("world", "local", "weight_class", "options", "gathers"),
     [
@@ -247,6 +248,7 @@ def rounded_to_bf16(weight: Tensor) -> Tensor:
     return weight.to(torch.bfloat16).to(weight.dtype)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("world", "local", "options"),
     [

@@ -103,6 +103,7 @@ def test_an_overflow_reaches_every_rank_and_passes() -> None:
     assert_nodes_agree(model)
 
 
+@pytest.mark.heavy
 @on_ranks(4, local=2)
 def test_other_features_go_together_with_it() -> None:
     """Coded runs stay near exact ones, and all ranks compute with equal weights."""
@@ -248,6 +249,7 @@ def failing_inputs(seed: int) -> tuple[Tensor, Tensor]:
     return FailsInBackward.apply(x.requires_grad_()), y
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("mesh", [(2, 2), (3, 1)], ids=str)
 def test_weights_cross_exactly_for_each_cause(mesh: tuple[int, int], tmp_path: Path) -> None:
     run_ranks(job_causes, mesh[0] * mesh[1], str(tmp_path), local=mesh[1])

@@ -264,6 +264,7 @@ main()
 """
 
 
+@pytest.mark.machine
 def test_under_torchrun_one_ranks_exception_ends_the_job(tmp_path: Path) -> None:
     """The other ranks wait for a collective that never comes. torchrun ends them and shows the first failure."""
     script = tmp_path / "script.py"

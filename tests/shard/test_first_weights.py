@@ -87,6 +87,7 @@ def initialise(model: nn.Module, init: Callable[[nn.Module], Any]) -> None:
     init(model)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("world_size", "local"), [(1, 1), (3, 1), (4, 2)])
 @on_ranks("world_size", local="local")
 def test_initialising_parts_draws_the_same_numbers() -> None:
@@ -190,6 +191,7 @@ def test_assigned_values_are_taken() -> None:
         assert not torch.equal(model.out.weight.full_tensor(), want["out.weight"]), "the optimizer trains what is shown"
 
 
+@pytest.mark.machine
 @on_ranks(4, local=2)
 def test_a_model_on_the_meta_device_gets_memory() -> None:
     want = build(seed=1).state_dict()

@@ -127,6 +127,7 @@ def test_torch_shares_lanes_among_roots() -> None:
         share_comm_ctx([laconic.fully_shard(nn.Linear(3, 3)), models[0]])
 
 
+@pytest.mark.machine
 @on_ranks(2)
 def test_replicate_leaves_sharded_modules_alone() -> None:
     """Torch's `replicate` takes the parameters that fully_shard does not have."""

@@ -51,6 +51,7 @@ def gathered_before(events: list[str], compute: str) -> set[str]:
     return begun - {event.split()[1] for event in events[: place + 1] if event.startswith("forward")}
 
 
+@pytest.mark.machine
 @on_ranks(4, local=2)
 def test_the_next_unit_is_gathered_while_this_one_computes() -> None:
     model = sharded_net.shard(sharded_net.build(lambda: sharded_net.Net(4)), cache="none")

@@ -170,6 +170,7 @@ def job_graph(name: str, cache: str) -> None:
                 parameter.mul_(0.9)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", GRAPHS)
 def test_unusual_graphs_have_the_oracles_gradients(name: str) -> None:
     index = list(GRAPHS).index(name)
@@ -320,6 +321,7 @@ def job_checkpointing(cache: str, kind: str, reentrant: bool) -> None:
             net.zero_grad()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("kind", "reentrant"), [("each", False), ("each", True), ("pair", False), ("pair", True), ("inner", False)]
 )

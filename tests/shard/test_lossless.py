@@ -82,6 +82,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, *, steps: int = 4) -> It
     assert all(each.number >= steps - 1 for each in crossings(model)), "all but the first crossing are differences"
 
 
+@pytest.mark.heavy
 @on_ranks(4, local=2)
 def test_every_placement_has_the_bits_of_exact_crossings() -> None:
     assert_bits(train, cache="device")
@@ -94,6 +95,7 @@ def test_every_placement_has_the_bits_of_exact_crossings() -> None:
     assert_bits(train, checks=laconic.Checks(interval=2, on_damage="regather"))
 
 
+@pytest.mark.heavy
 @on_ranks(3, local=1)
 def test_every_optimizer_has_the_bits_of_exact_crossings() -> None:
     def muon(model: nn.Module) -> torch.optim.Optimizer:
@@ -166,6 +168,7 @@ def is_exact_in_bf16(model: Any) -> bool:
     return all(torch.equal(value, exact[name].bfloat16()) for name, value in computed_weights(model).items())
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("mesh", [(2, 2), (3, 1)], ids=str)
 def test_whatever_happens_between_steps_the_bits_are_the_same(mesh: tuple[int, int]) -> None:
     run_ranks(job_walk, mesh[0] * mesh[1], 24, local=mesh[1])
@@ -183,6 +186,7 @@ def job_walk(steps: int) -> None:
         assert_bits(partial(walk, steps=steps), make=lambda: Net(2))
 
 
+@pytest.mark.heavy
 @on_ranks(4, local=1)
 def test_replicas_islands_and_partial_updates_have_the_bits_of_exact_crossings() -> None:
     mesh = laconic.init_mesh("cpu", islands=2, nodes=2, local=1)
@@ -364,6 +368,7 @@ def test_a_message_that_did_not_fit_is_told_before_a_run_is_saved() -> None:
         assert is_exact_in_bf16(model)
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("prediction", [False, True])
 @on_ranks(2, local=1)
 def test_a_difference_that_is_read_in_part_is_never_a_base(prediction: bool) -> None:

@@ -225,6 +225,7 @@ def job(runs: list[tuple[str, str]]) -> None:
 SAMPLE = ((1, 1), (1, 3), (2, 1), (2, 2), (3, 2))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "mesh",
     [pytest.param(mesh, marks=() if mesh in SAMPLE else pytest.mark.campaign) for mesh in RUNS],

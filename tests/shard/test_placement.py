@@ -53,6 +53,7 @@ def _assert_equal(options: dict[str, Any], other: dict[str, Any]) -> None:
         assert torch.equal(whole, sharded_net.full_parameters(expected_model)[name]), name
 
 
+@pytest.mark.heavy
 @on_ranks(6, local=2)
 def test_whole_weights_train_to_the_bits_of_gathered_ones() -> None:
     changes: list[dict[str, Any]] = [
@@ -69,6 +70,7 @@ def test_on_one_node_as_well() -> None:
     _assert_equal({"cache": "rank"}, {"cache": "none"})
 
 
+@pytest.mark.heavy
 @on_ranks(4, local=2)
 def test_the_base_of_a_difference_is_in_the_whole_buffer() -> None:
     for wire in ("4bit", "8bit", laconic.Wire(weights="int8", as_values=True)):

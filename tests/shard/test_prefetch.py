@@ -145,6 +145,7 @@ def test_small_units_are_gathered_together_on_all_ranks_alike() -> None:
     sharded_net.assert_nothing_gathered(model)
 
 
+@pytest.mark.heavy
 @on_ranks(6, local=2)
 def test_a_policy_sets_a_number_of_units_or_of_bytes() -> None:
     for cache in ("none", "host"):

@@ -60,6 +60,7 @@ def job_accumulation(cache: Any, num_micro_batches: int) -> None:
         model.zero_grad()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize("cache", ["none", "host", "device", "rank"])
 def test_weights_cross_once_per_optimizer_step_and_gradients_once(cache: str, num_micro_batches: int) -> None:

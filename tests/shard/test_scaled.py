@@ -58,6 +58,7 @@ def train_beside_oracle(model: Any, oracle: Oracle, *, exact: bool, steps: int =
     return seen
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("weight_format", "world", "local", "options"),
     [

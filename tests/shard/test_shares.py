@@ -89,6 +89,7 @@ def assert_equal_runs(one: Any, other: Any) -> None:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("nodes", "local"), MESHES)
 def test_unequal_shards_train_as_equal_ones_to_the_bit(nodes: int, local: int) -> None:
     run_ranks(_train_in_all_placements, nodes * local, local=local)
@@ -108,6 +109,7 @@ def _train_in_all_placements() -> None:
             assert_equal_runs(runs[0], other)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("nodes", "local"), MESHES)
 def test_gradients_equal_the_oracle_and_all_bytes_are_counted(nodes: int, local: int) -> None:
     run_ranks(_count_bytes, nodes * local, local=local)
@@ -207,6 +209,7 @@ def test_islands_of_unequal_ranks_sync_as_islands_of_equal_ones() -> None:
         assert torch.equal(value, runs[1][name]), name
 
 
+@pytest.mark.machine
 @on_ranks(4, local=2)
 def test_checks_find_damage_in_unequal_shards() -> None:
     checks = Checks(interval=1, on_damage="regather", unnoticed_edits=True)
@@ -311,6 +314,7 @@ def _job_of_checkpoint(shares: Sequence[float] | None, folder: str, *, loads: in
     return {name: value.tolist() for name, value in full_parameters(model).items()}
 
 
+@pytest.mark.heavy
 def test_a_checkpoint_of_unequal_shards_loads_on_equal_ones_and_back(tmp_path: Path) -> None:
     """4 ranks unequal -> 3 equal -> 4 otherwise unequal, beside a run of equal ranks from beginning to end."""
     found = None

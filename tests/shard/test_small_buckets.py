@@ -87,6 +87,7 @@ def _assert_only_adapters_move(model: Any) -> None:
     assert bytes_moved.gradients == sharded_net.reduce_bytes("node", trained)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("cache", ["none", "host", "rank"])
 @on_ranks(6, local=2)
 def test_adapters_of_all_blocks_train_whole_in_one_bucket_as_if_cut(cache: Any) -> None:

@@ -80,6 +80,7 @@ def choices(step: int, world: int) -> list[list[int]]:
     return chosen
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("way", ["hosts", "lane"])
 @pytest.mark.parametrize("has_hooks", [False, True])
 @pytest.mark.parametrize(

@@ -95,6 +95,7 @@ def _line_gradients(pattern: Pattern, cache: Cache) -> tuple[Any, dict[str, Tens
     return model, full_gradients(model), batches
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("world_size", "local"), MESHES)
 @on_ranks("world_size", local="local")
 def test_gradients_of_integers_are_exact_wherever_weights_rest() -> None:

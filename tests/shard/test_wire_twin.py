@@ -112,6 +112,7 @@ def job_twin(runs: list[tuple[str, str, int]], islands: int = 1) -> None:
         assert not all(bucket.wire.is_exact for bucket in buckets(model))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("mesh", "runs"),
     [
@@ -165,6 +166,7 @@ def test_tensors_that_are_coded_together_equal_the_twin() -> None:
     assert_equals_twin(model, twin, sgd(model.parameters()), Aligned, steps=3, accumulation=1, exactly=set())
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("islands", "ranks", "local", "runs"),
     [

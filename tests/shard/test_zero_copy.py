@@ -54,6 +54,7 @@ def _plain(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if type(leaf) in (Tensor, nn.Parameter)]
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("cache", ["none", "host", "rank"])
 @on_ranks(4, local=2)
 def test_nothing_as_large_as_a_bucket_is_allocated_or_copied(cache: str) -> None:

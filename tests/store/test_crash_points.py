@@ -289,6 +289,7 @@ def cut_states(client: Client, root: Path, forgotten: str = "") -> list[tuple[Pa
     return [(passed[int(state.marks[-1]) - 1], state) for state in crash_states(recorder, limit=LIMIT) if state.marks]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("point", CrashPoint)
 def test_a_power_cut_leaves_the_newest_version_or_the_one_before(
     point: CrashPoint, cut: dict[str, list[tuple[Passed, State]]]
@@ -303,6 +304,7 @@ def test_a_power_cut_leaves_the_newest_version_or_the_one_before(
     assert tried, "a client passes each point"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", CLIENTS)
 @pytest.mark.parametrize("forgotten", ["files", "folders"])
 def test_every_sync_is_needed(forgotten: str, name: str, tmp_path: Path) -> None:

@@ -139,8 +139,15 @@ def launch(
 def run_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, local: int | None = None, timeout_s: float = 90
 ) -> list[Any]:
-    """Run `function(*args)` on `world_size` ranks with Gloo, `local` on each node; see `launch`."""
-    return launch(function, *args, num_ranks=world_size, num_local=local, timeout_s=timeout_s)
+    """Run `function(*args)` on `world_size` ranks with Gloo, `local` on each node.
+
+    In a test of `make test` they are threads that take turns; elsewhere they are processes, see `launch`.
+    """
+    from tests.support import tiers
+
+    if not tiers.is_inside():
+        return launch(function, *args, num_ranks=world_size, num_local=local, timeout_s=timeout_s)
+    return tiers.run_threads(function, args, nodes=world_size // (local or world_size), local=local or world_size)
 
 
 def on_ranks(

@@ -1,0 +1,176 @@
+"""What the project's own suite costs, and whether it flakes.
+
+python -m benchmarks.suite                            all rows, some hours; the machine should be idle
+python -m benchmarks.suite --rows launch              some seconds
+python -m benchmarks.suite --quick                    few repetitions, printed only
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from laconic import rehearse
+from tests.support.launch import launch
+from tests.support.measure import Benchmark
+from tests.support.record import Row
+
+_ROOT = Path(__file__).parents[1]
+_SUM = re.compile(r"([\d.]+)s +([\d.]+)s of the processors  all (\d+) files")
+_COUNTS = re.compile(r"=+ (.*) in ([\d.]+)s")
+_LAUNCHES = 50
+
+
+@dataclass(frozen=True)
+class Bench:
+    """How much is repeated."""
+
+    quick: bool
+
+    def times(self, number: int) -> int:
+        """The number of repetitions."""
+        return 1 if self.quick else number
+
+
+BENCHMARK = Benchmark(
+    name="suite", measures=("laconic.rehearse", "tests.support"), prepare=lambda options: Bench(options.quick)
+)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run of a part of the suite."""
+
+    words: str
+    """pytest's own count."""
+    clock_s: float
+    processors_s: float
+    has_failed: bool
+
+
+def _run(target: str, *prefix: str) -> _Run:
+    done = subprocess.run([*prefix, "make", target], cwd=_ROOT, capture_output=True, text=True)
+    total, counts = _SUM.findall(done.stdout), _COUNTS.findall(done.stdout)
+    if not counts:
+        raise RuntimeError(f"make {target} ran no test:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    print("\n".join([f"  make {target}: {counts[-1][0]} in {counts[-1][1]} s", *failures]), file=sys.stderr, flush=True)
+    return _Run(counts[-1][0], float(counts[-1][1]), float(total[-1][1]) if total else 0.0, done.returncode != 0)
+
+
+@contextlib.contextmanager
+def _spinning(number: int) -> Iterator[None]:
+    """Let so many processes take all of the processors that they can get."""
+    spinners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.wait()
+
+
+def _repeated(claim: str, runs: Sequence[_Run]) -> Row:
+    failed, seconds = sum(run.has_failed for run in runs), [run.clock_s for run in runs]
+    return Row(
+        claim=claim,
+        required=f"0 failures of {len(runs)}",
+        measured=f"{failed} of {len(runs)}",
+        is_met=failed == 0,
+        note=f"{runs[0].words}; {min(seconds):.0f} to {max(seconds):.0f} s a run.",
+    )
+
+
+@BENCHMARK.row("test")
+def make_test(bench: Bench) -> Row:
+    """`make test` on an idle machine."""
+    run = _run("test")
+    return Row(
+        claim="`make test` after the installation: minutes; seconds of the processors",
+        required="<= 4 min; <= 480 s",
+        measured=f"{run.clock_s / 60:.1f} min; {run.processors_s:.0f} s",
+        is_met=run.clock_s <= 240 and run.processors_s <= 480,
+        note=f"{run.words}. Collection counts in the minutes, not in the seconds of the processors.",
+    )
+
+
+@BENCHMARK.row("test-busy")
+def make_test_beside_others(bench: Bench) -> Row:
+    """`make test` beside processes that spin."""
+    with _spinning(4):
+        runs = [_run("test") for _ in range(bench.times(20))]
+    return _repeated("`make test` beside four processes that spin", runs)
+
+
+@BENCHMARK.row("test-one-core")
+def make_test_on_one_core(bench: Bench) -> Row:
+    """`make test` where it has one core."""
+    runs = [_run("test", "taskset", "-c", "0") for _ in range(bench.times(5))]
+    return _repeated("`make test` on one core", runs)
+
+
+@BENCHMARK.row("test-all")
+def make_test_all(bench: Bench) -> Row:
+    """`make test-all` on an idle machine."""
+    run = _run("test-all")
+    return Row(
+        claim="`make test-all` after it: minutes",
+        required="<= 12 min",
+        measured=f"{run.clock_s / 60:.1f} min",
+        is_met=run.clock_s <= 720,
+        note=f"{run.words}; {run.processors_s:.0f} s of the processors.",
+    )
+
+
+@BENCHMARK.row("test-all-busy")
+def make_test_all_beside_others(bench: Bench) -> Row:
+    """`make test-all` beside processes that spin."""
+    with _spinning(2):
+        runs = [_run("test-all") for _ in range(bench.times(5))]
+    return _repeated("`make test-all` beside two processes that spin", runs)
+
+
+def _meet() -> float:
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return float(total)
+
+
+@BENCHMARK.row("launch")
+def launch_of_ranks(bench: Bench) -> Row:
+    """A launch of four ranks that meet once."""
+    threads, processes = [], []
+    rehearse.ranks(_meet, nodes=2, local=2)
+    launch(os.getpid, num_ranks=4, num_local=2, timeout_s=60)
+    for _ in range(bench.times(_LAUNCHES)):
+        begun = time.perf_counter()
+        assert rehearse.ranks(_meet, nodes=2, local=2) == [4.0] * 4
+        threads.append(time.perf_counter() - begun)
+    for _ in range(bench.times(10)):
+        begun = time.perf_counter()
+        launch(os.getpid, num_ranks=4, num_local=2, timeout_s=60)
+        processes.append(time.perf_counter() - begun)
+    milliseconds = statistics.median(threads) * 1e3
+    return Row(
+        claim="a launch of four ranks in one process, with a group and a sum",
+        required="<= 20 ms",
+        measured=f"{milliseconds:.1f} ms",
+        is_met=milliseconds <= 20,
+        note=f"Median of {len(threads)}. Four warm processes take {statistics.median(processes) * 1e3:.0f} ms.",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.main(doc=__doc__))

@@ -1,0 +1,42 @@
+"""Functions that a test's ranks replace, as a process might that ends with them.
+
+Ranks in one process share their modules: [Note: State of a process] in laconic/rehearse/in_process.py. A function that
+a rank replaces is replaced for all of them, until the launch is over, and no longer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+_ROOMS = ("laconic", "tests")
+_OF_OTHERS = ("os", "time", "torch", *(f"torch.{name}" for name in ("accelerator", "cuda", "distributed", "optim")),
+              "torch.distributed.distributed_c10d")  # fmt: skip
+
+
+def _places() -> Iterator[Any]:
+    """The modules and classes whose functions come back."""
+    for name, module in list(sys.modules.items()):
+        is_ours = name.partition(".")[0] in _ROOMS
+        if isinstance(module, ModuleType) and (is_ours or name in _OF_OTHERS):
+            yield module
+            for each in list(vars(module).values()) if is_ours else ():
+                if isinstance(each, type) and each.__module__ == name:
+                    yield each
+
+
+@contextmanager
+def left_as_it_was() -> Iterator[None]:
+    """Put back the functions and classes that the body replaces."""
+    before = [(place, dict(vars(place))) for place in _places()]
+    try:
+        yield
+    finally:
+        for place, variables in before:
+            now = vars(place)
+            for name, value in variables.items():
+                if callable(value) and now.get(name) is not value:
+                    setattr(place, name, value)
