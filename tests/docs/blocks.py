@@ -87,7 +87,7 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """
     program, arguments = words[0], words[1:]
     if program == "make":
-        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert arguments, words
         assert set(arguments) <= set(targets), f"{words}: the targets are {targets}"
     elif program == "laconic":
