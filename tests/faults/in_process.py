@@ -85,10 +85,10 @@ def _first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> str:
 def in_process(bench: Bench) -> Row:
     """Scenarios on ranks that are threads, against processes over Gloo."""
     torch.set_num_threads(1)  # as the processes have; products of two threads have other bits
-    number = 6 if bench.quick else _SCENARIOS
+    number, drawn = (6, 45) if bench.quick else (_SCENARIOS, _DRAWN)
     equal, tried, entries, parts = 0, 0, 0, []
     for world in _WORLDS:
-        chosen = sorted(_drawn(world, _DRAWN // len(_WORLDS)), key=lambda case: -len(repr(case)))
+        chosen = sorted(_drawn(world, drawn // len(_WORLDS)), key=lambda case: -len(repr(case)))
         with mock.patch.object(choosing, "measure_gathers", _as_in_a_rack):
             traces = [rehearse.ranks(_played, case, local=world) for case in chosen]
         ran = [index for index, trace in enumerate(traces) if not isinstance(trace[0], str)][: number // len(_WORLDS)]
@@ -107,7 +107,7 @@ def in_process(bench: Bench) -> Row:
         measured=f"{equal} of {tried}",
         is_met=equal == tried == number,
         note=(
-            f"Random module trees on {', '.join(map(str, _WORLDS))} ranks, of {_DRAWN} drawn those with the longest "
+            f"Random module trees on {', '.join(map(str, _WORLDS))} ranks, of {drawn} drawn those with the longest "
             f"description ({min(parts)} to {max(parts)} characters); {entries:,} values: outputs, gradients, weights."
         ),
     )

@@ -1,334 +1,488 @@
-"""Ranks as threads of one process: transfers, turns, deadlocks, faults, and what each rank has for itself."""
+"""All ranks of a job in one process: values, errors, faults, and what each rank has for itself."""
 
 from __future__ import annotations
 
+import copy
+import io
 import os
 import queue
 import random
 import sys
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from io import StringIO
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import laconic
-from laconic import rehearse
-from laconic.rehearse import DeadlockError, Kill, RankError
-from laconic.rehearse.mail import Letter
+from laconic import Checks, CorruptionError
+from laconic.rehearse import DeadlockError, Kill, RankError, ranks
+from laconic.rehearse.in_process import Letter
+from tests.support import sharded_net
+from tests.support.flips import flip_bit
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 
 
-def _start() -> tuple[int, int]:
-    dist.init_process_group("gloo")
+def begin(**options: Any) -> tuple[int, int]:
+    """The rank and the number of ranks."""
+    dist.init_process_group("gloo", **options)
     return dist.get_rank(), dist.get_world_size()
 
 
-def test_every_rank_has_the_environment_of_torchrun() -> None:
-    def job() -> tuple[str, ...]:
-        return tuple(os.environ[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE"))
+# -- a plain run -------------------------------------------------------------------------------------------------------
+
+
+def train(batch: Tensor) -> list[float]:
+    """Train a small model on this rank's rows of the batch; return the loss of the whole batch at each step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 1))
+    mesh = laconic.init_mesh("cpu")
+    laconic.fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    rows = batch.chunk(dist.get_world_size())[dist.get_rank()]
+    losses = []
+    for _ in range(3):
+        loss = model(rows).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(mean := loss.detach(), op=dist.ReduceOp.AVG)
+        losses.append(mean.item())
+    return losses
+
+
+def test_four_ranks_train_as_one() -> None:
+    batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    losses = ranks(train, batch, nodes=2, local=2)
+    assert all(each == losses[0] for each in losses)
+    assert losses[0] == pytest.approx(ranks(train, batch)[0])
+
+
+def test_results_come_by_rank_from_torchruns_environment() -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    found = ranks(lambda: tuple(int(os.environ[name]) for name in names), nodes=3, local=2)
+    assert found == [(rank, 6, rank % 2, 2, rank // 2, 3) for rank in range(6)]
+
+
+def test_the_mesh_is_the_clusters() -> None:
+    def job() -> Any:
+        mesh = laconic.init_mesh("cpu")
+        return mesh.shape, mesh.get_coordinate(), dist.get_backend()
+
+    assert ranks(job, nodes=3, local=2) == [((1, 3, 2), [0, n, i], "gloo") for n in range(3) for i in range(2)]
+
+
+# -- transfers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_reductions(size: int) -> None:
+    def job() -> None:
+        rank, _ = begin()
+        terms = [torch.tensor([float(each + 1), -each]) for each in range(size)]
+        expected = {
+            dist.ReduceOp.SUM: sum(terms), dist.ReduceOp.AVG: sum(terms) / size,
+            dist.ReduceOp.MAX: torch.tensor([float(size), 0]), dist.ReduceOp.MIN: torch.tensor([1.0, 1 - size]),
+            dist.ReduceOp.PRODUCT: torch.stack(terms).prod(0),
+        }  # fmt: skip
+        for op, value in expected.items():
+            work = dist.all_reduce(out := terms[rank].clone(), op=op, async_op=True)
+            work.wait()
+            assert torch.equal(out, value), op
+            dist.reduce(out := terms[rank].clone(), size - 1, op=op)
+            assert torch.equal(out, value if rank == size - 1 else terms[rank]), op
+        part = torch.empty(2)
+        dist.reduce_scatter_tensor(part, torch.arange(2.0 * size) + rank)
+        assert part.tolist() == [size * (2 * rank + i) + size * (size - 1) / 2 for i in range(2)]
+
+    ranks(job, nodes=size)
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_copies(size: int) -> None:
+    def job() -> None:
+        rank, _ = begin()
+        own, last = torch.tensor([rank, 10 * rank]), size - 1
+        rows = [[each, 10 * each] for each in range(size)]
+
+        dist.broadcast(out := own.clone(), last)
+        assert out.tolist() == rows[last]
+        outs = [torch.empty_like(own) for _ in range(size)]
+        dist.all_gather(outs, own)
+        assert torch.stack(outs).tolist() == rows
+        dist.all_gather_into_tensor(flat := torch.empty(size, 2, dtype=torch.int64), own)
+        assert flat.tolist() == rows
+        outs = [torch.zeros_like(own) for _ in range(size)]
+        dist.gather(own, outs if rank == last else None, dst=last)
+        assert torch.stack(outs).tolist() == (rows if rank == last else [[0, 0]] * size)
+        dist.scatter(out, [torch.tensor(row) for row in rows] if rank == 1 else None, src=1)
+        assert out.tolist() == rows[rank]
+
+        # Rank i has i + j elements for rank j, all 100 i + j.
+        given, taken = [rank + each for each in range(size)], [each + rank for each in range(size)]
+        values = torch.tensor([100 * rank + each for each in range(size)]).repeat_interleave(torch.tensor(given))
+        dist.all_to_all_single(out := torch.empty(sum(taken), dtype=torch.int64), values, taken, given)
+        assert out.tolist() == [100 * each + rank for each in range(size) for _ in range(each + rank)]
+
+        objects: list[Any] = [None] * size
+        dist.all_gather_object(objects, {"rank": rank, "rest": "x" * rank})
+        assert objects == [{"rank": each, "rest": "x" * each} for each in range(size)]
+        dist.broadcast_object_list(one := [("rank", rank)], src=2)
+        assert one == [("rank", 2)]
+
+    ranks(job, nodes=size)
+
+
+def test_messages_come_in_order_and_by_tag() -> None:
+    def job() -> list[int]:
+        rank, size = begin()
+        after, before, taken = (rank + 1) % size, (rank - 1) % size, []
+        works = [dist.isend(torch.tensor([10 * rank + each]), after, tag=each % 2) for each in range(4)]
+        for tag in (1, 1, 0):
+            dist.recv(out := torch.empty(1, dtype=torch.int64), before, tag=tag)
+            taken.append(out.item())
+        work = dist.irecv(out, before)
+        work.wait()
+        assert all(each.wait() for each in works)
+        dist.barrier()
+        return [*taken, out.item()]
+
+    assert ranks(job, nodes=3) == [[10 * before + i for i in (1, 3, 0, 2)] for before in (2, 0, 1)]
+
+
+def test_subgroups_sum_by_themselves() -> None:
+    def job() -> int:
+        rank, _ = begin()
+        groups = [dist.new_group([0, 2, 4]), dist.new_group([3, 1])]
+        dist.all_reduce(out := torch.tensor([rank]), group=groups[rank % 2])
+        return int(out)
+
+    assert ranks(job, nodes=5) == [6, 4, 6, 4, 6]
+
+
+def test_dtensors_and_functional_collectives() -> None:
+    def job() -> None:
+        rank, size = begin()
+        mesh, whole = init_device_mesh("cpu", (size,)), torch.arange(28.0).view(7, 4)
+        rows = distribute_tensor(whole, mesh, [Shard(0)])
+        for target in (Replicate(), Shard(1), Shard(0)):
+            assert torch.equal(rows.redistribute(mesh, [target]).full_tensor(), whole)
+        products = distribute_tensor(whole, mesh, [Shard(1)]) @ distribute_tensor(whole.T, mesh, [Shard(0)])
+        assert products.placements == (Partial(),)
+        assert torch.equal(products.full_tensor(), whole @ whole.T)
+
+        one = torch.tensor([float(rank)])
+        assert functional.all_reduce(one, "sum", mesh).tolist() == [3]
+        assert functional.all_gather_tensor(one, 0, mesh).tolist() == [0, 1, 2]
+        assert functional.reduce_scatter_tensor(torch.arange(3.0), "avg", 0, mesh).tolist() == [rank]
+
+    ranks(job, nodes=3)
+
+
+def test_fsdp2_trains_as_one_process() -> None:
+    batch = torch.randn(12, 5, generator=torch.Generator().manual_seed(1))
+
+    def steps(model: nn.Module, rows: Tensor) -> dict[str, Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for _ in range(3):
+            model(rows).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in model.named_parameters()}
+
+    def job() -> dict[str, Tensor]:
+        rank, size = begin()
+        model: Any = sharded_net.build()
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (size,)))
+        return steps(model, batch.chunk(size)[rank])
+
+    oracle = steps(sharded_net.build(), batch)
+    for weights in ranks(job, nodes=3):
+        torch.testing.assert_close(weights, oracle)
+
+
+# -- threads and clocks ------------------------------------------------------------------------------------------------
+
+
+def test_threads_of_a_rank_take_turns() -> None:
+    def job() -> list[int]:
+        rank, _ = begin()
+        groups = [dist.new_group() for _ in range(2)]
+        ready, answers = threading.Event(), queue.Queue[int]()
+
+        def summed(place: int) -> int:
+            time.sleep(place)
+            dist.all_reduce(out := torch.tensor([rank + place]), group=groups[place])
+            return int(out)
+
+        def answer() -> None:
+            ready.wait()
+            answers.put(rank)
+
+        helper = threading.Thread(target=answer)
+        helper.start()
+        with ThreadPoolExecutor(2) as pool:
+            sums = list(pool.map(summed, range(2)))
+        assert answers.empty()
+        ready.set()
+        helper.join()
+        return [*sums, answers.get()]
+
+    assert ranks(job, nodes=3) == [[3, 6, rank] for rank in range(3)]
+
+
+def test_an_hour_takes_no_time() -> None:
+    def job() -> float:
+        begun = time.monotonic()
+        time.sleep(3600)
+        return time.monotonic() - begun
+
+    assert all(3600 <= each < 3601 for each in ranks(job, nodes=2, timeout_s=30))
+
+
+def test_a_group_times_out_on_the_ranks_clock() -> None:
+    def job() -> float:
+        rank, _ = begin(timeout=timedelta(seconds=5))
+        if rank == 1:
+            time.sleep(100)
+        begun = time.monotonic()
+        with pytest.raises(
+            RuntimeError, match="Timed out waiting 5000ms" if rank == 0 else "Connection closed by peer"
+        ):
+            dist.recv(torch.empty(1), 1 - rank)
+        return time.monotonic() - begun
+
+    first, second = ranks(job, nodes=2)
+    assert 5 <= first < 6
+    assert second < 1
+
+
+def test_a_rank_that_never_waits_is_given_up() -> None:
+    may_end = False
+
+    def job() -> None:
+        while not may_end:
+            pass
+        os.environ["LACONIC_LATE"] = "yes"
+        time.sleep(1)
 
     before = dict(os.environ)
-    assert rehearse.ranks(job, nodes=2, local=2) == [(str(r), str(r % 2), str(r // 2), "4") for r in range(4)]
+    with pytest.raises(TimeoutError, match=r"rank 0\n[\s\S]*may_end"):
+        ranks(job, nodes=2, timeout_s=0.2)
+    late = [thread for thread in threading.enumerate() if thread.name.startswith("rank ")]
+    may_end = True
+    for thread in late:
+        thread.join()
+    assert os.environ.pop("LACONIC_LATE") == "yes"
     assert dict(os.environ) == before
 
 
-@pytest.mark.parametrize("size", [1, 3, 5])
-def test_collectives_have_the_values_of_their_definition(size: int) -> None:
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_deadlock_names_each_rank_and_transfer() -> None:
     def job() -> None:
-        rank, _ = _start()
-        rows = torch.arange(size * 4.0).view(size, 4) + 1
-        for op, wanted in (
-            (dist.ReduceOp.SUM, rows.sum(0)),
-            (dist.ReduceOp.MAX, rows.amax(0)),
-            (dist.ReduceOp.MIN, rows.amin(0)),
-            (dist.ReduceOp.PRODUCT, rows.prod(0)),
-            (dist.ReduceOp.AVG, rows.mean(0)),
-        ):
-            mine = rows[rank].clone()
-            dist.all_reduce(mine, op=op)
-            assert torch.allclose(mine, wanted)
-        whole = torch.empty(size * 4)
-        dist.all_gather_into_tensor(whole, rows[rank])
-        assert torch.equal(whole, rows.view(-1))
-        parts = [torch.empty(4) for _ in range(size)]
-        work = dist.all_gather(parts, rows[rank], async_op=True)
-        work.wait()
-        assert torch.equal(torch.stack(parts), rows)
-        part = torch.empty(4)
-        dist.reduce_scatter_tensor(part, rows.view(-1) * (rank + 1))
-        assert torch.equal(part, rows[rank] * sum(range(1, size + 1)))
-        first = rows[rank].clone()
-        dist.broadcast(first, src=size - 1)
-        assert torch.equal(first, rows[-1])
-        dist.scatter(part, list(rows) if rank == 0 else None, src=0)
-        assert torch.equal(part, rows[rank])
-        gathered = [torch.empty(4) for _ in range(size)] if rank == 0 else None
-        dist.gather(rows[rank].clone(), gathered, dst=0)
-        assert gathered is None or torch.equal(torch.stack(gathered), rows)
-        total = rows[rank].clone()
-        dist.reduce(total, dst=0)
-        assert rank > 0 or torch.equal(total, rows.sum(0))
-        sizes = [(rank + other) % 3 for other in range(size)]  # to each rank, and from it
-        given = torch.cat([torch.full((n,), 10.0 * rank + other) for other, n in enumerate(sizes)])
-        taken = torch.empty(sum(sizes))
-        dist.all_to_all_single(taken, given, sizes, sizes)
-        assert torch.equal(taken, torch.cat([torch.full((n,), 10.0 * other + rank) for other, n in enumerate(sizes)]))
-        objects: list[Any] = [None] * size
-        dist.all_gather_object(objects, {"rank": rank})
-        assert objects == [{"rank": each} for each in range(size)]
-        works = [dist.isend(rows[rank].clone(), (rank + 1) % size), dist.irecv(part, (rank - 1) % size)]
-        for each in works if size > 1 else ():
-            each.wait()
-        assert size == 1 or torch.equal(part, rows[rank - 1])
-        dist.barrier()
-
-    rehearse.ranks(job, local=size)
-
-
-def test_groups_of_some_ranks_do_not_mix() -> None:
-    def job() -> float:
-        rank, _ = _start()
-        groups = [dist.new_group([0, 2]), dist.new_group([1, 3, 4])]
-        mine = torch.tensor(float(rank))
-        dist.all_reduce(mine, group=groups[0 if rank in (0, 2) else 1])
-        return float(mine)
-
-    assert rehearse.ranks(job, local=5) == [2, 8, 2, 8, 8]
-
-
-def test_dtensors_are_redistributed() -> None:
-    def job() -> None:
-        rank, size = _start()
-        mesh, whole = init_device_mesh("cpu", (size,)), torch.arange(35.0).view(7, 5)
-        rows = DTensor.from_local(whole.chunk(size)[rank], mesh, [Shard(0)], run_check=False, shape=whole.shape,
-                                  stride=whole.stride())  # fmt: skip
-        assert torch.equal(rows.full_tensor(), whole)
-        columns = rows.redistribute(mesh, [Shard(1)])
-        assert torch.equal(columns.to_local(), whole.tensor_split([2, 4], dim=1)[rank])
-        assert torch.equal((rows.sum(0)).redistribute(mesh, [Replicate()]).to_local(), whole.sum(0))
-
-    rehearse.ranks(job, local=3)
-
-
-def _model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-
-
-def _trained(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for each in inputs:
-        model(each).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [getattr(each, "full_tensor", lambda each=each: each)().detach() for each in model.parameters()]
-
-
-@pytest.mark.parametrize("engine", ["fsdp2", "laconic"])
-def test_engines_train_as_one_process(engine: str) -> None:
-    inputs = list(torch.randn(3, 6, 5))
-
-    def job() -> list[Tensor]:
-        if engine == "laconic":
-            laconic.init_mesh("cpu")
-        else:
-            _start()
-        model, shard = _model(), laconic.fully_shard if engine == "laconic" else fully_shard
-        shard(model[0])
-        shard(model)
-        rank, size = dist.get_rank(), dist.get_world_size()
-        return _trained(model, [each.view(size, -1, 5)[rank] for each in inputs])
-
-    wanted = _trained(_model(), inputs)
-    for found in rehearse.ranks(job, nodes=3):
-        assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found, wanted, strict=True))
-
-
-def _coded_run(*, seed: int | None = None) -> list[bytes]:
-    def job() -> bytes:
-        laconic.init_mesh("cpu")
-        model = _model()
-        laconic.fully_shard(model[0], cache="host", wire="4bit")
-        laconic.fully_shard(model, cache="host", wire="4bit")
-        torch.manual_seed(dist.get_rank())
-        return b"".join(each.numpy().tobytes() for each in _trained(model, list(torch.randn(3, 4, 5))))
-
-    return rehearse.ranks(job, nodes=3, local=2, seed=seed)
-
-
-def test_no_order_of_turns_changes_a_bit() -> None:
-    wanted = _coded_run()
-    assert all(_coded_run(seed=seed) == wanted for seed in range(4))
-
-
-def test_time_passes_for_all_alike_and_costs_nothing() -> None:
-    def job() -> float:
-        rank, _ = _start()
-        time.sleep(1000.0 * rank)
-        dist.barrier()
-        return round(time.monotonic())
-
-    assert rehearse.ranks(job, local=3) == [2000] * 3
-
-
-def test_threads_of_a_rank_take_turns_too() -> None:
-    def job() -> list[float]:
-        rank, size = _start()
-        group, inbox, done = dist.new_group(range(size)), queue.SimpleQueue[Tensor](), threading.Event()
-
-        def sum_up() -> float:
-            mine = inbox.get()
-            dist.all_reduce(mine, group=group)
-            done.set()
-            return float(mine)
-
-        with ThreadPoolExecutor(1) as thread:
-            future = thread.submit(sum_up)
-            dist.barrier()
-            inbox.put(torch.tensor(1.0 + rank))
-            assert done.wait(60)
-            return [future.result()]
-
-    assert rehearse.ranks(job, local=3) == [[6.0]] * 3
-
-
-def test_a_deadlock_is_known_at_once_and_names_what_each_rank_waits_for() -> None:
-    def job() -> None:
-        rank, _ = _start()
+        rank, _ = begin()
         if rank < 2:
-            dist.recv(torch.empty(3), 1 - rank)
+            dist.recv(torch.empty(1), 1 - rank)
 
-    wanted = r"rank 0 waits for message 0 from rank 1 .*; rank 1 waits for message 0 from rank 0 .*; rank 2 ended"
-    with pytest.raises(DeadlockError, match=wanted):
-        rehearse.ranks(job, local=3)
+    waits = "rank 0 waits for message 0 from rank 1 of group 0; rank 1 waits for message 0 from rank 0 of group 0"
+    with pytest.raises(DeadlockError, match=f"no rank can go on: {waits}; rank 2 ended before"):
+        ranks(job, nodes=3)
 
 
-def test_collectives_of_two_kinds_are_named() -> None:
+def test_collectives_that_differ_name_both() -> None:
     def job() -> None:
-        rank, _ = _start()
+        rank, _ = begin()
         if rank == 1:
-            dist.broadcast(torch.ones(1), src=0)
+            dist.broadcast(torch.empty(1), 0)
         else:
-            dist.all_reduce(torch.ones(1))
+            dist.all_reduce(torch.empty(1))
 
-    with pytest.raises(RankError, match=r"rank 1 calls broadcast 0 .*, where rank 0 calls all-reduce"):
-        rehearse.ranks(job, local=3)
-
-
-def test_a_time_out_runs_on_the_clock_of_turns() -> None:
-    def job() -> float:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=90))
-        if dist.get_rank() == 0:
-            with pytest.raises(RuntimeError, match="Timed out waiting 90000ms"):
-                dist.recv(torch.empty(1), 1)
-        else:
-            time.sleep(500)
-        return time.monotonic()
-
-    first, second = rehearse.ranks(job, local=2)
-    assert 90 <= first < 91 < second
+    with pytest.raises(RankError, match=r"rank 1 calls broadcast 0 of group 0, where rank 0 calls all-reduce"):
+        ranks(job, nodes=2)
 
 
-@pytest.mark.parametrize("turn", range(8))
-def test_the_others_hear_of_a_rank_that_dies_at_any_turn(turn: int) -> None:
-    def job() -> int:
-        _start()
-        for step in range(4):
-            try:
-                dist.all_reduce(torch.ones(2))
-            except RuntimeError:
-                return step
-        return 4
-
-    steps = rehearse.ranks(job, local=3, faults=[Kill(rank=1, turn=turn)])
-    assert steps[1] in (None, 4)
-    assert abs(steps[0] - steps[2]) <= 1
-    assert (steps[0] < 4) == (turn < 3)
-
-
-def test_a_message_may_be_damaged_before_it_is_read() -> None:
-    def flip(letter: Letter) -> None:
-        if (letter.source, letter.target, letter.number) == (0, 1, 1):
-            letter.tensors[0].view(torch.uint8)[0] ^= 1
-
-    def job() -> list[int]:
-        rank, _ = _start()
-        landings = torch.zeros(3, 4, dtype=torch.uint8)
-        for landing in landings:
-            if rank == 0:
-                dist.send(landing + 4, 1)
-            else:
-                dist.recv(landing, 0)
-        return landings[:, 0].tolist()
-
-    assert rehearse.ranks(job, local=2, on_message=flip)[1] == [4, 5, 4]
-
-
-def test_a_rank_has_its_own_random_numbers_streams_and_variables() -> None:
-    def job() -> tuple[Any, ...]:
-        rank, _ = _start()
-        torch.manual_seed(rank)
-        random.seed(rank)
-        os.environ["LACONIC_OF_A_RANK"] = str(rank)
-        sys.stdout = StringIO()
-        found = []
-        for _ in range(2):
-            dist.barrier()
-            print(rank, end="")
-            found.append((float(torch.rand(1)), random.random(), os.environ["LACONIC_OF_A_RANK"]))
-        return *found, sys.stdout.getvalue()
-
-    before = torch.get_rng_state(), random.getstate(), sys.stdout, dict(os.environ)
-    for rank, found in enumerate(rehearse.ranks(job, local=3)):
-        torch_own, own = torch.Generator().manual_seed(rank), random.Random(rank)
-        wanted = [(float(torch.rand(1, generator=torch_own)), own.random(), str(rank)) for _ in range(2)]
-        assert found == (*wanted, str(rank) * 2)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert (random.getstate(), sys.stdout, dict(os.environ)) == before[1:]
-
-
-def test_the_first_failure_ends_all_and_is_shown() -> None:
+@pytest.mark.parametrize(
+    ("odd", "words"), [(torch.ones(3), r"float32 \[3\]"), (torch.ones(1, dtype=torch.int32), r"int32 \[1\]")]
+)
+def test_tensors_that_do_not_fit_are_named(odd: Tensor, words: str) -> None:
     def job() -> None:
-        rank, _ = _start()
+        rank, _ = begin()
+        dist.all_reduce(odd.clone() if rank == 1 else torch.ones(1))
+
+    with pytest.raises(RankError, match=rf"all-reduce 0 .*rank 0 gives float32 \[1\]; rank 1 gives {words}"):
+        ranks(job, nodes=3)
+
+
+def test_a_failure_has_its_rank_and_traceback() -> None:
+    def job() -> None:
+        rank, _ = begin()
         if rank == 2:
-            raise LookupError("no such row")
+            raise KeyError("the error of a rank")
         dist.barrier()
 
-    with pytest.raises(RankError, match=r"(?s)rank 2 failed:.*LookupError: no such row") as caught:
-        rehearse.ranks(job, local=3)
-    assert isinstance(caught.value.__cause__, LookupError)
+    with pytest.raises(RankError, match=r"rank 2 failed:\n[\s\S]*in job\n[\s\S]*the error of a rank") as caught:
+        ranks(job, nodes=3)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+    *others, last = ranks(job, nodes=3, goes_on=True)
+    assert isinstance(last, KeyError)
+    assert all("Connection closed by peer" in str(each) for each in others)
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl")
+def test_nccl_is_refused() -> None:
+    with pytest.raises(RankError, match="ranks in one process have no backend 'nccl'"):
+        ranks(lambda: dist.init_process_group("nccl"), nodes=2)
+
+
+def test_ranks_in_a_rank_are_refused() -> None:
+    with pytest.raises(RankError, match="this process is a rank already"):
+        ranks(lambda: ranks(os.getpid), nodes=2)
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_kill_at_any_turn_leaves_the_others_with_an_error() -> None:
+    def job() -> float:
+        rank, size = begin()
+        total = torch.tensor([1.0])
+        for _ in range(3):
+            dist.all_reduce(total)
+            dist.send(total, (rank + 1) % size)
+            dist.recv(total, (rank - 1) % size)
+        return total.item()
+
+    num_deaths = 0
+    for turn in range(100):
+        results = ranks(job, nodes=3, faults=[Kill(rank=1, turn=turn)])
+        if results[1] == 27:
+            break
+        num_deaths += 1
+        assert results[1] is None
+        lost = [each for each in results if isinstance(each, RuntimeError)]
+        assert all("Connection closed by peer" in str(each) for each in lost)
+        assert all(each == 27 for each in (results[0], results[2]) if each not in lost)
+        assert lost or turn > 3
+    assert num_deaths > 5
+    assert results == [27, 27, 27]
+
+
+def test_a_changed_message_arrives_changed() -> None:
+    seen = []
+
+    def flip(letter: Letter) -> None:
+        seen.append((letter.source, letter.target, letter.number))
+        if letter.source == 1 and letter.number == 1:
+            flip_bit(letter.tensors[0], bit=31, seed=0)
+
+    def job() -> list[float]:
+        rank, _ = begin()
+        taken = []
+        for value in (1.0, 2.0):
+            if rank == 1:
+                dist.send(torch.tensor([value]), 0)
+            else:
+                dist.recv(out := torch.empty(1), 1)
+                taken.append(out.item())
+        return taken
+
+    assert ranks(job, nodes=2, on_message=flip)[0] == [1, -2]
+    assert [each for each in seen if each[1] is not None] == [(1, 0, 0), (1, 0, 1)]
+
+
+def test_checksums_notice_a_flipped_bit() -> None:
+    flipped = []
+
+    def flip(letter: Letter) -> None:
+        if letter.source == 1 and letter.label.startswith("gradients of") and not flipped:
+            flipped.append(letter)
+            flip_bit(letter.tensors[0], bit=30, seed=3)
+
+    def job() -> None:
+        sharded_net.train_step(sharded_net.shard(sharded_net.build(), checks=Checks(interval=1)))
+
+    with pytest.raises(RankError) as caught:
+        ranks(job, nodes=3, on_message=flip)
+    assert flipped
+    assert isinstance(caught.value.__cause__, CorruptionError)
+
+
+def test_another_order_has_the_same_bits() -> None:
+    def job() -> list[Tensor]:
+        warnings.simplefilter("ignore")
+        model = sharded_net.shard(sharded_net.build(), cache="host", wire="4bit")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        losses = [sharded_net.train_step(model, optimizer, seed) for seed in range(3)]
+        return [*losses, *sharded_net.full_parameters(model).values()]
+
+    first = ranks(job, nodes=3, local=2)
+    for seed in range(10):
+        for ours, theirs in zip(first, ranks(job, nodes=3, local=2, seed=seed), strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True)), seed
+
+
+# -- what belongs to a process -----------------------------------------------------------------------------------------
+
+
+def outside() -> Any:
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    return copy.deepcopy((dict(os.environ), states, list(warnings.filters), list(sys.argv))), sys.stdout
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rank_has_its_own_state(fails: bool) -> None:
+    def draws() -> list[float]:
+        return [random.random(), np.random.rand(), torch.rand(1).item()]
+
+    def seed(rank: int) -> None:
+        random.seed(rank)
+        np.random.seed(rank)
+        torch.manual_seed(rank)
+
+    def job() -> list[float]:
+        rank, _ = begin()
+        seed(rank)
+        sys.stdout, os.environ["LACONIC_OWN"], sys.argv = io.StringIO(), str(rank), ["job", str(rank)]
+        warnings.simplefilter("error" if rank else "ignore")
+        print("rank", rank)
+        dist.barrier()
+        drawn = draws()
+        dist.barrier()
+        assert (os.environ["LACONIC_OWN"], sys.argv[1], sys.stdout.getvalue()) == (
+            str(rank),
+            str(rank),
+            f"rank {rank}\n",
+        )
+        assert warnings.filters[0][0] == ("error" if rank else "ignore")
+        if fails and rank == 1:
+            raise ValueError("a rank fails")
+        dist.barrier()
+        return drawn
+
+    before = outside()
+    if fails:
+        with pytest.raises(RankError, match="a rank fails"):
+            ranks(job, nodes=3)
+    else:
+        drawn = ranks(job, nodes=3)
+    assert outside() == before
     assert not dist.is_initialized()
-
-
-def test_whoever_goes_on_has_lost_its_connections() -> None:
-    def job() -> str:
-        rank, _ = _start()
-        if rank == 1:
-            raise LookupError("no such row")
-        with pytest.raises(RuntimeError, match="Connection closed by peer: rank 1 is gone"):
-            dist.barrier()
-        return "went on"
-
-    first, failed, last = rehearse.ranks(job, local=3, goes_on=True)
-    assert (first, str(failed), last) == ("went on", "no such row", "went on")
-
-
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(RankError, match="no backend 'nccl': their tensors are on the CPU"):
-        rehearse.ranks(lambda: dist.init_process_group("nccl"), local=2)
-
-    def nested() -> None:
-        _start()
-        rehearse.ranks(_start, local=2)
-
-    with pytest.raises(RankError, match="a rank already"):
-        rehearse.ranks(nested, local=2)
+    for rank in range(0 if fails else 3):
+        seed(rank)
+        assert drawn[rank] == draws()
