@@ -1,4 +1,4 @@
-"""The tests of `make test` stay inside: what would leave the process is an error, and clocks are those of turns."""
+"""A test of `make test` stays in this process: what it must not do, its clock, and its threads."""
 
 from __future__ import annotations
 
@@ -10,48 +10,79 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from tests.support.tiers import LeftProcessError
+from laconic.rehearse.turns import player
+from tests.support.launch import run_ranks
+from tests.support.tiers import LeftProcessError, is_inside
 
 
 @pytest.mark.parametrize(
-    "deed",
+    ("deed", "words"),
     [
-        socket.socket,
-        lambda: subprocess.run(["true"]),
-        os.fork,
-        lambda: dist.TCPStore("localhost", 0, 1, True),
-        lambda: dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1),
-        lambda: Path("/proc/net/dev").read_text(),
+        (socket.socket, "socket.__new__"),
+        (lambda: subprocess.run(["true"]), "subprocess.Popen"),
+        (lambda: os.system("true"), "os.system"),
+        (os.fork, "os.fork"),
+        (lambda: dist.TCPStore("localhost", 0, 1, True), "TCPStore"),
+        (lambda: Path("/proc/net/dev").read_text(), "read /proc/net/dev"),
     ],
-    ids=["socket", "process", "fork", "store", "gloo", "counters"],
+    ids=["socket", "process", "shell", "fork", "store", "counters"],
 )
-def test_who_leaves_the_process_fails(deed: Callable[[], object]) -> None:
-    with pytest.raises(LeftProcessError, match="must not do this"):
+def test_what_leaves_the_process_is_refused(deed: Callable[[], Any], words: str) -> None:
+    with pytest.raises(LeftProcessError, match=rf"must not do this: {words}.*mark it `machine`"):
         deed()
 
 
-def test_an_hour_takes_no_time() -> None:
-    begun_s, epoch_s = time.monotonic(), time.time()
+def test_the_clock_goes_on_by_waits() -> None:
+    assert is_inside()
+    begun = time.monotonic()
     time.sleep(3600)
-    assert 3600 <= time.monotonic() - begun_s < 3601
-    assert 3600 <= time.time() - epoch_s < 3601
+    assert 3600 <= time.monotonic() - begun < 3601
 
 
-def test_threads_take_turns_with_the_test() -> None:
+def test_threads_take_turns() -> None:
+    ended = []
+
+    def wait_then_end() -> None:
+        time.sleep(5)
+        ended.append(player())
+
+    helper = threading.Thread(target=wait_then_end)
+    helper.start()
+    assert not ended
+    assert helper.is_alive()
+    helper.join()
+    assert ended[0] is not player()
+    assert not helper.is_alive()
+
+
+def test_the_first_wait_that_is_over_ends_first() -> None:
     order = []
-    thread = threading.Thread(target=lambda: (time.sleep(5), order.append("thread")))
-    thread.start()
-    time.sleep(1)
-    order.append("test")
-    thread.join()
-    with ThreadPoolExecutor(2) as threads:
-        order += threads.map(lambda seconds: (time.sleep(seconds), str(seconds))[1], [3, 2, 1])
-    assert order == ["test", "thread", "3", "2", "1"]
+
+    def end_after(seconds: int) -> int:
+        time.sleep(seconds)
+        order.append(seconds)
+        return seconds
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(end_after, [3, 1, 2])) == [3, 1, 2]
+    assert order == [1, 2, 3]
 
 
-def test_a_thread_that_waits_for_ever_ends_with_the_test() -> None:
+def test_a_thread_that_waits_for_ever_ends_with_its_test() -> None:
     threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+def _sleep_by_rank() -> tuple[int, float]:
+    time.sleep(dist.get_rank())
+    return threading.get_ident(), time.monotonic()
+
+
+def test_ranks_are_threads_of_this_process() -> None:
+    threads, clocks = zip(*run_ranks(_sleep_by_rank, 3), strict=True)
+    assert len(set(threads)) == 3
+    assert [int(each) for each in clocks] == [0, 1, 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import os
 import queue
 import random
@@ -79,7 +80,7 @@ def test_results_come_by_rank_from_torchruns_environment() -> None:
 def test_the_mesh_is_the_clusters() -> None:
     def job() -> Any:
         mesh = laconic.init_mesh("cpu")
-        return mesh.shape, mesh.get_coordinate(), dist.get_backend()
+        return mesh.shape, list(mesh.get_coordinate()), dist.get_backend()
 
     assert ranks(job, nodes=3, local=2) == [((1, 3, 2), [0, n, i], "gloo") for n in range(3) for i in range(2)]
 
@@ -358,7 +359,8 @@ def test_ranks_in_a_rank_are_refused() -> None:
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_kill_at_any_turn_leaves_the_others_with_an_error() -> None:
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_a_kill_at_any_turn_leaves_the_others_with_an_error(seed: int | None) -> None:
     def job() -> float:
         rank, size = begin()
         total = torch.tensor([1.0])
@@ -368,18 +370,15 @@ def test_a_kill_at_any_turn_leaves_the_others_with_an_error() -> None:
             dist.recv(total, (rank - 1) % size)
         return total.item()
 
-    num_deaths = 0
-    for turn in range(100):
-        results = ranks(job, nodes=3, faults=[Kill(rank=1, turn=turn)])
-        if results[1] == 27:
+    for turn in itertools.count():
+        results = ranks(job, nodes=3, seed=seed, faults=[Kill(rank=1, turn=turn)])
+        if results[1] is not None:
             break
-        num_deaths += 1
-        assert results[1] is None
         lost = [each for each in results if isinstance(each, RuntimeError)]
+        assert lost or turn > 2  # after the last step, nobody needs rank 1
         assert all("Connection closed by peer" in str(each) for each in lost)
-        assert all(each == 27 for each in (results[0], results[2]) if each not in lost)
-        assert lost or turn > 3
-    assert num_deaths > 5
+        assert all(each in (27, *lost) for each in (results[0], results[2]))
+    assert turn > 3
     assert results == [27, 27, 27]
 
 
@@ -426,7 +425,7 @@ def test_checksums_notice_a_flipped_bit() -> None:
 def test_another_order_has_the_same_bits() -> None:
     def job() -> list[Tensor]:
         warnings.simplefilter("ignore")
-        model = sharded_net.shard(sharded_net.build(), cache="host", wire="4bit")
+        model = sharded_net.shard(sharded_net.build(lambda: sharded_net.Net(1)), cache="host", wire="4bit")
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         losses = [sharded_net.train_step(model, optimizer, seed) for seed in range(3)]
         return [*losses, *sharded_net.full_parameters(model).values()]

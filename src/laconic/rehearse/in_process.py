@@ -51,7 +51,7 @@ class Kill:
 
     rank: int
     turn: int
-    """The turn at the beginning of which it dies, counted from 0; a rank gets a turn when a wait of its is over."""
+    """The turn at the beginning of which it dies, counted from 0; a rank gets the next one when it has had to wait."""
 
 
 _PER_PROCESS: list[tuple[str, str]] = [
