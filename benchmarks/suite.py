@@ -1,4 +1,4 @@
-"""What the project's own suite costs, and whether it flakes.
+"""The cost of the project's own suite, and its flakes.
 
 python -m benchmarks.suite                            all rows, some hours; the machine should be idle
 python -m benchmarks.suite --rows launch              some seconds

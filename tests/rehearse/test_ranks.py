@@ -485,3 +485,9 @@ def test_a_rank_has_its_own_state(fails: bool) -> None:
     for rank in range(0 if fails else 3):
         seed(rank)
         assert drawn[rank] == draws()
+
+
+@pytest.mark.parametrize("cluster", [{"nodes": 0}, {"local": 2, "faults": [Kill(rank=2, turn=0)]}])
+def test_a_cluster_or_a_fault_that_cannot_be_is_refused(cluster: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"at least one node|never happens: ranks are 0 to 1"):
+        ranks(lambda: None, **cluster)

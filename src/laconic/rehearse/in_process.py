@@ -69,7 +69,7 @@ _PER_PROCESS_OBJECTS = [("laconic.comm.journal", "here")]
 
 
 def _world() -> Any:
-    """What torch.distributed knows of its groups, for one rank; under the names of its own `_World`."""
+    """The tables of one rank's process groups, under the names of torch.distributed's own `_World`."""
     return SimpleNamespace(
         default_pg=None, pg_map={}, pg_names={}, pg_group_ranks={}, pg_backend_config={}, group_count=0,
         tags_to_pg={}, pg_to_tag={}, pg_coalesce_state={}, comms=[], pg_config_info=[], pg_default_device={},
@@ -78,7 +78,7 @@ def _world() -> Any:
 
 @dataclass
 class _State:
-    """What the process of one rank would have: [Note: State of a process]."""
+    """The state of one rank's process: [Note: State of a process]."""
 
     world: Any = field(default_factory=_world)
     environment: dict[Any, Any] = field(default_factory=dict)
@@ -160,7 +160,7 @@ class _Processes:
 
 
 def _fresh(value: Any) -> Any:
-    """What a new process has in place of a value: containers of their own, and no threads of others."""
+    """The value of a new process: a container of its own, and no thread of another rank."""
     if isinstance(value, list):
         return list(value)
     if type(value).__name__ == "WeakSet":
@@ -203,10 +203,16 @@ def ranks(
         DeadlockError: no rank can go on. The message says which transfer each one waits for.
         TimeoutError: the ranks have not ended in time: one of them runs without a wait.
         RuntimeError: this process is a rank already.
+        ValueError: the cluster has no ranks, or a fault names a rank that it has not.
     """
     if dist.is_initialized() or _posts:
         raise RuntimeError("this process is a rank already: call `ranks` outside of ranks and of process groups")
+    if nodes < 1 or local < 1:
+        raise ValueError(f"a cluster has at least one node of one rank, got nodes={nodes}, local={local}")
     size = nodes * local
+    for fault in faults:
+        if not 0 <= fault.rank < size or fault.turn < 0:
+            raise ValueError(f"{fault} never happens: ranks are 0 to {size - 1}, and turns begin with 0")
     results: list[Any] = [None] * size
     errors: dict[int, BaseException] = {}
     num_turns = [0] * size

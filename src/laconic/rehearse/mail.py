@@ -33,7 +33,7 @@ MAIL = "mail"
 
 @dataclass(frozen=True)
 class Letter:
-    """What one rank gives to a transfer."""
+    """The part of one rank in a transfer."""
 
     group: str
     source: int
@@ -50,7 +50,7 @@ class Letter:
 
 @dataclass
 class Post:
-    """What the ranks of one run have sent each other."""
+    """The messages of one run that are on their way."""
 
     turns: Turns
     on_message: Callable[[Letter], None] | None = None
@@ -72,7 +72,7 @@ class _Gathering:
 
     op: str
     parts: dict[int, Any] = field(default_factory=dict)
-    """By rank of the group, what it gives."""
+    """The part of each rank of the group that has come."""
     num_finished: int = 0
 
 
@@ -406,7 +406,7 @@ class MailGroup(_ProcessGroup):
         return self._collect("gather", _copies(inputs), finish, opts)
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
-        """What the root has for this rank."""
+        """This rank's part of the root's tensors."""
         given = _copies(inputs[0]) if self._rank == opts.rootRank else ()
         return self._collect("scatter", given, lambda parts: _put(outputs[0], parts[opts.rootRank][self._rank]), opts)
 
@@ -478,7 +478,7 @@ class MailGroup(_ProcessGroup):
         return f"{transfer} of group {self._name}" + (f" ({described(*label)})" if label else "")
 
     def _given(self, parts: Sequence[Any]) -> str:
-        """What each rank has given to a collective, in words."""
+        """The parts of all ranks in a collective, in words."""
         words = (", ".join(map(_words, part)) or "nothing" for part in parts)
         return "; ".join(f"rank {rank} gives {each}" for rank, each in zip(self._ranks, words, strict=True))
 

@@ -52,7 +52,7 @@ class PlayingThread:
     is_helper: bool = False
     """True for a thread that a rank has started. A run is over when all others are."""
     awaited: str = ""
-    """What the player waits for, in words."""
+    """The awaited transfer, lock or time, in words."""
     is_over: bool = False
     until: Callable[[], Any] | None = None
     deadline_s: float | None = None
