@@ -9,6 +9,8 @@ from torch.nn import functional
 
 from benchmarks.cyclic.traces import Trace, trace
 
+pytestmark = pytest.mark.machine
+
 
 def staircase(num_stages: int) -> Trace:
     """N equal stages; each holds 10 bytes from its forward to its backward, and takes 1 FLOP each way."""

@@ -23,6 +23,8 @@ from tests.support import record
 from tests.support.launch import run_ranks
 from tests.support.measure import Benchmark
 
+pytestmark = pytest.mark.machine
+
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:

@@ -24,6 +24,8 @@ from laconic.codec import CODECS
 from laconic.codec.payload import Payload, Piece
 from laconic.codec.sums import CodedSum
 
+pytestmark = pytest.mark.machine
+
 SHAPE = Shape(hidden=32, intermediate=64, layers=2, heads=2)
 NUMEL = 3 * 1024
 SLOTS = [

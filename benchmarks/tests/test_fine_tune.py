@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks import fine_tune
 from laconic.compare.case import Case
 from laconic.compare.result import Result
 from tests.support.canned import canned
+
+pytestmark = pytest.mark.machine
 
 
 class Runs:

@@ -19,6 +19,8 @@ from benchmarks.gpu.training import TOY, Bench
 from laconic.compare.machine import describe_machine, in_words
 from tests.support import record
 
+pytestmark = pytest.mark.machine
+
 
 def bench(*job: Any, by_rank: list[Any], **more: list[Any]) -> Bench:
     """A bench that has measured already."""

@@ -13,6 +13,8 @@ from benchmarks.layout import Bench
 from tests.support import record
 from tests.support.record import Record, Row
 
+pytestmark = pytest.mark.machine
+
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:

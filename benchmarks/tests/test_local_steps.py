@@ -15,6 +15,8 @@ from benchmarks.local_steps import batched, losses, traffic
 from benchmarks.local_steps.islands import Answer, Job, Shape, held_rows, lr_of, read_jobs, run_jobs, write_jobs
 from tests.support.launch import run_ranks
 
+pytestmark = pytest.mark.machine
+
 TINY = Shape(hidden=16, intermediate=32, layers=2, heads=2)
 
 

@@ -10,6 +10,8 @@ import torch
 from benchmarks import lossless
 from benchmarks.lossless import FLOAT8, NVFP4, QUICK, TARGETS, Bench
 
+pytestmark = pytest.mark.machine
+
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks import offload
 from tests.support.launch import run_ranks
+
+pytestmark = pytest.mark.machine
 
 
 def test_what_rests_on_the_host_is_not_counted() -> None:

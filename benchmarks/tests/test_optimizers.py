@@ -14,6 +14,8 @@ from benchmarks.optimizers import BENCHMARK, TINY_MIX, CollectiveBytes, measure_
 from tests.support import record
 from tests.support.launch import run_ranks
 
+pytestmark = pytest.mark.machine
+
 
 def job_redistributions() -> dict[str, float]:
     """Return the bytes that each redistribution of 12 x 24 fp32 elements (1152 bytes) brings to one of 3 ranks."""

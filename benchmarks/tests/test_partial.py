@@ -9,6 +9,8 @@ import pytest
 from benchmarks.local_steps.partial import step_cost
 from laconic.partial.patterns import Kind
 
+pytestmark = pytest.mark.machine
+
 
 @pytest.fixture(scope="module")
 def full():

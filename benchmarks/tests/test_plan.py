@@ -12,6 +12,8 @@ from benchmarks.plan.jobs import ISLANDS, Case, make_case
 from benchmarks.plan.largest import largest
 from laconic.plan.prediction import Refusal
 
+pytestmark = pytest.mark.machine
+
 SLICES = "islands int4, 2 slices"
 HELD = {
     "demo, none, LoRA": "the root's weights stay to the end of backward, though nothing of it trains",

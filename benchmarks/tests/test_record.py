@@ -10,6 +10,8 @@ import pytest
 from laconic.compare.machine import describe_machine, in_words
 from tests.support import record
 
+pytestmark = pytest.mark.machine
+
 
 def test_each_row_is_shown_with_the_machine_that_measured_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that was recorded before rows said their machine has that of its file."""

@@ -15,6 +15,8 @@ from laconic.plan.machine import PlanLane
 from laconic.plan.prediction import Refusal
 from tests.support.record import RESULTS
 
+pytestmark = pytest.mark.machine
+
 
 def step(seconds: float, *, fits: bool = True) -> SimulatedStep:
     """A step in which compute waits for the wire for a tenth of the time."""

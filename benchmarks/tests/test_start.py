@@ -12,6 +12,8 @@ from tests.support import record
 from tests.support.launch_files import FILES
 from tests.support.measure import Options
 
+pytestmark = pytest.mark.machine
+
 AS_IN_WIRE = {"fsdp2": (1.0, 1.0), "hsdp": (0.551, 0.444), "ddp": (0.674, 0.666), "host": (0.458, 0.444)}
 """The seconds and the bytes of each strategy, of FSDP2's."""
 

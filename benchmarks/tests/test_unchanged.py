@@ -11,6 +11,8 @@ import pytest
 
 from benchmarks import unchanged
 
+pytestmark = pytest.mark.machine
+
 JOB = "host"
 
 

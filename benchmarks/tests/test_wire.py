@@ -11,6 +11,8 @@ from benchmarks.wire import bench, picture, seconds, slowed, traffic
 from tests.support import record
 from tests.support.canned import canned, canned_host
 
+pytestmark = pytest.mark.machine
+
 W_BYTES = 25_000_000 * 4
 
 

@@ -20,6 +20,8 @@ from laconic.codec.scaled import SCALED_FORMATS
 from tests.support import sharded_net
 from tests.support.launch import on_ranks
 
+pytestmark = pytest.mark.machine
+
 
 def import_torchao() -> Any:
     """Import torchao's float8 from the folder in which the Makefile puts it."""

@@ -11,6 +11,8 @@ from laconic.compare import STRATEGIES, Case
 from laconic.compare.case import config_of
 from laconic.config import Config, ConfigError, ModelConfig, ShardConfig, SyncConfig, from_dict
 
+pytestmark = pytest.mark.machine
+
 BASE = Config(model=ModelConfig(config={"model_type": "llama"}))
 LOCAL = replace(BASE, sync=SyncConfig.of_keys({"mode": "local", "every": 6, "fragments": 2, "error_feedback": True}))
 

@@ -11,6 +11,8 @@ from laconic.config import ConfigError, load
 from laconic.extras import how_to_install
 from tests.compare.conftest import TINY
 
+pytestmark = pytest.mark.machine
+
 
 def cases(*argv: str) -> list[tuple[str, str, float | None]]:
     options = cli.parse(list(argv))

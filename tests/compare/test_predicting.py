@@ -16,6 +16,8 @@ from laconic.plan.cluster_spec import ClusterSpec
 from tests.plan.traces import cluster
 from tests.support.canned import canned, canned_host
 
+pytestmark = pytest.mark.machine
+
 DEMO = Path(__file__).parents[2] / "src" / "laconic" / "compare" / "demo.toml"
 
 

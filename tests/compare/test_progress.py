@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from laconic.compare import Case
 from laconic.compare.progress import ConsoleReporter, TableReporter
 from laconic.compare.table import ScreenTable
 from tests.support.canned import canned_host
+
+pytestmark = pytest.mark.machine
 
 CASE = Case(strategy="host", rate_bits_per_s=200e6, steps=4)
 

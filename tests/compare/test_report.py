@@ -13,6 +13,8 @@ from laconic.compare.result import Prediction
 from laconic.compare.svg import Bar, Line, TimelineBar, bars, lines, timelines
 from tests.support.canned import canned, canned_host, canned_run
 
+pytestmark = pytest.mark.machine
+
 VOID = ("meta", "link", "br")
 
 

@@ -12,6 +12,8 @@ from laconic.compare import Case, Result
 from laconic.compare.result import Prediction, read_result
 from tests.support.canned import canned_host
 
+pytestmark = pytest.mark.machine
+
 SUMMARY: dict[str, Any] = {
     "num_nodes": 2, "num_local": 3, "loopback_bytes": [900, 60, 62, 60, 62], "num_parameters": 100, "num_trainable": 10,
     "step_s": [9.0, 8.0, 1.0, 3.0, 2.0], "losses": [5.0, 4.0, 3.0, 2.0, 1.0], "wait_s": [1.0, 1.0, 0.1, 0.3, 0.2],

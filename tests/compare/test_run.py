@@ -9,6 +9,8 @@ import pytest
 
 from laconic.compare import Result, cli
 
+pytestmark = pytest.mark.machine
+
 
 @pytest.mark.timeout(300)  # two starts of two ranks, on a machine that may be busy
 def test_two_strategies_side_by_side(job: Path, capsys: pytest.CaptureFixture[str]) -> None:

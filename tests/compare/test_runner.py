@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from laconic.compare.runner import explain_failure
 from laconic.lab.lab import Failure, NodeResult, RunResult
+
+pytestmark = pytest.mark.machine
 
 
 def _run(failure: Failure | None, *outputs: str) -> RunResult:

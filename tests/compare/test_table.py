@@ -11,6 +11,8 @@ from laconic.compare.result import Prediction
 from laconic.compare.table import ScreenTable, render, savings_in_words
 from tests.support.canned import canned, canned_host
 
+pytestmark = pytest.mark.machine
+
 
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]

@@ -14,6 +14,8 @@ from laconic.plan.program import Shape, work_of
 from laconic.strategies.under import job_under
 from tests.plan.test_peers import LAYERS, SHAPES, estimated, job, model_numels, padded_numel, payload, predict, spec
 
+pytestmark = pytest.mark.machine
+
 
 def padded(config: Any, ranks: int) -> int:
     """The elements of the model, each parameter padded to a multiple of the ranks."""

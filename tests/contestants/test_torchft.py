@@ -17,6 +17,8 @@ from tests.contestants import peers
 from tests.support.jobs import job
 from tests.support.launch import run_ranks
 
+pytestmark = pytest.mark.machine
+
 RANKS = RankInfo(rank=0, world_size=4, local_rank=0, num_local=2, num_nodes=2)
 LOCAL = {"mode": "local", "every": 4, "fragments": 2, "codec": "fp32"}
 

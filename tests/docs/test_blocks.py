@@ -18,6 +18,8 @@ from tests.docs.blocks import ROOT, Block, blocks, check, commands
 from tests.docs.scenes import scene
 from tests.support.launch import run_ranks
 
+pytestmark = pytest.mark.machine
+
 ALL = list(blocks())
 NOT_RUN = 4
 """The most blocks that may say that they cannot run."""

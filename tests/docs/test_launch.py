@@ -19,6 +19,8 @@ from laconic.lab import Lab, RunResult
 from tests.docs.blocks import ROOT, check_job
 from tests.support.launch_files import FILES, FOLDER, KINDS, SCRIPTS, object_fault, objects, script_fault
 
+pytestmark = pytest.mark.machine
+
 VENV = Path(sys.executable).parents[1]
 MINIMAL = ["examples/minimal.py"]
 

@@ -19,6 +19,8 @@ from tests.docs.blocks import ROOT
 from tests.faults.__main__ import BENCHMARK
 from tests.support.first_screens import MOST_LINES, PROCESSES, pictures, readme_lacks, readme_lines
 
+pytestmark = pytest.mark.machine
+
 
 def test_the_reference_has_every_public_name() -> None:
     listed = set(re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE))

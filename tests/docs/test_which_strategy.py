@@ -14,6 +14,8 @@ from laconic.config import load
 from laconic.plan import Predictor, choose, load_cluster
 from laconic.plan.units import format_quantity
 
+pytestmark = pytest.mark.machine
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "which-strategy.md"
 CHOOSE = ROOT / "docs" / "choose.md"

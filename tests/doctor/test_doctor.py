@@ -20,6 +20,8 @@ from laconic.lab import Lab
 from laconic.plan.cluster_file import parse_cluster
 from tests.support.planted import examine, open_lab
 
+pytestmark = pytest.mark.machine
+
 LO = Interface(addresses=("127.0.0.1", "::1"), is_up=True, bits_per_s=None)
 ETH = Interface(addresses=("10.0.0.1",), is_up=True, bits_per_s=10e9)
 FACTS = RankFacts(

@@ -20,6 +20,8 @@ from tests.faults.crash_states import HARMS, tally
 from tests.faults.power_loss import Recorder, attached, sampled_states
 from tests.faults.power_loss import crash_states as states_of
 
+pytestmark = pytest.mark.machine
+
 KINDS = ("one rank", "overwrite", "async", "slices", "cyclic")
 """The kinds of saves that differ in their files; `crash_states.KINDS` are all."""
 STATES_PER_KIND = 48

@@ -27,6 +27,8 @@ from tests.support.accelerate_jobs import Loop, train
 from tests.support.language_model import loss_of, make_model, make_rows
 from tests.support.launch import on_ranks, run_ranks
 
+pytestmark = pytest.mark.machine
+
 
 def weights(loop: Loop) -> dict[str, torch.Tensor]:
     return {name: parameter.full_tensor().clone() for name, parameter in loop.model.named_parameters()}

@@ -12,6 +12,8 @@ import pytest
 from tests.faults.accelerate_scripts import CHECKS, Check, Kind, run_checks
 from tests.support.launch import run_ranks
 
+pytestmark = pytest.mark.machine
+
 _TRAINING = {check for check in CHECKS if check.function == "training_check"} | {Check("test_script", "main")}
 
 

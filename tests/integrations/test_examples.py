@@ -16,6 +16,8 @@ import torch
 
 from tests.support.launch import launch, run_ranks
 
+pytestmark = pytest.mark.machine
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

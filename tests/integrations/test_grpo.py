@@ -14,7 +14,7 @@ import pytest
 from tests.support import rl
 from tests.support.launch import free_port, run_ranks, started
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.machine, pytest.mark.timeout(180)]
 SIZES = ["--max_steps", "4", "--per_device_train_batch_size", "24", "--max_completion_length", "6", "--base_every", "3"]
 TOKEN = "a-secret-of-the-tests"
 Log = list[dict[str, float]]

@@ -25,6 +25,8 @@ from tests.support.language_model import loss_of, make_model, make_rows
 from tests.support.launch import on_ranks
 from tests.support.lightning_jobs import LightningModel, loader, make_trainer, records, train
 
+pytestmark = pytest.mark.machine
+
 Check = Callable[[Path], None]
 
 

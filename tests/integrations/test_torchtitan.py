@@ -17,6 +17,8 @@ from tests.integrations.titan_model import SETTINGS, ParallelDims, TitanModel, f
 from tests.support.language_model import loss_of, make_rows
 from tests.support.launch import on_ranks
 
+pytestmark = pytest.mark.machine
+
 
 def job_train() -> None:
     """The steps of torchtitan's Trainer: meta device, `parallelize_fn`, `to_empty`, `init_weights`, optimizer, loop."""

@@ -24,6 +24,8 @@ from tests.support import trainers
 from tests.support.flips import flipping_in_gradients
 from tests.support.launch import run_ranks
 
+pytestmark = pytest.mark.machine
+
 STEPS = 3
 
 

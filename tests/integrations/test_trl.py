@@ -19,6 +19,8 @@ from tests.integrations.test_transformers import gap, is_equal, whole
 from tests.support import trainers
 from tests.support.launch import run_ranks
 
+pytestmark = pytest.mark.machine
+
 JOBS = ("sft_lora", "dpo_lora", "dpo", "reward", "grpo_lora", "grpo")
 REFUSED = {"use_vllm": "publish the weights", "use_transformers_continuous_batching": "rollout_func="}
 

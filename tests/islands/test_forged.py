@@ -15,6 +15,8 @@ from laconic.islands.agreements import Agreements, RunEndedError
 from laconic.islands.saved_state import SavedState
 from tests.faults import forged
 
+pytestmark = pytest.mark.machine
+
 ENDED = ["RunEndedError"] * 3
 
 

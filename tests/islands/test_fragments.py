@@ -6,6 +6,8 @@ import pytest
 
 from laconic.islands.fragments import SyncSchedule, fragment_of
 
+pytestmark = pytest.mark.machine
+
 
 @pytest.mark.parametrize(("every", "fragments", "overlap"), [(1, 1, 0), (6, 1, 5), (6, 3, 1), (8, 4, 0), (100, 4, 24)])
 def test_every_fragment_is_sent_and_applied_once_a_round(every: int, fragments: int, overlap: int) -> None:

@@ -20,6 +20,8 @@ from tests.support.launch import on_ranks, run_ranks
 from tests.support.partial_models import MlpNet, partial_net
 from tests.support.sharded_net import inputs, squared_error
 
+pytestmark = pytest.mark.machine
+
 
 def values(model: nn.Module) -> dict[str, Tensor]:
     return {

@@ -21,6 +21,8 @@ from tests.support.launch import on_ranks, run_ranks
 from tests.support.partial_models import partial_net
 from tests.support.sharded_net import Net, build, shard, squared_error
 
+pytestmark = pytest.mark.machine
+
 Job = dict[str, Any]
 
 

@@ -26,6 +26,8 @@ from tests.faults.islanders import EVERY, Island, adamw, equal_rounds, loss, mak
 from tests.reference.local_steps import ChangingIslands
 from tests.support import launch
 
+pytestmark = pytest.mark.machine
+
 
 def assert_equal_rounds(islands: list[Island]) -> dict[int, int]:
     """All islands have equal outer parameters after each round, to the bit. Returns the members of each round."""

@@ -25,6 +25,8 @@ from tests.support.launch import free_port, run_ranks
 from tests.support.partial_models import partial_net
 from tests.support.sharded_net import build, inputs, shard, squared_error
 
+pytestmark = pytest.mark.machine
+
 
 def train(islands: int, local: int, machines: list[str] | None, upto: int, seed: int = 0) -> tuple[int, Any]:
     """Train as island rank // local on its machine; return the step after which it began, and the model."""

@@ -21,6 +21,8 @@ from tests.islands.test_local_steps import adamw, batch, make, values
 from tests.support.launch import run_ranks
 from tests.support.sharded_net import build, shard, squared_error
 
+pytestmark = pytest.mark.machine
+
 EVERY, STEPS = 2, 8
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,6 +12,8 @@ from laconic.codec import TopK
 from laconic.islands.all_reduce import IslandGroup, mean_over_islands
 from tests.reference.sparse import decoded
 from tests.support.launch import run_ranks
+
+pytestmark = pytest.mark.machine
 
 NUMEL = 9001
 KEEP = 8

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.kernels.test_kernels import told
+
+pytestmark = pytest.mark.machine
 
 
 def test_a_codec_calls_its_kernels_once() -> None:

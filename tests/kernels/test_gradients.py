@@ -6,6 +6,8 @@ import pytest
 
 from tests.kernels.apart import told
 
+pytestmark = pytest.mark.machine
+
 MOST_REGISTERS = 128
 """Of kernels whose programs have 128 threads: so many that a multiprocessor holds four."""
 

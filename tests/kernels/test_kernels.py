@@ -6,6 +6,8 @@ import pytest
 
 from tests.kernels.apart import told
 
+pytestmark = pytest.mark.machine
+
 MOST_REGISTERS = 96
 
 

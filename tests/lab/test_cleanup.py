@@ -13,6 +13,8 @@ import pytest
 
 from tests.lab import traces
 
+pytestmark = pytest.mark.machine
+
 # One process dies by SIGTERM. The other ignores it and has left its session, as a daemon does.
 _NODE = """
 import os, signal, subprocess, sys, time

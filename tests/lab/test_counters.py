@@ -6,6 +6,8 @@ import pytest
 
 from laconic.lab import InterfaceBytes, interface_bytes
 
+pytestmark = pytest.mark.machine
+
 
 def test_there_are_no_counters_outside_a_lab(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LACONIC_LAB_INTERFACE", raising=False)

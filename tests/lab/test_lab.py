@@ -10,6 +10,8 @@ import pytest
 from laconic.lab import Lab, LabUnavailable, RunResult
 from laconic.lab.worker import FAILURE_FILE, claim_failure
 
+pytestmark = pytest.mark.machine
+
 _TRANSFER = """
 import os, socket, sys, time
 num_bytes, num_senders = int(sys.argv[1]), int(sys.argv[2])

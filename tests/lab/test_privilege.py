@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.machine
+
 _REPORT = """
 import json, os, sys, types
 package = types.ModuleType("laconic")  # without torch, whose import takes seconds

@@ -5,6 +5,8 @@ import pytest
 from laconic.lab import format_rate, parse_rate
 from laconic.lab.wire import MTU_BYTES, node_address, offloaded_bytes, token_bucket
 
+pytestmark = pytest.mark.machine
+
 
 @pytest.mark.parametrize(
     ("text", "bits_per_s"),

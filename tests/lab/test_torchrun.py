@@ -21,6 +21,8 @@ from laconic.lab import Lab
 from laconic.lab import cli as lab_cli
 from tests.lab import traces
 
+pytestmark = pytest.mark.machine
+
 LABORATORY = [sys.executable, "-m", "laconic.cli", "lab"]
 
 

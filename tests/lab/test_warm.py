@@ -10,6 +10,8 @@ import pytest
 
 from laconic.lab import Lab, RunResult
 
+pytestmark = pytest.mark.machine
+
 _MODULE = "fractions"  # some module that Python itself does not import at its start
 
 

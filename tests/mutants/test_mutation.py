@@ -9,6 +9,8 @@ import pytest
 
 from tests.mutants.mutation import mutants
 
+pytestmark = pytest.mark.machine
+
 CODE = '''
 """A module."""
 LIMIT = 3

@@ -15,7 +15,7 @@ from laconic.plan.prediction import Predictor
 from tests.support.jobs import corpus, table, train_all
 from tests.support.launch import run_ranks
 
-pytestmark = [pytest.mark.heavy, pytest.mark.heavy]
+pytestmark = pytest.mark.heavy
 
 EVERY = 2
 """The steps between two syncs of islands."""

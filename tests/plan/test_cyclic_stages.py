@@ -19,7 +19,7 @@ from laconic.plan.program import work_of
 from laconic.rehearse import Machine
 from tests.plan.traces import cluster
 
-pytestmark = [pytest.mark.heavy, pytest.mark.heavy]
+pytestmark = pytest.mark.heavy
 
 ROWS, TOKENS = 3, 37
 LLAMA = {

@@ -21,7 +21,7 @@ from tests.plan.traces import cluster, model_of, spec, trace
 from tests.support.float8 import Float8Weight
 from tests.support.launch import run_ranks
 
-pytestmark = [pytest.mark.heavy, pytest.mark.heavy]
+pytestmark = pytest.mark.heavy
 
 WIDTH = 48
 TRACE = trace([[spec("weight", WIDTH, WIDTH)] for _ in range(3)])

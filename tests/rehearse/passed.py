@@ -34,7 +34,7 @@ class Watch:
 
 def watched_tests(*tests: str) -> Watch:
     """A run of tests."""
-    return Watch(arguments=("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests))
+    return Watch(arguments=("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not campaign", *tests))
 
 
 def _in_interpreter(module: str) -> Watch:

@@ -35,6 +35,8 @@ from tests.reference.cyclic import Oracle
 from tests.support.jobs import job, refusal, train, train_all
 from tests.support.launch import run_ranks
 
+pytestmark = pytest.mark.machine
+
 CYCLIC: dict[str, Any] = {"kind": "cyclic", "cut_by": "parameters"}
 MODEL = {**TINY["llama"], "num_hidden_layers": 3, "vocab_size": 256, "tie_word_embeddings": False}
 STEPS = 4

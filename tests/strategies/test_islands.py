@@ -27,6 +27,8 @@ from tests.hf.zoo import TINY, differing
 from tests.support.jobs import job, refusal, train, train_all
 from tests.support.launch import run_ranks
 
+pytestmark = pytest.mark.machine
+
 LOCAL: dict[str, Any] = {"mode": "local"}
 ALONE = {"mode": "local", "every": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
 

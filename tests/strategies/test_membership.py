@@ -17,6 +17,8 @@ from laconic.config import Config, ConfigError, from_dict
 from tests.support.jobs import job, train
 from tests.support.launch import launch, run_ranks
 
+pytestmark = pytest.mark.machine
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "come_and_go.py"
 MEETING: dict[str, Any] = {"mode": "local", "rendezvous": "127.0.0.1:29400", "run_id": "a", "islands": 2}
 

@@ -17,6 +17,8 @@ from laconic.strategies.parallelize import shard_policy
 from tests.support.jobs import job, refusal, table, train, train_all
 from tests.support.launch import run_ranks
 
+pytestmark = pytest.mark.machine
+
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw8bit": {},
     "muon": {"lr": 0.02, "adamw_lr": 0.003, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"},

@@ -24,6 +24,8 @@ from laconic.strategies.ring import RingReduceScatter, pass_around, use_rings
 from tests.support.jobs import job, train_all
 from tests.support.launch import on_ranks, run_ranks
 
+pytestmark = pytest.mark.machine
+
 SIZES = (1, 2, 7, 1001)
 
 

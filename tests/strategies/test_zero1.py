@@ -18,6 +18,8 @@ from laconic.strategies.zero1 import make_cut_optimizer
 from tests.support.jobs import job, refusal, train_all
 from tests.support.launch import run_ranks
 
+pytestmark = pytest.mark.machine
+
 
 def trained(make: Any, settings: OptimizerConfig) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
     """Three steps of two micro-batches on odd sizes, clipped, with a learning rate that changes and a frozen weight."""

@@ -25,11 +25,6 @@ from tests.support.shared import left_as_it_was
 
 OUTSIDE = ("machine", "campaign", "cuda")
 """The markers of tests that may leave the process."""
-ROOMS_OUTSIDE = (
-    "clients", "compare", "contestants", "docs", "doctor", "faults", "integrations", "islands", "kernels", "lab",
-    "mutants", "strategies", "train",
-)  # fmt: skip
-"""The rooms of tests that start processes, labs, or what others make. All of their tests count as marked."""
 _EVENTS = ("socket.__new__", "subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec")
 _COUNTERS = ("/sys/class/net", "/proc/net")
 _is_inside = False
@@ -104,15 +99,6 @@ def run_threads(function: Callable[..., Any], arguments: tuple[Any, ...], *, nod
 def is_outside(item: pytest.Item) -> bool:
     """True if a test may leave the process."""
     return any(item.get_closest_marker(name) for name in OUTSIDE)
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of rooms that are outside, and the benchmarks' own."""
-    for item in items:
-        room, _, rest = item.nodeid.removeprefix("tests/").partition("/")
-        if item.nodeid.startswith("benchmarks/") or (rest and room in ROOMS_OUTSIDE):
-            item.add_marker(pytest.mark.machine)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -11,6 +11,8 @@ from laconic.config import ConfigError, ShardConfig, load
 from tests.support.jobs import job, refusal, train, train_all
 from tests.support.launch import run_ranks
 
+pytestmark = pytest.mark.machine
+
 FIGURES: dict[str, Any] = {
     "device_memory_bytes": "4 GB", "device_memory_bytes_per_s": "10 GB/s", "host_memory_bytes": "32 GB",
     "host_to_device_bytes_per_s": "10 GB/s", "device_to_host_bytes_per_s": "10 GB/s", "local_bytes_per_s": "1 GB/s",

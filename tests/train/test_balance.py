@@ -24,6 +24,8 @@ from laconic.train.balance import LayerClock, RowBalance, is_compared
 from tests.support.jobs import job, refusal, train_all
 from tests.support.launch import run_ranks
 
+pytestmark = pytest.mark.machine
+
 
 class FakeTime:
     """A clock that moves when it is told to."""

@@ -24,6 +24,8 @@ from laconic.train.meter import flops_per_token, peak_flops
 from tests.support.jobs import SMALL_LLAMA, job, refusal, train, train_all
 from tests.support.launch import run_ranks
 
+pytestmark = pytest.mark.machine
+
 FP16 = {"param_dtype": "float16"}
 ONE_LAYER = {"config": {"model_type": "llama", **SMALL_LLAMA, "num_hidden_layers": 1}}
 

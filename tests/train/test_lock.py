@@ -19,6 +19,8 @@ from laconic.train.cli import main
 from tests.support.jobs import job, refusal, train
 from tests.support.launch import run_ranks
 
+pytestmark = pytest.mark.machine
+
 
 def test_a_second_run_is_told_who_holds_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "_PATIENCE_S", 0.0)

@@ -26,6 +26,8 @@ from laconic.train.prepare import differences
 from tests.support.jobs import command, job, refusal, train, train_all
 from tests.support.launch import run_ranks
 
+pytestmark = pytest.mark.machine
+
 EACH = {
     name: each
     for name, each in registry.strategies().items()

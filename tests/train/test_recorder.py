@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from rich.console import Console
 
@@ -20,6 +21,8 @@ from laconic.train.loggers import BarLogger, JsonlLogger, LineLogger, TensorBoar
 from laconic.train.recorder import reduce_records
 from laconic.train.records import ClusterStep, StepRecord
 from tests.support.launch import run_ranks
+
+pytestmark = pytest.mark.machine
 
 
 def record(step: int, rank: int, *, counted: bool) -> StepRecord:

@@ -21,6 +21,8 @@ from laconic.train.stopping import StopAtFurthest
 from tests.support.jobs import job, train
 from tests.support.launch import run_ranks
 
+pytestmark = pytest.mark.machine
+
 AHEAD, BEHIND = 9, 5
 """The steps in which the ranks are when the signal comes."""
 WHOLE = {"mode": "local", "every": 100}
