@@ -3,10 +3,13 @@
     python -m tests.mutants --record                    all rooms, recorded in RESULTS.md
     python -m tests.mutants --rooms codec,store         some rooms, printed only
     python -m tests.mutants --matching "first_tensor"   the mutants whose names have this, all of them
+    python -m tests.mutants --inside                    do not try survivors on the tests of `make test-all`
 
 A seed draws a sample of each room. For every mutant a fork of this process, which has imported torch but not laconic,
-imports the changed module and runs the nearest tests; the first failure kills the mutant. What a run has found is kept
-in `--out`, so that it can go on after a break. A survivor needs a test, or a reason in `EXPLAINED` or `MISSED`.
+imports the changed module and runs the tests of `make test` that pass the changed line (nearest.py), the cheapest
+first. The first failure kills the mutant. One that survives meets the near tests of `make test-all`. What a run has
+found is kept in `--out`, so that it can go on after a break. A survivor needs a test, or a reason in `EXPLAINED` or
+`MISSED`.
 """
 
 from __future__ import annotations
@@ -26,110 +29,108 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.mutants.explained import EXPLAINED, MISSED
 from tests.mutants.mutation import Mutant, mutants
+from tests.mutants.nearest import Nearest, record
 from tests.support import launch
 
 _ROOT = Path(__file__).parents[2]
-_SHARES = {"codec": 30, "layout": 25, "store": 15, "islands": 25, "cyclic": 35, "shard": 40, "publish": 30}
+_SHARES = {
+    "codec": 30, "layout": 25, "store": 15, "islands": 25, "cyclic": 35, "shard": 40, "publish": 30, "comm": 20,
+    "ragged": 15, "checkpoint": 15, "guard": 10, "partial": 10, "optim": 20,
+}  # fmt: skip
 """The mutants that are drawn of each room."""
-_NEAREST = {
-    "codec": "codec/test_codecs codec/test_dynamic_map codec/test_fused optim/test_adamw8bit",
-    "codec/linear": "codec hf/test_quantized",
-    "codec/scaled": "codec/test_scaled shard/test_scaled",
-    "codec/scaled_linear": "codec/test_scaled shard/test_scaled",
-    "codec/sparse": "islands/test_sparse codec/test_codecs",
-    "codec/sums": "codec/test_codecs comm/test_collectives shard/test_wire_twin shard/test_crossing",
-    "codec/varying": "codec/test_varying codec/test_lossless_sums",
-    "codec/lossless_sums": "codec/test_lossless_sums",
-    "codec/payload": "codec/test_codecs shard/test_wire_twin shard/test_crossing",
-    **dict.fromkeys(
-        (
-            f"codec/{name}"
-            for name in ("bits_numba", "cells", "contexts", "contexts_numba", "lossless", "lossless_numba", "patterns")
-        ),
-        "codec/test_lossless",
-    ),
-    **dict.fromkeys(("codec/lossless_gradients", "codec/lossless_gradients_numba"), "codec/test_lossless_gradients"),
-    "codec/lossless_gradients_triton": "kernels/test_gradients",
-    "codec/tiles": "codec/test_codecs codec/test_dynamic_map optim/test_adamw8bit optim/test_muon",
-    "layout": "layout/test_packing layout/test_granularity layout/test_bucket ragged/test_tensor plan/test_padding",
-    "store": "store checkpoint/test_damage",
-    "islands": "islands/test_fragments islands/test_saved_state islands/test_forged islands/test_local_steps"
-    " islands/test_golden islands/test_sparse islands/test_holders islands/test_recovery islands/test_membership",
-    "islands/elastic": "islands/test_membership islands/test_forged islands/test_ends",
-    "islands/agreements": "islands/test_membership islands/test_forged",
-    "islands/entrance": "islands/test_membership islands/test_forged",
-    "islands/exchange": "islands/test_membership islands/test_forged",
-    "islands/policies": "islands/test_membership islands/test_local_steps islands/test_forged",
-    "islands/rendezvous": "islands/test_membership islands/test_forged",
-    "islands/recovery": "islands/test_saved_state islands/test_recovery islands/test_recovery_faults",
-    "islands/state_folder": "islands/test_saved_state islands/test_recovery_faults islands/test_recovery store",
-    "islands/earlier_states": "store/test_old_folders islands/test_recovery",
-    "cyclic": "cyclic/test_schedule cyclic/test_stages cyclic/test_meter cyclic/test_stagger cyclic/test_scaling"
-    " cyclic/test_variety cyclic/test_refusals cyclic/test_snapshot cyclic/test_runtime strategies/test_cyclic",
-    "cyclic/coding": "cyclic/test_coding cyclic/test_scaling",
-    "cyclic/placement": "cyclic/test_coding cyclic/test_runtime cyclic/test_scaling cyclic/test_variety"
-    " cyclic/test_snapshot",
-    "cyclic/causal_lm": "strategies/test_cyclic cyclic/test_stages",
-    "cyclic/optimizers": "cyclic/test_scaling cyclic/test_variety cyclic/test_snapshot cyclic/test_runtime",
-    "cyclic/snapshot": "cyclic/test_snapshot cyclic/test_refusals",
-    "cyclic/links": "cyclic/test_refusals cyclic/test_stagger cyclic/test_runtime",
-    "shard": "shard/test_bucket shard/test_unit shard/test_api shard/test_reduce shard/test_autograd shard/test_graphs"
-    " shard/test_cache shard/test_zero_copy shard/test_errors shard/test_offload shard/test_mixed_precision"
-    " shard/test_crossing shard/test_fsdp2_names shard/test_gather shard/test_buffers shard/test_conversion"
-    " shard/test_wire_twin shard/test_first_weights shard/test_cleared shard/test_models rehearse/test_without_values"
-    " shard/test_whole_gradients shard/test_auto",
-    "shard/crossing": "shard/test_crossing shard/test_wire_twin shard/test_conversion shard/test_cache",
-    "shard/cache": "shard/test_cache shard/test_crossing shard/test_unit shard/test_offload shard/test_auto",
-    "shard/gather": "shard/test_gather shard/test_prefetch rehearse/test_prefetch shard/test_unit shard/test_zero_copy"
-    " shard/test_autograd shard/test_graphs",
-    "shard/buffers": "shard/test_buffers shard/test_errors",
-    "shard/reduce": "shard/test_reduce shard/test_mixed_precision shard/test_cleared shard/test_autograd"
-    " shard/test_whole_gradients guard/test_checks",
-    "shard/placement": "shard/test_choice",
-    "shard/choosing": "shard/test_auto",
-    "shard/room": "shard/test_room",
-    "shard/grad": "shard/test_cleared shard/test_autograd shard/test_reduce",
-    "shard/policies": "shard/test_errors shard/test_mixed_precision shard/test_crossing shard/test_api",
-    "publish": "publish/test_format publish/test_reader publish/test_publisher publish/test_upkeep",
-    **dict.fromkeys(("publish/http_source", "publish/serving"), "publish/test_http"),
-    "publish/announcing": "publish/test_announcing",
-    "publish/together": "publish/test_together",
-    "publish/forms": "publish/test_forms",
-    "publish/coordinates": "publish/test_publisher publish/test_exports",
-}
-"""The tests that run for the mutants of a room, or of one module of it, those first that notice most for their time."""
-_AT_LEAST, _TEST_S, _MUTANT_S = 97, 60, 1500  # percent killed; seconds of one test, and of all tests of one mutant
+_AT_LEAST = {"inside": 95, "all": 97}
+"""Percent of the mutants that change something: killed by `make test`, and with `make test-all`."""
+_TEST_S, _MUTANT_S = 60, 1500
+"""Seconds of one test, and of all tests of one mutant."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Verdict:
+    """What the tests found about a mutant."""
+
+    killer: str
+    """The test that failed, "time" if the tests did not end, or "" if all passed."""
+    is_inside: bool
+    """True if it was a test of `make test`."""
+
+
+class _Slot:
+    """A copy of the sources, in which one mutant lives at a time; the working tree may change meanwhile."""
+
+    def __init__(self, folder: Path) -> None:
+        self._copy, self._log, self._arguments = folder / "copy", folder / "log", folder / "arguments"
+        shutil.copytree(_ROOT, self._copy, ignore=_not_of_the_sources)
+
+    def judge(self, mutant: Mutant, nearest: Nearest, *, goes_outside: bool) -> _Verdict:
+        """Run the nearest tests with a mutant."""
+        path = self._copy / "src" / "laconic" / f"{mutant.module}.py"
+        original = path.read_text("utf-8")
+        path.write_text(mutant.code, encoding="utf-8")
+        try:
+            inside = nearest.inside(mutant.module, mutant.line)
+            killer = self._killer(["-m", "", *inside]) if inside else ""
+            if killer or not goes_outside:
+                return _Verdict(killer=killer, is_inside=True)
+            killer = self._killer(nearest.outside(mutant.module))
+        finally:
+            path.write_text(original, encoding="utf-8")
+        if "::" in killer and self._killer(["-m", "", killer]):
+            raise RuntimeError(f"{killer} fails without a mutant, too")
+        return _Verdict(killer=killer, is_inside=False)
+
+    def _killer(self, tests: list[str]) -> str:
+        self._arguments.write_text("\n".join(tests), encoding="utf-8")
+        child = os.fork()
+        if child == 0:
+            _run_tests(self._arguments, self._copy, self._log)
+        return _verdict(child, self._log)
 
 
 def main() -> int:
     """Run the mutants that the command line names; return 1 if one survives without a reason."""
     options = _options()
+    if options.renew or not options.nearest.exists():
+        record(options.nearest)
     chosen = _sample(options.rooms.split(","), options.seed, options.matching)
     known = _known(options.out)
     _import_once()
-    with tempfile.TemporaryDirectory(prefix="laconic-mutants-") as folder:
-        copy = Path(folder) / "copy"  # the working tree may change meanwhile
-        shutil.copytree(_ROOT, copy, ignore=_not_of_the_sources)
-        for number, mutant in enumerate(chosen, 1):
-            if mutant.key not in known:
+    shares = [
+        [mutant for mutant in chosen[start :: options.jobs] if mutant.key not in known] for start in range(options.jobs)
+    ]
+    judges = [child for share in shares if (child := _fork(share, options))]
+    failed = [child for child in judges if os.waitpid(child, 0)[1]]
+    if failed:
+        print(f"{len(failed)} of {len(judges)} judges ended with an error", file=sys.stderr)
+        return 1
+    return _report(chosen, _known(options.out), options)
+
+
+def _fork(mutants_of_it: list[Mutant], options: argparse.Namespace) -> int:
+    """Judge mutants in a fork of this process, one after another, and return the fork's number."""
+    if not mutants_of_it or (child := os.fork()):
+        return child if mutants_of_it else 0
+    status = 1
+    try:
+        with tempfile.TemporaryDirectory(prefix="laconic-mutants-") as folder:
+            slot, nearest = _Slot(Path(folder)), Nearest(options.nearest)
+            for number, mutant in enumerate(mutants_of_it, 1):
                 begin_s = time.monotonic()
-                known[mutant.key] = _killer(mutant, copy)
+                verdict = slot.judge(mutant, nearest, goes_outside=not options.inside)
                 with options.out.open("a", encoding="utf-8") as file:
-                    print(json.dumps([mutant.key, known[mutant.key]]), file=file)
-                verdict = known[mutant.key] or "SURVIVED"
-                print(f"{number}/{len(chosen)} {time.monotonic() - begin_s:4.0f}s {mutant.key}: {verdict}", flush=True)
-        for tests in {tuple(_nearest(mutant.module)): mutant for mutant in chosen}:
-            of_tests = [mutant for mutant in chosen if tuple(_nearest(mutant.module)) == tests]
-            if all(known[mutant.key] for mutant in of_tests):  # or one has shown that they pass
-                same = dataclasses.replace(of_tests[0], code=_source(of_tests[0].module))
-                if failure := _killer(same, copy):
-                    print(f"without a mutant, too, fails {failure}", file=sys.stderr)
-                    return 1
-    return _report(chosen, known, record=options.record)
+                    print(json.dumps([mutant.key, dataclasses.asdict(verdict)]), file=file)
+                taken = f"{number}/{len(mutants_of_it)} {time.monotonic() - begin_s:4.0f}s"
+                print(f"{taken} {mutant.key}: {verdict.killer or 'SURVIVED'}", flush=True)
+        status = 0
+    finally:
+        if status:
+            traceback.print_exc()
+        os._exit(status)
 
 
 def _options() -> argparse.Namespace:
@@ -139,6 +140,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rooms", default=",".join(_SHARES), metavar="A,B,...", help="default: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--matching", default="", metavar="TEXT", help="all mutants with this in their names")
+    parser.add_argument("--jobs", type=int, default=2, help="how many mutants to judge at once")
+    parser.add_argument("--inside", action="store_true", help="run the tests of `make test` only")
+    parser.add_argument("--renew", action="store_true", help="find the nearest tests again")
+    parser.add_argument("--nearest", type=Path, default=_ROOT / "runs" / "nearest", help="keep the nearest tests here")
     parser.add_argument("--out", type=Path, default=_ROOT / "runs" / "mutants.jsonl", help="keep what is found here")
     parser.add_argument("--record", action="store_true", help="write the row of RESULTS.md")
     options = parser.parse_args()
@@ -165,8 +170,9 @@ def _source(module: str) -> str:
     return (_ROOT / "src" / "laconic" / f"{module}.py").read_text("utf-8")
 
 
-def _known(out: Path) -> dict[str, str]:
-    return dict(map(json.loads, out.read_text("utf-8").splitlines())) if out.exists() else {}
+def _known(out: Path) -> dict[str, _Verdict]:
+    lines = out.read_text("utf-8").splitlines() if out.exists() else []
+    return {key: _Verdict(**verdict) for key, verdict in map(json.loads, lines)}
 
 
 def _import_once() -> None:
@@ -185,27 +191,6 @@ def _not_of_the_sources(folder: str, names: list[str]) -> set[str]:
     return {"__pycache__", *(at_root if Path(folder) == _ROOT else ())}
 
 
-def _killer(mutant: Mutant, copy: Path) -> str:
-    """Return the test that fails with the mutant, "time" if the tests do not end, or "" if all pass."""
-    path, log = copy / "src" / "laconic" / f"{mutant.module}.py", copy.with_name("log")
-    original = path.read_text("utf-8")
-    path.write_text(mutant.code, encoding="utf-8")
-    try:
-        child = os.fork()
-        if child == 0:
-            _run_tests(_nearest(mutant.module), copy, log)
-        return _verdict(child, log)
-    finally:
-        path.write_text(original, encoding="utf-8")
-
-
-def _nearest(module: str) -> list[str]:
-    names = _NEAREST.get(module, _NEAREST[module.partition("/")[0]]).split()
-    paths = [f"tests/{name}" if (_ROOT / "tests" / name).is_dir() else f"tests/{name}.py" for name in names]
-    assert all((_ROOT / path).exists() for path in paths), f"the nearest tests of {module} are not all there: {paths}"
-    return paths
-
-
 class _Rank(multiprocessing.context.ForkProcess):
     """A fork without garbage: a process group in it would wait, when it is collected, for threads that no fork has."""
 
@@ -218,8 +203,8 @@ class _Context(multiprocessing.context.ForkContext):
     Process = _Rank
 
 
-def _run_tests(tests: list[str], copy: Path, log: Path) -> None:
-    """Run tests of the copy in this fork, and end. Their ranks are forks of this process."""
+def _run_tests(arguments: Path, copy: Path, log: Path) -> None:
+    """Run tests of the copy in this fork, and end. Ranks that are processes are forks of this one."""
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
@@ -234,7 +219,7 @@ def _run_tests(tests: list[str], copy: Path, log: Path) -> None:
     pytest = importlib.import_module("pytest")
     status = 3
     try:
-        status = pytest.main(["-x", "-q", "-rfE", "-m", "", "-p", "no:cacheprovider", f"--timeout={_TEST_S}", *tests])
+        status = pytest.main(["-x", "-q", "-rfE", "-p", "no:cacheprovider", f"--timeout={_TEST_S}", f"@{arguments}"])
     finally:
         sys.stdout.flush()
         os._exit(int(status))
@@ -258,33 +243,42 @@ def _verdict(child: int, log: Path) -> str:
     return failed[0] if failed else f"exit status {os.waitstatus_to_exitcode(status)}"
 
 
-def _report(chosen: list[Mutant], known: dict[str, str], *, record: bool) -> int:
-    survivors = [mutant.key for mutant in chosen if not known[mutant.key]]
+def _report(chosen: list[Mutant], known: dict[str, _Verdict], options: argparse.Namespace) -> int:
+    survivors = [mutant.key for mutant in chosen if not known[mutant.key].killer]
     unexplained = [key for key in survivors if key not in EXPLAINED | MISSED]
-    killed, equal = len(chosen) - len(survivors), sum(key in EXPLAINED for key in survivors)
-    missed = len(survivors) - equal - len(unexplained)
-    percent = 100 * killed / max(1, len(chosen) - equal)
-    print(f"{killed} of {len(chosen)} killed; {len(survivors)} survive, {len(unexplained)} of them without a reason")
+    inside = sum(bool(known[mutant.key].killer) and known[mutant.key].is_inside for mutant in chosen)
+    equal, killed = sum(key in EXPLAINED for key in survivors), len(chosen) - len(survivors)
+    print(f"{killed} of {len(chosen)} killed, {inside} by `make test`; {len(unexplained)} survive without a reason")
     for key in survivors:
         print(f"  {key}: {(EXPLAINED | MISSED).get(key, 'NO REASON')}")
-    if record:
+    if options.record:
         from tests.support.record import Record, Row
 
-        by_time = sum(known[mutant.key] == "time" for mutant in chosen)
-        row = Row(
-            key="mutants",
-            claim="mutants of engine, codecs, layouts, store, islands, cyclic and publish that the nearest tests kill",
-            required=f">= 150 tried, >= {_AT_LEAST} % of those that change something killed, the rest explained",
-            measured=f"{killed} of {len(chosen)}, {percent:.1f} %; {len(unexplained)} unexplained",
-            is_met=len(chosen) >= 150 and percent >= _AT_LEAST and not unexplained,
-            note=(
-                f"a test that names no limit fails after {_TEST_S} s; {by_time} mutants were killed by the limit of all"
-                f" their tests. Of the survivors {equal} change no result, and {missed} change what"
-                " the nearest tests do not show: see tests/mutants/explained.py."
-            ),
-        )  # fmt: skip
+        changing = max(1, len(chosen) - equal)
+        by_time = sum(verdict.killer == "time" for verdict in known.values())
+        note = (
+            f"{', '.join(f'{room} {share}' for room, share in _SHARES.items())}. A test that names no limit fails after"
+            f" {_TEST_S} s; {by_time} mutants were killed by the limit of all their tests. Of the survivors {equal}"
+            f" change no result, and {len(survivors) - equal - len(unexplained)} change what no test shows: see"
+            " tests/mutants/explained.py."
+        )
+        rows = [
+            Row(
+                key=f"mutants-{tier}",
+                claim=f"mutants that change a result, killed by `make {words}",
+                required=f">= {_AT_LEAST[tier]} %, the rest explained",
+                measured=f"{number} of {changing}, {100 * number / changing:.1f} %; {len(unexplained)} unexplained",
+                is_met=100 * number >= _AT_LEAST[tier] * changing and not unexplained,
+                note=note if tier == "inside" else "",
+            )
+            for tier, words, number in (
+                ("inside", "test` alone", inside),
+                ("all", "test` and `make test-all`", killed),
+            )
+        ]  # fmt: skip
         rooms = [f"laconic.{room}" for room in _SHARES]
-        Record("start", [row], [row.key], sys.argv[1:], module="tests.mutants", measures=rooms).save()
+        keys = [row.key for row in rows]
+        Record("suite", rows, keys, sys.argv[1:], module="tests.mutants", measures=rooms).save()
     return 1 if unexplained else 0
 
 

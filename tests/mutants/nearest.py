@@ -1,0 +1,103 @@
+"""Which tests pass each line of laconic, and what each test costs: from coverage of one run of `make test`.
+
+As a plugin of pytest (`-p tests.mutants.nearest`) this module records both in the folder that LACONIC_NEAREST names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import coverage
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+_VARIABLE = "LACONIC_NEAREST"
+_LINES, _COSTS = "lines.coverage", "costs.json"
+_ALL = "(machine or heavy) and not campaign and not cuda"
+"""What `make test-all` runs, as pytest's `-m` says it."""
+
+
+class _Recorder:
+    """Records the lines of each test, under the test's name, and its seconds of this thread's processor."""
+
+    def __init__(self, folder: Path) -> None:
+        self._costs_file = folder / _COSTS
+        self._costs: dict[str, float] = {}
+        self._coverage = coverage.Coverage(
+            data_file=folder / _LINES, source=[str(_ROOT / "src" / "laconic")], config_file=False
+        )
+        self._coverage.start()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self._coverage.switch_context(item.nodeid)
+        begun_s = time.process_time()
+        try:
+            return (yield)
+        finally:
+            self._costs[item.nodeid] = time.process_time() - begun_s
+            self._coverage.switch_context("")
+
+    def pytest_sessionfinish(self) -> None:
+        self._coverage.stop()
+        self._coverage.save()
+        self._costs_file.write_text(json.dumps(self._costs), encoding="utf-8")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Record, if a folder is named."""
+    if _VARIABLE in os.environ:
+        config.pluginmanager.register(_Recorder(Path(os.environ[_VARIABLE])))
+
+
+def record(folder: Path) -> None:
+    """Run what `make test` runs, and record it in `folder`.
+
+    Raises:
+        subprocess.CalledProcessError: a test failed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (_LINES, _COSTS):
+        (folder / name).unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.mutants.nearest"]
+    subprocess.run(command, cwd=_ROOT, env={**os.environ, _VARIABLE: str(folder)}, check=True)
+
+
+class Nearest:
+    """The tests that `record` has found at each line."""
+
+    def __init__(self, folder: Path) -> None:
+        self._data = coverage.CoverageData(folder / _LINES)
+        self._data.read()
+        self._costs: dict[str, float] = json.loads((folder / _COSTS).read_text(encoding="utf-8"))
+
+    def inside(self, module: str, line: int) -> list[str]:
+        """The tests of `make test` that pass a line of a module, the cheapest first.
+
+        No test passes a line on its own that belongs to a longer statement, or that runs at the import: then those of
+        the lines before it, or of the whole module, do.
+        """
+        lines = self._data.contexts_by_lineno(self._path(module))
+        names = next((found for number in range(line, 0, -1) if (found := self._known(lines.get(number, [])))), set())
+        names = names or self._known([name for found in lines.values() for name in found])
+        return sorted(names, key=lambda name: (self._costs[name], name))
+
+    def outside(self, module: str) -> list[str]:
+        """The arguments that make pytest run the other tests near a module: of its room, and of files that pass it."""
+        lines = self._data.contexts_by_lineno(self._path(module))
+        files = {name.partition("::")[0] for found in lines.values() for name in self._known(found)}
+        room = _ROOT / "tests" / module.partition("/")[0]
+        rest = sorted(files - {str(file.relative_to(_ROOT)) for file in room.rglob("*.py")})
+        return ["-m", _ALL, *([str(room.relative_to(_ROOT))] if room.is_dir() else []), *rest]
+
+    def _path(self, module: str) -> str:
+        return str(_ROOT / "src" / "laconic" / f"{module}.py")
+
+    def _known(self, names: list[str]) -> set[str]:
+        return {name for name in names if name in self._costs}
