@@ -13,7 +13,7 @@ PEERS := deepspeed einops hjson msgpack ninja py-cpuinfo 'torchft; python_versio
 	$(addprefix opentelemetry-,api sdk proto semantic-conventions exporter-http-transport exporter-otlp-common \
 	exporter-otlp-proto-common exporter-otlp-proto-http)
 
-.PHONY: demo test test-all oldest campaigns lint docs browser bench gpu install clean
+.PHONY: demo test test-all oldest campaigns sample lint docs browser bench gpu install clean
 
 install: $(VENV)/.installed
 
@@ -42,13 +42,13 @@ demo: $(VENV)/.trainer
 
 # Tests that stay in this process: CONTRIBUTING.md says what a tier may touch. They compute all the time, so two workers
 # have as many processors.
-test test-all campaigns: export PYTHONDONTWRITEBYTECODE :=
+test test-all campaigns sample: export PYTHONDONTWRITEBYTECODE :=
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
-# Tests with processes, sockets, clocks, and libraries of others, and those that compute for long. Three workers, a file each: they wait for a third of
-# their time. conftest.py orders the files, the longest first. Hundreds of processes import laconic; without its
-# bytecode, each takes a second for that.
+# Tests with processes, sockets, clocks, and libraries of others, and those that compute for long. Three workers, a file
+# each: they wait for a third of their time. conftest.py orders the files, the longest first. Hundreds of processes
+# import laconic; without its bytecode, each takes a second for that.
 test-all: install
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 -m '(machine or heavy) and not campaign'
 
@@ -63,6 +63,12 @@ oldest:
 # The tests that both leave out, because they are heavy by nature: see CONTRIBUTING.md.
 campaigns: install
 	$(BIN)/python -m pytest -n 2 --dist load --durations=10 -m campaign
+
+# Some of them, less than five minutes on two cores: `make sample SEED=7` draws those of seed 7 again.
+SEED ?= $(shell date +%Y%m%d%H%M)
+sample: install
+	@echo "make sample SEED=$(SEED)"
+	$(BIN)/python -m pytest -n 2 --dist load --durations=10 -m campaign --sample 400 --seed $(SEED)
 
 lint: install
 	$(BIN)/ruff check .

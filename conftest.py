@@ -11,9 +11,10 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import torch
 import torch.distributed as dist
 
-pytest_plugins = ("tests.support.tiers", "tests.support.times")
+pytest_plugins = ("tests.support.tiers", "tests.support.sample", "tests.support.times")
 
 # The same examples in each run: a failure is never a matter of luck.
 hypothesis.settings.register_profile("laconic", derandomize=True, database=None, deadline=None)
@@ -27,8 +28,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # ranks, minutes of the suite.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
-# The workers of the suite share two cores. More threads would wait for each other.
+# The workers of the suite share two cores. More threads would wait for each other: in this process, where torch is
+# imported already, and in those that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
 
 # All processes record what laconic unpickles; see tests/audit/unpickled_audit.py. A benchmark may name the file.
 _AUDIT = Path(__file__).parent / "tests" / "audit"

@@ -63,6 +63,8 @@ PRELOADED = (
     *_modules_of("laconic", without=["laconic.integrations.lightning"]),  # Lightning takes longer than all of laconic
 )
 """The modules that the fork server imports; it passes over those that are not installed."""
+_NOT_CONNECTED = "connectFullMesh failed"
+"""What Gloo says in this case."""
 _EXIT_S = 5.0  # the time for a rank to end after it has sent its result
 _STACKS_S = 1.0  # the time for ranks to write where they stand
 
@@ -95,6 +97,8 @@ def launch(
 ) -> list[Any]:
     """Run `function(*args)` on `num_ranks` processes with one thread each, and return their results by rank.
 
+    A launch whose ranks could not connect to each other is tried once more.
+
     Args:
         function: a function at the top level of a module; its arguments and its result can be pickled.
         args: the arguments, the same on all ranks.
@@ -108,7 +112,26 @@ def launch(
         RuntimeError: a rank failed. The message has its traceback; the other ranks are killed.
         TimeoutError: some ranks have no result after `timeout_s`; all ranks are killed.
     """
-    num_local, port = num_local or num_ranks, free_port()
+    options: Any = {"num_ranks": num_ranks, "num_local": num_local or num_ranks, "timeout_s": timeout_s}
+    try:
+        return _launch(function, args, backend, preloaded, **options)
+    except RuntimeError as error:
+        if _NOT_CONNECTED not in str(error):
+            raise
+        return _launch(function, args, backend, preloaded, **options)
+
+
+def _launch(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    backend: str | None,
+    preloaded: Sequence[str],
+    *,
+    num_ranks: int,
+    num_local: int,
+    timeout_s: float,
+) -> list[Any]:
+    port = free_port()
     processes: list[Any] = []
     connections: dict[Any, int] = {}
     folder = tempfile.TemporaryDirectory(prefix="laconic-launch-")

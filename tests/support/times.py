@@ -1,27 +1,68 @@
-"""What the suite costs: seconds of the clock and of the processors by file, printed at the end of a run.
+"""What the suite costs: seconds of the clock and of the processors by file, printed at the end of a run, and limited.
 
-The processors' seconds count all processes that a file starts, ranks too. They hardly depend on what else the machine
-does, so a change of them is a change of the tests.
+[Note: A second of the processors]
+How much a processor does in a second hangs on what its neighbours do: here the same tests take half as long again
+beside others. So a file's seconds are told in those of a yardstick, a piece of work that takes 5 ms on an idle core of
+the machine where the budgets were made. It runs before and after each file. What a test imports first is booked to
+nobody, since another test would import it otherwise. The seconds count all processes that a file starts, ranks too.
 """
 
 from __future__ import annotations
 
+import builtins
+import importlib
 import os
+import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
+from tests.support.tiers import is_outside
+
+FILE_S, SUITE_S = 5.0, 480.0
+"""The seconds of the processors that a file of `make test`, and all of them together, may take."""
+_YARDSTICK_S, _ROUNDS = 0.005, 200
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _NUM_FILES = 10
 
-_costs: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-"""Seconds of the clock and of the processors by file, of this process or of all workers."""
-_clock_s, _cpu_s = time.perf_counter(), 0.0
-"""Both clocks when the present file began."""
+
+@dataclass
+class _Cost:
+    """What a file has cost."""
+
+    clock_s: float = 0.0
+    processors_s: float = 0.0
+    """In those of the yardstick."""
+    is_inside: bool = True
+    """True if all its tests are those of `make test`."""
+
+
+_costs: dict[str, _Cost] = defaultdict(_Cost)
+"""The costs by file, of this process or of all workers."""
+
+
+class _Clocks(NamedTuple):
+    """All clocks at one instant."""
+
+    clock_s: float
+    processors_s: float
+    imports_s: float
+
+    @classmethod
+    def now(cls) -> _Clocks:
+        return cls(time.perf_counter(), processors_s(), _imports_s)
+
+
+_begin: _Clocks
+_yardstick_s: float
+"""The clocks when the present file began, and the yardstick's time before it."""
+_imports_s, _is_importing = 0.0, False
 
 
 def processors_s() -> float:
@@ -40,48 +81,103 @@ def processors_s() -> float:
     return total
 
 
+def _yardstick() -> float:
+    """Do the piece of work, a part in Python and a part in torch, some times; return its median time."""
+    return statistics.median(_work() for _ in range(3))
+
+
+def _work() -> float:
+    begun_s, values = time.thread_time(), torch.zeros(64, 64)
+    for number in range(_ROUNDS):
+        values = torch.tanh(values @ values + number)
+        sum(each * each for each in range(200))
+    return time.thread_time() - begun_s
+
+
+def _timed(real: Callable[..., Any]) -> Callable[..., Any]:
+    """An import that books its time, if it is not a part of another one."""
+
+    def load(*arguments: Any, **options: Any) -> Any:
+        global _imports_s, _is_importing
+        if _is_importing:
+            return real(*arguments, **options)
+        _is_importing, begun_s, num_before = True, time.thread_time(), len(importlib.sys.modules)  # type: ignore[attr-defined]
+        try:
+            return real(*arguments, **options)
+        finally:
+            _is_importing = False
+            if len(importlib.sys.modules) != num_before:  # type: ignore[attr-defined]
+                _imports_s += time.thread_time() - begun_s
+
+    return load
+
+
 def pytest_collection_finish() -> None:
-    """Count from here: what imports and the collection cost belongs to no file."""
-    global _clock_s, _cpu_s
-    _clock_s, _cpu_s = time.perf_counter(), processors_s()
+    """Count from here: what the collection costs belongs to no file."""
+    global _begin, _yardstick_s
+    builtins.__import__ = _timed(builtins.__import__)
+    importlib.import_module = _timed(importlib.import_module)
+    _yardstick_s = _yardstick()
+    _begin = _Clocks.now()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """Book the costs of a file after its last test."""
-    global _clock_s, _cpu_s
+    global _begin, _yardstick_s
     result = yield
+    cost = _costs[item.nodeid.partition("::")[0]]
+    cost.is_inside &= not is_outside(item)
     if nextitem is None or nextitem.path != item.path:
-        clock_s, cpu_s = time.perf_counter(), processors_s()
-        cost = _costs[item.nodeid.partition("::")[0]]
-        cost[0] += clock_s - _clock_s
-        cost[1] += cpu_s - _cpu_s
-        _clock_s, _cpu_s = clock_s, cpu_s
+        clock_s, used_s, imports_s = (end - begin for end, begin in zip(_Clocks.now(), _begin, strict=True))
+        before_s, _yardstick_s = _yardstick_s, _yardstick()
+        cost.clock_s += clock_s
+        cost.processors_s += max(0.0, used_s - imports_s) * 2 * _YARDSTICK_S / (before_s + _yardstick_s)
+        _begin = _Clocks.now()
     return result
 
 
+def _above() -> list[str]:
+    """What costs more than it may, in words."""
+    inside = {file: cost.processors_s for file, cost in _costs.items() if cost.is_inside}
+    lines = [
+        f"{file} takes {cost_s:.1f} s of the processors, and may take {FILE_S:g}: make its tests smaller"
+        for file, cost_s in inside.items()
+        if cost_s > FILE_S
+    ]
+    if sum(inside.values()) > SUITE_S:
+        lines.append(f"all files take {sum(inside.values()):.0f} s of the processors, and may take {SUITE_S:g}")
+    return lines
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Send a worker's costs to the process that prints them."""
+    """Send a worker's costs to the process that prints them; fail a run that costs more than it may."""
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["costs"] = dict(_costs)
+        session.config.workeroutput["costs"] = {file: vars(cost) for file, cost in _costs.items()}
+    elif _above() and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Take a worker's costs."""
-    for file, (clock_s, cpu_s) in getattr(node, "workeroutput", {}).get("costs", {}).items():
-        _costs[file][0] += clock_s
-        _costs[file][1] += cpu_s
+    for file, part in getattr(node, "workeroutput", {}).get("costs", {}).items():
+        cost = _costs[file]
+        cost.clock_s += part["clock_s"]
+        cost.processors_s += part["processors_s"]
+        cost.is_inside &= part["is_inside"]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print the slowest files and the sum of all."""
-    slowest = sorted(_costs.items(), key=lambda each: -each[1][0])
+    """Print the slowest files, the sum of all, and what costs more than it may."""
+    slowest = sorted(_costs.items(), key=lambda each: -each[1].clock_s)
     shown = slowest if terminalreporter.config.option.durations == 0 else slowest[:_NUM_FILES]
-    if len(slowest) < 2:
-        return
-    terminalreporter.section(f"slowest {len(shown)} files")
-    for file, (clock_s, cpu_s) in shown:
-        terminalreporter.line(f"{clock_s:8.2f}s {cpu_s:8.2f}s of the processors  {file}")
-    clock_s, cpu_s = (sum(column) for column in zip(*_costs.values(), strict=True))
-    terminalreporter.line(f"{clock_s:8.2f}s {cpu_s:8.2f}s of the processors  all {len(slowest)} files")
+    if len(slowest) > 1:
+        terminalreporter.section(f"slowest {len(shown)} files")
+        for file, cost in shown:
+            terminalreporter.line(f"{cost.clock_s:8.2f}s {cost.processors_s:8.2f}s of the processors  {file}")
+        clock_s, used_s = (sum(getattr(each, of) for each in _costs.values()) for of in ("clock_s", "processors_s"))
+        terminalreporter.line(f"{clock_s:8.2f}s {used_s:8.2f}s of the processors  all {len(slowest)} files")
+    for line in _above():
+        terminalreporter.line(f"FAILED {line}")
