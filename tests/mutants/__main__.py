@@ -35,7 +35,7 @@ from pathlib import Path
 
 from tests.mutants.explained import EXPLAINED, MISSED
 from tests.mutants.mutation import Mutant, mutants
-from tests.mutants.nearest import Nearest, record
+from tests.mutants.nearest import Nearest, is_recorded, record
 from tests.support import launch
 
 _ROOT = Path(__file__).parents[2]
@@ -95,7 +95,7 @@ class _Slot:
 def main() -> int:
     """Run the mutants that the command line names; return 1 if one survives without a reason."""
     options = _options()
-    if options.renew or not options.nearest.exists():
+    if options.renew or not is_recorded(options.nearest):
         record(options.nearest)
     chosen = _sample(options.rooms.split(","), options.seed, options.matching)
     known = _known(options.out)

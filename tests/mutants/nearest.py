@@ -69,6 +69,11 @@ def record(folder: Path) -> None:
     subprocess.run(command, cwd=_ROOT, env={**os.environ, _VARIABLE: str(folder)}, check=True)
 
 
+def is_recorded(folder: Path) -> bool:
+    """True if `record` has come to its end there."""
+    return (folder / _COSTS).exists()
+
+
 class Nearest:
     """The tests that `record` has found at each line."""
 
