@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,63 +13,90 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
 from tests.support import sharded_net
-from tests.support.launch import on_ranks, run_ranks
+from tests.support.launch import on_ranks
+from tests.support.sharded_net import Net, build, full_gradients, inputs, micro_batches, moved, shard, squared_error
 
 
-def assert_mean_gradients(model: nn.Module, plain: nn.Module, batches: list[list[tuple[Tensor, Tensor]]]) -> None:
-    """Compare with an unsharded model that sees the batches of all ranks."""
-    for batch in (batch for ranks in batches for batch in ranks):
-        (sharded_net.squared_error(plain, batch) / dist.get_world_size()).backward()
-    for name, gradient in sharded_net.full_gradients(model).items():
-        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
+def assert_mean_gradients(model: nn.Module, plain: nn.Module, backward: Callable[[nn.Module, int], Any]) -> None:
+    """Compare with an unsharded model whose backward runs for each rank."""
+    for rank in range(dist.get_world_size()):
+        backward(plain, rank)
+    got = full_gradients(model)
+    for name, parameter in plain.named_parameters():
+        assert (name in got) == (parameter.grad is not None), name
+        if parameter.grad is not None:
+            torch.testing.assert_close(got[name], parameter.grad / dist.get_world_size(), msg=name)
 
 
-@pytest.mark.parametrize(("world", "cache"), [(1, "none"), (3, "host")])
-@on_ranks("world", local=1)
-def test_gradients_of_inputs_leave_those_of_weights_alone(cache: str) -> None:
-    """`autograd.grad` of an input leaves no gradient behind, and sends none."""
-    model, plain = sharded_net.shard(sharded_net.build(), cache=cache), sharded_net.build()
-    rank = dist.get_rank()
-    x = sharded_net.inputs(0, rank)[0].requires_grad_()
-    with sharded_net.moved(model) as moved:
-        (gradient,) = torch.autograd.grad(model(x).sum(), x)
-    (expected,) = torch.autograd.grad(plain(x).sum(), x)
-    torch.testing.assert_close(gradient, expected)
-    assert moved.gradients == 0
-    assert all(parameter.grad is None for parameter in model.parameters())
-    sharded_net.assert_nothing_gathered(model)
-    oracle, batches = sharded_net.oracle_of(model), sharded_net.micro_batches(1)
-    sharded_net.squared_error(model, batches[0][rank]).backward()
-    sharded_net.assert_gradients(model, oracle, batches)
+class Linear(Net):
+    """Its slope does not depend on its outputs, so the hooks of these never run."""
+
+    make_block = nn.Identity
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - self.inp.bias.sum()
 
 
-@on_ranks(2, local=1)
-def test_a_penalty_may_not_reach_the_outputs() -> None:
-    """The gradient of a linear model does not depend on its outputs, so their hooks never run."""
-    torch.manual_seed(0)
-    plain, model = (nn.Sequential(nn.Linear(5, 3, bias=False)) for _ in range(2))
-    model.load_state_dict(plain.state_dict())
-    laconic.fully_shard(model)
-    for module in (model, plain):
-        x = sharded_net.inputs(0, 0)[0].requires_grad_()
-        (slope,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
-        slope.square().sum().backward()
-    torch.testing.assert_close(model[0].weight.grad.full_tensor(), plain[0].weight.grad)  # type: ignore[union-attr]
-    sharded_net.assert_nothing_gathered(model)
+def plainly(module: nn.Module, x: Tensor) -> None:
+    module(x).square().sum().backward()
 
 
-@pytest.mark.parametrize(("world", "cache"), [(1, "none"), (2, "none"), (2, "host"), (2, "device"), (2, "rank")])
-@on_ranks("world", local=1)
-def test_gradient_penalty(cache: str) -> None:
+def with_penalty(module: nn.Module, x: Tensor) -> None:
     """The gradient of a gradient needs the weights once more."""
-    model, plain = sharded_net.shard(sharded_net.build(), cache=cache), sharded_net.build()
-    for module in (model, plain):
-        x = sharded_net.inputs(0, 0)[0].requires_grad_()
-        (slope,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
-        slope.square().sum().backward()
-    for name, gradient in sharded_net.full_gradients(model).items():
-        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
+    (slope,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+    slope.square().sum().backward()
+
+
+def with_penalty_alone(module: nn.Module, x: Tensor) -> None:
+    (slope,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+    slope.square().sum().backward()
+
+
+def after_a_gradient_of_the_input(module: Any, x: Tensor) -> None:
+    """`autograd.grad` of an input leaves no gradient behind, and sends none."""
+    with moved(module) if hasattr(module, "traffic") else torch.enable_grad() as sent:
+        torch.autograd.grad(module(x).sum(), x)
+    assert sent is None or sent.gradients == 0
+    assert sent is None or all(parameter.grad is None for parameter in module.parameters())
+    plainly(module, x)
+
+
+def after_inference(module: nn.Module, x: Tensor) -> None:
+    with torch.inference_mode():
+        module(x)
+    plainly(module, x)
+
+
+def in_forward_mode(module: nn.Module, x: Tensor) -> None:
+    value, slope = torch.func.jvp(module, (x,), (torch.ones_like(x),))
+    (value.sum() + slope.square().sum()).backward()
+
+
+@pytest.mark.parametrize(
+    ("world", "cache", "make", "use"),
+    [
+        (1, "none", Net, with_penalty),
+        *((2, cache, Net, with_penalty) for cache in ("none", "host", "device", "rank")),
+        (2, "none", Linear, with_penalty_alone),
+        (1, "none", Net, after_a_gradient_of_the_input),
+        (3, "host", Net, after_a_gradient_of_the_input),
+        (2, "host", Net, after_inference),
+        (1, "none", Net, in_forward_mode),
+        pytest.param(2, "none", Net, in_forward_mode, marks=pytest.mark.machine),
+    ],
+)
+@on_ranks("world", local=1)
+def test_gradients_are_those_of_an_unsharded_model(
+    cache: str, make: type[Net], use: Callable[[nn.Module, Tensor], None]
+) -> None:
+    model = shard(build(make), cache=cache)
+
+    def backward(module: nn.Module, rank: int) -> None:
+        use(module, inputs(0, rank)[0].requires_grad_())
+
+    backward(model, dist.get_rank())
     sharded_net.assert_nothing_gathered(model)
+    assert_mean_gradients(model, build(make), backward)
 
 
 class Wide(nn.Module):
@@ -83,47 +110,48 @@ class Wide(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-class WideNet(sharded_net.Net):
+class WideNet(Net):
     make_block = Wide
 
     def __init__(self) -> None:
         super().__init__(num_blocks=5, d=64)
 
 
-def job_several_forwards(num_forwards: int, order: str) -> tuple[int, int]:
-    """Return the peak of the engine's memory, which has no activations, and the bytes of gradients."""
-    model = sharded_net.shard(sharded_net.build(WideNet), reshard_after_forward=True)
-    model.set_reduce_once_per_backward(order == "reduced once")
-    plain, rank = sharded_net.build(WideNet), dist.get_rank()
-    batches = sharded_net.micro_batches(num_forwards)
-    for _ in range(2):  # the second step prefetches
-        model.zero_grad()
-        model.reset_peak_memory()
-        with sharded_net.moved(model) as moved:
-            if order == "one by one":
-                for batch in batches:
-                    sharded_net.squared_error(model, batch[rank]).backward()
-            else:
-                sum(sharded_net.squared_error(model, batch[rank]) for batch in batches).backward()  # type: ignore[union-attr]
-    assert_mean_gradients(model, plain, batches)
-    sharded_net.assert_nothing_gathered(model)
-    return model.memory().device_peak_bytes, moved.gradients
-
-
+@on_ranks(2, local=1)
 def test_several_forwards_take_the_memory_of_one() -> None:
-    """FSDP2 frees and reduces after the backward of each forward, too."""
-    for num_forwards in (2, 3):
-        alone, reduced_alone = run_ranks(job_several_forwards, 2, num_forwards, "one by one", local=1)[0]
-        peak, reduced_bytes = run_ranks(job_several_forwards, 2, num_forwards, "together", local=1)[0]
-        assert peak <= alone
-        assert reduced_alone / num_forwards < reduced_bytes <= reduced_alone
-    peak, reduced_bytes = run_ranks(job_several_forwards, 2, 3, "reduced once", local=1)[0]
-    assert peak > alone
-    assert reduced_bytes == reduced_alone / 3
+    """The engine's memory has no activations. FSDP2 frees and reduces after the backward of each forward, too."""
+    peak_bytes, reduced_bytes = {}, {}
+    batches = micro_batches(3)
+    for order in ("one by one", "together", "reduced once"):
+        model = shard(build(WideNet), reshard_after_forward=True)
+        model.set_reduce_once_per_backward(order == "reduced once")
+        for _ in range(2):  # the second step prefetches
+            model.zero_grad()
+            model.reset_peak_memory()
+            with moved(model) as sent:
+                losses = (squared_error(model, batch[dist.get_rank()]) for batch in batches)
+                if order == "one by one":
+                    for loss in losses:
+                        loss.backward()
+                else:
+                    sum(losses).backward()  # type: ignore[union-attr]
+        assert_mean_gradients(
+            model,
+            build(WideNet),
+            lambda plain, rank: [squared_error(plain, batch[rank]).backward() for batch in batches],
+        )
+        sharded_net.assert_nothing_gathered(model)
+        peak_bytes[order], reduced_bytes[order] = model.memory().device_peak_bytes, sent.gradients
+    alone = reduced_bytes["one by one"]
+    assert peak_bytes["together"] <= peak_bytes["one by one"] < peak_bytes["reduced once"]
+    assert alone / 3 < reduced_bytes["together"] <= alone
+    assert reduced_bytes["reduced once"] == alone / 3
 
 
 class Gated(nn.Module):
-    """A block that uses one of three layers, and another only on rank 0."""
+    """A block that never uses one of its layers, and uses one only on rank 0, while a switch is on."""
+
+    is_open = True
 
     def __init__(self, d: int, h: int) -> None:
         super().__init__()
@@ -131,120 +159,77 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.used(x)
-        return x + self.rare(x) if dist.get_rank() == 0 else x
+        return x + self.rare(x) if self.is_open and dist.get_rank() == 0 else x
 
 
-class GatedNet(sharded_net.Net):
+class GatedNet(Net):
     make_block = Gated
 
 
-def job_unused_parameters(local_steps: int) -> None:
-    model: Any = sharded_net.shard(sharded_net.build(GatedNet))
+@pytest.mark.parametrize(("world", "syncs"), [(1, [True]), (3, [True]), (2, [False, True]), (2, [True, True])])
+@on_ranks("world", local=1)
+def test_a_parameter_that_no_rank_used_has_no_gradient(syncs: list[bool]) -> None:
+    """Use in one step does not count in the next, nor in the second backward of a step, which asks nobody."""
+    model: Any = shard(build(GatedNet))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    before = {name: whole.clone() for name, whole in sharded_net.full_parameters(model).items()}
-    for number in range(local_steps):
-        model.set_requires_gradient_sync(number == local_steps - 1)
-        sharded_net.squared_error(model, sharded_net.inputs(number, dist.get_rank())).backward()
-    for name, parameter in model.named_parameters():
-        assert (parameter.grad is None) == ("idle" in name), name
-    optimizer.step()
-    for name, whole in sharded_net.full_parameters(model).items():
-        assert torch.equal(whole, before[name]) == ("idle" in name), name
-
-
-@pytest.mark.parametrize(("world", "num_micro_batches"), [(1, 1), (3, 1), (2, 2)])
-def test_a_parameter_that_no_rank_used_has_no_gradient(world: int, num_micro_batches: int) -> None:
-    run_ranks(job_unused_parameters, world, num_micro_batches, local=1)
-
-
-class Chosen(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
-
-    def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
-        return sum(self.layers[index](x) for index in chosen)  # type: ignore[return-value]
-
-
-@on_ranks(2, local=1)
-def test_use_in_one_step_does_not_count_in_the_next() -> None:
-    """The second backward of a step has nothing to agree on; its use must not count in the next step."""
-    model: Any = laconic.fully_shard(Chosen())
-    for _ in range(2):
-        model(torch.ones(1, 3), [0, 1]).sum().backward()
-    model.zero_grad()
-    model(torch.ones(1, 3), [0]).sum().backward()
-    assert model.layers[0].weight.grad is not None
-    assert model.layers[1].weight.grad is None
-
-
-@on_ranks(2, local=1)
-def test_inputs_may_be_changed_in_place() -> None:
-    """A unit may change its inputs in place; FSDP2 of torch 2.13 refuses."""
-    torch.manual_seed(0)
-    plain, model = (nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))) for _ in "ab")
-    model.load_state_dict(plain.state_dict())
-    laconic.fully_shard(model[1])
-    laconic.fully_shard(model)
-    for each in (plain, model):
-        each(torch.ones(2, 3)).sum().backward()
-    for name, gradient in sharded_net.full_gradients(model).items():
-        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
-
-
-@on_ranks(2, local=1)
-def test_training_may_follow_inference_mode() -> None:
-    model = sharded_net.shard(sharded_net.build(), cache="host")
-    with torch.inference_mode():
-        model(sharded_net.inputs(0, 0)[0])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for seed in range(2):
-        sharded_net.train_step(model, optimizer, seed)
+    for unused in (("idle",), ("idle", "rare")):
+        before = {name: whole.clone() for name, whole in sharded_net.full_parameters(model).items()}
+        for block in model.blocks:
+            block.is_open = "rare" not in unused
+        for number, sync in enumerate(syncs):
+            model.set_requires_gradient_sync(sync)
+            squared_error(model, inputs(number, dist.get_rank())).backward()
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad is None) == any(word in name for word in unused), name
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, whole in sharded_net.full_parameters(model).items():
+            assert torch.equal(whole, before[name]) == any(word in name for word in unused), name
 
 
 @pytest.mark.parametrize("has_hooks", [False, True])
 @on_ranks(2, local=1)
 def test_micro_batches_keep_what_they_have_used(has_hooks: bool) -> None:
     """Micro-batches without synchronisation neither run hooks nor forget which parameters were used."""
-    model: Any = sharded_net.shard(sharded_net.build())
-    oracle, batches, rank = sharded_net.oracle_of(model), sharded_net.micro_batches(2), dist.get_rank()
+    model: Any = shard(build())
+    oracle, batches, rank = sharded_net.oracle_of(model), micro_batches(2), dist.get_rank()
     seen: list[Tensor] = []
     if has_hooks:
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(seen.append)
     model.set_requires_gradient_sync(False)
-    sharded_net.squared_error(model, batches[0][rank]).backward()
+    squared_error(model, batches[0][rank]).backward()
     assert not seen
     model.set_requires_gradient_sync(True)
     x = batches[1][rank][0].clone().requires_grad_()
     torch.autograd.grad(model(x).sum(), x)  # sends the partial sums
-    sharded_net.squared_error(model, batches[1][rank]).backward()
+    squared_error(model, batches[1][rank]).backward()
     sharded_net.assert_gradients(model, oracle, batches)
     assert len(seen) == 2 * has_hooks * len(list(model.parameters()))
 
 
 @on_ranks(2, local=1)
 def test_parameters_may_be_frozen_between_micro_batches() -> None:
-    """Parameters that are frozen between two micro-batches keep the gradient of the first."""
-    model, plain = sharded_net.shard(sharded_net.build()), sharded_net.build()
-    for micro_batch in range(2):
-        model.set_requires_gradient_sync(micro_batch == 1)
-        for module in (model, plain):
-            module.blocks[0].requires_grad_(micro_batch == 0)
-            module.out.bias.requires_grad_(micro_batch == 0)
-        sharded_net.squared_error(model, sharded_net.inputs(micro_batch, dist.get_rank())).backward()
-        for rank in range(dist.get_world_size()):
-            (sharded_net.squared_error(plain, sharded_net.inputs(micro_batch, rank)) / dist.get_world_size()).backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, msg=name)
+    """They keep the gradient of the first."""
+    model = shard(build())
+
+    def backward(module: Any, rank: int, *, syncs: bool = False) -> None:
+        for number in range(2):
+            if syncs:
+                module.set_requires_gradient_sync(number == 1)
+            module.blocks[0].requires_grad_(number == 0)
+            module.out.bias.requires_grad_(number == 0)
+            squared_error(module, inputs(number, rank)).backward()
+
+    backward(model, dist.get_rank(), syncs=True)
+    assert_mean_gradients(model, build(), backward)
 
 
 @pytest.mark.parametrize("world", [1, 3])
 @on_ranks("world", local=1)
-def test_hooks_run_when_the_reduced_gradient_is_in_place() -> None:
+def test_hooks_run_when_the_reduced_gradient_is_in_place(world: int) -> None:
     """Each hook sees the reduced gradient, takes a step, and frees the gradient."""
-    model, plain = sharded_net.shard(sharded_net.build()), sharded_net.build()
-    seen = []
+    model, plain, seen = shard(build()), build(), []
     for name, parameter in model.named_parameters():
         optimizer = torch.optim.SGD([parameter], lr=0.1)
 
@@ -255,66 +240,15 @@ def test_hooks_run_when_the_reduced_gradient_is_in_place() -> None:
 
         parameter.register_post_accumulate_grad_hook(step)
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for seed in range(2):
-        sharded_net.squared_error(model, sharded_net.inputs(seed, dist.get_rank())).backward()
-        for rank in range(dist.get_world_size()):
-            (sharded_net.squared_error(plain, sharded_net.inputs(seed, rank)) / dist.get_world_size()).backward()
+    for batches in (*micro_batches(1, 0), *micro_batches(1, 1)):
+        squared_error(model, batches[dist.get_rank()]).backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        torch.stack([squared_error(plain, batch) for batch in batches]).mean().backward()
         plain_optimizer.step()
         plain_optimizer.zero_grad()
-        assert all(parameter.grad is None for parameter in model.parameters())
     assert sorted(seen) == sorted(2 * [name for name, _ in plain.named_parameters()])
     for name, whole in sharded_net.full_parameters(model).items():
         torch.testing.assert_close(whole, plain.get_parameter(name).detach(), msg=name)
-
-
-@dataclass(frozen=True)
-class Activations:
-    hidden: Tensor
-    step: int
-
-
-class Records(nn.Module):
-    def __init__(self, d: int, h: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(d, d)
-
-    def forward(self, x: Activations) -> Activations:
-        return Activations(x.hidden + self.linear(x.hidden), x.step + 1)
-
-
-class RecordNet(sharded_net.Net):
-    make_block = Records
-
-    def forward(self, x: Tensor) -> Tensor:
-        record = Activations(self.inp(x), 0)
-        for block in self.blocks:
-            record = block(record)
-        assert record.step == len(self.blocks)
-        return self.out(record.hidden)
-
-
-@on_ranks(2, local=1)
-def test_dataclasses_of_tensors_go_in_and_out() -> None:
-    model = sharded_net.shard(sharded_net.build(RecordNet))
-    batches = sharded_net.micro_batches(1)
-    sharded_net.squared_error(model, batches[0][dist.get_rank()]).backward()
-    assert_mean_gradients(model, sharded_net.build(RecordNet), batches)
-
-
-@pytest.mark.machine
-@pytest.mark.parametrize("world", [1, 2])
-@on_ranks("world", local=1)
-def test_forward_mode_derivatives() -> None:
-    model, plain = sharded_net.shard(sharded_net.build()), sharded_net.build()
-    x, tangent = sharded_net.inputs(0, 0)[0], sharded_net.inputs(1, 0)[0]
-    found, expected = (torch.func.jvp(module, (x,), (tangent,)) for module in (model, plain))
-    torch.testing.assert_close(found, expected)
-    x.requires_grad_()
-    for module in (model, plain):
-        value, slope = torch.func.jvp(module, (x,), (tangent,))
-        (value.sum() + slope.square().sum()).backward()
-    for name, gradient in sharded_net.full_gradients(model).items():
-        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
 
 
 @on_ranks(4, local=2)
