@@ -19,7 +19,7 @@ from laconic import checkpoint
 from laconic.checkpoint import CheckpointError, commit, storage
 from laconic.store import folder as store
 from tests.checkpoint.job import files_of, make_model
-from tests.faults import checkpoint_damage
+from tests.faults import damage
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -401,6 +401,6 @@ def test_extra_and_random_numbers_come_back(tmp_path: Path) -> None:
 def test_any_damage_is_noticed_and_the_checkpoint_before_is_used(saved: Path, tmp_path: Path) -> None:
     """A sample of `python -m tests.faults --rows checkpoint-damage`."""
     shutil.copytree(saved, tmp_path / "run")
-    kinds, harmed = checkpoint_damage.tally(tmp_path / "run", 120)
-    assert set(kinds) == set(checkpoint_damage.KINDS)
+    kinds, harmed = damage.tally(tmp_path / "run", 120)
+    assert set(kinds) == set(damage.KINDS)
     assert harmed == []

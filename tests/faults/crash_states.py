@@ -95,7 +95,7 @@ def on_disk(state: State) -> Iterator[Path]:
 
 def tallies(folder: Path, *, quick: bool) -> Iterator[tuple[str, Tally]]:
     """Tally all kinds."""
-    for kind, recorder in saves.record(list(KINDS), folder, timeout_s=900).items():
+    for kind, recorder in saves.record(list(KINDS), folder).items():
         states = sampled_states(recorder, 40) if quick else crash_states(recorder, limit=LIMIT)
         yield kind, tally(recorder, states)
 

@@ -18,7 +18,7 @@ The recorder looks at the folder just before every operation of Python on files,
 difference between two looks is what was done in between: new names, renames, removals, and new contents. So it also
 sees the writes of C++ and Rust, which PyTorch and safetensors use; those libraries neither rename nor sync. Python's
 audit hook announces every operation (`open`, `os.rename`, `shutil.rmtree` and so on), but not fsync, which is replaced
-instead. Several ranks may be recorded: they announce their operations over a socket, one at a time.
+instead.
 """
 
 from __future__ import annotations
@@ -31,11 +31,9 @@ import os
 import random
 import stat
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
@@ -348,46 +346,3 @@ def _recorded_fsync(file: Any) -> None:
     inode = os.fstat(file if isinstance(file, int) else file.fileno()).st_ino
     _call(synced=inode)
     _fsync(file)
-
-
-@contextlib.contextmanager
-def served(recorders: dict[str, Recorder]) -> Iterator[str]:
-    """Let other processes attach to recorders by name, with `attached_to`. Yields the address."""
-    with tempfile.TemporaryDirectory(prefix="laconic-recording-") as folder:
-        listener = Listener(f"{folder}/socket", "AF_UNIX")
-        threading.Thread(target=_accept, args=(listener, recorders), daemon=True).start()
-        try:
-            yield f"{folder}/socket"
-        finally:
-            listener.close()
-
-
-def _accept(listener: Listener, recorders: dict[str, Recorder]) -> None:
-    _is_busy.now = True
-    with contextlib.suppress(OSError):  # the listener is closed at the end
-        while True:
-            threading.Thread(target=_serve, args=(listener.accept(), recorders), daemon=True).start()
-
-
-def _serve(connection: Connection, recorders: dict[str, Recorder]) -> None:
-    _is_busy.now = True
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            name, operation = connection.recv()
-            recorders[name].announce(**operation)
-            connection.send(None)
-
-
-@contextlib.contextmanager
-def attached_to(address: str, name: str) -> Iterator[Callable[..., None]]:
-    """Announce this process's operations to the recorder `name` of another process. Yields the announcing function."""
-    lock = threading.Lock()
-    with Client(address) as connection:
-
-        def announce(**what: Any) -> None:
-            with lock:
-                connection.send((name, what))
-                connection.recv()
-
-        with attached(announce):
-            yield announce

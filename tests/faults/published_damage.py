@@ -8,7 +8,6 @@ import json
 import random
 import re
 import select
-import shutil
 import socket
 import socketserver
 import threading
@@ -21,46 +20,12 @@ from typing import Any
 from laconic.publish import HttpSource, PublishError, Reader, WeightServer
 from laconic.publish.versions import MANIFEST, VersionManifest, version_name
 from tests.faults.bench import Bench, campaign_row, faults_row
+from tests.faults.damage import damage, tries
 from tests.support.published import assert_same, model_with, published, snapshot
 from tests.support.record import Row
 
 MEASURES = ("laconic.publish", "laconic.store")
 _LONGEST_LINE = 500
-
-
-def _flip(path: Path, chance: random.Random) -> None:
-    data = bytearray(path.read_bytes())
-    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-    path.write_bytes(data)
-
-
-def _cut(path: Path, chance: random.Random) -> None:
-    data = path.read_bytes()
-    path.write_bytes(data[: chance.randrange(len(data))])
-
-
-def _lengthen(path: Path, chance: random.Random) -> None:
-    path.write_bytes(path.read_bytes() + chance.randbytes(chance.randrange(1, 99)))
-
-
-def _swap(path: Path, chance: random.Random) -> None:
-    """Two files of the same kind change places."""
-    other = chance.choice([each for each in path.parent.parent.glob(f"*/{path.name}") if each != path] or [path])
-    data = path.read_bytes()
-    path.write_bytes(other.read_bytes())
-    other.write_bytes(data)
-
-
-def _empty(path: Path, chance: random.Random) -> None:
-    path.write_bytes(b"")
-
-
-def _remove(path: Path, chance: random.Random) -> None:
-    path.unlink()
-
-
-def _overwrite(path: Path, chance: random.Random) -> None:
-    path.write_bytes(chance.randbytes(path.stat().st_size))
 
 
 _ODD: tuple[Any, ...] = (
@@ -69,18 +34,14 @@ _ODD: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def _forge(path: Path, chance: random.Random) -> None:
+def _forge(manifest: Path, chance: random.Random) -> None:
     """Another value somewhere in the manifest, and a checksum that fits."""
-    manifest = path.parent / MANIFEST
     body = json.loads(manifest.read_text())
     del body["checksum"]
     holder, key = chance.choice(list(_places(body)))
     before = copy.deepcopy(holder[key])
-    match before:
-        case bool() | None | str() | list() | dict():
-            holder[key] = chance.choice(_ODD)
-        case int():
-            holder[key] = chance.choice([before + 1, before - 1, before * 2, *_ODD])
+    more = (before + 1, before - 1, before * 2) if isinstance(before, int) and not isinstance(before, bool) else ()
+    holder[key] = chance.choice([*more, *_ODD])
     _sealed(manifest, body)
 
 
@@ -105,42 +66,40 @@ def _sealed(path: Path, body: dict[str, Any]) -> None:
     Forged().write(path)
 
 
-DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (
-    _flip, _flip, _cut, _lengthen, _swap, _empty, _remove, _overwrite, _forge, _forge, _forge,
-)  # fmt: skip
-
-
 def damaged_folders(folder: Path, num_damages: int, *, seed: int = 0) -> Counter[str]:
     """Damage a folder of versions anew, again and again, and let a reader update from some version.
 
     Returns: how often the damage was told, how often it did not matter, and each other outcome, which is wrong.
     """
-    chance, found = random.Random(seed), Counter[str]()
     weights = published(folder / "intact", base_every=4, encoding="smallest", run="run")
-    for number in range(num_damages):
-        place = folder / f"damaged-{number}"
-        shutil.copytree(folder / "intact", place)
+    starts = random.Random(seed)
+
+    def spoil(place: Path, chance: random.Random) -> str:
         files = sorted(place.glob("weight_v*/*"))
         newest = [file for file in files if file.parent.name == version_name(6)]
         path = chance.choice(newest if chance.random() < 0.7 else files)
-        damage = chance.choice(DAMAGES)
-        damage(path, chance)
-        start = chance.randrange(7)
+        if chance.random() < 0.3:
+            _forge(path.parent / MANIFEST, chance)
+            return f"forged manifest of {path.parent.name}"
+        others = [each for each in files if each.name == path.name]
+        return f"{damage(path, others, chance)} in {path.parent.name}"
+
+    def use(place: Path) -> str:
+        start = starts.randrange(7)
         model = model_with(weights[start])
-        where = f"{damage.__name__} of {path.parent.name}/{path.name} from {start}"
         try:
-            reader = Reader(place)
-            version = reader.update(model)
+            version = Reader(place).update(model)
         except (PublishError, OSError) as error:
             assert_same(snapshot(model), weights[start])
-            is_line = "\n" not in str(error) and len(str(error)) < _LONGEST_LINE
-            found["told" if is_line else f"{where}: {error}"] += 1
+            return "told" if "\n" not in str(error) and len(str(error)) < _LONGEST_LINE else f"{error}"
         except Exception as error:
-            found[f"{where}: {error!r}"] += 1
-        else:
-            has_right = all((model.state_dict()[name] == tensor).all() for name, tensor in weights[version].items())
-            found["harmless" if has_right else f"{where}: other values"] += 1
-        shutil.rmtree(place)
+            return f"from {start}: {error!r}"
+        has_right = all((model.state_dict()[name] == tensor).all() for name, tensor in weights[version].items())
+        return "harmless" if has_right else f"from {start}: other values"
+
+    found = Counter[str]()
+    for what, outcome in tries(folder / "intact", num_damages, spoil, use, seed=seed):
+        found[outcome if outcome in ("told", "harmless") else f"{what}: {outcome}"] += 1
     return found
 
 
@@ -212,13 +171,13 @@ def flipped_answers(folder: Path, num_flips: int) -> int:
 
 
 @campaign_row("publish-damage", section="publish")
-def damage(bench: Bench) -> Row:
+def row(bench: Bench) -> Row:
     """Damage files and messages, and forge manifests."""
     num_files, num_messages = (20, 20) if bench.quick else (700, 500)
     found = damaged_folders(bench.out / "damaged", num_files)
     noticed = flipped_answers(bench.out / "flipped", num_messages)
     told, harmless = found.pop("told", 0), found.pop("harmless", 0)
-    row = faults_row(
+    told_row = faults_row(
         claim="damaged, forged and missing files, and damaged messages of HTTP; applied, or not told in a line",
         tried=num_files + num_messages,
         at_least=1000,
@@ -228,4 +187,4 @@ def damage(bench: Bench) -> Row:
         f"does not need. {num_messages} answers with a flipped bit: {noticed} told; the others were asked for again, "
         "or changed nothing that counts. " + "; ".join(found),
     )
-    return dataclasses.replace(row, measures=MEASURES)
+    return dataclasses.replace(told_row, measures=MEASURES)

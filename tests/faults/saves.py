@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from laconic import checkpoint
+from laconic import checkpoint, rehearse
 from laconic.checkpoint import CheckpointError, commit, sidecar, storage
 from laconic.checkpoint.commit import CheckpointManifest
 from laconic.config import Config
 from laconic.store import folder as store
 from laconic.store.folder import CrashPoint
-from tests.faults.power_loss import Recorder, attached, attached_to, served
-from tests.support.jobs import SMALL_LLAMA, corpus, job
-from tests.support.launch import launch
+from tests.faults.power_loss import Recorder, attached
+from tests.support.jobs import SMALL_LLAMA, job
 
 COMMITTED = "committed"
 """The mark at the instant from which a checkpoint must survive."""
@@ -38,7 +36,6 @@ JOBS: dict[str, dict[str, Any]] = {
     "cyclic": {"schedule": {"kind": "cyclic", "cut_by": "parameters"}},
 }
 """The jobs that the trainer runs on two nodes of a rank each: three steps with a checkpoint after each, two kept."""
-_RANKS = 2
 
 
 def small_model() -> nn.Module:
@@ -54,25 +51,24 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def record(kinds: list[str], root: Path, timeout_s: float = 90) -> dict[str, Recorder]:
+def record(kinds: list[str], root: Path) -> dict[str, Recorder]:
     """Run the saves of some kinds, each in a folder of its own; return what they did to their files."""
     recorders = {}
     for kind in kinds:
         (root / kind).mkdir(parents=True)
-        recorders[kind] = Recorder(root / kind, only=RUN)
-        if kind in STEPS:
-            _save(recorders[kind], STEPS[kind])
-    if jobs := [kind for kind in kinds if kind in JOBS]:
-        corpus(root)
-        with served(recorders) as address:
-            launch(_train, jobs, address, str(root), num_ranks=_RANKS, num_local=1, timeout_s=timeout_s)
+        recorder = recorders[kind] = Recorder(root / kind, only=RUN)
+        with attached(recorder.announce):
+            if kind in STEPS:
+                _save(recorder, STEPS[kind])
+            else:
+                rehearse.ranks(_train, _job(root, kind), recorder, nodes=2, timeout_s=900)
     return recorders
 
 
 def _save(recorder: Recorder, steps: tuple[int, ...]) -> None:
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters())
-    with attached(recorder.announce), _marking(recorder.announce):
+    with _marking(recorder):
         for number, step in enumerate(steps):
             train_step(model, optimizer)
             checkpoint.save_checkpoint(
@@ -81,13 +77,13 @@ def _save(recorder: Recorder, steps: tuple[int, ...]) -> None:
 
 
 @contextmanager
-def _marking(announce: Callable[..., None]) -> Iterator[None]:
+def _marking(recorder: Recorder) -> Iterator[None]:
     passed: set[CrashPoint] = set()
 
     def mark(point: CrashPoint) -> None:
         passed.add(point)
         if point == CrashPoint.COMMITTED and CrashPoint.BEGUN in passed:  # token files are committed before
-            announce(mark=COMMITTED)
+            recorder.announce(mark=COMMITTED)
 
     store.on_crash_point = mark
     try:
@@ -96,15 +92,11 @@ def _marking(announce: Callable[..., None]) -> Iterator[None]:
         store.on_crash_point = None
 
 
-def _train(kinds: list[str], address: str, root: str) -> None:
-    """Run the jobs on this rank, one after the other."""
+def _train(config: Config, recorder: Recorder) -> None:
     from laconic.train.loop import run
 
-    for kind in kinds:
-        config = _job(Path(root), kind)
-        with attached_to(address, kind) as announce, _marking(announce):
-            run(config)
-            dist.barrier()
+    with _marking(recorder):
+        run(config)
 
 
 def _job(root: Path, kind: str) -> Config:

@@ -18,7 +18,7 @@ from laconic import _compat, checkpoint
 from laconic.comm.cluster import Cluster, make_mesh
 from laconic.config import Config, ConfigError, DataConfig, JobError, from_dict, to_dict
 from laconic.train.loop import key_of
-from tests.faults import config_fuzz, disk, job_damage, prepare_fuzz
+from tests.faults import config_fuzz, disk, prepare_fuzz
 from tests.faults.kept import MAX_GROWTH_BYTES, growth_of
 from tests.faults.prepare_fuzz import PATH_KEYS, harm_of, job_with_path, wrong_paths
 from tests.faults.ranks_differ import QUICK, kinds, try_kind
@@ -32,13 +32,13 @@ pytestmark = pytest.mark.campaign
 
 @pytest.mark.parametrize(("kind", "num"), [("tokens", 30), ("rows", 6), ("metrics", 100), ("model", 12)])
 def test_damaged_files_do_no_harm(kind: str, num: int, tmp_path: Path) -> None:
-    assert list(job_damage.try_kind(kind, tmp_path / kind, num)) == []
+    assert list(damage.try_files(kind, tmp_path / kind, num)) == []
 
 
 def test_the_campaign_sees_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the hash of the arrays, flipped tokens are silent."""
     monkeypatch.setattr("laconic.store.folder.file_digest", lambda path, chunk_bytes=None: "no hash")
-    found = list(job_damage.try_kind("tokens", tmp_path / "tokens", 20))
+    found = list(damage.try_files("tokens", tmp_path / "tokens", 20))
     assert any(harm.startswith("silent") for harm in found)
 
 
