@@ -1,0 +1,136 @@
+"""What benchmarks compute from what they have measured: bytes, padding, entropy, memory, and ratios."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from benchmarks import layout, lossless
+from benchmarks.optimizers import TINY_MIX, CollectiveBytes, measure_adamw8bit, measure_muon
+from benchmarks.plan import memory
+from benchmarks.plan.bench import Bench, any_cluster
+from benchmarks.plan.jobs import ISLANDS, make_case
+from benchmarks.plan.largest import largest
+from benchmarks.simulated.grid import Cell, SimulatedStep
+from benchmarks.wire import bench
+from laconic.plan.prediction import Refusal
+from tests.support.canned import canned_host
+from tests.support.launch import on_ranks, run_ranks
+
+W_BYTES = 25_000_000 * 4
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_trainable", "nbytes"),
+    [
+        ("none", 25_000_000, 1.5 * W_BYTES),
+        ("host", 25_000_000, W_BYTES),
+        ("fsdp2", 25_000_000, 2.25 * W_BYTES),
+        ("ddp", 25_000_000, 1.5 * W_BYTES),
+        ("host", 100_000, 4e5),
+        ("none", 100_000, 1.5 * 4e5 + W_BYTES - 4e5),
+    ],
+)
+def test_formula_of_a_run(strategy: str, num_trainable: int, nbytes: float) -> None:
+    job = "full" if num_trainable == 25_000_000 else "lora"
+    run = canned_host(strategy=strategy, job=job, num_trainable=num_trainable)
+    assert bench.formula_bytes(run).node == pytest.approx(nbytes)
+
+
+def test_padding_is_that_of_the_plan_of_one_bucket_and_of_the_better_rule() -> None:
+    case = layout.Bench(Path(), quick=True).get("GPT-OSS-120B", 1024, 16)
+    found = [100 * each for each in (case.planned, case.one_bucket, case.other_rules)]
+    assert found == pytest.approx([1.95, 87.98, 428.68], abs=0.01), "the last by the LCM; FSDP2 pads 694 %"
+
+
+@on_ranks(3)
+def test_each_collective_is_counted_as_its_best_algorithm_moves_it() -> None:
+    """Of 12 x 24 elements in fp32, 1152 bytes."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded = DTensor.from_local(torch.ones(4, 24), mesh, [Shard(0)])
+    partial = DTensor.from_local(torch.ones(12, 24), mesh, [Partial()])
+    for tensor, target, nbytes in (
+        (sharded, Replicate(), 2 * 384),
+        (sharded, Shard(1), 2 / 3 * 384),
+        (partial, Replicate(), 2 * 2 / 3 * 1152),
+        (partial, Shard(0), 2 / 3 * 1152),
+        (sharded, Shard(0), 0),
+    ):
+        with CollectiveBytes(3).counting() as counted:
+            tensor.redistribute(mesh, [target])
+        assert counted.received_bytes == nbytes, (tensor.placements, target)
+
+
+def test_optimizers_move_and_keep_what_they_claim() -> None:
+    muon = run_ranks(measure_muon, 4, TINY_MIX, local=2)[0]
+    assert muon["whole"] == 0 < muon["rows"] <= 1
+    assert muon["fsdp2"] > 2
+    adamw = run_ranks(measure_adamw8bit, 4, TINY_MIX, 2, local=2)[0]
+    assert adamw["is_equal"] == 1
+    assert 2 < adamw["state_bytes"] < 8
+
+
+def test_the_entropy_is_that_of_each_context() -> None:
+    """Context 0 has one value, context 1 has two that are equally frequent: half of all values take a bit."""
+    pairs = torch.tensor([5, 2**20 + 1, 2**20 + 2])
+    histograms = [torch.stack([pairs, torch.tensor([3, 2, 0])]), torch.stack([pairs, torch.tensor([1, 0, 2])])]
+    kept = [histogram[:, histogram[1] > 0] for histogram in histograms]
+    assert lossless._entropy(kept) == pytest.approx(4.0)
+    assert lossless._entropy(kept[:1]) == pytest.approx(0.0)
+
+
+SLICES = "islands int4, 2 slices"
+HELD = {
+    "demo, none, LoRA": "the root's weights stay to the end of backward, though nothing of it trains",
+    SLICES: "sliced weights are joined for their products, and keep copies of inputs",
+    "qwen2, ddp": "autograd sums the gradients of tied weights in new memory",
+}
+
+
+@pytest.mark.machine
+@pytest.mark.timeout(240)
+def test_peaks_are_the_allocators(tmp_path: Path) -> None:
+    """On jobs whose peak hangs on one rule each. The sliced one takes more in a step than in a sync."""
+    runs = Bench(tmp_path, quick=False)
+    layers = {"log": {"memory_step": 2}}, ISLANDS[SLICES], {"sync": {"every": 3}}, {"train": {"micro_batch_size": 8}}
+    sliced = make_case(SLICES, "demo", *layers, out=tmp_path, candidate="local-steps")
+    cases = [*(case for case in memory.cases(runs) if case.name in HELD), sliced]
+    assert len(cases) == len(HELD)
+    for case, summary in zip(cases, runs.train(cases, 2, 2), strict=True):
+        estimate = runs.predictions.of(case, any_cluster(2, 2))
+        assert not isinstance(estimate, Refusal)
+        measured = summary["resting_bytes"] + summary["step_peak_bytes"]
+        assert estimate.peak_bytes == pytest.approx(measured, rel=5e-3), f"{case.name}: {HELD[case.name]}"
+
+
+@pytest.mark.parametrize("near", [1, 2, 7, 8, 30])
+@pytest.mark.parametrize("most", [0, 1, 2, 7, 8, 19])
+def test_the_largest_count_that_runs_is_found_with_few_trials(most: int, near: int) -> None:
+    tried: list[int] = []
+
+    def runs(count: int) -> bool:
+        tried.append(count)
+        return count <= most
+
+    assert largest(runs, near) == most
+    assert len(tried) == len(set(tried)) <= (2 if near == most else 10)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ratio"),
+    [
+        ({"FSDP2": 10, "HSDP": 4, "host": 3, "device": -1, "4bit": 2}, 3 / 4),
+        ({"FSDP2": 10, "HSDP": -4, "host": 3, "FSDP2 offload": 6}, 3 / 6),
+        ({"FSDP2": -10, "host": 3}, None),
+    ],
+)
+def test_the_best_of_a_side_is_exact_and_fits(seconds: dict[str, float], ratio: float | None) -> None:
+    """Negative seconds are those of a step that does not fit."""
+    steps = {name: SimulatedStep(seconds=abs(each), peak_bytes=2e9, fits=each > 0) for name, each in seconds.items()}
+    cell = Cell(model="Llama 3 8B", form="full", tokens=2048, nodes=2, rate_gbit_per_s=25, steps=steps)
+    assert cell.ratio == ratio
