@@ -14,78 +14,85 @@ from laconic.layout.bucket import BucketLayout
 from laconic.shard.api import BucketKind, group_by_kind
 from laconic.shard.gather import GatherState
 from laconic.shard.policies import Wire
-from tests.support import sharded_net
 from tests.support.launch import on_ranks
+from tests.support.sharded_net import (
+    Block,
+    Net,
+    assert_nothing_gathered,
+    buckets,
+    build,
+    full_gradients,
+    full_parameters,
+    gather_bytes,
+    held_bytes,
+    inputs,
+    micro_batches,
+    moved,
+    oracle_of,
+    set_divide_factors,
+    shard,
+    squared_error,
+    train_step,
+)
 
 # -- setters ----------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(4, local=2)
 def test_units_stay_gathered_as_their_setters_say() -> None:
-    model = sharded_net.shard(sharded_net.build(), cache="none", reshard_after_forward=False)
-    everything = sharded_net.gather_bytes("node", sharded_net.buckets(model))
-    batch = sharded_net.inputs(0, dist.get_rank())
-    with sharded_net.moved(model) as m:
-        loss = sharded_net.squared_error(model, batch)
+    model = shard(build(), reshard_after_forward=False)
+    sharded, batch = dict(model.named_parameters()), inputs(0, dist.get_rank())
+    of_blocks, of_root = gather_bytes("node", buckets(model.blocks)), gather_bytes("node", model._laconic_unit.buckets)
+
+    def sent_in_steps(num_steps: int = 1) -> int:
+        with moved(model) as m:
+            for _ in range(num_steps):
+                train_step(model)
+        return m.weights
+
+    with moved(model) as m:
+        loss = squared_error(model, batch)
         assert all(unit.gather.state is GatherState.SHOWN for unit in model._units())
         loss.backward()
-    assert m.weights == everything, "kept from forward to backward"
-    sharded_net.assert_nothing_gathered(model)
+    assert m.weights == of_blocks + of_root, "kept from forward to backward"
+    assert_nothing_gathered(model)
     with torch.no_grad():
         model(batch[0])
-    sharded_net.assert_nothing_gathered(model)  # forward alone leaves nothing, whatever the setting
+    assert_nothing_gathered(model)  # forward alone leaves nothing, whatever the setting
 
     model.set_reshard_after_forward(True)
-    with sharded_net.moved(model) as m:
-        sharded_net.train_step(model)
-    assert m.weights == 2 * everything, "the root too, once it is set"
+    assert sent_in_steps() == 2 * (of_blocks + of_root), "the root too, once it is set"
     model.set_reshard_after_forward(False, recurse=False)
-    with sharded_net.moved(model) as m:
-        sharded_net.train_step(model)
-    assert m.weights == 2 * sharded_net.gather_bytes(
-        "node", sharded_net.buckets(model.blocks)
-    ) + sharded_net.gather_bytes("node", model._laconic_unit.buckets)
+    assert sent_in_steps() == 2 * of_blocks + of_root
 
     model.set_reshard_after_forward(False)
     model.set_reshard_after_backward(False)
-    with sharded_net.moved(model) as m:
-        for _ in range(3):
-            sharded_net.train_step(model)
-    assert m.weights == everything, "kept from one micro-batch to the next"
-    optimizer = torch.optim.SGD([p for u in model._units() for b in u.buckets for p in b.sharded], lr=0.1)
-    sharded_net.squared_error(model, batch).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    plain = sharded_net.build()
-    squared_error_all = (
-        sum(sharded_net.squared_error(plain, b) for b in sharded_net.micro_batches(1)[0]) / dist.get_world_size()
-    )
-    squared_error_all.backward()
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    with sharded_net.moved(model) as m:
+    assert sent_in_steps(3) == of_blocks + of_root, "kept from one micro-batch to the next"
+    squared_error(model, batch).backward()
+    torch.optim.SGD(sharded.values(), lr=0.1).step()
+    plain = build()
+    plain.load_state_dict({name: p.full_tensor() for name, p in sharded.items()})
+    with moved(model) as m:
         torch.testing.assert_close(model(batch[0]), plain(batch[0]))
-    assert m.weights == everything, "gathered again after a step"
+    assert m.weights == of_blocks + of_root, "gathered again after a step"
     model.set_reshard_after_backward(True)
     model(batch[0]).sum().backward()
-    sharded_net.assert_nothing_gathered(model)
+    assert_nothing_gathered(model)
 
 
 @on_ranks(3, local=1)
 def test_the_divide_factor_can_be_set() -> None:
-    model = sharded_net.shard(sharded_net.build(), cache="none")
-    oracle, batches = sharded_net.oracle_of(model), sharded_net.micro_batches(1)
-    sharded_net.set_divide_factors(model, 1.0)
-    sharded_net.squared_error(model, batches[0][dist.get_rank()]).backward()
-    _, want = oracle.gradients(batches)
-    for name, got in sharded_net.full_gradients(model).items():
-        torch.testing.assert_close(got, want[name] * dist.get_world_size(), msg=name)
-    model.zero_grad()
-    sharded_net.set_divide_factors(model, float(dist.get_world_size()))
-    model.set_gradient_divide_factor(1.0)
-    sharded_net.squared_error(model, batches[0][dist.get_rank()]).backward()
-    for name, got in sharded_net.full_gradients(model).items():
-        factor = 1 if name.startswith("blocks") else dist.get_world_size()
-        torch.testing.assert_close(got, want[name] * factor, msg=f"{name}: modules below keep their divisor")
+    model = shard(build())
+    batches = micro_batches(1)
+    _, want = oracle_of(model).gradients(batches)
+    for of_blocks, of_root in ((1.0, 1.0), (3.0, 1.0)):
+        set_divide_factors(model, of_blocks)
+        model.set_gradient_divide_factor(of_root)  # modules below keep their divisor
+        squared_error(model, batches[0][dist.get_rank()]).backward()
+        for name, got in full_gradients(model).items():
+            factor = of_blocks if name.startswith("blocks") else of_root
+            torch.testing.assert_close(got, want[name] * 3 / factor, msg=name)
+        model.zero_grad()
     for factor in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="must be a positive number"):
             model.set_gradient_divide_factor(factor)
@@ -93,82 +100,72 @@ def test_the_divide_factor_can_be_set() -> None:
 
 @on_ranks(4, local=2)
 def test_unshard_and_reshard_by_hand() -> None:
-    model = sharded_net.shard(sharded_net.build(), cache="none")
-    plain = dict(sharded_net.build().named_parameters())
-    with sharded_net.moved(model) as m:
+    model, plain, x = shard(build()), build(), inputs(0, 0)[0]
+    with moved(model) as m:
         handle = model.unshard(async_op=True)
         assert handle is not None
         assert model._laconic_unit.gather.state is GatherState.NODE, "it has begun"
         assert isinstance(model.inp.weight, laconic.RaggedTensor), "the sharded parameter stays until wait()"
         handle.wait()
         assert type(model.inp.weight) is nn.Parameter
-        assert torch.equal(model.inp.weight, plain["inp.weight"])
+        assert torch.equal(model.inp.weight, plain.get_parameter("inp.weight"))
         assert model.unshard() is None
         model.reshard()
         model.reshard()
     assert isinstance(model.inp.weight, laconic.RaggedTensor)
-    assert m.weights == sharded_net.gather_bytes("node", model._laconic_unit.buckets)
+    assert m.weights == gather_bytes("node", model._laconic_unit.buckets)
     model.blocks[1].unshard()
-    assert torch.equal(model.blocks[1].up.weight, plain["blocks.1.up.weight"])
-    with sharded_net.moved(model) as m:
+    assert torch.equal(model.blocks[1].up.weight, plain.get_parameter("blocks.1.up.weight"))
+    with moved(model) as m:
         model.unshard()
-        torch.testing.assert_close(model(sharded_net.inputs(0, 0)[0]), sharded_net.build()(sharded_net.inputs(0, 0)[0]))
-    untouched = [b for i in (0, 2) for b in sharded_net.buckets(model.blocks[i])]
-    assert m.weights == sharded_net.gather_bytes("node", untouched + model._laconic_unit.buckets), (
-        "block 1 was there already"
-    )
+        torch.testing.assert_close(model(x), plain(x))
+    assert m.weights == gather_bytes("node", buckets(model)) - gather_bytes("node", buckets(model.blocks[1]))
 
 
 @on_ranks(4, local=2)
 def test_unshard_before_the_first_forward_and_before_an_edit() -> None:
-    batch, plain = sharded_net.inputs(0, 0), sharded_net.build()
-    model = sharded_net.shard(sharded_net.build(), cache="host")
+    x, plain, model = inputs(0, 0)[0], build(), shard(build(), cache="host")
     for block in model.blocks:
         block.unshard()  # before the root has run: FSDP2 allows it
-    torch.testing.assert_close(model(batch[0]), plain(batch[0]))
+    torch.testing.assert_close(model(x), plain(x))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
-        sharded_net.train_step(model, optimizer)
-    assert model.memory().device_bytes == sharded_net.held_bytes(model), "one ledger counts all units"
-    sharded_net.assert_nothing_gathered(model)
+        train_step(model, optimizer)
+    assert model.memory().device_bytes == held_bytes(model), "one ledger counts all units"
+    assert_nothing_gathered(model)
 
     handle = model.unshard(async_op=True)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.5)
-        for parameter in plain.parameters():
+        for parameter in (*model.parameters(), *plain.parameters()):
             parameter.fill_(0.5)
     handle.wait()
-    torch.testing.assert_close(
-        model(batch[0]), plain(batch[0]), msg="the pending gather is stale, and the unit is gathered again"
-    )
+    torch.testing.assert_close(model(x), plain(x), msg="the pending gather is stale, and the unit is gathered again")
 
 
 @on_ranks(3, local=1)
 def test_names_classes_and_identities_stay() -> None:
-    plain, model = sharded_net.build(), sharded_net.shard(sharded_net.build(), cache="none")
+    plain, model = build(), shard(build())
     assert type(model).__name__ == "ShardedNet"
     assert isinstance(model, laconic.ShardedModule)
-    assert isinstance(model, sharded_net.Net)
-    assert isinstance(model.blocks[0], sharded_net.Block)
-    assert list(dict(model.named_parameters())) == list(dict(plain.named_parameters()))
-    assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
+    assert isinstance(model, Net)
+    assert isinstance(model.blocks[0], Block)
+    assert [(n, p.shape) for n, p in model.named_parameters()] == [(n, p.shape) for n, p in plain.named_parameters()]
     identities = [id(p) for p in model.parameters()]
-    sharded_net.train_step(model, torch.optim.AdamW(model.parameters()))
+    train_step(model, torch.optim.AdamW(model.parameters()))
     assert [id(p) for p in model.parameters()] == identities, "the optimizer's parameters are the model's"
     model.load_state_dict(plain.state_dict())
     assert list(model.state_dict()) == list(plain.state_dict())
-    for name, value in sharded_net.full_parameters(model).items():
+    for name, value in full_parameters(model).items():
         assert torch.equal(value, plain.get_parameter(name)), name
     # The root stays gathered after forward, yet a state dict holds sharded parameters.
-    sharded_net.squared_error(model, sharded_net.inputs(0, 0))
+    squared_error(model, inputs(0, 0))
     assert all(isinstance(value, laconic.RaggedTensor) for value in model.state_dict().values())
 
 
 # -- edits of gathered parameters -------------------------------------------------------------------------------------
 
 
-class Edits(sharded_net.Net):
+class Edits(Net):
     """A model that edits a gathered parameter in its own forward."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -179,29 +176,22 @@ class Edits(sharded_net.Net):
 
 @on_ranks(2, local=1)
 def test_editing_a_gathered_parameter_is_refused() -> None:
-    for make in (Edits, sharded_net.Net):
-        model = sharded_net.shard(sharded_net.build(make), cache="host")
-        if make is Edits:
-            with (
-                pytest.raises(
-                    RuntimeError, match=r"inp.weight.*edited in place.*sharded parameter under torch.no_grad"
-                ),
-                torch.no_grad(),
-            ):
-                model(sharded_net.inputs(0, 0)[0])
-        else:
-            model.unshard()
-            with torch.no_grad():
-                model.out.bias.fill_(1)
-            with pytest.raises(RuntimeError, match=r"out.bias.*edited in place"):
-                model.reshard()
-        assert all(isinstance(p, laconic.RaggedTensor) for p in model.parameters())
+    edits, model = shard(build(Edits), cache="host"), shard(build(), cache="host")
+    message = r"inp.weight.*edited in place.*sharded parameter under torch.no_grad"
+    with pytest.raises(RuntimeError, match=message), torch.no_grad():
+        edits(inputs(0, 0)[0])
+    model.unshard()
+    with torch.no_grad():
+        model.out.bias.fill_(1)
+    with pytest.raises(RuntimeError, match=r"out.bias.*edited in place"):
+        model.reshard()
+    assert all(isinstance(p, laconic.RaggedTensor) for p in (*edits.parameters(), *model.parameters()))
 
 
 @on_ranks(2, local=1)
 def test_a_replaced_parameter_is_taken_at_first_and_refused_later() -> None:
-    model = sharded_net.shard(sharded_net.build(), cache="none")
-    sharded, x = model.blocks[1].up.weight, sharded_net.inputs(0, 0)[0]
+    model, x = shard(build()), inputs(0, 0)[0]
+    sharded = model.blocks[1].up.weight
     model.blocks[1].up.weight = nn.Parameter(torch.zeros(29, 17))
     with pytest.warns(UserWarning, match=r"up.weight replaced sharded parameters.*model.parameters\(\)"):
         model(x)
@@ -209,36 +199,31 @@ def test_a_replaced_parameter_is_taken_at_first_and_refused_later() -> None:
     assert model.blocks[1].up.weight is sharded
     assert not sharded.full_tensor().any(), "the values of the replacement"
     model.blocks[1].up.weight = nn.Parameter(torch.ones(29, 17))
-    with pytest.raises(
-        RuntimeError, match=r"up.weight is no longer the one fully_shard made.*load_state_dict of the sharded module"
-    ):
+    message = r"up.weight is no longer the one fully_shard made.*load_state_dict of the sharded module"
+    with pytest.raises(RuntimeError, match=message):
         model(x)
 
 
 @on_ranks(2, local=1)
 def test_compiled_modules_have_the_same_gradients() -> None:
     """Blocks compiled before they are sharded, in place or wrapped, and a compiled root."""
-    batch = sharded_net.inputs(0, dist.get_rank())
-    _, want = sharded_net.oracle_of(sharded_net.shard(sharded_net.build())).gradients(sharded_net.micro_batches(1))
-
-    def check(run: Any, model: Any) -> None:
-        sharded_net.squared_error(run, batch).backward()
-        got = {name.replace("_orig_mod.", ""): value for name, value in sharded_net.full_gradients(model).items()}
-        assert set(got) == set(want)
-        for name, value in want.items():
-            torch.testing.assert_close(got[name], value, msg=name)
-
-    in_place: Any = sharded_net.build()
-    for block in in_place.blocks:
+    in_place, wrapped, root = build(), build(), shard(build())
+    for index, block in enumerate(in_place.blocks):  # type: ignore[arg-type]
         block.compile(backend="eager")
-    check(sharded_net.shard(in_place), in_place)
-    wrapped: Any = sharded_net.build()
-    for index, block in enumerate(wrapped.blocks):
-        wrapped.blocks[index] = torch.compile(block, backend="eager")
-    check(sharded_net.shard(wrapped), wrapped)
-    root = sharded_net.shard(sharded_net.build())
-    check(torch.compile(root, backend="eager"), root)
+        wrapped.blocks[index] = torch.compile(wrapped.blocks[index], backend="eager")  # type: ignore[index,operator]
+    batches = micro_batches(1)
+    _, want = oracle_of(root).gradients(batches)
+    for model, run in (
+        (in_place, shard(in_place)),
+        (wrapped, shard(wrapped)),
+        (root, torch.compile(root, backend="eager")),
+    ):
+        squared_error(run, batches[0][dist.get_rank()]).backward()
+        got = {name.replace("_orig_mod.", ""): value for name, value in full_gradients(model).items()}
+        torch.testing.assert_close(got, want)
 
+
+# -- kinds of buckets --------------------------------------------------------------------------------------------------
 
 MATRIX = BucketLayout.whole_in(0, name="weight", shape=(4, 3), num_shards=2)
 VECTOR = BucketLayout.whole_in(0, name="bias", shape=(4,), num_shards=2)
@@ -248,43 +233,28 @@ def kind(**fields: Any) -> BucketKind:
     return BucketKind(**{"dtype": torch.float32, "is_trained": True, **fields})
 
 
-def test_kinds_and_members_stay_in_order_of_appearance() -> None:
-    groups = group_by_kind("bAaCBc", lambda letter: kind(is_trained=letter.islower()))
-    assert [(each.is_trained, members) for each, members in groups.items()] == [
-        (True, ["b", "a", "c"]), (False, ["A", "C", "B"]),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    ("own", "layout", "nodes", "islands", "is_coded"),
+    ("own", "layout", "nodes", "islands", "coded"),
     [
-        ({}, MATRIX, 2, 1, True),
-        ({}, MATRIX, 1, 1, False),
-        ({}, VECTOR, 2, 1, False),
-        ({"is_trained": False}, MATRIX, 2, 1, False),
-        ({"dtype": torch.int8}, MATRIX, 2, 1, False),
-        ({"part": 1}, MATRIX, 3, 2, True),
+        ({}, MATRIX, 2, 1, ("int4", "int4")),
+        ({}, MATRIX, 1, 1, ("exact", "exact")),
+        ({}, VECTOR, 2, 1, ("exact", "exact")),
+        ({"is_trained": False}, MATRIX, 2, 1, ("exact", "exact")),
+        ({"dtype": torch.int8}, MATRIX, 2, 1, ("exact", "exact")),
+        ({"part": 1}, MATRIX, 3, 2, ("int4", "int4")),
+        ({"converted": nn.Parameter}, MATRIX, 2, 1, ("exact", "int4")),
+        ({}, MATRIX, 1, 2, ("exact", "int4")),  # only gradients cross between islands of one node
     ],
 )
 def test_trained_matrices_alone_are_coded(
-    own: dict[str, Any], layout: BucketLayout, nodes: int, islands: int, is_coded: bool
+    own: dict[str, Any], layout: BucketLayout, nodes: int, islands: int, coded: tuple[str, str]
 ) -> None:
-    policy = Wire.of("4bit")
-    found = kind(**own).wire(policy, layout, num_nodes=nodes, num_islands=islands)
-    assert found == (policy if is_coded else Wire())
-
-
-def test_gradients_alone_are_coded_where_weights_convert_themselves() -> None:
-    found = kind(converted=nn.Parameter).wire(Wire.of("4bit"), MATRIX, num_nodes=2, num_islands=1)
-    assert (found.weights, found.gradients) == ("exact", "int4")
-
-
-def test_only_gradients_cross_between_islands_of_one_node() -> None:
-    found = kind().wire(Wire.of("8bit"), MATRIX, num_nodes=1, num_islands=2)
-    assert (found.weights, found.gradients) == ("exact", "int8")
+    found = kind(**own).wire(Wire.of("4bit"), layout, num_nodes=nodes, num_islands=islands)
+    assert (found.weights, found.gradients) == coded
 
 
 def test_parameters_that_differ_in_dtype_trainability_or_slice_are_apart() -> None:
+    """Kinds and their members stay in the order in which they appear."""
     half = {"dtype": torch.bfloat16}
     parameters: dict[str, dict[str, Any]] = {
         "base": {"is_trained": False}, "half": half, "up_slice0": {"part": 0}, "up_slice1": {"part": 1}, "adapter": {},
