@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -13,26 +13,26 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import laconic
 from tests.support import sharded_net
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 from tests.support.sharded_net import buckets, build, full_gradients, inputs, oracle_of, shard, squared_error
 
 
-def set_to_none(model: Any, optimizer: torch.optim.Optimizer) -> None:
+def set_to_none(model: Any, optimizer: Any = None) -> None:
     for parameter in model.parameters():
         parameter.grad = None
 
 
-def zero_in_place(model: Any, optimizer: torch.optim.Optimizer) -> None:
+def zero_in_place(model: Any, optimizer: Any = None) -> None:
     for parameter in model.parameters():
         parameter.grad.zero_()
 
 
-def zero_the_data(model: Any, optimizer: torch.optim.Optimizer) -> None:
+def zero_the_data(model: Any, optimizer: Any) -> None:
     for parameter in model.parameters():
         parameter.grad.data.zero_()
 
 
-def fail_in_forward(model: Any, optimizer: torch.optim.Optimizer) -> None:
+def fail_in_forward(model: Any, optimizer: Any) -> None:
     """A failed forward drops nothing by itself; what the user clears then is cleared."""
     with pytest.raises(RuntimeError, match="shapes"):
         model(torch.zeros(1, 4))
@@ -49,7 +49,7 @@ class FailsInBackward(torch.autograd.Function):
         raise ZeroDivisionError
 
 
-def fail_in_backward(model: Any, optimizer: torch.optim.Optimizer) -> None:
+def fail_in_backward(model: Any, optimizer: Any) -> None:
     """A failed backward drops the sums, as they include a part of its gradients: nothing is to be cleared."""
     handle = model.blocks[0].register_forward_hook(lambda module, args, output: FailsInBackward.apply(output))
     with model.no_sync(), pytest.raises(ZeroDivisionError):
@@ -73,23 +73,43 @@ WAYS: dict[str, Callable[[Any, torch.optim.Optimizer], Any]] = {
 }
 
 
+def small_net() -> nn.Module:
+    return sharded_net.Net(1)
+
+
 def backward(model: Any, seed: int, *, syncs: bool = True) -> None:
-    loss = squared_error(model, inputs(100 * seed, dist.get_rank()))
-    if syncs:
-        loss.backward()
-    else:
-        with model.no_sync():
-            loss.backward()
+    model.set_requires_gradient_sync(syncs)
+    squared_error(model, inputs(100 * seed, dist.get_rank())).backward()
 
 
 def batches(*seeds: int) -> sharded_net.Batches:
     return [sharded_net.micro_batches(1, seed)[0] for seed in seeds]
 
 
-def job_ways(ways: Sequence[str], policies: dict[str, Any]) -> None:
+def assert_cleared(model: Any, oracle: Any, seeds: tuple[int, ...], cleared: Mapping[str, tuple[int, ...]]) -> None:
+    """Assert that gradients are of the batches `seeds`, those of some parameters of others."""
+    got = full_gradients(model)
+    for chosen in {seeds, *cleared.values()}:
+        _, want = oracle.gradients(batches(*chosen))
+        for name in (name for name in want if cleared.get(name, seeds) == chosen):
+            torch.testing.assert_close(got[name], want[name], msg=f"{name} of {chosen}")
+
+
+@pytest.mark.parametrize(
+    ("world", "local", "ways", "policies"),
+    [
+        (3, 1, list(WAYS), {"cache": "host"}),
+        (4, 2, ["p.grad = None", "p.grad.zero_()"], {"offload_policy": CPUOffloadPolicy()}),
+        (2, 2, ["p.grad = None", "p.grad.zero_()"], {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)}),
+    ],
+    ids=["all", "offload", "mixed precision"],
+)
+@on_ranks("world", local="local")
+def test_every_way_to_clear(ways: list[str], policies: dict[str, Any]) -> None:
     """Each way clears a sum that waits, alone and beside a gradient that is in `.grad` already."""
-    model = shard(build(), **policies)
-    oracle = oracle_of(model)
+    model = shard(build(small_net), **policies)
+    oracle = oracle_of(model, small_net)
+    _, want = oracle.gradients(batches(3, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for name in ways:
         for has_synced in (False, True):
@@ -101,9 +121,7 @@ def job_ways(ways: Sequence[str], policies: dict[str, Any]) -> None:
             WAYS[name](model, optimizer)
             backward(model, 3, syncs=False)
             backward(model, 4)
-            got, (_, want) = full_gradients(model), oracle.gradients(batches(3, 4))
-            for parameter, value in want.items():
-                torch.testing.assert_close(got[parameter], value, msg=f"{name}, {has_synced}: {parameter}")
+            torch.testing.assert_close(full_gradients(model), want, msg=f"{name}, {has_synced}")
             model.zero_grad()
     # nothing is cleared that the user has not cleared
     for seed in (1, 2):
@@ -114,57 +132,38 @@ def job_ways(ways: Sequence[str], policies: dict[str, Any]) -> None:
     sharded_net.assert_gradients(model, oracle, batches(1, 2, 3))
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize(("world_size", "local"), [pytest.param(4, 2, marks=pytest.mark.campaign), (3, 1), (2, 2)])
-def test_every_way_to_clear(world_size: int, local: int) -> None:
-    run_ranks(job_ways, world_size, list(WAYS), {"cache": "host"}, local=local)
-
-
-@pytest.mark.parametrize(
-    "policies",
-    [{"offload_policy": CPUOffloadPolicy()}, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)}],
-    ids=["offload", "mixed precision"],
-)
-def test_with_policies(policies: dict[str, Any]) -> None:
-    run_ranks(job_ways, 2, ["p.grad = None", "p.grad.zero_()"], policies, local=1)
-
-
-def job_one_parameter() -> None:
-    """Clearing one parameter leaves the others alone."""
+@on_ranks(4, local=2)
+def test_clearing_one_parameter_leaves_the_others_alone() -> None:
     model = shard(build())
-    oracle = oracle_of(model)
     backward(model, 1, syncs=False)
     model.blocks[1].up.weight.grad = None
     model.out.bias.grad.zero_()
     backward(model, 2)
-    got, (_, both), (_, last) = full_gradients(model), oracle.gradients(batches(1, 2)), oracle.gradients(batches(2))
-    for name in both:
-        is_cleared = name in ("blocks.1.up.weight", "out.bias")
-        torch.testing.assert_close(got[name], (last if is_cleared else both)[name], msg=name)
+    assert_cleared(model, oracle_of(model), (1, 2), {"blocks.1.up.weight": (2,), "out.bias": (2,)})
 
 
-def job_unused() -> None:
-    """A parameter that was cleared and then used by no rank has no gradient, rather than zeros."""
+@on_ranks(4, local=2)
+def test_a_parameter_that_was_cleared_and_then_used_by_no_rank_has_no_gradient() -> None:
     model = shard(build())
     backward(model, 1, syncs=False)
     model.zero_grad()
-    x, y = inputs(0, dist.get_rank())
     skipped, model.blocks[2] = model.blocks[2], nn.Identity()
-    squared_error(model, (x, y)).backward()
+    backward(model, 0)
     model.blocks[2] = skipped
     assert all(parameter.grad is None for parameter in model.blocks[2].parameters())
     assert all(parameter.grad is not None for parameter in model.blocks[1].parameters())
 
 
-def job_one_rank_clears() -> None:
-    """Ranks that clear different things go on together: no rank waits for a message that others do not send."""
+@on_ranks(4, local=2)
+def test_ranks_that_clear_different_things_go_on_together() -> None:
+    """No rank waits for a message that others do not send."""
     model = shard(build())
     rank = dist.get_rank()
     for clear in (set_to_none, zero_in_place):
         for syncs in (False, True):
             backward(model, 1, syncs=syncs)
             if rank == 0:
-                clear(model, None)  # type: ignore[arg-type]
+                clear(model)
             elif rank == 1:
                 model.blocks[0].up.weight.grad = None
             backward(model, 2, syncs=False)
@@ -173,8 +172,8 @@ def job_one_rank_clears() -> None:
         model.zero_grad()
 
 
-def job_replicas() -> None:
-    """Sums that wait for the other islands are cleared, too."""
+@on_ranks(2, local=1)
+def test_sums_that_wait_for_other_islands_are_cleared_too() -> None:
     model = shard(build(), mesh=laconic.init_mesh("cpu", islands=2, nodes=1, local=1))
     oracle = oracle_of(model)
     oracle.num_nodes, oracle.num_local = 2, 1
@@ -185,52 +184,39 @@ def job_replicas() -> None:
     model.blocks[0].up.weight.grad.zero_()
     model.set_requires_all_reduce(True)
     backward(model, 3)
-    got, (_, both), (_, last) = full_gradients(model), oracle.gradients(batches(2, 3)), oracle.gradients(batches(3))
-    for name in both:
-        torch.testing.assert_close(got[name], (last if name == "blocks.0.up.weight" else both)[name], msg=name)
+    assert_cleared(model, oracle, (2, 3), {"blocks.0.up.weight": (3,)})
 
 
-def job_under_way() -> None:
-    """A sum that is still under way after a backward is cleared as well."""
+@on_ranks(2, local=1)
+def test_a_sum_that_is_still_under_way_after_a_backward_is_cleared_as_well() -> None:
     model = shard(build())
-    oracle = oracle_of(model)
     model(inputs(0, 0)[0])
     model.set_is_last_backward(False)
     backward(model, 1)
     model.zero_grad()
     model.set_is_last_backward(True)
     backward(model, 2)
-    sharded_net.assert_gradients(model, oracle, batches(2))
+    sharded_net.assert_gradients(model, oracle_of(model), batches(2))
 
 
-def job_memory() -> None:
-    """What stands in `.grad` takes no memory, keeps no model, and no optimizer moves a parameter by it."""
+@on_ranks(2, local=1)
+def test_what_stands_in_grad_takes_no_memory_and_no_optimizer_moves_a_parameter_by_it() -> None:
     model = shard(build())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     backward(model, 1)
     optimizer.step()
     optimizer.zero_grad()
-    before = model.memory().device_bytes
-    backward(model, 2, syncs=False)
     partial = sum(bucket.layout.shard_numel * bucket.cluster.num_nodes * 4 for bucket in buckets(model))
-    assert model.memory().device_bytes == before + partial
+    held = model.memory().device_bytes + partial
+    backward(model, 2, syncs=False)
+    assert model.memory().device_bytes == held
     values = sharded_net.full_parameters(model)
     optimizer.step()
     assert all(torch.equal(value, values[name]) for name, value in sharded_net.full_parameters(model).items())
     assert all(parameter.grad is not None for parameter in model.parameters())
-    assert model.memory().device_bytes == before + partial
+    assert model.memory().device_bytes == held
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert norm == 0
-    assert model.memory().device_bytes == before + partial + sum(4 * p.to_local().numel() for p in model.parameters())
+    assert model.memory().device_bytes == held + sum(4 * p.to_local().numel() for p in model.parameters())
     model.zero_grad()
-    assert model.memory().device_bytes == before + partial
-
-
-@pytest.mark.parametrize("job", [job_one_parameter, job_unused, job_one_rank_clears], ids=lambda job: job.__name__)
-def test_on_two_nodes(job: Callable[[], None]) -> None:
-    run_ranks(job, 4, local=2)
-
-
-@pytest.mark.parametrize("job", [job_replicas, job_under_way, job_memory], ids=lambda job: job.__name__)
-def test_sums(job: Callable[[], None]) -> None:
-    run_ranks(job, 2, local=1)
+    assert model.memory().device_bytes == held
