@@ -14,16 +14,16 @@ import time
 import torch.distributed as dist
 from torch import nn
 
+from laconic import rehearse
 from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.shard.random_trees.explore import Findings, explore
 from tests.shard.random_trees.pool import Pool
-from tests.shard.test_autograd import job_several_forwards
-from tests.support.launch import launch
+from tests.shard.test_autograd import WideNet
+from tests.support import sharded_net
 from tests.support.record import Row
 
 _NUM_TREES = 2000
 _CALLS = 30
-_TIMEOUT_S = 120.0
 
 
 @campaign_row("trees", section="parity")
@@ -90,6 +90,8 @@ def count_groups() -> tuple[int, int, int, int]:
 
     from laconic import fully_shard
 
+    dist.init_process_group("gloo")
+
     def count() -> int:
         return len(dist.distributed_c10d._world.pg_map)
 
@@ -107,7 +109,7 @@ def count_groups() -> tuple[int, int, int, int]:
 @campaign_row("groups", section="parity")
 def groups(bench: Bench) -> Row:
     """Count process groups."""
-    counts = set(launch(count_groups, num_ranks=4, num_local=2, timeout_s=_TIMEOUT_S))
+    counts = set(rehearse.ranks(count_groups, nodes=2, local=2))
     before, one, many, of_fsdp2 = max(counts)
     return Row(
         claim=f"process groups after {_CALLS} calls of fully_shard without mesh=, against 1 call",
@@ -121,13 +123,30 @@ def groups(bench: Bench) -> Row:
     )
 
 
+def peak_bytes(number: int, order: str) -> int:
+    """The engine's peak on this rank, without activations, in the second step of several forwards."""
+    dist.init_process_group("gloo")
+    model = sharded_net.shard(sharded_net.build(WideNet), reshard_after_forward=True)
+    model.set_reduce_once_per_backward(order == "reduced once")
+    for _ in range(2):  # the second step prefetches
+        model.zero_grad()
+        model.reset_peak_memory()
+        batches = (batch[dist.get_rank()] for batch in sharded_net.micro_batches(number))
+        losses = (sharded_net.squared_error(model, batch) for batch in batches)
+        if order == "one by one":
+            for loss in losses:
+                loss.backward()
+        else:
+            sum(losses).backward()  # type: ignore[union-attr]
+    return model.memory().device_peak_bytes
+
+
 @campaign_row("forwards", section="parity")
 def forwards(bench: Bench) -> Row:
     """Compare peaks of several forwards before one backward with those of as many, each with its own backward."""
 
     def peak(number: int, order: str) -> int:
-        by_rank = launch(job_several_forwards, number, order, num_ranks=2, num_local=1, timeout_s=_TIMEOUT_S)
-        return max(peak_bytes for peak_bytes, _ in by_rank)
+        return max(rehearse.ranks(peak_bytes, number, order, nodes=2))
 
     two, three = (peak(number, "together") / peak(number, "one by one") for number in (2, 3))
     single, summed, once = peak(1, "one by one"), peak(2, "one by one"), peak(3, "reduced once")
@@ -140,8 +159,8 @@ def forwards(bench: Bench) -> Row:
             "the engine's own count, which has no activations, against as many forwards that each have their own "
             "backward, in the second step, on 2 nodes x 1 rank, with 5 blocks that are much larger than their "
             f"activations. That takes {summed / 1e6:.2f} MB a rank, and a single forward and backward "
-            f"{single / 1e6:.2f} MB: whoever sums gradients has this rank's parts of the earlier ones, too. The "
-            "gradients equal those of the unsharded model. With set_reduce_once_per_backward() three forwards take "
+            f"{single / 1e6:.2f} MB: whoever sums gradients has this rank's parts of the earlier ones, too. "
+            "With set_reduce_once_per_backward() three forwards take "
             f"{once / summed:.2f}x: fewer bytes cross the wire, and gradients stay whole until the end."
         ),
     )

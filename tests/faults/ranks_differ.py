@@ -1,12 +1,14 @@
 """Ranks that run different programs: all of them end soon, with an exception that says who differs, where and how.
 
-The last rank is the odd one; it differs from the others in one way.
+The last rank is the odd one; it differs from the others in one way. The suite runs all kinds on ranks in one process,
+where the connections to a rank that has ended close. What only the rank's own last word can tell takes processes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +45,7 @@ class Net(nn.Module):
     def __init__(self, names: str = "abc", hidden: int = HIDDEN) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleDict({name: Block(hidden) for name in names})
+        self.blocks: Any = nn.ModuleDict({name: Block(hidden) for name in names})
         self.head, self.other = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
         self.calls = names
 
@@ -54,11 +56,11 @@ class Net(nn.Module):
         return self.head(x) + self.other(x)
 
 
-def sharded(model: nn.Module | None = None, *, skip: str = "", **policies: Any) -> Any:
+def sharded(model: Net | None = None, *, skip: str = "", **policies: Any) -> Any:
     """Shard the blocks but those in `skip`, then the model."""
     model = model or Net()
     mesh = policies.pop("mesh", None) or laconic.init_mesh("cpu")
-    for name, block in model.blocks.items():  # type: ignore[union-attr, operator]
+    for name, block in model.blocks.items():
         if name not in skip:
             laconic.fully_shard(block, mesh=mesh, **policies)
     return laconic.fully_shard(model, mesh=mesh, **policies)
@@ -79,160 +81,6 @@ def train(model: Any, steps: int = STEPS) -> None:
         optimizer.zero_grad()
 
 
-def _settings(is_odd: bool, odd: Mapping[str, Any], **common: Any) -> None:
-    train(sharded(**common, **(odd if is_odd else {})))
-
-
-def _names(is_odd: bool) -> None:
-    train(sharded(Net("abd" if is_odd else "abc")))
-
-
-def _order(is_odd: bool) -> None:
-    train(sharded(Net("acb" if is_odd else "abc")))
-
-
-def _tied(is_odd: bool) -> None:
-    model = Net()
-    if is_odd:
-        model.other.weight = model.head.weight
-    train(sharded(model))
-
-
-def _frozen(is_odd: bool) -> None:
-    model = Net()
-    model.blocks["b"].up.weight.requires_grad_(not is_odd)  # type: ignore[union-attr, operator]
-    train(sharded(model))
-
-
-def _weights(is_odd: bool) -> None:
-    model = Net()
-    if is_odd:
-        with torch.no_grad():
-            model.blocks["b"].up.weight.add_(1)  # type: ignore[union-attr, operator]
-    train(sharded(model))
-
-
-def _mesh(is_odd: bool) -> None:
-    sizes = (4, 1) if is_odd else (2, 2)
-    train(sharded(mesh=laconic.init_mesh("cpu", nodes=sizes[0], local=sizes[1])))
-
-
-def _islands(is_odd: bool) -> None:
-    train(sharded(mesh=laconic.init_mesh("cpu", islands=2 if is_odd else 1, local=1)))
-
-
-def _flag(is_odd: bool) -> None:
-    model = sharded()
-    if is_odd:
-        model.blocks["b"].set_requires_gradient_sync(False)
-    train(model)
-
-
-def _later(change: Callable[[Any], None]) -> Callable[[bool], None]:
-    """Let all ranks take two steps; then `change` the odd one's model, and go on."""
-
-    def run(is_odd: bool) -> None:
-        model = sharded()
-        train(model, 2)
-        if is_odd:
-            change(model)
-        train(model)
-
-    return run
-
-
-def _call(calls: str) -> Callable[[Any], None]:
-    return lambda model: setattr(model, "calls", calls)
-
-
-def _evaluate_other_unit(is_odd: bool) -> None:
-    model = sharded()
-    train(model, 2)
-    model.calls = "aba" if is_odd else "abb"
-    with torch.no_grad():
-        model(torch.randn(4, WIDTH))
-
-
-def _without_sync(model: Any) -> None:
-    with model.no_sync():
-        loss_of(model).backward()
-
-
-def _only_first(action: Callable[[Any], Any]) -> Callable[[bool], None]:
-    """Let all ranks take two steps; then rank 0 alone does something collective, and all go on."""
-
-    def run(is_odd: bool) -> None:
-        model = sharded()
-        train(model, 2)
-        loss_of(model).backward()
-        if not is_odd:
-            action(model)
-        train(model)
-
-    return run
-
-
-def _evaluate(model: Any) -> None:
-    with torch.no_grad():
-        model(torch.randn(4, WIDTH))
-
-
-def _save(model: Any) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        laconic.save_safetensors(model, folder)
-
-
-def _skip_step(is_odd: bool) -> None:
-    model = sharded()
-    train(model, 3)
-    train(model, 2 if is_odd else 3)
-    loss_of(model).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
-def _end_early(is_odd: bool) -> None:
-    train(sharded(), 2 if is_odd else 4)
-
-
-def _end_in_forward(is_odd: bool) -> None:
-    model = sharded()
-    train(model, 2)
-    if is_odd:
-        model.blocks["b"].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(SystemExit(0)))
-    train(model)
-
-
-def _fail_in_forward(is_odd: bool) -> None:
-    model = sharded()
-    train(model, 2)
-    if is_odd:
-        model.blocks["b"].register_forward_pre_hook(lambda *_: 1 / 0)
-    train(model)
-
-
-def _skip_backward(is_odd: bool) -> None:
-    """The odd rank finds a loss that is not finite, and goes on with the next batch."""
-    model = sharded()
-    train(model, 2)
-    if is_odd:
-        loss_of(model)
-    train(model)
-
-
-def _swallow(is_odd: bool) -> None:
-    """The odd rank catches an error of its forward, and goes on with the next batch."""
-    model = sharded()
-    train(model, 2)
-    if is_odd:
-        hook = model.blocks["c"].register_forward_pre_hook(lambda *_: 1 / 0)
-        try:
-            loss_of(model)
-        except ZeroDivisionError:
-            hook.remove()
-            model.reset_iter_state()
-    train(model)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """A way in which the odd rank differs."""
@@ -245,70 +93,181 @@ class Kind:
     num_local: int = 1
 
 
-def _of(odd: Mapping[str, Any], *words: str, **common: Any) -> Kind:
-    return Kind(run=lambda is_odd: _settings(is_odd, odd, **common), words=words)
+def _built(make: Callable[[bool], Any], *words: str) -> Kind:
+    """The odd rank builds another model."""
+    return Kind(run=lambda is_odd: train(make(is_odd)), words=words)
+
+
+def _made(change: Callable[[Net], Any], *words: str) -> Kind:
+    """The odd rank changes its model before it shards it."""
+
+    def make(is_odd: bool) -> Any:
+        model = Net()
+        with torch.no_grad():
+            if is_odd:
+                change(model)
+        return sharded(model)
+
+    return _built(make, *words)
+
+
+def _set(odd: dict[str, Any], *words: str, **common: Any) -> Kind:
+    """The odd rank has another setting of `fully_shard`."""
+    return _built(lambda is_odd: sharded(**common, **(odd if is_odd else {})), *words)
+
+
+def _later(change: Callable[[Any], Any], *words: str) -> Kind:
+    """All take two steps; then the odd rank does something with its model, and all go on."""
+
+    def run(is_odd: bool) -> None:
+        model = sharded()
+        train(model, 2)
+        if is_odd:
+            change(model)
+        train(model)
+
+    return Kind(run=run, words=("rank 1", *words))
 
 
 def _alone(action: Callable[[Any], Any], *words: str) -> Kind:
-    return Kind(run=_only_first(action), words=("rank 1 ", *words))
+    """All take two steps and a backward; then rank 0 alone does something collective, and all go on."""
+
+    def run(is_odd: bool) -> None:
+        model = sharded()
+        train(model, 2)
+        loss_of(model).backward()
+        if not is_odd:
+            action(model)
+        train(model)
+
+    return Kind(run=run, words=("rank 1 ", *words))
 
 
-def kinds() -> dict[str, Kind]:
-    """All kinds by name."""
-    whole, bf16 = laconic.whole(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    return {
-        "depth": Kind(
-            run=lambda odd: train(sharded(Net("abcd" if odd else "abc"))), words=("blocks.d", "rank 1 differs")
-        ),
-        "depth with broadcast": Kind(
-            run=lambda odd: train(sharded(Net("abcd" if odd else "abc"), broadcast=True)),
-            words=("rank 1 differs", "fully_shard(broadcast=True) of Block"),
-        ),
-        "width": Kind(
-            run=lambda odd: train(sharded(Net(hidden=31 if odd else 29))), words=("blocks.a", "up.weight", "(31, 17)")
-        ),
-        "names": Kind(run=_names, words=("blocks.c", "rank 1 differs")),
-        "order": Kind(run=_order, words=("order of the units", "blocks.c")),
-        "cache": _of({"cache": "host"}, "rank 1 differs", "cache Cache(where=host", "Net"),
-        "wire": _of({"wire": "8bit"}, "rank 1 differs", "wire", "Net", cache="host"),
-        "precision": _of({"mp_policy": bf16}, "rank 1 differs", "precision", "bfloat16"),
-        "checks": _of({"checks": laconic.Checks(interval=3)}, "rank 1 differs", "checks", "interval=3"),
-        "granularity": _of({"granularity": whole}, "rank 1 differs", "Net", "blocks"),
-        "reshard after forward": _of({"reshard_after_forward": False}, "rank 1 differs", "reshard_after_forward False"),
-        "offload": _of({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, "rank 1 differs", "offload"),
-        "broadcast": _of({"broadcast": True}, "rank 1 differs", "broadcast=True"),
-        "unit lists": _of({"skip": "c"}, "rank 1 differs", "blocks.c"),
-        "dtype": Kind(run=lambda odd: train(sharded(Net().double() if odd else Net())), words=("Net", "torch.float64")),
-        "tied weights": Kind(run=_tied, words=("rank 1 differs", "other.weight")),
-        "trainability": Kind(run=_frozen, words=("rank 1 differs", "blocks.b", "up.weight", "frozen")),
-        "weights": Kind(run=_weights, words=("rank 1 has others", "blocks.b")),
-        "mesh": Kind(run=_mesh, words=("rank 3 differs", "mesh"), num_ranks=4, num_local=2),
-        "islands": Kind(run=_islands, words=("rank 1 differs", "mesh")),
-        "accumulation": Kind(run=_flag, words=("rank 1 differs", "blocks.b", "requires_gradient_sync False")),
-        "unit b for unit c": Kind(run=_later(_call("abb")), words=("rank 1", "blocks.b", "blocks.c")),
-        "other order of calls": Kind(run=_later(_call("acb")), words=("rank 1", "blocks.b", "blocks.c")),
-        "a unit once more": Kind(run=_later(_call("abcc")), words=("rank 1", "blocks.c")),
-        "a unit left out": Kind(run=_later(_call("ac")), words=("rank 1", "blocks.")),
-        "evaluation of another unit": Kind(run=_evaluate_other_unit, words=("rank 1", "blocks.a", "blocks.b")),
-        "no_sync": Kind(run=_later(_without_sync), words=("rank 1",)),
-        "frozen later": Kind(
-            run=_later(lambda model: model.blocks["b"].requires_grad_(False)), words=("rank 1", "blocks.")
-        ),
-        "evaluation on rank 0": _alone(_evaluate),
-        "skipped step": Kind(run=_skip_step, words=("rank 1 ",)),
-        "uneven steps": Kind(run=_end_early, words=("rank 1 ", "forward 3")),
-        "full_tensor on rank 0": _alone(lambda model: next(model.parameters()).full_tensor(), "the whole"),
-        "save on rank 0": _alone(_save),
-        "clip_grad_norm_ on rank 0": _alone(lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
-        "exception in forward": Kind(run=_fail_in_forward, words=("rank 1", "ZeroDivisionError")),
-        "exit in forward": Kind(run=_end_in_forward, words=("rank 1 ", "blocks.b")),
-        "skipped backward": Kind(run=_skip_backward, words=("rank 1 ",)),
-        "caught exception": Kind(run=_swallow, words=("rank 1 ",)),
-    }
+def _call(calls: str, *words: str) -> Kind:
+    return _later(lambda model: setattr(model, "calls", calls), *words)
 
 
-def run_kind(name: str) -> list[Any]:
-    """Run this rank's program. Returns the text of the exception that ended it, or "", and the seconds from its start.
+def _evaluate(model: Any) -> None:
+    with torch.no_grad():
+        model(torch.randn(4, WIDTH))
+
+
+def _evaluate_other_unit(is_odd: bool) -> None:
+    model = sharded()
+    train(model, 2)
+    model.calls = "aba" if is_odd else "abb"
+    _evaluate(model)
+
+
+def _without_sync(model: Any) -> None:
+    with model.no_sync():
+        loss_of(model).backward()
+
+
+def _save(model: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        laconic.save_safetensors(model, folder)
+
+
+def _skip_step(is_odd: bool) -> None:
+    model = sharded()
+    train(model, 5 if is_odd else 6)
+    loss_of(model).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def _exit() -> None:
+    raise SystemExit(0)
+
+
+def _before(block: str, action: Callable[[], Any]) -> Callable[[Any], Any]:
+    """Do something before each forward of a block."""
+    return lambda model: model.blocks[block].register_forward_pre_hook(lambda *_: action())
+
+
+def _swallow(model: Any) -> None:
+    """Catch an error of a forward, and go on with the next batch."""
+    hook = _before("c", lambda: 1 / 0)(model)
+    try:
+        loss_of(model)
+    except ZeroDivisionError:
+        hook.remove()
+        model.reset_iter_state()
+
+
+_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+_DIFFERS = "rank 1 differs"
+KINDS: dict[str, Kind] = {
+    "depth": _built(lambda odd: sharded(Net("abcd" if odd else "abc")), "blocks.d", _DIFFERS),
+    "depth with broadcast": _built(
+        lambda odd: sharded(Net("abcd" if odd else "abc"), broadcast=True),
+        _DIFFERS, "fully_shard(broadcast=True) of Block",
+    ),
+    "width": _built(lambda odd: sharded(Net(hidden=31 if odd else 29)), "blocks.a", "up.weight", "(31, 17)"),
+    "names": _built(lambda odd: sharded(Net("abd" if odd else "abc")), "blocks.c", _DIFFERS),
+    "order": _built(lambda odd: sharded(Net("acb" if odd else "abc")), "order of the units", "blocks.c"),
+    "cache": _set({"cache": "host"}, _DIFFERS, "cache Cache(where=host", "Net"),
+    "wire": _set({"wire": "8bit"}, _DIFFERS, "wire", "Net", cache="host"),
+    "precision": _set({"mp_policy": _BF16}, _DIFFERS, "precision", "bfloat16"),
+    "checks": _set({"checks": laconic.Checks(interval=3)}, _DIFFERS, "checks", "interval=3"),
+    "granularity": _set({"granularity": laconic.whole()}, _DIFFERS, "Net", "blocks"),
+    "reshard after forward": _set({"reshard_after_forward": False}, _DIFFERS, "reshard_after_forward False"),
+    "offload": _set({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, _DIFFERS, "offload"),
+    "broadcast": _set({"broadcast": True}, _DIFFERS, "broadcast=True"),
+    "unit lists": _set({"skip": "c"}, _DIFFERS, "blocks.c"),
+    "dtype": _made(lambda model: model.double(), "Net", "torch.float64"),
+    "tied weights": _made(lambda model: setattr(model.other, "weight", model.head.weight), _DIFFERS, "other.weight"),
+    "trainability": _made(
+        lambda model: model.blocks["b"].up.weight.requires_grad_(False), _DIFFERS, "blocks.b", "up.weight", "frozen"
+    ),
+    "weights": _made(lambda model: model.blocks["b"].up.weight.add_(1), "rank 1 has others", "blocks.b"),
+    "mesh": Kind(
+        run=lambda odd: train(sharded(mesh=laconic.init_mesh("cpu", nodes=4 if odd else 2, local=1 if odd else 2))),
+        words=("rank 3 differs", "mesh"), num_ranks=4, num_local=2,
+    ),
+    "islands": _built(
+        lambda odd: sharded(mesh=laconic.init_mesh("cpu", islands=2 if odd else 1, local=1)), _DIFFERS, "mesh"
+    ),
+    "accumulation": Kind(
+        run=lambda odd: train(_flagged(sharded(), odd)), words=(_DIFFERS, "blocks.b", "requires_gradient_sync False")
+    ),
+    "unit b for unit c": _call("abb", "blocks.b", "blocks.c"),
+    "other order of calls": _call("acb", "blocks.b", "blocks.c"),
+    "a unit once more": _call("abcc", "blocks.c"),
+    "a unit left out": _call("ac", "blocks."),
+    "evaluation of another unit": Kind(run=_evaluate_other_unit, words=("rank 1", "blocks.a", "blocks.b")),
+    "no_sync": _later(_without_sync),
+    "frozen later": _later(lambda model: model.blocks["b"].requires_grad_(False), "blocks."),
+    "evaluation on rank 0": _alone(_evaluate),
+    "skipped step": Kind(run=_skip_step, words=("rank 1 ",)),
+    "uneven steps": Kind(run=lambda odd: train(sharded(), 2 if odd else 4), words=("rank 1 ", "forward 3")),
+    "full_tensor on rank 0": _alone(lambda model: next(model.parameters()).full_tensor(), "the whole"),
+    "save on rank 0": _alone(_save),
+    "clip_grad_norm_ on rank 0": _alone(lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
+    "exception in forward": _later(_before("b", lambda: 1 / 0), "ZeroDivisionError"),
+    "exit in forward": _later(_before("b", _exit), "blocks.b"),
+    "skipped backward": _later(loss_of),  # the odd rank finds a loss that is not finite, and goes on
+    "caught exception": _later(_swallow),
+}  # fmt: skip
+LAST_WORDS = ("uneven steps", "exit in forward", "exception in forward")
+"""The kinds whose odd rank ends first; the others learn why from its last word, which takes processes."""
+
+
+def _flagged(model: Any, is_odd: bool) -> Any:
+    model.blocks["b"].set_requires_gradient_sync(not is_odd)
+    return model
+
+
+def play(name: str) -> str:
+    """Run this rank's program; return the text of the exception that ended it, or ""."""
+    dist.init_process_group("gloo")
+    with contextlib.suppress(SystemExit):
+        KINDS[name].run(dist.get_rank() == dist.get_world_size() - 1)
+    return ""
+
+
+def run_kind(name: str) -> tuple[str, float]:
+    """Run this rank's program in its process. Returns the text of its exception, and the seconds from its start.
 
     The end of the process follows, as a script's would.
     """
@@ -318,72 +277,49 @@ def run_kind(name: str) -> list[Any]:
 
     from laconic.comm.failure import record_failure
 
-    dist.init_process_group("gloo")
-    dist.barrier()
     begin, told = time.monotonic(), ""
     try:
-        kinds()[name].run(dist.get_rank() == dist.get_world_size() - 1)
-    except SystemExit:
-        pass
+        told = play(name)
     except Exception as error:
         told = "".join(traceback.format_exception_only(error))
         record_failure(error)
     wall_s = time.monotonic() - begin
     atexit._run_exitfuncs()
-    return [told, wall_s]
+    return told, wall_s
+
+
+def missing(name: str, told: Sequence[str]) -> list[str]:
+    """What the exceptions of the ranks lack; the odd rank's own is left out where it ended first."""
+    judged = told[:-1] if name in LAST_WORDS else told
+    words = ("rank ", *KINDS[name].words)
+    return [f"rank {rank} lacks {word!r}" for rank, text in enumerate(judged) for word in words if word not in text]
 
 
 MOST_S = 15.0
-QUICK = ("depth", "cache", "unit b for unit c", "evaluation on rank 0", "uneven steps", "full_tensor on rank 0")
-_EXITS = ("uneven steps", "exit in forward")  # here the odd rank ends in order, and has no exception
+QUICK = ("unit b for unit c", *LAST_WORDS)
 _AT_ONCE = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """The end of one kind."""
-
-    name: str
-    wall_s: float
-    """The seconds until the last rank ended."""
-    fault: str
-    """What was missing; "" if all ranks ended as promised."""
-    told: list[str]
-    """The exceptions of all ranks."""
-
-
-def try_kind(name: str) -> Outcome:
-    """Run all ranks of a kind, and look at their exceptions."""
-    kind = kinds()[name]
+def try_kind(name: str) -> tuple[list[str], float]:
+    """Run all ranks of a kind in processes. Returns what their exceptions lack, and the seconds of the last to end."""
+    kind = KINDS[name]
     try:
         ends = launch(run_kind, name, num_ranks=kind.num_ranks, num_local=kind.num_local, timeout_s=90, backend=None)
     except (RuntimeError, TimeoutError) as error:
-        return Outcome(name=name, wall_s=90.0, fault=f"no end: {str(error)[-300:]}", told=[])
-    told, wall_s = [end[0] for end in ends], max(end[1] for end in ends)
-    judged = told[:-1] if name in _EXITS else told
-    words = ("rank ", *kind.words)
-    # the rank whose own exception began all has that exception
-    missing = [
-        f"rank {rank} lacks {word!r}"
-        for rank, text in enumerate(judged)
-        for word in words
-        if word not in text and not (name == "exception in forward" and rank == kind.num_ranks - 1)
-    ]
-    if wall_s > MOST_S:
-        missing.append(f"took {wall_s:.1f} s")
-    return Outcome(name=name, wall_s=wall_s, fault="; ".join(missing), told=told)
+        return [f"no end: {str(error)[-300:]}"], 90.0
+    return missing(name, [told for told, _ in ends]), max(wall_s for _, wall_s in ends)
 
 
 @campaign_row("ranks-differ", section="mend")
 def row(bench: Bench) -> Row:
     """Try all kinds."""
-    names = [name for name in kinds() if not bench.quick or name in QUICK]
+    names = [name for name in KINDS if not bench.quick or name in QUICK]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        outcomes = list(pool.map(try_kind, names))
-    for outcome in outcomes:
-        print(f"{outcome.name}: {outcome.wall_s:.1f} s {outcome.fault or 'ok'}", flush=True)
-    faulty = [outcome.name for outcome in outcomes if outcome.fault]
-    good, longest = len(outcomes) - len(faulty), max(outcome.wall_s for outcome in outcomes)
+        outcomes = dict(zip(names, pool.map(try_kind, names), strict=True))
+    for name, (lacks, wall_s) in outcomes.items():
+        print(f"{name}: {wall_s:.1f} s {'; '.join(lacks) or 'ok'}", flush=True)
+    faulty = [name for name, (lacks, wall_s) in outcomes.items() if lacks or wall_s > MOST_S]
+    good, longest = len(outcomes) - len(faulty), max(wall_s for _, wall_s in outcomes.values())
     least = len(QUICK) if bench.quick else 30
     return Row(
         claim="ranks that differ in settings, in what they call, or that miss",
@@ -391,5 +327,5 @@ def row(bench: Bench) -> Row:
         "rank, unit and difference",
         measured=f"{good} of {len(outcomes)}; the longest {longest:.1f} s",
         is_met=good == len(outcomes) >= least,
-        note=f"2 or 4 processes with Gloo; fails: {', '.join(faulty)}" if faulty else "2 or 4 processes with Gloo.",
+        note=f"2 or 4 processes with Gloo{'; fails: ' + ', '.join(faulty) if faulty else ''}.",
     )
