@@ -1,6 +1,5 @@
 """The programs of peers: their bytes against closed formulas, the memory they must keep, and the jobs they refuse."""
 
-import dataclasses
 import math
 from functools import cache
 from typing import Any
@@ -25,7 +24,6 @@ MODEL = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }  # fmt: skip
-SHAPES = [(2, 2), (3, 1), (1, 4), (2, 3), (4, 2), (1, 2)]
 FSDP2 = ("fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp")
 
 
@@ -53,15 +51,24 @@ def job(**sections: dict[str, Any]) -> Config:
 
 
 @cache
-def _traces(config_key: str, device_type: str) -> dict[Any, Any]:
+def _predictors() -> dict[str, Predictor]:
+    return {}
+
+
+@cache
+def _found() -> dict[str, Estimate | Refusal]:
     return {}
 
 
 def predict(config: Config, cluster: ClusterSpec, name: str, device_type: str = "cpu") -> Estimate | Refusal:
-    """Predict one strategy. Traces are shared between the calls of this module: they take most of the time."""
-    predictor = Predictor(config, cluster, device_type=device_type)
-    predictor._traces = _traces(repr(config), device_type)
-    return predictor.estimate(CANDIDATES[name])
+    """Predict one strategy, once. The predictions of a model share its traces and rehearsals."""
+    key = repr((config, cluster, name, device_type))
+    if key not in _found():
+        model = repr((config.model, config.lora, config.train.micro_batch_size, device_type))
+        first = _predictors().setdefault(model, Predictor(config, cluster, device_type=device_type))
+        predictor = first.with_job(config, same_model=True).on(cluster)
+        _found()[key] = predictor.estimate(CANDIDATES[name])
+    return _found()[key]
 
 
 def estimated(config: Config, cluster: ClusterSpec, name: str, device_type: str = "cpu") -> Estimate:
@@ -93,14 +100,12 @@ def model_numels(config: Config) -> tuple[list[tuple[int, ...]], int]:
     return shapes, sum(padded_numel(shape, 1) for shape in shapes)
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("name", "nodes", "local"),
     [
-        (name, *shape)
-        for name in (*FSDP2, "ddp", "ddp-zero1")
-        for shape in SHAPES
-        if name != "fsdp2-hpz" or shape[1] > 1  # hpZ needs two ranks per node
+        *((name, 2, 2) for name in (*FSDP2, "ddp", "ddp-zero1")),
+        *((name, 3, 1) for name in ("fsdp2", "hsdp", "ddp", "ddp-zero1")),
+        ("fsdp2-hpz", 1, 4),
     ],
 )
 def test_bytes_equal_the_closed_formulas(name: str, nodes: int, local: int) -> None:
@@ -134,22 +139,16 @@ def test_a_scalar_is_refused_as_fsdp2_does() -> None:
     assert "scalar" in found.reason
 
 
-def test_gradient_accumulation_moves_weights_again_and_gradients_once() -> None:
-    """FSDP2 gathers in every micro-batch, and reduces in the last."""
-    cluster = spec(2, 2)
-    one, three = (estimated(job(train={"accumulation": count}), cluster, "fsdp2") for count in (1, 3))
-    for level in ("node", "local"):
-        assert three.sent_bytes[level, "weights"] == pytest.approx(3 * one.sent_bytes[level, "weights"])
-        assert three.sent_bytes[level, "gradients"] == pytest.approx(one.sent_bytes[level, "gradients"])
-
-
-def test_whole_gradients_stay_between_micro_batches() -> None:
-    """Without a sync FSDP2 keeps unsharded gradients, and DDP keeps its own beside its buckets."""
+def test_micro_batches_move_weights_again_and_gradients_once() -> None:
+    """FSDP2 gathers in each of them, and reduces in the last. Whole gradients stay; DDP's own, beside its buckets."""
     _, numel = model_numels(job())
-    for name, kept_bytes in (("fsdp2", 4 * numel), ("ddp", 4 * numel), ("ddp-zero1", 4 * numel)):
+    for name in ("fsdp2", "ddp", "ddp-zero1"):
         one, two = (estimated(job(train={"accumulation": count}), spec(2, 2), name) for count in (1, 2))
-        layer_bytes = 4 * numel / LAYERS
-        assert kept_bytes - 2 * layer_bytes < two.peak_bytes - one.peak_bytes <= kept_bytes
+        assert 4 * numel * (1 - 2 / LAYERS) < two.peak_bytes - one.peak_bytes <= 4 * numel
+        for level in ("node", "local"):
+            assert two.sent_bytes[level, "gradients"] == pytest.approx(one.sent_bytes[level, "gradients"])
+            if name == "fsdp2":
+                assert two.sent_bytes[level, "weights"] == pytest.approx(2 * one.sent_bytes[level, "weights"])
 
 
 def test_lora_reduces_adapters_alone_and_gathers_the_base() -> None:
@@ -165,16 +164,13 @@ def test_lora_reduces_adapters_alone_and_gathers_the_base() -> None:
     assert 2 * found.sent_bytes["node", "gradients"] == pytest.approx(3 / 4 * trained_bytes)
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "fsdp2-gloo", "fsdp2-hpz"])
-def test_a_gather_ahead_of_a_frozen_layer_is_dropped(name: str) -> None:
+def test_a_gather_ahead_of_a_frozen_layer_is_dropped() -> None:
     """Backward ends in the last layer, whose gather ahead of the one before goes to waste, and is freed."""
-    config = job(lora={"enabled": True, "rank": 4, "alpha": 8.0, "targets": [f"layers.{LAYERS - 1}.self_attn.q_proj"]})
-    found = estimated(config, spec(2, 2), name)
-    assert found.resting["transfers"] == pytest.approx(0)
-    everything = estimated(
-        job(lora={"enabled": True, "rank": 4, "alpha": 8.0, "targets": ["q_proj"]}), spec(2, 2), name
-    )
-    assert found.sent_bytes["local", "weights"] < everything.sent_bytes["local", "weights"]
+    adapters = {"enabled": True, "rank": 4, "alpha": 8.0}
+    last = estimated(job(lora={**adapters, "targets": [f"layers.{LAYERS - 1}.self_attn.q_proj"]}), spec(2, 2), "fsdp2")
+    everywhere = estimated(job(lora={**adapters, "targets": ["q_proj", "v_proj"]}), spec(2, 2), "fsdp2")
+    assert last.resting["transfers"] == pytest.approx(0)
+    assert last.sent_bytes["local", "weights"] < everywhere.sent_bytes["local", "weights"]
 
 
 def test_precision_halves_what_travels() -> None:
@@ -186,16 +182,14 @@ def test_precision_halves_what_travels() -> None:
     assert mixed.resting_bytes == pytest.approx(plain.resting_bytes)
 
 
-@pytest.mark.parametrize(("name", "device_type"), [("fsdp2", "cpu"), ("fsdp2", "cuda"), ("deepspeed", "cpu")])
-def test_without_resharding_weights_move_once_and_stay(name: str, device_type: str) -> None:
+@pytest.mark.parametrize("name", ["fsdp2", "deepspeed"])
+def test_without_resharding_weights_move_once_and_stay(name: str) -> None:
     """`reshard_after_forward = False` keeps the whole model from forward to backward.
 
     DeepSpeed gathers the embedding again: its next use is further away than a whole model.
     """
-    plain, kept = (
-        estimated(job(shard={"reshard_after_forward": reshards}), spec(2, 2), name, device_type)
-        for reshards in (True, False)
-    )
+    plain = estimated(job(), spec(2, 2), name)
+    kept = estimated(job(shard={"reshard_after_forward": False}), spec(2, 2), name)
     shapes, numel = model_numels(job())
     padded = sum(padded_numel(shape, 4) for shape in shapes)
     moved_numel = numel + VOCABULARY * HIDDEN if name == "deepspeed" else padded
@@ -207,31 +201,26 @@ def test_without_resharding_weights_move_once_and_stay(name: str, device_type: s
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_memory_is_in_the_order_of_what_ranks_keep(device_type: str) -> None:
-    """A rank keeps 1 / R of all states under FSDP2, 1 / L under HSDP, all under DDP; hpZ adds a node's copy."""
-    cluster = spec(4, 2)
+    """A rank keeps 1 / R of all states under FSDP2, 1 / L under HSDP, all under DDP; hpZ adds a node's copy.
+
+    Between two steps there are shards and the optimizer's two states of each, and DDP's buckets.
+    """
     names = ("fsdp2", "fsdp2-hpz", "hsdp", "ddp")
-    flat, hpz, hsdp, ddp = (estimated(job(), cluster, name, device_type) for name in names)
+    flat, hpz, hsdp, ddp = (estimated(job(), spec(2, 2), name, device_type) for name in names)
     assert flat.resting_bytes == pytest.approx(hpz.resting_bytes)
-    assert hsdp.resting_bytes == pytest.approx(4 * flat.resting_bytes, rel=0.05)
+    assert hsdp.resting_bytes == pytest.approx(2 * flat.resting_bytes, rel=0.05)
     _, numel = model_numels(job())
     assert ddp.resting_bytes == pytest.approx(16 * numel, rel=1e-3)  # parameters, two states, buckets; counts of steps
     assert flat.peak_bytes < hpz.peak_bytes < ddp.peak_bytes
     assert flat.peak_bytes < hsdp.peak_bytes < ddp.peak_bytes
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("name", [*FSDP2, "ddp"])
-def test_every_byte_is_freed_between_steps(name: str) -> None:
-    """Between two steps a program holds shards and the optimizer's two states of each, and DDP its buckets."""
-    for device_type in ("cpu", "cuda") if name != "fsdp2-gloo" else ("cpu",):
-        found = estimated(job(train={"accumulation": 2}), spec(2, 2), name, device_type)
-        resting = {kind: size for kind, size in found.resting.items() if size}
+    for each in (flat, hpz, hsdp, ddp):
+        resting = {kind: size for kind, size in each.resting.items() if size}
         shards = resting.pop("parameters")
         assert resting.pop("optimizer") == pytest.approx(2 * shards, rel=0.002)  # and the numbers of their steps
-        assert resting == ({"gradients": shards} if name == "ddp" else {})
+        assert resting == ({"gradients": shards} if each is ddp else {})
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "hsdp", "ddp"])
+@pytest.mark.parametrize("name", ["fsdp2", "ddp"])
 def test_a_fast_network_is_hidden_and_a_slow_one_is_not(name: str) -> None:
     """On CUDA transfers overlap with compute, so on a fast network a step takes little more than its compute."""
     config = job(train={"micro_batch_size": 64})
@@ -248,29 +237,24 @@ def test_a_fast_network_is_hidden_and_a_slow_one_is_not(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "sections", "shape", "reason"),
+    ("name", "sections", "cluster", "device_type", "reason"),
     [
-        ("fsdp2-hpz", {}, (3, 1), "at least 2 ranks"),
-        ("fsdp2", {"optimizer": {"name": "muon"}}, (2, 2), "whole blocks or matrices"),
-        ("ddp", {"shard": {"param_dtype": "bfloat16"}}, (2, 2), "no mixed precision"),
-        ("ddp-zero1", {"optimizer": {"name": "muon"}}, (2, 2), "set shard.strategy to 'ddp' or 'laconic'"),
+        ("fsdp2-hpz", {}, (3, 1), "cpu", "at least 2 ranks"),
+        ("fsdp2", {"optimizer": {"name": "muon"}}, (2, 2), "cpu", "whole blocks or matrices"),
+        ("ddp", {"shard": {"param_dtype": "bfloat16"}}, (2, 2), "cpu", "no mixed precision"),
+        ("ddp-zero1", {"optimizer": {"name": "muon"}}, (2, 2), "cpu", "set shard.strategy to 'ddp' or 'laconic'"),
+        ("fsdp2-gloo", {}, (2, 2), "cuda", "CPU"),
     ],
 )
-def test_refusals_say_why(name: str, sections: dict[str, Any], shape: tuple[int, int], reason: str) -> None:
-    """A peer that cannot run the job says so."""
-    found = predict(job(**sections), spec(*shape), name)
+def test_refusals_say_why(
+    name: str, sections: dict[str, Any], cluster: tuple[int, int], device_type: str, reason: str
+) -> None:
+    found = predict(job(**sections), spec(*cluster), name, device_type)
     assert isinstance(found, Refusal)
     assert reason in found.reason
 
 
-def test_gloos_own_collectives_are_refused_on_cuda() -> None:
-    """They are for CPU."""
-    found = predict(job(), spec(2, 2), "fsdp2-gloo", "cuda")
-    assert isinstance(found, Refusal)
-    assert "CPU" in found.reason
-
-
-@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 1), (1, 1)])
+@pytest.mark.parametrize(("nodes", "local"), [(3, 1), (1, 1)])
 def test_zero1_keeps_the_states_of_the_fullest_rank(nodes: int, local: int) -> None:
     """Each rank's parameters and states are those of torch's own partition, which is not even."""
     ranks = nodes * local
@@ -293,10 +277,3 @@ def test_ddp_runs_optimizers_of_whole_matrices() -> None:
     plain, muon = (estimated(job(optimizer={"name": name}), spec(2, 2), "ddp") for name in ("adamw", "muon"))
     assert muon.resting["optimizer"] < plain.resting["optimizer"]
     assert not any(purpose == "optimizer" and size for (_, purpose), size in muon.sent_bytes.items())
-
-
-def test_every_peer_names_its_source() -> None:
-    """Each has a published algorithm."""
-    for candidate in CANDIDATES.values():
-        assert candidate.source
-        assert dataclasses.is_dataclass(candidate)
