@@ -1,9 +1,13 @@
-"""Versions over HTTP: the bytes of the folder arrive whatever the network does, and nothing else leaves the machine."""
+"""Versions over HTTP: the bytes of the folder arrive whatever the network does, and nothing else leaves the machine.
+
+The network is a value here: what a client sends goes to the server's own handler, and a test may change each piece of
+the answer. A few tests, marked `machine`, have real sockets.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import http.client
+import io
 import json
 import random
 import shutil
@@ -11,81 +15,160 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from laconic.publish import FolderSource, HttpSource, PublishError, Reader, WeightServer, http_source, serving
+from laconic.publish import FolderSource, HttpSource, Publisher, PublishError, Reader, WeightServer, serving
 from laconic.publish import cli as publish_cli
+from laconic.publish.announcing import Announcer
 from laconic.publish.http_source import TOKEN_VARIABLE
 from laconic.publish.source import Registration, VanishedError
 from laconic.publish.versions import MANIFEST, version_name
 from laconic.store.folder import FileRecord
-from tests.faults.published_damage import Proxy, flipped_answers, served
-from tests.support.published import assert_same, model_with, published, snapshot
+from tests.support.published import assert_same, edit, make, model_with, published, snapshot
 
 TOKEN = "a-secret-of-the-tests"
+PIECE_BYTES = 1024
+Change = Callable[[bytes], bytes | None]
+
+
+class Answer(io.RawIOBase):
+    """The bytes of an answer. Who waits for more of them waits too long, unless the connection has ended."""
+
+    def __init__(self, data: bytes, has_ended: bool) -> None:
+        self.left, self.has_ended = data, has_ended
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self.left and not self.has_ended:
+            raise TimeoutError("timed out")
+        data, self.left = self.left[: len(buffer)], self.left[len(buffer) :]
+        buffer[: len(data)] = data
+        return len(data)
+
+
+class Server:
+    """A handler of HTTP and what it knows, without a socket. `change` sees each piece of an answer; None breaks off."""
+
+    def __init__(self, handler: type[BaseHTTPRequestHandler], *, change: Change | None = None, **known: Any) -> None:
+        self.handler, self.change, self.known = handler, change, SimpleNamespace(**known)
+
+    def answer(self, asked: bytes) -> Answer:
+        said = io.BytesIO()
+        no = lambda *_: None  # noqa: E731
+        end = SimpleNamespace(makefile=lambda *_: io.BytesIO(asked), sendall=said.write, settimeout=no, setsockopt=no)
+        self.handler(end, ("a reader", 0), self.known)  # type: ignore[arg-type]
+        data, passed = said.getvalue(), bytearray()
+        for begin in range(0, len(data), PIECE_BYTES):
+            piece = data[begin : begin + PIECE_BYTES]
+            changed = self.change(piece) if self.change is not None else piece
+            if changed is None:
+                return Answer(bytes(passed), True)
+            passed += changed
+        return Answer(bytes(passed), b"Connection: close" in data)
+
+
+class Connection:
+    """A client's socket."""
+
+    def __init__(self, server: Server) -> None:
+        self.server, self.asked = server, b""
+
+    def sendall(self, data: bytes) -> None:
+        self.asked += data
+
+    def makefile(self, *_: Any) -> io.BufferedReader:
+        asked, self.asked = self.asked, b""
+        return io.BufferedReader(self.server.answer(asked))
+
+    def setsockopt(self, *_: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Network:
+    """The servers that `socket.create_connection` finds, by host."""
+
+    def __init__(self) -> None:
+        self.servers: dict[str, Server] = {}
+
+    def connect(self, address: tuple[str, int], *_: Any) -> Connection:
+        if address[0] not in self.servers:
+            raise ConnectionRefusedError("Connection refused")
+        return Connection(self.servers[address[0]])
+
+    def add(self, server: Server) -> str:
+        host = f"host-{len(self.servers)}"
+        self.servers[host] = server
+        return f"http://{host}:1"
+
+    def serve(self, folder: Path, token: str | None = None, change: Change | None = None) -> str:
+        """Serve a folder as `WeightServer` does, and return the address."""
+        return self.add(Server(serving._Handler, change=change, source=FolderSource(folder), token=token))
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attempts follow each other at once, and this machine has no token of its own."""
-    monkeypatch.setattr(http_source, "_PAUSES_S", (0.0, 0.01, 0.02))
+def network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Network:
+    """A network in this process. This machine has no token of its own."""
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    found = Network()
+    if not request.node.get_closest_marker("machine"):
+        monkeypatch.setattr(socket, "create_connection", found.connect)
+    return found
 
 
-@pytest.mark.machine
 @pytest.mark.parametrize("token", [None, TOKEN])
 @pytest.mark.parametrize("encoding", ["gaps", "smallest"])
-def test_from_every_version_to_the_newest(encoding: str, token: str | None, tmp_path: Path) -> None:
+def test_from_every_version_to_the_newest(encoding: str, token: str | None, tmp_path: Path, network: Network) -> None:
     """As from the folder: the same values by the same bytes."""
     weights = published(tmp_path, base_every=4, encoding=encoding)
-    with served(tmp_path, token=token) as server:
-        for start in range(7):
-            model, near = model_with(weights[start]), Reader(tmp_path)
-            reader = Reader(HttpSource(server.url, token=token))
-            near.update(model_with(weights[start]))
-            assert reader.update(model) == 6
-            assert reader.bytes_read == near.bytes_read
-            assert_same(snapshot(model), weights[6])
+    url = network.serve(tmp_path, token)
+    for start in range(7):
+        model, near = model_with(weights[start]), Reader(tmp_path)
+        reader = Reader(HttpSource(url, token=token))
+        near.update(model_with(weights[start]))
+        assert reader.update(model) == 6
+        assert reader.bytes_read == near.bytes_read
+        assert_same(snapshot(model), weights[6])
 
 
-@pytest.mark.machine
-def test_an_address_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, network: Network) -> None:
     weights = published(tmp_path)
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    with served(tmp_path, token=TOKEN) as server:
-        reader, model = Reader(server.url + "/", name="far"), model_with(weights[3])
-        assert reader.wait(0)
-        assert reader.update(model) == 6
-        assert not reader.wait(0.01, poll_s=0.001)
-        assert FolderSource(tmp_path).registrations() == {"far": Registration(version=6)}
+    reader, model = Reader(network.serve(tmp_path, TOKEN) + "/", name="far"), model_with(weights[3])
+    assert reader.wait(0)
+    assert reader.update(model) == 6
+    assert not reader.wait(0.01, poll_s=0.001)
+    assert FolderSource(tmp_path).registrations() == {"far": Registration(version=6)}
 
 
-@pytest.mark.machine
-def test_a_folder_that_is_not_there_yet_has_no_version(tmp_path: Path) -> None:
-    with served(tmp_path / "later") as server:
-        reader = Reader(server.url, name="early")
-        assert not reader.wait(0)
-        with pytest.raises(PublishError, match="has no version yet"):
-            reader.update({})
-        with pytest.raises(PublishError, match="start the publisher"):
-            reader.source.register("early", Registration(version=None))
-        assert not (tmp_path / "later").exists()
-        published(tmp_path / "later", num_versions=1)
-        assert reader.wait(0)
+def test_a_folder_that_is_not_there_yet_has_no_version(tmp_path: Path, network: Network) -> None:
+    reader = Reader(network.serve(tmp_path / "later"), name="early")
+    assert not reader.wait(0)
+    with pytest.raises(PublishError, match="has no version yet"):
+        reader.update({})
+    with pytest.raises(PublishError, match="start the publisher"):
+        reader.source.register("early", Registration(version=None))
+    assert not (tmp_path / "later").exists()
+    published(tmp_path / "later", num_versions=1)
+    assert reader.wait(0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"500 .*is no folder of versions"):
+        HttpSource(network.serve(tmp_path / "file")).versions()
 
 
 # -- a network that fails ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.machine
-def test_a_transfer_that_breaks_off_goes_on_where_it_ended(tmp_path: Path) -> None:
+def test_a_transfer_that_breaks_off_goes_on_where_it_ended(tmp_path: Path, network: Network) -> None:
     """Every connection ends after some pieces."""
     weights = published(tmp_path)
     chance, passed, left = random.Random(0), [0], [6]
@@ -98,92 +181,84 @@ def test_a_transfer_that_breaks_off_goes_on_where_it_ended(tmp_path: Path) -> No
         passed[0] += len(data)
         return data
 
-    with served(tmp_path) as server, Proxy(server.url, cut) as proxy:
-        for start in (0, 3, 5) * 3:
-            passed[0] = 0
-            reader, model = Reader(proxy.url), model_with(weights[start])
-            reader.update(model)
-            assert_same(snapshot(model), weights[6])
+    url = network.serve(tmp_path, change=cut)
+    for start in (0, 3, 5) * 3:
+        passed[0] = 0
+        reader, model = Reader(url), model_with(weights[start])
+        reader.update(model)
+        assert_same(snapshot(model), weights[6])
     source = FolderSource(tmp_path)
     manifests = sum((tmp_path / version_name(each) / MANIFEST).stat().st_size for each in source.versions())
     assert passed[0] < 3 * (reader.bytes_read + manifests), "nothing begins anew again and again"
 
 
-@pytest.mark.machine
-def test_only_the_rest_is_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_only_the_rest_of_the_same_file_is_asked_for(is_replaced: bool, tmp_path: Path, network: Network) -> None:
+    """A file that is another one meanwhile comes from its beginning."""
     published(tmp_path)
     (file,) = FolderSource(tmp_path).manifest(1).files_of("whole")
-    wanted, left, passed = (tmp_path / version_name(1) / file.name).read_bytes(), [file.size_bytes // 2], [0]
+    path, left, passed = tmp_path / version_name(1) / file.name, [file.size_bytes // 2], [0]
+    wanted = bytes(file.size_bytes) if is_replaced else path.read_bytes()
 
     def cut_once(data: bytes) -> bytes | None:
         before, left[0] = left[0], left[0] - len(data)
         if before > 0 >= left[0]:
+            if is_replaced:
+                path.with_name("other").write_bytes(wanted)
+                path.with_name("other").replace(path)
             return None
         passed[0] += len(data)
         return data
 
-    with served(tmp_path) as server, Proxy(server.url, cut_once) as proxy:
-        assert HttpSource(proxy.url).read(1, file) == wanted
-    assert passed[0] < file.size_bytes + 2048
+    assert HttpSource(network.serve(tmp_path, change=cut_once)).read(1, file) == wanted
+    assert passed[0] < (2 if is_replaced else 1) * file.size_bytes + 2 * PIECE_BYTES
 
 
-@pytest.mark.machine
-def test_a_file_that_is_another_one_meanwhile_comes_from_its_beginning(tmp_path: Path) -> None:
-    published(tmp_path)
-    (file,) = FolderSource(tmp_path).manifest(1).files_of("whole")
-    path, seen = tmp_path / version_name(1) / file.name, [0]
+def test_a_server_that_is_gone(tmp_path: Path) -> None:
+    model = model_with(published(tmp_path)[2])
+    before = snapshot(model)
+    with pytest.raises(OSError, match=r"http://nowhere:1 does not answer: .*refused") as error:
+        Reader("http://nowhere:1").update(model)
+    assert "\n" not in str(error.value)
+    assert_same(snapshot(model), before)
 
-    def cut_and_replace(data: bytes) -> bytes | None:
-        seen[0] += 1
-        if seen[0] == 4:
-            path.with_name("other").write_bytes(bytes(file.size_bytes))
-            path.with_name("other").replace(path)
-            return None
+
+def test_flipped_bits_are_noticed_or_do_no_harm(tmp_path: Path, network: Network) -> None:
+    """Anywhere in the answers that an update takes; `python -m tests.faults --rows publish-damage` has real sockets."""
+    weights, chance, noticed, at = published(tmp_path), random.Random(0), 0, [0]
+
+    def flipped(data: bytes) -> bytes:
+        begin, at[0] = at[0], at[0] - len(data)
+        if 0 <= begin < len(data):
+            return data[:begin] + bytes([data[begin] ^ 1 << chance.randrange(8)]) + data[begin + 1 :]
         return data
 
-    with served(tmp_path) as server, Proxy(server.url, cut_and_replace) as proxy:
-        assert HttpSource(proxy.url).read(1, file) == bytes(file.size_bytes)
-
-
-@pytest.mark.machine
-def test_a_server_that_is_gone(tmp_path: Path) -> None:
-    weights = published(tmp_path)
-    with served(tmp_path) as server:
-        url = server.url
-    model = model_with(weights[2])
-    with pytest.raises(OSError, match=rf"{url} does not answer: .*refused") as error:
-        Reader(url).update(model)
-    assert "\n" not in str(error.value)
-    assert_same(snapshot(model), weights[2])
-
-
-@pytest.mark.machine
-def test_flipped_bits_are_noticed_or_do_no_harm(tmp_path: Path) -> None:
-    assert flipped_answers(tmp_path, 40) > 5
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(300)  # some wait for bytes that do not come
-def test_many_flipped_bits(tmp_path: Path) -> None:
-    assert flipped_answers(tmp_path, 300) > 20
+    url = network.serve(tmp_path, change=flipped)
+    Reader(url).update(model_with(weights[5]))
+    num_bytes = -at[0]
+    for place in range(0, num_bytes, num_bytes // 80):
+        at[0], model, problem = place, model_with(weights[5]), ""
+        try:
+            Reader(url).update(model)
+        except (PublishError, OSError) as error:
+            problem = str(error)
+        assert "\n" not in problem
+        assert_same(snapshot(model), weights[5 if problem else 6])
+        noticed += bool(problem)
+    assert noticed > 40
 
 
 # -- requests that the server refuses ----------------------------------------------------------------------------------
 
 
-def ask(
-    server: WeightServer, method: str, place: str, body: bytes | None = None, **headers: str
-) -> tuple[int, Any, bytes]:
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=10)
+def ask(url: str, method: str, place: str, body: bytes | None = None, **headers: str) -> tuple[int, Any, bytes]:
+    connection = http.client.HTTPConnection(url.removeprefix("http://"))
     connection.putrequest(method, place, skip_accept_encoding=True)
     for name, value in {**headers, **({} if body is None else {"Content-Length": str(len(body))})}.items():
         connection.putheader(name.replace("_", "-"), value)
     connection.endheaders(body)
     response = connection.getresponse()
-    try:
-        return response.status, response.headers, response.read()
-    finally:
-        connection.close()
+    return response.status, response.headers, response.read()
 
 
 ESCAPES = (
@@ -196,129 +271,62 @@ ESCAPES = (
 )  # fmt: skip
 
 
-@pytest.mark.machine
-def test_nothing_but_versions_leaves_the_folder(tmp_path: Path) -> None:
+def test_nothing_but_versions_leaves_the_folder(tmp_path: Path, network: Network) -> None:
     folder = tmp_path / "versions"
-    published(folder)
+    published(folder, num_versions=1)
     (tmp_path / "secret").write_text("secret")
     (folder / "weight_v000001" / "link").symlink_to(tmp_path / "secret")
     (folder / "weight_v000001" / "folder").mkdir()
     (folder / "weight_v000001" / ".hidden").write_text("secret")
     shutil.copytree(folder / "weight_v000001", folder / "weight_v000001.tmp", symlinks=True)
-    with served(folder) as server:
-        for place in ESCAPES:
-            status, _, body = ask(server, "GET", place)
-            assert status >= 400, place
-            assert b"secret" not in body, place
-            assert list(json.loads(body)) == ["error"], place
-        for method in ("POST", "DELETE", "PATCH"):
-            assert ask(server, method, "/weight_v000001/manifest.json")[0] == 501
-        assert ask(server, "PUT", "/weight_v000001/manifest.json", b"{}")[0] == 400
+    url = network.serve(folder)
+    for place in ESCAPES:
+        status, _, body = ask(url, "GET", place)
+        assert status >= 400, place
+        assert b"secret" not in body, place
+        assert list(json.loads(body)) == ["error"], place
+    for method in ("POST", "DELETE", "PATCH"):
+        assert ask(url, method, "/weight_v000001/manifest.json")[0] == 501
+    assert ask(url, "PUT", "/weight_v000001/manifest.json", b"{}")[0] == 400
 
 
-BODIES: dict[str, tuple[str, dict[str, str]]] = {
-    "of a GET": ("GET", {"Content-Length": "4"}),
-    "in chunks": ("GET", {"Transfer-Encoding": "chunked"}),
-    "in chunks, with a length": ("PUT", {"Transfer-Encoding": "chunked", "Content-Length": "30"}),
-    "of a length that is no number": ("PUT", {"Content-Length": "9" * 5000}),
-}
-
-
-@pytest.mark.machine
-@pytest.mark.parametrize("name", BODIES)
-def test_bodies_that_a_proxy_could_take_for_requests(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "headers"),
+    [
+        ("GET", "Content-Length: 4"),
+        ("GET", "Transfer-Encoding: chunked"),
+        ("PUT", "Transfer-Encoding: chunked\r\nContent-Length: 30"),
+        ("PUT", "Content-Length: " + "9" * 5000),
+    ],
+)
+def test_bodies_that_a_proxy_could_take_for_requests(method: str, headers: str, tmp_path: Path) -> None:
     """The server refuses, and the connection ends, so nothing after the head is taken for another request."""
-    method, headers = BODIES[name]
-    head = "".join(f"{key}: {value}\r\n" for key, value in headers.items())
-    with served(tmp_path, token=TOKEN) as server:
-        address = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((address[0], int(address[1])), timeout=10) as connection:
-            connection.sendall(f"{method} /readers/far HTTP/1.1\r\nHost: x\r\n{head}\r\n".encode())
-            connection.sendall(b"GET /versions HTTP/1.1\r\nHost: x\r\n\r\n")
-            answer = b""
-            with contextlib.suppress(ConnectionResetError):
-                while more := connection.recv(4096):
-                    answer += more
-    assert answer.count(b"HTTP/1.1") <= 1
-    assert answer.startswith(b"HTTP/1.1 400") or not answer
+    server = Server(serving._Handler, source=FolderSource(tmp_path), token=TOKEN)
+    asked = f"{method} /readers/far HTTP/1.1\r\nHost: x\r\n{headers}\r\n\r\nGET /versions HTTP/1.1\r\nHost: x\r\n\r\n"
+    answer = server.answer(asked.encode())
+    assert answer.has_ended
+    assert answer.left.count(b"HTTP/1.1") == 1
+    assert answer.left.startswith(b"HTTP/1.1 400")
 
 
-@pytest.mark.machine
-def test_a_server_that_is_closed_answers_nobody(tmp_path: Path) -> None:
-    """Nor those whose connections are open."""
-    server = WeightServer(tmp_path)
-    server.start()
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=10)
-    connection.request("GET", "/versions")
-    assert connection.getresponse().read() == b'{"versions": []}'
-    kept = connection.sock
-    server.close()
-    assert kept.recv(10) == b""
-    connection.close()
-
-
-@pytest.mark.machine
-def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with served(tmp_path / "file") as server, pytest.raises(OSError, match=r"500 .*is no folder of versions"):
-        HttpSource(server.url).versions()
-
-
-@pytest.mark.machine
-def test_an_address_with_a_path_too_much(tmp_path: Path) -> None:
-    published(tmp_path, num_versions=1)
-    with served(tmp_path) as server, pytest.raises(PublishError, match="give the address that `laconic publish serve`"):
-        Reader(f"{server.url}/weights").update({})
-
-
-def test_a_reader_that_cannot_tell_its_version_has_not_moved_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An engine that takes patches asks for them again."""
-    published(tmp_path)
-    reader = Reader(tmp_path, name="engine")
-    register = reader.source.register
-
-    def fail_at_the_end(name: str, registration: Registration) -> None:
-        if registration.version == 6:
-            raise OSError("disk full")
-        register(name, registration)
-
-    monkeypatch.setattr(reader.source, "register", fail_at_the_end)
-    with pytest.raises(OSError, match="disk full"):
-        list(reader.patches())
-    assert reader.version is None
-    monkeypatch.undo()
-    assert len(list(reader.patches())) == len(FolderSource(tmp_path).manifest(6).tensors)
-    assert reader.version == 6
-
-
-@pytest.mark.machine
-def test_requests_without_the_token_learn_nothing(tmp_path: Path) -> None:
+def test_requests_without_the_token_learn_nothing(tmp_path: Path, network: Network) -> None:
     weights = published(tmp_path)
-    with served(tmp_path, token=TOKEN) as server:
-        for place in ("/versions", "/weight_v000001/manifest.json", "/nowhere"):
-            for given in (
-                {},
-                {"Authorization": TOKEN},
-                {"Authorization": f"Bearer {TOKEN}x"},
-                {"Authorization": "Bearer é"},
-            ):
-                status, headers, body = ask(
-                    server, "GET", place, **{k: v.encode().decode("latin-1") for k, v in given.items()}
-                )
-                assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
-                assert body == b'{"error": "the token is wrong"}'
-        assert ask(server, "PUT", "/readers/far", b'{"version": 1, "reading": []}')[0] == 401
-        model = model_with(weights[1])
-        for source in (HttpSource(server.url), HttpSource(server.url, token="another")):
-            with pytest.raises(PublishError, match=f"refuses the token; give token=, or set {TOKEN_VARIABLE}"):
-                Reader(source).update(model)
-        assert_same(snapshot(model), weights[1])
+    url = network.serve(tmp_path, TOKEN)
+    for place in ("/versions", "/weight_v000001/manifest.json", "/nowhere"):
+        for given in ("", TOKEN, f"Bearer {TOKEN}x", "Bearer é".encode().decode("latin-1")):
+            given_headers: Any = {"Authorization": given} if given else {}
+            status, headers, body = ask(url, "GET", place, **given_headers)
+            assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
+            assert body == b'{"error": "the token is wrong"}'
+    assert ask(url, "PUT", "/readers/far", b'{"version": 1, "reading": []}')[0] == 401
+    model = model_with(weights[1])
+    for source in (HttpSource(url), HttpSource(url, token="another")):
+        with pytest.raises(PublishError, match=f"refuses the token; give token=, or set {TOKEN_VARIABLE}"):
+            Reader(source).update(model)
+    assert_same(snapshot(model), weights[1])
     assert not (tmp_path / "readers").exists()
 
 
-@pytest.mark.machine
 def test_other_machines_need_a_token(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "::", "192.0.2.1", "some-host"):
         with pytest.raises(PublishError, match=r"without a token; give token="):
@@ -326,161 +334,208 @@ def test_other_machines_need_a_token(tmp_path: Path) -> None:
     for token in ("", "two words", "line\n", "é"):
         with pytest.raises(PublishError, match="one word of ASCII"):
             WeightServer(tmp_path, token=token)
-    with served(tmp_path, host="0.0.0.0", token=TOKEN) as server:
-        assert HttpSource(server.url, token=TOKEN).versions() == []
 
 
-REGISTRATIONS: dict[str, tuple[str, bytes | None, int]] = {
-    "right": ("far", b'{"version": 3, "reading": [4]}', 204),
-    "no JSON": ("far", b"{", 400),
-    "other fields": ("far", b'{"version": 3}{', 400),
-    "a path": ("..%2ffar", b'{"version": 3, "reading": []}', 400),
-    "a long name": ("f" * 65, b'{"version": 3, "reading": []}', 400),
-    "too long": ("far", b" " * (1 << 17), 413),
-    "no length": ("far", None, 413),
-}
+@pytest.mark.parametrize(
+    ("reader", "body", "wanted"),
+    [
+        ("far", b'{"version": 3, "reading": [4]}', 204),
+        ("far", b"{", 400),
+        ("far", b'{"version": 3}{', 400),
+        ("..%2ffar", b'{"version": 3, "reading": []}', 400),
+        ("f" * 65, b'{"version": 3, "reading": []}', 400),
+        ("far", b" " * (1 << 17), 413),
+        ("far", None, 413),
+    ],
+)
+def test_registrations(reader: str, body: bytes | None, wanted: int, tmp_path: Path, network: Network) -> None:
+    url = network.serve(tmp_path)
+    assert ask(url, "PUT", f"/readers/{reader}", body)[0] == wanted
+    found = {"far": Registration(version=3, reading=(4,))} if wanted == 204 else {}
+    assert FolderSource(tmp_path).registrations() == found
+    assert HttpSource(url).versions() == []
 
 
-@pytest.mark.machine
-@pytest.mark.parametrize("name", REGISTRATIONS)
-def test_registrations(name: str, tmp_path: Path) -> None:
-    reader, body, wanted = REGISTRATIONS[name]
-    with served(tmp_path) as server:
-        assert ask(server, "PUT", f"/readers/{reader}", body)[0] == wanted
-        assert FolderSource(tmp_path).registrations() == (
-            {"far": Registration(version=3, reading=(4,))} if wanted == 204 else {}
-        )
-        assert HttpSource(server.url).versions() == []
-
-
-@pytest.mark.machine
-def test_readers_do_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_do_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, network: Network) -> None:
     monkeypatch.setattr(serving, "_MOST_READERS", 2)
-    with served(tmp_path) as server:
-        source = HttpSource(server.url)
-        for name in ("a", "b", "a"):
-            source.register(name, Registration(version=1))
-        with pytest.raises(PublishError, match="there are 2 readers already"):
-            source.register("c", Registration(version=1))
+    source = HttpSource(network.serve(tmp_path))
+    for name in ("a", "b", "a"):
+        source.register(name, Registration(version=1))
+    with pytest.raises(PublishError, match="there are 2 readers already"):
+        source.register("c", Registration(version=1))
 
 
-@pytest.mark.machine
-def test_marks_and_parts_of_files(tmp_path: Path) -> None:
+def test_marks_and_parts_of_files(tmp_path: Path, network: Network) -> None:
     """RFC 9110: ETag, If-None-Match, Range, If-Range, HEAD."""
-    published(tmp_path)
+    published(tmp_path, num_versions=1)
     place, path = "/weight_v000001/manifest.json", tmp_path / "weight_v000001" / MANIFEST
-    whole = path.read_bytes()
-    with served(tmp_path) as server:
-        status, headers, body = ask(server, "GET", place)
-        assert (status, body, headers["Content-Length"]) == (200, whole, str(len(whole)))
-        tag = headers["ETag"]
-        assert ask(server, "GET", place, If_None_Match=f'"x", {tag}')[0::2] == (304, b"")
-        assert ask(server, "GET", place, If_None_Match='"x"')[0] == 200
-        status, headers, body = ask(server, "GET", place, Range="bytes=10-19")
-        assert (status, body, headers["Content-Range"]) == (206, whole[10:20], f"bytes 10-19/{len(whole)}")
-        assert ask(server, "GET", place, Range="bytes=10-", If_Range=tag)[0::2] == (206, whole[10:])
-        assert ask(server, "GET", place, Range="bytes=10-", If_Range='"x"')[0::2] == (200, whole)
-        assert ask(server, "GET", place, Range=f"bytes=5-{10**9}")[0::2] == (206, whole[5:])
-        assert ask(server, "GET", place, Range="bytes=-5")[0::2] == (200, whole), "kinds that it does not know"
-        assert ask(server, "GET", place, Range="bytes=0-1,4-5")[0::2] == (200, whole)
-        status, headers, _ = ask(server, "GET", place, Range=f"bytes={len(whole)}-")
-        assert (status, headers["Content-Range"]) == (416, f"bytes */{len(whole)}")
-        status, headers, body = ask(server, "HEAD", place)
-        assert (status, headers["Content-Length"], body) == (200, str(len(whole)), b"")
-        path.write_bytes(whole + b" ")
-        assert ask(server, "GET", place, If_None_Match=tag)[0] == 200
+    whole, url = path.read_bytes(), network.serve(tmp_path)
+    status, headers, body = ask(url, "GET", place)
+    assert (status, body, headers["Content-Length"]) == (200, whole, str(len(whole)))
+    tag = headers["ETag"]
+    for wanted, given in [
+        ((304, b""), {"If_None_Match": f'"x", {tag}'}),
+        ((200, whole), {"If_None_Match": '"x"'}),
+        ((206, whole[10:]), {"Range": "bytes=10-", "If_Range": tag}),
+        ((200, whole), {"Range": "bytes=10-", "If_Range": '"x"'}),
+        ((206, whole[5:]), {"Range": f"bytes=5-{10**9}"}),
+        ((200, whole), {"Range": "bytes=-5"}),  # kinds that it does not know
+        ((200, whole), {"Range": "bytes=0-1,4-5"}),
+    ]:
+        assert ask(url, "GET", place, **given)[0::2] == wanted, given
+    status, headers, body = ask(url, "GET", place, Range="bytes=10-19")
+    assert (status, body, headers["Content-Range"]) == (206, whole[10:20], f"bytes 10-19/{len(whole)}")
+    status, headers, _ = ask(url, "GET", place, Range=f"bytes={len(whole)}-")
+    assert (status, headers["Content-Range"]) == (416, f"bytes */{len(whole)}")
+    status, headers, body = ask(url, "HEAD", place)
+    assert (status, headers["Content-Length"], body) == (200, str(len(whole)), b"")
+    path.write_bytes(whole + b" ")
+    assert ask(url, "GET", place, If_None_Match=tag)[0] == 200
 
 
-@pytest.mark.machine
-def test_versions_that_are_gone_and_files_that_are(tmp_path: Path) -> None:
+def test_versions_that_are_gone_and_files_that_are(tmp_path: Path, network: Network) -> None:
     weights = published(tmp_path)
     (patch,) = FolderSource(tmp_path).manifest(6).files_of("patch")
-    with served(tmp_path) as server:
-        source = HttpSource(server.url)
-        with pytest.raises(VanishedError, match=r"weight_v000009/manifest.json is not there any more"):
-            source.manifest(9)
-        shutil.rmtree(tmp_path / version_name(2))
-        with pytest.raises(VanishedError):
-            source.read(2, patch)
-        (tmp_path / version_name(6) / patch.name).unlink()
-        model = model_with(weights[5])
-        with pytest.raises(PublishError, match=r"is damaged: weight_v000006 has no patch-00000.*whole values again"):
-            Reader(source).update(model)
-        assert_same(snapshot(model), weights[5])
+    source = HttpSource(network.serve(tmp_path))
+    with pytest.raises(VanishedError, match=r"weight_v000009/manifest.json is not there any more"):
+        source.manifest(9)
+    shutil.rmtree(tmp_path / version_name(2))
+    with pytest.raises(VanishedError):
+        source.read(2, patch)
+    (tmp_path / version_name(6) / patch.name).unlink()
+    model = model_with(weights[5])
+    with pytest.raises(PublishError, match=r"is damaged: weight_v000006 has no patch-00000.*whole values again"):
+        Reader(source).update(model)
+    assert_same(snapshot(model), weights[5])
+    with pytest.raises(PublishError, match="give the address that `laconic publish serve`"):
+        Reader(f"{network.serve(tmp_path)}/weights").update({})
 
 
 # -- servers that are not ours -----------------------------------------------------------------------------------------
 
 
-@contextmanager
-def stub(status: int, body: bytes, **headers: str) -> Iterator[str]:
-    """A server that gives one answer to everything."""
+class Stub(BaseHTTPRequestHandler):
+    """Gives one answer to everything."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    protocol_version = "HTTP/1.1"
+    server: Any
 
-        def do_GET(self) -> None:
-            self.send_response(status)
-            for name, value in {"Content-Length": str(len(body)), **headers}.items():
-                self.send_header(name.replace("_", "-"), value)
-            self.end_headers()
-            self.wfile.write(body)
+    def do_GET(self) -> None:
+        self.send_response(self.server.status)
+        for name, value in {"Content-Length": str(len(self.server.body)), **self.server.headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(self.server.body)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    def log_message(self, *_: object) -> None: ...
 
 
-OTHERS: dict[str, tuple[int, bytes, dict[str, str], str]] = {
-    "a page": (200, b"<html>hello</html>", {}, "does not list versions; give the address of `laconic publish serve`"),
-    "other JSON": (200, b'{"versions": ["a"]}', {}, "does not list versions"),
-    "not found": (404, b"no", {}, "there is no .*/versions; give the address of `laconic publish serve`"),
-    "elsewhere": (302, b"", {"Location": "http://127.0.0.1:1/"}, "302"),
-    "endless": (200, b"x", {"Content-Length": str(1 << 40)}, f"has {1 << 40} bytes, and at most"),
-    "another part": (206, b"{}", {"Content-Range": "bytes 5-6/9"}, "answers with another part"),
-    "a long message": (400, json.dumps({"error": "a\nb " * 100}).encode(), {}, "400 a b a b"),
-}
-
-
-@pytest.mark.machine
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_servers(name: str) -> None:
-    status, body, headers, message = OTHERS[name]
-    with stub(status, body, **headers) as url, pytest.raises(PublishError, match=message) as error:
+@pytest.mark.parametrize(
+    ("status", "body", "headers", "message"),
+    [
+        (200, b"<html>hello</html>", {}, "does not list versions; give the address of `laconic publish serve`"),
+        (200, b'{"versions": ["a"]}', {}, "does not list versions"),
+        (404, b"no", {}, "there is no .*/versions; give the address of `laconic publish serve`"),
+        (302, b"", {"Location": "http://127.0.0.1:1/"}, "302"),
+        (200, b"x", {"Content-Length": str(1 << 40)}, f"has {1 << 40} bytes, and at most"),
+        (206, b"{}", {"Content-Range": "bytes 5-6/9"}, "answers with another part"),
+        (400, json.dumps({"error": "a\nb " * 100}).encode(), {}, "400 a b a b"),
+        (503, b'{"error": "busy"}', {}, r"does not answer: .*503 busy"),
+    ],
+)
+def test_other_servers(status: int, body: bytes, headers: dict[str, str], message: str, network: Network) -> None:
+    url = network.add(Server(Stub, status=status, body=body, headers=headers))
+    with pytest.raises(OSError if status == 503 else PublishError, match=message) as error:
         HttpSource(url).versions()
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 400
 
 
-@pytest.mark.machine
-def test_a_server_with_troubles(tmp_path: Path) -> None:
-    with stub(503, b'{"error": "busy"}') as url, pytest.raises(OSError, match=r"does not answer: .*503 busy"):
-        HttpSource(url).versions()
-
-
-@pytest.mark.machine
-def test_a_file_that_is_longer_than_its_record(tmp_path: Path) -> None:
-    with stub(200, b"12345") as url, pytest.raises(PublishError, match="has 5 bytes, and at most 4 are read"):
+def test_a_file_that_is_longer_than_its_record(network: Network) -> None:
+    url = network.add(Server(Stub, status=200, body=b"12345", headers={}))
+    with pytest.raises(PublishError, match="has 5 bytes, and at most 4 are read"):
         HttpSource(url).read(1, FileRecord(name="file", size_bytes=4, sha256=None))
 
 
-@pytest.mark.parametrize(
-    "url", ["http://", "ftp://host", "http://host:port", "http://me:secret@host", "http://host/?a=b", "host:80"]
-)
-def test_addresses_that_make_no_sense(url: str) -> None:
-    with pytest.raises(PublishError, match=r"give (http://HOST:PORT|token=)") as error:
-        HttpSource(url)
-    assert "secret" not in str(error.value)
+def test_addresses_that_make_no_sense(tmp_path: Path) -> None:
+    """Of a server, and of a program that is told of versions. A password is not repeated."""
+    for url in ("http://", "ftp://host", "http://host:port", "http://me:secret@host", "http://host/?a=b", "host:80"):
+        with pytest.raises(PublishError, match=r"give (http://HOST:PORT|token=)") as error:
+            HttpSource(url)
+        assert "secret" not in str(error.value)
+    for url in ("nowhere", "ftp://host", "http://", "http://host:99999", "http://me:secret@host/"):
+        with pytest.raises(PublishError, match="is no address to tell of versions") as error:
+            Announcer(tmp_path, [url])
+        assert "secret" not in str(error.value)
 
 
-# -- by hand -----------------------------------------------------------------------------------------------------------
+# -- programs that are told of versions --------------------------------------------------------------------------------
+
+
+class Hook(BaseHTTPRequestHandler):
+    """Takes news, and answers with the next of `statuses`, then with 200."""
+
+    server: Any
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        status = self.server.statuses.pop(0) if self.server.statuses else 200
+        if status == 200:
+            self.server.news.append((self.path, body))
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_each_new_version_is_told(tmp_path: Path, network: Network) -> None:
+    """Not those that were there before; and an address that does not answer holds up no other."""
+    hook, net = Server(Hook, news=[], statuses=[]), make()
+    url = network.add(hook)
+    with Publisher(net, tmp_path / "versions", run="run") as publisher:
+        publisher.publish()
+        publisher.wait()
+        with Announcer(tmp_path / "versions", [url + "/new?a=b", "http://127.0.0.1:1/"]):
+            for version in (2, 3):
+                edit(net, version)
+                publisher.publish(step=10 * version)
+                publisher.wait()
+                time.sleep(1)
+    assert hook.known.news == [("/new?a=b", {"run": "run", "version": each, "step": 10 * each}) for each in (2, 3)]
+
+
+def test_an_address_that_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str], network: Network) -> None:
+    """Three attempts; a line; and the next version is told. The folder comes later than the announcer."""
+    hook = Server(Hook, news=[], statuses=[500, 500, 404, 500])
+    url = network.add(hook)
+    with Announcer(tmp_path / "versions", [url]), Publisher(make(), tmp_path / "versions", run="run") as publisher:
+        for _ in range(2):
+            publisher.publish()
+            publisher.wait()
+            time.sleep(60)
+    assert capsys.readouterr().err == f"laconic publish: {url} was not told of version 1: status 404\n"
+    assert hook.known.news == [("/", {"run": "run", "version": 2, "step": None})]
+
+
+# -- by hand, and with real sockets ------------------------------------------------------------------------------------
+
+
+@pytest.mark.machine
+def test_a_server_with_sockets_and_its_end(tmp_path: Path) -> None:
+    """A server that is closed answers nobody, nor those whose connections are open."""
+    weights, model = published(tmp_path), model_with(published(tmp_path / "other")[1])
+    server = WeightServer(tmp_path, host="0.0.0.0", token=TOKEN)
+    server.start()
+    assert Reader(HttpSource(server.url, token=TOKEN)).update(model) == 6
+    assert_same(snapshot(model), weights[6])
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=10)
+    connection.request("GET", "/versions", headers={"Authorization": f"Bearer {TOKEN}"})
+    assert connection.getresponse().read() == b'{"versions": [1, 2, 3, 4, 5, 6]}'
+    kept = connection.sock
+    server.close()
+    assert kept.recv(10) == b""
+    connection.close()
 
 
 @pytest.mark.machine
@@ -500,26 +555,26 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
         assert_same(snapshot(model), weights[6])
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
+    assert publish_cli.main([*command, "--tell", "nowhere"]) == 2
 
 
-@pytest.mark.machine
-def test_the_command_verifies_and_squashes_at_a_distance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_at_a_distance(tmp_path: Path, capsys: pytest.CaptureFixture[str], network: Network) -> None:
     weights = published(tmp_path / "versions")
-    with served(tmp_path / "versions") as server:
-        assert publish_cli.main(["verify", server.url]) == 0
-        assert capsys.readouterr().out.count(": intact\n") == 6
-        assert publish_cli.main(["squash", server.url, str(tmp_path / "out")]) == 0
+    url = network.serve(tmp_path / "versions")
+    assert publish_cli.main(["verify", url]) == 0
+    assert capsys.readouterr().out.count(": intact\n") == 6
+    assert publish_cli.main(["squash", url, str(tmp_path / "out")]) == 0
     model = model_with(weights[0])
     assert Reader(tmp_path / "out").update(model) == 6
     assert_same(snapshot(model), weights[6])
 
 
-@pytest.mark.machine
 def test_mistakes_at_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert publish_cli.main(["serve", str(tmp_path), "--host", "0.0.0.0"]) == 2
-    assert "without a token" in capsys.readouterr().err
-    assert publish_cli.main(["serve", str(tmp_path), "--token-file", str(tmp_path / "nowhere")]) == 2
-    assert publish_cli.main(["serve", str(tmp_path), "--port", "0", "--tell", "nowhere"]) == 2
-    assert "is no address to tell of versions" in capsys.readouterr().err
+    for wrong, message in (
+        (["--host", "0.0.0.0"], "without a token"),
+        (["--token-file", str(tmp_path / "nowhere")], "nowhere"),
+    ):
+        assert publish_cli.main(["serve", str(tmp_path), *wrong]) == 2
+        assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
         publish_cli.main(["serve", str(tmp_path), "--port", "70000"])
