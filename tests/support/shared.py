@@ -6,6 +6,8 @@ a rank replaces is replaced for all of them, until the launch is over, and no lo
 
 from __future__ import annotations
 
+import functools
+import operator
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,26 +19,29 @@ _OF_OTHERS = ("os", "time", "torch", *(f"torch.{name}" for name in ("accelerator
               "torch.distributed.distributed_c10d")  # fmt: skip
 
 
-def _places() -> Iterator[Any]:
-    """The modules and classes whose functions come back."""
+@functools.lru_cache(maxsize=1)
+def _places(num_modules: int) -> list[Any]:
+    """The modules and classes whose functions come back; they change where the number of modules does."""
+    found: list[Any] = []
     for name, module in list(sys.modules.items()):
         is_ours = name.partition(".")[0] in _ROOMS
         if isinstance(module, ModuleType) and (is_ours or name in _OF_OTHERS):
-            yield module
-            for each in list(vars(module).values()) if is_ours else ():
-                if isinstance(each, type) and each.__module__ == name:
-                    yield each
+            classes = (each for each in vars(module).values() if isinstance(each, type) and each.__module__ == name)
+            found += [module, *(classes if is_ours else ())]
+    return found
 
 
 @contextmanager
 def left_as_it_was() -> Iterator[None]:
     """Put back the functions and classes that the body replaces."""
-    before = [(place, dict(vars(place))) for place in _places()]
+    before = [(place, dict(vars(place))) for place in _places(len(sys.modules))]
     try:
         yield
     finally:
         for place, variables in before:
             now = vars(place)
+            if len(now) == len(variables) and all(map(operator.is_, now.values(), variables.values())):
+                continue  # most of them; all of this takes place in C
             for name, value in variables.items():
                 if callable(value) and now.get(name) is not value:
                     setattr(place, name, value)
