@@ -13,6 +13,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from tests.support.record import Row
 _ROOT = Path(__file__).parents[1]
 _SUM = re.compile(r"([\d.]+)s +([\d.]+)s of the processors  all (\d+) files")
 _COUNTS = re.compile(r"=+ (.*) in ([\d.]+)s")
+_STEPS = re.compile(r"make (\S+) took (\d+) s")
 _LAUNCHES = 50
 
 
@@ -128,6 +130,41 @@ def make_test_all(bench: Bench) -> Row:
         measured=f"{run.clock_s / 60:.1f} min",
         is_met=run.clock_s <= 720,
         note=f"{run.words}; {run.processors_s:.0f} s of the processors.",
+    )
+
+
+@BENCHMARK.row("ci")
+def continuous_integration(bench: Bench) -> Row:
+    """All of .ci/run in a fresh clone, with the installation."""
+    with tempfile.TemporaryDirectory(prefix="laconic-ci-") as folder:
+        clone = Path(folder, "laconic")
+        subprocess.run(["git", "clone", "--quiet", str(_ROOT), str(clone)], check=True)
+        begun = time.perf_counter()
+        done = subprocess.run(["bash", ".ci/run"], cwd=clone, capture_output=True, text=True)
+        minutes = (time.perf_counter() - begun) / 60
+    steps = ", ".join(" ".join(found) for found in _STEPS.findall(done.stdout))
+    print(done.stdout[-4000:] if done.returncode else f"  {steps}", file=sys.stderr, flush=True)
+    return Row(
+        claim="all of .ci/run in a fresh clone, with the installation: minutes",
+        required="<= 30 min",
+        measured=f"{minutes:.1f} min" + (", failed" if done.returncode else ""),
+        is_met=minutes <= 30 and not done.returncode,
+        note=f"Seconds: {steps}.",
+    )
+
+
+@BENCHMARK.row("lines")
+def lines_of_tests(bench: Bench) -> Row:
+    """The lines of Python in the tests, and in those of the benchmarks."""
+    tests, own = (
+        sum(len(file.read_text(encoding="utf-8").splitlines()) for file in (_ROOT / folder).rglob("*.py"))
+        for folder in ("tests", "benchmarks/tests")
+    )
+    return Row(
+        claim="lines of the tests; of the benchmarks' own tests",
+        required="<= 48,000; <= 600",
+        measured=f"{tests:,}; {own:,}",
+        is_met=tests <= 48_000 and own <= 600,
     )
 
 
