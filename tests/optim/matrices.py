@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from laconic.comm.cluster import Cluster
 from laconic.layout.packing import plan_bucket
-from laconic.optim import matrices_and_rest
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
 from tests.support.owner_bytes import sum_over_ranks
-from tests.support.sharded_net import build, full_gradients, full_parameters, inputs, shard, squared_error
 
 Shape = tuple[int, ...]
 
@@ -49,45 +45,6 @@ def random_tensors(shapes: Sequence[Shape], seed: int, dtype: torch.dtype = torc
     """The same on every rank and in every process."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-
-
-def parameters(values: Sequence[Tensor], specs: Sequence[RaggedSpec]) -> list[nn.Parameter]:
-    return [nn.Parameter(cut(value, spec)) for value, spec in zip(values, specs, strict=True)]
-
-
-def set_grads(params: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
-    for parameter, grad in zip(params, grads, strict=True):
-        if grad is None:
-            parameter.grad = None
-        elif isinstance(parameter, RaggedTensor):
-            parameter.grad = cut(grad, parameter.spec)
-        else:
-            parameter.grad = grad.clone()
-
-
-def job_training(optimizer_class: type[torch.optim.Optimizer], settings: dict[str, Any]) -> list[float]:
-    """Train a sharded model for some steps, and give its gradients to an unsharded twin; return the losses."""
-    model, twin = shard(build()), build()
-    optimizer, twin_optimizer = (optimizer_class(matrices_and_rest(m), **settings) for m in (model, twin))
-    losses = []
-    for _ in range(6):
-        loss = squared_error(model, inputs(0, dist.get_rank()))
-        loss.backward()
-        for name, grad in full_gradients(model).items():
-            twin.get_parameter(name).grad = grad
-        optimizer.step()
-        twin_optimizer.step()
-        model.zero_grad()
-        for name, parameter in full_parameters(model).items():
-            assert torch.equal(parameter, twin.get_parameter(name)), name
-        losses.append(float(loss.detach()))
-    return losses
-
-
-def assert_same_owners(results: Sequence[dict[str, Any]]) -> None:
-    """All ranks have the same owners, and matrices move if there are several ranks."""
-    assert all(result == results[0] for result in results)
-    assert (results[0]["moved"] == 0) == (len(results) == 1)
 
 
 def optimizer_bytes(cluster: Cluster) -> int:

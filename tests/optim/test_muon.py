@@ -1,4 +1,4 @@
-"""Muon against torch.optim.Muon and the naive reference: equal bits on any number of ranks, given equal gradients."""
+"""Muon against torch.optim.Muon and the naive reference; test_owners.py and test_family.py have it on ranks."""
 
 from __future__ import annotations
 
@@ -10,87 +10,54 @@ import pytest
 import torch
 from torch import nn
 
-import laconic
-from laconic.comm.cluster import Cluster
 from laconic.optim.matrix import matrices_and_rest
 from laconic.optim.muon import COEFFICIENTS, Muon, orthogonalize
 from laconic.optim.shampoo import Shampoo
-from laconic.ragged.tensor import RaggedTensor
-from tests.optim import matrices as helpers
+from tests.optim.matrices import random_tensors
 from tests.reference import muon as reference
-from tests.support.launch import run_ranks
-from tests.support.sharded_net import MESHES, Net
+from tests.support.sharded_net import Net
 
 MATRICES = [(7, 5), (12, 33), (33, 12), (20, 20), (1, 9), (9, 1), (4, 5, 6), (5, 6, 4)]
 VECTORS = [(3,), (40,), (), (2, 3, 4, 5)]
-SHAPES = MATRICES + VECTORS
-
-SETTINGS: list[dict[str, Any]] = [
-    {"lr": 0.1, "momentum": 0.9},
-    {"lr": 0.02, "nesterov": False, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"},
-]
 
 
-def job_given_gradients() -> dict[str, Any]:
-    """Take steps with a schedule; in one of them some parameters have no gradient."""
-    cluster = Cluster.of(laconic.init_mesh("cpu"))
-    specs = helpers.cut_specs(SHAPES, cluster)
-    values = helpers.random_tensors(SHAPES, seed=0)
-    facts: dict[str, Any] = {}
-    for settings in SETTINGS:
-        params = helpers.parameters(values, specs)
-        plain = [nn.Parameter(value.clone()) for value in values]
-        optimizers = [Muon(_groups(p), **settings) for p in (params, plain)]
-        matrices = [value.clone() for value in values[: len(MATRICES)]]
-        naive = reference.Muon(matrices, **settings)
-        flat, by_torch = _torch_twins(values)
-        torch_optimizers = [
-            torch.optim.Muon(flat, **settings),
-            torch.optim.AdamW(
-                by_torch, lr=settings["lr"], weight_decay=settings.get("weight_decay", 0.1), foreach=True
-            ),
-        ]
-        for step in range(4):
-            grads: list[Any] = list(helpers.random_tensors(SHAPES, seed=10 + step))
-            if step == 2:
-                grads[1] = grads[6] = grads[9] = None
-            helpers.set_grads(params, grads)
-            helpers.set_grads(plain, grads)
-            helpers.set_grads(flat, _flattened(grads[: len(MATRICES)]))
-            helpers.set_grads(by_torch, grads[len(MATRICES) :])
-            before = helpers.optimizer_bytes(cluster)
-            for optimizer in (*optimizers, *torch_optimizers):
-                for group in optimizer.param_groups:
-                    group["lr"] = settings["lr"] / (1 + step)
-                optimizer.step()
-            chosen = [i for i in range(len(MATRICES)) if grads[i] is not None]
-            naive.lr = settings["lr"] / (1 + step)
-            naive.step_some({i: grads[i] for i in chosen})
-            moved = helpers.optimizer_bytes(cluster) - before
-            if step == 0:
-                assert moved == 2 * 2 * optimizers[0].owners.moved_elements(), "bfloat16 there and back"
-                matrix_bytes = 4 * sum(matrix.numel() for matrix in matrices)
-                assert moved <= matrix_bytes
-                facts["moved"] = moved
-        whole = [p.full_tensor() for p in params]  # type: ignore[operator]
-        for index, result in enumerate(whole):
-            assert torch.equal(result, plain[index]), SHAPES[index]
-        for index, expected in enumerate(matrices):
-            assert torch.equal(whole[index], expected), SHAPES[index]
-        for result, expected in zip(_flattened(whole[: len(MATRICES)]), flat, strict=True):
-            assert torch.equal(result, expected)
-        for result, expected in zip(whole[len(MATRICES) :], by_torch, strict=True):
-            assert torch.equal(result, expected)
-        for p, spec in zip(params[: len(MATRICES)], specs, strict=False):
-            buffer = optimizers[0].state[p]["momentum_buffer"]
-            assert isinstance(buffer, RaggedTensor)
-            assert buffer.spec == spec
-        facts["owners"] = list(optimizers[0].owners.by_matrix.values())
-    return facts
-
-
-def _groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
-    return [{"params": params[: len(MATRICES)]}, {"params": params[len(MATRICES) :], "algorithm": "adamw"}]
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr": 0.1, "momentum": 0.9},
+        {"lr": 0.02, "nesterov": False, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"},
+    ],
+)
+def test_same_bits_as_torch_and_as_the_reference(settings: dict[str, Any]) -> None:
+    """Through a schedule, and a step in which some parameters have no gradient; test_owners.py has the ranks."""
+    values = random_tensors(MATRICES + VECTORS, seed=0)
+    num = len(MATRICES)
+    params = [nn.Parameter(value.clone()) for value in values]
+    naive = reference.Muon([value.clone() for value in values[:num]], **settings)
+    flat = [nn.Parameter(value.clone()) for value in _flattened(values[:num])]
+    rest = [nn.Parameter(value.clone()) for value in values[num:]]
+    optimizers = [
+        Muon([{"params": params[:num]}, {"params": params[num:], "algorithm": "adamw"}], **settings),
+        torch.optim.Muon(flat, **settings),
+        torch.optim.AdamW(rest, lr=settings["lr"], weight_decay=settings.get("weight_decay", 0.1), foreach=True),
+    ]
+    for step in range(4):
+        grads: list[Any] = list(random_tensors(MATRICES + VECTORS, seed=10 + step))
+        if step == 2:
+            grads[1] = grads[6] = grads[9] = None
+        for tensors, own in ((params, grads), (flat, _flattened(grads[:num])), (rest, grads[num:])):
+            for parameter, grad in zip(tensors, own, strict=True):
+                parameter.grad = grad
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = settings["lr"] / (1 + step)
+            optimizer.step()
+        naive.lr = settings["lr"] / (1 + step)
+        naive.step_some({index: grads[index] for index in range(num) if grads[index] is not None})
+    results = [parameter.detach() for parameter in params]
+    for expected in ([*naive.parameters, *rest], [*_stacked(flat), *rest]):
+        for result, value in zip(results, expected, strict=True):
+            assert torch.equal(result, value), tuple(result.shape)
 
 
 def _flattened(tensors: list[Any]) -> list[Any]:
@@ -104,29 +71,10 @@ def _flattened(tensors: list[Any]) -> list[Any]:
     return flat
 
 
-def _torch_twins(values: list[torch.Tensor]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    flat = [nn.Parameter(value.clone()) for value in _flattened(values[: len(MATRICES)])]
-    return flat, [nn.Parameter(value.clone()) for value in values[len(MATRICES) :]]
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize(("nodes", "local"), MESHES)
-def test_same_bits_as_torch_given_the_same_gradients(nodes: int, local: int) -> None:
-    results = run_ranks(job_given_gradients, nodes * local, local=local)
-    helpers.assert_same_owners(results)
-
-
-# -- in training -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("nodes", "local"), [(1, 3), (2, 2)])
-def test_training_a_sharded_model(nodes: int, local: int) -> None:
-    settings = {"lr": 0.05, "adjust_lr_fn": "match_rms_adamw"}
-    for losses in run_ranks(helpers.job_training, nodes * local, Muon, settings, local=local):
-        assert losses[-1] < losses[0]
-
-
-# -- alone -------------------------------------------------------------------------------------------------------------
+def _stacked(flat: list[Any]) -> list[Any]:
+    """The tensors whose matrices `_flattened` took apart."""
+    rest = list(flat)
+    return [torch.stack([rest.pop(0) for _ in range(s[0])]) if len(s) == 3 else rest.pop(0) for s in MATRICES]
 
 
 def test_the_signature_is_that_of_torch() -> None:
@@ -143,7 +91,7 @@ def test_the_signature_is_that_of_torch() -> None:
 def test_orthogonalize_equals_torch_and_leaves_its_input_alone(shape: tuple[int, int], dtype: torch.dtype) -> None:
     from torch.optim._muon import _zeropower_via_newtonschulz
 
-    (matrix,) = helpers.random_tensors([shape], seed=3, dtype=dtype)
+    (matrix,) = random_tensors([shape], seed=3, dtype=dtype)
     before = matrix.clone()
     result = orthogonalize(matrix)
     assert torch.equal(matrix, before)
@@ -152,10 +100,7 @@ def test_orthogonalize_equals_torch_and_leaves_its_input_alone(shape: tuple[int,
     singular = torch.linalg.svdvals(result.float())
     assert singular.max() < 1.3
     assert singular.min() > 0.3
-
-
-def test_zeros_stay_zeros() -> None:
-    assert torch.equal(orthogonalize(torch.zeros(3, 4)), torch.zeros(3, 4, dtype=torch.bfloat16))
+    assert torch.equal(orthogonalize(torch.zeros(shape)), torch.zeros(shape, dtype=torch.bfloat16))
 
 
 def test_a_bfloat16_momentum_buffer_is_not_normalised() -> None:
@@ -171,7 +116,7 @@ def test_a_bfloat16_momentum_buffer_is_not_normalised() -> None:
     ("how", "factor"), [("original", 1.0), ("match_rms_adamw", 0.6), ("spectral_unclamped", 2 / 3)]
 )
 def test_the_learning_rate_depends_on_the_shape(how: str, factor: float) -> None:
-    start, grad = torch.zeros(4, 9), helpers.random_tensors([(4, 9)], seed=5)[0]
+    start, grad = torch.zeros(4, 9), random_tensors([(4, 9)], seed=5)[0]
     parameter = nn.Parameter(start.clone())
     parameter.grad = grad
     Muon([parameter], lr=0.5, weight_decay=0.0, adjust_lr_fn=how).step()
@@ -199,19 +144,16 @@ def test_a_vector_is_refused_by_name() -> None:
         ({"ns_steps": 100}, "ns_steps must be at least 0 and below 100"),
         ({"ns_coefficients": (1.0, 2.0)}, "three numbers"),
         ({"adjust_lr_fn": "spectral"}, "match_rms_adamw.*got 'spectral'"),
+        ({"algorithm": "adam"}, r'algorithm must be "muon" or "adamw", got \'adam\''),
     ],
 )
 def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
     parameter = nn.Parameter(torch.zeros(3, 3))
     with pytest.raises(ValueError, match=message):
-        Muon([parameter], **settings)
-    with pytest.raises(ValueError, match=message):
         Muon([{"params": [parameter], **settings}])
-
-
-def test_an_unknown_algorithm() -> None:
-    with pytest.raises(ValueError, match=r'algorithm must be "muon" or "adamw", got \'adam\''):
-        Muon([{"params": [nn.Parameter(torch.zeros(3, 3))], "algorithm": "adam"}])
+    if "algorithm" not in settings:
+        with pytest.raises(ValueError, match=message):
+            Muon([parameter], **settings)
 
 
 def test_defaults_of_an_adamw_group() -> None:

@@ -1,4 +1,4 @@
-"""The owners of matrices, and the transfers to them and back."""
+"""The owners of matrices, the transfers to them and back, and optimizers of matrices on ranks against one process."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import laconic
 from laconic.comm.cluster import Cluster
-from laconic.optim.muon import Muon, cost_of
+from laconic.optim import Muon, Shampoo, matrices_and_rest
+from laconic.optim.muon import cost_of
 from laconic.optim.owners import STAY_WITHIN, Matrix, Owners, assign
 from laconic.ragged.redistribute import moved_elements, whole_on
 from laconic.ragged.tensor import RaggedTensor
 from tests.optim.matrices import cut, cut_specs, optimizer_bytes, random_tensors
 from tests.support import sharded_net
 from tests.support.launch import on_ranks, run_ranks
-from tests.support.sharded_net import MESHES, Place
+from tests.support.sharded_net import Place
 
 SHAPES = [(7, 5), (12, 33), (33, 12), (20, 20), (1, 9), (9, 1), (16, 4), (5, 40), (0, 3), (6, 6), (31, 8)]
 
@@ -52,6 +56,7 @@ def best_possible(costs: list[float], num_shards: int) -> float:
     )
 
 
+@settings(max_examples=30)
 @given(costs=st.lists(st.integers(1, 50).map(float), min_size=1, max_size=7), num_shards=st.sampled_from([2, 3]))
 def test_work_is_within_a_third_of_the_best_balance(costs: list[float], num_shards: int) -> None:
     loads = [0.0] * num_shards
@@ -79,10 +84,11 @@ def test_among_equal_ranks_the_one_that_holds_most_is_the_owner() -> None:
 
 
 def test_a_whole_matrix_stays_where_it_is() -> None:
-    matrices = matrices_of([(4, 4), (4, 6), (6, 6)], Place(1, 3), block=0)
-    homes = [matrix.home for matrix in matrices]
-    assert None not in homes
-    assert dict(assign(matrices, [0.0] * 3)) == dict(enumerate(homes))
+    for shapes, num_shards in (([(4, 4), (4, 6), (6, 6)], 3), ([(50, 50)], 6)):
+        matrices = matrices_of(shapes, Place(1, num_shards), block=0)  # type: ignore[arg-type]
+        homes = [matrix.home for matrix in matrices]
+        assert None not in homes
+        assert dict(assign(matrices, [0.0] * num_shards)) == dict(enumerate(homes))
 
 
 def test_a_whole_matrix_leaves_a_rank_with_far_too_much_work() -> None:
@@ -96,11 +102,6 @@ def test_a_whole_matrix_leaves_a_rank_with_far_too_much_work() -> None:
     assert stayed * each == STAY_WITHIN * sum(loads) / 5, "as many as STAY_WITHIN allows"
     assert max(loads) == STAY_WITHIN * sum(loads) / 5
     assert min(loads) > 0
-
-
-def test_one_big_matrix_never_moves() -> None:
-    (matrix,) = matrices_of([(50, 50)], Place(1, 6), block=0)
-    assert assign([matrix], [0.0] * 6) == [(0, matrix.home)]
 
 
 def test_later_matrices_are_added_to_the_work_that_is_there() -> None:
@@ -123,11 +124,19 @@ class FunctionWork:
     receive: Callable[[Any], None]
 
 
-def job_there_and_back(block: int | None) -> dict[str, Any]:
+@pytest.mark.parametrize(
+    ("nodes", "local", "block"), [(1, 1, None), (3, 1, None), (2, 2, None), (3, 2, None), (2, 2, 0)]
+)
+def test_there_and_back(nodes: int, local: int, block: int | None) -> None:
+    results = run_ranks(job_there_and_back, nodes * local, block, local=local)
+    assert all(result == results[0] for result in results), "every rank has the same owners"
+    assert (results[0][1] == 0) == (nodes * local == 1 or block == 0), "whole matrices move nothing"
+
+
+def job_there_and_back(block: int | None) -> tuple[list[int], int]:
     cluster = Cluster.of(laconic.init_mesh("cpu"))
     matrices = matrices_of(SHAPES, cluster, block=block)
     values = [value.bfloat16() for value in random_tensors(SHAPES, seed=1)]
-    want = [-2 * value.T.contiguous().T + value.sum() for value in values]  # needs all elements
     owners = Owners(round_bytes=100)
     owners.add(matrices)
     got: dict[int, RaggedTensor] = {}
@@ -135,72 +144,46 @@ def job_there_and_back(block: int | None) -> dict[str, Any]:
 
     def work_on(index: int) -> FunctionWork:
         def send() -> RaggedTensor:
-            events.append("send")
+            events.append("s")
             return cut(values[index], matrices[index].spec)
 
         def work(whole: torch.Tensor) -> torch.Tensor:
             assert owners.by_matrix[matrices[index]] == cluster.shard_index
             assert torch.equal(whole, values[index])
-            events.append("work")
+            events.append("w")
             return -2 * whole + whole.sum()
 
         def receive(outcome: RaggedTensor) -> None:
-            events.append("receive")
+            events.append("r")
             got[index] = outcome
 
         return FunctionWork(send, work, receive)
 
     def check(chosen: list[int]) -> None:
         got.clear()
-        events.clear()
         owners.run({matrices[index]: work_on(index) for index in chosen})
-        for index in chosen:
-            if matrices[index].numel == 0:
-                assert index not in got, "nothing to do"
-                continue
-            assert got[index].spec == matrices[index].spec
-            assert got[index].dtype == torch.bfloat16
-            assert torch.equal(got[index].to_local(), matrices[index].spec.part_of(want[index]))
+        assert got.keys() == {index for index in chosen if matrices[index].numel}
+        for index, found in got.items():
+            want = -2 * values[index] + values[index].sum()  # needs all elements
+            assert (found.spec, found.dtype) == (matrices[index].spec, torch.bfloat16)
+            assert torch.equal(found.to_local(), found.spec.part_of(want))
 
     before = optimizer_bytes(cluster)
     check(list(range(len(SHAPES))))
     moved = optimizer_bytes(cluster) - before
-    num_rounds = len(owners._rounds)
-    everything = "".join(event[0] for event in events)
     first = owners._rounds
+    own_bytes = [[m.nbytes for m, is_own in zip(each.matrices, each.is_own, strict=True) if is_own] for each in first]
+    assert all(sum(own) <= 100 or len(own) == 1 for own in own_bytes)
+    assert "".join(events) == events_of_rounds([len(each.matrices) for each in first], list(map(len, own_bytes)))
+    assert len(first) > 2
     check(list(reversed(range(len(SHAPES)))))
     assert owners._rounds is first, "planned once"
-    assert (
-        moved
-        == 2 * 2 * owners.moved_elements()
-        == 2 * 2 * sum(moved_elements(m.spec, whole_on(m.spec, owners.by_matrix[m])) for m in matrices)
-    )
+    elements = sum(moved_elements(m.spec, whole_on(m.spec, owners.by_matrix[m])) for m in matrices)
+    assert moved == 2 * 2 * owners.moved_elements() == 2 * 2 * elements
+    assert moved <= 2 * sum(matrix.nbytes for matrix in matrices)
     check([0, 2, 9])  # others have no gradient this time
     check([])
-    for round_ in first:
-        own = [m.nbytes for m, is_own in zip(round_.matrices, round_.is_own, strict=True) if is_own]
-        assert sum(own) <= 100 or len(own) == 1
-    owned = [owners.by_matrix[matrix] for matrix in matrices]
-    return {
-        "owners": owned,
-        "moved": moved,
-        "events": everything,
-        "rounds": num_rounds,
-        "sizes": [len(round_.matrices) for round_ in first],
-        "num_own": [sum(round_.is_own) for round_ in first],
-        "matrix_bytes": sum(m.nbytes for m in matrices),
-    }
-
-
-@pytest.mark.parametrize(("nodes", "local"), MESHES)
-def test_there_and_back(nodes: int, local: int) -> None:
-    results = run_ranks(job_there_and_back, nodes * local, None, local=local)
-    assert len({tuple(result["owners"]) for result in results}) == 1, "every rank has the same owners"
-    assert results[0]["moved"] <= 2 * results[0]["matrix_bytes"]
-    assert (results[0]["moved"] == 0) == (nodes * local == 1)
-    for result in results:
-        assert result["rounds"] > 2
-        assert result["events"] == events_of_rounds(result["sizes"], result["num_own"])
+    return [owners.by_matrix[matrix] for matrix in matrices], moved
 
 
 def events_of_rounds(sizes: list[int], num_own: list[int]) -> str:
@@ -213,65 +196,138 @@ def events_of_rounds(sizes: list[int], num_own: list[int]) -> str:
     return expected + "r" * sizes[-1]
 
 
-def test_whole_matrices_move_nothing() -> None:
-    for result in run_ranks(job_there_and_back, 4, 0, local=2):
-        assert result["moved"] == 0
+def work_on(values: list[torch.Tensor], matrices: list[Matrix], outcomes: list[Any]) -> dict[Any, FunctionWork]:
+    return {
+        matrix: FunctionWork(lambda m=matrix, v=value: cut(v, m.spec), lambda whole: whole.flip(0), outcomes.append)
+        for matrix, value in zip(matrices, values, strict=True)
+    }
 
 
-def test_ranks_that_own_nothing_and_ranks_that_disagree() -> None:
-    assert sorted(run_ranks(job_few_matrices, 4, local=2)) == [0, 0, 1, 1]
-
-
-def job_few_matrices() -> int:
-    """Fewer matrices than ranks; then ranks with different matrices."""
+@on_ranks(4, local=2)
+def test_fewer_matrices_than_ranks_and_ranks_that_disagree() -> None:
     cluster = Cluster.of(laconic.init_mesh("cpu"))
-    matrices = matrices_of([(9, 4), (2, 3)], cluster)
-    values = random_tensors([(9, 4), (2, 3)], seed=2)
+    matrices, values = matrices_of([(9, 4), (2, 3)], cluster), random_tensors([(9, 4), (2, 3)], seed=2)
     outcomes: list[RaggedTensor] = []
-    worked = []
-
-    def work(whole: torch.Tensor) -> torch.Tensor:
-        worked.append(1)
-        return whole.flip(0)
-
-    def work_on(matrix: Matrix, value: torch.Tensor) -> FunctionWork:
-        return FunctionWork(lambda: cut(value, matrix.spec), work, outcomes.append)
-
     owners = Owners()
     owners.add(matrices)
-    owners.run(dict(zip(matrices, map(work_on, matrices, values), strict=True)))
+    owners.run(work_on(values, matrices, outcomes))
     by_name = {outcome.spec.layout.slots[outcome.spec.index].name: outcome for outcome in outcomes}
     for matrix, value in zip(matrices, values, strict=True):
         assert torch.equal(by_name[matrix.spec.slot.name].full_tensor(), value.flip(0))
 
-    disagreeing = Owners()
+    disagreeing, late = Owners(), Owners()
     disagreeing.add(matrices[: 1 + min(1, dist.get_rank())])
     with pytest.raises(ValueError, match="same parameters in the same order"):
         disagreeing.run({})
-    late = Owners()
     late.add(matrices[:1])
     late.run({})
     late.add(matrices[1:] if dist.get_rank() else [], [cluster])
     with pytest.raises(ValueError, match="same parameters in the same order"):
         late.run({})
-    return len(worked)
 
 
-@on_ranks(3, local=1, timeout_s=30)
-def test_ranks_with_different_groups_all_raise() -> None:
-    """One rank gives the matrix to AdamW: at the start, and in a group that comes later."""
-    mesh = laconic.init_mesh("cpu")
-    is_odd = dist.get_rank() == 1
-    for is_late in (False, True):
-        model = sharded_net.build(lambda: torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 2)))
-        laconic.fully_shard(model, mesh=mesh)
-        first, second = (layer.weight for layer in model)
-        for parameter in (first, second):
-            parameter.grad = torch.zeros_like(parameter)
-        group: dict[str, Any] = {"params": [second], "algorithm": "adamw" if is_odd else "muon"}
-        optimizer = Muon([{"params": [first]} if is_late else group])
-        if is_late:
+@pytest.mark.parametrize("is_late", [False, True])
+@on_ranks(4, local=2)
+def test_ranks_with_different_groups_all_raise(is_late: bool) -> None:
+    """One rank gives a matrix to AdamW that tensor parallelism has cut: at the start, or in a later group."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2))
+    model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh["tp"], [Shard(0)]))
+    laconic.fully_shard(model, mesh=mesh["dp"])
+    second, first = (layer.weight for layer in model)
+    for parameter in (first, second):
+        parameter.grad = torch.zeros_like(parameter)
+    group: dict[str, Any] = {"params": [second], "algorithm": "adamw" if dist.get_rank() == 1 else "muon"}
+    optimizer = Muon([{"params": [first]}] if is_late else [group, {"params": [first]}])
+    if is_late:
+        optimizer.step()
+        optimizer.add_param_group(group)
+    with pytest.raises(ValueError, match="same parameters in the same order"):
+        optimizer.step()
+
+
+# -- optimizers on ranks -----------------------------------------------------------------------------------------------
+
+TENSORS = [(7, 5), (12, 33), (33, 12), (20, 20), (1, 9), (9, 1), (3, 4, 6), (0, 4), (3,), (40,)]
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], int]] = {
+    "muon": (Muon, {"lr": 0.1, "momentum": 0.9}, 2),
+    "muon-plain": (Muon, {"lr": 0.02, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}, 2),
+    "shampoo": (Shampoo, {"lr": 0.1, "block_size": 8, "update_every": 2, "weight_decay": 0.01}, 4),
+}
+"""Optimizers, settings, and the bytes in which elements travel."""
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("nodes", "local"), [(1, 1), (1, 3), (2, 2)])
+def test_same_bits_as_one_process_given_the_same_gradients(name: str, nodes: int, local: int) -> None:
+    results = run_ranks(job_given_gradients, nodes * local, name, local=local)
+    assert all(result == results[0] for result in results), "all ranks have the same owners"
+    moved, _ = results[0]
+    assert (moved == 0) == (nodes * local == 1)
+
+
+def job_given_gradients(name: str) -> tuple[int, list[int]]:
+    """Take steps with a schedule; in one of them some parameters have no gradient."""
+    make, settings, itemsize = OPTIMIZERS[name]
+    cluster = Cluster.of(laconic.init_mesh("cpu"))
+    specs, values = cut_specs(TENSORS, cluster), random_tensors(TENSORS, seed=0)
+    params: list[Any] = [nn.Parameter(cut(value, spec)) for value, spec in zip(values, specs, strict=True)]
+    plain = [nn.Parameter(value.clone()) for value in values]
+    optimizers = [
+        make([{"params": each[:-2]}, {"params": each[-2:], "algorithm": "adamw"}], **settings)
+        for each in (params, plain)
+    ]
+    optimizers[0].init_state(params[0])
+    moved = 0
+    for step in range(4):
+        for index, grad in enumerate(random_tensors(TENSORS, seed=10 + step)):
+            has_grad = step != 2 or index not in (1, 6, 9)
+            params[index].grad = cut(grad, specs[index]) if has_grad else None
+            plain[index].grad = grad if has_grad else None
+        before = optimizer_bytes(cluster)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = settings["lr"] / (1 + step)
             optimizer.step()
-            optimizer.add_param_group(group)
-        with pytest.raises(ValueError, match="same parameters in the same order"):
+        if step == 0:
+            moved = optimizer_bytes(cluster) - before
+            assert moved == 2 * itemsize * optimizers[0].owners.moved_elements(), "there and back"
+            assert moved <= 2 * itemsize * sum(value.numel() for value in values if value.ndim > 1)
+    for parameter, twin, shape in zip(params, plain, TENSORS, strict=True):
+        assert torch.equal(parameter.full_tensor(), twin), shape
+        state, expected = optimizers[0].state[parameter], optimizers[1].state[twin]
+        assert set(state) == set(expected)
+        for key, value in state.items():
+            whole = value.full_tensor() if isinstance(value, RaggedTensor) else value
+            assert torch.equal(whole, expected[key]), (shape, key)
+            if key != "step" and len(shape) > 1:
+                held = value.to_local().numel()
+                assert value.spec == parameter.spec if make is Muon else held in (0, value.numel()), "with its owner"
+    return moved, list(optimizers[0].owners.by_matrix.values())
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (Muon, {"lr": 0.05, "adjust_lr_fn": "match_rms_adamw"}),
+        (Shampoo, {"lr": 0.01, "update_every": 2}),
+    ],
+)
+@on_ranks(4, local=2)
+def test_training_a_sharded_model(make: Any, settings: dict[str, Any]) -> None:
+    """Its gradients go to an unsharded twin, too, which stays equal."""
+    model, twin = sharded_net.shard(sharded_net.build()), sharded_net.build()
+    optimizers = [make(matrices_and_rest(each), **settings) for each in (model, twin)]
+    losses = []
+    for _ in range(4):
+        loss = sharded_net.squared_error(model, sharded_net.inputs(0, dist.get_rank()))
+        loss.backward()
+        for name, grad in sharded_net.full_gradients(model).items():
+            twin.get_parameter(name).grad = grad
+        for optimizer in optimizers:
             optimizer.step()
+        model.zero_grad()
+        for name, parameter in sharded_net.full_parameters(model).items():
+            assert torch.equal(parameter, twin.get_parameter(name)), name
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]

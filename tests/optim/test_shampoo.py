@@ -1,4 +1,4 @@
-"""Shampoo against its naive reference, and on ranks against one process: the same bits, given equal gradients."""
+"""Shampoo against its naive reference; test_owners.py and test_family.py have it on ranks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-import laconic
-from laconic.comm.cluster import Cluster
 from laconic.optim.shampoo import Shampoo, inverse_root, preconditioned_blocks
-from laconic.ragged.tensor import RaggedTensor
-from tests.optim import matrices as helpers
+from tests.optim.matrices import random_tensors
 from tests.reference import shampoo as reference
-from tests.support.launch import run_ranks
-from tests.support.sharded_net import MESHES
 
 SETTINGS: list[dict[str, Any]] = [
     {"update_every": 2},
@@ -30,12 +25,12 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("shape", [(7, 11), (12, 4), (1, 6)])
 def test_equals_the_definition(settings: dict[str, Any], dtype: torch.dtype, rtol: float, shape: Any) -> None:
     """In fp64 to seven digits; in fp32 to two, since the smallest eigenvalues are a millionth of the largest."""
-    (start,) = helpers.random_tensors([shape], seed=1, dtype=dtype)
+    (start,) = random_tensors([shape], seed=1, dtype=dtype)
     parameter = nn.Parameter(start.clone())
     optimizer = Shampoo([parameter], lr=0.1, **settings)
     naive = reference.Shampoo(start, lr=0.1, **settings)
     for step in range(6):
-        (grad,) = helpers.random_tensors([shape], seed=20 + step, dtype=dtype)
+        (grad,) = random_tensors([shape], seed=20 + step, dtype=dtype)
         parameter.grad = grad
         optimizer.step()
         naive.step(grad)
@@ -43,7 +38,7 @@ def test_equals_the_definition(settings: dict[str, Any], dtype: torch.dtype, rto
 
 
 def test_inverse_root() -> None:
-    (a,) = helpers.random_tensors([(9, 5)], seed=2)
+    (a,) = random_tensors([(9, 5)], seed=2)
     factor = a @ a.T  # of rank 5
     root = inverse_root(factor, 0.25, 1e-4)
     raised = factor + 1e-4 * torch.linalg.eigvalsh(factor)[-1] * torch.eye(9)
@@ -61,12 +56,12 @@ def test_zero_gradients_leave_the_matrix() -> None:
 
 
 def test_before_the_first_preconditioned_step_it_is_the_grafted_rule() -> None:
-    values = helpers.random_tensors([(6, 5), (4,)], seed=3)
+    values = random_tensors([(6, 5), (4,)], seed=3)
     params, twins = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
     optimizer = Shampoo(params, lr=0.1, weight_decay=0.01, start_step=4, update_every=1)
     adamw = torch.optim.AdamW(twins, lr=0.1, weight_decay=0.01)
     for step in range(4):
-        for a, b, grad in zip(params, twins, helpers.random_tensors([(6, 5), (4,)], seed=30 + step), strict=True):
+        for a, b, grad in zip(params, twins, random_tensors([(6, 5), (4,)], seed=30 + step), strict=True):
             a.grad, b.grad = grad, grad.clone()
         optimizer.step()
         adamw.step()
@@ -106,7 +101,7 @@ def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
 def test_state_keeps_its_precision_through_a_state_dict() -> None:
     """State keeps fp32 where torch would give it the parameter's dtype."""
     parameter = nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16))
-    parameter.grad = helpers.random_tensors([(4, 3)], seed=4, dtype=torch.bfloat16)[0]
+    parameter.grad = random_tensors([(4, 3)], seed=4, dtype=torch.bfloat16)[0]
     optimizer, other = (Shampoo([parameter], update_every=1) for _ in range(2))
     optimizer.step()
     other.load_state_dict(optimizer.state_dict())
@@ -114,58 +109,3 @@ def test_state_keeps_its_precision_through_a_state_dict() -> None:
         assert value.dtype == torch.float32
         assert torch.equal(other.state[parameter][key], value)
         assert other.state[parameter][key].dtype == torch.float32
-
-
-# -- on ranks ----------------------------------------------------------------------------------------------------------
-
-SHAPES = [(7, 5), (12, 33), (33, 12), (3,), (20, 20), (1, 9), (3, 4, 6), (0, 4), (40,)]
-
-
-def job_given_gradients() -> dict[str, Any]:
-    cluster = Cluster.of(laconic.init_mesh("cpu"))
-    specs = helpers.cut_specs(SHAPES, cluster)
-    values = helpers.random_tensors(SHAPES, seed=0)
-    params, plain = helpers.parameters(values, specs), [nn.Parameter(value.clone()) for value in values]
-    settings: dict[str, Any] = {"lr": 0.1, "block_size": 8, "update_every": 2, "weight_decay": 0.01}
-    optimizers = [Shampoo(p, **settings) for p in (params, plain)]
-    optimizers[0].init_state(params[0])
-    owned = 0
-    for step in range(4):
-        grads: list[Any] = list(helpers.random_tensors(SHAPES, seed=10 + step))
-        if step == 2:
-            grads[0] = grads[3] = None
-        helpers.set_grads(params, grads)
-        helpers.set_grads(plain, grads)
-        before = helpers.optimizer_bytes(cluster)
-        for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
-            optimizer.step()
-        if step == 0:
-            moved = helpers.optimizer_bytes(cluster) - before
-            assert moved == 2 * 4 * optimizers[0].owners.moved_elements(), "the gradient there, the update back"
-            assert moved <= 2 * 4 * sum(value.numel() for value in values if value.ndim > 1)
-    for p, q, shape in zip(params, plain, SHAPES, strict=True):
-        assert torch.equal(p.full_tensor(), q), shape  # type: ignore[operator]
-        state, expected = optimizers[0].state[p], optimizers[1].state[q]
-        assert set(state) == set(expected)
-        for key, value in state.items():
-            whole = value.full_tensor() if isinstance(value, RaggedTensor) else value
-            assert torch.equal(whole, expected[key]), (shape, key)
-            assert key == "step" or isinstance(value, RaggedTensor)
-        if len(shape) > 1:
-            held = {key: v.to_local().numel() for key, v in state.items() if key != "step"}
-            assert all(held[key] in (0, state[key].numel()) for key in held), "whole with the owner"
-            owned += bool(sum(held.values()))
-    assert helpers.sum_over_ranks(owned) == sum(len(shape) > 1 and 0 not in shape for shape in SHAPES)
-    return {"moved": moved, "owners": list(optimizers[0].owners.by_matrix.values())}
-
-
-@pytest.mark.parametrize(("nodes", "local"), MESHES)
-def test_same_bits_as_one_process_given_the_same_gradients(nodes: int, local: int) -> None:
-    results = run_ranks(job_given_gradients, nodes * local, local=local)
-    helpers.assert_same_owners(results)
-
-
-def test_training_a_sharded_model() -> None:
-    for losses in run_ranks(helpers.job_training, 4, Shampoo, {"lr": 0.01, "update_every": 2}, local=2):
-        assert losses[-1] < losses[0]
