@@ -40,7 +40,7 @@ def set_gradients(model: nn.Module, step: int) -> None:
         parameter.grad = torch.empty_like(parameter).copy_(gradient).detach() if is_sharded else gradient
 
 
-@pytest.mark.parametrize("case", ["one by one", "foreach", pytest.param("transformers", marks=pytest.mark.machine)])
+@pytest.mark.parametrize("case", list(OPTIMIZERS))
 @on_ranks(3)
 def test_adafactor_equals_the_unsharded_one_and_resumes_to_the_bit(case: str, tmp_path: Path) -> None:
     plain = Some().requires_grad_()

@@ -40,8 +40,8 @@ TENSORS: dict[str, tuple[tuple[int, ...], Any, Any]] = {
     "inner.square": ((2, 3), None, None),
 }
 """Shapes, and how expert and tensor parallelism cut them. Of some, most ranks hold nothing."""
-FEW = [((3, 1, 1), 1), ((2, 2, 1), 2), ((1, 1, 1), 1), ((1, 1, 3), 1)]
-LINKS = [*FEW, ((2, 1, 2), 2), ((4, 1, 1), 2), ((2, 2, 2), 4), ((1, 2, 1), 1)]
+FEW = [((3, 1, 1), 1), ((2, 2, 1), 2), ((1, 1, 3), 1)]
+LINKS = [*FEW, ((1, 1, 1), 1), ((2, 1, 2), 2), ((4, 1, 1), 2), ((2, 2, 2), 4), ((1, 2, 1), 1)]
 """Sizes of (dp, ep, tp), and ranks on a node: training goes from one to the next through a checkpoint."""
 STEPS = 2
 _TILES: dict[str, Any] = {"block": Tiling(tile=2, flat=4), "min_8bit_size": 5}
@@ -170,7 +170,7 @@ def job_link(link: int, name: str, folder: Path) -> dict[str, Tensor]:
         third.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         ends = []
         for each, own in ((module, optimizer), (resumed, other), (copied, third)):
-            train(each, own, STEPS, 2 * STEPS)
+            train(each, own, STEPS, STEPS + 1)
             ends.append(snapshot(each, own))
         for end in ends[1:]:
             torch.testing.assert_close(end, ends[0], rtol=0, atol=0)
