@@ -16,17 +16,10 @@ from laconic.rehearse import Tape, mark, rehearsal
 from laconic.rehearse.tape import Mark, Step, Wait
 from laconic.shard import extension
 from tests.rehearse.engine import Net, add_idle
-from tests.support.launch import launch
-
-pytestmark = pytest.mark.machine
 
 NUM_STEPS = 4
 WARM = 2
 """The first step that is like all later ones."""
-
-
-def nothing(model: Net) -> None:
-    """Leave the model as it is: each parameter is used."""
 
 
 def add_idle_after_first_step(model: Net) -> None:
@@ -36,8 +29,9 @@ def add_idle_after_first_step(model: Net) -> None:
     model.register_forward_hook(lambda model, args, y: y + model.idle.sum() if next(first, False) else y)
 
 
-def step_on(
-    prepare: Callable[[Net], None],
+def counted(
+    prepare: Callable[[Net], None] = lambda model: None,
+    *,
     has_values: bool = True,
     has_guard: bool = False,
     islands: int = 1,
@@ -47,8 +41,7 @@ def step_on(
 ) -> dict[str, Any]:
     """Return the waits of the host in each warm step, its messages to other hosts, and the bytes of flags by level.
 
-    With `has_hooks` the parameters of the blocks have hooks, whose units have no idle parameter. With `keeps_gradients`
-    gradients become zero, not None, after each step. `options` are those of `fully_shard`.
+    With `keeps_gradients` gradients become zero, not None, after each step. `options` are those of `fully_shard`.
     """
     torch.manual_seed(0)
     shape = {"islands": islands, "nodes": 3, "local": 5}
@@ -94,18 +87,12 @@ def _of_warm_steps(tape: Tape) -> dict[str, Any]:
     return {"waits": waits, "sent": sent, "flags": dict(flags)}
 
 
-def counted(*choices: Any) -> dict[str, Any]:
-    """`step_on` in a process of its own."""
-    return launch(step_on, *choices, num_ranks=1, timeout_s=110, backend=None)[0]
-
-
 WAITS = (NUM_STEPS - WARM) * ["shard/grad.py _unite_on_lane"]
 
 
-@pytest.mark.parametrize("has_values", [True, False])
-@pytest.mark.parametrize("islands", [1, 2])
+@pytest.mark.parametrize(("has_values", "islands"), [(True, 1), (False, 2)])
 def test_ranks_that_use_all_parameters_neither_wait_nor_send_between_hosts(has_values: bool, islands: int) -> None:
-    found = counted(nothing, has_values, False, islands)
+    found = counted(has_values=has_values, islands=islands)
     assert (found["waits"], found["sent"]) == ([], [])
     assert found["idle"] == [[]] * NUM_STEPS
     flags = 4  # a byte for each parameter
@@ -115,27 +102,26 @@ def test_ranks_that_use_all_parameters_neither_wait_nor_send_between_hosts(has_v
 
 
 def test_the_comparison_of_ranks_is_all_that_hosts_send() -> None:
-    found = counted(nothing, False, True)
+    found = counted(has_values=False, has_guard=True)
     assert found["waits"] == (NUM_STEPS - WARM) * ["guard/comparison.py settle"]
     assert found["sent"] == (NUM_STEPS - WARM) * ["the comparison of what ranks have issued"]
 
 
-@pytest.mark.parametrize("has_values", [True, False])
-def test_a_rank_with_an_unused_parameter_waits_once_a_step(has_values: bool) -> None:
-    """Without the others' flags of this backward, nobody knows whether the parameter has a gradient."""
-    found = counted(add_idle, has_values)
+@pytest.mark.parametrize("has_hooks", [False, True])
+def test_a_rank_with_an_unused_parameter_waits_once_a_step(has_hooks: bool) -> None:
+    """Without the others' flags of this backward, nobody knows whether the parameter has a gradient.
+
+    Hooks of parameters in units where all are used run without a wait.
+    """
+    found = counted(add_idle, has_hooks=has_hooks)
     assert (found["waits"], found["sent"]) == (WAITS, [])
     assert found["idle"] == [["idle"]] * NUM_STEPS
-
-
-def test_hooks_of_used_parameters_run_without_a_wait() -> None:
-    assert counted(nothing, True, False, 1, True)["waits"] == []
-    assert counted(add_idle, True, False, 1, True)["waits"] == WAITS, "for the unit that has the idle parameter"
+    assert counted(has_hooks=True)["waits"] == []
 
 
 def test_an_answer_that_changes_nothing_is_not_awaited() -> None:
     """A `.grad` that was there before the backward stays, whatever the others say."""
-    found = counted(add_idle_after_first_step, True, False, 1, False, True)
+    found = counted(add_idle_after_first_step, keeps_gradients=True)
     assert (found["waits"], found["sent"], found["idle"]) == ([], [], [[]] * NUM_STEPS)
     found = counted(add_idle_after_first_step)
     assert found["waits"] == WAITS
@@ -145,9 +131,7 @@ def test_an_answer_that_changes_nothing_is_not_awaited() -> None:
 def test_lossless_crossings_let_the_host_wait_once_a_unit() -> None:
     """In each pass for the lengths of messages, and in forward for what ranks agree on. Nothing waits for the coder."""
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    options = {"cache": "host", "wire": "lossless", "mp_policy": half}
-    found = counted(nothing, True, False, 1, False, False, options)
-    waits = Counter(found["waits"])
+    waits = Counter(counted(options={"cache": "host", "wire": "lossless", "mp_policy": half})["waits"])
     num_units, num_steps = 4, NUM_STEPS - WARM
     assert waits.pop("shard/crossing.py _ask_all_ranks") == num_steps
     assert waits == {"the program": 3 * num_units * num_steps}, "reads, which have no site: lengths, faults and lengths"

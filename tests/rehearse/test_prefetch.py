@@ -12,9 +12,6 @@ from laconic import Prefetch, fully_shard, init_mesh
 from laconic.rehearse import rehearsal
 from laconic.rehearse.order import clocks
 from laconic.rehearse.tape import Free, Step, Tape
-from tests.support.launch import launch
-
-pytestmark = pytest.mark.machine
 
 WIDTH = 64
 UNIT = 4 * WIDTH**2
@@ -82,29 +79,27 @@ def _products_beside(widths: tuple[int, ...], **options: Any) -> dict[str, list[
     return found
 
 
-def _all_products() -> dict[str, dict[str, list[int]]]:
-    cases: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
-        "crossing": (EQUAL, {"cache": "none"}),
-        "from the host": (EQUAL, {"cache": "host"}),
-        "one unit": (EQUAL, {"cache": "host", "prefetch": Prefetch(units=1)}),
-        "with a budget": (EQUAL, {"cache": "none", "prefetch": Prefetch(budget_bytes=UNIT + UNIT // 2)}),
-        "from the host, with a budget": (EQUAL, {"cache": "host", "prefetch": Prefetch(budget_bytes=UNIT + UNIT // 2)}),
-        "three units": (EQUAL, {"cache": "none", "prefetch": Prefetch(units=3)}),
-        "small units": (SMALL, {"cache": "host"}),
-    }
-    return {name: _products_beside(widths, **options) for name, (widths, options) in cases.items()}
+_BUDGET = Prefetch(budget_bytes=UNIT + UNIT // 2)
+_ONE, _TWO, _THREE = ([0, 0, 1, each, *[most] * 3] for each, most in ((1, 1), (2, 2), (2, 3)))
 
 
-def test_with_a_budget_the_first_stage_runs_beside_two_layers_and_the_second_beside_one() -> None:
+@pytest.mark.parametrize(
+    ("widths", "options", "beside"),
+    [
+        (EQUAL, {"cache": "none"}, {"node": _ONE, "local": _ONE}),
+        (EQUAL, {"cache": "host"}, {"copy": _ONE, "local": _ONE}),
+        (EQUAL, {"cache": "host", "prefetch": Prefetch(units=1)}, {"copy": _ONE, "local": _ONE}),
+        (EQUAL, {"cache": "none", "prefetch": _BUDGET}, {"node": _TWO, "local": _ONE}),
+        (EQUAL, {"cache": "host", "prefetch": _BUDGET}, {"copy": _TWO, "local": _ONE}),
+        (EQUAL, {"cache": "none", "prefetch": Prefetch(units=3)}, {"node": _THREE, "local": _THREE}),
+        (SMALL, {"cache": "host"}, {"copy": [0, 0, 1, 1, 2, 3, 1], "local": [0, 0, 1, 1, 2, 3, 1]}),
+    ],
+)
+def test_with_a_budget_the_first_stage_runs_beside_two_layers_and_the_second_beside_one(
+    widths: tuple[int, ...], options: dict[str, Any], beside: dict[str, list[int]]
+) -> None:
     """The root, then the layers: what precedes the root's forward, and the first layer's, has no layer beside it."""
-    found = launch(_all_products, num_ranks=1, timeout_s=110, backend=None)[0]
-    assert found["crossing"] == {"node": [0, 0, 1, 1, 1, 1, 1], "local": [0, 0, 1, 1, 1, 1, 1]}
-    assert found["from the host"] == {"copy": [0, 0, 1, 1, 1, 1, 1], "local": [0, 0, 1, 1, 1, 1, 1]}
-    assert found["with a budget"] == {"node": [0, 0, 1, 2, 2, 2, 2], "local": [0, 0, 1, 1, 1, 1, 1]}
-    assert found["from the host, with a budget"] == {"copy": [0, 0, 1, 2, 2, 2, 2], "local": [0, 0, 1, 1, 1, 1, 1]}
-    assert found["one unit"] == {"copy": [0, 0, 1, 1, 1, 1, 1], "local": [0, 0, 1, 1, 1, 1, 1]}
-    assert found["three units"] == {"node": [0, 0, 1, 2, 3, 3, 3], "local": [0, 0, 1, 2, 3, 3, 3]}
-    assert found["small units"] == {"copy": [0, 0, 1, 1, 2, 3, 1], "local": [0, 0, 1, 1, 2, 3, 1]}
+    assert _products_beside(widths, **options) == beside
 
 
 def _peaks(tape: Tape) -> tuple[int, int]:
@@ -122,53 +117,25 @@ def _peaks(tape: Tape) -> tuple[int, int]:
     return most, most_whole
 
 
-def _memory() -> list[Any]:
-    found = []
-    for widths in (EQUAL, SMALL, ODD):
-        for cache in ("none", "host", "device"):
-            shape = (2, 3) if widths is ODD else (2, 2)
-            policies = (Prefetch(units=1), None, Prefetch(budget_bytes=UNIT + UNIT // 2))
-            tapes = [_warm(*shape, widths, cache=cache, prefetch=policy) for policy in policies]
-            found.append([widths, cache, [_peaks(tape) for tape in tapes]])
-    return found
+@pytest.mark.parametrize("cache", ["none", "host", "device"])
+def test_with_a_budget_two_node_shards_come_on_top_of_what_one_unit_ahead_takes_and_by_default_none(cache: str) -> None:
+    policies = (Prefetch(units=1), None, _BUDGET)
+    one, default, budget = (_peaks(_warm(2, 2, EQUAL, cache=cache, prefetch=policy)) for policy in policies)
+    assert default == one
+    assert budget[1] == one[1], "no more memory is full of weights"
+    node_shards = 0 if cache == "device" else 2  # there node shards arrive where they stay
+    assert budget[0] == one[0] + node_shards * UNIT // 2
 
 
-def test_with_a_budget_two_node_shards_come_on_top_of_what_one_unit_ahead_takes_and_by_default_none() -> None:
-    for widths, cache, (one, default, budget) in launch(_memory, num_ranks=1, timeout_s=110, backend=None)[0]:
-        assert default == one, (widths, cache)
-        if widths != EQUAL:
-            continue
-        assert budget[1] == one[1], "no more memory is full of weights"
-        node_shards = 0 if cache == "device" else 2  # there node shards arrive where they stay
-        assert budget[0] == one[0] + node_shards * UNIT // 2, cache
-
-
-def _orders() -> list[int]:
-    """The number of transfers of each case, which are the same ones on all ranks."""
-    cases: list[dict[str, Any]] = [
-        {"cache": "none"},
-        {"cache": "host", "wire": "4bit"},
-        {"cache": "none", "prefetch": Prefetch(budget_bytes=2000)},
-    ]
-    found = []
-    for shape in ((3, 2), (2, 3)):
-        for options in cases:
-            by_rank = [
-                [
-                    (t.op, t.size, t.level, t.purpose, t.unit)
-                    for t in _transfers(_warm(*shape, ODD, rank=rank, **options))
-                ]
-                for rank in range(6)
-            ]
-            assert all(theirs == by_rank[0] for theirs in by_rank), (shape, options)
-            found.append(len(by_rank[0]))
-    return found
-
-
-def _transfers(tape: Tape) -> list[Any]:
-    steps = [entry for entry in tape.entries if isinstance(entry, Step) and entry.transfer is not None]
-    return list({id(step.transfer): step.transfer for step in steps}.values())
-
-
-def test_transfers_have_one_order_on_all_ranks() -> None:
-    assert min(launch(_orders, num_ranks=1, timeout_s=110, backend=None)[0]) > 4 * (len(ODD) + 1)
+@pytest.mark.parametrize(
+    "options",
+    [{"cache": "none"}, {"cache": "host", "wire": "4bit"}, {"cache": "none", "prefetch": Prefetch(budget_bytes=2000)}],
+)
+def test_transfers_have_one_order_on_all_ranks(options: dict[str, Any]) -> None:
+    by_rank = []
+    for rank in (0, 3, 5):
+        steps = [each for each in _warm(3, 2, ODD, rank=rank, **options).entries if isinstance(each, Step)]
+        transfers = {id(step.transfer): step.transfer for step in steps if step.transfer is not None}.values()
+        by_rank.append([(each.op, each.size, each.level, each.purpose, each.unit) for each in transfers])
+    assert all(theirs == by_rank[0] for theirs in by_rank)
+    assert len(by_rank[0]) > 4 * (len(ODD) + 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from laconic.rehearse import Tape, rehearsal
 from laconic.rehearse.rings import Places, Ring
 from laconic.rehearse.tape import Step
 from laconic.strategies.ring import RingReduceScatter
-from tests.support.launch import launch
 from tests.support.step_bytes import step_bytes
 
 SHAPES = [(2, 2), (3, 1), (1, 4), (2, 3), (4, 2)]
@@ -56,62 +54,55 @@ def _sent(tape: Tape) -> dict[str, float]:
     return dict(found)
 
 
-def _train(nodes: int, local: int, *, replicas: int) -> dict[str, float]:
-    """One step of FSDP2 or HSDP."""
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "local"),
+    [
+        ("fsdp2", 2, 2),
+        ("fsdp2", 3, 1),
+        ("fsdp2", 1, 4),
+        ("fsdp2", 2, 3),
+        ("hsdp", 2, 2),
+        ("hsdp", 2, 3),
+        ("hsdp", 4, 2),
+    ],
+)
+def test_steps_of_fsdp2_and_hsdp_send_what_the_formulas_say(strategy: str, nodes: int, local: int) -> None:
     with rehearsal(nodes=nodes, local=local) as machine:
         model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_BLOCKS))).to("cuda")
-        sizes = (replicas, nodes * local // replicas) if replicas > 1 else (nodes * local,)
+        sizes = (nodes, local) if strategy == "hsdp" else (nodes * local,)
         mesh = init_device_mesh("cuda", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
-        for block in model:
+        for block in (*model, model):
             fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
         with machine.recording() as tape:
             model(torch.randn(2, _WIDTH, device="cuda")).sum().backward()
-    return _sent(tape)
+    found = _sent(tape)
+    expected = step_bytes(strategy, nodes=nodes, local=local, weights_bytes=_NBYTES, gradients_bytes=_NBYTES)
+    assert {kind.split()[1] for kind in found} == {"weights", "gradients"}
+    for level, nbytes in (("node", expected.node), ("local", expected.local)):
+        assert local * sum(found.get(f"{level} {kind}", 0) for kind in ("weights", "gradients")) == pytest.approx(
+            nbytes
+        )
 
 
-def _sum_along_a_ring() -> tuple[dict[str, float], list[tuple[str, int]]]:
-    """The ring reduce-scatter of FSDP2's baseline on a CPU: its bytes, and its messages with their numbers."""
+def test_a_ring_of_messages_moves_one_pass() -> None:
+    """The ring reduce-scatter of FSDP2's baseline on a CPU."""
     with rehearsal(nodes=2, local=2) as machine, machine.recording() as tape:
         assert dist.group.WORLD is not None
-        whole = torch.ones(80)
-        RingReduceScatter()(torch.empty(20), whole, dist.group.WORLD, dist.ReduceOp.SUM)
-    steps = [each for each in tape.entries if isinstance(each, Step) and each.transfer is not None]
-    messages = dict.fromkeys((s.transfer.op, s.transfer.message[2]) for s in steps if s.transfer and s.transfer.message)
-    return _sent(tape), list(messages)
+        RingReduceScatter()(torch.empty(20), torch.ones(80), dist.group.WORLD, dist.ReduceOp.SUM)
+    assert _sent(tape) == {level: pytest.approx(0.5 * 0.75 * 320) for level in ("node control", "local control")}
+    transfers = [each.transfer for each in tape.entries if isinstance(each, Step) and each.transfer is not None]
+    messages = dict.fromkeys((each.op, each.message[2]) for each in transfers if each.message)
+    for op in ("send", "receive"):  # what is received has the number of what is sent
+        assert sorted(number for each, number in messages if each == op) == list(range(1, 13))
 
 
-def _gather_and_sum_on_gloo() -> tuple[dict[str, float], list[tuple[str, int]]]:
-    """Gloo's own collectives: their bytes, and the memory that they take."""
+def test_gloos_own_collectives_move_a_pass_each_and_sum_a_whole_copy() -> None:
     with rehearsal(nodes=2, local=2) as machine:
         whole, piece = torch.ones(80), torch.empty(20)
         with machine.recording() as tape:
             dist.all_gather_into_tensor(whole, piece)
             dist.reduce_scatter_tensor(piece, whole)
         taken = [(tape.timelines[tape.memories[n].timeline], tape.memories[n].nbytes) for n in sorted(tape.allocated)]
-    return _sent(tape), taken
-
-
-def _tapes() -> Any:
-    shapes = [(nodes, local) for nodes, local in SHAPES if nodes > 1 and local > 1]
-    steps = {("fsdp2", *shape): _train(*shape, replicas=1) for shape in SHAPES}
-    steps |= {("hsdp", *shape): _train(*shape, replicas=shape[0]) for shape in shapes}
-    return steps, _sum_along_a_ring(), _gather_and_sum_on_gloo()
-
-
-@pytest.mark.machine
-def test_the_tapes_of_torchs_collectives_have_their_bytes() -> None:
-    """Steps of FSDP2 and HSDP send what the formulas say. A ring of messages moves a pass. Gloo sums a whole copy."""
-    steps, (sent, messages), (on_gloo, taken) = launch(_tapes, num_ranks=1, timeout_s=60, backend=None)[0]
-    for (name, nodes, local), found in steps.items():
-        expected = step_bytes(name, nodes=nodes, local=local, weights_bytes=_NBYTES, gradients_bytes=_NBYTES)
-        assert {kind.split()[1] for kind in found} == {"weights", "gradients"}
-        for level, nbytes in (("node", expected.node), ("local", expected.local)):
-            both = found.get(f"{level} weights", 0) + found.get(f"{level} gradients", 0)
-            assert local * both == pytest.approx(nbytes), (name, nodes, local, level)
-    assert sent == {level: pytest.approx(0.5 * 0.75 * 320) for level in ("node control", "local control")}
-    for op in ("send", "receive"):  # what is received has the number of what is sent
-        assert sorted(number for each, number in messages if each == op) == list(range(1, 13))
-    assert sum(on_gloo.values()) == pytest.approx(3 * 0.75 * 320)
+    assert sum(_sent(tape).values()) == pytest.approx(3 * 0.75 * 320)
     assert [nbytes for name, nbytes in taken if name.startswith("Gloo")] == [320]
     assert [nbytes for name, nbytes in taken if name == "host"] == [320]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,15 +18,10 @@ from laconic.rehearse.tape import Free, Record, Step, Wait
 from laconic.shard.unit import unit_of
 from tests.rehearse.fsdp2 import FSDP2
 from tests.rehearse.programs import PROGRAMS
-from tests.support.launch import launch
-
-pytestmark = pytest.mark.machine
 
 _NAMES = [
-    "cache none", "cache host", "cache budget", "LoRA, cache host", "frozen, read by the host", "prefetch",
-    "accumulation, a block skipped", "recomputation", "mixed precision", "clipping", "evaluation", "late reduction",
-    "Muon", "AdamW8bit", "4 bits, cache device", "feedback", "checks", "replicas, 4 bits", "offload, cache host",
-    "offload, 8 bits", "Gloo, replicas", "LocalSteps", "FSDP2", "FSDP2, offload", "FSDP2, clipping", "HSDP, late sums",
+    "cache budget", "LoRA, cache host", "recomputation", "mixed precision", "clipping", "Muon", "feedback",
+    "replicas, 4 bits", "offload, cache host", "LocalSteps", "FSDP2, offload",
 ]  # fmt: skip
 _OF_VALUES = "an agreement of the ranks"
 """Messages as long as the digits of what they tell."""
@@ -52,21 +46,13 @@ def _course(machine: Machine) -> list[Any]:
     return found
 
 
-def _compare() -> dict[str, Any]:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of settings that are odd on purpose
-    programs: dict[str, Any] = {**PROGRAMS, **FSDP2}
-    found = {}
-    for name in _NAMES:
-        with_values, without = (_course(programs[name].record(has_values=each)) for each in (True, False))
-        differing = next((pair for pair in zip(with_values, without, strict=False) if pair[0] != pair[1]), None)
-        if with_values != without:
-            found[name] = [len(with_values), len(without), str(differing)]
-    return found
-
-
-def test_a_program_without_values_moves_waits_and_allocates_as_with_values() -> None:
-    assert launch(_compare, num_ranks=1, timeout_s=110, backend=None)[0] == {}
+@pytest.mark.parametrize("name", _NAMES)
+def test_a_program_without_values_moves_waits_and_allocates_as_with_values(name: str) -> None:
+    recorded: Any = {**PROGRAMS, **FSDP2}[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of settings that are odd on purpose
+        with_values, without = (_course(recorded.record(has_values=each)) for each in (True, False))
+    assert with_values == without
 
 
 def program() -> None:
@@ -76,19 +62,15 @@ def program() -> None:
     fully_shard(nn.Sequential(*layers), mesh=mesh)(torch.randn(4, 64, device="cuda")).sum().backward()
 
 
-def _print_overlap() -> int:
+def test_the_lines_of_the_page_on_races_run() -> None:
     # docs/races.md shows these lines
     tape = rehearse.run(program, nodes=64, local=8)  # `program` makes its mesh, model and steps as on the cluster
     for each in rehearse.overlap(tape):  # the compute that no event orders before or after each transfer
         print(each.transfer.level, each.transfer.purpose, len(each.compute))
-    return len(rehearse.overlap(tape))
+    assert len(rehearse.overlap(tape)) >= 2 * 2 * 3
 
 
-def test_the_lines_of_the_page_on_races_run() -> None:
-    assert launch(_print_overlap, num_ranks=1, timeout_s=110, backend=None)[0] >= 2 * 2 * 3
-
-
-def _at_size() -> list[Any]:
+def test_512_ranks_in_one_process_send_what_the_engine_counts() -> None:
     with rehearsal(nodes=64, local=8, rank=100) as machine:
         mesh = init_mesh("cuda", nodes=64, local=8)
         model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))).to("cuda")
@@ -107,18 +89,14 @@ def _at_size() -> list[Any]:
     for transfer in {id(e.transfer): e.transfer for e in tape.entries if isinstance(e, Step)}.values():
         if transfer is not None and transfer.purpose in ("weights", "gradients"):
             on_tape[f"{transfer.level} {transfer.purpose}"] += transfer.sent_bytes
-    return [dict(on_tape), {f"{k[0]} {k[1]}": v for k, v in counted.items() if k[2] == "sent" and k[1] != "control"}]
-
-
-def test_512_ranks_in_one_process_send_what_the_engine_counts() -> None:
-    on_tape, counted = launch(_at_size, num_ranks=1, timeout_s=110, backend=None)[0]
-    assert on_tape == counted
+    assert on_tape == {f"{k[0]} {k[1]}": v for k, v in counted.items() if k[2] == "sent" and k[1] != "control"}
     weight = 4 * 1024 * 1024 * 4
-    assert counted["node weights"] == weight // 512 * 63  # once a step: the cache holds them for backward
-    assert counted["local weights"] == 2 * weight // 8 * 7
+    assert on_tape["node weights"] == weight // 512 * 63  # once a step: the cache holds them for backward
+    assert on_tape["local weights"] == 2 * weight // 8 * 7
 
 
-def _sums_beside_compute(*, syncs: bool) -> list[int]:
+@pytest.mark.parametrize("syncs", [False, True], ids=["in a micro-batch that accumulates", "in one that syncs"])
+def test_compute_does_not_wait_for_the_sum_of_the_bucket_before(syncs: bool) -> None:
     def program() -> None:
         mesh = init_mesh("cuda", nodes=2, local=2)
         layers = [fully_shard(nn.Linear(64, 64).to("cuda"), mesh=mesh, cache="device") for _ in range(5)]
@@ -128,18 +106,13 @@ def _sums_beside_compute(*, syncs: bool) -> list[int]:
 
     sums = [each for each in rehearse.overlap(rehearse.run(program, nodes=2, local=2)) if "scatter" in each.transfer.op]
     assert {each.transfer.level for each in sums} == {"local", *(["node"] if syncs else [])}
-    return [len(each.compute) for each in sums if each.transfer.level == "local"]
-
-
-@pytest.mark.parametrize("syncs", [False, True], ids=["in a micro-batch that accumulates", "in one that syncs"])
-def test_compute_does_not_wait_for_the_sum_of_the_bucket_before(syncs: bool) -> None:
-    *before, last = launch(partial(_sums_beside_compute, syncs=syncs), num_ranks=1, timeout_s=110, backend=None)[0]
+    *before, last = [len(each.compute) for each in sums if each.transfer.level == "local"]
     assert len(before) == 4
     assert min(before) > 0, "each sum inside the node runs beside the backward of the next layer"
     assert last == 0, "nothing is left to compute beside the last"
 
 
-def _offload() -> dict[str, Any]:
+def test_offloaded_weights_rest_on_the_host_and_are_gathered_on_the_device() -> None:
     places: dict[str, Any] = {}
 
     def program() -> None:
@@ -152,15 +125,12 @@ def _offload() -> dict[str, Any]:
         places["gradient"] = layer.weight.grad.device.type
 
     rehearse.run(program, nodes=2, local=2)
-    return places
+    assert places == {"rests": "cpu", "is_page_locked": True, "computes": "cuda", "gradient": "cpu"}
 
 
-def test_offloaded_weights_rest_on_the_host_and_are_gathered_on_the_device() -> None:
-    found = launch(_offload, num_ranks=1, timeout_s=110, backend=None)[0]
-    assert found == {"rests": "cpu", "is_page_locked": True, "computes": "cuda", "gradient": "cpu"}
+def test_the_copy_of_a_root_stands_before_no_other() -> None:
+    """Compute waits for the copy of each layer before it frees the layer: [Note: Late copies] in shard/gather.py."""
 
-
-def _copies_to_the_cache() -> list[int]:
     def program() -> None:
         mesh = init_mesh("cuda", nodes=2, local=2)
         layers = [nn.Linear(64, 64, bias=False).to("cuda") for _ in range(3)]
@@ -170,16 +140,11 @@ def _copies_to_the_cache() -> list[int]:
         model(torch.randn(4, 64, device="cuda")).sum().backward()
 
     tape = rehearse.run(program, nodes=2, local=2)
-    return [
+    copied = [
         access.end - access.begin
         for entry in tape.entries
         if isinstance(entry, Step) and entry.place.startswith("shard/cache.py") and entry.name == "aten::copy_"
         for access in entry.accesses
         if access.is_write and not tape.memories[access.memory].is_device
     ]
-
-
-def test_the_copy_of_a_root_stands_before_no_other() -> None:
-    """Compute waits for the copy of each layer before it frees the layer: [Note: Late copies] in shard/gather.py."""
-    found = launch(_copies_to_the_cache, num_ranks=1, timeout_s=110, backend=None)[0]
-    assert found == [4 * 64 * 64 // 2] * 3 + [4 * 64 * 100 // 2]
+    assert copied == [4 * 64 * 64 // 2] * 3 + [4 * 64 * 100 // 2]
