@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import laconic
-from laconic.publish import Publisher, PublishError, Reader, ReaderGroup, together
+from laconic.publish import PublishError, Reader, ReaderGroup, together
 from laconic.publish.forms import CodedWeight
 from laconic.publish.source import VersionSource
 from laconic.publish.staging import StagedTensor
@@ -24,7 +24,6 @@ from tests.support.published import (
     Overtaken,
     Vanishing,
     assert_same,
-    edit,
     make,
     model_with,
     published,
@@ -110,21 +109,6 @@ def test_a_version_that_all_name(folder: Path) -> None:
         assert_same(snapshot(model), weights[6])
 
 
-@on_ranks(3)
-def test_versions_follow_each_other(tmp_path: Path) -> None:
-    """All three ranks train; the readers are on two of them."""
-    rank, trained, model = dist.get_rank(), make(), make(seed=1).bfloat16()
-    group, weights = readers(tmp_path), weights_of_versions(5)
-    publisher = Publisher(trained, tmp_path, base_every=3)
-    for version in range(1, 6):
-        edit(trained, version)
-        publisher.publish()
-        publisher.wait()
-        assert group.update(model if rank else None) == version
-        if rank:
-            assert_same(snapshot(model), weights[version])
-
-
 @on_ranks(4)
 def test_all_readers_or_none(folder: Path) -> None:
     """Of four ranks one has another model; then a file is damaged, and then it is gone."""
@@ -177,20 +161,19 @@ def test_versions_that_vanish_and_damaged_manifests(folder: Path) -> None:
         readers(folder).update(model)
 
 
-@on_ranks(2)
-def test_a_version_whose_base_goes_before_its_manifest_is_read(tmp_path_of_seven: Path) -> None:
-    weights = weights_of_versions(7)
-    model = model_with(weights[1])
-    assert readers(Overtaken(tmp_path_of_seven)).update(model if dist.get_rank() else None) == 7
-    if dist.get_rank():
-        assert_same(snapshot(model), weights[7])
-
-
 @pytest.fixture
-def tmp_path_of_seven(tmp_path: Path) -> Path:
+def seven(tmp_path: Path) -> Path:
     """Seven versions; the first and the seventh have all values."""
     published(tmp_path / "versions", num_versions=7, base_every=6)
     return tmp_path / "versions"
+
+
+@on_ranks(2)
+def test_a_version_whose_base_goes_before_its_manifest_is_read(seven: Path) -> None:
+    rank, weights = dist.get_rank(), weights_of_versions(7)
+    model = model_with(weights[1])
+    assert readers(Overtaken(seven)).update(model if rank else None) == 7
+    assert_same(snapshot(model), weights[7 if rank else 1])
 
 
 @pytest.mark.parametrize(("cls", "method", "num_done"), [(CodedWeight, "encode", 0), (StagedTensor, "apply", 1)])
@@ -226,13 +209,6 @@ def fail_after(num_done: int, patch: pytest.MonkeyPatch, cls: type, method: str)
         real(*args)
 
     patch.setattr(cls, method, call)
-
-
-@on_ranks(1)
-def test_one_rank_alone(folder: Path) -> None:
-    model, weights = model_with(weights_of_versions(6)[3]), weights_of_versions(6)
-    assert ReaderGroup(source=folder).update(model) == 6
-    assert_same(snapshot(model), weights[6])
 
 
 @on_ranks(2)

@@ -34,20 +34,17 @@ def problems(folder: Path) -> dict[int, str]:
     return {verdict.version: verdict.problem for verdict in verify(FolderSource(folder)) if verdict.problem}
 
 
-def test_intact_versions(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_intact_versions_a_damaged_one_and_those_after_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert list(verify(FolderSource(folder))) == [VersionVerdict(version, "", True) for version in range(1, 6)]
     assert publish_cli.main(["verify", str(folder)]) == 0
-    assert capsys.readouterr().out == "".join(f"weight_v00000{version}: intact\n" for version in range(1, 6))
-
-
-def test_a_damaged_version_and_those_after_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (path,) = (folder / version_name(2)).glob("patch-*")
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    capsys.readouterr()
     assert list(problems(folder)) == [2]
     assert publish_cli.main(["verify", str(folder)]) == 1
-    second, third, fourth = capsys.readouterr().out.splitlines()[1:4]
-    assert "weight_v000002: version 2" in second
+    first, second, third, fourth, _ = capsys.readouterr().out.splitlines()
+    assert first == "weight_v000001: intact"
     assert "does not have the contents that were written" in second
     assert third == "weight_v000003: files intact; the values that it changes are not here"
     assert fourth == "weight_v000004: intact"
