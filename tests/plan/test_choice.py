@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tomllib
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from laconic import cli
-from laconic.config import Config, ConfigError, ModelConfig, OptimizerConfig, SyncConfig, TrainConfig, load
-from laconic.plan import choose, estimate
+from laconic.config import Config, ConfigError, OptimizerConfig, SyncConfig, from_dict, load
+from laconic.plan import choose
 from laconic.plan.candidates import CANDIDATES, candidate_named
 from laconic.plan.choice import break_even
 from laconic.plan.cluster_spec import ClusterSpec
@@ -20,10 +20,6 @@ from laconic.plan.estimates import Estimate
 from laconic.plan.prediction import Predictor, Refusal
 from tests.plan.traces import cluster
 
-MODEL = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256, "tie_word_embeddings": False,
-}  # fmt: skip
 JOB = """
 [model.config]
 model_type = "llama"
@@ -60,32 +56,31 @@ float32 = "50 GFLOP/s"
 """
 
 
-def job(**sections: Any) -> Config:
-    config = Config(
-        model=ModelConfig(config=MODEL), train=TrainConfig(micro_batch_size=2, device="cpu"),
-        optimizer=OptimizerConfig(),
-    )  # fmt: skip
-    return dataclasses.replace(config, **sections)
+NAMES = ["none", "host", "4bit"]
+
+
+@pytest.fixture(autouse=True)
+def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predict in this process, without forks."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
 
 
 @pytest.fixture(scope="module")
 def predictor() -> Predictor:
     """The predictor of a small job, which has traced its model."""
-    config = job(data=dataclasses.replace(Config().data, sequence_length=32))
-    return Predictor(config, slow())
+    return Predictor(from_dict(Config, tomllib.loads(JOB)), slow())
 
 
 def slow(**figures: object) -> ClusterSpec:
     return cluster(2, 2, wire_bits_per_s=1e8, wire_latency_s=1e-4, local_latency_s=1e-5, **figures)
 
 
-@pytest.mark.machine
 def test_the_fastest_exact_strategy_is_taken(predictor: Predictor) -> None:
-    choice = choose(predictor)
+    choice = choose(predictor, names=NAMES)
     assert choice.recommended is not None
     exact = [entry.estimate for entry in choice.entries if not entry.estimate.inexact]
     assert choice.recommended.seconds <= 1.05 * min(each.seconds for each in exact if each.fits)
-    assert choice.recommended.strategy in ("host", "device", "rank", "budget", "hsdp")
+    assert choice.recommended.strategy == "host"
     order = [entry.estimate.seconds_per_token for entry in choice.entries if entry.estimate.fits]
     assert order == sorted(order)
     for entry in choice.entries:
@@ -97,17 +92,15 @@ def test_the_fastest_exact_strategy_is_taken(predictor: Predictor) -> None:
     assert "inexact" in by_name["4bit"].reason
 
 
-@pytest.mark.machine
 def test_inexact_strategies_win_where_they_are_asked_for(predictor: Predictor) -> None:
-    allowed = choose(predictor, allow=["4bit"])
+    allowed = choose(predictor, names=NAMES, allow=["4bit"])
     assert allowed.recommended is not None
     assert allowed.recommended.strategy == "4bit"
     assert allowed.job is not None
     assert allowed.job.shard.policy.wire.word == "4bit"
     islands = dataclasses.replace(predictor.config, sync=SyncConfig.of_keys({"mode": "local", "every": 50}))
-    asked = Predictor(islands, predictor.cluster)
-    asked._traces = predictor._traces
-    own = choose(asked)
+    asked = predictor.with_job(islands, same_model=True)
+    own = choose(asked, names=["host", "local-steps"])
     assert own.recommended is not None
     assert own.recommended.strategy == "local-steps"
     assert own.job is not None
@@ -117,20 +110,18 @@ def test_inexact_strategies_win_where_they_are_asked_for(predictor: Predictor) -
     assert not named.job.sync.is_local
 
 
-@pytest.mark.machine
-def test_nothing_fits_and_the_remedy_says_what_would() -> None:
-    base = job(data=dataclasses.replace(Config().data, sequence_length=512))
-    config = dataclasses.replace(base, train=TrainConfig(micro_batch_size=64, device="cpu"))
-    tight = dataclasses.replace(slow(), device_memory_bytes=1_000_000_000)
-    choice = choose(Predictor(config, tight), names=["host", "none"])
+def test_nothing_fits_and_the_remedy_says_what_would(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = dataclasses.replace(predictor.config.train, micro_batch_size=3)
+    config = dataclasses.replace(predictor.config, train=train)
+    tight = dataclasses.replace(slow(), device_memory_bytes=621_107_000)
+    choice = choose(Predictor(config, tight), names=["host"])
     assert choice.recommended is None
     assert choice.job is None
-    assert "nothing fits" in choice.remedy
-    assert "needs" in choice.remedy
-    assert "would fit" in choice.remedy
+    for words in ("nothing fits", "needs", "with model.activation_checkpointing = true, laconic host would fit"):
+        assert words in choice.remedy
     assert all("does not fit" in entry.reason for entry in choice.entries)
-    hopeless = dataclasses.replace(slow(), device_memory_bytes=1_000_000)
-    assert "no single change" in choose(Predictor(job(), hopeless), names=["host"]).remedy
+    monkeypatch.setattr("laconic.plan.choice._changes", lambda predictor: [])
+    assert "no single change" in choose(Predictor(config, tight), names=["host"]).remedy
 
 
 def test_the_break_even_rate_is_where_two_strategies_take_equally_long(predictor: Predictor) -> None:
@@ -163,15 +154,6 @@ def test_ranks_that_are_not_alike_are_refused_by_name(predictor: Predictor) -> N
     assert message in found.reason
 
 
-def test_estimate_in_code(predictor: Predictor) -> None:
-    found = estimate(predictor.config, predictor.cluster, "host")
-    assert isinstance(found, Estimate)
-    assert found.wire_bytes > 0
-    assert found.host_bytes > 0
-    assert found.fits
-    assert found.peak_bytes >= found.resting_bytes
-
-
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[str, str]:
     """A job and a cluster file."""
@@ -180,12 +162,11 @@ def files(tmp_path: Path) -> tuple[str, str]:
     return str(tmp_path / "job.toml"), str(tmp_path / "cluster.toml")
 
 
-@pytest.mark.machine
 def test_the_command_ranks_writes_and_draws(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     best, picture = tmp_path / "best.toml", tmp_path / "step.svg"
-    arguments = ["--strategies", "none,host,device,4bit", "--out", str(best), "--timeline", str(picture)]
+    arguments = ["--strategies", "none,host", "--out", str(best), "--timeline", str(picture)]
     assert cli.main(["plan", files[0], "--cluster", files[1], *arguments]) == 0
     printed = capsys.readouterr().out
     assert "take laconic host" in printed
@@ -194,10 +175,10 @@ def test_the_command_ranks_writes_and_draws(
     assert load(best).shard.policy.cache.where == "host"
     text = picture.read_text()
     ElementTree.fromstring(text)
-    assert cli.main(["plan", files[0], "--cluster", files[1], "--strategies", "none,host", "--json"]) == 0
+    assert cli.main(["plan", files[0], "--cluster", files[1], "--strategies", "host", "--json"]) == 0
     table = json.loads(capsys.readouterr().out)
     assert table["recommended"] == "host"
-    assert {each["strategy"] for each in table["strategies"]} == {"none", "host"}
+    assert [each["strategy"] for each in table["strategies"]] == ["host"]
     assert table["strategies"][0]["rank_bytes"]["node/weights"] > 0
 
 
@@ -221,7 +202,6 @@ def test_a_mistake_is_one_line(
 
 
 def test_a_wrong_file_is_named(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "absent.toml", "--cluster", files[1]]) == 2
-    assert "absent.toml" in capsys.readouterr().err
-    assert cli.main(["plan", files[0], "--cluster", "absent.toml"]) == 2
-    assert "absent.toml" in capsys.readouterr().err
+    for names in (("absent.toml", files[1]), (files[0], "absent.toml")):
+        assert cli.main(["plan", names[0], "--cluster", names[1]]) == 2
+        assert "absent.toml" in capsys.readouterr().err

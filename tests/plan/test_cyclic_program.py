@@ -45,9 +45,7 @@ def run(ranks: int, rule: Any = "lag2", states: Any = "replicated", seconds: flo
     return program(ranks, rule, states, machine=machine, seconds=seconds).read(machine)
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-@pytest.mark.parametrize("rule", ["v2", "lag2", "v1"])
+@pytest.mark.parametrize(("ranks", "rule"), [(2, "v1"), (3, "lag2"), (4, "v2")])
 def test_bytes_of_replicated_states(ranks: int, rule: str) -> None:
     """A stage's weights pass N - 1 times, its gradient N - 1 times, and once more if its owner is not the last."""
     reading = run(ranks, rule)
@@ -72,9 +70,7 @@ def test_clipping_sends_the_norm_to_all(rule: str) -> None:
     assert reading.sent_bytes["node", "control"] * 3 == pytest.approx(2 * 8 + 2 * 8)
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("workers", [2, 3, 4, 5])
-@pytest.mark.parametrize("rule", ["v2", "lag2"])
+@pytest.mark.parametrize(("workers", "rule"), [(2, "v2"), (3, "lag2")])
 def test_bytes_of_shared_states(workers: int, rule: str) -> None:
     """N - j devices hold stage j. All activations cross, and all gradients but those of a stage with one device."""
     reading = run(workers, rule, "shared")

@@ -19,8 +19,6 @@ from laconic.plan.program import work_of
 from laconic.rehearse import Machine
 from tests.plan.traces import cluster
 
-pytestmark = pytest.mark.heavy
-
 ROWS, TOKENS = 3, 37
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 301,
@@ -56,11 +54,15 @@ def job(table: dict[str, Any], **sections: Any) -> Config:
     )
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize(
-    "config",
-    [*(job(table) for table in MODELS.values()), job(LLAMA, lora={"enabled": True, "targets": ["q_proj"]})],
-    ids=[*MODELS, "adapters"],
+    ("config", "num_stages"),
+    [
+        pytest.param(job(MODELS["mixtral"]), 2, id="mixtral"),
+        pytest.param(job(MODELS["windows of some layers"]), 3, id="windows of some layers"),
+        pytest.param(job(MODELS["gpt2"]), 3, id="gpt2"),
+        pytest.param(job(MODELS["llama"], lora={"enabled": True, "targets": ["q_proj"]}), 2, id="adapters"),
+        pytest.param(job(MODELS["a head named embed_out"]), 2, id="a head named embed_out"),
+    ],
 )
 def test_planned_stages_are_those_of_the_cut(config: Config, num_stages: int) -> None:
     planned = cut_trace(Simulator(cluster()), work_of(config, device_type="cpu"), num_stages)

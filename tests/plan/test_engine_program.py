@@ -17,7 +17,6 @@ from laconic.rehearse.kernels import PASSES_OF_LOOPS
 from tests.plan.traces import cluster, spec, trace, work
 from tests.support.step_bytes import step_bytes
 
-SHAPES = [(2, 2), (3, 1), (2, 3), (1, 4), (5, 1)]
 WIDTH = 480  # rows that all of these numbers of ranks divide
 
 
@@ -25,19 +24,32 @@ def layers(count: int = 3, **keys: Any) -> list[list[ParameterSpec]]:
     return [[spec("weight", WIDTH, WIDTH, **keys)] for _ in range(count)]
 
 
-def islands_of(**keys: Any) -> SyncConfig:
-    return SyncConfig.of_keys({"mode": "local", **keys})
+def read(
+    model: ModelTrace, config: Config, shape: Shape, *, device: str = "cpu", **figures: object
+) -> tuple[Reading, Simulator, Any]:
+    """The reading of a job's step, the machine after it, and the program."""
+    machine = Simulator(cluster(shape.nodes * shape.islands, shape.local, **figures), device_type=device)
+    kind = LocalStepsProgram if config.sync.is_local else RehearsedStep
+    program = kind(machine, work(model, config, device), shape)
+    return program.read(machine), machine, program
 
 
 def run(
     model: ModelTrace, nodes: int, local: int, *, device: str = "cpu", micro_batches: int = 1, cache: Any = "host",
-    budget: int = 0, wire: str | None = None, dtype: str | None = None, **figures: object,
+    budget: int = 0, wire: str | None = None, dtype: str | None = None, optimizer: str = "adamw", **figures: object,
 ) -> tuple[Reading, Simulator]:  # fmt: skip
     shard = ShardConfig.of_keys({"cache": cache, "device_budget_bytes": budget, "wire": wire, "param_dtype": dtype})
-    config = Config(shard=shard, train=TrainConfig(accumulation=micro_batches))
-    machine = Simulator(cluster(nodes, local, **figures), device_type=device)
-    program = RehearsedStep(machine, work(model, config, device), Shape(nodes=nodes, local=local))
-    return program.read(machine), machine
+    optimization = OptimizerConfig(name=optimizer)  # type: ignore[arg-type]
+    config = Config(shard=shard, train=TrainConfig(accumulation=micro_batches), optimizer=optimization)
+    return read(model, config, Shape(nodes=nodes, local=local), device=device, **figures)[:2]
+
+
+def with_islands(model: ModelTrace, local: int, **keys: Any) -> tuple[Reading, LocalStepsProgram]:
+    """Islands of one node without a cache."""
+    sync = SyncConfig.of_keys({"mode": "local", **keys})
+    config = Config(sync=sync, shard=ShardConfig.of_keys({"cache": "none"}))
+    reading, _, program = read(model, config, Shape(nodes=1, local=local, islands=keys["islands"]))
+    return reading, program
 
 
 def moved(reading: Reading, level: str, local: int) -> float:
@@ -46,23 +58,22 @@ def moved(reading: Reading, level: str, local: int) -> float:
     )
 
 
-@pytest.mark.parametrize(("nodes", "local"), SHAPES)
-@pytest.mark.parametrize("strategy", ["none", "host", "device"])
-def test_bytes_are_those_of_the_closed_formulas(strategy: str, nodes: int, local: int) -> None:
-    reading, _ = run(trace(layers()), nodes, local, cache=strategy)
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "local", "exactness"),
+    [
+        ("none", 2, 2, 1e-9), ("none", 5, 1, 1e-9), ("host", 2, 2, 1e-9), ("host", 3, 1, 1e-9), ("host", 1, 4, 1e-9),
+        ("device", 2, 3, 1e-9),
+        # The formula counts all parameters as coded, and these have no vector; last blocks of a shard may be short.
+        ("8bit", 2, 2, 1e-3), ("4bit", 2, 2, 1e-3),
+    ],
+)  # fmt: skip
+def test_bytes_are_those_of_the_closed_formulas(strategy: str, nodes: int, local: int, exactness: float) -> None:
+    keys = {"wire": strategy} if "bit" in strategy else {"cache": strategy}
+    reading, _ = run(trace(layers()), nodes, local, **keys)  # type: ignore[arg-type]
     weights = 3 * WIDTH * WIDTH * 4
     formula = step_bytes(strategy, nodes=nodes, local=local, weights_bytes=weights, gradients_bytes=weights)
-    assert moved(reading, "node", local) == pytest.approx(formula.node, rel=1e-9)
-    assert moved(reading, "local", local) == pytest.approx(formula.local, rel=1e-9)
-
-
-@pytest.mark.parametrize("strategy", ["8bit", "4bit"])
-def test_coded_bytes_are_those_of_the_closed_formulas(strategy: str) -> None:
-    """The formula counts all parameters as coded, and these have no vector; last blocks of a shard may be short."""
-    reading, _ = run(trace(layers()), 2, 2, wire=strategy)
-    weights = 3 * WIDTH * WIDTH * 4
-    formula = step_bytes(strategy, nodes=2, local=2, weights_bytes=weights, gradients_bytes=weights)
-    assert moved(reading, "node", 2) == pytest.approx(formula.node, rel=1e-3)
+    assert moved(reading, "node", local) == pytest.approx(formula.node, rel=exactness)
+    assert moved(reading, "local", local) == pytest.approx(formula.local, rel=exactness)
 
 
 def test_frozen_weights_cross_once_in_a_run() -> None:
@@ -77,25 +88,24 @@ def test_frozen_weights_cross_once_in_a_run() -> None:
 
 def test_micro_batches_cross_once_with_a_cache() -> None:
     weights = 3 * WIDTH * WIDTH * 4
-    host, _ = run(trace(layers()), 2, 1, micro_batches=4)
-    none, _ = run(trace(layers()), 2, 1, micro_batches=4, cache="none")
+    host, _ = run(trace(layers()), 2, 1, micro_batches=3)
+    none, _ = run(trace(layers()), 2, 1, micro_batches=3, cache="none")
     assert moved(host, "node", 1) == 2 * weights / 2
-    assert moved(none, "node", 1) == (2 * 4 + 1) * weights / 2
+    assert moved(none, "node", 1) == (2 * 3 + 1) * weights / 2
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_memory_orders_the_caches(device: str) -> None:
     """A device cache holds the weights of a node's share more. A budget holds as much of them as it says."""
     node_shard = WIDTH * WIDTH * 4
-    model = trace(layers(8), saved_bytes=1000)
+    model = trace(layers(4), saved_bytes=1000)
     found = {}
-    for name, budget in (("none", 0), ("host", 0), ("device", 0), ("host", 3 * node_shard)):
+    for name, budget in (("none", 0), ("host", 0), ("device", 0), ("host", 2 * node_shard)):
         reading, machine = run(model, 2, 1, cache=name, budget=budget, device=device)
         found[name, budget] = reading.peak_bytes, machine.host_bytes
-    assert found["host", 0][0] <= found["none", 0][0] < found["host", 3 * node_shard][0] < found["device", 0][0]
-    assert [host for _, host in found.values()] == [0, 8 * node_shard, 0, 5 * node_shard]
-    for _, machine in (run(model, 2, 1, device=device),):
         assert machine.held["activations"] == machine.held["transfers"] == machine.held["gradients"] == 0
+    assert found["host", 0][0] <= found["none", 0][0] < found["host", 2 * node_shard][0] < found["device", 0][0]
+    assert [host for _, host in found.values()] == [0, 4 * node_shard, 0, 2 * node_shard]
 
 
 def test_mixed_precision_halves_the_crossings_and_not_the_states() -> None:
@@ -115,14 +125,14 @@ def test_seconds_of_a_step_that_waits_for_the_wire_alone() -> None:
 def test_compute_hides_the_wire_where_it_can() -> None:
     """Each layer computes ten times as long as it crosses. Then only the first gather and the last reduction show."""
     one = WIDTH * WIDTH * 4 / 2 / 1e7
-    model = trace(layers(6), forward_s=10 * one, backward_s=20 * one)
+    model = trace(layers(4), forward_s=10 * one, backward_s=20 * one)
     reading, _ = run(model, 2, 1, device_memory_bytes_per_s=1e15)
-    assert reading.seconds == pytest.approx((6 * 30 + 2) * one, rel=1e-3)
+    assert reading.seconds == pytest.approx((4 * 30 + 2) * one, rel=1e-3)
 
 
 def test_a_device_waits_for_copies_to_a_slow_host() -> None:
     one = WIDTH * WIDTH * 4 / 2 / 1e7
-    model = trace(layers(6), forward_s=one, backward_s=one)
+    model = trace(layers(4), forward_s=one, backward_s=one)
     fast, _ = run(model, 2, 1, device="cuda", host_to_device_bytes_per_s=1e12, device_to_host_bytes_per_s=1e12)
     slow, _ = run(model, 2, 1, device="cuda", host_to_device_bytes_per_s=1e6, device_to_host_bytes_per_s=1e6)
     cached, _ = run(model, 2, 1, device="cuda", cache="device")
@@ -143,43 +153,38 @@ def test_lossless_coding_takes_time_and_no_memory_that_stays(device: str) -> Non
 
 
 def test_islands_share_bytes_out_over_their_interval() -> None:
-    model, shape = trace(layers()), Shape(nodes=1, local=2, islands=3)
     numel = 3 * WIDTH * WIDTH // 2
     for every, fragments, codec, nbytes in ((10, 1, "fp32", 4 * numel), (12, 3, "bf16", 2 * numel)):
-        sync = islands_of(islands=3, every=every, fragments=fragments, codec=codec)
-        config = Config(sync=sync, shard=ShardConfig.of_keys({"cache": "none"}))
-        machine = Simulator(cluster(3, 2), device_type="cpu")
-        program = LocalStepsProgram(machine, work(model, config), shape)
-        reading = program.read(machine)
+        reading, program = with_islands(trace(layers()), 2, islands=3, every=every, fragments=fragments, codec=codec)
         assert reading.sent_bytes["island", "outer"] == pytest.approx(2 * 2 / 3 * nbytes / every, rel=1e-6)
         assert ("node", "weights") not in reading.sent_bytes
         assert program.inexact
 
 
 def test_overlap_hides_an_exchange() -> None:
-    model, shape = trace(layers(), forward_s=0.1, backward_s=0.1), Shape(nodes=1, local=1, islands=2)
-    seconds = []
-    for overlap in (0, 1, 4):
-        sync = islands_of(islands=2, every=5, codec="fp32", overlap=overlap)
-        config = Config(sync=sync, shard=ShardConfig.of_keys({"cache": "none"}))
-        machine = Simulator(cluster(2, 1), device_type="cpu")
-        seconds.append(LocalStepsProgram(machine, work(model, config), shape).read(machine).seconds)
+    model = trace(layers(), forward_s=0.1, backward_s=0.1)
+    keys = {"islands": 2, "every": 5, "codec": "fp32"}
+    seconds = [with_islands(model, 1, **keys, overlap=overlap)[0].seconds for overlap in (0, 1, 4)]
     assert seconds[0] > seconds[1] >= seconds[2]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
-    "keys", [{"cache": "none"}, {"cache": "host"}, {"cache": "host", "budget": 9}, {"wire": "4bit"},
-             {"wire": "lossless", "dtype": "bfloat16"}],
-)  # fmt: skip
-def test_a_few_layers_stand_for_all(device: str, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    ("device", "count", "micro_batches", "keys"),
+    [
+        ("cpu", 6, 4, {"cache": "none"}),
+        ("cuda", 6, 1, {"wire": "4bit"}),
+        ("cuda", 10, 1, {"budget": 5 * WIDTH * WIDTH * 4 // 2}),  # five layers' node shards
+    ],
+)
+def test_a_few_layers_stand_for_all(
+    device: str, count: int, micro_batches: int, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """[Note: A few layers for all] in plan/rehearsed.py, against a rehearsal of all layers and micro-batches."""
-    model = trace(layers(16), forward_s=0.02, backward_s=0.05, saved_bytes=10**6)
-    keys = {**keys, "budget": keys.get("budget", 0) * 2 * WIDTH * WIDTH}
-    few, small = run(model, 2, 2, device=device, micro_batches=6, **keys)
-    monkeypatch.setattr("laconic.plan.rehearsed._KEPT", 16)
-    monkeypatch.setattr("laconic.plan.rehearsed._MICRO_BATCHES", 16)
-    whole, machine = run(model, 2, 2, device=device, micro_batches=6, **keys)
+    model = trace(layers(count), forward_s=0.02, backward_s=0.05, saved_bytes=10**6)
+    few, small = run(model, 2, 2, device=device, micro_batches=micro_batches, **keys)
+    monkeypatch.setattr("laconic.plan.rehearsed._KEPT", count)
+    monkeypatch.setattr("laconic.plan.rehearsed._MICRO_BATCHES", 4)
+    whole, machine = run(model, 2, 2, device=device, micro_batches=micro_batches, **keys)
     assert few.sent_bytes == pytest.approx(whole.sent_bytes)
     assert few.peak == pytest.approx(whole.peak)
     assert few.seconds == pytest.approx(whole.seconds, rel=1e-3)
@@ -188,26 +193,19 @@ def test_a_few_layers_stand_for_all(device: str, keys: dict[str, Any], monkeypat
 
 
 def test_owners_own_what_they_own_of_all_layers() -> None:
-    """How many matrices a rank owns does not follow from those of a few layers: 17 on 4 ranks are 5 on the first."""
-    held = []
-    for count in (16, 17, 20):  # of equal matrices: the first of four ranks owns 4, 5 and 5
-        config = Config(optimizer=OptimizerConfig(name="shampoo"), shard=ShardConfig.of_keys({"cache": "none"}))
-        machine = Simulator(cluster(2, 2), device_type="cpu")
-        program = RehearsedStep(machine, work(trace(layers(count)), config), Shape(nodes=2, local=2))
-        program.read(machine)
-        assert len(program.rehearsal.matrices) == count
-        held.append(machine.held["optimizer"] / (WIDTH * WIDTH * 4))
-    assert held == [6 * owned for owned in (4, 5, 5)]  # two factors, their two roots, and Adam's two moments
+    """How many matrices a rank owns does not follow from those of a few layers: 9 on 4 ranks are 3 on the first."""
+    for count, owned in ((8, 2), (9, 3)):
+        _, machine = run(trace(layers(count)), 2, 2, cache="none", optimizer="shampoo")
+        # two factors, their two roots, and Adam's two moments
+        assert machine.held["optimizer"] == 6 * owned * WIDTH * WIDTH * 4
 
 
 def test_products_of_the_optimizer_take_their_time() -> None:
     """Muon on one rank: the FLOPs of Newton-Schulz at the rate of bfloat16."""
-    config = Config(optimizer=OptimizerConfig(name="muon", ns_steps=5), shard=ShardConfig.of_keys({"cache": "none"}))
     seconds = []
     for rate in (1e6, 2e6):
-        slow = cluster(1, 1, device_flops_per_s={"float32": 1e10, "bfloat16": rate})
-        machine = Simulator(slow, device_type="cpu")
-        program = RehearsedStep(machine, work(trace(layers(3)), config), Shape(nodes=1, local=1))
-        seconds.append(program.read(machine).seconds)
-    flops = 3 * 2 * cost_of(WIDTH, WIDTH, 5)
+        rates = {"float32": 1e10, "bfloat16": rate}
+        reading, _ = run(trace(layers()), 1, 1, cache="none", optimizer="muon", device_flops_per_s=rates)
+        seconds.append(reading.seconds)
+    flops = 3 * 2 * cost_of(WIDTH, WIDTH, OptimizerConfig().ns_steps)
     assert seconds[0] - seconds[1] == pytest.approx(flops / 1e6 - flops / 2e6)
