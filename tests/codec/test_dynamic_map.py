@@ -27,44 +27,30 @@ def test_the_map_is_the_published_one(signed: bool) -> None:
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_every_number_goes_to_a_code_beside_it(signed: bool) -> None:
-    """Numbers of the map keep their code. Values beside them, near zero and of all sizes get the reference's code."""
+def test_every_number_goes_to_the_references_code_beside_it(signed: bool) -> None:
+    """Numbers of the map and those beside them, values of all sizes, and both ends of runs that share upper 16 bits."""
     code = dynamic_map(CPU, signed=signed)
-    near = torch.cat([code.values, torch.tensor([1e-45, 1e-38, 0.0])])
-    near = torch.cat([near, near.nextafter(torch.tensor(2.0)), near.nextafter(torch.tensor(-2.0))])
-    exponents = torch.rand(2**12, generator=torch.Generator().manual_seed(0)) * 8
-    wide = torch.cat([near, 10**-exponents]).clamp(max=1)
-    values = torch.cat([wide, -wide]).clamp(min=float(code.values.min())) if signed else wide.abs()
-    codes = code.encode(values, torch.arange(len(values), dtype=torch.int32))
-    assert torch.equal(
-        code.encode(code.values, torch.zeros((), dtype=torch.int32)), torch.arange(256, dtype=torch.uint8)
-    )
-    with_one = torch.cat([values, torch.ones(1)])  # so that the reference's scale is 1
-    assert torch.equal(codes, reference.encode(with_one, signed, step=0, width=len(with_one))[0][:-1])
-    below = torch.bucketize(values, code.values[1:]).clamp(max=254)
-    assert ((codes == below) | (codes == below + 1)).all()
-    if not signed:
-        assert ((codes == 0) == (values == 0)).all()
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_both_tables_find_the_code_below_every_value(signed: bool) -> None:
-    """At both ends of all runs of values that share their upper 16 bits: the reference's code, and the kernel's."""
-    code = dynamic_map(CPU, signed=signed)
-    upper = torch.arange(code.HIGHEST, dtype=torch.int32) << 16
+    near = torch.cat([code.values.abs(), torch.tensor([1e-45, 1e-38, 0.0])])
+    near = torch.cat([near, near.nextafter(torch.tensor(2.0)), near.nextafter(torch.tensor(-2.0)).abs()])
+    upper = torch.arange(0, code.HIGHEST, 1 + signed, dtype=torch.int32) << 16
     at_lowest = (code.LOWEST << 16) + torch.arange(0, 2**16, 2**8, dtype=torch.int32)
-    sizes = torch.cat([upper, upper | 0xFFFF, at_lowest]).view(torch.float32)
-    values = torch.cat([sizes, -sizes]) if signed else sizes
-    values = values.clamp(min=float(code.values.min()))
+    runs = torch.cat([upper, upper | 0xFFFF, at_lowest]).view(torch.float32)
+    sizes = torch.cat([near, 10 ** (-8 * torch.rand(2**12, generator=torch.Generator().manual_seed(0))), runs])
+    values = (torch.cat([sizes, -sizes]) if signed else sizes).clamp(float(code.values.min()), 1)
     codes = code.encode(values, torch.arange(len(values), dtype=torch.int32))
     with_one = torch.cat([values, torch.ones(1)])  # so that the reference's scale is 1
     assert torch.equal(codes, reference.encode(with_one, signed, step=0, width=len(with_one))[0][:-1])
+    below = torch.bucketize(values, code.values[1:]).clamp(max=254).int()
+    assert ((codes == below) | (codes == below + 1)).all()
+    assert signed or ((codes == 0) == (values == 0)).all()
+    own = code.encode(code.values, torch.zeros((), dtype=torch.int32))
+    assert torch.equal(own, torch.arange(256, dtype=torch.uint8)), "numbers of the map keep their code"
     bits = values.view(torch.int32)
     place = ((bits >> 16) & 0x7FFF).clamp(code.LOWEST, code.HIGHEST) - code.LOWEST
     place += (bits < 0) * (code.HIGHEST - code.LOWEST + 1) if signed else 0
-    below = code.near[place].int()
-    below += (code.values[below + 1] < values) & (below < 254)
-    assert torch.equal(below, torch.bucketize(values, code.values[1:]).clamp(max=254).int())
+    by_kernel = code.near[place].int()
+    by_kernel += (code.values[by_kernel + 1] < values) & (by_kernel < 254)
+    assert torch.equal(by_kernel, below), "the kernel's table, too"
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -80,15 +66,6 @@ def test_rounding_keeps_means_so_that_small_moments_decay(signed: bool) -> None:
     assert values[0, 1:].mean() == pytest.approx(float(start) * 0.99**50, rel=0.01)
 
 
-@pytest.mark.parametrize("signed", [True, False])
-def test_values_that_are_not_finite_give_valid_codes(signed: bool) -> None:
-    """The scale is then not finite, so the whole block decodes to NaN or infinity, as AdamW's moments would."""
-    values = torch.tensor([0.5, float("nan"), float("inf"), 1.0])
-    code = dynamic_map(CPU, signed=signed)
-    coded, scales = quantize(values.view(1, 1, 1, 4).clone(), code, step=1)
-    assert not dequantize(coded, scales, code).isfinite().any()
-
-
 def test_decoding_is_within_the_maps_resolution() -> None:
     """A block of normal numbers decodes within 3 % in norm; zeros and the largest positive number decode exactly."""
     values = torch.randn(1, 32, 4, 32, generator=torch.Generator().manual_seed(0))
@@ -99,9 +76,11 @@ def test_decoding_is_within_the_maps_resolution() -> None:
         assert (decoded - exact).norm() < 0.03 * exact.norm()
         assert decoded[0, 0, 0, 0] == exact[0, 0, 0, 0]
         assert decoded[0, 1, 0, 0] == 0
+        bad = torch.tensor([0.5, float("nan"), float("inf"), 1.0]).view(1, 1, 1, 4)
+        assert not dequantize(*quantize(bad, code, step=1), code).isfinite().any(), "as AdamW's moments would"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20)
 @given(
     shape=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple),
     tile=st.sampled_from([None, 1, 2, 4]),
@@ -142,7 +121,7 @@ def test_temporaries_are_bounded() -> None:
     assert sum(piece.shape[0] * piece.shape[2] for piece in panels) == scales.numel()
 
 
-@pytest.mark.parametrize("wrong", [{"tile": 0}, {"flat": 0}])
-def test_blocks_without_elements_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="must be at least 1"):
-        Tiling(**wrong)
+def test_blocks_without_elements_are_refused() -> None:
+    for wrong in ({"tile": 0}, {"flat": 0}):
+        with pytest.raises(ValueError, match="must be at least 1"):
+            Tiling(**wrong)

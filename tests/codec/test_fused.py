@@ -16,15 +16,14 @@ from laconic.codec.rotation import rotated_numel
 BLOCKED = [name for name, codec in CODECS.items() if isinstance(codec, BlockCodec)]
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("name", BLOCKED)
+@pytest.mark.parametrize("name", BLOCKED[::4])
 def test_a_graph_of_all_sizes_has_the_bits_of_the_chain(name: str) -> None:
     codec = CODECS[name]
     assert isinstance(codec, BlockCodec)
     quantize, dequantize = (Fused(each, backend="aot_eager") for each in (codec._quantize, codec._dequantize))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # a graph that breaks would warn
-        for num_blocks in (5, 37, 64):
+        for num_blocks in (5, 37):
             blocks = torch.randn(num_blocks, codec.block)
             codes, steps = codec._quantize(blocks, blocks.numel())
             got_codes, got_steps = quantize(blocks, blocks.numel())
@@ -35,6 +34,8 @@ def test_a_graph_of_all_sizes_has_the_bits_of_the_chain(name: str) -> None:
 
 
 def test_without_a_compiler_the_chain_runs_and_says_so() -> None:
+    assert fused(torch.neg, torch.device("cpu")) is torch.neg, "a CPU compiles nothing"
+
     def twice(values: Tensor) -> Tensor:
         if values.sum() > 0:  # no graph can hold this
             return 2 * values
@@ -46,10 +47,6 @@ def test_without_a_compiler_the_chain_runs_and_says_so() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(function(torch.ones(3)), torch.full((3,), 2.0))
-
-
-def test_a_cpu_compiles_nothing() -> None:
-    assert fused(torch.neg, torch.device("cpu")) is torch.neg
 
 
 @pytest.mark.cuda

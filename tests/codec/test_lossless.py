@@ -31,7 +31,6 @@ from laconic.codec.payload import HOST_PIECE_NUMEL
 from tests.reference import lossless as naive
 from tests.support.patterns import DTYPES, WILD, bits_of, form_of, random_patterns, trained
 
-SIZES = [1, 2, 31, 511, 513, TILE, TILE + 3, TILE + 1030]
 WAYS = ("loops", "plain")
 """How a CPU codes: in loops of numba, or in plain torch, as all other devices do without kernels of their own."""
 
@@ -73,90 +72,71 @@ def check(name: str, held: Tensor, new: Tensor, last: Tensor | None, *, by_naive
         olds, news = patterns_of(form, held), patterns_of(form, new)
         lasts = None if last is None else last.tolist()
         assert payload.tolist() == list(naive.encoded(own, olds, news, lasts))
-        if len(payload) < new.nbytes:
+        if len(payload) < min(new.nbytes, 2 * TILE):  # the naive decoder takes long
             assert naive.decoded(own, olds, bytes(payload.tolist()), lasts) == news
     return len(payload)
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("numel", SIZES)
-def test_payloads_and_results_are_those_of_one_value_at_a_time(name: str, numel: int) -> None:
-    numel += numel % 2 * (name == "e2m1")
-    for step in (3e-2, 1e-3, 3e-5):
+def test_payloads_and_results_are_those_of_one_value_at_a_time(name: str) -> None:
+    """Of values that drift, and of any patterns, some or all of which change without any rule."""
+    form, own = form_of(name), naive.FORMS[name]
+    large = TILE + 103 if name in ("bfloat16", "float8_e4m3fn") else BLOCK + 103
+    for numel, step in ((1, 1e-3), (2, 3e-2), (31, 1e-3), (513, 3e-5), (large, 1e-3)):
+        numel += numel % 2 * (name == "e2m1")
         before, held, new = trained(name, numel, step, seed=numel)
-        last = last_difference(before, held, form=form_of(name))
-        own, olds = naive.FORMS[name], (patterns_of(form_of(name), each) for each in (before, held))
-        assert last.tolist() == naive.differences(own, *olds)
+        last = last_difference(before, held, form=form)
+        assert last.tolist() == naive.differences(own, *(patterns_of(form, each) for each in (before, held)))
         check(name, held, new, last)
-        check(name, held, new, None)
+        check(name, held, new, None, by_naive=numel < TILE)
+    for numel in (30, 600):
+        before, held, new = (random_patterns(name, numel, seed) for seed in range(3))
+        olds, helds = (patterns_of(form, each) for each in (before, held))
+        for way in WAYS:
+            with coded_by(way):
+                last = last_difference(before, held, form=form)
+            assert last.tolist() == naive.differences(own, olds, helds)
+        assert check(name, held, new, last) == check(name, held, new, None) == new.nbytes, "nothing to gain"
+        bits_of(new)[40:] = bits_of(held)[40:]
+        check(name, held, new, last)
+    before, held, new = trained(name, 2 * TILE + 60, 1e-3)
+    last, nbytes = last_difference(before, held, form=form), TILE * form.bits // 8
+    calm = check(name, held, new, last, by_naive=False)
+    bits_of(new)[nbytes : 2 * nbytes] = bits_of(random_patterns(name, TILE, 1))
+    assert nbytes < check(name, held, new, last, by_naive=False) < calm + nbytes, "a tile as it is"
 
 
-@pytest.mark.heavy
 def test_codes_are_chosen_by_every_second_of_nine_tiles() -> None:
     before, held, new = trained("bfloat16", 8 * TILE + 77, 1e-3)
     new[TILE : 2 * TILE] = random_patterns("bfloat16", TILE, 0)  # not in the sample
     check("bfloat16", held, new, last_difference(before, held))
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("numel", [30, 1000, TILE + 600])
-def test_any_patterns_become_any_others(name: str, numel: int) -> None:
-    before, held, new = (random_patterns(name, numel, seed) for seed in range(3))
-    last, own = last_difference(before, held, form=form_of(name)), naive.FORMS[name]
-    olds, helds = (patterns_of(form_of(name), each) for each in (before, held))
-    for way in WAYS:
-        with coded_by(way):
-            assert last_difference(before, held, form=form_of(name)).tolist() == naive.differences(own, olds, helds)
-    assert check(name, held, new, last) == check(name, held, new, None) == new.nbytes, "nothing to gain: as they are"
-    bits_of(new)[40:] = bits_of(held)[40:]  # a few that change without any rule
-    check(name, held, new, last)
-    check(name, held, new, None)
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("step", [1e-2, 1e-3, 1e-5])
-def test_few_wild_values_among_calm_ones(step: float) -> None:
+def test_few_wild_values_among_calm_ones() -> None:
     """They are escapes of Rice codes and of buckets. What is held gives the scale of its block, which then is none."""
-    before, held, new = trained("bfloat16", 3 * TILE - 100, step)
-    calm = check("bfloat16", held, new, last_difference(before, held))
+    before, held, new = trained("bfloat16", 3 * TILE - 100, 1e-3)
+    calm = check("bfloat16", held, new, last_difference(before, held), by_naive=False)
     new[5 : 5 + 997 * len(WILD) : 997] = WILD
-    assert check("bfloat16", held, new, last_difference(before, held)) <= calm + 9 * len(WILD) + 100
+    wild = check("bfloat16", held, new, last_difference(before, held), by_naive=False)
+    assert wild <= calm + 9 * len(WILD) + 100
     held[700 : 700 + 1009 * len(WILD) : 1009] = WILD
     bytes_of_blocks = len(WILD) * 2 * BLOCK
     assert check("bfloat16", held, new, last_difference(before, held)) <= calm + bytes_of_blocks
-    check("bfloat16", held, new, None)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=10)
 @given(data=st.data(), name=st.sampled_from(list(DTYPES)))
 def test_odd_mixtures(data: st.DataObject, name: str) -> None:
-    numel = 2 * data.draw(st.integers(1, 700))
-    seed = data.draw(st.integers(0, 2**16))
+    numel, seed = 2 * data.draw(st.integers(1, 400)), data.draw(st.integers(0, 2**16))
     before, held, new = trained(name, numel, 10.0 ** -data.draw(st.integers(0, 6)), seed)
-    other = random_patterns(name, numel, seed)
-    share = data.draw(st.sampled_from([0, 0.01, 0.3]))
+    other, share = random_patterns(name, numel, seed), data.draw(st.sampled_from([0, 0.01, 0.3]))
     generator = torch.Generator().manual_seed(seed)
     for each in (before, held, new):
         is_other = torch.rand(len(each), generator=generator) < share
         bits_of(each).view(len(each), -1)[is_other] = bits_of(other).view(len(each), -1)[is_other]
     for begin in data.draw(st.lists(st.integers(0, len(held) - 1), max_size=2)):
         bits_of(new)[begin * new.element_size() :][:600] = bits_of(held)[begin * new.element_size() :][:600]
-    last = data.draw(st.sampled_from([None, last_difference(before, held, form=form_of(name))]))
-    check(name, held, new, last)
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("name", DTYPES)
-def test_a_tile_without_any_rule_is_sent_as_it_is(name: str) -> None:
-    before, held, new = trained(name, 2 * TILE + 600, 1e-3)
-    last, nbytes = last_difference(before, held, form=form_of(name)), TILE * form_of(name).bits // 8
-    calm = check(name, held, new, last)
-    bits_of(new)[nbytes : 2 * nbytes] = bits_of(random_patterns(name, TILE, 1))
-    assert nbytes < check(name, held, new, last) < calm + nbytes
-    bits_of(new)[2 * nbytes :] = bits_of(random_patterns(name, 600, 2))
-    check(name, held, new, None)
+    check(name, held, new, data.draw(st.sampled_from([None, last_difference(before, held, form=form_of(name))])))
 
 
 def all_patterns(dtype: torch.dtype) -> Tensor:
@@ -175,12 +155,10 @@ def check_pairs(held: Tensor, new: Tensor, *, ways: Sequence[str] = WAYS) -> Non
             assert torch.equal(bits_of(decode(old_part, payload)), bits_of(new_part))
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_new_pattern_after_some_held_ones(dtype: torch.dtype) -> None:
-    new, generator = all_patterns(dtype), torch.Generator().manual_seed(0)
-    odd = torch.tensor([0, 2**15 - 1, 2**15, 2**16 - 1])
-    check_pairs(new[torch.cat([torch.randint(2**16, (12,), generator=generator), odd])], new)
+    new = all_patterns(dtype)
+    check_pairs(new[torch.tensor([0, 12_345, 2**15 - 1, 2**15, 2**16 - 1])], new)
 
 
 @pytest.mark.campaign
@@ -203,10 +181,10 @@ def test_eight_bit_pairs_all_of_them() -> None:
 
 def test_what_does_not_change_costs_four_bits_a_block() -> None:
     for name in DTYPES:
-        numel = 64 * TILE
+        numel = 8 * TILE
         _, held, _ = trained(name, numel, 1e-3)
         unchanged = check(name, held, held.clone(), None, by_naive=False)
-        assert unchanged == numel / BLOCK / 2 + 5 * 64 + IDLE / 8
+        assert unchanged == numel / BLOCK / 2 + 5 * 8 + IDLE / 8
         bits_of(new := held.clone())[7] ^= 1
         assert check(name, held, new, None, by_naive=False) <= unchanged + 160
 
@@ -226,19 +204,18 @@ def test_bits_are_near_the_entropy_under_the_same_contexts(step: float, most: fl
     assert len(payload) < len(encode(held, new)), "the last difference tells something of these"
 
 
-def test_a_payload_may_lie_anywhere_in_a_message() -> None:
+def test_a_payload_may_lie_anywhere_in_a_message_and_last_differences_may_be_zeros() -> None:
     before, held, new = trained("bfloat16", 3000, 1e-3)
     last = last_difference(before, held)
     payload = encode(held, new, last)
     message = torch.zeros(len(payload) + 9, dtype=torch.uint8)
     message[5 : 5 + len(payload)] = payload
     assert torch.equal(decode(held, message[5 : 5 + len(payload)], last), new)
-
-
-def test_last_differences_of_zero_are_as_none() -> None:
-    """So that a receiver that has just begun can begin with zeros."""
-    _, held, new = trained("bfloat16", 20_000, 1e-3)
-    assert torch.equal(encode(held, new, torch.zeros(20_000, dtype=torch.int8)), encode(held, new))
+    zeros = torch.zeros(3000, dtype=torch.int8)
+    assert torch.equal(encode(held, new, zeros), encode(held, new)), "so that a receiver can begin with zeros"
+    none = torch.empty(0, dtype=torch.bfloat16)
+    assert len(encode(none, none)) == 0
+    assert decode(none, torch.empty(0, dtype=torch.uint8)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -268,26 +245,18 @@ def test_without_numba_a_warning_names_it(monkeypatch: pytest.MonkeyPatch) -> No
         assert torch.equal(decode(held, payload), new)
 
 
-def test_no_values_take_no_bytes() -> None:
-    none = torch.empty(0, dtype=torch.bfloat16)
-    assert len(encode(none, none)) == 0
-    assert decode(none, torch.empty(0, dtype=torch.uint8)).dtype == torch.bfloat16
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize(("numel", "has_last"), [(3 * BLOCK, True), (2 * TILE + 100, True), (3 * BLOCK, False)])
+@pytest.mark.parametrize(("numel", "has_last"), [(TILE + 100, True), (3 * BLOCK, False)])
 def test_damaged_payloads_are_refused_or_give_other_values(numel: int, has_last: bool) -> None:
     """No read beyond the payload and no endless loop; equal sizes cannot be told, and digests are the engine's."""
     before, held, new = trained("bfloat16", numel, 1e-3)
     last = last_difference(before, held) if has_last else None
     payload = encode(held, new, last)
-    assert len(payload) < new.nbytes
-    refused = 0
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(300):
+    refused, generator = 0, torch.Generator().manual_seed(0)
+    for _ in range(60):
         bad = payload.clone()
-        place = int(torch.randint(len(bad), (1,), generator=generator))
-        bad[place] ^= 1 << int(torch.randint(8, (1,), generator=generator))
+        bad[int(torch.randint(len(bad), (1,), generator=generator))] ^= 1 << int(
+            torch.randint(8, (1,), generator=generator)
+        )
         results = []
         for way in WAYS:
             try:
@@ -297,7 +266,7 @@ def test_damaged_payloads_are_refused_or_give_other_values(numel: int, has_last:
                 results.append(torch.empty(0))
         assert torch.equal(*results)
         refused += not len(results[0])
-    assert refused > 20
+    assert refused > 4
     for size in (1, 5, len(payload) - 4):
         with pytest.raises(ValueError, match=r"does not fit the held values: it is damaged"):
             decode(held, payload[:size], last)
@@ -305,15 +274,16 @@ def test_damaged_payloads_are_refused_or_give_other_values(numel: int, has_last:
 
 def test_tensors_that_do_not_fit_are_refused() -> None:
     x = torch.ones(8, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"differences of torch.float32 are not coded.*param_dtype=torch.bfloat16"):
-        encode(x.float(), x.float())
-    with pytest.raises(ValueError, match=r"flat tensors of at most 33554432 values, got shape \(2, 4\); use x.view"):
-        encode(x.view(2, 4), x.view(2, 4))
-    with pytest.raises(ValueError, match=r"new values of torch.float16, shape \(8,\), have no difference to held"):
-        encode(x, x.half())
-    with pytest.raises(ValueError, match=r"the last differences of 8 values are as many int8 numbers, got torch.int16"):
-        encode(x, x, torch.zeros(8, dtype=torch.int16))
-    with pytest.raises(ValueError, match=r"the last differences of 8 values .* shape \(7,\); pass what last_diff"):
+    for held, new, last, message in (
+        (x.float(), x.float(), None, r"differences of torch.float32 are not coded.*param_dtype=torch.bfloat16"),
+        (x.view(2, 4), x.view(2, 4), None, r"flat .* at most 33554432 values, got shape \(2, 4\); use x.view"),
+        (x, x.half(), None, r"new values of torch.float16, shape \(8,\), have no difference to held"),
+        (x, x, torch.zeros(8, dtype=torch.int16), r"last differences of 8 values are as many int8 .* got torch.int16"),
+        (x, x, torch.zeros(7, dtype=torch.int8), r"last differences of 8 values .* shape \(7,\); pass what last_diff"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            encode(held, new, last)
+    with pytest.raises(ValueError, match=r"shape \(7,\); pass what last_diff"):
         decode(x, torch.zeros(3, dtype=torch.uint8), torch.zeros(7, dtype=torch.int8))
 
 
@@ -335,10 +305,5 @@ def test_numbers_are_in_the_order_of_values() -> None:
 
 
 def test_constants_are_those_of_the_oracle() -> None:
-    assert (BLOCK, TILE, MAX_QUOTIENT, MAX_EVENTS, RARE) == (
-        naive.BLOCK,
-        naive.TILE,
-        naive.MAX_QUOTIENT,
-        naive.MAX_EVENTS,
-        naive.RARE,
-    )
+    of_oracle = (naive.BLOCK, naive.TILE, naive.MAX_QUOTIENT, naive.MAX_EVENTS, naive.RARE)
+    assert of_oracle == (BLOCK, TILE, MAX_QUOTIENT, MAX_EVENTS, RARE)

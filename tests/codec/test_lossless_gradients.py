@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,8 +17,9 @@ from tests.reference import lossless_gradients as oracle
 from tests.support.patterns import with_mean, with_outside
 
 DTYPES = list(TYPICAL_BITS)
-LENGTHS = (0, 1, 2, 255, 256, 257, 1000, 4096, 5003)
+LENGTHS = (0, 1, 255, 257, 1000, 2051)
 plain = mock.patch.object(lossless_gradients, "kernels_for", return_value=None)
+in_both_ways = pytest.mark.parametrize("loops", [True, False], ids=["loops", "plain"])
 
 
 def patterns_of(values: Tensor) -> list[int]:
@@ -48,7 +48,7 @@ def decoded(message: Tensor, like: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("loops", [True, False], ids=["loops", "plain"])
+@in_both_ways
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_messages_are_those_of_the_oracle_and_bring_the_values(dtype: torch.dtype, loops: bool) -> None:
     form = oracle.FORMS[str(dtype).removeprefix("torch.")]
@@ -92,37 +92,32 @@ def test_values_may_be_any_part_of_a_tensor_and_are_not_kept() -> None:
         assert torch.equal(out, want)
 
 
-@pytest.mark.parametrize("loops", [True, False], ids=["loops", "plain"])
+@in_both_ways
 def test_a_damaged_message_is_an_error_or_other_values_and_reads_no_memory_beside_it(loops: bool) -> None:
     draw = random.Random(0)
     values = (torch.randn(5000, generator=torch.Generator().manual_seed(1)) * 1e-3).to(torch.bfloat16)
     good = encode(values).read()
     refused = 0
     with nullcontext() if loops else plain:
-        for _ in range(300):
+        for number in range(120):
             message = good.clone()
-            match draw.choice(["cut", "longer", "octet", "top"]):
-                case "cut":
-                    message = message[: draw.randrange(len(message))]
-                case "longer":
-                    message = torch.cat([message, message[: draw.randrange(1, 50)]])
-                case "octet":
-                    message[draw.randrange(len(message))] ^= draw.randrange(1, 256)
-                case "top":
-                    message[draw.randrange(20)] = 0
+            message[draw.randrange(len(message))] ^= draw.randrange(1, 256)
+            message[draw.randrange(20)] *= number % 2
+            cut = message[: draw.randrange(len(message))]
+            longer = torch.cat([message, message[: draw.randrange(1, 50)]])
             with suppress(ValueError):
-                decoded(message, values)
+                decoded((message, cut, longer)[number % 3], values)
                 continue
             refused += 1
-    assert refused > 150
+    assert refused > 60
     for message in (good[:-1], torch.zeros(5, dtype=torch.uint8)):
         error = pytest.raises(ValueError, match="does not have the size that follows from its blocks")
         with nullcontext() if loops else plain, error:
             decoded(message, values)
 
 
-@pytest.mark.parametrize("loops", [True, False], ids=["loops", "plain"])
-def test_a_message_as_long_as_the_values_is_the_values(loops: bool) -> None:
+@in_both_ways
+def test_a_message_as_long_as_the_values_is_the_values_and_the_mean_of_exponents_is_rounded(loops: bool) -> None:
     with nullcontext() if loops else plain:
         for num, nbytes in ((158, 511), (159, 512), (160, 512)):
             values = with_outside(num)
@@ -130,11 +125,6 @@ def test_a_message_as_long_as_the_values_is_the_values(loops: bool) -> None:
             assert len(message) == nbytes
             assert torch.equal(message, values.view(torch.uint8)) == (nbytes == values.nbytes)
             assert patterns_of(decoded(message, values)) == patterns_of(values)
-
-
-@pytest.mark.parametrize("loops", [True, False], ids=["loops", "plain"])
-def test_the_mean_of_exponents_is_rounded(loops: bool) -> None:
-    with nullcontext() if loops else plain:
         assert [int(encode(with_mean(num)).read()[0]) for num in (127, 128)] == [127 + 3, 128 + 3]
 
 
@@ -157,9 +147,7 @@ def test_kernels_code_where_there_are_some_and_the_host_reads_no_length(monkeypa
     assert torch.equal(decoded(buffer[:100], torch.ones(1000)), torch.full((1000,), 964.0))
 
 
-@pytest.mark.parametrize(
-    "values", [torch.zeros(4, dtype=torch.float64), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int16)], ids=str
-)
-def test_what_is_no_flat_gradient_is_refused(values: Any) -> None:
-    with pytest.raises(ValueError, match="values that cross without loss are flat"):
-        encode(values)
+def test_what_is_no_flat_gradient_is_refused() -> None:
+    for values in (torch.zeros(4, dtype=torch.float64), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int16)):
+        with pytest.raises(ValueError, match="values that cross without loss are flat"):
+            encode(values)
