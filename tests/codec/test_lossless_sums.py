@@ -1,4 +1,4 @@
-"""Sums whose terms cross without loss have the bits of sums whose terms cross as they are."""
+"""Sums whose terms cross without loss have the bits of exact ones; and messages between ranks whose lengths vary."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from laconic.codec import lossless_sums
 from laconic.codec.lossless import UnreadMessage
 from laconic.codec.lossless_gradients import BLOCK, TYPICAL_BITS
 from laconic.codec.lossless_sums import LosslessSum
+from laconic.codec.varying import VaryingMessages, VaryingParts
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import NOTHING, Communicator, Pending
 from laconic.comm.traffic import Purpose
-from tests.support.launch import on_ranks, run_ranks
+from tests.support.launch import on_ranks
 
 
 class Held:
@@ -54,7 +55,7 @@ def test_a_reduce_scatter_has_the_bits_of_exact_terms(dtype: torch.dtype) -> Non
     exact = Communicator(cluster, "node")
     held, draw = Held(), random.Random(0)
     coded = LosslessSum(exact, held)
-    for step in range(16):
+    for step in range(8):
         numels = draw.choice([None, [1000, 0, 517], [300, 5000, 1]])
         numel = 3 * 700 if numels is None else sum(numels)
         whole = terms(step, numel, dtype)
@@ -66,63 +67,34 @@ def test_a_reduce_scatter_has_the_bits_of_exact_terms(dtype: torch.dtype) -> Non
 
 
 @on_ranks(3, local=1)
-def test_unequal_parts_take_bytes_in_proportion() -> None:
+def test_unequal_parts_take_bytes_in_proportion_and_what_came_is_what_was_sent() -> None:
     cluster = Cluster(laconic.init_mesh("cpu"))
-    coded, numels = LosslessSum(Communicator(cluster, "node"), Held()), [20_000, 10_000, 100]
+    node, rank = Communicator(cluster, "node"), dist.get_rank()
+    coded, numels = LosslessSum(node, Held()), [20_000, 10_000, 100]
     for _ in range(3):
         before = cluster.traffic.snapshot()
         finished(coded, terms(0, sum(numels), torch.bfloat16), numels)
     sent = (cluster.traffic.snapshot() - before).total("node", "gradients", "sent")
-    assert 0 <= sent - 11.3 / 8 * (sum(numels) - numels[dist.get_rank()]) < 2000
-
-
-@on_ranks(3, local=1)
-def test_a_head_with_a_wrong_bit_is_an_error() -> None:
-    """Also in the rate, by which a rank would begin a transfer alone."""
-    node = Communicator(Cluster(laconic.init_mesh("cpu")), "node")
-    coded = LosslessSum(node, Held())
-    for bit in range(128):
-        transfer = coded.start_reduce_scatter(terms(0, 900, torch.bfloat16))
-        transfer._under_way._pending.wait()
-        transfer._under_way._arriving[1, bit // 8] ^= 1 << bit % 8
-        with pytest.raises(RuntimeError, match=r"messages say that they are .* bytes long.*damaged"):
-            transfer.finish()
-
-
-@on_ranks(2, local=1)
-def test_a_transfer_holds_little_more_than_the_parts_that_cross() -> None:
-    node = Communicator(Cluster(laconic.init_mesh("cpu")), "node")
-    transfer = LosslessSum(node, Held()).start_reduce_scatter(terms(0, 200_000, torch.bfloat16))
-    of_message = 100_000 * 11.5 / 8
+    assert 0 <= sent - 11.3 / 8 * (sum(numels) - numels[rank]) < 2000
+    own = terms(0, 200_001, torch.bfloat16)
+    transfer = LosslessSum(node, Held()).start_reduce_scatter(own)
+    of_message = 2 * 66_667 * 11.5 / 8
     assert 2.9 * of_message < transfer.nbytes < 3.1 * of_message, "messages: as they are coded, sent and received"
-
-
-@on_ranks(3, local=1)
-def test_what_ranks_have_received_is_what_was_sent() -> None:
-    node = Communicator(Cluster(laconic.init_mesh("cpu")), "node")
-    transfer = LosslessSum(node, Held()).start_reduce_scatter(terms(0, 900, torch.bfloat16))
-    assert transfer.nbytes > 0
-    gathered = [torch.empty(900, dtype=torch.bfloat16) for _ in range(3)]
-    dist.all_gather(gathered, terms(0, 900, torch.bfloat16))
-    rank = dist.get_rank()
-    for came, whole in zip(transfer.received(), gathered, strict=True):
-        assert torch.equal(came, whole[300 * rank : 300 * (rank + 1)])
-    assert torch.equal(
-        transfer.finish(),
-        gathered[0][300 * rank :][:300] + gathered[1][300 * rank :][:300] + gathered[2][300 * rank :][:300],
-    )
+    gathered = [torch.empty_like(own) for _ in range(3)]
+    dist.all_gather(gathered, own)
+    parts = [whole[66_667 * rank :][:66_667] for whole in gathered]
+    for came, part in zip(transfer.received(), parts, strict=True):
+        assert torch.equal(came, part)
+    assert torch.equal(transfer.finish(), parts[0] + parts[1] + parts[2])
 
 
 @pytest.mark.parametrize("islands", [2, 3])
+@on_ranks("islands", local=1)
 def test_an_all_reduce_over_islands_gives_all_ranks_the_sum_in_the_order_of_ranks(islands: int) -> None:
-    run_ranks(job_all_reduce, islands, islands, local=1)
-
-
-def job_all_reduce(islands: int) -> None:
     mesh = laconic.init_mesh("cpu", islands=islands, nodes=1, local=1)
     held = Held()
     coded = LosslessSum(Communicator(Cluster(mesh), "island"), held)
-    for step in range(8):
+    for step in range(4):
         for numel in (1, 2, 7, 5000):
             own = terms(step, numel, torch.bfloat16)
             gathered = [torch.empty_like(own) for _ in range(islands)]
@@ -130,10 +102,22 @@ def job_all_reduce(islands: int) -> None:
             want = gathered[0].clone()
             for each in gathered[1:]:
                 want.add_(each)
-            trips = sum(1 for _ in coded.sum_in_place(own))
-            assert trips == 2
+            assert sum(1 for _ in coded.sum_in_place(own)) == 2, "trips"
             assert torch.equal(own.view(torch.int16), want.view(torch.int16)), (step, numel)
     assert held.nbytes == 0
+
+
+@on_ranks(3, local=1)
+def test_a_head_with_a_wrong_bit_is_an_error() -> None:
+    """Also in the rate, by which a rank would begin a transfer alone."""
+    node = Communicator(Cluster(laconic.init_mesh("cpu")), "node")
+    coded = LosslessSum(node, Held())
+    for bit in range(0, 128, 5):
+        transfer = coded.start_reduce_scatter(terms(0, 900, torch.bfloat16))
+        transfer._under_way._pending.wait()
+        transfer._under_way._arriving[1, bit // 8] ^= 1 << bit % 8
+        with pytest.raises(RuntimeError, match=r"messages say that they are .* bytes long.*damaged"):
+            transfer.finish()
 
 
 @on_ranks(2, local=1)
@@ -186,3 +170,113 @@ def test_in_a_rehearsal_messages_have_the_typical_length(monkeypatch: pytest.Mon
         assert sum(1 for _ in coded.sum_in_place(torch.zeros(2 * numel, dtype=torch.bfloat16))) == 2
     typical = numel * TYPICAL_BITS[torch.bfloat16] / 8
     assert lengths == [math.floor(typical), round(typical)] * 3
+
+
+# -- messages whose lengths vary ---------------------------------------------------------------------------------------
+
+
+def body_of(rank: int, step: int, length: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(256, (length,), generator=generator, dtype=torch.uint8)
+
+
+def way() -> tuple[Communicator, Cluster]:
+    cluster = Cluster(laconic.init_mesh("cpu"))
+    return Communicator(cluster, "node"), cluster
+
+
+def start(messages: VaryingMessages, body: torch.Tensor) -> None:
+    """Send `body`, which is a part of a longer buffer, as on an accelerator."""
+    buffer = torch.cat([body, torch.full((50,), 7, dtype=torch.uint8)])
+    messages.start(lambda: UnreadMessage(buffer, torch.tensor([len(body)], dtype=torch.int32)), typical_bytes=0)
+
+
+def finish(messages: VaryingMessages) -> dict[int, torch.Tensor]:
+    found: dict[int, torch.Tensor] = {}
+    messages.finish(found.__setitem__)
+    return found
+
+
+@on_ranks(3, local=1)
+def test_messages_of_any_lengths_arrive_whole() -> None:
+    """Lengths that grow, shrink, vanish and jump, other ones on each rank."""
+    node, _ = way()
+    held, draw = Held(), random.Random(0)
+    messages = VaryingMessages(node, held, "weights")
+    lengths = [[draw.choice([0, 1, 15, 16, 17, 400, 1000, 1031, 70_000]) for _ in range(3)] for _ in range(15)]
+    for step, by_rank in enumerate(lengths):
+        start(messages, body_of(dist.get_rank(), step, by_rank[dist.get_rank()]))
+        assert held.nbytes > 0
+        arrived = finish(messages)
+        assert arrived.keys() == {0, 1, 2} - {dist.get_rank()}
+        for rank, body in arrived.items():
+            assert torch.equal(body, body_of(rank, step, by_rank[rank])), (step, rank)
+        assert held.nbytes == 0
+        assert not [each for each in vars(messages).values() if isinstance(each, torch.Tensor)]
+        if step % 7 == 6:
+            messages.forget()
+
+
+@on_ranks(2, local=1)
+def test_steady_lengths_take_one_transfer_and_little_more_than_their_bytes() -> None:
+    node, cluster = way()
+    messages = VaryingMessages(node, Held(), "weights")
+
+    def sent(length: int) -> int:
+        before = cluster.traffic.snapshot()
+        start(messages, body_of(dist.get_rank(), 0, length))
+        finish(messages)
+        return (cluster.traffic.snapshot() - before).total("node", "weights", "sent")
+
+    assert sent(10_000) == 16 + 10_000, "of the first message nothing is known: a head, then all of it"
+    expected = -(-10_016 * 33 // 32 // 16) * 16
+    assert sent(10_200) == expected, "it fits, with the margin"
+    assert sent(9_000) == -(-10_216 * 33 // 32 // 16) * 16
+    assert sent(9_600) == -(-9_016 * 33 // 32 // 16) * 16 + -(-(9_616 - -(-9_016 * 33 // 32 // 16) * 16) // 16) * 16
+    messages.forget()
+    assert sent(4_800) == 16 + 4_800, "nothing is known again"
+
+
+@on_ranks(2, local=1)
+def test_steady_rates_take_one_transfer_and_little_more_than_their_bytes() -> None:
+    node, cluster = way()
+    parts, numel = VaryingParts(node), 10_000
+
+    def sent(length: int) -> int:
+        before = cluster.traffic.snapshot()
+        body = body_of(dist.get_rank(), length, length)
+        message = UnreadMessage(body, torch.tensor([length], dtype=torch.int32))
+        under_way = parts.start({1 - dist.get_rank(): message}, [numel, numel], typical_bits=4.0)
+        (came,) = under_way.finish().values()
+        assert torch.equal(came, body_of(1 - dist.get_rank(), length, length))
+        return (cluster.traffic.snapshot() - before).total("node", "gradients", "sent")
+
+    def sent_at(rate: int) -> int:
+        return -(-(16 + 256 - (-numel * rate // 256)) // 16) * 16
+
+    rate = -(-(10_000 - 256) * 256 // numel)
+    assert sent(10_000) == sent_at(rate), "half a byte a value, as is typical, and then the rest"
+    with_margin = rate + rate // 128 + 1
+    assert sent(10_050) == sent_at(with_margin), "it fits, with the margin"
+    sent(200)
+    assert sent(200) == sent_at(1), "a short message has no rate"
+
+
+@on_ranks(2, local=1)
+def test_messages_that_are_cut_short_or_damaged() -> None:
+    """All ranks drop a message that is under way, forget, and go on; a damaged length is an error."""
+    node, _ = way()
+    held = Held()
+    messages = VaryingMessages(node, held, "weights")
+    start(messages, body_of(dist.get_rank(), 0, 500))
+    messages.forget()
+    start(messages, body_of(dist.get_rank(), 1, 700))
+    assert [len(each) for each in finish(messages).values()] == [700]
+    assert held.nbytes == 0
+    start(messages, body_of(dist.get_rank(), 0, 100))
+    messages._pending.wait()
+    assert messages._arriving is not None
+    begin = len(messages._arriving) // 2 * node.rank
+    messages._arriving[begin : begin + 8] = 255
+    with pytest.raises(RuntimeError, match=r"messages say that they are .* bytes long.*damaged"):
+        finish(messages)
