@@ -24,18 +24,14 @@ LLAMA_CONFIG = {
 
 
 @pytest.mark.parametrize(
-    ("layer", "numel"), [(LLAMA_3_70B, 855654400), (GPT_OSS_120B, 3213080192), (DEEPSEEK_V3, 11507286272)]
-)
-def test_known_layers_have_the_published_sizes(layer: UnitShapes, numel: int) -> None:
-    assert layer.numel == numel
-
-
-@pytest.mark.parametrize(
-    ("layer", "num_ranks", "fsdp2", "lcm"),
-    [(LLAMA_3_70B, 384, 1.84, 0.37), (GPT_OSS_120B, 256, 99.2, 32.2), (GPT_OSS_120B, 100, 55.8, 3.26),
-     (DEEPSEEK_V3, 384, 8.82, 1.04)],
+    ("layer", "numel", "num_ranks", "fsdp2", "lcm"),
+    [(LLAMA_3_70B, 855654400, 384, 1.84, 0.37), (GPT_OSS_120B, 3213080192, 256, 99.2, 32.2),
+     (GPT_OSS_120B, 3213080192, 100, 55.8, 3.26), (DEEPSEEK_V3, 11507286272, 384, 8.82, 1.04)],
 )  # fmt: skip
-def test_rules_of_others_pad_as_published(layer: UnitShapes, num_ranks: int, fsdp2: float, lcm: float) -> None:
+def test_rules_of_others_pad_as_published(
+    layer: UnitShapes, numel: int, num_ranks: int, fsdp2: float, lcm: float
+) -> None:
+    assert layer.numel == numel
     assert 100 * (fsdp2_numel(layer.shapes, num_ranks) / layer.numel - 1) == pytest.approx(fsdp2, rel=0.02)
     assert 100 * (lcm_numel(layer.shapes, num_ranks) / layer.numel - 1) == pytest.approx(lcm, rel=0.02)
 
@@ -89,8 +85,6 @@ def test_the_command_shows_a_table_explanations_and_remedies(capsys: pytest.Capt
     shown = capsys.readouterr().out
     words = " ".join(shown.split())
     assert "116,829,156,672 elements in 36 x GptOssDecoderLayer, rest" in words
-    assert re.search(r"ranks +1 row +32 rows +FSDP2 +LCM", shown)
-    assert re.search(r"64 +0\.01% +0\.23%", shown)
     assert re.search(r"1024 +0\.07% \(2\) +4\.06% \(2\)", shown)
     assert "a block of self_attn.o_proj.weight has 131,072 elements, an even share only 11,520" in words
     flat, rows_kept = [line for line in shown.splitlines() if line.startswith("1024 ranks, 32 rows: 4.06% -> ")]
@@ -112,25 +106,27 @@ def test_json_holds_the_numbers_of_the_table(folder: Path, capsys: pytest.Captur
     assert all(call in each["text"] for each in second["remedies"] for call in each["calls"])
 
 
-def test_an_unknown_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "layout", "--model", "no-such-model"]) == 2
-    message = capsys.readouterr().err
-    assert "'no-such-model'" in message
-    assert "deepseek-v3" in message
-
-
-def test_a_config_that_is_no_language_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        (["--model", "no-such-model"], ["'no-such-model'", "deepseek-v3"]),
+        (["--model", "{folder}"], ["no causal language model"]),
+        (["--model", "llama-3-70b", "--ranks=8,x"], ["--ranks: 'x' is not a positive number"]),
+        (["--model", "llama-3-70b", "--ranks=-4"], ["--ranks: '-4' is not a positive number"]),
+        (["--model", "llama-3-70b", "--ranks=2", "--draw", "{folder}/missing/layer.svg"], ["missing first"]),
+    ],
+)
+def test_mistakes_are_named_before_the_work(
+    tmp_path: Path, arguments: list[str], messages: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "vit"}', encoding="utf-8")
-    assert cli.main(["plan", "layout", "--model", str(tmp_path)]) == 2
-    assert "no causal language model" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("ranks", "wrong"), [("0", "0"), ("8,x", "x"), ("-4", "-4")])
-def test_ranks_must_be_positive_numbers(ranks: str, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["plan", "layout", "--model", "llama-3-70b", f"--ranks={ranks}"])  # which is not built
-    assert stopped.value.code == 2
-    assert f"--ranks: '{wrong}' is not a positive number" in capsys.readouterr().err
+    try:
+        code = cli.main(["plan", "layout", *(each.format(folder=tmp_path) for each in arguments)])
+    except SystemExit as stopped:
+        code = stopped.code
+    shown = capsys.readouterr()
+    assert (code, shown.out) == (2, "")
+    assert all(message in shown.err for message in messages), shown.err
 
 
 def drawn(unit: UnitShapes, num_ranks: int, num_rows: int) -> ElementTree.Element:
@@ -153,19 +149,11 @@ def test_the_picture_of_many_ranks_leaves_some_out() -> None:
     labels = [text.text or "" for text in drawn(GPT_OSS_120B, 1024, 16).iter("{http://www.w3.org/2000/svg}text")]
     ranks = [label for label in labels if label.startswith("rank ")]
     assert ranks == [f"rank {rank}" for rank in [*range(12), 1021, 1022, 1023]]
-    assert any(label.startswith("bucket 1") for label in labels)
     assert "a < b" in labels
 
 
-def test_the_command_draws(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_draws(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "layer.svg"
     arguments = ["--model", str(folder), "--ranks", "2", "--rows", "1", "--draw", str(file)]
     assert cli.main(["plan", "layout", *arguments]) == 0
     assert "LlamaDecoderLayer on 2 ranks, blocks of 1 row" in file.read_text()
-    arguments[-1] = str(tmp_path / "missing" / "layer.svg")
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["plan", "layout", *arguments])
-    assert stopped.value.code == 2
-    output = capsys.readouterr()
-    assert (output.out, "missing first" in output.err) == ("", True), "refused before the work"

@@ -1,4 +1,4 @@
-"""The planned memory of a sync against the allocator, and against the vectors that `LocalSteps` keeps."""
+"""The planned memory of a sync against the allocator and the vectors that `LocalSteps` keeps; a plan among ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import laconic
-from laconic.config import Config, SyncConfig, from_dict
+from laconic.comm.cluster import Cluster
+from laconic.config import Config, ShardConfig, SyncConfig, from_dict
 from laconic.islands.local_steps import LocalSteps
 from laconic.islands.policies import OuterSGD
 from laconic.plan.candidates import CANDIDATES
@@ -20,9 +22,10 @@ from laconic.plan.estimates import Estimate
 from laconic.plan.local_steps import LocalStepsProgram
 from laconic.plan.machine import Simulator
 from laconic.plan.prediction import Predictor
-from laconic.plan.program import Shape
+from laconic.plan.program import Shape, work_of
+from laconic.plan.rehearsal import Rehearsals
 from laconic.strategies.memory import measured_peak
-from tests.plan.traces import cluster, spec, trace, work
+from tests.plan.traces import cluster, model_of, spec, trace, work
 from tests.support.jobs import corpus, table
 from tests.support.launch import run_ranks
 
@@ -86,3 +89,26 @@ def test_slices_keep_two_vectors_more(tmp_path: Path) -> None:
         kept.append(estimate.host_bytes)
         states.append(estimate.resting["optimizer"])
     assert kept[1] - kept[0] == pytest.approx(states[0], rel=0.03)  # AdamW keeps two vectors of the whole model
+
+
+def plan_among_groups() -> tuple[int, bool, float]:
+    """Rehearse another cluster on rank 0, and train on all ranks with the groups from before."""
+    mesh = laconic.init_mesh("cpu")
+    before, model = Cluster.of(mesh), trace([[spec("weight", 64, 64)] for _ in range(2)])
+    if dist.get_rank() == 0:
+        config = Config(shard=ShardConfig.of_keys({"wire": "4bit"}))
+        rehearsals = Rehearsals(build=lambda _: model_of(model))
+        work = work_of(config, device_type="cpu", trace=model, rehearsals=rehearsals)
+        for nodes in (3, 5, 3):
+            assert work.rehearsals.of(config, model, nodes=nodes, local=2, islands=1).tape.entries
+    is_kept = laconic.init_mesh("cpu") is mesh and Cluster.of(mesh) is before
+    layer = laconic.fully_shard(nn.Linear(8, 8, bias=False), mesh=mesh, cache="host", wire="4bit", broadcast=True)
+    layer(torch.ones(2, 8)).sum().backward()
+    return dist.get_world_size(), is_kept, float(layer.weight.grad.full_tensor().sum())
+
+
+@pytest.mark.machine
+def test_a_rehearsal_leaves_groups_meshes_and_tables_as_they_are() -> None:
+    for size, is_kept, total in run_ranks(plan_among_groups, 2, local=1):
+        assert (size, is_kept) == (2, True)
+        assert total == pytest.approx(128, rel=1e-2)  # in few bits

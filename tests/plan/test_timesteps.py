@@ -39,12 +39,8 @@ def test_the_time_table_of_four_workers(capsys: pytest.CaptureFixture[str]) -> N
     text = " ".join(" ".join(lines).split())
     assert "at most 10, or 16 if all workers run at once" in text
     assert "30 for 3 batches, or 24 if all workers run at once" in text
-    assert (
-        "62.5% of all (worker, stage) pairs have the newest parameters; F1 to F4 have them from w4, w3, w2, w1 on"
-        in text
-    )
+    assert "62.5% of all (worker, stage) pairs have the newest parameters" in text
     assert "cannot be clipped" in text
-    assert "1 sends and 2 receives" in text
 
 
 def test_shared_stages_take_fewer_devices(capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,22 +94,7 @@ def test_the_picture_shows_every_op(tmp_path: Path, capsys: pytest.CaptureFixtur
     for label in ("F1", "F2", "F3", "B1", "B2", "B3"):
         assert texts.count(label) == 3 * 2
     assert "3 workers and stages, rule v2" in texts
-    shown(capsys, "--stages", "3", "--draw", str(tmp_path / "cyclic.png"))
-    assert (tmp_path / "cyclic.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_every_kind_of_message_has_a_colour() -> None:
     assert set(KIND_COLOURS) == set(get_args(MessageKind))
-
-
-def test_a_picture_needs_matplotlib(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("matplotlib", "matplotlib.figure"):
-        monkeypatch.setitem(sys.modules, name, None)
-    assert cli.main(["plan", "cyclic", "--stages", "2", "--draw", str(tmp_path / "a.png")]) == 2
-    assert "--draw needs matplotlib" in (message := capsys.readouterr().err)
-    assert "pip install '.[bench]' in a clone" in message
 
 
 @pytest.mark.parametrize(
@@ -125,15 +106,20 @@ def test_a_picture_needs_matplotlib(
         (["--stages", "4", "--draw", "no/such/folder/a.svg"], "does not exist; make no/such/folder first"),
         (["--stages", "4", "--draw", "."], "'.' is a folder"),
         ([], "--stages"),
+        (["--stages", "2", "--draw", "plan.docx"], "end it in .png, .svg, .pdf"),
+        (["--stages", "2", "--draw", "a.png"], "--draw needs matplotlib: pip install '.[bench]' in a clone"),
     ],
 )
-def test_mistakes_in_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["plan", "cyclic", *arguments])
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_picture_of_another_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "cyclic", "--stages", "2", "--draw", "plan.docx"]) == 2
-    assert "end it in .png, .svg, .pdf" in capsys.readouterr().err
+def test_mistakes_in_arguments(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "matplotlib" in message:
+        for name in ("matplotlib", "matplotlib.figure"):
+            monkeypatch.setitem(sys.modules, name, None)
+    try:
+        code = cli.main(["plan", "cyclic", *arguments])
+    except SystemExit as stopped:
+        code = stopped.code
+    assert code == 2
+    printed = capsys.readouterr().err
+    assert all(part in printed for part in message.split(": "))
