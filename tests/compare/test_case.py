@@ -11,8 +11,6 @@ from laconic.compare import STRATEGIES, Case
 from laconic.compare.case import config_of
 from laconic.config import Config, ConfigError, ModelConfig, ShardConfig, SyncConfig, from_dict
 
-pytestmark = pytest.mark.machine
-
 BASE = Config(model=ModelConfig(config={"model_type": "llama"}))
 LOCAL = replace(BASE, sync=SyncConfig.of_keys({"mode": "local", "every": 6, "fragments": 2, "error_feedback": True}))
 
@@ -40,13 +38,10 @@ def test_runs_of_a_comparison_share_their_tokens_but_not_their_folders() -> None
     assert {config.data.cache for config in configs} == {"out/tokens"}
 
 
-def test_lora_is_a_job_of_its_own() -> None:
+def test_lora_is_a_job_of_its_own_and_a_run_that_saves_ends_with_its_only_checkpoint() -> None:
     assert config_of(BASE, Case(strategy="host", job="lora"), Path("out")).lora.enabled
-
-
-def test_a_run_that_saves_ends_with_its_only_checkpoint() -> None:
-    assert config_of(BASE, Case(strategy="host", save=True), Path("out")).train.save_every == 0
-    assert config_of(BASE, Case(strategy="host"), Path("out")).train.save_every == -1
+    saves = [config_of(BASE, Case(strategy="host", save=each), Path("out")).train.save_every for each in (True, False)]
+    assert saves == [0, -1]
 
 
 def test_a_budget_stays_with_the_cache_that_has_one() -> None:
@@ -55,21 +50,16 @@ def test_a_budget_stays_with_the_cache_that_has_one() -> None:
     assert config_of(base, Case(strategy="device"), Path("out")).shard.policy.cache.device_budget_bytes == 0
 
 
-def test_a_strategy_that_cannot_run_the_job_is_named() -> None:
+def test_a_case_that_cannot_be_is_refused() -> None:
     base = from_dict(Config, {"model": {"config": {"model_type": "llama"}}, "shard": {"param_dtype": "bfloat16"}})
     with pytest.raises(ConfigError, match=r"DDP cannot run this job.*no mixed precision"):
         config_of(base, Case(strategy="ddp"), Path("out"))
-
-
-def test_steps_that_leave_nothing_to_time_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 3"):
         Case(strategy="host", steps=2)
     assert Case(strategy="host", steps=2, measure_memory=False).warmup_steps == 1
-
-
-def test_an_unknown_strategy_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match="'zero3' is not known; there are fsdp2, "):
         Case(strategy="zero3")
+    assert Case(strategy="local") == Case(strategy="local-steps"), "another name"
 
 
 def test_islands_keep_the_jobs_syncs_and_the_others_sync_in_every_step() -> None:
@@ -86,7 +76,3 @@ def test_islands_need_a_job_with_syncs_and_steps_for_whole_rounds() -> None:
         config_of(BASE, Case(strategy="torchft-diloco"), Path("out"))
     with pytest.raises(ConfigError, match=r"8 steps do not hold whole rounds.*every 3 steps.*take 10"):
         config_of(LOCAL, Case(strategy="local", steps=8), Path("out"))
-
-
-def test_a_strategy_has_other_names_too() -> None:
-    assert Case(strategy="local") == Case(strategy="local-steps")

@@ -1,4 +1,4 @@
-"""The page of a comparison. A browser opens it in tests/browser, apart from the suite."""
+"""The page of a comparison. A browser opens it in tests/browser."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from laconic.compare.report import render_report
 from laconic.compare.result import Prediction
 from laconic.compare.svg import Bar, Line, TimelineBar, bars, lines, timelines
 from tests.support.canned import canned, canned_host, canned_run
-
-pytestmark = pytest.mark.machine
 
 VOID = ("meta", "link", "br")
 
@@ -87,25 +85,16 @@ def test_a_prediction_stands_beside_the_measurement_and_in_the_bars() -> None:
 
 
 def test_the_page_asks_for_nothing_and_runs_nothing() -> None:
-    page = page_of(*(canned_run(name, index) for index, name in enumerate(STRATEGIES)))
+    title = '<b> & "quotes"'
+    page = page_of(*(canned_run(name, index) for index, name in enumerate(STRATEGIES)), title=title)
     outline = Outline(page)
     assert {"script", "img", "iframe", "object", "embed", "base"}.isdisjoint(tag for tag, _ in outline.tags)
     assert not re.search(r"https?://|url\(|@import|src=", page)
     assert [attributes["href"] for tag, attributes in outline.tags if tag == "link"] == ["data:,"]
     assert not any(name.startswith("on") for _, attributes in outline.tags for name in attributes)
     assert len(outline.all("dd")) == len(STRATEGIES)
-
-
-def test_both_forms_of_fsdp2_come_with_the_reason_for_their_difference() -> None:
-    notes = " ".join(Outline(page_of(canned(), canned(strategy="fsdp2-gloo"))).all("dd"))
-    assert "a true ring reduce-scatter" in notes
-    assert "Gloo runs a reduce-scatter as an all-reduce, which moves gradients twice" in notes
-
-
-def test_text_is_escaped() -> None:
-    page = page_of(canned(), title='<b> & "quotes"')
     assert "<b>" not in page
-    assert Outline(page).all("h1") == ['<b> & "quotes"']
+    assert outline.all("h1") == [title]
 
 
 def widths(picture: str, kind: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""Reading the output folder of a run."""
+"""Reading the output folder of a run, and the explanation of one that failed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from laconic.compare import Case, Result
 from laconic.compare.result import Prediction, read_result
+from laconic.compare.runner import explain_failure
+from laconic.lab.lab import Failure, NodeResult, RunResult
 from tests.support.canned import canned_host
-
-pytestmark = pytest.mark.machine
 
 SUMMARY: dict[str, Any] = {
     "num_nodes": 2, "num_local": 3, "loopback_bytes": [900, 60, 62, 60, 62], "num_parameters": 100, "num_trainable": 10,
@@ -34,6 +34,9 @@ def test_times_leave_out_the_first_step_and_the_watched_one(tmp_path: Path) -> N
     assert result.step_times_s == (1.0, 3.0, 2.0)
     assert result.step_s == 2.0
     assert result.wait_s == 0.2
+    assert result.all_step_times_s == (9.0, 8.0, 1.0, 3.0, 2.0)
+    assert result.all_waits_s == (1.0, 1.0, 0.1, 0.3, 0.2)
+    assert result.all_wire_bytes == (550, 102, 103, 102, 103)
     assert read(tmp_path, Case(strategy="host", steps=5, measure_memory=False)).step_times_s == (8.0, 1.0, 3.0, 2.0)
 
 
@@ -72,21 +75,8 @@ def test_device_memory_is_torchs_figure(tmp_path: Path, changes: dict[str, Any],
     assert read(tmp_path, Case(strategy="host", steps=5), **changes).allocated_peak_bytes == expected
 
 
-def test_json_gives_an_equal_result_back() -> None:
-    result = canned_host()
-    assert Result.from_dict(json.loads(json.dumps(result.to_dict()))) == result
-
-
 def test_islands_have_the_mean_of_their_steps_since_only_some_of_them_sync(tmp_path: Path) -> None:
-    assert read(tmp_path, Case(strategy="local", steps=5), step_s=[9.0, 8.0, 1.0, 3.0, 5.0]).step_s == 3.0
     assert read(tmp_path, Case(strategy="local", steps=5), step_s=[9.0, 8.0, 1.0, 1.0, 7.0]).step_s == 3.0
-
-
-def test_a_result_has_the_figures_of_every_step(tmp_path: Path) -> None:
-    result = read(tmp_path, Case(strategy="host", steps=5))
-    assert result.all_step_times_s == (9.0, 8.0, 1.0, 3.0, 2.0)
-    assert result.all_waits_s == (1.0, 1.0, 0.1, 0.3, 0.2)
-    assert result.all_wire_bytes == (550, 102, 103, 102, 103)
 
 
 def test_results_survive_json_and_older_files_lack_the_newer_fields() -> None:
@@ -96,3 +86,21 @@ def test_results_survive_json_and_older_files_lack_the_newer_fields() -> None:
     for key in ("prediction", "all_step_times_s", "all_waits_s", "all_wire_bytes"):
         del values[key]
     assert Result.from_dict(values) == canned_host()
+
+
+@pytest.mark.parametrize(
+    ("rank", "exit_code", "error", "outputs", "told"),
+    [
+        (1, -6, "killed by SIGABRT", ("all is well", "terminate called"),
+         "rank 1 failed first:\nkilled by SIGABRT\nits last lines are\nterminate called"),
+        (0, 1, "ValueError: no\n", ("noise", "noise"), "rank 0 failed first:\nValueError: no"),
+        (0, 2, "SystemExit: 2", ("noise\nlaconic train: [model] is missing", ""), "[model] is missing"),
+        (None, 1, "", ("a\nb", "c"), "its last lines are\na\nb\nc"),
+    ],
+)  # fmt: skip
+def test_the_explanation_of_a_failed_run(
+    rank: int | None, exit_code: int, error: str, outputs: tuple[str, ...], told: str
+) -> None:
+    failure = None if rank is None else Failure(rank=rank, node=rank, local_rank=0, exit_code=exit_code, error=error)
+    nodes = tuple(NodeResult(exit_code=1, sent_bytes=None, received_bytes=None, output=text) for text in outputs)
+    assert explain_failure(RunResult(nodes=nodes, failure=failure, wall_s=1.0, timed_out=False)) == told

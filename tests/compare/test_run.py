@@ -39,13 +39,8 @@ def test_two_strategies_side_by_side(job: Path, capsys: pytest.CaptureFixture[st
     assert "laconic host, step 3: " in page
     assert "waited" in page
     assert (out / "runs/full-1gbit-host/checkpoints/step-3").is_dir()
-    for promised in (
-        "| full training | 1gbit | laconic host |",
-        "out/compare.png",
-        "out/report.html",
-        "full-1gbit-host/checkpoints/step-3",
-    ):
-        assert promised in shown
+    assert "| full training | 1gbit | laconic host |" in shown
+    assert "out/report.html" in shown
 
 
 @pytest.mark.timeout(300)

@@ -1,17 +1,19 @@
-"""The table and the picture, made from canned results."""
+"""The table, the picture and the progress on the screen, made from canned results."""
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from laconic.compare import Case
 from laconic.compare.plot import save_plot
+from laconic.compare.progress import ConsoleReporter
 from laconic.compare.result import Prediction
 from laconic.compare.table import ScreenTable, render, savings_in_words
 from tests.support.canned import canned, canned_host
-
-pytestmark = pytest.mark.machine
 
 
 def cells(line: str) -> list[str]:
@@ -27,18 +29,8 @@ def test_each_row_is_compared_with_fsdp2_of_its_own_job_and_rate() -> None:
     assert cells(header)[:4] == ["job", "wire", "strategy", "s / step"]
     fsdp2, host, alone, _, lora = map(cells, rows)
     assert fsdp2 == [
-        "full training",
-        "200mbit",
-        "FSDP2",
-        "8.000",
-        "1.00",
-        "300.0",
-        "1.000",
-        "310.0",
-        "50.0",
-        "0.0",
-        "2.5000",
-    ]
+        "full training", "200mbit", "FSDP2", "8.000", "1.00", "300.0", "1.000", "310.0", "50.0", "0.0", "2.5000",
+    ]  # fmt: skip
     assert host == [
         "full training", "200mbit", "laconic host", "2.800", "0.35", "100.0", "0.333", "310.0", "50.0", "100.0",
         "2.5000",
@@ -60,10 +52,6 @@ def test_predictions_stand_right_of_their_measurements_and_only_where_there_are_
     assert (host[3:6], host[9:11]) == (["2.800", "2.500", "0.35"], ["50.0", "51.0"])
 
 
-def test_lines_are_equally_long() -> None:
-    assert len({len(line) for line in render([canned(), canned_host(step_s=1234.5)]).splitlines()}) == 1
-
-
 def test_without_a_wire_the_engines_count_is_shown() -> None:
     rows = render(
         [canned(wire_bytes=None, local_bytes=None), canned_host(wire_bytes=None, local_bytes=None)]
@@ -82,12 +70,8 @@ def test_the_screen_gets_each_row_as_it_comes() -> None:
     assert host.split()[:4] == ["laconic", "host", "2.800", "0.35"]
     assert host.endswith(f" {6 * chr(0x2588)}  does not fit")
     assert len(header) == len(fsdp2) - 2 - 16 == len(host.partition("  \u2588")[0]), "columns are aligned"
-    assert [line.split()[:1] for line in table.add(canned(job="lora"))] == [[], ["LoRA,"], ["s/step"], ["FSDP2"]]
-
-
-def test_without_fsdp2_the_screen_has_no_ratios() -> None:
     *_, host = ScreenTable(["laconic host"]).add(canned_host())
-    assert host.split()[2:6] == ["2.800", "-", "100.0", "-"]
+    assert host.split()[2:6] == ["2.800", "-", "100.0", "-"], "without FSDP2 there are no ratios"
 
 
 def test_the_closing_words_say_what_was_saved_and_when_nothing_is() -> None:
@@ -99,10 +83,24 @@ def test_the_closing_words_say_what_was_saved_and_when_nothing_is() -> None:
     assert savings_in_words([canned_host()]) == savings_in_words([canned()]) == ""
 
 
-@pytest.mark.parametrize("rates", [(200e6,), (None, 1e9, 20e6)])
-def test_the_picture_is_a_png(tmp_path: Path, rates: tuple[float | None, ...]) -> None:
-    results = [make(job=job, rate_bits_per_s=rate) for job in ("full", "lora") for rate in rates
+def test_the_picture_is_a_png(tmp_path: Path) -> None:
+    results = [make(job=job, rate_bits_per_s=rate) for job in ("full", "lora") for rate in (None, 20e6)
                for make in (canned, canned_host)]  # fmt: skip
     path = tmp_path / "compare.png"
     save_plot([*results, canned(strategy="ddp", wire_bytes=None)], path, title="a title")
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_has_a_line_before_and_after_a_run_or_a_bar_that_moves(terminal: bool) -> None:
+    text, case = io.StringIO(), Case(strategy="host", rate_bits_per_s=200e6, steps=4)
+    console = Console(file=text, force_terminal=terminal, width=120, color_system=None)
+    reporter = ConsoleReporter(console, num_runs=2)
+    with reporter.running(case):
+        for step in (1, 2):
+            reporter.step(step, 2.5, 0.75)
+    reporter.step(3, 2.5, 0.75)  # too late: there is no bar any more
+    reporter.finished(case, canned_host())
+    assert "[1/2] full training, laconic host, 200mbit: 2.800 s per step, 100.00 MB on the wire" in text.getvalue()
+    assert ("2/4 loss 2.500, 0.75 s per step" in text.getvalue()) == terminal
+    assert terminal or len(text.getvalue().splitlines()) == 2
