@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
 from laconic.layout.bucket import BucketLayout
@@ -140,6 +141,34 @@ def test_unshard_before_the_first_forward_and_before_an_edit() -> None:
             parameter.fill_(0.5)
     handle.wait()
     torch.testing.assert_close(model(x), plain(x), msg="the pending gather is stale, and the unit is gathered again")
+
+
+@on_ranks(3)
+def test_gathered_parameters_are_views_of_one_buffer_that_comes_and_goes() -> None:
+    model = shard(build(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    [bucket] = model._laconic_unit.buckets
+    assert bucket.layout.shard_numel * 2 % 16 == 0, "shards start on 16 bytes in the smallest dtype"
+    assert bucket.shard.dtype == torch.float32
+    held = model.memory().device_bytes
+    model.unshard()
+    weight, *others = model.inp.weight, model.inp.bias, model.out.weight, model.out.bias
+    assert all(each.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr() for each in others)
+    assert model.memory().device_bytes == held + 2 * bucket.layout.numel
+    model.reshard()
+    assert weight.untyped_storage().nbytes() == 0
+    assert (model.memory().device_bytes, model.memory().device_peak_bytes) == (held, held + 2 * bucket.layout.numel)
+    model.reset_peak_memory()
+    assert model.memory().device_peak_bytes == held
+    model.unshard()
+    assert torch.equal(weight, build().get_parameter("inp.weight").bfloat16())
+
+
+@on_ranks(1)
+def test_on_one_rank_the_shard_is_the_bucket() -> None:
+    model = shard(build())
+    model.unshard()
+    assert model.memory().device_peak_bytes == sum(bucket.shard.nbytes for bucket in buckets(model))
+    assert model.inp.weight.data_ptr() == model._laconic_unit.buckets[0].shard.data_ptr()
 
 
 @on_ranks(3, local=1)

@@ -1,8 +1,9 @@
+"""The cache of weights on a node: its policy, its memory, and when what it holds is stale."""
+
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,21 +11,31 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import HfArgumentParser
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-import laconic
 from laconic.config import Config, from_dict
 from laconic.integrations import LaconicArguments
 from laconic.shard import cache as cache_module
 from laconic.shard.cache import NodeShard, Slab, choose_device_shards, free_slab, make_slab
-from laconic.shard.lanes import Lanes
-from laconic.shard.ledger import Ledger
 from laconic.shard.policies import Cache
 from laconic.shard.unit import unit_of
-from tests.support import sharded_net
-from tests.support.launch import on_ranks, run_ranks
+from tests.support.launch import on_ranks
+from tests.support.scenario import Scenario, assert_same_bits
+from tests.support.sharded_net import (
+    Net,
+    buckets,
+    build,
+    full_parameters,
+    gather_bytes,
+    inputs,
+    moved,
+    shard,
+    squared_error,
+    train_step,
+)
 
 CPU = torch.device("cpu")
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 # -- the policy --------------------------------------------------------------------------------------------------------
 
@@ -34,28 +45,34 @@ CPU = torch.device("cpu")
     [
         ({"where": "disk"}, r"Cache\(where='disk'\) is not known; use one of 'none', 'host', 'device', 'rank'"),
         ({"where": "host", "device_budget_bytes": -1}, r"Cache\(device_budget_bytes=-1\) must not be negative"),
-        (
-            {"where": "device", "device_budget_bytes": 5},
-            r"budget_bytes=5\) needs where='host'.*got Cache\(where='device'\)",
-        ),
+        ({"where": "device", "device_budget_bytes": 5}, r"bytes=5\) needs where='host'.*got Cache\(where='device'\)"),
         ({"device_budget_bytes": 5}, r"Cache\(device_budget_bytes=5\) needs where='host'.*got Cache\(where='none'\)"),
         ({"until": "step"}, r"Cache\(until='step'\) is not known; use one of 'change', 'backward'"),
         ({"until": "backward"}, r"Cache\(until=.backward.\) says how long .* where=.none. keeps nothing"),
+        ({"where": "device", "pin_memory": False}, r"Cache\(pin_memory=False\) is for the host cache: it needs where="),
+        ({"where": "device", "device_bytes": 5}, r"Cache\(device_bytes=5\) limits what where='auto' may take"),
+        ({"host_bytes": 0}, r"Cache\(host_bytes=0\) limits what where='auto' may take; got Cache\(where='none'\)"),
+        ({"where": "auto", "device_bytes": -1}, r"Cache\(device_bytes=-1\) must not be negative"),
+        ({"where": "auto", "gradients": "rank"}, r"gradients='rank'\) is what where='auto' chooses itself; leave it"),
+        ({"where": "auto", "until": "backward"}, r"lets weights go after backward, but .*where='auto'\) keeps them"),
+        ({"gradients": "host"}, r"Cache\(gradients='host'\) is not known; use one of 'node', 'rank'"),
     ],
 )
-def test_invalid_policies_are_refused(options: dict[str, Any], message: str) -> None:
+def test_policies_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Cache(**options)
 
 
-def test_a_policy_is_frozen_and_made_from_a_word() -> None:
-    assert Cache.of("host") == Cache(where="host")
-    policy = Cache(where="host", device_budget_bytes=7)
-    assert Cache.of(policy) is policy
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        policy.where = "none"  # type: ignore[misc]
-    with pytest.raises(ValueError, match="not known"):
-        Cache.of("gpu")  # type: ignore[arg-type]
+def test_only_the_host_cache_can_do_without_page_locking() -> None:
+    """In a file and as an option."""
+    from transformers import HfArgumentParser
+
+    message = r"shard\.pin_memory = False .* needs shard\.cache = 'host' or 'auto', got .* 'none'"
+    with pytest.raises(ValueError, match=message):
+        from_dict(Config, {"shard": {"cache": "none", "pin_memory": False}})
+    assert not from_dict(Config, {"shard": {"pin_memory": False}}).shard.policy.cache.pin_memory
+    (options,) = HfArgumentParser(LaconicArguments).parse_args_into_dataclasses(["--pin_memory", "false"])
+    assert not options.policy.cache.pin_memory
 
 
 @pytest.mark.parametrize(
@@ -77,16 +94,10 @@ def test_a_budget_keeps_the_last_node_shards(budget: int, chosen: set[int]) -> N
 # -- host memory -------------------------------------------------------------------------------------------------------
 
 
-def test_a_slab_has_exactly_the_requested_bytes() -> None:
-    slab = make_slab(1_000_003, CPU)
-    assert (slab.nbytes, slab.dtype) == (1_000_003, torch.uint8)
-    assert make_slab(0, CPU).numel() == 0
-
-
 def test_too_little_host_memory_warns_once_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_module, "host_memory", lambda: (1_000, 1_000))
     with pytest.warns(UserWarning, match=r"needs 0.01 GB, but the machine has 0.00 GB.*Use cache='none'") as caught:
-        make_slab(10_000_000, CPU)
+        assert make_slab(10_000_003, CPU).nbytes == 10_000_003
     assert len(caught) == 1
     with pytest.warns(UserWarning, match=r"needs 0.03 GB"):
         make_slab(10_000_000, CPU, num_local=3)
@@ -94,12 +105,8 @@ def test_too_little_host_memory_warns_once_with_the_numbers(monkeypatch: pytest.
 
 def page_lock_returning(error: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     calls: list[tuple[int, ...]] = []
-
-    def register(*args: int) -> int:
-        calls.append(args)
-        return error
-
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    cudart = SimpleNamespace(cudaHostRegister=lambda *arguments: calls.append(arguments) or error)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     return calls
 
 
@@ -119,36 +126,19 @@ def test_a_tight_memlock_limit_falls_back_to_pageable_memory(monkeypatch: pytest
     assert slab.fill_(3).sum() == 3 * 4096
 
 
-@pytest.mark.machine
 @pytest.mark.parametrize("pins", [True, False])
-@on_ranks(2, local=1)
-def test_the_user_says_whether_the_host_cache_is_page_locked(pins: bool) -> None:
+def test_the_user_says_whether_the_host_cache_is_page_locked(pins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of slabs that are page-locked if the ranks have GPUs, which are pretended while a slab is made."""
-    model = sharded_net.shard(sharded_net.build(), cache=Cache(where="host", pin_memory=pins))
-    with pytest.MonkeyPatch.context() as patched:
-        calls, fill = page_lock_returning(0, patched), Slab.fill
+    calls, fill = page_lock_returning(0, monkeypatch), Slab.fill
 
-        def fill_on_gpu(slab: Slab, shards: Sequence[NodeShard]) -> None:
-            with pytest.MonkeyPatch.context() as pretended:
-                pretended.setattr(slab, "_cluster", SimpleNamespace(device=torch.device("cuda"), num_local=1))
-                fill(slab, shards)
+    def fill_on_gpu(slab: Slab, shards: Sequence[NodeShard]) -> None:
+        with pytest.MonkeyPatch.context() as pretended:
+            pretended.setattr(slab, "_cluster", SimpleNamespace(device=torch.device("cuda"), num_local=1))
+            fill(slab, shards)
 
-        patched.setattr(Slab, "fill", fill_on_gpu)
-        sharded_net.train_step(model)
-    assert len(calls) == int(pins)
-
-
-def test_only_the_host_cache_can_do_without_page_locking() -> None:
-    """In Python, in a file and as an option."""
-    with pytest.raises(ValueError, match=r"Cache\(pin_memory=False\) is for the host cache: it needs where='host'"):
-        Cache(where="device", pin_memory=False)
-    with pytest.raises(
-        ValueError, match=r"shard\.pin_memory = False .* needs shard\.cache = 'host' or 'auto', got .* 'none'"
-    ):
-        from_dict(Config, {"shard": {"cache": "none", "pin_memory": False}})
-    assert not from_dict(Config, {"shard": {"pin_memory": False}}).shard.policy.cache.pin_memory
-    (options,) = HfArgumentParser(LaconicArguments).parse_args_into_dataclasses(["--pin_memory", "false"])
-    assert not options.policy.cache.pin_memory
+    monkeypatch.setattr(Slab, "fill", fill_on_gpu)
+    Scenario(cache=Cache(where="host", pin_memory=pins), steps=1).run()
+    assert len(calls) == 2 * pins, "one for each rank"
 
 
 @pytest.mark.parametrize("refuses", [False, True])
@@ -174,106 +164,82 @@ def test_another_accelerator_gets_pinned_memory_from_torch(
     free_slab(slab, torch.device("xpu"))  # calls nothing of CUDA's
 
 
-# -- one node shard ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("local", "precision", "itemsize"), [(1, None, 4), (3, BF16, 2)])
+def test_a_nodes_host_memory_is_one_copy_of_the_weights(
+    local: int, precision: MixedPrecisionPolicy | None, itemsize: int
+) -> None:
+    def bytes_of(model: Any) -> tuple[int, int]:
+        whole = sum(bucket.node_shard_numel * bucket.compute_dtype.itemsize for bucket in buckets(model))
+        return model.memory().host_bytes, whole
+
+    scenario = Scenario(
+        local=local, cache="host", precision=precision, make=lambda: Net(2, d=128, h=384), steps=1, look=bytes_of
+    )
+    runs = scenario.run()
+    one_copy = sum(p.numel() for p in scenario.make().parameters()) * itemsize
+    for node in (runs[:local], runs[local:]):
+        assert all(run.looks[0][0] == 0 for run in node), "allocated when first used"
+        assert all(run.looks[1][0] == run.looks[1][1] for run in node)
+        assert one_copy <= sum(run.looks[1][0] for run in node) <= 1.01 * one_copy
 
 
-LANES = Lanes(CPU)
+@on_ranks(2, local=1)
+def test_a_budget_keeps_the_last_layers_on_the_device() -> None:
+    unit_bytes = 4 * 2 * 516  # two nodes: a node shard is the whole bucket of a block, 1032 elements
+    model = shard(build(lambda: Net(4)), cache=Cache(where="host", device_budget_bytes=2 * unit_bytes + 100))
+    train_step(model)
+    of_blocks = [(bucket.node_shard.where, bucket.node_shard.nbytes) for bucket in buckets(*model.blocks)]
+    assert of_blocks == [("host", unit_bytes)] * 2 + [("device", unit_bytes)] * 2
+    assert all(bucket.node_shard.where == "host" for bucket in unit_of(model).buckets)  # type: ignore[union-attr]
+    on_host = sum(b.node_shard.nbytes for b in buckets(model) if b.node_shard.where == "host")
+    assert model.memory().host_bytes == on_host
+    with torch.no_grad():
+        model(inputs(0, 0)[0])
+    assert model.memory().device_bytes == 4 * sum(b.layout.shard_numel for b in buckets(model)) + 2 * unit_bytes
 
 
-@dataclass(kw_only=True)
-class Form:
-    """The part of a bucket's form that a node shard asks."""
-
-    dtype: torch.dtype = torch.float32
-
-    def find_hooks(self) -> None:
-        """Find none."""
-
-
-@dataclass(kw_only=True)
-class EightElements:
-    """A bucket whose node shard has 8 elements."""
-
-    ledger: Ledger
-    cluster: Any = field(default_factory=lambda: sharded_net.Place(2, 1))
-    form: Form = field(default_factory=Form)
-    node_shard_numel: int = 8
+@on_ranks(2, local=2)
+def test_on_one_node_nothing_is_cached() -> None:
+    model = shard(build(), cache="host")
+    with moved(model) as m:
+        train_step(model)
+    assert m.weights == m.gradients == 0
+    assert model.memory().host_bytes == 0
+    assert not any(bucket.node_shard.is_kept for bucket in buckets(model))
 
 
-def node_shard_of(ledger: Ledger) -> NodeShard:
-    return NodeShard(EightElements(ledger=ledger))
-
-
-def test_a_node_shard_that_stays_nowhere_is_never_used_again() -> None:
-    ledger = Ledger()
-    shard, full = node_shard_of(ledger), torch.ones(8)
-    assert shard.gathered_in(lambda: full) is full
-    assert shard.store(full, 1, None, LANES) is None
-    assert not shard.holds(1)
-    shard.free()
-    assert shard.nbytes == ledger.device_bytes == 0
-
-
-def test_a_node_shard_on_the_device_is_counted_until_it_is_freed() -> None:
-    ledger = Ledger()
-    cached = node_shard_of(ledger)
-    cached.stay_on_device()
-    assert not cached.holds(0)
-    node_shard = cached.buffer()
-    assert (ledger.device_bytes, cached.nbytes) == (32, 32)
-    node_shard.fill_(5)
-    cached.store(node_shard, 3, None, LANES)
-    assert cached.holds(3)
-    assert not cached.holds(4)
-    cached.load_into(cached.buffer(), LANES)
-    assert cached.buffer().data_ptr() == node_shard.data_ptr(), "no copy from a direct cache"
-    cached.free()
-    assert ledger.device_bytes == 0
-    assert not cached.holds(3)
-
-
-def test_a_node_shard_in_the_slab_takes_no_device_memory_and_stays() -> None:
-    ledger = Ledger()
-    cached = node_shard_of(ledger)
-    slab = torch.zeros(32, dtype=torch.uint8)
-    cached.stay_in_slab(slab)
-    cached.buffer().fill_(1)
-    cached.store(cached.buffer(), 1, None, LANES)
-    cached.free()
-    assert cached.holds(1)
-    assert ledger.device_bytes == 0
-    assert slab.view(torch.float32).eq(1).all()
-
-
-def test_a_node_shard_that_is_being_gathered_is_not_valid() -> None:
-    cached = node_shard_of(Ledger())
-    cached.stay_on_device()
-    cached.store(cached.buffer(), 1, None, LANES)
-    cached.invalidate()
-    assert not cached.holds(1)
-
-
-# -- in a model --------------------------------------------------------------------------------------------------------
-
-CACHES: list[Any] = ["host", "device", "rank", Cache(where="host", device_budget_bytes=4000)]
-UNTIL_BACKWARD = [Cache(where="host", until="backward"), Cache(where="device", until="backward")]
+# -- what is stale -----------------------------------------------------------------------------------------------------
 
 
 def forward_bytes(model: Any) -> int:
     """Count this rank's bytes of weights across nodes in one forward without gradients. The cache must not change."""
-    with sharded_net.moved(model) as m, torch.no_grad():
-        model(sharded_net.inputs(0, dist.get_rank())[0])
+    with moved(model) as m, torch.no_grad():
+        model(inputs(0, dist.get_rank())[0])
     return m.weights
 
 
-def job_staleness(cache: Any) -> None:
-    model = sharded_net.shard(sharded_net.build(), cache=cache)
+def assert_output(model: Any, name: str) -> None:
+    """Assert that the output is that of an unsharded model with these parameters."""
+    plain, x = build(), inputs(0, dist.get_rank())[0]
+    plain.load_state_dict(full_parameters(model))
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x), msg=name)
+
+
+@pytest.mark.parametrize(
+    ("world", "cache"),
+    [(3, "host"), (2, "device"), (2, "rank"), (2, Cache(where="host", device_budget_bytes=4000))],
+    ids=["host", "device", "rank", "budget"],
+)
+@on_ranks("world", local=1)
+def test_node_shards_become_stale_exactly_when_parameters_change(cache: Any) -> None:
+    model = shard(build(), cache=cache)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    everything = sharded_net.gather_bytes("node", sharded_net.buckets(model))
+    everything = gather_bytes("node", buckets(model))
     ema = [p.detach().clone() for p in model.parameters()]
     weight = model.blocks[1].up.weight
-    block = sharded_net.gather_bytes("node", sharded_net.buckets(model.blocks[1]))
-    plain_state = {name: torch.randn(p.shape) for name, p in sharded_net.build().named_parameters()}
+    block = gather_bytes("node", buckets(model.blocks[1]))
+    plain_state = {name: torch.randn(p.shape) for name, p in build().named_parameters()}
 
     def swap() -> None:
         for p, average in zip(model.parameters(), ema, strict=True):
@@ -283,20 +249,17 @@ def job_staleness(cache: Any) -> None:
 
     def scaler_skips() -> None:
         scaler = torch.amp.GradScaler("cpu")
-        sharded_net.squared_error(model, sharded_net.inputs(0, dist.get_rank())).backward()
+        squared_error(model, inputs(0, dist.get_rank())).backward()
         scaler.scale(torch.zeros(()))
         weight.grad.to_local().fill_(float("inf"))
         scaler.step(optimizer)
         model.zero_grad()
 
     keep_valid: dict[str, Any] = {
-        "evaluation": lambda: model(sharded_net.inputs(5, dist.get_rank())[0]),
-        "a backward without a step": lambda: sharded_net.train_step(model),
+        "evaluation": lambda: model(inputs(5, dist.get_rank())[0]),
+        "a backward without a step": lambda: train_step(model),
         "a step skipped for overflow": scaler_skips,
-        "reading": lambda: (
-            sharded_net.full_parameters(model),
-            [p.detach().clone().add_(1) for p in model.parameters()],
-        ),
+        "reading": lambda: (full_parameters(model), [p.detach().clone().add_(1) for p in model.parameters()]),
         "a state dict": lambda: model.state_dict(),
         "train and eval mode": lambda: model.eval().train(),
         "an average of the weights": lambda: torch._foreach_lerp_(ema, [p.detach() for p in model.parameters()], 0.5),
@@ -304,12 +267,14 @@ def job_staleness(cache: Any) -> None:
         "clipping": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
     }
     make_stale: dict[str, tuple[Any, int]] = {
-        "an optimizer step": (lambda: sharded_net.train_step(model, optimizer), everything),
+        "an optimizer step": (lambda: train_step(model, optimizer), everything),
         "a load": (lambda: model.load_state_dict(plain_state), everything),
         "a load of another sharded state": (lambda: model.load_state_dict(model.state_dict()), everything),
         "an edit": (lambda: weight.mul_(1.5), block),
         "an edit of .data": (lambda: weight.data.mul_(1.5), block),
         "an edit of the local part": (lambda: weight.to_local().add_(1), block),
+        "an edit of all": (lambda: torch._foreach_add_([weight], 1.0), block),
+        # only one rank holds a part of it
         "an edit of a row": (lambda: weight.detach()[2].zero_(), block),
         "initialisation": (lambda: nn.init.normal_(weight), block),
         "a swap of averages": (swap, everything),
@@ -325,81 +290,12 @@ def job_staleness(cache: Any) -> None:
     for name, (event, stale_bytes) in make_stale.items():
         with torch.enable_grad() if name == "an optimizer step" else torch.no_grad():
             event()
-        want = model_output(model)
         assert forward_bytes(model) == stale_bytes, name
         assert forward_bytes(model) == 0, name
-        with torch.no_grad():
-            torch.testing.assert_close(model(sharded_net.inputs(0, dist.get_rank())[0]), want, msg=name)
+        assert_output(model, name)
 
 
-def model_output(model: Any) -> torch.Tensor:
-    """Compute the output of a plain model with these parameters."""
-    plain = sharded_net.build()
-    plain.load_state_dict(sharded_net.full_parameters(model))
-    with torch.no_grad():
-        return plain(sharded_net.inputs(0, dist.get_rank())[0])
-
-
-@pytest.mark.parametrize("cache", CACHES, ids=["host", "device", "rank", "budget"])
-def test_node_shards_become_stale_exactly_when_parameters_change(cache: Any) -> None:
-    run_ranks(job_staleness, 3 if cache == "host" else 2, cache, local=1)
-
-
-def job_host_bytes(param_dtype: torch.dtype | None) -> int:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    model = sharded_net.build(lambda: sharded_net.Net(4, d=128, h=384))
-    sharded_net.shard(model, cache="host", mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
-    assert model.memory().host_bytes == 0, "allocated when first used"
-    sharded_net.train_step(model)
-    assert model.memory().host_bytes == sum(
-        bucket.node_shard_numel * bucket.compute_dtype.itemsize for bucket in sharded_net.buckets(model)
-    )
-    return model.memory().host_bytes
-
-
-@pytest.mark.parametrize(("world_size", "local"), [(2, 1), (4, 2), (6, 3)])
-@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
-def test_a_nodes_host_memory_is_one_copy_of_the_weights(
-    world_size: int, local: int, param_dtype: torch.dtype | None
-) -> None:
-    one_copy = (
-        sum(p.numel() for p in sharded_net.Net(4, d=128, h=384).parameters()) * (param_dtype or torch.float32).itemsize
-    )
-    by_rank = run_ranks(job_host_bytes, world_size, param_dtype, local=local)
-    for node in range(world_size // local):
-        assert one_copy <= sum(by_rank[node * local : (node + 1) * local]) <= 1.01 * one_copy
-
-
-@on_ranks(2, local=1)
-def test_a_budget_keeps_the_last_layers_on_the_device() -> None:
-    model = sharded_net.build(lambda: sharded_net.Net(4))
-    units = [*model.blocks]
-    unit_bytes = 4 * 2 * 516  # two nodes: a node shard is the whole bucket of a block, 1032 elements
-    sharded_net.shard(model, cache=Cache(where="host", device_budget_bytes=2 * unit_bytes + 100))
-    sharded_net.train_step(model)
-    on_device = [bucket.node_shard.where == "device" for unit in units for bucket in sharded_net.buckets(unit)]
-    sizes = [bucket.node_shard.nbytes for unit in units for bucket in sharded_net.buckets(unit)]
-    assert sizes == [unit_bytes] * 4
-    assert on_device == [False, False, True, True]
-    assert all(bucket.node_shard.where == "host" for bucket in unit_of(model).buckets)  # type: ignore[union-attr]
-    assert model.memory().host_bytes == sum(
-        b.node_shard.nbytes for b in sharded_net.buckets(model) if b.node_shard.where == "host"
-    )
-    with torch.no_grad():
-        model(sharded_net.inputs(0, 0)[0])
-    held = model.memory().device_bytes
-    assert held == 4 * sum(bucket.layout.shard_numel for bucket in sharded_net.buckets(model)) + 2 * unit_bytes
-
-
-@on_ranks(2, local=2)
-def test_on_one_node_nothing_is_cached() -> None:
-    model = sharded_net.shard(sharded_net.build(), cache="host")
-    with sharded_net.moved(model) as m:
-        sharded_net.train_step(model)
-    assert m.weights == m.gradients == 0
-    assert model.memory().host_bytes == 0
-    assert not any(bucket.node_shard.is_kept for bucket in sharded_net.buckets(model))
+# -- frozen weights ----------------------------------------------------------------------------------------------------
 
 
 class Adapted(nn.Module):
@@ -419,68 +315,53 @@ def adapted() -> nn.Module:
     return nn.Sequential(*(Adapted() for _ in range(3)))
 
 
-def job_frozen(cache: Any) -> dict[str, torch.Tensor]:
-    policy = Cache.of(cache)
-    caches_frozen = policy.where != "none" and policy.until == "change"
-    model = sharded_net.build(adapted)
-    mesh = laconic.init_mesh("cpu")
-    sharded_net.shard(model, list(model), mesh=mesh, cache=cache)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    frozen = [bucket for bucket in sharded_net.buckets(model) if bucket.is_frozen]
-    trained = [bucket for bucket in sharded_net.buckets(model) if not bucket.is_frozen]
-    assert (len(frozen), len(trained)) == (3, 3)
-    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
-    shard_bytes = 4 * sum(bucket.layout.shard_numel for bucket in sharded_net.buckets(model))
-    assert model.memory().device_bytes == shard_bytes
-    expected = sharded_net.build(adapted)
-    for step in range(4):
-        with sharded_net.moved(model) as m:
-            for sync in (False, True):
-                model.set_requires_gradient_sync(sync)
-                model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        per_step = sharded_net.gather_bytes("node", trained)
-        if not caches_frozen:
-            crossings = policy.node_gathers_per_step(num_micro_batches=2)
-            assert m.weights == crossings * (per_step + sharded_net.gather_bytes("node", frozen))
-            assert model.memory().device_bytes == shard_bytes
-        else:
-            assert m.weights == per_step + (sharded_net.gather_bytes("node", frozen) if step == 0 else 0)
-            assert all(bucket.stored.is_dropped for bucket in frozen)
-        assert m.gradients == sum(bucket.layout.shard_numel * 4 for bucket in trained) * (
-            frozen[0].cluster.num_nodes - 1
-        )
-    frozen_bytes = 4 * sum(bucket.layout.shard_numel for bucket in frozen)
-    resting = sum(b.node_shard.nbytes for b in frozen if b.node_shard.where == "device")
-    if caches_frozen:
-        assert model.memory().device_bytes == shard_bytes - frozen_bytes + resting
-    for name, parameter in expected.named_parameters():
-        if "base" in name:
-            assert torch.equal(model.get_parameter(name).full_tensor(), parameter), name  # type: ignore[operator]
-    with sharded_net.moved(model) as m, torch.no_grad():
-        for _ in range(2):
-            model(x)
-    everything = sharded_net.gather_bytes("node", sharded_net.buckets(model))
-    assert m.weights == (per_step if caches_frozen else 2 * everything), "a forward without gradients is the end, too"
-    return sharded_net.full_parameters(model)
+def rows(number: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * number + rank))
 
 
-@pytest.mark.heavy
+def square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
 def test_frozen_weights_cross_once_in_the_run_and_leave_the_device_or_cross_in_every_forward() -> None:
     """As the policy says. The parameters have the same bits after training."""
-    want, *others = (run_ranks(job_frozen, 4, cache, local=2)[0] for cache in ("none", *CACHES[:2], *UNTIL_BACKWARD))
-    for got in others:
-        assert all(torch.equal(got[name], value) for name, value in want.items())
+    plain = Scenario(local=2, make=adapted, batch=rows, loss=square, micro_batches=2)
+    expected, base = plain.run()[0], build(adapted)
+    for policy in (Cache(), Cache(where="host"), Cache(where="device"), Cache(where="host", until="backward")):
+        caches_frozen = policy.where != "none" and policy.until == "change"
+        run = replace(plain, cache=policy).run()[0]
+        assert_same_bits(run, expected)
+        frozen, trained = ([b for b in buckets(run.model) if b.is_frozen is frozen] for frozen in (True, False))
+        assert (len(frozen), len(trained)) == (3, 3)
+        at_first, per_step = gather_bytes("node", frozen), gather_bytes("node", trained)
+        for step, sent in enumerate(run.sent):
+            if caches_frozen:
+                assert sent.weights == per_step + (at_first if step == 0 else 0)
+            else:
+                assert sent.weights == policy.node_gathers_per_step(num_micro_batches=2) * (per_step + at_first)
+            assert sent.gradients == sum(bucket.layout.shard_numel * 4 for bucket in trained)
+        assert all(bucket.stored.is_dropped for bucket in frozen) == caches_frozen
+        resting = sum(b.node_shard.nbytes for b in frozen if b.node_shard.where == "device") if caches_frozen else 0
+        kept = trained if caches_frozen else trained + frozen
+        assert run.memory[-1].device_bytes == 4 * sum(bucket.layout.shard_numel for bucket in kept) + resting
+        for name, parameter in base.named_parameters():
+            assert not name.endswith("base.weight") or torch.equal(run.parameters[name], parameter), name
 
 
-@pytest.mark.parametrize("cache", CACHES[:2])
-@on_ranks(4, local=2)
+@pytest.mark.parametrize("where", ["host", "device"])
+@on_ranks(2, local=1)
+def test_until_backward_a_forward_without_gradients_is_the_end_too(where: Any) -> None:
+    model = shard(build(), cache=Cache(where=where, until="backward"))
+    assert [forward_bytes(model), forward_bytes(model)] == [gather_bytes("node", buckets(model))] * 2
+
+
+@pytest.mark.parametrize("cache", ["host", "device"])
+@on_ranks(2, local=1)
 def test_unfreezing_loading_and_merging_into_frozen_weights(cache: Any) -> None:
     """Frozen, used, edited, loaded, unfrozen, trained: the values always equal those of a plain model."""
-    plain, model = sharded_net.build(adapted), sharded_net.build(adapted)
-    sharded_net.shard(model, list(model), cache=cache)
-    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))  # the same on all ranks
+    plain, model = build(adapted), build(adapted)
+    shard(model, list(model), cache=cache)  # type: ignore[call-overload]
+    x = rows(0, 0)  # the same on all ranks
 
     def step(net: Any) -> torch.Tensor:
         output = net(x)
@@ -494,51 +375,34 @@ def test_unfreezing_loading_and_merging_into_frozen_weights(cache: Any) -> None:
             with torch.no_grad():
                 event(net)
 
-    def same() -> None:
-        torch.testing.assert_close(step(model), step(plain))
-        for name, parameter in plain.named_parameters():
-            torch.testing.assert_close(model.get_parameter(name).full_tensor(), parameter.detach(), msg=name)  # type: ignore[operator]
+    def same(num_steps: int = 2) -> None:
+        for _ in range(num_steps):
+            torch.testing.assert_close(step(model), step(plain))
+            for name, value in full_parameters(model).items():
+                torch.testing.assert_close(value, plain.get_parameter(name).detach(), msg=name)
 
     same()
-    same()
-    merge = torch.randn(64, 64, generator=torch.Generator().manual_seed(2))
-    both(lambda net: net[1].base.weight.add_(merge, alpha=0.01))  # a merge into a dropped shard
-    same()
+    both(lambda net: net[1].base.weight.add_(rows(2, 0).T @ rows(3, 0), alpha=0.01))  # a merge into a dropped shard
+    same(1)
     state = {name: torch.randn(p.shape) * 0.1 for name, p in plain.named_parameters()}
     both(lambda net: net.load_state_dict(state))
-    same()
-    frozen = [bucket for bucket in sharded_net.buckets(model) if bucket.is_frozen]
+    same(1)
+    frozen = [bucket for bucket in buckets(model) if bucket.is_frozen]
     assert all(bucket.stored.is_dropped for bucket in frozen)
-    for net in (plain, model):
-        net[0].base.weight.requires_grad_(True)
-        net[2].base.requires_grad_(True)
+    both(lambda net: (net[0].base.weight.requires_grad_(True), net[2].base.requires_grad_(True)))
     both(lambda net: net[2].base.weight.mul_(0.9))  # edited after unfreezing, before the next use
     same()
-    same()
     assert [bucket.stored.is_dropped for bucket in frozen] == [False, True, False]
-    for net in (plain, model):
-        net.requires_grad_(False)
-        net[1].up.requires_grad_(True)
-    same()
+    both(lambda net: (net.requires_grad_(False), net[1].up.requires_grad_(True)))
     same()
 
 
 @on_ranks(2, local=1)
 def test_frozen_weights_keep_their_bits_under_mixed_precision() -> None:
     """A node shard in the compute dtype has not the bits of fp32 weights, so the shard stays."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    model = sharded_net.build(lambda: nn.Sequential(sharded_net.Block(), sharded_net.Block())).requires_grad_(False)
-    sharded_net.shard(model, list(model), cache="host", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    x = torch.randn(2, 17)
-    with torch.no_grad(), sharded_net.moved(model) as first:
-        model(x)
-    with torch.no_grad(), sharded_net.moved(model) as second:
-        model(x)
-    assert first.weights == sharded_net.gather_bytes("node", sharded_net.buckets(model)) > 0
-    assert second.weights == 0
-    assert not any(bucket.stored.is_dropped for bucket in sharded_net.buckets(model))
-    for name, parameter in sharded_net.build(
-        lambda: nn.Sequential(sharded_net.Block(), sharded_net.Block())
-    ).named_parameters():
-        assert torch.equal(model.get_parameter(name).full_tensor(), parameter)  # type: ignore[operator]
+    model = shard(build().requires_grad_(False), cache="host", mp_policy=BF16)
+    assert forward_bytes(model) == gather_bytes("node", buckets(model)) > 0
+    assert forward_bytes(model) == 0
+    assert not any(bucket.stored.is_dropped for bucket in buckets(model))
+    for name, parameter in build().named_parameters():
+        assert torch.equal(model.get_parameter(name).full_tensor(), parameter)

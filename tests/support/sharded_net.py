@@ -19,7 +19,6 @@ from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.bucket import Bucket
 from laconic.shard.gather import GatherState
-from laconic.shard.ledger import Ledger
 from laconic.shard.unit import UnitPhase, unit_of
 from tests.reference.step import Oracle
 
@@ -158,13 +157,6 @@ def buckets(*modules: nn.Module) -> list[Bucket]:
     return [bucket for unit in units for bucket in unit.buckets]
 
 
-def account(bucket: Bucket) -> Ledger:
-    """Give a bucket without a unit a ledger."""
-    ledger = Ledger()
-    bucket.open_account(ledger)
-    return ledger
-
-
 def gather_bytes(level: Level, which: list[Bucket]) -> int:
     """Bytes one rank sends on `level` per gather of the buckets: (R - 1) pieces, each a shard or a node shard."""
     total = 0
@@ -231,6 +223,15 @@ Batches = list[list[tuple[Tensor, Tensor]]]
 def micro_batches(num: int, seed: int = 0) -> Batches:
     """Batches of `Net`, by micro-batch and rank."""
     return [[inputs(100 * seed + a, rank) for rank in range(dist.get_world_size())] for a in range(num)]
+
+
+def accumulate(model: Any, batches: Any, loss: Any = squared_error) -> Tensor:
+    """Run forward and backward on this rank's part of `batches[a][rank]`; only the last one sends gradients."""
+    for number, batch in enumerate(batches):
+        model.set_requires_gradient_sync(number == len(batches) - 1)
+        value = loss(model, batch[dist.get_rank()])
+        value.backward()
+    return value.detach()
 
 
 def oracle_of(model: Any, make: Callable[[], nn.Module] = Net, loss: Any = squared_error) -> Oracle:
