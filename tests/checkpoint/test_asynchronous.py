@@ -21,50 +21,7 @@ from laconic.store import folder as store
 from laconic.store.folder import CrashPoint, damage
 from tests.checkpoint import zoo
 from tests.support.jobs import job, train_all
-from tests.support.launch import run_ranks
-
-
-def test_a_save_has_the_state_at_the_call_to_the_bit(tmp_path: Path) -> None:
-    for seen in run_ranks(save_while_training, 3, str(tmp_path)):
-        assert seen["under_way"] == [(False, True), (False, True)]
-        assert seen["folder of 4"] == str(tmp_path / "async" / "step-4")
-    for step in (2, 4):
-        sync, background_ = (tmp_path / kind / f"step-{step}" for kind in ("sync", "async"))
-        expected, found = _everything(sync), _everything(background_)
-        assert len(expected) > 40
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
-            assert _equal(found[key], value), (step, key)
-        for rank in range(3):
-            assert (sync / f"rank-0000{rank}.json").read_bytes() == (background_ / f"rank-0000{rank}.json").read_bytes()
-        assert not damage(background_, commit.CheckpointManifest.read(background_ / commit.MANIFEST).files)
-    assert not _equal(_everything(tmp_path / "async" / "step-2")["model.up.weight"], expected["model.up.weight"])
-
-
-def test_one_save_is_under_way_at_a_time(tmp_path: Path) -> None:
-    for passed in run_ranks(one_at_a_time, 2, str(tmp_path)):
-        names = [line.split(":")[0] for line in passed]
-        assert names == sorted(names)
-        assert {"save step 1", "save step 2"} == set(names)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1", "step-2"]
-
-
-def test_a_failure_is_raised_by_the_next_call_on_every_rank(tmp_path: Path) -> None:
-    for said in run_ranks(fail_in_the_background, 2, str(tmp_path)):
-        assert [said[0], said[1], said[3]] == ["begun"] * 3
-        for message in (said[2], said[4]):
-            assert "rank 1: extra['extra']['thing'] is a object" in message
-    found = [candidate.folder.name for candidate in commit.candidates(tmp_path)]
-    assert found == ["step-4", "step-1"]
-
-
-@pytest.mark.parametrize("point", [CrashPoint.WRITTEN, CrashPoint.LISTED, CrashPoint.COMMITTED])
-def test_a_kill_leaves_a_complete_checkpoint(point: CrashPoint, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"died with exit code|failed"):
-        run_ranks(die_while_training, 2, str(tmp_path), point)
-    step, state = run_ranks(load_newest, 1, str(tmp_path))[0]
-    assert step == (4 if point == CrashPoint.COMMITTED else 2)
-    assert torch.equal(state["up.bias.step"], torch.tensor(2.0))
+from tests.support.launch import on_ranks, run_ranks
 
 
 def test_alone_and_without_optimizer(tmp_path: Path) -> None:
@@ -117,42 +74,26 @@ class OnXpu(torch.Tensor):
     device = torch.device("xpu", 1)
 
 
-def test_host_memory_is_pinned_for_any_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned: list[int] = []
-    waited: list[torch.device] = []
-    empty = torch.empty
-
-    def pretend(*size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        if pin_memory:
-            pinned.extend(size)
-        return empty(*size, **options)
-
-    def stream(device: torch.device) -> SimpleNamespace:
-        return SimpleNamespace(synchronize=lambda: waited.append(device))
-
-    monkeypatch.setattr(torch, "empty", pretend)
-    monkeypatch.setattr("torch.accelerator.current_stream", stream)
-    tensors: dict[Any, torch.Tensor] = {"weight": torch.arange(5.0).as_subclass(OnXpu), "step": torch.ones(())}
-    copies = HostMemory().copies_of(tensors)
-    assert (pinned, waited) == ([128], [torch.device("xpu", 1)])
-    assert torch.equal(copies["weight"], torch.arange(5.0))
-
-
-def test_host_memory_asks_for_its_bytes_and_gives_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A larger save unlocks what it replaces."""
+def test_host_memory_of_any_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is page-locked, it waits for the stream, and a larger save unlocks what it replaces."""
     told: list[Any] = []
 
     def lock(nbytes: int, device: torch.device, **_: Any) -> torch.Tensor:
         told.append((nbytes, device.type))
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    def stream(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(synchronize=lambda: told.append("waited"))
+
     monkeypatch.setattr(cache, "make_slab", lock)
     monkeypatch.setattr(cache, "free_slab", lambda slab, device: told.append(("unlocked", len(slab))))
-    monkeypatch.setattr("torch.accelerator.current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr("torch.accelerator.current_stream", stream)
     memory = HostMemory()
     for size in (100, 80, 3000):
-        memory.copies_of({"weight": torch.ones(size).as_subclass(OnXpu)})  # type: ignore[dict-item]
-    assert told == [(0, "cpu"), ("unlocked", 0), (448, "xpu"), ("unlocked", 448), (12032, "xpu")]
+        tensor = torch.arange(float(size)).as_subclass(OnXpu)
+        assert torch.equal(memory.copies_of({"weight": tensor})["weight"], torch.arange(float(size)))  # type: ignore[dict-item]
+    steps = [(0, "cpu"), ("unlocked", 0), (448, "xpu"), "waited", "waited", ("unlocked", 448), (12032, "xpu"), "waited"]
+    assert told == steps
 
 
 def _everything(folder: Path) -> dict[str, Any]:
@@ -167,77 +108,86 @@ def _equal(a: Any, b: Any) -> bool:
 # -- background --------------------------------------------------------------------------------------------------------
 
 
-def _made() -> tuple[zoo.Zoo, torch.optim.Optimizer]:
+def _made() -> dict[str, Any]:
     model = zoo.shard(zoo.make_zoo(seed=0))
     optimizer = zoo.Hoarder(model.parameters())
     zoo.train(model, optimizer)
-    return model, optimizer
+    return {"model": model, "optimizer": optimizer}
 
 
-def save_while_training(folder: str) -> dict[str, Any]:
+@on_ranks(3)
+def test_a_save_has_the_state_at_the_call_to_the_bit(tmp_path: Path) -> None:
     """Save the same state with and without the background, twice. Training goes on while the background saves wait."""
-    model, optimizer = _made()
-    extra = {"rank": dist.get_rank(), "tensor": torch.ones(2), "rng": checkpoint.rng_state()}
-    arguments: dict[str, Any] = {"model": model, "optimizer": optimizer, "extra": extra}
-    seen: dict[str, Any] = {"under_way": []}
+    state, rank = _made(), dist.get_rank()
+    extra = {"rank": rank, "tensor": torch.ones(2), "rng": checkpoint.rng_state()}
     go_on = threading.Event()
-    with checkpoint.AsyncSaver(f"{folder}/async") as saver:
+    with checkpoint.AsyncSaver(tmp_path / "async") as saver:
         assert saver.wait() is None
         for step in (2, 4):
-            checkpoint.save_checkpoint(f"{folder}/sync", step, **arguments)
+            sync, in_background = (tmp_path / kind / f"step-{step}" for kind in ("sync", "async"))
+            checkpoint.save_checkpoint(tmp_path / "sync", step, extra=extra, **state)
             go_on.clear()
             store.on_crash_point = lambda point: point != CrashPoint.BEGUN or go_on.wait(60) or None
-            saver.save(step, **arguments)
-            model.seen.fill_(-1)
+            saver.save(step, extra=extra, **state)
+            state["model"].seen.fill_(-1)
             extra["tensor"].mul_(2)
-            optimizer.param_groups[0]["lr"] *= 0.5
-            zoo.train(model, optimizer)  # training has collectives too, while the save's collectives wait
-            seen["under_way"].append((os.path.exists(f"{folder}/async/step-{step}"), not go_on.is_set()))
+            state["optimizer"].param_groups[0]["lr"] *= 0.5
+            zoo.train(state["model"], state["optimizer"])  # it has collectives too, while the save's collectives wait
+            assert not in_background.exists()
             go_on.set()
-            seen[f"folder of {step}"] = str(saver.wait())
+            assert saver.wait() == in_background
             store.on_crash_point = None
             dist.barrier()
-    return seen
+            expected, found = _everything(sync), _everything(in_background)
+            assert len(expected) > 40
+            assert found.keys() == expected.keys()
+            for key, value in expected.items():
+                assert _equal(found[key], value), (step, key)
+            own = f"rank-0000{rank}.json"
+            assert (sync / own).read_bytes() == (in_background / own).read_bytes()
+            assert not damage(in_background, commit.CheckpointManifest.read(in_background / commit.MANIFEST).files)
+    assert not _equal(_everything(tmp_path / "async" / "step-2")["model.up.weight"], expected["model.up.weight"])
 
 
-def one_at_a_time(folder: str) -> list[str]:
-    """Begin two saves without a wait between them. Returns the crash points in the order in which this rank passes."""
-    model, optimizer = _made()
-    passed: list[str] = []
-    store.on_crash_point = lambda point: passed.append(f"{threading.current_thread().name}: {point}")
-    with checkpoint.AsyncSaver(folder) as saver:
+@on_ranks(2)
+def test_one_save_is_under_way_at_a_time(tmp_path: Path) -> None:
+    """Two saves without a wait between them: the crash points in the order in which this rank passes."""
+    state, passed = _made(), list[str]()
+    store.on_crash_point = lambda point: passed.append(threading.current_thread().name)
+    with checkpoint.AsyncSaver(tmp_path) as saver:
         for step in (1, 2):
-            saver.save(step, model=model, optimizer=optimizer, extra={})
-    return passed
+            saver.save(step, extra={}, **state)
+    assert passed == sorted(passed)
+    assert {"save step 1", "save step 2"} == set(passed)
+    dist.barrier()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1", "step-2"]
 
 
-def fail_in_the_background(folder: str) -> list[str]:
-    """Return the outcome of each call: a save, a save that rank 1 cannot encode, a call that raises its error, ..."""
-    model, optimizer = _made()
-    saver = checkpoint.AsyncSaver(folder)
-    bad = {"thing": object() if dist.get_rank() == 1 else 1}
-    outcomes = []
-    for step, extra in ((1, {}), (2, bad), (3, {}), (4, {})):
-        try:
-            saver.save(step, model=model, optimizer=optimizer, extra=extra)
-            outcomes.append("begun")
-        except checkpoint.CheckpointError as error:
-            outcomes.append(str(error))
+@on_ranks(2)
+def test_a_failure_is_raised_by_the_next_call_on_every_rank(tmp_path: Path) -> None:
+    """Rank 1 cannot encode a value."""
+    state, bad = _made(), {"thing": object() if dist.get_rank() == 1 else 1}
+    message = r"rank 1: extra\['extra'\]\['thing'\] is a object"
+    saver = checkpoint.AsyncSaver(tmp_path)
+    saver.save(1, extra={}, **state)
+    saver.save(2, extra=bad, **state)
+    with pytest.raises(checkpoint.CheckpointError, match=message):
+        saver.save(3, extra={}, **state)
+    saver.save(4, extra={}, **state)
     saver.wait()
-    with checkpoint.AsyncSaver(folder) as other:
-        other.save(5, model=model, optimizer=optimizer, extra=bad)
-        try:
+    with checkpoint.AsyncSaver(tmp_path) as other:
+        other.save(5, extra=bad, **state)
+        with pytest.raises(checkpoint.CheckpointError, match=message):
             other.wait()
-        except checkpoint.CheckpointError as error:
-            outcomes.append(str(error))
-    return outcomes
+    dist.barrier()
+    assert [candidate.folder.name for candidate in commit.candidates(tmp_path)] == ["step-4", "step-1"]
 
 
 def die_while_training(folder: str, point: CrashPoint) -> None:
     """Kill one rank in the background of the second save, at `point`, while training goes on."""
-    model, optimizer = _made()
+    state = _made()
     saver = checkpoint.AsyncSaver(folder)
-    saver.save(2, model=model, optimizer=optimizer, extra={})
+    saver.save(2, extra={}, **state)
     saver.wait()
     dist.barrier()
     rank = 1 if point == CrashPoint.WRITTEN else 0
@@ -247,51 +197,40 @@ def die_while_training(folder: str, point: CrashPoint) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     store.on_crash_point = kill
-    saver.save(4, model=model, optimizer=optimizer, extra={})
+    saver.save(4, extra={}, **state)
     while True:
-        zoo.train(model, optimizer)
+        zoo.train(state["model"], state["optimizer"])
 
 
-def load_newest(folder: str) -> tuple[int, dict[str, torch.Tensor]]:
-    """Return the newest checkpoint's step and state."""
-    model = zoo.shard(zoo.make_zoo(seed=1))
+@pytest.mark.parametrize("point", [CrashPoint.WRITTEN, CrashPoint.LISTED, CrashPoint.COMMITTED])
+def test_a_kill_leaves_a_complete_checkpoint(point: CrashPoint, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"died with exit code|failed"):
+        run_ranks(die_while_training, 2, str(tmp_path), point)
+    model = zoo.make_zoo(seed=1)
     optimizer = zoo.Hoarder(model.parameters())
-    loaded = checkpoint.load_checkpoint(folder, model=model, optimizer=optimizer)
-    assert loaded is not None
-    return loaded["step"], zoo.whole(model, optimizer)
+    loaded = checkpoint.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
+    assert loaded == {"step": 4 if point == CrashPoint.COMMITTED else 2}
+    assert optimizer.state[model.up.bias]["step"] == 2
 
 
 # -- trainer -----------------------------------------------------------------------------------------------------------
 
 
-STRATEGIES = ("laconic", "fsdp2", "ddp")
-
-
-@pytest.mark.machine
-def test_saving_in_the_background_changes_nothing(tmp_path: Path) -> None:
-    configs = []
-    for strategy in STRATEGIES:
-        shared: dict[str, Any] = {"shard": {"strategy": strategy}, "optimizer": {"name": "adamw"}}
-        sync, cut = str(tmp_path / f"{strategy} sync"), str(tmp_path / f"{strategy} async")
-        configs += [
-            job(tmp_path, **shared, train={"output": sync, "save_every": 1}),
-            job(tmp_path, **shared, train={"output": cut, "save_every": 1, "steps": 3, "async_save": True}),
-            job(tmp_path, **shared, train={"output": cut, "save_every": 1, "resume": "auto", "async_save": True}),
-        ]
-    summaries = run_ranks(train_all, 2, configs)[0]
-    for index, strategy in enumerate(STRATEGIES):
-        unbroken, start, rest = summaries[3 * index : 3 * index + 3]
-        assert rest["start_step"] == 3
-        assert start["losses"] + rest["losses"] == unbroken["losses"]
-        folders = [tmp_path / f"{strategy} {way}" / "checkpoints" for way in ("sync", "async")]
-        for folder in folders:
-            assert [candidate.folder.name for candidate in commit.candidates(folder)] == ["step-4", "step-3"]
-        for step in (3, 4):
-            expected, found = (_tensors(folder / f"step-{step}") for folder in folders)
-            assert found.keys() == expected.keys()
-            assert len(found) > 60
-            for key, tensor in expected.items():
-                assert torch.equal(found[key], tensor), (strategy, step, key)
+def test_saving_in_the_background_changes_nothing_of_a_job(tmp_path: Path) -> None:
+    sync, cut = str(tmp_path / "sync"), str(tmp_path / "async")
+    configs = [
+        job(tmp_path, train={"output": sync, "save_every": 1}),
+        job(tmp_path, train={"output": cut, "save_every": 1, "steps": 3, "async_save": True}),
+        job(tmp_path, train={"output": cut, "save_every": 1, "resume": "auto", "async_save": True}),
+    ]
+    unbroken, start, rest = run_ranks(train_all, 2, configs)[0]
+    assert rest["start_step"] == 3
+    assert start["losses"] + rest["losses"] == unbroken["losses"]
+    for step in (3, 4):
+        expected, found = (_tensors(tmp_path / way / "checkpoints" / f"step-{step}") for way in ("sync", "async"))
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            assert torch.equal(found[key], tensor), (step, key)
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from laconic import checkpoint
-from laconic.checkpoint.asynchronous import HostMemory
 
 pytestmark = [
     pytest.mark.cuda,
@@ -51,9 +50,3 @@ def test_a_save_in_the_background_is_the_state_at_the_call(kernels: dict[str, An
         assert torch.equal(value.cuda(), moments[key]), key
     assert fresh.state[other.weight]["step"].is_cuda == ("fused" in kernels)
     _step(other, fresh)
-
-
-def test_host_memory_is_pinned() -> None:
-    memory = HostMemory()  # which unlocks the pages when it goes
-    copies = memory.copies_of({"weight": torch.ones(1000, device="cuda"), "step": torch.ones(())})  # type: ignore[dict-item]
-    assert all(copy.is_pinned() and torch.equal(copy, torch.ones_like(copy)) for copy in copies.values())

@@ -38,21 +38,19 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, See
     return folder, seen
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize(("world_size", "local"), [(3, 3), (1, 1), pytest.param(6, 3, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(("world_size", "local"), [(3, 3), (1, 1)])
 def test_any_number_of_ranks_loads_it(world_size: int, local: int, saved: tuple[Path, dict[str, Seen]]) -> None:
     folder, expected = saved
     for rank, seen in enumerate(run_ranks(load_each, world_size, str(folder), local=local)):
-        for name in OPTIMIZERS:
+        for name in LOADED_BY:
             assert_same(seen[name], expected[name], f"{name} on rank {rank}")
 
 
-@pytest.mark.heavy
 def test_fsdp2_reads_and_is_read(tmp_path: Path) -> None:
     """FSDP2 on 4 ranks -> laconic on 3, and laconic on 4 -> FSDP2 on 3, in every usual layout."""
     expected = run_ranks(save_both_ways, 4, str(tmp_path), local=2)[0]
     for seen in run_ranks(load_both_ways, 3, str(tmp_path)):
-        assert len(seen) == 11
+        assert len(seen) == 9
         for (what, who), found in seen.items():
             assert_same(found, expected["fsdp2" if "fsdp2" in what else "laconic"], f"{what} by {who}")
 
@@ -93,7 +91,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw8bit": lambda model: AdamW8bit(model.parameters(), lr=0.05, min_8bit_size=_MIN_8BIT_SIZE),
     "muon": _muon,
 }
-OTHER_KERNELS = {"foreach": "fused", "fused": "foreach"}
+LOADED_BY = {"foreach": "fused", "own state": "own state", "adamw8bit": "adamw8bit", "muon": "muon"}
+"""The optimizers that are saved, and those that load: `step` of another kernel may be elsewhere."""
 
 
 def _sharded_for(name: str, *, seed: int) -> zoo.Zoo:
@@ -132,9 +131,9 @@ def look(model: zoo.Zoo, optimizer: torch.optim.Optimizer) -> Seen:
 def save_each(folder: str) -> dict[str, Seen]:
     """Save one checkpoint for each optimizer."""
     seen = {}
-    for name, make in OPTIMIZERS.items():
+    for name in LOADED_BY:
         model = _sharded_for(name, seed=0)
-        optimizer = make(model)
+        optimizer = OPTIMIZERS[name](model)
         optimizer.param_groups[0]["lr"] = 0.125
         zoo.train(model, optimizer)
         checkpoint.save_checkpoint(f"{folder}/{name}", 2, model=model, optimizer=optimizer, extra={})
@@ -145,9 +144,8 @@ def save_each(folder: str) -> dict[str, Seen]:
 def load_each(folder: str) -> dict[str, Seen]:
     """Load into models with other values, some gathered or cached, and into optimizers with other kernels."""
     seen = {}
-    for name in OPTIMIZERS:
+    for name, kernels in LOADED_BY.items():
         model = _sharded_for(name, seed=1)
-        kernels = OTHER_KERNELS.get(name, name)
         optimizer = OPTIMIZERS[kernels](model)
         zoo.train(model, optimizer, steps=1)
         assert checkpoint.load_checkpoint(f"{folder}/{name}", model=model, optimizer=optimizer) == {"step": 2}
@@ -201,12 +199,16 @@ def load_both_ways(folder: str) -> dict[tuple[str, str], Seen]:
         assert not checkpoint.load_dcp(f"{folder}/{saved}", model=model, optimizer=optimizer)
         seen[saved, "laconic"] = look(model, optimizer)
         assert optimizer.param_groups[0]["lr"] == 0.125
-    for saved in ("fsdp2", "laconic/step-2", "laconic by torch"):
-        for name, spread in (("fsdp2", zoo.shard_fsdp2), ("laconic by torch", zoo.shard)):
-            model, optimizer = _fresh(spread)
-            torch_load(f"{folder}/{saved}", model, optimizer)
-            seen[saved, name] = look(model, optimizer)
-            assert optimizer.param_groups[0]["lr"] == 0.125
+    for saved, name in (
+        ("laconic/step-2", "fsdp2"),
+        ("laconic by torch", "fsdp2"),
+        ("fsdp2", "laconic by torch"),
+        ("laconic/step-2", "laconic by torch"),
+    ):
+        model, optimizer = _fresh(zoo.shard_fsdp2 if name == "fsdp2" else zoo.shard)
+        torch_load(f"{folder}/{saved}", model, optimizer)
+        seen[saved, name] = look(model, optimizer)
+        assert optimizer.param_groups[0]["lr"] == 0.125
     return seen
 
 

@@ -44,6 +44,15 @@ class Zoo(nn.Module):
         return self.head(x * self.gain)
 
 
+def make_small(hidden: int = 13) -> nn.Module:
+    """Build a model with sizes that no number of ranks divides, a bias of one element, and dropout."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(7, hidden), nn.Tanh(), nn.Dropout(0.2)),
+        nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, 1)),
+    )
+
+
 def make_zoo(*, seed: int, odd: bool = True, hidden: int = 13) -> Zoo:
     torch.manual_seed(seed)
     return Zoo(odd=odd, hidden=hidden)
