@@ -8,13 +8,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import laconic
 from tests.support import sharded_net
 from tests.support.launch import on_ranks
-from tests.support.sharded_net import buckets, build, full_gradients, inputs, oracle_of, shard, squared_error
+from tests.support.sharded_net import (
+    FailsInBackward,
+    buckets,
+    build,
+    full_gradients,
+    inputs,
+    oracle_of,
+    shard,
+    squared_error,
+)
 
 
 def set_to_none(model: Any, optimizer: Any = None) -> None:
@@ -37,16 +46,6 @@ def fail_in_forward(model: Any, optimizer: Any) -> None:
     with pytest.raises(RuntimeError, match="shapes"):
         model(torch.zeros(1, 4))
     optimizer.zero_grad()
-
-
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        raise ZeroDivisionError
 
 
 def fail_in_backward(model: Any, optimizer: Any) -> None:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import laconic
-import laconic.optim
 from laconic.checkpoint import load_checkpoint, save_checkpoint
+from laconic.optim import AdamW8bit
 from laconic.shard.crossing import CopyState
 from tests.shard.wire_helpers import assert_nodes_agree, crossings, crossings_after, is_exact, states
-from tests.support import sharded_net
-from tests.support.launch import on_ranks, run_ranks
+from tests.support.launch import on_ranks
+from tests.support.scenario import Scenario, adamw, play, sgd
 from tests.support.sharded_net import (
+    FailsInBackward,
+    Net,
     buckets,
     build,
     full_parameters,
@@ -33,26 +35,29 @@ from tests.support.sharded_net import (
 )
 
 
-def job_refusals() -> None:
+def coded(net: Any = None, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """A sharded net whose weights cross in few bits, and an optimizer."""
+    model = shard(net or build(), **{"cache": "host", "wire": "4bit", **options})
+    return model, adamw([p for p in model.parameters() if p.requires_grad])
+
+
+@on_ranks(2, local=1)
+def test_a_wire_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match=r"sends differences to the copies.*cache='none' keeps none; use cache='host'"):
         shard(build(), wire="4bit")
     with pytest.raises(ValueError, match="wire='5bit' is not known; use one of exact, 8bit, 4bit"):
         shard(build(), cache="host", wire="5bit")
     model = shard(build(), wire=laconic.Wire(weights="int8", as_values=True, gradients="int4"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for seed in range(2):
-        train_step(model, optimizer, seed)
-        assert_nodes_agree(model)
+    crossings_after(model, adamw(model.parameters()))
+    assert_nodes_agree(model)
 
 
-def job_one_node() -> None:
+@on_ranks(2, local=2)
+def test_a_wire_that_does_nothing_says_so() -> None:
+    """Replicas send gradients in few bits; islands under LocalSteps do not."""
     with pytest.warns(UserWarning, match="wire= does nothing here: all ranks that share the parameters are on one"):
         shard(build(), units=[], cache="host", wire="4bit")
-
-
-def job_islands_of_one_node() -> None:
-    """Replicas send gradients in few bits; islands under LocalSteps do not."""
-    mesh = laconic.init_mesh("cpu", islands=2)
+    mesh = laconic.init_mesh("cpu", islands=2, nodes=1, local=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = shard(build(), mesh=mesh, wire=laconic.Wire(gradients="int4"))
@@ -60,19 +65,10 @@ def job_islands_of_one_node() -> None:
         laconic.LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh)
 
 
-def test_what_cannot_be_is_refused_and_what_does_nothing_says_so() -> None:
-    run_ranks(job_refusals, 2, local=1)
-    run_ranks(job_one_node, 2, local=2)
-    run_ranks(job_islands_of_one_node, 2, local=1)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"weights": "int5"},
-            r"Wire\(weights='int5'\) is not known; use one of 'exact', 'lossless', 'bf16', 'int8'",
-        ),
+        ({"weights": "int5"}, r"Wire\(weights='int5'\) is not known; use one of 'exact', 'lossless', 'bf16', 'int8'"),
         ({"gradients": "int1"}, r"Wire\(gradients='int1'\) is not known"),
         ({"weights": "int4", "as_values": True}, "values need 8 bits or more; use 'int8'"),
         ({"exact_every": 0, "weights": "int4"}, r"exact_every=0\) must be at least 1"),
@@ -88,55 +84,48 @@ def test_policies_that_make_no_sense_are_refused(arguments: dict[str, Any], mess
 @on_ranks(4, local=2)
 def test_an_overflow_reaches_every_rank_and_passes() -> None:
     """A gradient that overflows on one rank makes the norm of all not finite, and a skipped step leaves nothing."""
-    wire = laconic.Wire(weights="int4", gradients="int4", feedback=True)
-    model = shard(build(), cache="host", wire=wire)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = coded(build(lambda: Net(1)), wire=laconic.Wire(weights="int4", gradients="int4", feedback=True))
     crossings_after(model, optimizer)
     loss = squared_error(model, inputs(0, dist.get_rank()))
     (loss * (math.inf if dist.get_rank() == 1 else 1.0)).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert not math.isfinite(float(norm))
     model.zero_grad()
-    for seed in range(3):
-        train_step(model, optimizer, seed)
+    crossings_after(model, optimizer, steps=3)
     assert all(bool(value.isfinite().all()) for value in full_parameters(model).values())
     assert_nodes_agree(model)
 
 
-@pytest.mark.heavy
-@on_ranks(4, local=2)
-def test_other_features_go_together_with_it() -> None:
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mp_policy": BF16, "offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        {"reshard_after_forward": False, "cache": laconic.Cache(where="host", device_budget_bytes=4096)},
+        {"cache": "device"},
+    ],
+    ids=["offloaded bf16 copies", "stays gathered, budget", "device"],
+)
+@on_ranks(2, local=1)
+def test_other_features_go_together_with_it(options: dict[str, Any]) -> None:
     """Coded runs stay near exact ones, and all ranks compute with equal weights."""
-    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    cases: dict[str, dict[str, Any]] = {
-        "bf16 copies": {"mp_policy": bf16},
-        "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-        "stays gathered": {"reshard_after_forward": False},
-        "budget": {"cache": laconic.Cache(where="host", device_budget_bytes=4096)},
-        "device": {"cache": "device"},
-    }
-    for what, options in cases.items():
-        losses = {}
-        for wire in ("exact", "4bit"):
-            model = shard(build(), **{"cache": "host", **options}, wire=wire)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-            losses[wire] = torch.stack([train_step(model, optimizer, seed % 3) for seed in range(9)])
-            assert_nodes_agree(model)
-        torch.testing.assert_close(losses["4bit"], losses["exact"], rtol=0.02, atol=0.01, msg=f"{what}: {losses}")
+    exact = Scenario(cache="host", options=options, optimizer=adamw, steps=5, batch=lambda n, rank: inputs(n % 3, rank))
+    other = play(replace(exact, options={**options, "wire": "4bit"}))
+    assert_nodes_agree(other.model)
+    torch.testing.assert_close(other.losses, play(exact).losses, rtol=0.02, atol=0.01)
 
 
-@on_ranks(4, local=2)
+@on_ranks(2, local=1)
 def test_frozen_weights_stay_exact() -> None:
     """Frozen weights cross once and exactly; weights that are frozen later keep their exact shard."""
-    model = build()
-    for parameter in model.blocks.parameters():  # type: ignore[union-attr]
-        parameter.requires_grad_(False)
-    model = shard(model, cache="host", wire="4bit")
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    net: Any = build()
+    net.blocks.requires_grad_(False)
+    model, optimizer = coded(net)
     crossings_after(model, optimizer)
     assert all(bucket.wire.is_exact for bucket in buckets(*model.blocks))
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
+    model.requires_grad_(False)
     exact = full_parameters(model)
     for _ in range(3):
         with torch.no_grad():
@@ -144,17 +133,7 @@ def test_frozen_weights_stay_exact() -> None:
     assert all(torch.equal(value, exact[name]) for name, value in full_parameters(model).items())
 
 
-@on_ranks(4, local=1)
-def test_replicas_stay_equal() -> None:
-    """Replicas of two nodes each. Gradients cross in four bits between nodes, then between replicas."""
-    mesh = laconic.init_mesh("cpu", islands=2, nodes=2, local=1)
-    model = shard(build(), mesh=mesh, cache="host", wire="4bit")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    crossings_after(model, optimizer, steps=4)
-    assert_nodes_agree(model)
-
-
-def edit_by_hand(model: Any) -> None:
+def train_by_hand(model: Any) -> None:
     for seed in range(12):
         train_step(model, seed=seed)
         with torch.no_grad():
@@ -165,25 +144,20 @@ def edit_by_hand(model: Any) -> None:
 @on_ranks(2, local=1)
 def test_only_optimizers_make_differences() -> None:
     """Edits inside any optimizer's step are differences; edits outside are named after a while."""
-    for make in (
-        lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
-        lambda parameters: laconic.optim.AdamW8bit(parameters, lr=1e-2),
-        lambda parameters: torch.optim.Adam(parameters, lr=1e-2, foreach=True),
-    ):
-        granularity = laconic.optim.AdamW8bit.granularity
-        model = shard(build(), cache="host", wire="4bit", granularity=granularity)
+    for make in (sgd, AdamW8bit, lambda parameters: torch.optim.Adam(parameters, foreach=True)):
+        model, _ = coded(granularity=AdamW8bit.granularity)
         crossings_after(model, make(model.parameters()), steps=3)
         assert states(model) == {CopyState.DECODED}
     with pytest.warns(UserWarning, match=r"exactly, not in few bits, because something else than an optimizer's step"):
-        edit_by_hand(model)
+        train_by_hand(model)
 
 
-def job_causes(folder: str) -> None:
-    model = shard(build(), cache="host", wire="4bit")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+@on_ranks(4, local=2)
+def test_weights_cross_exactly_for_each_cause() -> None:
+    model, optimizer = coded(build(lambda: Net(1)))
 
-    def step(seed: int = 0) -> None:
-        train_step(model, optimizer, seed)
+    def step() -> None:
+        train_step(model, optimizer)
 
     step()
     assert states(model) == {CopyState.EXACT}, "the first crossing is exact"
@@ -199,14 +173,15 @@ def job_causes(folder: str) -> None:
         step()
         assert states(model) == {CopyState.DECODED}, f"differences again after {cause}"
 
-    with torch.no_grad():  # one rank of one node edits
-        for parameter in model.parameters():
-            parameter.mul_(1.25)
+    def edit() -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.25)
+
+    edit()
     expect_exact("an edit")
     squared_error(model, inputs(6, dist.get_rank())).backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.25)
+    edit()
     optimizer.step()
     model.zero_grad()
     expect_exact("an edit between a backward and its step")
@@ -219,8 +194,9 @@ def job_causes(folder: str) -> None:
     step()
     assert {each.state for each in crossings(model)} == {CopyState.EXACT, CopyState.DECODED}
     step()
-    loss = squared_error(model, failing_inputs(3))
-    with pytest.raises(RuntimeError, match="on purpose"):
+    x, y = inputs(3, dist.get_rank())
+    loss = squared_error(model, (FailsInBackward.apply(x.requires_grad_()), y))
+    with pytest.raises(ZeroDivisionError):
         loss.backward()
     model.zero_grad()
     step()  # the weights are the same, so nothing crosses before its forward
@@ -234,45 +210,24 @@ def job_causes(folder: str) -> None:
     assert m.weights == 0
 
 
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        raise RuntimeError("on purpose")
-
-
-def failing_inputs(seed: int) -> tuple[Tensor, Tensor]:
-    x, y = inputs(seed, dist.get_rank())
-    return FailsInBackward.apply(x.requires_grad_()), y
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("mesh", [(2, 2), (3, 1)], ids=str)
-def test_weights_cross_exactly_for_each_cause(mesh: tuple[int, int], tmp_path: Path) -> None:
-    run_ranks(job_causes, mesh[0] * mesh[1], str(tmp_path), local=mesh[1])
-
-
 @on_ranks(2, local=1)
 def test_copies_that_differ_are_made_equal_once_and_then_named() -> None:
-    model = shard(build(), cache="host", wire=laconic.Wire(weights="int4", exact_every=4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = coded(wire=laconic.Wire(weights="int4", exact_every=4))
     damaged = next(each for each in crossings_after(model, optimizer) if "up" in each.bucket.layout.slots[0].name)
-    for attempt in range(2):
+
+    def flip_a_bit() -> None:
         if dist.get_rank() == 0:
-            damaged.bucket.node_shard.buffer()[0] += 1  # a flipped bit
-        if attempt == 0:
-            with warnings.catch_warnings(record=True) as seen:
-                warnings.simplefilter("always")
-                for seed in range(4):
-                    train_step(model, optimizer, seed)
-            assert any("different copies of 1 buckets, those of up.weight" in str(each.message) for each in seen)
-            assert_nodes_agree(model)
-            continue
-        with pytest.raises(RuntimeError, match=r"different copies of 1 buckets, those of up\.weight.*is damaged"):
-            crossings_after(model, optimizer, steps=8)
+            damaged.bucket.node_shard.buffer()[0] += 1
+
+    flip_a_bit()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        crossings_after(model, optimizer, steps=4)
+    assert any("different copies of 1 buckets, those of up.weight" in str(each.message) for each in seen)
+    assert_nodes_agree(model)
+    flip_a_bit()
+    with pytest.raises(RuntimeError, match=r"different copies of 1 buckets, those of up\.weight.*is damaged"):
+        crossings_after(model, optimizer, steps=8)
 
 
 class Interrupted(Exception):
@@ -282,8 +237,7 @@ class Interrupted(Exception):
 @on_ranks(2, local=1)
 def test_a_difference_that_is_added_in_part_is_never_a_base() -> None:
     """An exception comes in the middle of adding a difference. The weights cross exactly next time, on all ranks."""
-    model = shard(build(), units=[], cache="host", wire="4bit")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = coded(units=[])
     (victim,) = crossings_after(model, optimizer)
     payload = victim._messages._payload
     decode_into, decoded = payload.decode_into, []
@@ -306,24 +260,18 @@ def test_a_difference_that_is_added_in_part_is_never_a_base() -> None:
     assert_nodes_agree(model)
 
 
-@on_ranks(4, local=2)
+@on_ranks(2, local=1)
 def test_a_resumed_run_has_the_bits_of_the_one_that_saved(tmp_path: Path) -> None:
     """A run that saves, and one that resumes from what it saved, go on with the same bits."""
     wire = laconic.Wire(weights="int4", gradients="int2", feedback=True)
-    model = shard(build(), cache="host", wire=wire)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for seed in range(4):
-        train_step(model, optimizer, seed)
-    coded = [bucket for bucket in sharded_net.buckets(model) if bucket.wire.feedback]
-    lost = sum(4 * bucket.layout.shard_numel for bucket in coded)
+    model, optimizer = coded(wire=wire)
+    crossings_after(model, optimizer, steps=3)
+    lost = sum(4 * bucket.layout.shard_numel for bucket in buckets(model) if bucket.wire.feedback)
     assert model.memory().device_bytes == held_bytes(model) + lost > held_bytes(model), "what a codec lost is counted"
-    save_checkpoint(tmp_path, 4, model=model, optimizer=optimizer, extra={})
-    for seed in range(4, 8):
-        train_step(model, optimizer, seed)
-    resumed = shard(build(seed=1), cache="device", wire=wire)
-    second = torch.optim.AdamW(resumed.parameters(), lr=1e-2)
+    save_checkpoint(tmp_path, 3, model=model, optimizer=optimizer, extra={})
+    resumed, second = coded(build(seed=1), cache="device", wire=wire)
     assert load_checkpoint(tmp_path, model=resumed, optimizer=second) is not None
-    for seed in range(4, 8):
-        train_step(resumed, second, seed)
+    for each in ((model, optimizer), (resumed, second)):
+        crossings_after(*each, steps=3)
     for name, value in full_parameters(model).items():
         assert torch.equal(value, full_parameters(resumed)[name]), name

@@ -141,6 +141,18 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
     return loss.detach()
 
 
+class FailsInBackward(torch.autograd.Function):
+    """The identity, whose backward raises ZeroDivisionError."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise ZeroDivisionError
+
+
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Gather every parameter's whole gradient. Collective."""
     return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}  # type: ignore[union-attr]
