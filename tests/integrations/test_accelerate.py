@@ -25,9 +25,7 @@ from laconic.integrations.accelerate import LaconicAccelerator
 from laconic.integrations.options import ArgumentError
 from tests.support.accelerate_jobs import Loop, train
 from tests.support.language_model import loss_of, make_model, make_rows
-from tests.support.launch import on_ranks, run_ranks
-
-pytestmark = pytest.mark.machine
+from tests.support.launch import on_ranks
 
 
 def weights(loop: Loop) -> dict[str, torch.Tensor]:
@@ -147,6 +145,7 @@ def whole_models(folder: Path) -> None:
 ONE_UNIT = "RegressionModel names no layers (_no_split_modules) and has no ModuleList, so it is one unit"
 
 
+@pytest.mark.machine
 @on_ranks(2, local=1)
 def test_a_loop_its_checkpoints_and_its_weights(tmp_path: Path) -> None:
     job_same_as_ddp()
@@ -154,32 +153,26 @@ def test_a_loop_its_checkpoints_and_its_weights(tmp_path: Path) -> None:
         check(tmp_path / check.__name__)
 
 
+@pytest.mark.machine
+@on_ranks(3)
 def test_three_ranks_train_as_ddp() -> None:
-    run_ranks(job_same_as_ddp, 3)
+    job_same_as_ddp()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"fsdp_plugin": object()}, "fsdp_plugin asks for another way to shard"),
-        ({"arguments": LaconicArguments(local_steps=5)}, "local_steps=5"),
-        ({"arguments": LaconicArguments(audit_every=5)}, "call laconic.audit"),
-        ({"arguments": {"cache": "host"}}, "takes LaconicArguments first, got dict"),
-    ],
-)
-def test_settings_that_do_not_go_with_laconic(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        LaconicAccelerator(**settings)
-
-
-def test_options_of_accelerate_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
-    with pytest.raises(ArgumentError, match="FSDP_OFFLOAD_PARAMS is set"):
-        LaconicAccelerator()
-    monkeypatch.delenv("FSDP_OFFLOAD_PARAMS")
-    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
-    with pytest.raises(ArgumentError, match="needs broadcast=True"):
-        LaconicAccelerator(LaconicArguments(broadcast=False))
+def test_settings_that_do_not_go_with_laconic(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any]
+    for settings, variable, message in (
+        ({"fsdp_plugin": object()}, "NO_VARIABLE", "fsdp_plugin asks for another way to shard"),
+        ({"arguments": LaconicArguments(local_steps=5)}, "NO_VARIABLE", "local_steps=5"),
+        ({"arguments": LaconicArguments(audit_every=5)}, "NO_VARIABLE", "call laconic.audit"),
+        ({"arguments": {"cache": "host"}}, "NO_VARIABLE", "takes LaconicArguments first, got dict"),
+        ({}, "FSDP_OFFLOAD_PARAMS", "FSDP_OFFLOAD_PARAMS is set"),
+        ({"arguments": LaconicArguments(broadcast=False)}, "FSDP_CPU_RAM_EFFICIENT_LOADING", "needs broadcast=True"),
+    ):
+        monkeypatch.setenv(variable, "true")
+        with pytest.raises(ArgumentError, match=message):
+            LaconicAccelerator(**settings)
+        monkeypatch.delenv(variable)
 
 
 def test_the_place_where_accelerate_calls_fsdp2() -> None:

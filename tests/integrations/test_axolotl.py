@@ -16,8 +16,6 @@ from laconic.integrations.options import ArgumentError
 from laconic.integrations.transformers import LaconicMixin
 from tests.support import trainers
 
-pytestmark = pytest.mark.machine
-
 
 class BasePlugin:
     """The methods of axolotl's BasePlugin that a configuration of plain fine-tuning calls, as declared there."""

@@ -16,8 +16,6 @@ import torch
 
 from tests.support.launch import launch, run_ranks
 
-pytestmark = pytest.mark.machine
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -52,6 +50,7 @@ def changed_lines(before: str, after: str) -> int:
     return sum(max(end1 - begin1, end2 - begin2) for tag, begin1, end1, begin2, end2 in blocks if tag != "equal")
 
 
+@pytest.mark.machine
 def test_gpt_with_laconic_trains_as_with_ddp(tmp_path: Path) -> None:
     files = [str(tmp_path / name) for name in ("ddp.pt", "laconic.pt")]
     ddp, laconic = run_scripts(
@@ -68,6 +67,7 @@ def test_gpt_with_laconic_is_a_few_lines_away_from_ddp() -> None:
     assert 0 < changed_lines(before, after) <= 8
 
 
+@pytest.mark.machine
 def test_lightning_example(tmp_path: Path) -> None:
     arguments = ["--steps", "1", "--folder", str(tmp_path)]
     (printed,) = run_scripts(["train_lightning.py", *arguments])
@@ -91,6 +91,7 @@ def run_trainers(folder: Path) -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("num_ranks", [2, 1])
 def test_examples_of_trainers(tmp_path: Path, num_ranks: int) -> None:
     run_ranks(run_trainers, num_ranks, tmp_path)

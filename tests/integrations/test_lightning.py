@@ -25,8 +25,6 @@ from tests.support.language_model import loss_of, make_model, make_rows
 from tests.support.launch import on_ranks
 from tests.support.lightning_jobs import LightningModel, loader, make_trainer, records, train
 
-pytestmark = pytest.mark.machine
-
 Check = Callable[[Path], None]
 
 
@@ -266,6 +264,7 @@ SAMPLE = (accumulation, sharded_checkpoints, refusals)
 OTHERS = (whole_checkpoints, precision, configured_by_the_user, on_meta, fabric, batch_norm)
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("checks", [SAMPLE, pytest.param(OTHERS, marks=pytest.mark.campaign)], ids=["sample", "others"])
 @on_ranks(2, local=1)
 def test_a_trainer_its_checkpoints_and_its_precisions(tmp_path: Path, checks: tuple[Check, ...]) -> None:

@@ -25,8 +25,6 @@ from laconic.publish.versions import version_name
 from tests.support import pull_stand_in
 from tests.support.published import edit, make, snapshot
 
-pytestmark = pytest.mark.machine
-
 
 class Run:
     """A training run that publishes; it begins with version 1."""

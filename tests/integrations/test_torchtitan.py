@@ -1,33 +1,94 @@
-"""`with_laconic` by torchtitan's interface, against an unsharded model."""
+"""`with_laconic` by torchtitan's interface, against an unsharded model. A stand-in calls as torchtitan 0.3.0."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import laconic
 from laconic.integrations import LaconicArguments
 from laconic.integrations.options import ArgumentError
 from laconic.integrations.torchtitan import with_laconic
-from tests.integrations import titan_model
-from tests.integrations.titan_model import SETTINGS, ParallelDims, TitanModel, forgets_to_shard, parallelize
-from tests.support.language_model import loss_of, make_rows
+from tests.support.language_model import LanguageModel, loss_of, make_rows
 from tests.support.launch import on_ranks
 
-pytestmark = pytest.mark.machine
+TRAINING = SimpleNamespace(mixed_precision_param="float32", mixed_precision_reduce="float32", enable_cpu_offload=False)
+PARALLELISM = SimpleNamespace(fsdp_reshard_after_forward="default")
+SETTINGS: dict[str, Any] = {
+    "training": TRAINING,
+    "parallelism": PARALLELISM,
+    "compile_config": SimpleNamespace(enable=False, components=["model", "loss"]),
+    "ac_config": None,
+    "dump_folder": "./outputs",
+}
+"""What torchtitan's Trainer passes beside the model and `parallel_dims`."""
 
 
-def job_train() -> None:
+class ParallelDims:
+    """The part of torchtitan's class that a model needs for data parallelism alone."""
+
+    def __init__(self, world_size: int) -> None:
+        self.mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("fsdp",))
+
+    def get_mesh(self, names: list[str]) -> DeviceMesh:
+        return self.mesh[tuple(names)]
+
+
+class TitanModel(LanguageModel):
+    def init_weights(self, *, buffer_device: torch.device | None = None) -> None:
+        for parameter in self.parameters():
+            if parameter.dim() >= 2:
+                nn.init.trunc_normal_(parameter, std=0.3)
+            else:
+                nn.init.constant_(parameter, 0.7)
+        self.scale = torch.tensor(0.5, device=buffer_device)
+
+
+def parallelize(
+    model: TitanModel,
+    *,
+    parallel_dims: ParallelDims,
+    training: Any,
+    parallelism: Any,
+    compile_config: Any,
+    ac_config: Any,
+    dump_folder: str,
+) -> nn.Module:
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, training.mixed_precision_param),
+        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+        cast_forward_inputs=False,
+    )
+    config: dict[str, Any] = {"mesh": parallel_dims.get_mesh(["fsdp"]), "mp_policy": policy}
+    reshards = parallelism.fsdp_reshard_after_forward == "always"
+    fully_shard([model.tokens, model.norm, model.head], **config, reshard_after_forward=reshards)
+    for layer in model.layers:
+        fully_shard(layer, **config, reshard_after_forward=True)
+    fully_shard(model, **config)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)  # its Trainer divides the loss by the tokens of all ranks
+    return model
+
+
+@pytest.mark.machine
+@on_ranks(3, local=1)
+def test_the_steps_of_torchtitans_trainer() -> None:
     """The steps of torchtitan's Trainer: meta device, `parallelize_fn`, `to_empty`, `init_weights`, optimizer, loop."""
     rank, world = dist.get_rank(), dist.get_world_size()
     with torch.device("meta"):
         model = TitanModel()
     function = with_laconic(parallelize, LaconicArguments(cache="device", granularity="2 rows"))
     model = function(model, parallel_dims=ParallelDims(world), **SETTINGS)
-    assert titan_model.fully_shard is torch.distributed.fsdp.fully_shard
+    assert fully_shard is torch.distributed.fsdp.fully_shard
     model.to_empty(device="cpu")
     plain = TitanModel()
     for each in (model, plain):
@@ -62,22 +123,19 @@ def clip(model: nn.Module) -> torch.Tensor:
     return norm
 
 
-def job_refusals() -> None:
+def test_what_torchtitan_decides_and_a_function_that_does_not_shard() -> None:
+    for options in (
+        {"param_dtype": "bfloat16"},
+        {"units": ["Layer"]},
+        {"audit_every": 5},
+        {"reshard_after_forward": False},
+    ):
+        (name,) = options
+        with pytest.raises(ArgumentError, match=f"{name}=.*is torchtitan's to decide"):
+            with_laconic(parallelize, LaconicArguments(**options))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="forgets_to_shard has not called fully_shard"):
         with_laconic(forgets_to_shard)(TitanModel())
 
 
-@pytest.mark.parametrize(("world", "local"), [(3, 1)])
-@on_ranks("world", local="local")
-def test_the_steps_of_torchtitans_trainer() -> None:
-    job_train()
-    job_refusals()
-
-
-@pytest.mark.parametrize(
-    "options", [{"param_dtype": "bfloat16"}, {"units": ["Layer"]}, {"audit_every": 5}, {"reshard_after_forward": False}]
-)
-def test_options_that_torchtitan_decides(options: dict) -> None:
-    (name,) = options
-    with pytest.raises(ArgumentError, match=f"{name}=.*is torchtitan's to decide"):
-        with_laconic(parallelize, LaconicArguments(**options))
+def forgets_to_shard(model: nn.Module, **settings: Any) -> nn.Module:
+    return model

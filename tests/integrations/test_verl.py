@@ -17,8 +17,6 @@ from laconic.integrations.verl import delta_flushes
 from laconic.publish import Publisher, PublishError, Reader, WeightPatch
 from tests.support import verl_stand_in
 
-pytestmark = pytest.mark.machine
-
 
 class Served(nn.Module):
     """A model with a loader of its own."""

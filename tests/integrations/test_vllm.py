@@ -22,8 +22,6 @@ from laconic.publish import FolderSource, Publisher, PublishError, Reader, Weigh
 from laconic.publish.versions import version_name
 from tests.support import vllm_stand_in
 
-pytestmark = pytest.mark.machine
-
 
 @pytest.fixture(autouse=True)
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
