@@ -104,9 +104,8 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
     [
         {"mp_policy": BF16, "offload_policy": CPUOffloadPolicy(pin_memory=False)},
         {"reshard_after_forward": False, "cache": laconic.Cache(where="host", device_budget_bytes=4096)},
-        {"cache": "device"},
     ],
-    ids=["offloaded bf16 copies", "stays gathered, budget", "device"],
+    ids=["offloaded bf16 copies", "stays gathered, budget"],
 )
 @on_ranks(2, local=1)
 def test_other_features_go_together_with_it(options: dict[str, Any]) -> None:
