@@ -86,14 +86,11 @@ def test_both_ways_find_the_turns_of_the_assistant(folder: Path) -> None:
             assert counted.tolist() == [bool(value) for value in theirs["assistant_masks"]]
 
 
-def test_all_bytes_of_a_turns_last_character_count() -> None:
-    """The mask of transformers loses all but the first of them."""
+def test_texts_keep_their_bytes() -> None:
+    """All bytes of a turn's last character count, of which transformers' mask has the first. A spelt byte is a text."""
     bare = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}!{% endfor %}"
     tokens, counted = encoded(ByteTokenizer().chat(bare), [{"role": "assistant", "content": "ä€"}])
     assert bytes(tokens[counted].tolist()).decode() == "ä€"
-
-
-def test_a_text_that_spells_a_byte_is_a_text() -> None:
     tokens, _ = encoded(ByteTokenizer().chat(None), [{"role": "user", "content": "<0x00><0x41>"}])
     assert bytes(tokens.tolist()).decode() == "<|im_start|>user\n<0x00><0x41><|im_end|>\n"
 
@@ -117,13 +114,8 @@ def test_prompts_with_completions(tmp_path: Path, folder: Path) -> None:
     write(tmp_path, [{"prompt": [USER], "completion": [ASSISTANT]}])
     assert documents(rows_of(tmp_path))[0] == documents(rows_of(tmp_path, loss="assistant"))[0]
     assert documents(rows_of(tmp_path))[0] == chatml([USER, ASSISTANT])
-
-
-def test_texts_can_be_documents(tmp_path: Path) -> None:
-    write(tmp_path, [{"text": "one"}, {"text": "two"}])
-    assert documents(rows_of(tmp_path, packing=False)) == [
-        ([*text.encode(), 0], [False, True, True, True]) for text in ("one", "two")
-    ]
+    write(tmp_path, [{"text": "one"}])
+    assert documents(rows_of(tmp_path, packing=False)) == [([*b"one\0"], [False, True, True, True])]
 
 
 def test_every_source_gives_the_same_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,24 +144,20 @@ def test_every_source_gives_the_same_documents(tmp_path: Path, monkeypatch: pyte
         rows_of(tmp_path, kind="datasets", path="nobody/nothing")
 
 
-GOOD = {"messages": [USER, ASSISTANT]}
+GOOD, TEXT = {"messages": [USER, ASSISTANT]}, {"text": "x"}
 
 
 @pytest.mark.parametrize(
     ("row", "settings", "part"),
     [
         ({"messages": [{"content": "x"}]}, {}, "line 2, field 'messages', message 1 has no role, only ['content']"),
-        (
-            {"messages": [USER, {**ASSISTANT, "content": " "}]},
-            {},
-            "line 2, field 'messages', message 2 is an empty turn",
-        ),
+        ({"messages": [USER, {**ASSISTANT, "content": " "}]}, {}, "line 2, field 'messages', message 2 is an empty"),
         ({"messages": [{"role": "user"}]}, {}, "message 1 has no content"),
         ({"messages": [{**USER, "content": [{"type": "image"}]}]}, {}, "which is not a text"),
         ({"messages": [{**USER, "content": "\0"}]}, {}, "message 1 is binary"),
         ({"messages": "hello"}, {}, "it must be a list of messages"),
         ({"messages": ["hello"]}, {}, "message 1 is 'hello'"),
-        ({"text": "x"}, {}, "line 2 has no field 'messages': it has only ['text']"),
+        (TEXT, {}, "line 2 has no field 'messages': it has only ['text']"),
         (
             {"messages": [ASSISTANT]},
             {"template": STRICT},
@@ -177,7 +165,7 @@ GOOD = {"messages": [USER, ASSISTANT]}
         ),
         ({"messages": [ASSISTANT, USER]}, {"template": UNMARKED}, "line 2 begins with the assistant"),
         ({"messages": [USER, ASSISTANT, USER]}, {"template": FORGETFUL}, "line 1 changes when message 2 follows"),
-        ({"messages": [USER, ASSISTANT]}, {"template": "hello"}, "line 1 loses message 1: the chat template does not"),
+        (GOOD, {"template": "hello"}, "line 1 loses message 1: the chat template does not"),
         ({**GOOD, "tools": [{"name": "f"}]}, {}, "line 2 has tools, but the chat template ignores them"),
         ({**GOOD, "tools": "{"}, {}, "line 2, field 'tools' is not JSON"),
         ({**GOOD, "tools": ["f"]}, {}, "must be a list of JSON schemas"),
@@ -186,35 +174,25 @@ GOOD = {"messages": [USER, ASSISTANT]}
         (GOOD, {"chat_template": "/nowhere"}, "data.chat_template = '/nowhere' cannot be read"),
         (GOOD, {"sequence_length": 4}, "no document of the corpus"),
         (GOOD, {"eval_fraction": 0.5, "too_long": "drop", "sequence_length": 60}, "no document of the corpus"),
-    ],
-)
-def test_bad_conversations_are_refused(tmp_path: Path, row: Any, settings: dict[str, Any], part: str) -> None:
-    settings = dict(settings)
-    if template := settings.pop("template", None):
-        settings["chat_template"] = str(tmp_path / "template.jinja")
-        Path(settings["chat_template"]).write_text(template)
-    first = {"messages": [USER, ASSISTANT]}
-    with pytest.raises(JobError) as refused:
-        rows_of(write(tmp_path, [first, row]).parent, **settings)
-    assert part in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("rows", "settings", "part"),
-    [
         ([{**GOOD, "text": "x"}], {}, "fit the formats messages and text; set data.format"),
-        ([{"text": "x"}], {"too_long": "drop"}, "is for rows of whole documents"),
-        ([{"text": "x"}], {"loss": "assistant"}, "does not fit documents of format 'text'"),
-        ([{"text": "x"}], {"chat_template": "x"}, "is for messages"),
+        ([TEXT], {"too_long": "drop"}, "is for rows of whole documents"),
+        ([TEXT], {"loss": "assistant"}, "does not fit documents of format 'text'"),
+        ([TEXT], {"chat_template": "x"}, "is for messages"),
         ([{"prompt": "x", "completion": "y"}], {"loss": "assistant"}, "line 1 has texts, not messages"),
         ([GOOD], {"eval_fraction": 0.5}, "set data.eval_fraction = 0"),
     ],
 )
-def test_keys_that_do_not_fit_the_documents_are_refused(
-    tmp_path: Path, rows: list[Any], settings: dict[str, Any], part: str
+def test_bad_documents_and_keys_that_do_not_fit_are_refused(
+    tmp_path: Path, row: Any, settings: dict[str, Any], part: str
 ) -> None:
+    """A row after a good one, or all rows."""
+    settings = dict(settings)
+    if template := settings.pop("template", None):
+        settings["chat_template"] = str(tmp_path / "template.jinja")
+        Path(settings["chat_template"]).write_text(template)
+    write(tmp_path, row if isinstance(row, list) else [GOOD, row])
     with pytest.raises(JobError) as refused:
-        rows_of(write(tmp_path, rows).parent, **settings)
+        rows_of(tmp_path, **settings)
     assert part in str(refused.value)
 
 

@@ -58,10 +58,8 @@ def test_an_epoch_has_every_row_once_in_a_new_order() -> None:
     assert len({rows.tobytes() for rows in epochs}) == 3
     assert EpochSampler(seed=4, num_rows=11, rows_per_step=4).global_rows(0).tolist() != epochs[0][:4].tolist()
     assert EpochSampler(seed=3, num_rows=11, rows_per_step=12).global_rows(1)[:11].tolist() == epochs[1][:11].tolist()
-    assert epochs[0].tolist() == PINNED_EPOCH_0  # a resumed run on another machine or numpy must see the same rows
-
-
-PINNED_EPOCH_0 = [6, 1, 8, 5, 2, 7, 10, 9, 4, 3, 0, -1]
+    # a resumed run on another machine or numpy must see the same rows
+    assert epochs[0].tolist() == [6, 1, 8, 5, 2, 7, 10, 9, 4, 3, 0, -1]
 
 
 def texts(folder: Path, lengths: list[int], **settings: Any) -> TrainingData:
@@ -140,17 +138,16 @@ def test_every_held_out_target_counts_once(tmp_path: Path) -> None:
     assert sum(own[0] for own in weights) == held_out > 0
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_attention_stays_inside_documents(attention: str) -> None:
+def test_attention_stays_inside_documents() -> None:
     model: Any = build_model(ModelConfig(config={"model_type": "llama", **SMALL_LLAMA, "vocab_size": 16}), device="cpu")
-    model.set_attn_implementation(attention)
-    check_model(lambda batch: model(**batch.arguments(), use_cache=False), is_packed=True)
+    for attention in ("eager", "sdpa"):
+        model.set_attn_implementation(attention)
+        check_model(lambda batch: model(**batch.arguments(), use_cache=False), is_packed=True)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_models_that_mix_documents_or_divide_for_themselves_are_refused(dtype: Any) -> None:
+def test_models_that_mix_documents_or_divide_for_themselves_are_refused() -> None:
     tiny = {"hidden_size": 16, "vocab_size": 16, "num_hidden_layers": 1, "state_size": 4}
-    mamba: Any = build_model(ModelConfig(config={"model_type": "mamba", **tiny}, dtype=dtype), device="cpu")
+    mamba: Any = build_model(ModelConfig(config={"model_type": "mamba", **tiny}, dtype="bfloat16"), device="cpu")
 
     def run(batch: Any) -> Any:
         return mamba(**{key: value for key, value in batch.arguments().items() if key != "position_ids"})
@@ -173,36 +170,19 @@ def sampler(**changes: int) -> Sampler:
 
 def test_values_are_pinned() -> None:
     """A resumed run on another machine or numpy must see the same rows; changing this breaks old checkpoints."""
-    assert sampler(accumulation=2).offsets(0).tolist() == PINNED_STEP_0
-    assert sampler(accumulation=2, seed=1).offsets(7).tolist() == PINNED_SEED_1_STEP_7
+    assert sampler(accumulation=2).offsets(0).tolist() == [[374, 47], [786, 789]]
+    assert sampler(accumulation=2, seed=1).offsets(7).tolist() == [[788, 464], [19, 611]]
 
 
-PINNED_STEP_0 = [[374, 47], [786, 789]]
-PINNED_SEED_1_STEP_7 = [[788, 464], [19, 611]]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "micro_batch_size", "accumulation"), [(1, 4, 3), (2, 2, 3), (3, 4, 1), (6, 1, 2)]
-)
+@pytest.mark.parametrize(("world_size", "micro_batch_size", "accumulation"), [(1, 4, 3), (3, 4, 1), (6, 1, 2)])
 def test_the_global_batch_does_not_depend_on_how_it_is_cut(
     world_size: int, micro_batch_size: int, accumulation: int
 ) -> None:
     whole = sampler(micro_batch_size=12).offsets(5).ravel()
-    parts = [
-        sampler(world_size=world_size, rank=rank, micro_batch_size=micro_batch_size, accumulation=accumulation).offsets(
-            5
-        )
-        for rank in range(world_size)
-    ]
+    cut = {"world_size": world_size, "micro_batch_size": micro_batch_size, "accumulation": accumulation}
+    parts = [sampler(rank=rank, **cut).offsets(5) for rank in range(world_size)]
     assert all(part.shape == (accumulation, micro_batch_size) for part in parts)
     assert sorted(np.concatenate(parts, axis=None)) == sorted(whole)
-
-
-def test_steps_and_seeds_differ() -> None:
-    drawn = [
-        sampler(micro_batch_size=16, seed=seed).offsets(step).tobytes() for seed in (0, 1, -1) for step in range(20)
-    ]
-    assert len(set(drawn)) == len(drawn)
 
 
 def test_every_position_is_drawn_and_none_beyond_the_end() -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from laconic.config import Config, load
+from laconic.config import Config
 from laconic.data import tokens as data
 from laconic.data.batches import EpochSampler
 from laconic.data.documents import RowFiles
@@ -21,12 +20,8 @@ from tests.reference import fine_tuning as naive
 from tests.support.jobs import SMALL_LLAMA, job, train_all
 from tests.support.launch import run_ranks
 
-pytestmark = pytest.mark.machine
-
-CHAT = Path(__file__).parents[2] / "examples" / "chat.toml"
-CONVERSATIONS: list[Any] = [
-    json.loads(line)["messages"] for line in (CHAT.parent / "data" / "chat.jsonl").read_text().splitlines()[:15]
-]
+CHAT = Path(__file__).parents[2] / "examples" / "data" / "chat.jsonl"
+CONVERSATIONS: list[Any] = [json.loads(line)["messages"] for line in CHAT.read_text().splitlines()[:15]]
 RANKS, STEPS, LENGTH = 3, 3, 300
 
 
@@ -78,40 +73,24 @@ def test_every_strategy_takes_the_mean_over_the_tokens_of_the_global_batch(tmp_p
     padded = {"data": {"packing": False}, "train": {"micro_batch_size": 1, "accumulation": 2}}
     cyclic = {"schedule": {"kind": "cyclic", "rule": "dp", "cut_by": "parameters"}, "optimizer": {"max_grad_norm": 0.0}}
     jobs = {
-        "packed": packed,
-        "padded ddp": {**padded, "shard": {"strategy": "ddp"}},
+        "padded": padded,
         "cyclic packed": {**packed, **cyclic},
         "packed, unequal rows": {**packed, "train": {"micro_batch_size": 2, "rows": [1, 3, 2]}},
-        "padded, unequal rows": {**padded, "train": {**padded["train"], "rows": [4, 1, 1]}},
     }
     configs = {name: chat_job(tmp_path, name, **sections) for name, sections in jobs.items()}
     islands = chat_job(tmp_path, "islands", **padded, sync={"mode": "local", "every": STEPS})
-    example = load(CHAT)
-    changes = {
-        "train": {"output": str(tmp_path / "example"), "steps": 2, "micro_batch_size": 2},
-        "log": {"tensorboard": False},
-    }
-    example = replace(example, **{key: replace(getattr(example, key), **values) for key, values in changes.items()})
-    summaries = run_ranks(train_all, RANKS, [*configs.values(), islands, example], local=1)[0]
+    *summaries, of_islands = run_ranks(train_all, RANKS, [*configs.values(), islands], local=1)[0]
 
-    expected: dict[Any, Any] = {}
-    for (name, config), summary in zip(configs.items(), summaries, strict=False):
-        key = config.data.packing, config.optimizer.max_grad_norm
-        if key not in expected:
-            expected[key] = Oracle(config).train(rows_per_step=RANKS * 2)
-        losses, norms, held_out = expected[key]
+    for (name, config), summary in zip(configs.items(), summaries, strict=True):
+        losses, norms, held_out = Oracle(config).train(rows_per_step=RANKS * 2)
         assert summary["losses"] == pytest.approx(losses, rel=1e-5), name
         assert summary["evaluations"][0]["eval_loss"] == pytest.approx(held_out, rel=1e-5), name
         if "cyclic" not in name:
             assert summary["grad_norms"] == pytest.approx(norms, rel=1e-4), name
 
-    oracle = Oracle(configs["packed"])
+    oracle = Oracle(configs["packed, unequal rows"])
     assert [len(row) > 0 for row in oracle.rows(1, RANKS * 2)].count(True) <= 2  # so a rank had no row
     oracle = Oracle(islands)
     rows = oracle.rows(0, RANKS * 2)  # micro-batches of one row: first one of each island, then another
     means = [float(naive.mean_loss(oracle.model, [*rows[i], *rows[i + RANKS]]).detach()) for i in range(RANKS)]
-    assert summaries[-2]["losses"][0] == pytest.approx(sum(means) / RANKS, rel=1e-5)
-
-    adapters = summaries[-1]
-    assert adapters["losses"][-1] < adapters["losses"][0]
-    assert adapters["num_trainable"] < adapters["num_parameters"] / 4
+    assert of_islands["losses"][0] == pytest.approx(sum(means) / RANKS, rel=1e-5)

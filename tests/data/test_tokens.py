@@ -38,8 +38,8 @@ def test_a_text_file_and_a_folder_in_byte_order(tmp_path: Path) -> None:
 def test_jsonl(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "one", "body": "1"}\n\n{"text": "twö", "body": "2"}\n')
-    assert text(tokens_of(tmp_path, kind="jsonl", path=str(path)).train) == "one\0twö\0"
-    assert text(tokens_of(tmp_path, kind="jsonl", path=str(path), text_field="body").train) == "1\0002\0"
+    for settings, wanted in (({}, "one\0twö\0"), ({"text_field": "body"}, "1\0002\0")):
+        assert text(tokens_of(tmp_path, kind="jsonl", path=str(path), **settings).train) == wanted
     assert text(tokens_of(tmp_path, kind="jsonl", path=str(tmp_path)).train) == "one\0twö\0"
 
 
@@ -87,13 +87,9 @@ def test_a_local_tokenizer_folder(tmp_path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(tmp_path / "whole")
     path = tmp_path / "a.txt"
     path.write_text("take one, down")
-    assert tokens_of(tmp_path, path=str(path), tokenizer=str(tmp_path / "whole")).train.tolist() == [2, 3, 1, 4, 0]
-    assert tokens_of(tmp_path, path=str(path), tokenizer=str(lone)).train.tolist() == [
-        2,
-        3,
-        1,
-        4,
-    ]  # it has no separator
+    for name, separator in (("whole", [0]), ("lone", [])):
+        found = tokens_of(tmp_path, path=str(path), tokenizer=str(tmp_path / name)).train
+        assert found.tolist() == [2, 3, 1, 4, *separator]
     assert load_tokenizer(str(lone)).vocab_size == 5
     with pytest.raises(JobError, match="neither 'bytes' nor a folder"):
         load_tokenizer(str(tmp_path / "nowhere"))
@@ -108,7 +104,6 @@ def test_a_local_tokenizer_folder(tmp_path: Path) -> None:
         ("text", b"", "is empty: no text in 1 documents"),
         ("text", b"GIF8\0\1\2", "is binary, not text: a NUL byte at offset 4"),
         ("text", b"abc", "shorter than one sequence of data.sequence_length = 16"),
-        ("jsonl", b"\n", "is empty"),
         ("jsonl", b'{"text": "a"}\nplain', "line 2 is not JSON"),
         ("jsonl", b"\xff\xfe{}", "line 1 is not JSON"),
         ("jsonl", b"[1]", "line 1 is a JSON list"),
@@ -152,8 +147,7 @@ def test_tokenised_once_until_the_corpus_changes(tmp_path: Path, monkeypatch: py
     assert text(first.train) == "abcdef\0"
 
 
-@pytest.mark.parametrize("pattern", ["train-*.bin", "eval-*.bin", "corpus-*.json"])
-@pytest.mark.parametrize("keeps", [None, 0, 3])
+@pytest.mark.parametrize(("pattern", "keeps"), [("train-*.bin", None), ("eval-*.bin", 3), ("corpus-*.json", 0)])
 def test_a_file_that_is_missing_or_short_is_written_again(tmp_path: Path, pattern: str, keeps: int | None) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps({"text": f"document {number};"}) + "\n" for number in range(40)))

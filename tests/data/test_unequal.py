@@ -22,16 +22,16 @@ from tests.reference import unequal as naive
 from tests.support.jobs import SMALL_LLAMA, job
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_no_division_ends_earlier(seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    num_ranks = int(generator.integers(1, 5))
-    seconds = generator.uniform(0.2, 2.0, size=num_ranks).tolist()
-    num_rows = num_ranks + int(generator.integers(0, 12))
-    rows = fastest_rows(seconds, num_rows)
-    assert sum(rows) == num_rows
-    assert min(rows) >= 1
-    assert last_end(rows, seconds) == pytest.approx(naive.earliest_end(seconds, num_rows))
+def test_no_division_ends_earlier() -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        num_ranks = int(generator.integers(1, 5))
+        seconds = generator.uniform(0.2, 2.0, size=num_ranks).tolist()
+        num_rows = num_ranks + int(generator.integers(0, 12))
+        rows = fastest_rows(seconds, num_rows)
+        assert sum(rows) == num_rows
+        assert min(rows) >= 1
+        assert last_end(rows, seconds) == pytest.approx(naive.earliest_end(seconds, num_rows))
 
 
 def test_equal_speeds_give_equal_rows_and_half_the_speed_half_of_them() -> None:
@@ -42,12 +42,8 @@ def test_equal_speeds_give_equal_rows_and_half_the_speed_half_of_them() -> None:
 
 
 NUM_RANKS, MICRO_BATCH, ACCUMULATION = 3, 2, 3
-DIVISIONS = [
-    (6, 6, 6),
-    (1, 10, 7),
-    (2, 15, 1),
-    (9, 5, 4),
-]  # of 18 rows; a rank with less than 3 has empty micro-batches
+DIVISIONS = [(1, 10, 7), (2, 15, 1), (9, 5, 4)]
+"""Of 18 rows; a rank with less than 3 has empty micro-batches."""
 
 
 def division(rank: int, rows: tuple[int, ...] | None, **changes: Any) -> Division:
@@ -62,25 +58,18 @@ def test_each_row_is_on_one_rank_in_micro_batches_of_like_size(rows: tuple[int, 
     assert [len(part) for part in parts] == [ACCUMULATION] * NUM_RANKS
     assert [sum(map(len, part)) for part in parts] == list(rows)
     assert all(max(map(len, part)) - min(map(len, part)) <= 1 for part in parts)
-    assert (
-        np.concatenate([micro_batch for part in parts for micro_batch in part]).tolist()
-        == global_batch.ravel().tolist()
-    )
+    together = np.concatenate([micro_batch for part in parts for micro_batch in part])
+    assert together.tolist() == global_batch.ravel().tolist()
 
 
-def test_an_island_divides_its_own_rows(tmp_path: Path) -> None:
+def test_an_island_divides_its_own_rows() -> None:
     """Four ranks in islands of two: the rows of an island are those that it has with equal rows."""
     global_batch = np.arange(16).reshape(2, 4, 2)
-    for first, rows in ((0, (5, 3)), (2, (1, 7))):
-        peers = range(first, first + 2)
-        pair = [
-            Division(
-                num_workers=4, workers=range(rank, rank + 1), peers=peers, micro_batch_size=2, accumulation=2, rows=rows
-            )
-            for rank in peers
-        ]
+    for peers, rows in ((range(2), (5, 3)), (range(2, 4), (1, 7))):
+        fields: dict[str, Any] = {"num_workers": 4, "peers": peers, "micro_batch_size": 2, "accumulation": 2}
+        pair = [Division(workers=range(rank, rank + 1), rows=rows, **fields) for rank in peers]
         found = np.concatenate([micro_batch for each in pair for micro_batch in each.own(global_batch)])
-        assert found.tolist() == global_batch[:, first : first + 2].ravel().tolist()
+        assert found.tolist() == global_batch[:, peers.start : peers.stop].ravel().tolist()
 
 
 def stream(folder: Path) -> TrainingData:
@@ -130,7 +119,7 @@ def test_ranks_and_micro_batches_average_to_the_mean_over_all_targets(tmp_path: 
     model: Any = build_model(
         ModelConfig(config={"model_type": "llama", **SMALL_LLAMA, "vocab_size": 256}), device="cpu"
     )
-    for step, rows in ((0, DIVISIONS[1]), (1, DIVISIONS[2])):
+    for step, rows in ((0, DIVISIONS[0]), (1, DIVISIONS[1])):
         ranks = step_of(files, rows, step)
         losses = [model(**batch.arguments(), use_cache=False).loss for rank in ranks for batch in rank]
         mean = torch.stack(losses).mean()
