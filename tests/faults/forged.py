@@ -38,8 +38,7 @@ from laconic.errors import JobError
 from laconic.islands.agreements import Agreements, Outcome, RunEndedError
 from laconic.islands.entrance import Entrance
 from tests.faults.bench import Bench, campaign_row, faults_row
-from tests.faults.runs import Run, Strategy
-from tests.faults.victims import Place
+from tests.faults.victims import Place, Run, Strategy
 from tests.support.record import Row
 
 LIMIT_S = 30.0
@@ -410,9 +409,8 @@ def try_train(kind: str, damage: Callable[[bytes], bytes], folder: Path) -> Find
     for victim in victims:
         found.late += len(victim.wait(max(0.1, began + LIMIT_S - time.monotonic())))
         found.longest_s = time.monotonic() - began
-        lines = [line for line in victim.log.read_text().splitlines() if "damaged entry" in line]
-        found.otherwise += [process.exitcode for process in victim.processes] != [2] or len(lines) != 1
-        found.tracebacks += "Traceback" in victim.log.read_text()
+        found.otherwise += victim.exit_codes != [2] or victim.text(0).count("damaged entry") != 1
+        found.tracebacks += "Traceback" in victim.text(0)
     forged.stop.set()
     thread.join()
     if found.otherwise or found.late or found.tracebacks:

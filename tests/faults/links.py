@@ -2,24 +2,29 @@
 
 A moment without a link delays the run, and changes nothing: TCP sends again. A longer one ends the run on all nodes
 within the timeout, and the run that is started again ends equal to the bit.
+
+`python -m tests.faults.links` is a rank of `laconic train` in the lab: the first rank of the last node takes its node's
+link down as it begins a step.
 """
 
 from __future__ import annotations
 
-import random
+import os
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 from laconic.lab import Lab, LabUnavailable, RunResult
 from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.faults.kills import Tally
-from tests.faults.runs import LIMIT_S, PEER_TIMEOUT_S, STRATEGIES, Run
+from tests.faults.victims import LIMIT_S, PEER_TIMEOUT_S, STEPS, STRATEGIES, Run
 from tests.support.measure import BenchmarkError
 from tests.support.record import Row
 
 NAMES = ("cache host", "4bit", "islands, streamed", "cyclic")
-SHORT_S, LONG_S = (0.2, 4.0), (PEER_TIMEOUT_S + 10, PEER_TIMEOUT_S + 15)
-NUM_SHORT, NUM_LONG = 4, 2
+CUTS_S = (0.2, 1.5, 2.7, 4.0, PEER_TIMEOUT_S + 10, PEER_TIMEOUT_S + 15)
 """The cuts of each strategy: shorter than a rank waits, and longer."""
 _START_S = 60.0  # the time for all processes to start
 
@@ -30,56 +35,50 @@ def row(bench: Bench) -> Row:
     tally = Tally()
     try:
         with Lab(nodes=2) as lab:
-            for index, name in enumerate(NAMES[:1] if bench.quick else NAMES):
-                _cut_under(lab, name, bench, random.Random(index), tally)
+            for name in NAMES[:1] if bench.quick else NAMES:
+                _cut_under(lab, name, bench, tally)
     except LabUnavailable as error:
         raise BenchmarkError(str(error)) from None
-    for problem in (*tally.hangs, *tally.differing, *tally.failed):
-        print(problem, file=sys.stderr, flush=True)
-    harms = {
-        "hangs": len(tally.hangs), "end states that differ": len(tally.differing),
-        "restarts that failed": len(tally.failed),
-    }  # fmt: skip
+    harms = tally.harms()
+    del harms["unreadable folders"]
     return faults_row(
         claim="links of a node that are cut and come back, in the lab",
         tried=tally.kills,
-        at_least=len(NAMES) * (NUM_SHORT + NUM_LONG),
+        at_least=2 if bench.quick else len(NAMES) * len(CUTS_S),
         harms=harms,
         note=(
-            f"2 nodes under {', '.join(NAMES)}. A cut of {SHORT_S[0]:g} to {SHORT_S[1]:g} s delays a run; one of more "
-            f"than the {PEER_TIMEOUT_S:g} s that a rank waits ends it on both nodes, and it is started again. End "
-            "states are equal to the bit to those of runs whose link stays; those of islands within "
-            f"{tally.bound:.2%} of the eval loss."
+            f"2 nodes under {', '.join(NAMES)}, cut at the beginning of a step. A cut of {CUTS_S[0]:g} to "
+            f"{CUTS_S[-3]:g} s delays a run; one of more than the {PEER_TIMEOUT_S:g} s that a rank waits ends it on "
+            "both nodes, and it is started again. End states are equal to the bit to those of runs whose link stays; "
+            f"those of islands within {tally.bound:.2%} of the eval loss."
         ),
     )
 
 
-def _cut_under(lab: Lab, name: str, bench: Bench, chance: random.Random, tally: Tally) -> None:
+def _cut_under(lab: Lab, name: str, bench: Bench, tally: Tally) -> None:
     strategy, folder = STRATEGIES[name], bench.out / "links" / name.replace(" ", "-").replace(",", "")
     folder.mkdir(parents=True)
     whole = Run(strategy, folder / "undisturbed")
-    span_s = _train(lab, whole, 0, 0).wall_s
+    _train(lab, whole, 0, 0)
     expected = whole.end_state()
-    lengths = [SHORT_S] * (1 if bench.quick else NUM_SHORT) + [LONG_S] * (1 if bench.quick else NUM_LONG)
-    for number, (least_s, most_s) in enumerate(lengths):
+    for number, cut_s in enumerate(CUTS_S[1::3] if bench.quick else CUTS_S):
         where, run = f"{name}, cut {number}", Run(strategy, folder / f"run-{number}")
         tally.kills += 1
-        # The thread that cuts begins after the imports, which take the larger part of so short a run.
-        result = _train(lab, run, chance.uniform(0.1, span_s / 3), chance.uniform(least_s, most_s))
+        result = _train(lab, run, 1 + 2 * number % STEPS, cut_s)
         if result.timed_out:
             tally.hangs.append(f"{where}: after {result.wall_s:.0f} s")
         if result.exit_code and (again := _train(lab, run, 0, 0)).exit_code:
             tally.failed.append(f"{where}: exit code {again.exit_code}")
             continue
         tally.compare(run.end_state(), expected, where, is_exact=strategy.is_exact)
-    print(f"  {name}: {len(lengths)} cuts, {len(tally.differing)} differing so far", file=sys.stderr, flush=True)
+    print(f"  {name}: {len(tally.differing)} differing so far", file=sys.stderr, flush=True)
 
 
-def _train(lab: Lab, run: Run, cut_after_s: float, cut_for_s: float) -> RunResult:
-    up = [sys.executable, "-m", "tests.faults.cut_rank", "up"]  # the last cut may have outlived its rank
+def _train(lab: Lab, run: Run, step: int, cut_s: float) -> RunResult:
+    up = [sys.executable, "-m", "tests.faults.links", "up"]  # the last cut may have outlived its rank
     lab.execute([up] * lab.nodes, show=False)
-    script = ["-m", "tests.faults.cut_rank", str(cut_after_s), str(cut_for_s), *run.arguments]
-    result = lab.run(script, timeout_s=_START_S + LIMIT_S + cut_for_s, show=False)
+    script = ["-m", "tests.faults.links", str(step), str(cut_s), *run.arguments]
+    result = lab.run(script, timeout_s=_START_S + LIMIT_S + cut_s, show=False)
     _keep_output(run.folder, result)
     return result
 
@@ -88,3 +87,46 @@ def _keep_output(folder: Path, result: RunResult) -> None:
     with (folder / "lab.txt").open("a") as file:
         for node in result.nodes:
             file.write(f"--- node, exit code {node.exit_code}\n{node.output}\n")
+
+
+# -- on a node ---------------------------------------------------------------------------------------------------------
+
+
+def _set_link(state: str) -> None:
+    """Take the link of this node "up" or "down"."""
+    from pyroute2 import IPRoute
+
+    from laconic.lab.network import INTERFACE
+
+    with IPRoute() as route:
+        route.link("set", index=route.link_lookup(ifname=INTERFACE)[0], state=state)
+
+
+def _be_rank(cut_at: int, cut_s: float, arguments: list[str]) -> int:
+    """Train, and cut the link as step `cut_at` begins, for so many seconds or until this rank ends; never at 0."""
+    from laconic.train.cli import command
+    from laconic.train.loop import Trainer
+
+    is_last_node = int(os.environ["GROUP_RANK"]) == int(os.environ["GROUP_WORLD_SIZE"]) - 1
+    cuts, step = is_last_node and os.environ["LOCAL_RANK"] == "0", Trainer._step
+
+    def repair() -> None:
+        time.sleep(cut_s)
+        _set_link("up")
+
+    def cutting(self: Trainer, number: int) -> Any:
+        if cuts and number + 1 == cut_at:
+            _set_link("down")
+            print(f"the link is cut for {cut_s:.1f} s", file=sys.stderr, flush=True)
+            threading.Thread(target=repair, daemon=True).start()
+        return step(self, number)
+
+    Trainer._step = cutting  # type: ignore[assignment, method-assign]
+    return command(arguments)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["up"]:
+        _set_link("up")
+    else:
+        sys.exit(_be_rank(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))

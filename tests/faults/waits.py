@@ -1,22 +1,21 @@
 """Ranks in library use that lose another rank: none of them waits longer than the groups' timeout allows.
 
-Four ranks train, save or agree. At a random instant one is killed (SIGKILL), stopped for good (SIGSTOP) or loops in
-code of its own. All others must end by themselves, within the timeout of the groups and the seconds of grace that
-`laconic.comm.failure` gives. After a SIGKILL each of them must name the lost rank.
+Four ranks train, save or agree. At a named instant ([Note: Instants of a process] in victims.py) one is killed
+(SIGKILL), stopped for good (SIGSTOP) or loops in code of its own. All others must end by themselves, within the timeout
+of the groups and the seconds of grace that `laconic.comm.failure` gives. After a SIGKILL each of them must name the
+lost rank. The suite goes through every k-th turn of the same ranks in one process.
 """
 
 from __future__ import annotations
 
-import os
-import random
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import make_mesh
 from laconic.cyclic import CyclicDataParallel
 from tests.faults.bench import Bench, campaign_row, faults_row
-from tests.support import launch
+from tests.faults.victims import GRACE_S, Instant, Place, Victim, tell
 from tests.support.record import Row
 
 Step = Callable[[], Any]
@@ -41,7 +40,7 @@ _WIDTH = 33
 def _trained(islands: int = 1) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
     mesh = laconic.init_mesh("cpu", islands=islands, local=1)
-    model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(4)))
+    model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(3)))
     for layer in model:
         laconic.fully_shard(layer, mesh=mesh)
     laconic.fully_shard(model, mesh=mesh)
@@ -103,55 +102,29 @@ STRATEGIES: dict[str, Callable[[Path], Step]] = {
 }  # fmt: skip
 
 
-def live(
-    strategy: str,
-    folder: str,
-    environment: dict[str, str],
-    timeout_s: float,
-    grace_s: float,
-    loops: int,
-    cause_s: float | None,
-) -> None:
-    """Take steps until something ends this process. Rank `loops` ends in an endless loop of its own after some steps.
-
-    The file `rank-R` in `folder` appears when rank R has taken its first steps and has found its neighbour: a rank that
-    dies before is known to nobody, see [Note: Failing together]. `err-R` has what it prints.
-    """
-    os.environ.update(environment)
-    rank = int(environment["RANK"])
-    for number in (1, 2):
-        os.dup2(os.open(f"{folder}/err-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    torch.set_num_threads(1)
-    failure._GRACE_S = grace_s
+def live(strategy: str, folder: Path, timeout_s: float, cause_s: float | None, num_steps: int = 10**9) -> int:
+    """Take steps. A rank whose transfer fails waits `cause_s` seconds for the name of the lost rank."""
     if cause_s is not None:
         failure._CAUSE_S = cause_s
-    try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
-        failure.watch_peers()
-        step = STRATEGIES[strategy](Path(folder) / "checkpoints")
-        is_ready = False
-        for number in range(10**9):
-            step()
-            if not is_ready and number >= 2 and failure._peers is not None and failure._peers.ring.is_joined:
-                is_ready = True
-                Path(folder, f"rank-{rank}").touch()
-            while is_ready and rank == loops:
-                pass
-    except BaseException as error:  # what the interpreter would do
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.stderr.flush()
-        os._exit(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    failure.watch_peers()
+    while failure._peers is not None and not failure._peers.ring.is_joined:  # a rank that dies before is unknown
+        time.sleep(0.01)
+    dist.barrier()
+    tell()
+    step = STRATEGIES[strategy](folder)
+    for _ in range(num_steps):
+        step()
+    return 0
 
 
 NUM_RANKS = 4
 TIMEOUTS_S = {"kill": 60.0, "stop": 6.0, "loop": 6.0}
 """The timeout of the groups. After a kill the others must not need it."""
-GRACE_S = 2.0
 _SLACK_S = 40.0  # for four processes to run on a busy machine; less than the timeout that a kill must not need
-_START_S = 90.0
-KINDS = ("kill", "stop", "loop")
-_KILLS, _QUICK_KILLS = 210, 7
-_AT_ONCE, _MOST_STARTS = 3, 5
+_LOSSES, _QUICK_LOSSES = 210, 7
+_CALLS_EACH = 37  # between two instants
+_AT_ONCE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,91 +138,50 @@ class Loss:
     """The ranks that had not ended by themselves."""
     silent: tuple[int, ...]
     """The ranks that a kill ended without the name of the lost rank."""
-    exit_codes: tuple[int | None, ...]
-    """Of all ranks, in order; None for a rank that did not end."""
     wall_s: float
     """The seconds until the last rank ended."""
-    printed: str
+    printed: tuple[str, ...]
 
 
-def lose(strategy: str, kind: str, rank: int, delay_s: float, cause_s: float | None = None) -> Loss:
-    """Start ranks, lose one `delay_s` seconds after all have taken steps, and wait for the others.
-
-    A rank whose transfer fails waits `cause_s` seconds for the name of the lost rank; by default as long as in a job.
-    """
-    port = launch.free_port()
+def lose(strategy: str, kind: str, rank: int, call: int, cause_s: float | None = None) -> Loss:
+    """Start ranks, lose one at a call of laconic's functions, and wait for the others."""
+    place = Place(num_ranks=NUM_RANKS, num_local=NUM_RANKS)
+    instant = Instant(rank=rank, call=call, loops=kind == "loop", begins="told")
+    others = [each for each in range(NUM_RANKS) if each != rank or kind == "loop"]
     with tempfile.TemporaryDirectory(prefix="laconic-waits-") as folder:
-        processes: list[Any] = []
-        loops = rank if kind == "loop" else -1
-        try:
-            for each in range(NUM_RANKS):
-                environment = launch.torchrun_environment(each, NUM_RANKS, NUM_RANKS, port)
-                job = (strategy, folder, environment, TIMEOUTS_S[kind], GRACE_S, loops, cause_s)
-                processes.append(launch.started(live, *job))
-            _wait_for_steps(processes, Path(folder))
-            time.sleep(delay_s)
-            begun = time.monotonic()
-            if kind != "loop":
-                os.kill(processes[rank].pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-            others = [each for each in range(NUM_RANKS) if each != rank or kind == "loop"]
-            deadline = begun + (0 if kind == "kill" else TIMEOUTS_S[kind]) + GRACE_S + _SLACK_S
-            for each in others:
-                processes[each].join(max(0.0, deadline - time.monotonic()))
-            wall_s = time.monotonic() - begun
-            exit_codes = tuple(process.exitcode for process in processes)
-            hanging = tuple(each for each in others if processes[each].exitcode is None)
-            texts = {each: Path(folder, f"err-{each}").read_text() for each in others}
-            silent = tuple(each for each in others if kind == "kill" and f"rank {rank} is gone" not in texts[each])
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-    printed = "\n".join(f"--- rank {each}\n{text[-20_000:]}" for each, text in texts.items())
+        arguments = (strategy, Path(folder) / "checkpoints", TIMEOUTS_S[kind], cause_s)
+        victim = Victim.start(live, arguments, place, Path(folder) / "log", instant=instant)
+        assert victim.reaches_instant(), [victim.text(each) for each in range(NUM_RANKS)]
+        begun = time.monotonic()
+        if kind == "kill":
+            victim.send(signal.SIGKILL, [rank])
+        left = victim.wait((0 if kind == "kill" else TIMEOUTS_S[kind]) + GRACE_S + _SLACK_S, others)
+        printed = tuple(victim.text(each)[-20_000:] for each in range(NUM_RANKS))
+    silent = [each for each in others if kind == "kill" and f"rank {rank} is gone" not in printed[each]]
     return Loss(
-        strategy=strategy, kind=kind, rank=rank, hanging=hanging, silent=silent, exit_codes=exit_codes, wall_s=wall_s,
-        printed=printed,
+        strategy=strategy, kind=kind, rank=rank, hanging=tuple(left), silent=tuple(silent),
+        wall_s=time.monotonic() - begun, printed=printed,
     )  # fmt: skip
-
-
-def _wait_for_steps(processes: list[Any], folder: Path) -> None:
-    """Wait until all ranks have taken their first steps."""
-    deadline = time.monotonic() + _START_S
-    while not all((folder / f"rank-{each}").exists() for each in range(NUM_RANKS)):
-        if time.monotonic() > deadline or any(process.exitcode for process in processes):
-            texts = [path.read_text() for path in sorted(folder.glob("err-*"))]
-            raise RuntimeError("the ranks did not start:\n" + "\n".join(texts))
-        time.sleep(0.02)
-
-
-def lose_one(chosen: tuple[str, str, int, float], cause_s: float | None = None) -> Loss:
-    """Lose a rank, see `lose`; start again if another program has taken the port meanwhile."""
-    for _ in range(_MOST_STARTS):
-        try:
-            return lose(*chosen, cause_s)
-        except RuntimeError as error:
-            if "EADDRINUSE" not in str(error):
-                raise
-    raise RuntimeError(f"no port stayed free in {_MOST_STARTS} starts")
 
 
 @campaign_row("waits")
 def row(bench: Bench) -> Row:
     """Lose ranks of all strategies in all ways."""
-    dice, chosen = random.Random(17), []
-    for number in range(_QUICK_KILLS if bench.quick else _KILLS):
-        strategy = list(STRATEGIES)[number % len(STRATEGIES)]
-        kind = KINDS[number // len(STRATEGIES) % len(KINDS)]
-        chosen.append((strategy, kind, dice.randrange(NUM_RANKS), dice.random()))
+    ways = list(product(TIMEOUTS_S, STRATEGIES))
+    cases = []
+    for number in range(_QUICK_LOSSES if bench.quick else _LOSSES):
+        kind, strategy = ways[number % len(ways)]
+        cases.append((strategy, kind, number % NUM_RANKS, 1 + _CALLS_EACH * number))
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        losses = list(pool.map(lose_one, chosen))
+        losses = list(pool.map(lose, *zip(*cases, strict=True)))
     for loss in losses:
         if loss.hanging or loss.silent:
-            print(loss, loss.printed, flush=True)
+            print(loss, *loss.printed, sep="\n---\n", flush=True)
     longest = max(loss.wall_s for loss in losses)
     return faults_row(
         claim="ranks in library use that lose another rank (SIGKILL, SIGSTOP, an endless loop), all strategies",
         tried=len(losses),
-        at_least=_KILLS,
+        at_least=_QUICK_LOSSES if bench.quick else _LOSSES,
         harms={
             "hang beyond the timeout": sum(bool(loss.hanging) for loss in losses),
             "do not name the rank that was killed": sum(bool(loss.silent) for loss in losses),

@@ -1,0 +1,502 @@
+"""Random configurations, command lines, cluster files and jobs: each works, or is refused with one line.
+
+Hypothesis draws files from the keys of the configuration, with values that fit, almost fit or are absurd, and with keys
+and bytes of its own. A job that is accepted must read back equal from its own TOML. Other jobs are taken through their
+preparation, a step and a checkpoint, with a small corpus and a small model; there sizes stay small, because memory is
+not what is tried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import os
+import random
+import shutil
+import tempfile
+import tomllib
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import tomli_w
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from laconic.comm.launch import RankInfo
+from laconic.config import Config, ConfigError, JobError, ModelConfig, from_dict, load, to_toml
+from laconic.plan.cluster_file import cluster_from_dict, parse_cluster
+from laconic.plan.cluster_spec import ClusterSpec
+from laconic.strategies.checks import check_job
+from laconic.train.cli import parse
+from tests.faults.bench import Bench, campaign_row, faults_row
+from tests.support.jobs import corpus
+from tests.support.launch import launch
+from tests.support.record import Row
+
+HARMS = ("foreign tracebacks", "silent differences")
+NUM_FILES, NUM_BYTES, NUM_COMMANDS = 90_000, 10_000, 1_000
+_RANKS = tuple(
+    RankInfo(rank=0, world_size=nodes * local, local_rank=0, num_local=local, num_nodes=nodes)
+    for nodes, local in ((1, 1), (2, 2), (3, 1))
+)
+
+_MODEL = ModelConfig(config={"model_type": "llama"})
+_INTEGERS, _SHARES = st.integers(1, 8), st.floats(0, 1)
+_NUMBERS = st.one_of(
+    st.integers(-2, 12),
+    st.sampled_from([2**31, 2**63 - 1, 2**63, -(2**63) - 1, 10**400, 1 << 10_000, -1]),
+    st.floats(),
+    st.sampled_from([0.0, 0.5, 1.0, 1e308, 5e-324]),
+)
+_TEXTS = st.one_of(
+    st.text(max_size=8),
+    st.sampled_from(
+        ["", "\0", "a\nb", "x" * 5000, "auto", "host", "4bit", "32 rows", "9" * 500, "1 rows", "0 elements"]
+    ),
+)
+_ANY = st.recursive(
+    st.one_of(st.booleans(), _NUMBERS, _TEXTS),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+    max_leaves=6,
+)
+
+
+@campaign_row("config-fuzz")
+def row(bench: Bench) -> Row:
+    """Try all kinds of input."""
+    share = 500 if bench.quick else 1
+    found = [
+        *try_files(NUM_FILES // share),
+        *try_bytes(NUM_BYTES // share),
+        *try_commands(NUM_COMMANDS // share),
+    ]
+    for harm in found:
+        print(harm, flush=True)
+    return faults_row(
+        claim="random configurations and command lines: a job, or one line",
+        tried=(NUM_FILES + NUM_BYTES + NUM_COMMANDS) // share,
+        at_least=100_000,
+        harms={harm: sum(one.startswith(harm) for one in found) for harm in HARMS},
+        note=f"{NUM_FILES:,} tables of random keys and values, {NUM_BYTES:,} mutated files and {NUM_COMMANDS:,} "
+        "command lines, read, validated and checked against three launches.",
+    )
+
+
+def tables() -> st.SearchStrategy[dict[str, Any]]:
+    """Tables of a few keys of each section, most with values of their types, and of unknown keys."""
+    sections = {}
+    for name, cls in get_type_hints(Config).items():
+        keys = {key: st.one_of(*[_odd_values(hint)] * 6, _ANY) for key, hint in get_type_hints(cls).items()}
+        several = st.lists(st.sampled_from(sorted(keys)), max_size=3, unique=True).flatmap(
+            lambda chosen, keys=keys: st.fixed_dictionaries({key: keys[key] for key in chosen})  # type: ignore[misc]
+        )
+        unknown = st.dictionaries(st.text(max_size=6), _ANY, max_size=1)
+        sections[name] = st.one_of(*[several] * 9, st.builds(lambda a, b: a | b, several, unknown), _ANY)
+    return st.lists(st.sampled_from(sorted(sections)), max_size=4, unique=True).flatmap(
+        lambda chosen: st.fixed_dictionaries({name: sections[name] for name in chosen})
+    )
+
+
+def try_files(num: int) -> list[str]:
+    """Read `num` random tables from files; return the harms."""
+
+    def write(table: dict[str, Any], path: Path) -> bool:
+        try:
+            path.write_text(tomli_w.dumps(table), encoding="utf-8")
+        except (ValueError, TypeError, RecursionError):  # TOML cannot say it
+            return False
+        return True
+
+    return _try(tables(), write, num)
+
+
+def try_bytes(num: int) -> list[str]:
+    """Read `num` files that random bytes have changed; return the harms."""
+    text = to_toml(Config()).encode()
+    places = st.tuples(st.integers(0, len(text)), st.integers(0, 20), st.binary(max_size=6))
+
+    def write(change: tuple[int, int, bytes], path: Path) -> bool:
+        where, length, new = change
+        path.write_bytes(text[:where] + new + text[where + length :])
+        return True
+
+    return _try(places, write, num)
+
+
+def try_commands(num: int) -> list[str]:
+    """Run the parser on `num` random command lines; return the harms."""
+    keys = [f"{section}.{key}" for section, cls in get_type_hints(Config).items() for key in get_type_hints(cls)]
+    names = st.one_of(
+        st.sampled_from(keys), st.text(max_size=6), st.builds("model.config.{}".format, st.text(max_size=5))
+    )
+    words = st.one_of(_TEXTS, _NUMBERS.map(str), st.sampled_from(["true", "false", "[1", '{model_type = "llama"}']))
+    options = st.tuples(names.map("--{}".format), words).flatmap(lambda pair: st.sampled_from([pair, pair[:1]]))
+    lines = st.lists(options, max_size=3).map(lambda pairs: [word for pair in pairs for word in pair])
+    found: list[str] = []
+
+    def use(words: list[str]) -> None:
+        errors = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+                _check(parse(words))
+        except JobError:
+            pass
+        except SystemExit as stopped:
+            if stopped.code not in (0, 2):
+                found.append(f"foreign tracebacks: exit code {stopped.code} of {words!r}")
+        except BaseException as error:
+            found.append(f"foreign tracebacks: {error!r:.200} of {words!r:.200}")
+
+    each_drawn(lines, use, num)
+    return found
+
+
+def _try(values: st.SearchStrategy[Any], write: Callable[[Any, Path], bool], num: int) -> list[str]:
+    found: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.toml"
+        each_drawn(values, lambda value: found.extend(_harms(path) if write(value, path) else ()), num)
+    return found
+
+
+def _harms(path: Path) -> Iterator[str]:
+    """The harms of one file."""
+    try:
+        config = load(path)
+    except ConfigError:
+        return
+    except BaseException as error:
+        yield f"foreign tracebacks: {error!r:.200} of {path.read_bytes()!r:.300}"
+        return
+    try:
+        _check(config)
+        path.write_text(to_toml(config), encoding="utf-8")
+        if to_toml(load(path)) != to_toml(config):
+            yield f"silent differences: {path.read_text()!r:.300}"
+    except BaseException as error:
+        yield f"foreign tracebacks: {error!r:.200} of {path.read_bytes()!r:.300}"
+
+
+def _check(config: Config) -> None:
+    """Check a job, with a model, against several launches."""
+    job = dataclasses.replace(config, model=_MODEL)
+    for ranks in _RANKS:
+        with contextlib.suppress(JobError):
+            check_job(job, ranks)
+
+
+def each_drawn(values: st.SearchStrategy[Any], use: Callable[[Any], None], num: int, number: int = 0) -> None:
+    """Call `use` with `num` values, the same for each `number`."""
+
+    @seed(number)
+    @settings(
+        max_examples=num, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    )
+    @given(values)
+    def run(value: Any) -> None:
+        use(value)
+
+    run()
+
+
+def values_of(
+    hint: Any, plain: Mapping[Any, st.SearchStrategy[Any]], tables: st.SearchStrategy[Any]
+) -> st.SearchStrategy[Any]:
+    """Values of a key's type: `plain` has those of bool, str, int and float, and `tables` those of tables."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return st.one_of(*(values_of(part, plain, tables) for part in arguments if part is not types.NoneType))
+    if origin is Literal:
+        return st.sampled_from(arguments)
+    if origin is tuple:
+        return st.lists(values_of(arguments[0], plain, tables), max_size=3)
+    return plain.get(origin or hint, tables)
+
+
+def _odd_values(hint: Any) -> st.SearchStrategy[Any]:
+    """Values of a key's type, also odd ones."""
+    plain: dict[Any, st.SearchStrategy[Any]] = {bool: st.booleans(), str: _TEXTS}
+    plain |= {int: st.one_of(*[_INTEGERS] * 8, _NUMBERS), float: st.one_of(*[_SHARES] * 8, _NUMBERS)}
+    return values_of(
+        hint, plain, st.dictionaries(st.sampled_from(["model_type", "weights", "a.*", ""]), _ANY, max_size=3)
+    )
+
+
+# -- cluster files -----------------------------------------------------------------------------------------------------
+
+_NUM_CLUSTERS, _QUICK_CLUSTERS = 20_000, 500
+_VALID = """\
+nodes = 2
+ranks_per_node = 8
+device = "A100 SXM 80GB"
+network = "10 GbE"
+local_network = "PCIe 4 x16"
+host_memory_bytes = "1 TB"
+wire_latency_s = 3e-5
+[device_flops_per_s]
+bfloat16 = "250 TFLOP/s"
+"""
+_VALUES = (
+    0, -1, 1, 7, 2**63, 10**400, 1e308, -0.0, math.inf, math.nan, 0.5, True, "", "x", "10 GbE", "-3 GB", "1e999 GB",
+    "80 GB", "9" * 400 + " GB", "10 Gbit/s", "A100", "8 x 8 x 10 GbE", [], [1], {}, {"float32": 1}, {"x": "y"}, "\0",
+)  # fmt: skip
+
+
+def try_clusters(num: int, seed: int = 0) -> list[str]:
+    """Read `num` cluster files that random changes have damaged. Returns the harms."""
+    dice, found = random.Random(seed), []
+    for _ in range(num):
+        harm = _damaged_text(dice) if dice.random() < 0.5 else _odd_table(dice)
+        found += [harm] if harm else []
+    return found
+
+
+def _damaged_text(dice: random.Random) -> str:
+    begin = dice.randrange(len(_VALID))
+    new = "".join(chr(dice.choice([*range(32, 127), 0, 10, 0x2028, 0x1F600])) for _ in range(dice.randrange(6)))
+    text = _VALID[:begin] + new + _VALID[begin + dice.randrange(20) :]
+    return _harm_of_cluster(text)
+
+
+def _odd_table(dice: random.Random) -> str:
+    table = tomllib.loads(_VALID)
+    names = [*ClusterSpec.__dataclass_fields__, "local_network", "host_link", "gpus"]
+    for _ in range(dice.randint(1, 3)):
+        table[dice.choice(names)] = dice.choice(_VALUES)
+    if dice.random() < 0.3:
+        del table[dice.choice(list(table))]
+    return _harm_of_cluster(table)
+
+
+def _harm_of_cluster(given: str | dict[str, object]) -> str:
+    """The harm that a cluster file does, or "": it must be read and written back, or refused with one line."""
+    try:
+        spec = parse_cluster(given) if isinstance(given, str) else cluster_from_dict(given)
+    except ConfigError as error:
+        return "" if str(error).strip() and "\n" not in str(error) else f"no single line: {error!s}: {given!r}"
+    except Exception as error:  # whatever it is, it is not for users
+        return f"foreign: {type(error).__name__}: {error}: {given!r}"
+    plain = [value for value in vars(spec).values() if isinstance(value, int | float)]
+    return "" if all(math.isfinite(value) and value > 0 for value in plain) else f"silent: {spec}"
+
+
+@campaign_row("cluster-fuzz")
+def cluster_row(bench: Bench) -> Row:
+    """Read damaged cluster files."""
+    num = _QUICK_CLUSTERS if bench.quick else _NUM_CLUSTERS
+    harms = try_clusters(num)
+    for harm in harms[:20]:
+        print(harm, flush=True)
+    kinds = {
+        "foreign tracebacks": "foreign",
+        "absurd figures taken": "silent",
+        "refusals without one line": "no single",
+    }
+    return faults_row(
+        claim="damaged cluster files: read, or refused with one line",
+        tried=num,
+        at_least=2_000,
+        harms={name: sum(harm.startswith(kind) for harm in harms) for name, kind in kinds.items()},
+        note="Half of them with random characters, half with odd values for random keys.",
+    )
+
+
+# -- jobs --------------------------------------------------------------------------------------------------------------
+
+JOB_HARMS = ("foreign tracebacks", "no reason given")
+NUM_JOBS, NUM_PER_PROCESS = 1_000, 100
+_SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+_MODELS: tuple[dict[str, Any], ...] = (
+    {"model_type": "llama", **_SIZES, "num_key_value_heads": 1},
+    {"model_type": "llama", **_SIZES, "tie_word_embeddings": True, "attention_dropout": 0.1},
+    {"model_type": "gpt2", "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 64},
+    {"model_type": "mixtral", **_SIZES, "num_local_experts": 2, "num_key_value_heads": 2},
+    {"model_type": "qwen3", **_SIZES, "head_dim": 8, "num_key_value_heads": 1},
+    # wrong ones
+    {"model_type": "llama", **_SIZES, "num_attention_heads": 3},
+    {"model_type": "llama", **_SIZES, "vocab_size": 7},
+    {"model_type": "llama", **_SIZES, "hidden_act": "nothing"},
+    {"model_type": "llama", **_SIZES, "num_hidden_layers": 0},
+    {"model_type": "llama", **_SIZES, "rope_parameters": {"rope_type": "x"}},
+    {"model_type": "bert", **_SIZES},
+    {"model_type": "t5"},
+    {"model_type": "x"},
+    {},
+)
+
+
+PATH_KEYS = ("data.cache", "data.path", "data.tokenizer", "model.path", "model.config", "train.output", "train.resume",
+    "shard.cluster")  # fmt: skip
+"""Keys whose values are paths, with a job that needs each."""
+
+
+def wrong_paths(folder: Path) -> list[Path]:
+    """Paths that cannot be read or written by anybody, root included; `folder` gets the files that they need."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "file").write_text("x")
+    (folder / "loop").unlink(missing_ok=True)
+    (folder / "loop").symlink_to(folder / "loop")
+    deep = folder.joinpath(*["y" * 200] * 40)
+    return [folder / "file" / "x", folder / ("x" * 300), folder / "loop", folder / "loop" / "x", deep,
+            Path("/proc/none/x")]  # fmt: skip
+
+
+def job_with_path(key: str, path: Path, folder: Path) -> dict[str, Any]:
+    """The table of a small job in `folder` whose `key` is the path."""
+    corpus(folder)
+    table: dict[str, dict[str, Any]] = {
+        "model": {} if key == "model.path" else {"config": _MODELS[0]},
+        "data": {"kind": "text", "path": str(folder / "corpus.txt"), "sequence_length": 16},
+        "train": {"steps": 1, "output": str(folder / "out"), "device": "cpu"},
+        "shard": {"strategy": "auto"} if key == "shard.cluster" else {},
+    }
+    section, _, name = key.partition(".")
+    table[section][name] = str(path)
+    return table
+
+
+@campaign_row("prepare-fuzz")
+def jobs_row(bench: Bench) -> Row:
+    """Try jobs, in processes of their own."""
+    num_jobs = NUM_PER_PROCESS if bench.quick else NUM_JOBS
+    found: list[str] = []
+    num_trained = 0
+    for number in range(num_jobs // NUM_PER_PROCESS):
+        folder = bench.out / f"prepare-{number}"
+        trained, harms = launch(try_jobs, NUM_PER_PROCESS, folder, number, num_ranks=1, timeout_s=1800, backend=None)[0]
+        shutil.rmtree(folder)
+        print(f"{number}: {trained} trained", *harms, sep="\n", flush=True)
+        found += harms
+        num_trained += trained
+    return faults_row(
+        claim="random jobs whose configuration is accepted: two steps and a checkpoint, or one line",
+        tried=num_jobs,
+        at_least=1_000,
+        harms={harm: sum(one.startswith(harm) for one in found) for harm in JOB_HARMS},
+        note=f"{num_trained:,} of them trained, on one rank; small models of five families, and wrong ones.",
+    )
+
+
+def try_jobs(
+    num: int, folder: Path, number: int = 0, use: Callable[[Config], str | None] | None = None
+) -> tuple[int, list[str]]:
+    """Train `num` random jobs, with `harm_of` or `use`. Returns the number of those that trained, and the harms."""
+    use = use or harm_of
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        if use is harm_of:
+            os.environ.pop(name, None)
+    folder.mkdir(parents=True, exist_ok=True)
+    corpus(folder)
+    (folder / "chat.jsonl").write_text("".join(_conversation(index) for index in range(40)))
+    (folder / "empty.txt").write_text("")
+    found: list[str] = []
+    num_tried = num_trained = 0
+
+    def try_job(table: dict[str, Any]) -> None:
+        nonlocal num_tried, num_trained
+        if num_tried == num:
+            return
+        try:
+            config = from_dict(Config, table)
+        except JobError:  # the matter of `try_files`
+            return
+        num_tried += 1
+        harm = use(config)
+        num_trained += harm is None
+        if harm:
+            found.append(f"{harm} of {json.dumps(table)}")
+        shutil.rmtree(folder / "out", ignore_errors=True)
+
+    each_drawn(_jobs(folder), try_job, 20 * num, number)
+    assert num_tried == num, "too few configurations were accepted"
+    return num_trained, found
+
+
+def harm_of(config: Config) -> str | None:
+    """Train a job. Returns None if it trained, "" if it was refused in good order, else the harm."""
+    from laconic.train.loop import run
+
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            run(config)
+    except JobError as error:
+        return "" if str(error).strip() else "no reason given"
+    except BaseException as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if "/laconic/" in frame.filename][-1]
+        return (
+            f"foreign tracebacks: {error!r:.300} at {own.filename.rpartition('/')[2]}:{own.lineno}, "
+            f"{place.filename.rpartition('/')[2]}:{place.lineno}"
+        )
+    return None
+
+
+def _conversation(index: int) -> str:
+    turns = [{"role": "user", "content": f"What is {index} + 1?"}, {"role": "assistant", "content": str(index + 1)}]
+    return json.dumps({"messages": turns, "prompt": f"{index} ", "completion": str(index), "text": str(index)}) + "\n"
+
+
+def _jobs(folder: Path) -> st.SearchStrategy[dict[str, Any]]:
+    """Tables of a small job, with some keys of some sections at random."""
+    paths = st.sampled_from([str(folder / name) for name in ("corpus.txt", "chat.jsonl", "empty.txt", "none", "")])
+    fixed: dict[str, dict[str, Any]] = {
+        "model": {"config": {**_MODELS[0]}},
+        "data": {"kind": "text", "path": str(folder / "corpus.txt"), "sequence_length": 16, "eval_fraction": 0.1},
+        "train": {"micro_batch_size": 2, "device": "cpu"},
+        "log": {"tensorboard": False},
+    }
+    # What would take long, reach the network or leave the folder.
+    always: dict[str, dict[str, Any]] = {
+        "train": {"output": str(folder / "out"), "steps": 2, "epochs": None, "compile": False},
+        "data": {"cache": str(folder / "tokens")},
+        "log": {"wandb": False, "memory_step": 0},
+    }
+    own: dict[str, st.SearchStrategy[Any]] = {
+        "model.config": st.sampled_from(_MODELS),
+        "model.path": paths,
+        "data.kind": st.sampled_from(["text", "jsonl", "datasets"]),
+        "data.path": paths,
+        "data.tokenizer": st.sampled_from(["bytes", "bytes", str(folder), "x"]),
+        "data.chat_template": st.one_of(paths, st.just("{{ x")),
+        "sync.recovery": st.sampled_from([str(folder / "recovery"), str(folder / "corpus.txt")]),
+        "train.resume": st.sampled_from(["never", "auto", str(folder)]),
+    }
+    sections = {}
+    for name, cls in get_type_hints(Config).items():
+        keys = {key: own.get(f"{name}.{key}", _small_values(hint)) for key, hint in get_type_hints(cls).items()}
+        sections[name] = st.lists(st.sampled_from(sorted(keys)), max_size=5, unique=True).flatmap(
+            lambda chosen, keys=keys: st.fixed_dictionaries({key: keys[key] for key in chosen})  # type: ignore[misc]
+        )
+
+    def job(drawn: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        merged = {
+            name: {**fixed.get(name, {}), **drawn.get(name, {}), **always.get(name, {})}
+            for name in {**fixed, **always, **drawn}
+        }
+        if drawn.get("data", {}).get("kind") == "jsonl":
+            merged["data"]["path"] = str(folder / "chat.jsonl")
+        return {name: {key: value for key, value in keys.items() if value is not None} for name, keys in merged.items()}
+
+    chosen = st.lists(st.sampled_from(sorted(sections)), min_size=1, max_size=4, unique=True)
+    return chosen.flatmap(lambda names: st.fixed_dictionaries({name: sections[name] for name in names})).map(job)
+
+
+def _small_values(hint: Any) -> st.SearchStrategy[Any]:
+    """Values of a key's type, most of them small."""
+    integers = st.one_of(*[st.integers(0, 4)] * 6, st.sampled_from([-1, 7, 16, 64, 1000]))
+    plain: dict[Any, st.SearchStrategy[Any]] = {
+        bool: st.booleans(),
+        str: st.sampled_from(["", "x", "\0", "auto", "host", "4bit", "8bit", "32 rows", "whole", "q_proj", "*.weight"]),
+        int: integers,
+        float: st.one_of(*[st.floats(0, 1)] * 6, st.sampled_from([2.0, 100.0, 1e308, 5e-324]), integers.map(float)),
+    }
+    tables = st.dictionaries(st.sampled_from(["weights", "gradients", "*", "*.weight"]), plain[str], max_size=2)
+    return values_of(hint, plain, tables)
