@@ -13,7 +13,7 @@ PEERS := deepspeed einops hjson msgpack ninja py-cpuinfo 'torchft; python_versio
 	$(addprefix opentelemetry-,api sdk proto semantic-conventions exporter-http-transport exporter-otlp-common \
 	exporter-otlp-proto-common exporter-otlp-proto-http)
 
-.PHONY: demo test test-all oldest campaigns sample lint docs browser bench gpu install clean
+.PHONY: demo test test-all oldest campaigns sample lint docs bench gpu install clean
 
 install: $(VENV)/.installed
 
@@ -81,10 +81,6 @@ lint: install
 # The site, in build/site. A broken link or an unknown name in the API reference is an error.
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-
-# The report of `laconic compare` in a real browser; on Debian: apt-get install chromium.
-browser: install
-	$(BIN)/python -m tests.browser
 
 # On a machine with a GPU, whose own Python has torch with CUDA, Triton, numpy and pytest: it installs nothing.
 gpu:
