@@ -9,44 +9,30 @@ import pytest
 from laconic import cli
 
 
-@pytest.mark.parametrize("argument", ["--help", "-h", "help"])
-def test_help_names_every_command(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([argument]) == 0
-    shown = capsys.readouterr().out
-    assert all(f"  {name} " in shown for name in ("train", "export", "compare", "lab"))
+@pytest.mark.parametrize(
+    ("arguments", "code", "texts"),
+    [
+        (["--help"], 0, ["  train ", "  export ", "  compare ", "  lab "]),
+        (["--version"], 0, [f"laconic {importlib.metadata.version('laconic')}\n"]),
+        ([], 2, ["usage: laconic"]),
+        (["trian"], 2, ["'trian'", "train, export, compare, rendezvous, lab"]),
+    ],
+)
+def test_help_version_and_mistakes(
+    arguments: list[str], code: int, texts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == code
+    out, err = capsys.readouterr()
+    assert all(text in (err if code else out) for text in texts)
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"laconic {importlib.metadata.version('laconic')}\n"
-
-
-def test_no_command_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == 2
-    assert "usage: laconic" in capsys.readouterr().err
-
-
-def test_unknown_command_names_the_known(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["trian"]) == 2
-    message = capsys.readouterr().err
-    assert "'trian'" in message
-    assert "train, export, compare, rendezvous, lab" in message
-
-
-@pytest.fixture
-def echo(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """A command `echo` that keeps the arguments it was given and returns 7."""
+def test_hands_over_arguments_and_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
-    module = types.ModuleType("laconic_test_echo")
-    module.main = lambda argv: seen.append(argv) or 7  # type: ignore[attr-defined]
+    module = types.SimpleNamespace(main=lambda argv: seen.append(argv) or 7)
     monkeypatch.setitem(sys.modules, "laconic_test_echo", module)
     monkeypatch.setitem(cli.COMMANDS, "echo", ("laconic_test_echo:main", "a test"))
-    return seen
-
-
-def test_hands_over_arguments_and_exit_code(echo: list[list[str]]) -> None:
     assert cli.main(["echo", "--help", "--", "x"]) == 7
-    assert echo == [["--help", "--", "x"]]
+    assert seen == [["--help", "--", "x"]]
 
 
 def test_missing_package_says_what_to_install(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import laconic
-from tests.faults.wrong_key import MISTAKES, Mistake, problem_of, timed
+from tests.faults.wrong_key import MISTAKES, Mistake, problem_of
 
 pytestmark = pytest.mark.machine
 
@@ -39,12 +39,6 @@ def test_module_for_torchrun_tells_the_same(tmp_path: Path) -> None:
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert "tyro" in imported
     assert imported.isdisjoint(_HEAVY)
-
-
-def test_benchmark_times_a_mistake(tmp_path: Path) -> None:
-    seconds, processor = timed(MISTAKES[0], tmp_path)
-    assert seconds > 0
-    assert processor > 0
 
 
 def test_import_of_laconic_imports_nothing_and_has_every_name() -> None:

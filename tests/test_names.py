@@ -6,6 +6,8 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 import laconic
 
 ROOT = Path(laconic.__file__).parent
@@ -25,15 +27,10 @@ def places(*kinds: type[ast.stmt]) -> dict[str, list[str]]:
     return found
 
 
-def test_a_public_class_has_a_name_of_its_own() -> None:
-    found = places(ast.ClassDef)
-    assert found["ShardedModule"], "the walk finds classes"
-    assert {name: files for name, files in found.items() if len(files) > 1} == {}
-
-
-def test_a_public_function_has_a_name_of_its_own() -> None:
-    found = places(ast.FunctionDef)
-    assert found["fully_shard"], "the walk finds functions"
+@pytest.mark.parametrize(("kind", "known"), [(ast.ClassDef, "ShardedModule"), (ast.FunctionDef, "fully_shard")])
+def test_what_is_public_has_a_name_of_its_own(kind: type[ast.stmt], known: str) -> None:
+    found = places(kind)
+    assert found[known], "the walk finds some"
     assert {name: files for name, files in found.items() if len(files) > 1 and name not in VERBS | SAME} == {}
 
 

@@ -14,34 +14,23 @@ from laconic.policy import to_keys
 from laconic.registry import Strategy
 from laconic.strategies.under import job_under
 
-EACH = pytest.mark.parametrize("strategy", registry.strategies().values(), ids=lambda each: each.name)
 
-
-@EACH
-def test_a_record_is_complete(strategy: Strategy) -> None:
+@pytest.mark.parametrize("strategy", registry.strategies().values(), ids=lambda each: each.name)
+def test_a_record_is_complete_names_code_that_exists_and_gives_a_job_its_keys(strategy: Strategy) -> None:
     assert strategy.note.endswith(".")
     assert strategy.source or not strategy.in_plan
     assert strategy.predict or not strategy.in_plan
     base = registry.named(strategy.shard["strategy"])
     assert base.is_way_to_train, "a variant's way to train is registered, too"
-    assert strategy.limits == base.limits or strategy.limits[: len(base.limits)] == base.limits
-
-
-@EACH
-def test_a_record_names_code_that_exists(strategy: Strategy) -> None:
+    assert strategy.limits[: len(base.limits)] == base.limits
     paths = (strategy.stepper, strategy.parallelize, strategy.predict)
     assert all(callable(registry.load(path)) for path in paths if path)
-
-
-@EACH
-def test_a_job_under_a_strategy_has_its_keys(strategy: Strategy) -> None:
-    if strategy.name == registry.AUTO:
-        return
-    job = job_under(strategy, Config(model=ModelConfig(config={"model_type": "llama"})))
-    keys = to_keys(job.shard)
-    assert all(keys[key] == value for key, value in strategy.shard.items())
-    assert job.sync.is_local is strategy.has_islands
-    assert job.schedule.is_cyclic is (strategy.schedule is not None)
+    if strategy.name != registry.AUTO:
+        job = job_under(strategy, Config(model=ModelConfig(config={"model_type": "llama"})))
+        keys = to_keys(job.shard)
+        assert all(keys[key] == value for key, value in strategy.shard.items())
+        assert job.sync.is_local is strategy.has_islands
+        assert job.schedule.is_cyclic is (strategy.schedule is not None)
 
 
 def test_a_new_record_is_a_strategy_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -86,9 +75,6 @@ def test_an_unknown_value_is_refused_with_those_there_are() -> None:
         from_dict(Config, {"shard": {"strategy": "zero"}})
     with pytest.raises(ConfigError, match=r"shard.strategy: strategy 'zero' is not known; .*, torchft-diloco$"):
         ShardConfig(strategy="zero")
-
-
-def test_a_strategy_of_a_comparison_has_colours() -> None:
     with pytest.raises(ValueError, match="has no colours"):
         Strategy(name="grey", label="Grey", note="No colours.")
 

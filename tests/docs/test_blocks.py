@@ -18,8 +18,6 @@ from tests.docs.blocks import ROOT, Block, blocks, check, commands
 from tests.docs.scenes import scene
 from tests.support.launch import run_ranks
 
-pytestmark = pytest.mark.machine
-
 ALL = list(blocks())
 NOT_RUN = 4
 """The most blocks that may say that they cannot run."""
@@ -30,14 +28,10 @@ def of(*languages: str) -> list[Block]:
     return [block for block in ALL if block.language in languages and not block.mark]
 
 
-def test_no_block_is_of_an_unknown_kind() -> None:
-    kinds = {"python", "sh", "toml", "yaml", "diff", "", *NO_CODE}
-    assert {block.language for block in ALL} <= kinds
+def test_each_block_is_of_a_known_kind_and_few_cannot_run() -> None:
+    assert {block.language for block in ALL} <= {"python", "sh", "toml", "yaml", "diff", "", *NO_CODE}
     assert {block.mark for block in ALL} <= {"", "not run", "diff", "part of"}
     assert all(block.about.strip() for block in ALL if block.mark)
-
-
-def test_few_blocks_cannot_run() -> None:
     excused = [str(block) for block in ALL if block.mark == "not run"]
     assert len(excused) <= NOT_RUN, excused
 
@@ -54,6 +48,7 @@ def job_python(chosen: list[Block]) -> list[str]:
     return failures
 
 
+@pytest.mark.machine  # a block with threads that serve
 def test_python_blocks_run_on_two_nodes() -> None:
     chosen = of("python")
     assert len(chosen) >= 8

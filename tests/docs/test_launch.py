@@ -46,29 +46,10 @@ def test_kubernetes_takes_every_object() -> None:
     assert found == dict.fromkeys(KINDS, "")
 
 
-def places(value: Any) -> Iterator[dict[str, Any]]:
-    """Every mapping with names that the API gives."""
-    if isinstance(value, dict):
-        if not {"limits", "labels"} & value.keys():
-            yield value
-        for below in value.values():
-            yield from places(below)
-    elif isinstance(value, list):
-        for below in value:
-            yield from places(below)
-
-
-def test_a_wrong_key_anywhere_is_found() -> None:
-    num_places = 0
+def test_a_wrong_key_is_found() -> None:
     for given in objects():
-        free = [below for below in places(given) if "nvidia.com/gpu" not in below and not any("/" in k for k in below)]
-        for mapping in free:
-            mapping["parallelsim"] = 1
-            assert object_fault(given), mapping
-            del mapping["parallelsim"]
-            num_places += 1
-        assert not object_fault(given)
-    assert num_places > 50
+        given["spec"]["parallelsim"] = 1
+        assert object_fault(given)
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
