@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import laconic
-from laconic.shard.unit import UnitPhase, unit_of
+from laconic.shard.unit import UnitPhase
 from tests.support import sharded_net
-from tests.support.launch import on_ranks, run_ranks
+from tests.support.launch import on_ranks
+from tests.support.scenario import Scenario, assert_equals_oracle
 
 
 class Shared(sharded_net.Net):
@@ -124,64 +126,29 @@ class WithoutGraph(sharded_net.Net):
         return self.out(x)
 
 
-class Nested(sharded_net.Net):
-    """Units inside units."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
-
-
-GRAPHS: dict[str, Callable[[], nn.Module]] = {
-    "shared": Shared,
-    "unused": Unused,
-    "two_outputs": TwoOutputs,
-    "no_input_gradient": NoInputGradient,
-    "normed": Normed,
-    "no_own_parameters": NoOwnParameters,
-    "in_place": InPlace,
-    "without_graph": WithoutGraph,
-    "nested": Nested,
+GRAPHS: dict[str, Scenario] = {
+    "shared": Scenario(make=Shared, cache="host"),
+    "unused": Scenario(make=Unused),
+    "two_outputs": Scenario(make=TwoOutputs, cache="device"),
+    "no_input_gradient": Scenario(make=NoInputGradient, cache="host"),
+    "normed": Scenario(make=Normed),
+    "no_own_parameters": Scenario(make=NoOwnParameters, cache="device"),
+    "in_place": Scenario(make=InPlace, cache="host"),
+    "without_graph": Scenario(make=WithoutGraph, local=2),
+    "nested": Scenario(units=[f"blocks.{i}{part}" for i in range(3) for part in (".up", ".down", "")], local=2),
 }
 
 
-def job_graph(name: str, cache: str) -> None:
-    model: Any = sharded_net.build(GRAPHS[name])
-    units = list(model.blocks)
-    if name == "nested":
-        units = [module for block in model.blocks for module in (block.up, block.down, block)]
-    sharded_net.shard(model, units, cache=cache)
-    oracle = sharded_net.oracle_of(model, GRAPHS[name])
-    for seed in range(3):
-        batches = sharded_net.micro_batches(2, seed)
-        for number, batch in enumerate(batches):
-            model.set_requires_gradient_sync(number == 1)
-            sharded_net.squared_error(model, batch[dist.get_rank()]).backward()
-            sharded_net.assert_nothing_gathered(model)
-        _, want = oracle.gradients(batches)
-        got = sharded_net.full_gradients(model)
-        for key, parameter in oracle.parameters().items():
-            if key in want:
-                torch.testing.assert_close(got[key], want[key], msg=lambda text, key=key: f"{key}: {text}")
-            else:
-                assert key not in got or torch.equal(got[key], torch.zeros_like(parameter)), key
-        model.zero_grad()
-        with torch.no_grad():  # the same change in both models
-            for parameter in (*model.parameters(), *oracle.parameters().values()):
-                parameter.mul_(0.9)
-
-
-@pytest.mark.heavy
 @pytest.mark.parametrize("name", GRAPHS)
-def test_unusual_graphs_have_the_oracles_gradients(name: str) -> None:
-    index = list(GRAPHS).index(name)
-    run_ranks(job_graph, 4, name, ("host", "none", "device")[index % 3], local=2)
+def test_unusual_graphs_train_as_in_one_process(name: str) -> None:
+    scenario = replace(GRAPHS[name], micro_batches=2)
+    assert_equals_oracle(scenario, scenario.run())
 
 
 @on_ranks(2, local=1)
 def test_unused_units_send_nothing() -> None:
     """An unused unit sends nothing, and its parameters get no gradient."""
-    model: Any = sharded_net.build(Unused)
-    sharded_net.shard(model, cache="host")
+    model = sharded_net.shard(sharded_net.build(Unused), cache="host")
     with sharded_net.moved(model) as m:
         sharded_net.squared_error(model, sharded_net.inputs(0, dist.get_rank())).backward()
     used = [b for i in (0, 2, 3) for b in sharded_net.buckets(model.blocks[i])] + model._laconic_unit.buckets
@@ -225,39 +192,28 @@ def test_inputs_get_their_gradients() -> None:
 
 @on_ranks(4, local=2)
 def test_two_models_share_a_mesh() -> None:
-    """Two sharded models on one mesh: a teacher without a graph, then both in one loss."""
-    mesh, rank = laconic.init_mesh("cpu"), dist.get_rank()
-    student, teacher = (
-        sharded_net.shard(sharded_net.build(), mesh=mesh, cache="host"),
-        sharded_net.shard(sharded_net.build(seed=1), mesh=mesh),
-    )
+    """A teacher without a graph, then both in one loss."""
+    mesh, batches = laconic.init_mesh("cpu"), [sharded_net.inputs(0, rank)[0] for rank in range(4)]
+    plain = sharded_net.build(), sharded_net.build(seed=1)
+    student = sharded_net.shard(sharded_net.build(), mesh=mesh, cache="host")
+    teacher = sharded_net.shard(sharded_net.build(seed=1), mesh=mesh)
     assert student.traffic is teacher.traffic, "one mesh has one set of counters"
-    ranks = range(dist.get_world_size())
-    for seed in range(2):
-        plain_student, plain_teacher = sharded_net.build(), sharded_net.build(seed=1)
-        x = sharded_net.inputs(seed, rank)[0]
+
+    def distilled(one: Any, two: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
-            target = teacher(x)
-        (student(x) - target).square().mean().backward()
-        for r in ranks:
-            x = sharded_net.inputs(seed, r)[0]
-            ((plain_student(x) - plain_teacher(x).detach()).square().mean() / len(ranks)).backward()
-        for name, gradient in sharded_net.full_gradients(student).items():
-            torch.testing.assert_close(gradient, plain_student.get_parameter(name).grad, msg=name)
-        sharded_net.assert_nothing_gathered(student)
-        sharded_net.assert_nothing_gathered(teacher)
-        student.zero_grad()
-        plain_student.zero_grad()
-        x = sharded_net.inputs(seed, rank)[0]
-        (student(x) * teacher(x)).mean().backward()
-        for r in ranks:
-            x = sharded_net.inputs(seed, r)[0]
-            ((plain_student(x) * plain_teacher(x)).mean() / len(ranks)).backward()
-        for model, plain in ((student, plain_student), (teacher, plain_teacher)):
+            target = two(x)
+        return (one(x) - target).square().mean()
+
+    for loss in (distilled, lambda one, two, x: (one(x) * two(x)).mean()):
+        loss(student, teacher, batches[dist.get_rank()]).backward()
+        for x in batches:
+            (loss(*plain, x) / 4).backward()
+        for model, whole in zip((student, teacher), plain, strict=True):
             for name, gradient in sharded_net.full_gradients(model).items():
-                torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
+                torch.testing.assert_close(gradient, whole.get_parameter(name).grad, msg=name)
             sharded_net.assert_nothing_gathered(model)
             model.zero_grad()
+            whole.zero_grad()
 
 
 class Checkpointed(sharded_net.Net):
@@ -266,19 +222,18 @@ class Checkpointed(sharded_net.Net):
     def __init__(self, kind: str, reentrant: bool) -> None:
         super().__init__()
         self.kind, self.reentrant = kind, reentrant
+        if kind == "inner":
+            for block in self.blocks:
+                block.__class__ = InnerCheckpoint
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "inner":
+            return super().forward(x)
+        first, second, third = self.blocks
+        runs = [lambda h: second(first(h)), third] if self.kind == "pair" else list(self.blocks)
         x = self.inp(x)
-        if self.kind == "pair":
-
-            def pair(h: Tensor) -> Tensor:
-                return self.blocks[1](self.blocks[0](h))
-
-            x = checkpoint(pair, x, use_reentrant=self.reentrant)
-            x = self.blocks[2](x)
-        else:
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=self.reentrant)
+        for run in runs:
+            x = checkpoint(run, x, use_reentrant=self.reentrant)
         return self.out(x)
 
 
@@ -287,61 +242,37 @@ class InnerCheckpoint(sharded_net.Block):
         return x + checkpoint(lambda h: self.down(torch.relu(self.up(h))), x, use_reentrant=False)
 
 
-def make_checkpointed(kind: str, reentrant: bool) -> nn.Module:
-    if kind != "inner":
-        return Checkpointed(kind, reentrant)
-    model = sharded_net.Net()
-    for block in model.blocks:
-        block.__class__ = InnerCheckpoint
-    return model
-
-
-def job_checkpointing(cache: str, kind: str, reentrant: bool) -> None:
-    model = sharded_net.shard(sharded_net.build(lambda: make_checkpointed(kind, reentrant)), cache=cache)
-    reference, oracle = sharded_net.shard(sharded_net.build(), cache=cache), sharded_net.oracle_of(model)
-    for seed in range(2):
-        batches = sharded_net.micro_batches(2, seed)
-        measured, peaks = [], []
-        for net in (reference, model):
-            net.reset_peak_memory()
-            with sharded_net.moved(net) as m:
-                for number, batch in enumerate(batches):
-                    net.set_requires_gradient_sync(number == 1)
-                    sharded_net.squared_error(net, batch[dist.get_rank()]).backward()
-            measured.append((m.weights, m.gradients, m.sent("local", "weights"), m.sent("local", "gradients")))
-            peaks.append(net.memory().device_peak_bytes)
-            sharded_net.assert_nothing_gathered(net)
-        assert measured[0] == measured[1], "recomputing sends no more bytes"
-        assert peaks[1] <= peaks[0], "recomputing holds no more memory"
-        sharded_net.assert_gradients(model, oracle, batches)
-        for net in (reference, model):
-            with torch.no_grad():
-                for parameter in net.parameters():
-                    parameter.add_(0)
-            net.zero_grad()
-
-
-@pytest.mark.heavy
 @pytest.mark.parametrize(
-    ("kind", "reentrant"), [("each", False), ("each", True), ("pair", False), ("pair", True), ("inner", False)]
+    ("kind", "reentrant", "cache"),
+    [
+        ("each", False, "host"),
+        ("each", True, "host"),
+        ("pair", False, "none"),
+        ("pair", True, "none"),
+        ("inner", False, "device"),
+    ],
 )
-def test_activation_checkpointing_gathers_no_more_often(kind: str, reentrant: bool) -> None:
-    cache = {"each": "host", "pair": "none", "inner": "device"}[kind]
-    run_ranks(job_checkpointing, 4, cache, kind, reentrant, local=2)
+def test_activation_checkpointing_gathers_no_more_often(kind: str, reentrant: bool, cache: str) -> None:
+    scenario = Scenario(make=partial(Checkpointed, kind, reentrant), cache=cache, micro_batches=2)
+    runs, (plain, _) = scenario.run(), replace(scenario, make=sharded_net.Net).run()
+    assert_equals_oracle(scenario, runs)
+    for step in range(scenario.steps):
+        recomputed, other = runs[0].sent[step], plain.sent[step]
+        assert (recomputed.weights, recomputed.gradients) == (other.weights, other.gradients)
+        assert runs[0].memory[step].device_peak_bytes <= plain.memory[step].device_peak_bytes
 
 
 @on_ranks(2, local=1)
 def test_a_recomputed_forward_is_part_of_backward() -> None:
-    model = sharded_net.shard(sharded_net.build(lambda: Checkpointed("each", False)), cache="none")
-    units = [unit_of(block) for block in model.blocks]
+    model = sharded_net.shard(sharded_net.build(partial(Checkpointed, "each", False)))
     states: list[bool] = []
-    for unit in units:
-        assert unit is not None
-        unit.modules[0].up.register_full_backward_hook(
-            lambda *_, unit=unit: states.append(unit.phase is UnitPhase.BACKWARD)
-        )  # type: ignore[union-attr, misc]
+
+    for block in model.blocks:
+        unit = block._laconic_unit
+        look = partial(lambda unit, *_: states.append(unit.phase is UnitPhase.BACKWARD), unit)
+        block.up.register_full_backward_hook(look)
     for _ in range(2):
         states.clear()
         sharded_net.train_step(model)
-        assert states == [True] * len(units), "a recomputed forward took a unit out of its backward"
+        assert states == [True] * len(model.blocks), "a recomputed forward took a unit out of its backward"
         sharded_net.assert_nothing_gathered(model)

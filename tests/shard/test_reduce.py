@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,64 +13,55 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import laconic
-from tests.support import sharded_net
-from tests.support.launch import on_ranks, run_ranks
+from tests.reference.step import Oracle
+from tests.support.launch import on_ranks
+from tests.support.scenario import Scenario, assert_equals_oracle
 from tests.support.sharded_net import (
-    Net,
+    accumulate,
+    assert_gradients,
     buckets,
     build,
     full_gradients,
+    gather_bytes,
     inputs,
+    micro_batches,
     moved,
+    oracle_of,
     reduce_bytes,
     shard,
     squared_error,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local", "cache", "num_micro_batches"),
+    [
+        (2, 2, "none", 3),
+        (2, 2, "host", 3),
+        (2, 2, "device", 1),
+        (2, 2, "rank", 3),
+        (1, 1, "host", 2),
+        (3, 1, "host", 2),
+    ],
 )
-
-
-def job_accumulation(cache: Any, num_micro_batches: int) -> None:
-    model = sharded_net.shard(sharded_net.build(), cache=cache)
-    oracle = sharded_net.oracle_of(model)
-    root, blocks = model._laconic_unit.buckets, sharded_net.buckets(model.blocks)
+def test_weights_cross_once_per_optimizer_step_and_gradients_once(
+    nodes: int, local: int, cache: Any, num_micro_batches: int
+) -> None:
+    scenario = Scenario(nodes=nodes, local=local, cache=cache, micro_batches=num_micro_batches)
+    runs = scenario.run()
+    assert_equals_oracle(scenario, runs)
+    model = runs[0].model
+    root, blocks, every = model._laconic_unit.buckets, buckets(model.blocks), buckets(model)
     gathers = laconic.Cache.of(cache).node_gathers_per_step(num_micro_batches=num_micro_batches)
-    for seed in range(2):
-        batches = sharded_net.micro_batches(num_micro_batches, seed)
-        with sharded_net.moved(model) as m:
-            for number, batch in enumerate(batches):
-                model.set_requires_gradient_sync(number == num_micro_batches - 1)
-                sharded_net.squared_error(model, batch[dist.get_rank()]).backward()
-                if number < num_micro_batches - 1:
-                    assert not any(p.grad is not None and p.grad.has_memory for p in model.parameters())
-                sharded_net.assert_nothing_gathered(model)
-        # The root stays gathered between its forward and its backward: one gather per micro-batch without a cache.
-        root_gathers = num_micro_batches if cache == "none" else 1
-        assert m.weights == gathers * sharded_net.gather_bytes(
-            "node", blocks
-        ) + root_gathers * sharded_net.gather_bytes("node", root)
-        assert m.gradients == sharded_net.reduce_bytes("node", sharded_net.buckets(model))
-        in_node = [sharded_net.gather_bytes("local", each) for each in (blocks, root)]
+    # The root stays gathered between its forward and its backward: one gather per micro-batch without a cache.
+    root_gathers = num_micro_batches if cache == "none" else 1
+    for m in runs[0].sent:
+        assert m.weights == gathers * gather_bytes("node", blocks) + root_gathers * gather_bytes("node", root)
+        assert m.gradients == reduce_bytes("node", every)
+        in_node = [gather_bytes("local", each) for each in (blocks, root)]
         num_local = [1, 1] if cache == "rank" else [2 * num_micro_batches, num_micro_batches]
         assert m.sent("local", "weights") == sum(map(operator.mul, num_local, in_node))
-        assert m.sent("local", "gradients") == num_micro_batches * sharded_net.reduce_bytes(
-            "local", sharded_net.buckets(model)
-        )
-        sharded_net.assert_gradients(model, oracle, batches)
-        with torch.no_grad():  # "an optimizer step"
-            for parameter in model.parameters():
-                parameter.add_(0)
-        model.zero_grad()
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-@pytest.mark.parametrize("cache", ["none", "host", "device", "rank"])
-def test_weights_cross_once_per_optimizer_step_and_gradients_once(cache: str, num_micro_batches: int) -> None:
-    run_ranks(job_accumulation, 4, cache, num_micro_batches, local=2)
-
-
-@pytest.mark.parametrize(("world_size", "local"), [(1, 1), (3, 1), (3, 3), (6, 2)])
-def test_accumulation_on_other_meshes(world_size: int, local: int) -> None:
-    run_ranks(job_accumulation, world_size, "host" if local < 3 else "none", 2, local=local)
+        assert m.sent("local", "gradients") == num_micro_batches * reduce_bytes("local", every)
 
 
 class Line(nn.Module):
@@ -93,53 +85,22 @@ def integer_batch(seed: int, rank: int) -> Tensor:
     return torch.randint(-3, 4, (4, 7), generator=torch.Generator().manual_seed(100 * seed + rank)).float()
 
 
-@pytest.mark.parametrize(("world_size", "local", "cache"), [(4, 2, "host"), (6, 3, "none"), (3, 1, "device")])
-@on_ranks("world_size", local="local")
-def test_gradients_of_integers_are_exact(cache: Any) -> None:
-    model = sharded_net.shard(sharded_net.build(Line), cache=cache)
-    size = dist.get_world_size()
-
-    def loss(net: nn.Module, x: Tensor) -> Tensor:
-        return net(x).sum()
-
-    oracle = sharded_net.oracle_of(model, Line, loss)
-    batches = [[integer_batch(a, rank) for rank in range(size)] for a in range(2)]
-    for number, batch in enumerate(batches):
-        model.set_requires_gradient_sync(number == 1)
-        loss(model, batch[dist.get_rank()]).backward()
-    sharded_net.assert_gradients(model, oracle, batches, rtol=0, atol=0)
-
-
 @on_ranks(4, local=2)
 def test_partial_sums_of_a_unit_the_last_micro_batch_skips_are_sent() -> None:
-    """The last micro-batch skips a block: the partial sums of the earlier ones must still be sent."""
-    model = sharded_net.shard(sharded_net.build(), cache="host")
-    batches = sharded_net.micro_batches(2)
+    model, batches = shard(build(), cache="host"), micro_batches(2)
     model.set_requires_gradient_sync(False)
-    sharded_net.squared_error(model, batches[0][dist.get_rank()]).backward()
+    squared_error(model, batches[0][dist.get_rank()]).backward()
+    assert not any(p.grad is not None and p.grad.has_memory for p in model.parameters())
     model.set_requires_gradient_sync(True)
-
-    def without_last(net: Any, batch: Any) -> Tensor:
-        hidden = net.inp(batch[0])
-        for block in list(net.blocks)[:2]:
-            hidden = block(hidden)
-        return (net.out(hidden) - batch[1]).square().mean()
-
-    class Skip(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-    last = model.blocks[2]
-    model.blocks[2] = Skip()
-    sharded_net.squared_error(model, batches[1][dist.get_rank()]).backward()
-    model.blocks[2] = last
-    oracle = sharded_net.oracle_of(model)
+    oracle = oracle_of(model)
     _, first = oracle.gradients(batches[:1])
-    oracle.loss = without_last
+    last, model.blocks[2] = model.blocks[2], nn.Identity()
+    squared_error(model, batches[1][dist.get_rank()]).backward()
+    model.blocks[2] = last
+    oracle.model.blocks[2] = nn.Identity()  # type: ignore[operator, index]
     _, second = oracle.gradients(batches[1:])
-    got = sharded_net.full_gradients(model)
+    got = full_gradients(model)
     assert set(got) == set(first)
-    assert set(second) == {name for name in first if "blocks.2" not in name}
     for name, value in first.items():
         torch.testing.assert_close(got[name], value + second.get(name, 0), msg=name)
 
@@ -147,14 +108,13 @@ def test_partial_sums_of_a_unit_the_last_micro_batch_skips_are_sent() -> None:
 @on_ranks(4, local=2)
 def test_accumulating_with_synchronisation_on_gives_the_same_gradients() -> None:
     """Without turning synchronisation off, gradients add up as well, at the cost of sending each time."""
-    model = sharded_net.shard(sharded_net.build(), cache="host")
-    batches = sharded_net.micro_batches(2)
-    with sharded_net.moved(model) as m:
+    model, batches = shard(build(), cache="host"), micro_batches(2)
+    with moved(model) as m:
         for batch in batches:
-            sharded_net.squared_error(model, batch[dist.get_rank()]).backward()
-    assert m.gradients == 2 * sharded_net.reduce_bytes("node", sharded_net.buckets(model))
-    assert m.weights == sharded_net.gather_bytes("node", sharded_net.buckets(model))
-    sharded_net.assert_gradients(model, sharded_net.oracle_of(model), batches)
+            squared_error(model, batch[dist.get_rank()]).backward()
+    assert m.gradients == 2 * reduce_bytes("node", buckets(model))
+    assert m.weights == gather_bytes("node", buckets(model))
+    assert_gradients(model, oracle_of(model), batches)
 
 
 class Routed(nn.Module):
@@ -188,23 +148,23 @@ def routed_error(model: nn.Module, batch: tuple[Tensor, bool]) -> Tensor:
 @pytest.mark.parametrize("cache", ["none", "host"])
 @on_ranks(4, local=2, timeout_s=60)
 def test_a_bucket_that_only_some_ranks_use(cache: str) -> None:
-    model = sharded_net.shard(sharded_net.build(Router), cache=cache)
-    oracle = sharded_net.oracle_of(model, Router, routed_error)
-    for chosen in ({0}, {1, 3}, {0, 1, 2, 3}):
-        batches = [[(sharded_net.inputs(0, rank)[0], rank in chosen) for rank in range(dist.get_world_size())]]
-        routed_error(model, batches[0][dist.get_rank()]).backward()
-        sharded_net.assert_gradients(model, oracle, batches)
+    model = shard(build(Router), cache=cache)
+    oracle = oracle_of(model, Router, routed_error)
+    for chosen in ({0}, {1, 3}):
+        batches = [[(inputs(0, rank)[0], rank in chosen) for rank in range(4)]]
+        accumulate(model, batches, routed_error)
+        assert_gradients(model, oracle, batches)
         model.zero_grad()
 
 
 @on_ranks(4, local=2)
 def test_gradients_zeroed_in_place() -> None:
     """`zero_grad(set_to_none=False)`: the next gradients are added to the zeros."""
-    model = sharded_net.shard(sharded_net.build(), cache="host")
-    oracle, batches = sharded_net.oracle_of(model), sharded_net.micro_batches(1)
+    model = shard(build(), cache="host")
+    oracle, batches = oracle_of(model), micro_batches(1)
     for _ in range(2):
-        sharded_net.squared_error(model, batches[0][dist.get_rank()]).backward()
-        sharded_net.assert_gradients(model, oracle, batches)
+        accumulate(model, batches)
+        assert_gradients(model, oracle, batches)
         model.zero_grad(set_to_none=False)
         assert all(p.grad.to_local().eq(0).all() for p in model.parameters())
 
@@ -216,8 +176,8 @@ def test_a_sink_takes_whole_matrices_only_and_a_resized_output_is_an_error() -> 
             super().__init__()
             self.weight, self.stack = nn.Parameter(torch.ones(3, 5)), nn.Parameter(torch.ones(2, 3, 5))
 
-    model: Any = laconic.fully_shard(sharded_net.build(Stack), mesh=laconic.init_mesh("cpu"))
-    [bucket] = sharded_net.buckets(model)
+    model: Any = laconic.fully_shard(build(Stack), mesh=laconic.init_mesh("cpu"))
+    [bucket] = buckets(model)
     assert model._laconic_unit.root
     gradients: Any = bucket.full._sink
     for shape, index, dtype in (((3, 5), 1, torch.float32), ((2, 3, 5), 1, torch.float32), ((5, 3), 0, torch.float32)):
@@ -233,102 +193,65 @@ def test_a_sink_takes_whole_matrices_only_and_a_resized_output_is_an_error() -> 
         exec(resize, {"__name__": "laconic.shard.reduce"})
 
 
-MICRO_BATCHES = 3
-
-
-def accumulate(model: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """Sum the gradients of micro-batches; return them, and the bytes that each backward sent across the nodes."""
-    sent = []
-    for number in range(MICRO_BATCHES):
-        loss = squared_error(model, inputs(number, dist.get_rank())) / MICRO_BATCHES
-        with moved(model) as bytes_moved:
-            if number == MICRO_BATCHES - 1:
-                loss.backward()
-            else:
-                with model.no_sync(), model.no_sync():
-                    loss.backward()
-        sent.append(bytes_moved.gradients)
-    return full_gradients(model), sent
-
-
 def fail_inside(model: Any, units: list[Any]) -> None:
-    with model.no_sync():
+    with model.no_sync(), model.no_sync():
         assert not any(unit.requires_gradient_sync for unit in units)
         raise ZeroDivisionError
 
 
 @on_ranks(3, local=1)
-def test_accumulation_equals_one_large_batch_and_crosses_the_wire_once() -> None:
-    model = shard(build(Net))
+def test_no_sync_restores_what_it_found() -> None:
+    model, batches, sent = shard(build()), micro_batches(2), []
     model.blocks[0].set_requires_gradient_sync(False)
     units = [module._laconic_unit for module in (model, *model.blocks)]
     with pytest.raises(ZeroDivisionError):
         fail_inside(model, units)
     assert [unit.requires_gradient_sync for unit in units] == [True, False, True, True]
     model.blocks[0].set_requires_gradient_sync(True)
-
-    got, sent = accumulate(model)
-    assert sent == [0, 0, reduce_bytes("node", buckets(model))]
-    oracle = build(Net)
-    batches = [inputs(n, rank) for n in range(MICRO_BATCHES) for rank in range(dist.get_world_size())]
-    large = torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
-    squared_error(oracle, large).backward()
-    for name, parameter in oracle.named_parameters():
-        torch.testing.assert_close(got[name], parameter.grad)
+    for batch, block in zip(batches, (model.no_sync(), nullcontext()), strict=True):
+        with moved(model) as bytes_moved, block:
+            squared_error(model, batch[dist.get_rank()]).backward()
+        sent.append(bytes_moved.gradients)
+    assert sent == [0, reduce_bytes("node", buckets(model))]
+    assert_gradients(model, oracle_of(model), batches)
 
 
 @pytest.mark.parametrize(
-    ("world", "names", "accumulation"),
-    [(2, ("dp_replicate", "dp_shard"), 1), (4, ("outer", "inner"), 1), (6, ("dp_replicate", "dp_shard"), 3)],
+    ("world", "names", "accumulation"), [(4, ("outer", "inner"), 1), (6, ("dp_replicate", "dp_shard"), 3)]
 )
 @on_ranks("world", local=1)
 def test_replicas_train_as_one_model(names: tuple[str, str], accumulation: int) -> None:
-    """Train two steps as the mean over all ranks, and count the bytes between the replicas."""
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=names)
-    other = sharded_net.shard(sharded_net.build(), mesh=mesh)
+    """Train a step as the mean over all ranks, and count the bytes between the replicas."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=names)
+    other = shard(build(), mesh=mesh)
     laconic.LocalSteps(other, torch.optim.SGD(other.parameters()), mesh=mesh)  # islands of another model change nothing
-    model: Any = sharded_net.shard(sharded_net.build(), mesh=mesh, cache="host")
-    plain, world = sharded_net.build(), dist.get_world_size()
-    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, plain)]
+    model = shard(build(), mesh=mesh, cache="host")
+    oracle, batches = Oracle(build(), squared_error, num_nodes=2, num_local=world // 2), micro_batches(accumulation)
     replicate, cut = model.inp.weight.placements
     assert replicate.is_replicate()
     assert not cut.is_replicate()
-    for seed in range(2):
-        with sharded_net.moved(model) as moved:
-            for micro_batch in range(accumulation):
-                model.set_requires_all_reduce(micro_batch == accumulation - 1)
-                sharded_net.squared_error(
-                    model, sharded_net.inputs(10 * seed + micro_batch, dist.get_rank())
-                ).backward()
-        for rank in range(world):
-            for micro_batch in range(accumulation):
-                batch = sharded_net.inputs(10 * seed + micro_batch, rank)
-                (sharded_net.squared_error(plain, batch) / world).backward()
-        for name, gradient in sharded_net.full_gradients(model).items():
-            torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
-        shards = sum(bucket.layout.shard_numel * 4 for bucket in sharded_net.buckets(model))
-        assert moved.sent("island", "gradients") == shards, "2 (R - 1) / R of each shard, R = 2, once per step"
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, whole in sharded_net.full_parameters(model).items():
-        torch.testing.assert_close(whole, plain.get_parameter(name).detach(), msg=name)
+    for _ in range(2):
+        with moved(model) as m:
+            for number, batch in enumerate(batches):
+                model.set_requires_all_reduce(number == accumulation - 1)
+                squared_error(model, batch[dist.get_rank()]).backward()
+        assert_gradients(model, oracle, batches)
+        shards = sum(bucket.layout.shard_numel * 4 for bucket in buckets(model))
+        assert m.sent("island", "gradients") == shards, "2 (R - 1) / R of each shard, R = 2, once per step"
+        model.zero_grad()
 
 
 @on_ranks(4, local=1)
 def test_units_may_synchronise_replicas_at_different_times() -> None:
     """Only the root sums its gradients over the replicas in the first backward; all units do in the second."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    model: Any = sharded_net.shard(sharded_net.build(), mesh=mesh)
-    plain, world = sharded_net.build(), dist.get_world_size()
-    for micro_batch in range(2):
+    model, batches = shard(build(), mesh=mesh), micro_batches(2)
+    for number, batch in enumerate(batches):
         for block in model.blocks:
-            block.set_requires_gradient_sync(micro_batch == 1)
-        sharded_net.squared_error(model, sharded_net.inputs(micro_batch, dist.get_rank())).backward()
-        for rank in range(world):
-            (sharded_net.squared_error(plain, sharded_net.inputs(micro_batch, rank)) / world).backward()
-    for name, gradient in sharded_net.full_gradients(model).items():
-        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
+            block.set_requires_gradient_sync(number == 1)
+        squared_error(model, batch[dist.get_rank()]).backward()
+    assert_gradients(model, Oracle(build(), squared_error, num_nodes=2, num_local=2), batches)
 
 
 @on_ranks(2, local=1)
