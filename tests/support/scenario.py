@@ -57,6 +57,8 @@ class Scenario:
     """Replicas of the model: `fully_shard` gets a mesh with as many islands."""
     make: Callable[[], nn.Module] = Net
     """Builds the model, the same on all ranks, frozen parameters and all."""
+    prepare: Callable[[Any], Any] = lambda model: None
+    """What is done with a rank's model before `fully_shard`, and not with the oracle's."""
     units: Sequence[str] | None = None
     """The modules that are units below the root. Default: `blocks`, or the children of a model without any."""
     cache: Any = "none"
@@ -94,6 +96,7 @@ class Scenario:
     def sharded(self) -> Any:
         """The model of this rank. Collective."""
         model, mesh = build(self.make), laconic.init_mesh("cpu", islands=self.islands)
+        self.prepare(model)
         children = model.blocks if hasattr(model, "blocks") else model
         names = {module: name for name, module in model.named_modules()}
         units = [names[child] for child in children.children()] if self.units is None else self.units  # type: ignore[union-attr]
