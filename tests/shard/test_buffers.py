@@ -1,9 +1,12 @@
-"""`broadcast_buffers=True` against DDP, buffer by buffer after each forward; and what is said without it."""
+"""`broadcast_buffers=True` against DDP's rule, buffer by buffer after each forward; and what is said without it."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from tests.support.launch import on_ranks, run_ranks
-
-pytestmark = pytest.mark.machine
 
 WIDTH = 6
 
@@ -41,79 +42,53 @@ def make_model() -> nn.Sequential:
     return nn.Sequential(*norms, Counting(), nn.Linear(WIDTH, 3), nn.BatchNorm1d(3))
 
 
-def shard(model: nn.Sequential, *, inner: bool, root: bool, mesh: object = None) -> nn.Sequential:
+class Naive(nn.Module):
+    """DDP's rule: before a forward that follows a backward which synced, all have the buffers of rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, self.is_due = make_model(), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        for buffer in self.module.buffers() if self.is_due else ():
+            dist.broadcast(buffer, 0)
+        self.is_due = False
+        return self.module(x)
+
+    def no_sync(self) -> Any:
+        return nullcontext()
+
+    def end_backward(self) -> None:
+        self.is_due = True
+        for parameter in self.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()  # type: ignore[operator]
+
+
+def shard(*, inner: bool, root: bool, mesh: Any = None) -> nn.Sequential:
+    model = make_model()
     for index in (0, 1):
-        laconic.fully_shard(model[index], mesh=mesh, broadcast_buffers=inner)  # type: ignore[arg-type]
-    return laconic.fully_shard(model, mesh=mesh, broadcast_buffers=root)  # type: ignore[arg-type]
+        laconic.fully_shard(model[index], mesh=mesh, broadcast_buffers=inner)
+    return laconic.fully_shard(model, mesh=mesh, broadcast_buffers=root)
 
 
-def run(model: nn.Module, after: Callable[[int], None]) -> None:
-    """Train with micro-batches that sync and do not, evaluate in between, and recover from a forward that fails."""
-    rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=0.1)
+def run(model: Any, after: Callable[[int], None] = lambda index: None) -> list[dict[str, Tensor]]:
+    """Train with micro-batches that sync and do not, and evaluate in between. Returns the buffers after each."""
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
     for index, kind in enumerate(["sync", "sync", "no sync", "no sync", "sync", "eval", "eval", "sync", "no sync"]):
-        x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(100 * index + rank))
+        x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(100 * index + dist.get_rank()))
         model.train(kind != "eval")
-        if kind == "eval":
-            with torch.no_grad():
-                model(x)
-        elif kind == "no sync":
-            with model.no_sync():  # type: ignore[operator]
-                model(x).square().sum().backward()
-        else:
-            model(x).square().sum().backward()
+        with torch.no_grad() if kind == "eval" else model.no_sync() if kind == "no sync" else nullcontext():
+            output = model(x)
+            if kind != "eval":
+                output.square().sum().backward()
+        if kind == "sync":
+            getattr(model, "end_backward", lambda: None)()
             optimizer.step()
             optimizer.zero_grad()
+        seen.append({name.removeprefix("module."): buffer.clone() for name, buffer in model.named_buffers()})
         after(index)
-
-
-def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name.removeprefix("module."): buffer.clone() for name, buffer in model.named_buffers()}
-
-
-def job_as_ddp(islands: int, nodes: int, local: int) -> None:
-    """All buffers after each forward are DDP's, whichever unit asks for it, on each arrangement of the ranks."""
-    mesh = laconic.init_mesh("cpu", islands=islands, nodes=nodes, local=local)
-    want: list[dict[str, Tensor]] = []
-    reference = DistributedDataParallel(make_model())
-    run(reference, lambda index: want.append(buffers_of(reference)))
-    assert not torch.equal(want[-1]["0.1.running_mean"], want[0]["0.1.running_mean"])
-    model = shard(make_model(), inner=False, root=True, mesh=mesh)
-    run(model, lambda index: torch.testing.assert_close(buffers_of(model), want[index], rtol=1e-4, atol=1e-5))
-
-
-def counted_bytes() -> None:
-    """One message per dtype, counted; none in a forward that DDP sends nothing in; none without the option."""
-    mesh = laconic.init_mesh("cpu", nodes=2, local=1)
-    sent: dict[bool, list[int]] = {}
-    for on in (False, True):
-        model = shard(make_model(), inner=on, root=on, mesh=mesh)
-        before, sent[on] = 0, []
-
-        def count(index: int, model: nn.Module = model, sent: list[int] = sent[on]) -> None:
-            nonlocal before
-            now = model.traffic.snapshot().total("node", "control", "sent" if dist.get_rank() == 0 else "received")
-            sent.append(now - before)
-            before = now
-
-        before = model.traffic.snapshot().total("node", "control", "sent" if dist.get_rank() == 0 else "received")
-        run(model, count)
-    nbytes = sum(buffer.nbytes for buffer in make_model().buffers())
-    is_due = [True, True, True, False, False, True, False, False, True]
-    extra = [with_it - without for with_it, without in zip(sent[True], sent[False], strict=True)]
-    assert extra == [nbytes * due for due in is_due]
-
-
-def inner_units() -> None:
-    """An inner unit alone covers its own buffers: the others stay as they are."""
-    model = shard(make_model(), inner=True, root=False)
-    own = []
-
-    def note(index: int) -> None:
-        if index == 5:  # the evaluation after a step
-            own.extend(name for name, each in buffers_of(model).items() if each.is_floating_point() and differs(each))
-
-    run(model, note)
-    assert own == ["2.mean", "4.running_mean", "4.running_var"]
+    return seen
 
 
 def differs(buffer: Tensor) -> bool:
@@ -122,36 +97,58 @@ def differs(buffer: Tensor) -> bool:
     return not all(torch.equal(each, buffer) for each in all_of_them)
 
 
-def as_fsdp2() -> None:
-    """Without the option ranks keep their own, and the first rank says so, once."""
-    model = shard(make_model(), inner=False, root=False)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run(model, lambda index: None)
-    said = [str(each.message) for each in caught if "broadcast_buffers" in str(each.message)]
-    assert len(said) == (dist.get_rank() == 0)
-    assert all(text.startswith("0.1.running_mean and 5 more buffers change in forward") for text in said)
-    assert differs(model[0][1].running_mean)  # type: ignore[arg-type,index,union-attr]
+@pytest.mark.machine
+@on_ranks(2, local=1)
+def test_the_naive_twin_is_ddp() -> None:
+    torch.testing.assert_close(run(Naive()), run(DistributedDataParallel(make_model())), rtol=1e-4, atol=1e-5)
 
 
-def apart() -> None:
-    """Islands that train on their own keep their own buffers."""
-    mesh = laconic.init_mesh("cpu", islands=2, nodes=1, local=1)
-    model = shard(make_model(), inner=True, root=True, mesh=mesh)
-    laconic.LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh)
-    run(model, lambda index: None)
-    assert differs(model[0][1].running_mean)  # type: ignore[arg-type,index,union-attr]
+@pytest.mark.parametrize(("world", "islands", "nodes", "local"), [(3, 1, 3, 1), (4, 1, 2, 2), (4, 2, 1, 2)])
+@on_ranks("world", local="local")
+def test_all_buffers_after_each_forward_are_those_of_ddp(islands: int, nodes: int, local: int) -> None:
+    """Whichever unit asks for it, on each arrangement of the ranks."""
+    want = run(Naive())
+    assert not torch.equal(want[-1]["0.1.running_mean"], want[0]["0.1.running_mean"])
+    model = shard(inner=False, root=True, mesh=laconic.init_mesh("cpu", islands=islands, nodes=nodes, local=local))
+    torch.testing.assert_close(run(model), want, rtol=1e-4, atol=1e-5)
 
 
 @on_ranks(2, local=1)
-def test_two_ranks() -> None:
-    job_as_ddp(1, 2, 1)
-    counted_bytes()
-    inner_units()
-    as_fsdp2()
-    apart()
+def test_one_message_for_each_dtype_crosses_where_ddp_sends_one() -> None:
+    sent: dict[bool, list[int]] = {}
+    for on in (False, True):
+        model: Any = shard(inner=on, root=on)
+        direction: Any = "sent" if dist.get_rank() == 0 else "received"
+        totals = [model.traffic.snapshot().total("node", "control", direction)]
+        run(model, lambda index: totals.append(model.traffic.snapshot().total("node", "control", direction)))  # noqa: B023
+        sent[on] = [after - before for before, after in pairwise(totals)]
+    nbytes = sum(buffer.nbytes for buffer in make_model().buffers())
+    extra = [with_it - without for with_it, without in zip(sent[True], sent[False], strict=True)]
+    assert extra == [nbytes * due for due in (True, True, True, False, False, True, False, False, True)]
 
 
-@pytest.mark.parametrize(("islands", "nodes", "local"), [(1, 2, 2), (2, 1, 2)])
-def test_four_ranks_as_ddp(islands: int, nodes: int, local: int) -> None:
-    run_ranks(job_as_ddp, 4, islands, nodes, local, local=local)
+@on_ranks(2, local=1)
+def test_an_inner_unit_alone_covers_its_own_buffers() -> None:
+    of_evaluation = run(shard(inner=True, root=False))[5]  # after a step
+    own = [name for name, each in of_evaluation.items() if each.is_floating_point() and differs(each)]
+    assert own == ["2.mean", "4.running_mean", "4.running_var"]
+
+
+def keep_their_own() -> None:
+    assert differs(run(shard(inner=False, root=False))[-1]["0.1.running_mean"])
+
+
+def test_without_the_option_ranks_keep_their_own_and_the_first_says_so_once() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(keep_their_own, 2, local=1)
+    [text] = [str(each.message) for each in caught if "broadcast_buffers" in str(each.message)]
+    assert text.startswith("0.1.running_mean and 5 more buffers change in forward")
+
+
+@on_ranks(2, local=1)
+def test_islands_that_train_on_their_own_keep_their_own_buffers() -> None:
+    mesh = laconic.init_mesh("cpu", islands=2, nodes=1, local=1)
+    model = shard(inner=True, root=True, mesh=mesh)
+    laconic.LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh)
+    assert differs(run(model)[-1]["0.1.running_mean"])
