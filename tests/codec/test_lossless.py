@@ -72,8 +72,6 @@ def check(name: str, held: Tensor, new: Tensor, last: Tensor | None, *, by_naive
         olds, news = patterns_of(form, held), patterns_of(form, new)
         lasts = None if last is None else last.tolist()
         assert payload.tolist() == list(naive.encoded(own, olds, news, lasts))
-        if len(payload) < min(new.nbytes, 2 * TILE):  # the naive decoder takes long
-            assert naive.decoded(own, olds, bytes(payload.tolist()), lasts) == news
     return len(payload)
 
 

@@ -23,6 +23,7 @@ import laconic
 from laconic.integrations import LaconicArguments
 from laconic.integrations.accelerate import LaconicAccelerator
 from laconic.integrations.options import ArgumentError
+from tests.faults.accelerate_scripts import CHECKS, Check, run_checks
 from tests.support.accelerate_jobs import Loop, train
 from tests.support.language_model import loss_of, make_model, make_rows
 from tests.support.launch import on_ranks
@@ -180,3 +181,17 @@ def test_the_place_where_accelerate_calls_fsdp2() -> None:
     assert list(inspect.signature(accelerate.accelerator.fsdp2_prepare_model).parameters) == ["accelerator", "model"]
     assert "model = fsdp2_prepare_model(self, model)" in inspect.getsource(Accelerator)
     assert "ACCELERATE_USE_FSDP" not in os.environ
+
+
+@pytest.mark.machine
+@pytest.mark.parametrize("trains", [False, True])
+@on_ranks(2)
+def test_accelerates_own_scripts(trains: bool, tmp_path: Path) -> None:
+    """Unchanged but for the import; training gives the weights of one process, to 1e-6, in fp32, bf16 and fp16.
+
+    `python -m tests.faults --rows accelerate-scripts` compares them with accelerate's own classes.
+    """
+    training = {check for check in CHECKS if check.function == "training_check"} | {Check("test_script", "main")}
+    checks = [check for check in CHECKS if (check in training) == trains]
+    errors = run_checks(checks, "laconic-whole" if trains else "laconic", tmp_path)
+    assert not [error for error in errors.values() if error]

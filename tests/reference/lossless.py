@@ -38,11 +38,6 @@ def number(form: Form, pattern: int) -> int:
     return -1 - (pattern - half)
 
 
-def pattern_of(form: Form, place: int) -> int:
-    """The reverse of `number`."""
-    return place if place >= 0 else (1 << (form.bits - 1)) + (-1 - place)
-
-
 def exponent(form: Form, pattern: int) -> int:
     """The biased exponent; that of denormals is 1."""
     if form.mantissa_bits is None:
@@ -254,73 +249,3 @@ def encoded(form: Form, held: Sequence[int], new: Sequence[int], last: Sequence[
     head += b"\0" * (-len(head) % 4)
     payload = head + b"".join(words for _, words in tiles)
     return payload if len(payload) < len(raw) else raw
-
-
-class _Bits:
-    """Reads a run of bits from its begin."""
-
-    def __init__(self, words: bytes) -> None:
-        self._bits = "".join(_field(byte, 8) for byte in words)
-        self._at = 0
-
-    def field(self, width: int) -> int:
-        bits = self._bits[self._at : self._at + width]
-        self._at += width
-        return sum(int(bit) << place for place, bit in enumerate(bits))
-
-    def unary(self) -> int:
-        begin, self._at = self._at, self._bits.index("1", self._at) + 1
-        return self._at - begin - 1
-
-
-def decoded(form: Form, held: Sequence[int], payload: bytes, last: Sequence[int] | None) -> list[int]:
-    """The new patterns of a payload that is not the new values themselves."""
-    num_tiles, num_blocks = -(-len(held) // TILE), -(-len(held) // BLOCK)
-    sizes = [int.from_bytes(payload[2 * k : 2 * k + 2], "little") for k in range(2 * num_tiles)]
-    at = 4 * num_tiles
-    bases = [byte - 15 for byte in payload[at : at + num_tiles]]
-    at += num_tiles
-    levels = [payload[at + k // 2] >> 4 * (k % 2) & 15 for k in range(num_blocks)]
-    at += -(-num_blocks // 2)
-    known = _all_known(form, held, last, levels, bases)
-    sent = int.from_bytes(payload[at : at + CLASSES], "little")
-    at += CLASSES
-    table = {}
-    for context in range(8 * CLASSES):
-        if sent >> context & 1:
-            table[context // 8, context % 8] = BY_BYTE[payload[at]]
-            at += 1
-    at += -at % 4
-    new = list(held)
-    for k, begin in enumerate(range(0, len(held), TILE)):
-        unary_bits, size = sizes[2 * k : 2 * k + 2]
-        bits = _Bits(payload[at : at + 4 * size])
-        at += 4 * size
-        if size and not unary_bits:
-            new[begin : begin + TILE] = (bits.field(form.bits) for _ in new[begin : begin + TILE])
-        else:
-            _decode_tile(form, _tile(known, table, begin), known, bits, new)
-    return new
-
-
-def _decode_tile(form: Form, tile: Tile, known: list[Known], bits: _Bits, new: list[int]) -> None:
-    quotients = {i: bits.unary() for i, entry in tile.entries.items() if entry.kind == "rice"}
-    counts = [bits.unary() for _ in tile.buckets]
-    moved: dict[int, int] = defaultdict(int)
-    for bucket, count in zip(tile.buckets, counts, strict=True):
-        for _ in range(count):
-            is_down = bits.field(1)
-            moved[bucket[bits.field(tile.entries[bucket[0]].bits)]] += -1 if is_down else 1
-    for i, entry in tile.entries.items():
-        if entry.kind == "bucket":
-            value = moved[i]
-            is_escape = abs(value) == MAX_EVENTS
-        else:
-            is_escape = quotients[i] == MAX_QUOTIENT
-            rest = (quotients[i] << entry.bits) + (0 if is_escape else bits.field(entry.bits))
-            value = (rest + 1) // 2 if rest % 2 else -(rest // 2)
-            value = (-value if entry.flips else value) + known[i].prediction * entry.predicts
-        if is_escape:
-            new[i] = bits.field(form.bits)
-        else:
-            new[i] = pattern_of(form, number(form, new[i]) + value * known[i].sign)

@@ -135,67 +135,39 @@ def settings(folder: str, steps: int, **more: Any) -> dict[str, Any]:
 
 def make(job: str, folder: str, steps: int, laconic: LaconicArguments | None = None, **more: Any) -> Any:
     """Return the trainer of a job: with laconic's options a sharded one, without them the stock trainer."""
-    trainer = _make(job, folder, steps, laconic, **more)
+    lora = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
+    kind, _, has_adapter = job.partition("_")
+    stock, own, arguments, sizes = {
+        "trainer": (Trainer, LaconicTrainer, TrainingArguments, {}),
+        "accumulation": (Trainer, LaconicTrainer, TrainingArguments, {"gradient_accumulation_steps": 3}),
+        "sft": (SFTTrainer, trl.SFTTrainer, SFTConfig, {"max_length": 16}),
+        "dpo": (DPOTrainer, trl.DPOTrainer, DPOConfig, {"max_length": 24}),
+        "reward": (RewardTrainer, trl.RewardTrainer, RewardConfig, {"max_length": 16}),
+        "grpo": (
+            GRPOTrainer, trl.GRPOTrainer, GRPOConfig, {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}
+        ),
+    }[kind]  # fmt: skip
+    given: dict[str, Any] = {} if laconic is None else {"laconic": laconic}
+    given |= {"peft_config": lora} if has_adapter else {}
+    given |= {"processing_class": tokenizer()} if arguments is not TrainingArguments else {}
+    model = llama(LlamaForSequenceClassification, num_labels=1) if kind == "reward" else llama()
+    if kind in ("trainer", "accumulation"):
+        rows, given["eval_dataset"] = token_rows(64), token_rows(7, 1)
+    elif kind in ("dpo", "reward"):
+        rows = pairs(64, prompt=kind == "dpo")
+    else:
+        rows = Dataset.from_dict({"text" if kind == "sft" else "prompt": sentences(64)})
+    if job == "dpo":
+        given["ref_model"] = llama(seed=1)
+    if kind == "grpo":
+        given["reward_funcs"] = mean_number
+    if job == "grpo":  # TRL loads the reference model from where the model came from
+        model.config._name_or_path = str(reference_folder(Path(folder)))
+    cls: Any = stock if laconic is None else own
+    args = arguments(**{**sizes, **settings(folder, steps, **more)})
+    trainer = cls(model=model, args=args, train_dataset=rows, **given)
     trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def _make(job: str, folder: str, steps: int, laconic: LaconicArguments | None, **more: Any) -> Any:
-    options: dict[str, Any] = {} if laconic is None else {"laconic": laconic}
-    common = settings(folder, steps, **more)
-    lora = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
-    if job in ("trainer", "accumulation"):
-        cls = Trainer if laconic is None else LaconicTrainer
-        accumulation = {"gradient_accumulation_steps": 3} if job == "accumulation" else {}
-        arguments = TrainingArguments(**{**accumulation, **common})
-        return cls(
-            model=llama(), args=arguments, train_dataset=token_rows(64), eval_dataset=token_rows(7, 1), **options
-        )
-    if job == "sft_lora":
-        sft = SFTTrainer if laconic is None else trl.SFTTrainer
-        return sft(
-            model=llama(),
-            args=SFTConfig(**common, max_length=16),
-            train_dataset=Dataset.from_dict({"text": sentences(64)}),
-            processing_class=tokenizer(),
-            peft_config=lora,
-            **options,
-        )
-    if job in ("dpo_lora", "dpo"):
-        dpo = DPOTrainer if laconic is None else trl.DPOTrainer
-        reference = {"peft_config": lora} if job == "dpo_lora" else {"ref_model": llama(seed=1)}
-        return dpo(
-            model=llama(),
-            args=DPOConfig(**common, max_length=24),
-            train_dataset=pairs(64, prompt=True),
-            processing_class=tokenizer(),
-            **reference,
-            **options,
-        )
-    if job == "reward":
-        reward = RewardTrainer if laconic is None else trl.RewardTrainer
-        return reward(
-            model=llama(LlamaForSequenceClassification, num_labels=1),
-            args=RewardConfig(**common, max_length=16),
-            train_dataset=pairs(64, prompt=False),
-            processing_class=tokenizer(),
-            **options,
-        )
-    if job in ("grpo_lora", "grpo"):
-        grpo = GRPOTrainer if laconic is None else trl.GRPOTrainer
-        model, reference = llama(), {"peft_config": lora}
-        if job == "grpo":  # TRL loads the reference model from where the model came from
-            model.config._name_or_path, reference = str(reference_folder(Path(folder))), {}
-        return grpo(
-            model=model,
-            reward_funcs=mean_number,
-            args=GRPOConfig(**common, num_generations=2, max_completion_length=6, beta=0.1),
-            train_dataset=Dataset.from_dict({"prompt": sentences(64)}),
-            processing_class=tokenizer(),
-            **reference,
-            **options,
-        )
-    raise ValueError(f"job {job!r} is not known; use one of {', '.join(JOBS)}")
 
 
 def run(job: str, folder: str, steps: int, laconic: LaconicArguments | None = None, **more: Any) -> dict[str, Any]:
