@@ -9,10 +9,10 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -68,28 +68,28 @@ def job_fail(kind: str) -> str:
 
 
 @pytest.mark.machine
-def test_a_rank_that_fails_later_shows_the_first_failure() -> None:
+def test_a_rank_that_fails_later_shows_the_first_failure_and_job_errors_stay() -> None:
     later, first = run_ranks(job_fail, 2, "error")
     assert first == "RuntimeError: the disk is on fire"
     assert later.startswith("PeerFailedError: rank 1 failed first:")
     assert "RuntimeError: the disk is on fire" in later
-
-
-@pytest.mark.machine
-def test_job_errors_stay_as_they_are() -> None:
     assert run_ranks(job_fail, 2, "both") == ["JobError: no corpus", "JobError: the disk is on fire"]
+    assert run_ranks(job_fail, 2, "job") == ["JobError: the disk is on fire"] * 2, "with its message alone"
 
 
-@pytest.mark.machine
-def test_a_job_error_of_one_rank_ends_the_others_with_its_message_alone() -> None:
-    assert run_ranks(job_fail, 2, "job") == ["JobError: the disk is on fire"] * 2
+# -- ranks that end the process ----------------------------------------------------------------------------------------
+
+
+def begin(rank: int, port: int, folder: str) -> None:
+    """Print to a file, in torchrun's environment, and wait shortly for those who stop."""
+    os.dup2(os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    os.environ.update(torchrun_environment(rank, 2, 2, port))
+    failure._GRACE_S = 0.1
 
 
 def meet(rank: int, port: int, folder: str) -> None:
     """Rank 1 dies when its neighbour has found it, and has no process group yet."""
-    os.dup2(os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    os.environ.update(torchrun_environment(rank, 2, 2, port))
-    failure._GRACE_S = 0.1
+    begin(rank, port, folder)
     if rank == 0:
         start_process_group("gloo", timedelta(seconds=80))
     watch_peers_early(next(rendezvous("env://"))[0], rank, 2)
@@ -99,32 +99,9 @@ def meet(rank: int, port: int, folder: str) -> None:
     os._exit(9)
 
 
-def wait_in_vain(rank: int, port: int, folder: str) -> None:
-    """No neighbour is known."""
-    os.dup2(os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    failure._GRACE_S, os.environ["RANK"] = 0.1, str(rank)
-    with failure.ending_after(0.1, "the process group of all ranks"):
-        time.sleep(80)
-
-
-@pytest.mark.machine
-def test_ranks_end_if_another_one_dies_before_all_have_met(tmp_path: Path) -> None:
-    port = free_port()
-    jobs = [(meet, 0), (meet, 1), (wait_in_vain, 2)]
-    processes = [started(job, rank, port, str(tmp_path)) for job, rank in jobs]
-    for process in processes:
-        process.join(60)
-        process.kill()
-    assert [process.exitcode for process in processes] == [1, 9, 1]
-    assert "rank 0 is stuck because rank 1 is gone" in (tmp_path / "0").read_text()
-    assert re.search(r"rank 2 has waited [\d.]+ s for the process group of all ranks", (tmp_path / "2").read_text())
-
-
 def die_unfound(rank: int, port: int, folder: str) -> None:
     """Rank 1 dies when it has said where it is, before its neighbour has come."""
-    os.dup2(os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    os.environ.update(torchrun_environment(rank, 2, 2, port))
-    failure._GRACE_S = 0.1
+    begin(rank, port, folder)
     store = next(rendezvous("env://"))[0]
     if rank == 1:
         PeerRing(store, rank, 2, 60.0)
@@ -137,9 +114,7 @@ def die_unfound(rank: int, port: int, folder: str) -> None:
 
 def lose_the_host(rank: int, port: int, folder: str) -> None:
     """Rank 0 hosts the store, and dies while rank 1 waits for connections."""
-    os.dup2(os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    os.environ.update(torchrun_environment(rank, 2, 2, port))
-    failure._GRACE_S = 0.1
+    begin(rank, port, folder)
     store = next(rendezvous("env://"))[0]
     if rank == 0:
         store.wait(["waits"])
@@ -149,28 +124,46 @@ def lose_the_host(rank: int, port: int, folder: str) -> None:
         time.sleep(80)
 
 
-def run_both(job: Any, folder: Path) -> tuple[list[int | None], list[str]]:
-    """Run a job on two ranks; return their exit codes and what they have printed."""
+def wait_in_vain(rank: int, port: int, folder: str) -> None:
+    """No neighbour is known."""
+    begin(rank, port, folder)
+    with failure.ending_after(0.1, "the process group of all ranks"):
+        time.sleep(80)
+
+
+def hang(error: type[Exception], rank: int, port: int, folder: str) -> None:
+    """Rank 0 hangs when rank 1 has failed."""
+    begin(rank, port, folder)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    with failing_together(2):
+        if rank == 1:
+            raise error("the disk is on fire")
+        time.sleep(80)
+
+
+@pytest.mark.machine
+@pytest.mark.parametrize(
+    ("job", "codes", "stuck", "words"),
+    [
+        (meet, [1, 9], 0, "rank 0 is stuck because rank 1 is gone"),
+        (die_unfound, [1, 9], 0, "rank 0 is stuck because rank 1 is gone"),
+        (lose_the_host, [9, 1], 1, "for connections: the process that hosts the rendezvous is gone"),
+        (wait_in_vain, [1, 1], 1, r"rank 1 has waited [\d.]+ s for the process group of all ranks"),
+        (partial(hang, RuntimeError), [1, 1], 0, "(?s)stuck because rank 1 failed first:.*Error: the disk is on fire"),
+        (partial(hang, JobError), [2, None], 0, "^rank 0 is stuck because rank 1 failed first: the disk is on fire\n$"),
+    ],
+)
+def test_a_rank_that_is_stuck_ends_and_says_why(
+    tmp_path: Path, job: Callable[..., None], codes: list[int | None], stuck: int, words: str
+) -> None:
     port = free_port()
-    processes = [started(job, rank, port, str(folder)) for rank in range(2)]
+    processes = [started(job, rank, port, str(tmp_path)) for rank in range(2)]
     for process in processes:
-        process.join(40)
+        process.join(60)
         process.kill()
-    return [process.exitcode for process in processes], [(folder / str(rank)).read_text() for rank in range(2)]
-
-
-@pytest.mark.machine
-def test_a_rank_that_dies_before_its_neighbour_has_come_ends_the_others(tmp_path: Path) -> None:
-    codes, printed = run_both(die_unfound, tmp_path)
-    assert codes == [1, 9]
-    assert "rank 0 is stuck because rank 1 is gone" in printed[0]
-
-
-@pytest.mark.machine
-def test_the_end_of_the_host_ends_ranks_that_wait_for_their_first_connections(tmp_path: Path) -> None:
-    codes, printed = run_both(lose_the_host, tmp_path)
-    assert codes == [9, 1]
-    assert "for connections: the process that hosts the rendezvous is gone" in printed[1]
+    for process, code in zip(processes, codes, strict=True):
+        assert code in (process.exitcode, None)
+    assert re.search(words, (tmp_path / str(stuck)).read_text())
 
 
 def job_show_slowly() -> str:
@@ -198,52 +191,9 @@ def test_a_rank_that_fails_by_itself_shows_all_of_its_error() -> None:
     assert "ValueError: the disk is on fire" in own
 
 
-def hang(error: type[Exception], rank: int, port: int, folder: str) -> None:
-    """Rank 0 hangs when rank 1 has failed."""
-    os.dup2(os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    failure._GRACE_S = 0.1
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    with failing_together(2):
-        if rank == 1:
-            raise error("the disk is on fire")
-        time.sleep(80)
-
-
-@pytest.mark.machine
-def test_a_rank_that_hangs_ends_with_the_first_failure(tmp_path: Path) -> None:
-    codes, printed = run_both(partial(hang, RuntimeError), tmp_path)
-    assert codes == [1, 1]
-    assert "rank 0 is stuck because rank 1 failed first:" in printed[0]
-    assert "RuntimeError: the disk is on fire" in printed[0]
-
-
-@pytest.mark.machine
-def test_a_rank_that_hangs_ends_with_one_line_after_a_job_error(tmp_path: Path) -> None:
-    codes, printed = run_both(partial(hang, JobError), tmp_path)
-    assert codes[0] == 2
-    assert printed[0] == "rank 0 is stuck because rank 1 failed first: the disk is on fire\n"
-
-
 def test_one_rank_alone_needs_no_process_group() -> None:
     with pytest.raises(RuntimeError, match="as it is"), failing_together(1):
         raise RuntimeError("as it is")
-
-
-def run_all(commands: list[list[str]]) -> tuple[list[int], list[str]]:
-    """Run Python with each list of arguments, all at once; return exit codes and outputs."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        )
-        for command in commands
-    ]
-    try:
-        outputs = [process.communicate(timeout=90)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [process.returncode for process in processes], outputs
 
 
 CRASH = """
@@ -270,8 +220,16 @@ def test_the_exception_of_one_rank_ends_all_ranks_and_all_show_it(tmp_path: Path
     config.write_text(to_toml(job(tmp_path)))
     common = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     agents = [["-m", "torch.distributed.run", *common, "--node-rank", str(node)] for node in range(2)]
-    codes, outputs = run_all([[*agent, str(script), str(config)] for agent in agents])
-    assert all(codes)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
+    commands = [[sys.executable, *agent, str(script), str(config)] for agent in agents]
+    processes = [subprocess.Popen(command, **streams) for command in commands]  # type: ignore[call-overload]
+    try:
+        outputs = [process.communicate(timeout=90)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(process.returncode for process in processes)
     for output in outputs:
         assert "RuntimeError: the disk is on fire" in output, output
     assert "step 1/4" in outputs[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import threading
@@ -12,6 +11,7 @@ from contextlib import redirect_stderr
 from datetime import timedelta
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,22 +19,34 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record as reported
 
-from laconic.comm import watch
+from laconic.comm import journal, watch
 from laconic.comm.entries import decode, encode
 from laconic.comm.journal import Awaited, Entries, Journal, RankRecord, Ticket, reasons_to_wait, waits
 from laconic.comm.watch import find_proof, report_waits
 from laconic.errors import RanksDifferError
 from laconic.optim import Muon, matrices_and_rest
+from laconic.rehearse import ranks
 from tests.support import sharded_net
-from tests.support.launch import launch, on_ranks, run_ranks
+from tests.support.launch import launch, run_ranks
 
 TIMEOUT_S = 2.0
-WATCH = "laconic-watch"
 
 
-def run_impatient(job: Callable[..., Any], num_ranks: int) -> list[Any]:
-    """Run `job` on ranks that make their own process group."""
-    return launch(job, num_ranks=num_ranks, num_local=1, timeout_s=90, backend=None)
+class _Threads:
+    """The module `threading`, whose main thread is the one that asks: each rank may start its watch."""
+
+    main_thread = staticmethod(threading.current_thread)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(threading, name)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks that are threads watch each other as processes do."""
+    monkeypatch.setattr(watch, "threading", _Threads())
+    monkeypatch.setattr(watch, "atexit", SimpleNamespace(register=lambda function: None))
+    monkeypatch.setattr(journal.Waits, "of_program", lambda self: next(iter(self._tickets.values()), None))
 
 
 def sharded() -> Any:
@@ -50,8 +62,15 @@ def error_of(function: Callable[[], Any]) -> str:
     return "\n".join([str(info.value), *getattr(info.value, "__notes__", [])])
 
 
-def thread_names() -> list[str]:
-    return [thread.name for thread in threading.enumerate()]
+def give_up_soon() -> Any:
+    """A sharded model that has taken a step, and a watch that looks for proofs soon."""
+    dist.init_process_group("gloo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "_PROOF_S", 0.2)
+        patch.setattr(watch, "_MOST_INTERVAL_S", 0.1)
+        model = sharded_net.shard(sharded_net.build())
+    sharded_net.train_step(model)
+    return model
 
 
 # -- ranks that are elsewhere ------------------------------------------------------------------------------------------
@@ -68,9 +87,8 @@ def job_evaluates_alone() -> tuple[str, str]:
     return "", ""
 
 
-@pytest.mark.machine
-def test_a_rank_that_evaluates_alone_names_the_others() -> None:
-    (error, printed), _, _ = run_impatient(job_evaluates_alone, 3)
+def test_a_rank_that_evaluates_alone_names_the_others(watched: None) -> None:
+    (error, printed), _, _ = ranks(job_evaluates_alone, nodes=3)
     assert "imed out" in error
     assert printed.count("\n") == 1
     for text in (error, printed):
@@ -82,11 +100,11 @@ def test_a_rank_that_evaluates_alone_names_the_others() -> None:
         assert "s ago after backward 2 of Net, and waits for no transfer of laconic" in text
 
 
-def job_unequal_batches() -> str:
+def job_fewer_batches() -> str:
     model = sharded()
 
     def train() -> None:
-        for step in range(4 - dist.get_rank()):
+        for step in range(3 - dist.get_rank()):
             sharded_net.train_step(model, seed=step)
 
     if dist.get_rank() == 0:
@@ -95,31 +113,18 @@ def job_unequal_batches() -> str:
     return error_of(dist.barrier)  # such as the end of the script
 
 
-@pytest.mark.machine
-def test_a_rank_with_fewer_batches_is_named() -> None:
-    error, _ = run_impatient(job_unequal_batches, 2)
-    assert "rank 1 never entered forward 4 of Net; it was last seen" in error
-    assert "after backward 3 of Net, and waits for no transfer of laconic" in error
-
-
 def job_ends() -> str:
     model = sharded()
     sharded_net.train_step(model)
     if dist.get_rank() == 0:
         return error_of(lambda: sharded_net.train_step(model))
-    atexit._run_exitfuncs()  # a rank of the tests ends without
-    assert WATCH not in thread_names()
+    watch._leave_last_word()  # as where its process ends
+    assert not watch._watch._thread.is_alive()  # type: ignore[union-attr]
+    time.sleep(2 * TIMEOUT_S)
     return ""
 
 
-@pytest.mark.machine
-def test_a_rank_that_ended_is_named() -> None:
-    error, _ = run_impatient(job_ends, 2)
-    assert "forward 2 of Net; it ended" in error
-    assert "s ago after backward 1 of Net" in error
-
-
-def job_other_parameters() -> str:
+def job_skips_a_step() -> str:
     model = sharded()
     optimizer = Muon(matrices_and_rest(model))
     sharded_net.train_step(model)
@@ -130,11 +135,22 @@ def job_other_parameters() -> str:
     return ""
 
 
-@pytest.mark.machine
-def test_a_rank_that_skips_the_step_of_an_optimizer_is_named() -> None:
-    error, _ = run_impatient(job_other_parameters, 2)
-    assert "for control after backward 2 of Net: rank 1 does not take part; it was last seen" in error
-    assert "after backward 2 of Net, and waits for no transfer of laconic" in error
+@pytest.mark.parametrize(
+    ("job", "where", "last"),
+    [
+        (job_fewer_batches, "rank 1 never entered forward 3 of Net; it was last seen", "after backward 2 of Net, and"),
+        (job_ends, "forward 2 of Net; it ended", "s ago after backward 1 of Net"),
+        (
+            job_skips_a_step,
+            "for control after backward 2 of Net: rank 1 does not take part; it was last seen",
+            "after backward 2 of Net, and waits for no transfer of laconic",
+        ),
+    ],
+)
+def test_a_rank_that_is_elsewhere_is_named(watched: None, job: Callable[[], str], where: str, last: str) -> None:
+    error, _ = ranks(job, nodes=2)
+    assert where in error
+    assert last in error
 
 
 def job_host_goes_on() -> str:
@@ -150,8 +166,7 @@ def job_host_goes_on() -> str:
     return printed.getvalue()
 
 
-@pytest.mark.machine
-def test_a_host_that_does_not_wait_names_the_ranks_that_are_behind() -> None:
+def test_a_host_that_does_not_wait_names_the_ranks_that_are_behind(watched: None) -> None:
     ahead, behind = run_ranks(job_host_goes_on, 2, local=1)
     assert "s in forward 2 of Net: rank 1 never entered forward 2 of Net; it was last seen" in ahead
     assert behind == ""
@@ -177,35 +192,38 @@ class CountingBoard:
         self.reads += 1
 
 
-@pytest.mark.machine
-@on_ranks(2, local=1)
-def test_nothing_is_sent_while_ranks_go_on() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch, "_Board", CountingBoard)
-        report_waits(0.6)
-        model = sharded_net.shard(sharded_net.build())
-        for step in range(20):
-            sharded_net.train_step(model, seed=step)
-            time.sleep(0.05)
-        board: Any = watch._watch._board  # type: ignore[union-attr]
-        assert not board.written
-        time.sleep(1.2)  # idle, such as during a save
-        assert len(board.written) == 1
-        dist.barrier()
-        sharded_net.train_step(model)
-        time.sleep(0.3)
-        assert board.written[1:] == [None]
-        assert board.reads == 0
-        assert thread_names().count(WATCH) == 1
-        watch._watch.end()  # type: ignore[union-attr]
-        assert WATCH not in thread_names()
+def job_goes_on() -> None:
+    report_waits(0.6)
+    model = sharded_net.shard(sharded_net.build())
+    for step in range(20):
+        sharded_net.train_step(model, seed=step)
+        time.sleep(0.05)
+    own: Any = watch._watch
+    assert not own._board.written
+    time.sleep(1.2)  # idle, such as during a save
+    assert len(own._board.written) == 1
+    dist.barrier()
+    sharded_net.train_step(model)
+    time.sleep(0.3)
+    assert own._board.written[1:] == [None]
+    assert own._board.reads == 0
+    own.end()
+    assert not own._thread.is_alive()
 
 
-@on_ranks(2, local=1)
-def test_it_can_be_turned_off() -> None:
+def test_nothing_is_sent_while_ranks_go_on(watched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_Board", CountingBoard)
+    run_ranks(job_goes_on, 2, local=1)
+
+
+def job_turned_off() -> None:
     report_waits(0)
     sharded_net.shard(sharded_net.build())
-    assert WATCH not in thread_names()
+    assert watch._watch is None
+
+
+def test_it_can_be_turned_off(watched: None) -> None:
+    run_ranks(job_turned_off, 2, local=1)
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
@@ -333,30 +351,20 @@ def test_a_thread_of_the_user_proves_nothing() -> None:
 
 def job_slow() -> float:
     """One rank computes much longer than others look for a proof, now before a step, and now within one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch, "_PROOF_S", 0.2)
-        patch.setattr(watch, "_MOST_INTERVAL_S", 0.1)
-        model = sharded_net.shard(sharded_net.build())
-    sharded_net.train_step(model)
+    model = give_up_soon()
     if dist.get_rank() == 1:
         time.sleep(1.5)
         model.blocks[1].register_forward_pre_hook(lambda *_: time.sleep(1.5))
     return float(sharded_net.train_step(model).detach())
 
 
-def test_a_slow_rank_is_not_ended() -> None:
-    assert len(run_ranks(job_slow, 3, local=1)) == 3
+def test_a_slow_rank_is_not_ended(watched: None) -> None:
+    assert len(ranks(job_slow, nodes=3)) == 3
 
 
 def job_differ(folder: Path) -> str:
     """Rank 0 gathers a tensor while the others train. A proof ends all, also out of autograd."""
-    dist.init_process_group("gloo")
-    report = folder / f"{dist.get_rank()}.json"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch, "_PROOF_S", 0.2)
-        patch.setattr(watch, "_MOST_INTERVAL_S", 0.1)
-        model: Any = sharded_net.shard(sharded_net.build())
-    sharded_net.train_step(model)
+    model, report = give_up_soon(), folder / f"{dist.get_rank()}.json"
 
     @reported
     def differ() -> None:
@@ -367,49 +375,32 @@ def job_differ(folder: Path) -> str:
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(report)
     with pytest.raises(RanksDifferError) as info:
         differ()
-    del os.environ["TORCHELASTIC_ERROR_FILE"]
     assert isinstance(info.value.__cause__, RuntimeError), "the backend's own error stays below"
     assert str(info.value) in json.loads(report.read_text())["message"]["message"], "torchrun shows this file"
     return str(info.value)
 
 
-@pytest.mark.machine
-def test_the_exception_itself_names_the_ranks(tmp_path: Path) -> None:
-    for text in launch(job_differ, tmp_path, num_ranks=2, num_local=1, timeout_s=90, backend=None):
+@pytest.mark.parametrize("is_told", [False, True])
+def test_the_exception_itself_names_the_ranks(
+    watched: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_told: bool
+) -> None:
+    """Told: rank 1 looks for no proof, and is slow to read that of rank 0, which hosts the store and ends at once."""
+    prove, told_verdict = watch._Watch._prove, watch._Watch.told_verdict
+
+    def slowly(self: watch._Watch) -> str:
+        time.sleep(2.0 * self._rank)
+        return told_verdict(self)
+
+    if is_told:
+        monkeypatch.setattr(watch._Watch, "_prove", lambda self, own: None if self._rank else prove(self, own))
+        monkeypatch.setattr(watch._Watch, "told_verdict", slowly)
+    for text in ranks(job_differ, tmp_path, nodes=2):
         assert "rank 0" in text
         assert "rank 1" in text
         assert "the whole of inp.weight" in text
 
 
-def job_told() -> str:
-    """Rank 1 looks for no proof, and is slow to read that of rank 0, which hosts the store and ends at once."""
-    dist.init_process_group("gloo")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch, "_PROOF_S", 0.2)
-        patch.setattr(watch, "_MOST_INTERVAL_S", 0.1)
-        model: Any = sharded_net.shard(sharded_net.build())
-    sharded_net.train_step(model)
-    told_verdict = watch._Watch.told_verdict
-
-    def slowly(self: watch._Watch) -> str:
-        time.sleep(2.0)
-        return told_verdict(self)
-
-    def differ() -> None:
-        if dist.get_rank() == 0:
-            next(model.parameters()).full_tensor()
-        sharded_net.squared_error(model, sharded_net.inputs(0, 0)).backward()
-
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
-            patch.setattr(watch._Watch, "_prove", lambda *_: None)
-            patch.setattr(watch._Watch, "told_verdict", slowly)
-        with pytest.raises(RanksDifferError) as info:
-            differ()
-    return str(info.value)
-
-
 @pytest.mark.machine
-def test_a_told_proof_is_read_before_its_teller_ends() -> None:
-    for text in launch(job_told, num_ranks=2, num_local=1, timeout_s=90, backend=None):
+def test_a_proof_ends_the_waits_of_gloo(tmp_path: Path) -> None:
+    for text in launch(job_differ, tmp_path, num_ranks=2, num_local=1, timeout_s=90, backend=None):
         assert "the whole of inp.weight" in text

@@ -59,12 +59,13 @@ _PER_PROCESS: list[tuple[str, str]] = [
     ("warnings", "filters"), ("warnings", "showwarning"), ("warnings", "_showwarnmsg_impl"),
     ("laconic.comm.pacing", "_pump"), ("laconic.comm.groups", "_started_bytes"),
     ("laconic.comm.failure", "_peer_timeout_s"), ("laconic.comm.watch", "_after_s"),
+    ("laconic.comm.watch", "_watch"), ("laconic.comm.journal", "_journals"),
     ("laconic.islands.elastic", "_entered"), ("laconic.train.lock", "_held"), ("laconic.shard.crossing", "_all"),
     ("laconic.guard.comparison", "_unsettled"), ("laconic.store.folder", "on_crash_point"),
     ("torch.distributed.tensor._random", "_rng_tracker"),
 ]  # fmt: skip
 """Variables of modules that belong to a process: [Note: State of a process]. A new rank has copies of what is there."""
-_PER_PROCESS_OBJECTS = [("laconic.comm.journal", "here")]
+_PER_PROCESS_OBJECTS = [("laconic.comm.journal", "here"), ("laconic.comm.journal", "waits")]
 """Objects that other modules import by name; their attributes are swapped."""
 
 
@@ -163,7 +164,7 @@ def _fresh(value: Any) -> Any:
     """The value of a new process: a container of its own, and no thread of another rank."""
     if isinstance(value, list):
         return list(value)
-    if type(value).__name__ == "WeakSet":
+    if type(value).__name__ in ("WeakSet", "WeakKeyDictionary"):
         return type(value)()
     return None if type(value).__module__.startswith(("laconic.", "torch.")) else value
 
