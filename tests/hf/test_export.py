@@ -52,12 +52,6 @@ def llama_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     return run, run_ranks(train_and_save, 2, str(run), "llama", NO_LORA, str(tokenizer))[0]
 
 
-@pytest.fixture(scope="module")
-def lora_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
-    run = tmp_path_factory.mktemp("lora")
-    return run, run_ranks(train_and_save, 2, str(run), "llama", LORA, "bytes")[0]
-
-
 def test_full_model_in_several_files(llama_run: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
     run, values = llama_run
     assert export_cli.main([str(run), str(tmp_path / "out"), "--max-file-bytes", "30000"]) == 0
@@ -71,27 +65,26 @@ def test_full_model_in_several_files(llama_run: tuple[Path, dict[str, Tensor]], 
     assert exported.generation_config.eos_token_id == 2
     assert (out / "tokenizer.json").exists()
     assert not (out / "weights.safetensors").exists()
+    export.export(run, tmp_path / "half", dtype=torch.bfloat16)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    assert {p.dtype for p in exported.parameters()} == {torch.bfloat16}
+    assert torch.equal(exported.lm_head.weight, values["lm_head.weight"].bfloat16())
 
 
-def test_tied_model(tmp_path: Path) -> None:
-    values = run_ranks(train_and_save, 2, str(tmp_path / "run"), "gpt2", NO_LORA, "bytes")[0]
+@pytest.mark.parametrize(("name", "lora"), [("gpt2", NO_LORA), ("gpt2", LORA), ("mixtral", LORA)])
+def test_tied_transposed_and_renamed_weights(name: str, lora: LoraConfig, tmp_path: Path) -> None:
+    """GPT-2 stores its layers transposed; a mixture's folder has other names for the experts than the model."""
+    values = run_ranks(train_and_save, 2, str(tmp_path / "run"), name, lora, "bytes")[0]
     export.export(tmp_path / "run" / "checkpoints" / "step-3", tmp_path / "out")
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert torch.equal(exported(tokens()).logits, in_training("gpt2", NO_LORA, values)(tokens()).logits)
+    trained = in_training(name, lora, values)
+    trained = trained.merge_and_unload() if lora.enabled else trained
+    assert torch.equal(exported(tokens()).logits, trained(tokens()).logits)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
-def test_merged_lora(name: str, tmp_path: Path) -> None:
-    """GPT-2 stores its layers transposed; a mixture's folder has other names for the experts than the model."""
-    values = run_ranks(train_and_save, 2, str(tmp_path / "run"), name, LORA, "bytes")[0]
-    export.export(tmp_path / "run", tmp_path / "out")
-    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    merged = in_training(name, LORA, values).merge_and_unload()
-    assert torch.equal(exported(tokens()).logits, merged(tokens()).logits)
-
-
-def test_lora_merged_and_as_adapter(lora_run: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
-    run, values = lora_run
+def test_lora_merged_and_as_adapter(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    values = run_ranks(train_and_save, 2, str(run), "llama", LORA, "bytes")[0]
     model = in_training("llama", LORA, values)
     logits = model(input_ids=tokens()).logits
     export.export(run, tmp_path / "merged")
@@ -104,13 +97,6 @@ def test_lora_merged_and_as_adapter(lora_run: tuple[Path, dict[str, Tensor]], tm
     assert sorted(path.name for path in (tmp_path / "adapter").glob("*.safetensors")) == ["adapter_model.safetensors"]
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     assert torch.equal(adapted(input_ids=tokens()).logits, logits)
-
-
-def test_dtype(llama_run: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
-    export.export(llama_run[0], tmp_path / "out", dtype=torch.bfloat16)
-    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert {p.dtype for p in exported.parameters()} == {torch.bfloat16}
-    assert torch.equal(exported.lm_head.weight, llama_run[1]["lm_head.weight"].bfloat16())
 
 
 def test_refusals(

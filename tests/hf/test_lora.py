@@ -15,7 +15,7 @@ from laconic.hf import lora
 from laconic.hf.layers import base_model
 from laconic.hf.models import build_model
 from tests.hf.zoo import LORA, TINY, differing, spread, tokens, whole
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -68,13 +68,10 @@ def test_dora_starts_from_the_norms_that_peft_computes(name: str) -> None:
     torch.testing.assert_close(adapted(input_ids=tokens()).logits, start)
 
 
-def test_a_mixture_gets_adapters_on_its_linear_layers_alone() -> None:
-    model: Any = build_model(ModelConfig(config=TINY["mixtral"]), LORA)
-    adapted = {name for _, name, _ in lora.adapted_layers(model)}
-    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
-
-
 def test_targets_and_seed() -> None:
+    """A mixture gets adapters on its linear layers alone."""
+    mixture: Any = build_model(ModelConfig(config=TINY["mixtral"]), LORA)
+    assert {name for _, name, _ in lora.adapted_layers(mixture)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     config = ModelConfig(config=TINY["llama"])
     model = build_model(config, LoraConfig(enabled=True, targets=("q_proj",)), device="cpu")
     trainable = [n for n, p in model.named_parameters() if p.requires_grad]
@@ -84,6 +81,8 @@ def test_targets_and_seed() -> None:
     assert differing(whole(first), whole(build_model(config, LORA, device="cpu"))) == []
     reseeded = ModelConfig(config=TINY["llama"], init_seed=1)
     assert differing(whole(first), whole(build_model(reseeded, LORA, device="cpu"))) != []
+    with pytest.raises(JobError, match=r"\['query'\] fits no layer of LlamaForCausalLM.*k_proj.*q_proj"):
+        build_model(config, LoraConfig(enabled=True, targets=("query",)))
 
 
 def test_half_precision_base_has_full_precision_adapters() -> None:
@@ -92,16 +91,11 @@ def test_half_precision_base_has_full_precision_adapters() -> None:
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
 
 
-def test_an_unknown_target_is_refused_with_the_names_of_the_layers() -> None:
-    lora_config = LoraConfig(enabled=True, targets=("query",))
-    with pytest.raises(JobError, match=r"\['query'\] fits no layer of LlamaForCausalLM.*k_proj.*q_proj"):
-        build_model(ModelConfig(config=TINY["llama"]), lora_config)
+@on_ranks(2, local=1)
+def test_frozen_base_in_host_memory_is_saved_and_loaded(tmp_path: Path) -> None:
+    """On two nodes of one rank, frozen shards are in host memory, and a load must make cached node shards invalid.
 
-
-def resume_fresh_and_in_place(folder: str) -> tuple[list[list[float]], list[str]]:
-    """Return the losses of steps 3 and 4 three times, and the parameters that a load has not restored.
-
-    The steps follow on training without a break, on a load into the same model, and on a load into a new model.
+    The same steps follow on training without a break, on a load into the same model, and on a load into a new model.
     """
 
     def make() -> tuple[Any, torch.optim.Optimizer]:
@@ -123,22 +117,13 @@ def resume_fresh_and_in_place(folder: str) -> tuple[list[list[float]], list[str]
         for parameter in model.parameters():
             parameter.mul_(1.5)  # other values than a new model starts with
     two_steps(model, optimizer)
-    checkpoint.save_checkpoint(folder, 2, model=model, optimizer=optimizer, extra={})
+    checkpoint.save_checkpoint(tmp_path, 2, model=model, optimizer=optimizer, extra={})
     saved = whole(model)
-    losses = [two_steps(model, optimizer)]
-    checkpoint.load_checkpoint(folder, model=model, optimizer=optimizer)
-    losses.append(two_steps(model, optimizer))
+    losses = two_steps(model, optimizer)
+    assert losses[1] != losses[0]
     other, other_optimizer = make()
     two_steps(other, other_optimizer)  # now its frozen weights are cached; the load makes them stale
-    checkpoint.load_checkpoint(folder, model=other, optimizer=other_optimizer)
-    wrong = differing(whole(other), saved)
-    losses.append(two_steps(other, other_optimizer))
-    return losses, wrong
-
-
-def test_frozen_base_in_host_memory_is_saved_and_loaded(tmp_path: Path) -> None:
-    """On two nodes of one rank, frozen shards are in host memory, and a load must make cached node shards invalid."""
-    for losses, wrong in run_ranks(resume_fresh_and_in_place, 2, str(tmp_path), local=1):
-        assert wrong == []
-        assert losses[0] == losses[1] == losses[2]
-        assert losses[0][1] != losses[0][0]
+    for each, its_optimizer in ((model, optimizer), (other, other_optimizer)):
+        checkpoint.load_checkpoint(tmp_path, model=each, optimizer=its_optimizer)
+        assert differing(whole(each), saved) == []
+        assert two_steps(each, its_optimizer) == losses
