@@ -99,22 +99,9 @@ def test_gradients_are_those_of_an_unsharded_model(
     assert_mean_gradients(model, build(make), backward)
 
 
-class Wide(nn.Module):
-    """A block whose weights are much larger than its activations."""
-
-    def __init__(self, d: int, h: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 2048), nn.Linear(2048, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class WideNet(Net):
-    make_block = Wide
-
-    def __init__(self) -> None:
-        super().__init__(num_blocks=5, d=64)
+def wide_net() -> nn.Module:
+    """Blocks whose weights are much larger than their activations."""
+    return Net(num_blocks=5, d=64, h=2048)
 
 
 @on_ranks(2, local=1)
@@ -123,7 +110,7 @@ def test_several_forwards_take_the_memory_of_one() -> None:
     peak_bytes, reduced_bytes = {}, {}
     batches = micro_batches(3)
     for order in ("one by one", "together", "reduced once"):
-        model = shard(build(WideNet), reshard_after_forward=True)
+        model = shard(build(wide_net), reshard_after_forward=True)
         model.set_reduce_once_per_backward(order == "reduced once")
         for _ in range(2):  # the second step prefetches
             model.zero_grad()
@@ -137,7 +124,7 @@ def test_several_forwards_take_the_memory_of_one() -> None:
                     sum(losses).backward()  # type: ignore[union-attr]
         assert_mean_gradients(
             model,
-            build(WideNet),
+            build(wide_net),
             lambda plain, rank: [squared_error(plain, batch[rank]).backward() for batch in batches],
         )
         sharded_net.assert_nothing_gathered(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -110,20 +111,37 @@ def page_lock_returning(error: int, monkeypatch: pytest.MonkeyPatch) -> list[tup
     return calls
 
 
-def test_a_slab_for_a_gpu_is_page_locked(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
-    calls = page_lock_returning(0, monkeypatch)
-    slab = make_slab(4096, torch.device("cuda"))
-    assert calls == [(slab.data_ptr(), 4096, 0)]
-    assert not recwarn.list
-
-
-def test_a_tight_memlock_limit_falls_back_to_pageable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    page_lock_returning(2, monkeypatch)
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("cuda", ""),
+        ("cuda", r"CUDA error 2; `ulimit -l` is 8.0 MB.*slower.*ulimit -l unlimited"),
+        ("xpu", ""),
+        ("xpu", r"could not page-lock.*\(no pinned memory here;"),
+    ],
+)
+def test_a_slab_is_page_locked_or_says_why_not(
+    device: str, message: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """By CUDA's driver, and by torch for another accelerator."""
+    calls, empty = page_lock_returning(2 if message else 0, monkeypatch), torch.empty
     monkeypatch.setattr(cache_module.resource, "getrlimit", lambda _: (8_000_000, 8_000_000))
-    with pytest.warns(UserWarning, match=r"CUDA error 2; `ulimit -l` is 8.0 MB.*slower.*ulimit -l unlimited") as caught:
-        slab = make_slab(4096, torch.device("cuda"))
-    assert len(caught) == 1
+
+    def pretend(*size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            calls.append(size)
+            if message:
+                raise RuntimeError("no pinned memory here")
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", pretend)
+    slab = make_slab(4096, torch.device(device))
+    assert calls == [(slab.data_ptr(), 4096, 0) if device == "cuda" else (4096,)]
     assert slab.fill_(3).sum() == 3 * 4096
+    assert len(recwarn) == bool(message)
+    assert all(re.search(message, str(warning.message)) for warning in recwarn)
+    if device == "xpu":
+        free_slab(slab, torch.device(device))  # calls nothing of CUDA's
 
 
 @pytest.mark.parametrize("pins", [True, False])
@@ -139,29 +157,6 @@ def test_the_user_says_whether_the_host_cache_is_page_locked(pins: bool, monkeyp
     monkeypatch.setattr(Slab, "fill", fill_on_gpu)
     Scenario(cache=Cache(where="host", pin_memory=pins), steps=1).run()
     assert len(calls) == 2 * pins, "one for each rank"
-
-
-@pytest.mark.parametrize("refuses", [False, True])
-def test_another_accelerator_gets_pinned_memory_from_torch(
-    refuses: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
-    asked: list[bool] = []
-    empty = torch.empty
-
-    def pretend(*size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        asked.append(pin_memory)
-        if refuses and pin_memory:
-            raise RuntimeError("no pinned memory here")
-        return empty(*size, **options)
-
-    monkeypatch.setattr(torch, "empty", pretend)
-    slab = make_slab(4096, torch.device("xpu"))
-    assert asked == [True]
-    assert slab.fill_(3).sum() == 3 * 4096
-    messages = [str(warning.message) for warning in recwarn.list]
-    assert len(messages) == refuses
-    assert all("could not page-lock" in text and "(no pinned memory here;" in text for text in messages)
-    free_slab(slab, torch.device("xpu"))  # calls nothing of CUDA's
 
 
 @pytest.mark.parametrize(("local", "precision", "itemsize"), [(1, None, 4), (3, BF16, 2)])
