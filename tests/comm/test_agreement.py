@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -142,13 +141,11 @@ def test_one_process_alone_agrees_with_itself() -> None:
         ranks.on_rank_0(lambda: action([0], OSError), "cannot save")
 
 
-def test_unforeseen_errors_pass_through() -> None:
+def test_unforeseen_errors_pass_through_and_one_without_a_message_is_an_error() -> None:
     for function in (RankGroup().agree, lambda own: RankGroup().on_all(own, "cannot save")):
         with pytest.raises(RuntimeError, match="no 0"):
             function(lambda: action([0], RuntimeError))
 
-
-def test_an_error_without_a_message_is_an_error() -> None:
     def fail() -> None:
         raise ValueError
 
@@ -202,42 +199,43 @@ def test_other_values_are_refused(value: object, problem: str) -> None:
         ranks.on_rank_0(lambda: {"result": object()}, "no")
 
 
-@pytest.mark.machine
-@on_ranks(2)
-def test_bytes_that_are_no_value_are_named() -> None:
+@pytest.mark.parametrize(("place", "text"), [(None, ""), (3, "short"), (14, "short"), (90, "l" + 100 * "o" + "ng")])
+def test_bytes_that_are_no_value_are_named(monkeypatch: pytest.MonkeyPatch, place: int | None, text: str) -> None:
     """Rank 1 sends what is no message: another collective, a damaged header, damaged text, a damaged rest."""
-    own, problems = RankGroup(), []
-    for place, text in ((None, ""), (3, "short"), (14, "short"), (90, "l" + 100 * "o" + "ng")):
-        if dist.get_rank() == 1:
-            encode = agreement._encoded
+    encode = agreement._encoded
 
-            def damaged(value: object, call: str, place: int | None = place, encode: Any = encode) -> bytes:
-                message = bytearray(encode(value, call))
-                if place is None:
-                    return b"\1" * 64
-                message[place] ^= 4
-                return bytes(message)
+    def damaged(value: object, call: str) -> bytes:
+        message = bytearray(encode(value, call))
+        if dist.get_rank() == 0:
+            return bytes(message)
+        if place is None:
+            return b"\1" * 64
+        message[place] ^= 4
+        return bytes(message)
 
-            agreement._encoded = damaged
-        try:
-            own.gather(text)
-        except RuntimeError as error:
-            problems.append(str(error))
-        if dist.get_rank() == 1:
-            agreement._encoded = encode
-    assert len(problems) == 4
-    for problem in problems:
+    monkeypatch.setattr(agreement, "_encoded", damaged)
+    for problem in run_ranks(job_gather_damaged, 2, text):
         assert re.match(r"rank 1 of the group sent (64|117) bytes that are no value: [0-9a-f ]+ \.\.\.", problem)
         assert "all ranks must make the same calls" in problem
 
 
-@pytest.mark.machine
-@on_ranks(2)
-def test_short_values_take_one_trip() -> None:
+def job_gather_damaged(text: str) -> str:
+    with pytest.raises(RuntimeError) as info:
+        RankGroup().gather(text)
+    return str(info.value)
+
+
+def test_short_values_take_one_trip(monkeypatch: pytest.MonkeyPatch) -> None:
     """A longer one takes a second trip with the rest of the longest: 12 bytes of header and 102 of JSON in all."""
     sent: list[int] = []
     gather = _compat.all_gather_flat
-    _compat.all_gather_flat = lambda output, own, **more: sent.append(len(own)) or gather(output, own, **more)  # type: ignore[assignment,func-returns-value]
+    monkeypatch.setattr(
+        _compat, "all_gather_flat", lambda output, own, **more: sent.append(len(own)) or gather(output, own, **more)
+    )
+    run_ranks(job_gather_short_and_long, 2)
+    assert sorted(sent) == 2 * [12 + 102 - 64] + 4 * [64]
+
+
+def job_gather_short_and_long() -> None:
     RankGroup().gather([True, ""])
     RankGroup().gather("x" * 100 * dist.get_rank())
-    assert sent == [64, 64, 12 + 102 - 64]

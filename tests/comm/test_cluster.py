@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +18,8 @@ from laconic import _compat
 from laconic.comm import cluster as cluster_module
 from laconic.comm.cluster import AXES, default_mesh
 from laconic.comm.groups import destroy_with, new_group
-from tests.support.launch import free_port, launch, on_ranks, run_ranks
+from laconic.rehearse import ranks
+from tests.support.launch import launch, on_ranks, run_ranks
 
 
 def job_position() -> tuple[int, ...]:
@@ -52,40 +52,29 @@ def test_positions_come_from_torchruns_environment(num_nodes: int, num_local: in
     assert sorted(position[4] for position in found) == list(range(num_nodes * num_local))
 
 
-def job_levels() -> list[str]:
-    cluster = laconic.Cluster.of(laconic.init_mesh("cpu"))
-    shards = {cluster.global_rank(shard): shard for shard in range(cluster.size)}
-    return [cluster.level_to(shards[rank]) for rank in range(cluster.size)]
-
-
-def test_transfers_between_nodes_cross_the_wire() -> None:
-    first, second = ["local"] * 2 + ["node"] * 2, ["node"] * 2 + ["local"] * 2
-    assert run_ranks(job_levels, 4, local=2) == [first, first, second, second]
-
-
-def job_groups() -> tuple[list[int], list[int]]:
-    cluster = laconic.Cluster.of(laconic.init_mesh("cpu"))
+@on_ranks(6, local=3)
+def test_groups_run_along_the_axes_and_transfers_between_nodes_cross_the_wire() -> None:
+    cluster, rank = laconic.Cluster.of(laconic.init_mesh("cpu")), dist.get_rank()
     node, local = cluster.gather_groups["node"], cluster.gather_groups["local"]
     assert node is not None
     assert local is not None
-    return dist.get_process_group_ranks(node), dist.get_process_group_ranks(local)
+    own = list(range(3)) if rank < 3 else list(range(3, 6))
+    assert dist.get_process_group_ranks(node) == [rank % 3, rank % 3 + 3]
+    assert dist.get_process_group_ranks(local) == own
+    levels = {cluster.global_rank(shard): cluster.level_to(shard) for shard in range(cluster.size)}
+    assert levels == {other: "local" if other in own else "node" for other in range(6)}
 
 
-def test_groups_run_along_the_axes() -> None:
-    groups = run_ranks(job_groups, 6, local=3)
-    assert groups == [([rank % 3, rank % 3 + 3], [0, 1, 2] if rank < 3 else [3, 4, 5]) for rank in range(6)]
-
-
-def job_islands() -> tuple[int, int, int, list[int]]:
-    mesh = laconic.init_mesh("cpu", islands=2)
+@on_ranks(4, local=1)
+def test_an_island_is_a_cluster_of_its_own() -> None:
+    mesh, rank = laconic.init_mesh("cpu", islands=2), dist.get_rank()
     assert mesh.mesh.shape == (2, 2, 1)
     cluster = laconic.Cluster.of(mesh)
-    return cluster.size, cluster.num_nodes, cluster.node_rank, dist.get_process_group_ranks(cluster.all_group)
-
-
-def test_an_island_is_a_cluster_of_its_own() -> None:
-    found = run_ranks(job_islands, 4, local=1)
-    assert found == [(2, 2, 0, [0, 1]), (2, 2, 1, [0, 1]), (2, 2, 0, [2, 3]), (2, 2, 1, [2, 3])]
+    assert (cluster.size, cluster.num_nodes, cluster.node_rank) == (2, 2, rank % 2)
+    assert dist.get_process_group_ranks(cluster.all_group) == [rank - rank % 2, rank - rank % 2 + 1]
+    assert cluster.replicas is None, "groups of them would be made by some ranks of the job alone"
+    half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
+    assert laconic.Cluster.of(half).replicas is None
 
 
 def shape(mesh: DeviceMesh) -> tuple[int, int, int]:
@@ -148,9 +137,9 @@ def test_a_row_has_two_levels_if_its_ranks_lie_regularly_on_machines_of_four(
     assert cluster_module._side_by_side(torch.tensor(rows), 4) == num_local
 
 
-@pytest.mark.machine
-@on_ranks(3, local=2)
+@on_ranks(3, local=1)
 def test_irregular_meshes_are_one_level() -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
     mesh = init_device_mesh("cpu", (3,))
     assert shape(mesh) == (1, 3, 1), "two ranks on the first machine, one on the second"
     os.environ["LOCAL_WORLD_SIZE"] = "3" if dist.get_rank() else "1"
@@ -208,24 +197,18 @@ def test_replicas_are_islands_of_one_rank_that_share_the_traffic() -> None:
     assert cluster.bytes_by_level("node", 1000) == {"node": 1000}
 
 
-@on_ranks(4, local=1)
-def test_ranks_beside_others_have_no_replicas() -> None:
-    """Groups of them would be made by some ranks of the job alone."""
-    assert laconic.Cluster.of(laconic.init_mesh("cpu", islands=2)).replicas is None
-    half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
-    assert laconic.Cluster.of(half).replicas is None
+def job_new_group() -> None:
+    for _ in range(2):  # the process group is started when it is needed
+        mesh = laconic.init_mesh("cpu")
+        assert mesh.mesh.shape == (1, 1, 1)
+        cluster = laconic.Cluster.of(mesh)
+        assert cluster.all_group is dist.group.WORLD
+        assert list(cluster_module._made_on)[-1] is dist.group.WORLD
+        dist.destroy_process_group()
 
 
-@pytest.mark.machine
-@on_ranks(1)
 def test_a_new_default_process_group_has_clusters_of_its_own() -> None:
-    old = laconic.Cluster.of(default_mesh())
-    dist.destroy_process_group()
-    os.environ["MASTER_PORT"] = str(free_port())
-    new = laconic.Cluster.of(default_mesh())
-    assert new is not old
-    assert new.all_group is dist.group.WORLD
-    assert list(cluster_module._made_on) == [dist.group.WORLD]
+    ranks(job_new_group)
 
 
 def job_timeout() -> None:
@@ -250,9 +233,8 @@ def job_timeout() -> None:
     dist.barrier()  # rank 0 holds the store, which others may still read
 
 
-@pytest.mark.machine
 def test_groups_inherit_the_timeout_of_the_job() -> None:
-    launch(job_timeout, num_ranks=4, num_local=2, timeout_s=60, backend=None)
+    ranks(job_timeout, nodes=2, local=2)
 
 
 def job_fake() -> None:
@@ -268,36 +250,6 @@ def job_fake() -> None:
 @pytest.mark.machine
 def test_one_process_can_play_a_rank_of_many() -> None:
     launch(job_fake, num_ranks=1, timeout_s=60, backend=None)
-
-
-def job_threads() -> None:
-    """Two ranks in one process, each with a default process group of its own."""
-    from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, _uninstall_threaded_pg
-
-    del os.environ["LOCAL_WORLD_SIZE"]
-    _install_threaded_pg()
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    store = dist.HashStore()
-
-    def rank_job(rank: int) -> tuple[laconic.Cluster, laconic.Cluster, int]:
-        dist.init_process_group("threaded", rank=rank, world_size=2, store=store)
-        found = [laconic.Cluster.of(init_device_mesh("cpu", (2,), mesh_dim_names=("node",))) for _ in range(2)]
-        return found[0], found[1], found[0].node_rank
-
-    try:
-        with ThreadPoolExecutor(2) as threads:
-            results = list(threads.map(rank_job, range(2), timeout=30))
-    finally:
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
-        _uninstall_threaded_pg()
-    assert [first is second for first, second, _ in results] == [True, True]
-    assert results[0][0] is not results[1][0]
-    assert [node_rank for _, _, node_rank in results] == [0, 1]
-
-
-@pytest.mark.machine
-def test_threads_that_play_ranks_have_clusters_of_their_own() -> None:
-    launch(job_threads, num_ranks=1, timeout_s=60, backend=None)
 
 
 @on_ranks(3, local=3)
@@ -319,12 +271,10 @@ def test_nodes_of_unequal_size_are_refused_on_every_rank() -> None:
         laconic.init_mesh("cpu")
 
 
-@pytest.mark.machine
 def test_without_a_launcher_the_error_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    for name, value in (("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="RANK is not set; start the script with `torchrun"):
         laconic.init_mesh("cpu")
 
@@ -350,16 +300,6 @@ def test_the_default_mesh_follows_the_accelerator() -> None:
     assert cluster.device == torch.device("xpu", dist.get_rank() % 2)
 
 
-@pytest.mark.machine
-@on_ranks(1)
-def test_the_process_group_is_started_when_needed() -> None:
-    dist.destroy_process_group()
-    os.environ["MASTER_PORT"] = str(free_port())
-    mesh = laconic.init_mesh("cpu")
-    assert dist.is_initialized()
-    assert mesh.mesh.shape == (1, 1, 1)
-
-
 @on_ranks(3)
 def test_a_rank_outside_the_mesh_is_refused() -> None:
     mesh = DeviceMesh("cpu", torch.tensor([0, 1]), mesh_dim_names=("node",))
@@ -381,7 +321,7 @@ def job_uneven_ends(members: list[int]) -> list[float]:
     if dist.get_rank() not in members:
         return sums
     owners = []
-    for _ in range(4):
+    for _ in range(3):
         owner, group = Owner(), new_group(members, None)
         destroy_with(owner, [group])
         number = torch.tensor([1.0 + dist.get_rank(group)])
@@ -394,13 +334,12 @@ def job_uneven_ends(members: list[int]) -> list[float]:
     return sums
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("members", [[0, 1], [2, 0], [0, 1, 2]])
+@pytest.mark.parametrize("members", [[2, 0], [0, 1, 2]])
 def test_a_group_is_made_again_although_some_ranks_still_hold_the_last(members: list[int]) -> None:
     all_sums = run_ranks(job_uneven_ends, 3, members, local=1)
     expected = float(sum(range(1, len(members) + 1)))
     assert [bool(sums) for sums in all_sums] == [rank in members for rank in range(3)]
-    assert all(sums == [expected] * 4 for sums in all_sums if sums)
+    assert all(sums == [expected] * 3 for sums in all_sums if sums)
 
 
 @on_ranks(3, local=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import time
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -19,7 +19,6 @@ from laconic.comm.journal import issue
 from laconic.comm.traffic import Purpose, Snapshot, Traffic
 from tests.reference import gather as reference
 from tests.support.launch import on_ranks, run_ranks
-from tests.support.sharded_net import MESHES
 
 C = 12
 """Elements per shard."""
@@ -109,7 +108,7 @@ def job(by_sends: bool) -> None:
 
 
 @pytest.mark.parametrize("by_sends", [True, False], ids=["sends", "collectives"])
-@pytest.mark.parametrize(("num_nodes", "num_local"), MESHES)
+@pytest.mark.parametrize(("num_nodes", "num_local"), [(1, 3), (3, 1), (2, 3)])
 def test_gathers_and_reductions_over_two_levels_equal_one_process(
     num_nodes: int, num_local: int, by_sends: bool
 ) -> None:
@@ -167,7 +166,7 @@ def job_of_unequal_parts(by_sends: bool) -> None:
 
 
 @pytest.mark.parametrize("by_sends", [True, False], ids=["sends", "collectives"])
-@pytest.mark.parametrize(("num_nodes", "num_local"), MESHES)
+@pytest.mark.parametrize(("num_nodes", "num_local"), [(1, 3), (3, 2)])
 def test_parts_of_other_lengths_equal_one_process(num_nodes: int, num_local: int, by_sends: bool) -> None:
     run_ranks(job_of_unequal_parts, num_nodes * num_local, by_sends, local=num_local)
 
@@ -281,24 +280,27 @@ def test_islands_sum_gradients(num_islands: int) -> None:
     run_ranks(job_replicas, 2 * num_islands, local=2)
 
 
-@pytest.mark.machine
-@on_ranks(3)
-def test_a_backend_with_streams_runs_collectives_on_the_current_one() -> None:
+def test_a_backend_with_streams_runs_collectives_on_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator: the backend's collectives without `async_op`, and an event for the work."""
-    cluster = laconic.Cluster.of(laconic.init_mesh("cpu", local=1))
-    node = Communicator(cluster, "node")
-    node._uses_sends, node._has_reduce_scatter, node.is_stream_ordered = False, True, True
-    issued = []
+    issued = set()
 
-    def record(collective: Callable[..., Any]) -> Callable[..., Any]:
+    def record(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
         def issue(*tensors: Tensor, async_op: bool, **arguments: Any) -> Any:
-            issued.append(async_op)
+            issued.add((name, async_op))
             return collective(*tensors, async_op=async_op, **arguments)
 
         return issue
 
     for module, name in ((_compat, "all_gather_flat"), (_compat, "reduce_scatter_flat"), (dist, "all_reduce")):
-        setattr(module, name, record(getattr(module, name)))
+        monkeypatch.setattr(module, name, record(name, getattr(module, name)))
+    run_ranks(job_of_streams, 3)
+    assert issued == {("all_gather_flat", False), ("reduce_scatter_flat", False), ("all_reduce", False)}
+
+
+def job_of_streams() -> None:
+    cluster = laconic.Cluster.of(laconic.init_mesh("cpu", local=1))
+    node = Communicator(cluster, "node")
+    node._uses_sends, node._has_reduce_scatter, node.is_stream_ordered = False, True, True
     shards = data_of_ranks(C, torch.float32, cluster)
     whole, own = torch.empty(C * node.size), shards[node.rank, 0]
     total = whole.clone()
@@ -307,7 +309,6 @@ def test_a_backend_with_streams_runs_collectives_on_the_current_one() -> None:
     assert torch.equal(whole, reference.gather(shards))
     torch.testing.assert_close(total, whole * node.size)
     torch.testing.assert_close(node.start_reduce_scatter(whole).finish(), own * node.size)
-    assert issued == [False, False, False]
 
 
 @pytest.mark.machine
@@ -409,45 +410,33 @@ def counted() -> Traffic:
     return traffic
 
 
-def test_totals_by_level_purpose_and_direction() -> None:
-    now = counted().snapshot()
+def test_totals_by_level_purpose_and_direction_and_what_lies_between_snapshots() -> None:
+    traffic = counted()
+    now = traffic.snapshot()
     assert now.total("node", "weights", "sent") == 200
     assert now.total("node", "weights") == 402
     assert now.total("node", direction="received") == 210
     assert now.total(purpose="gradients", direction="sent") == 1007
     assert now.total() == 2439
     assert now.total("island", "control") == 0
-
-
-def test_the_wire_is_the_island_and_the_node_level() -> None:
-    now = counted().snapshot()
-    assert now.wire() == 200 + 1000 + 7
-    assert now.wire("received", "weights") == 202
-
-
-def test_snapshots_subtract_and_stay_as_they_were() -> None:
-    traffic = counted()
-    before = traffic.snapshot()
+    assert (now.wire(), now.wire("received", "weights")) == (200 + 1000 + 7, 202), "the island and the node level"
     traffic.count("node", "weights", sent_bytes=5, received_bytes=6)
-    traffic.count("node", "control", sent_bytes=4, received_bytes=4)
-    delta = traffic.snapshot() - before
-    assert delta.total("node", "weights", "sent") == 5
-    assert delta.total("node", "control", "received") == 4
-    assert delta.total("island") == 0
-    assert before.total("node", "weights", "sent") == 200
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        before.sizes = {}  # type: ignore[misc]
+    delta = traffic.snapshot() - now
+    assert (delta.total("node", "weights", "sent"), delta.total("island")) == (5, 0)
+    assert now.total("node", "weights", "sent") == 200
 
 
 def test_waiting_is_timed_by_level_even_when_it_fails() -> None:
     traffic = Traffic()
-    with traffic.waiting("node"):
-        pass
-    assert set(traffic.snapshot().waits) == {"node"}
-    with pytest.raises(RuntimeError, match="lost"), traffic.waiting("local"):
-        raise RuntimeError("lost")
+
+    def lose() -> None:
+        with traffic.waiting("local"):
+            time.sleep(3)
+            raise RuntimeError("lost")
+
+    with pytest.raises(RuntimeError, match="lost"):
+        lose()
     now = traffic.snapshot()
-    assert set(now.waits) == {"node", "local"}
-    assert now.waited_s() == now.waited_s("node") + now.waited_s("local")
-    assert (traffic.snapshot() - now).waited_s() == 0
-    assert Snapshot().waited_s() == 0
+    assert now.waits.keys() == {"local"}
+    assert now.waited_s() == now.waited_s("local") >= 3
+    assert (traffic.snapshot() - now).waited_s() == Snapshot().waited_s() == 0
