@@ -42,8 +42,7 @@ from tests.faults import (  # isort: skip  # noqa: F401
     wrong_key,
     accelerate_scripts,
     parity,
-    published_damage,
-    published_kills,
+    published,
 )
 from tests.faults.bench import BENCHMARK
 

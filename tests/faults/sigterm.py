@@ -155,7 +155,8 @@ def row(bench: Bench) -> Row:
         note=(
             "Two islands, whole or streamed; SIGTERM or SIGINT to one rank or both, at calls of laconic's functions "
             f"that are spread over the steps from {_FIRST} on; steps of {_STEP_S:g} s, and in half of the runs half as "
-            f"long again on one island. They stopped at most {counts.most_steps} steps after the step in which the furthest was. An island that is "
-            "far behind catches up first; if that takes longer than torchrun waits (30 s), the run ends as by a kill."
+            f"long again on one island. They stopped at most {counts.most_steps} steps after the step in which the "
+            "furthest was. An island that is far behind catches up first; if that takes longer than torchrun waits "
+            "(30 s), the run ends as by a kill."
         ),
     )

@@ -20,8 +20,7 @@ from laconic.publish.source import Registration, VanishedError, superseded
 from laconic.publish.staging import StagedTensor
 from laconic.publish.versions import MANIFEST, VersionManifest, version_name
 from laconic.store.folder import FileRecord
-from tests.faults.published_damage import damaged_folders
-from tests.faults.published_kills import lives, lives_of_readers
+from tests.faults.published import damaged_folders, lives, lives_of_readers
 from tests.support.published import Overtaken, Vanishing, assert_same, edit, make, model_with, published, snapshot
 
 # -- where a reader begins ---------------------------------------------------------------------------------------------
