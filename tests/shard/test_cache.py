@@ -384,10 +384,13 @@ def test_unfreezing_loading_and_merging_into_frozen_weights(cache: Any) -> None:
     same(1)
     frozen = [bucket for bucket in buckets(model) if bucket.is_frozen]
     assert all(bucket.stored.is_dropped for bucket in frozen)
+    places = [bucket.shard.data_ptr() for bucket in frozen]
     both(lambda net: (net[0].base.weight.requires_grad_(True), net[2].base.requires_grad_(True)))
     both(lambda net: net[2].base.weight.mul_(0.9))  # edited after unfreezing, before the next use
     same()
     assert [bucket.stored.is_dropped for bucket in frozen] == [False, True, False]
+    stay = [bucket.shard.data_ptr() == place for bucket, place in zip(frozen, places, strict=True)]
+    assert stay == [False, True, False], "what trains has memory of its own"
     both(lambda net: (net.requires_grad_(False), net[1].up.requires_grad_(True)))
     same()
 
