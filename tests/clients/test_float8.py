@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,6 @@ import laconic
 from laconic.codec.scaled import SCALED_FORMATS
 from tests.support import sharded_net
 from tests.support.launch import on_ranks
-
-pytestmark = pytest.mark.machine
 
 
 def import_torchao() -> Any:
@@ -73,61 +72,40 @@ def test_float8_weights_train_as_under_fsdp2() -> None:
     assert wire_dtypes == {torch.float8_e4m3fn, torch.float32}, "weights and biases"
 
 
-def make_ternary() -> nn.Module:
-    """A model whose weights cross in two bits, with one scale that is a mean over all ranks."""
-    import_torchao()
-    from torchao.prototype.quantized_training import bitnet_training
-    from torchao.quantization import quantize_
+def make_converted(kind: str) -> nn.Module:
+    """Two layers whose weights torchao converts: "ternary" ones cross in two bits, with one scale of all ranks.
 
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Sequential(nn.Linear(16, 48, bias=False), nn.GELU(), nn.Linear(48, 16, bias=False)))
-    quantize_(model, bitnet_training())
-    return model
-
-
-def make_mxfp8() -> nn.Module:
-    """A model whose weights cross in bfloat16, and are encoded as MXFP8 behind the gather."""
-    import_torchao()
-    from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
-    from torchao.quantization import quantize_
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Sequential(nn.Linear(64, 96, bias=False), nn.GELU(), nn.Linear(96, 64, bias=False)))
-    config = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
-    quantize_(model, config, filter_fn=lambda module, _: isinstance(module, nn.Linear))
-    return model
-
-
-def make_int8() -> nn.Module:
-    """A model whose weights cross in bfloat16, and are encoded as int8 behind the gather."""
-    import_torchao()
-    from torchao.prototype.quantized_training import int8_mixed_precision_training
-    from torchao.quantization import quantize_
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Sequential(nn.Linear(64, 96, bias=False), nn.GELU(), nn.Linear(96, 64, bias=False)))
-    quantize_(model, int8_mixed_precision_training())
-    return model
-
-
-def make_rowwise() -> nn.Module:
-    """A model whose weights cross in bfloat16, and are encoded by rows as float8 behind the gather."""
+    The others cross in bfloat16, and are encoded behind the gather: as MXFP8, as int8, or as float8 by rows.
+    """
     float8 = import_torchao()
+    from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
+    from torchao.prototype.quantized_training import bitnet_training, int8_mixed_precision_training
+    from torchao.quantization import quantize_
+
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Sequential(nn.Linear(64, 96, bias=False), nn.GELU(), nn.Linear(96, 64, bias=False)))
-    config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
-    return float8.convert_to_float8_training(model, config=config)
+    narrow, wide = (16, 48) if kind == "ternary" else (64, 96)
+    layers = nn.Linear(narrow, wide, bias=False), nn.GELU(), nn.Linear(wide, narrow, bias=False)
+    model = nn.Sequential(nn.Sequential(*layers))
+    if kind == "rowwise":
+        config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
+        return float8.convert_to_float8_training(model, config=config)
+    if kind == "mxfp8":
+        mxfp8 = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
+        quantize_(model, mxfp8, filter_fn=lambda module, _: isinstance(module, nn.Linear))
+    else:
+        quantize_(model, bitnet_training() if kind == "ternary" else int8_mixed_precision_training())
+    return model
 
 
+@pytest.mark.parametrize("kind", ["ternary", "mxfp8", "int8", "rowwise"])
 @on_ranks(2, local=1)
-def test_other_weights_of_torchao_train_as_under_fsdp2() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for make in (make_ternary, make_mxfp8, make_int8, make_rowwise):
-        _, wanted = train(torch_fully_shard, make, mp_policy=policy)
-        model, losses = train(laconic.fully_shard, make, mp_policy=policy)
-        assert losses == wanted, make
-        found = {bucket.form.dtype for bucket in sharded_net.buckets(model)}
-        assert found == {torch.uint8 if make is make_ternary else torch.bfloat16}, make
+def test_other_weights_of_torchao_train_as_under_fsdp2(kind: str) -> None:
+    make, policy = partial(make_converted, kind), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    _, wanted = train(torch_fully_shard, make, mp_policy=policy)
+    model, losses = train(laconic.fully_shard, make, mp_policy=policy)
+    assert losses == wanted
+    found = {bucket.form.dtype for bucket in sharded_net.buckets(model)}
+    assert found == {torch.uint8 if kind == "ternary" else torch.bfloat16}
 
 
 def test_formats_are_those_of_torchao() -> None:

@@ -19,8 +19,6 @@ from laconic import fully_shard
 from tests.support.jobs import SMALL_LLAMA
 from tests.support.launch import on_ranks
 
-pytestmark = pytest.mark.machine
-
 
 class Attention(nn.Module):
     def __init__(self, width: int, num_heads: int) -> None:

@@ -19,8 +19,6 @@ from tests.contestants import peers
 from tests.support.jobs import job
 from tests.support.launch import run_ranks
 
-pytestmark = pytest.mark.machine
-
 RANKS = RankInfo(rank=0, world_size=4, local_rank=0, num_local=2, num_nodes=2)
 CPU = torch.device("cpu")
 
@@ -32,6 +30,7 @@ def run(folder: Path, name: str, strategy: str, **sections: dict[str, Any]) -> C
     return job(folder, **sections)
 
 
+@pytest.mark.machine
 def test_two_ranks_train_as_under_fsdp2(tmp_path: Path) -> None:
     configs = [run(tmp_path, strategy, strategy, train={"steps": 2}) for strategy in ("fsdp2", "deepspeed")]
     fsdp2, deepspeed = run_ranks(peers.train, 2, *configs, local=1)[0]

@@ -12,9 +12,7 @@ from laconic.plan.machine import Simulator
 from laconic.plan.prediction import Refusal
 from laconic.plan.program import Shape, work_of
 from laconic.strategies.under import job_under
-from tests.plan.test_peers import LAYERS, SHAPES, estimated, job, model_numels, padded_numel, payload, predict, spec
-
-pytestmark = pytest.mark.machine
+from tests.plan.test_peers import LAYERS, estimated, job, model_numels, padded_numel, payload, predict, spec
 
 
 def padded(config: Any, ranks: int) -> int:
@@ -23,7 +21,7 @@ def padded(config: Any, ranks: int) -> int:
     return sum(-(-math.prod(shape) // ranks) * ranks for shape in shapes)
 
 
-@pytest.mark.parametrize(("nodes", "local"), SHAPES)
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 1)])
 def test_zero_3_moves_three_passes_but_for_what_stays_over_the_turn(nodes: int, local: int) -> None:
     """Weights move in forward and backward, but for those gathered ahead when forward ends; gradients once.
 
@@ -109,54 +107,36 @@ def test_diloco_holds_shards_and_momentum_between_steps() -> None:
     assert resting == {"optimizer": pytest.approx(3 * shards, rel=0.002)}
 
 
-def coordinator(numels: list[int], sizes: FetchSizes) -> tuple[Coordinator, list[list[int]], list[Parameter]]:
-    """A coordinator of modules with one parameter each, forward and backward; the messages that it sends; and these."""
-    machine = Simulator(spec(2, 2), device_type="cuda")
-    parameters = [
-        Parameter(
-            numel=numel, itemsize=4, partition_numel=numel, is_trained=True, has_two_dims=True, num_scales=1
-        )
-        for numel in numels
-    ]  # fmt: skip
-    order = [[each] for each in (*parameters, *parameters[::-1])]
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        # only the last module, which backward wants at once, is there already if it may stay
+        (FetchSizes(prefetch=0, max_live=3, max_reuse=0), [[0], [1], [2], [2], [1], [0]]),
+        # 0 is fetched, 1 ahead of it; then each step fetches one ahead; 2 is there at the turn, and stays
+        (FetchSizes(prefetch=1, max_live=2, max_reuse=0), [[0], [1], [2], [1], [0]]),
+        # with the distance of a whole model nothing is gathered twice
+        (FetchSizes(prefetch=0, max_live=9, max_reuse=6), [[0], [1], [2]]),
+    ],
+)
+def test_modules_are_fetched_as_worked_out_by_hand(sizes: FetchSizes, expected: list[list[int]]) -> None:
+    """One micro-batch of three modules with a parameter each, forward and backward."""
+    given: dict[str, Any] = {"itemsize": 4, "is_trained": True, "has_two_dims": True, "num_scales": 1}
+    parameters = [Parameter(numel=1, partition_numel=1, **given) for _ in range(3)]
     messages: list[list[int]] = []
 
     def send(members: Any) -> tuple[None, float]:
         messages.append([parameters.index(each) for each in members])
         return None, 0.0
 
-    return Coordinator(machine, order, sizes, send, lambda parameter: None), messages, parameters
-
-
-def run(found: Coordinator) -> None:
-    """One micro-batch."""
+    order, machine = [[each] for each in (*parameters, *parameters[::-1])], Simulator(spec(2, 2), device_type="cuda")
+    found = Coordinator(machine, order, sizes, send, lambda parameter: None)
     found.begin()
     for step in range(len(found.order)):
         found.fetch()
         found.release(step)
     found.end()
-
-
-def test_without_prefetch_every_module_is_gathered_twice() -> None:
-    """Only the last module, which backward wants at once, is there already if it may stay."""
-    found, messages, _ = coordinator([1, 1, 1], FetchSizes(prefetch=0, max_live=3, max_reuse=0))
-    run(found)
-    assert messages == [[0], [1], [2], [2], [1], [0]]
-
-
-def test_prefetch_gathers_ahead_and_keeps_what_it_skips() -> None:
-    """By hand: 0 is fetched, 1 ahead of it; then each step fetches one ahead; 2 is there at the turn, and stays."""
-    found, messages, parameters = coordinator([1, 1, 1], FetchSizes(prefetch=1, max_live=2, max_reuse=0))
-    run(found)
-    assert messages == [[0], [1], [2], [1], [0]]
+    assert messages == expected
     assert all(each.message is None for each in parameters)
-
-
-def test_a_long_reuse_distance_keeps_everything() -> None:
-    """With the distance of a whole model nothing is gathered twice."""
-    found, messages, _ = coordinator([1, 1, 1], FetchSizes(prefetch=0, max_live=9, max_reuse=6))
-    run(found)
-    assert messages == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize(

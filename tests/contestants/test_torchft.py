@@ -17,8 +17,6 @@ from tests.contestants import peers
 from tests.support.jobs import job
 from tests.support.launch import run_ranks
 
-pytestmark = pytest.mark.machine
-
 RANKS = RankInfo(rank=0, world_size=4, local_rank=0, num_local=2, num_nodes=2)
 LOCAL = {"mode": "local", "every": 4, "fragments": 2, "codec": "fp32"}
 
@@ -30,6 +28,7 @@ def run(folder: Path, strategy: str, **sections: dict[str, Any]) -> Config:
 
 if sys.version_info < (3, 14):  # torchft has no wheel for Python 3.14, and `make install` leaves it out there
 
+    @pytest.mark.machine
     @pytest.mark.timeout(240)  # four ranks import torchft, on a machine that may be busy
     def test_two_islands_of_two_ranks_take_the_steps_of_laconics_islands(tmp_path: Path) -> None:
         """Evaluations see the outer parameters in the middle of an interval, too."""

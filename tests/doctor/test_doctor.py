@@ -8,19 +8,17 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from laconic.doctor import judgements
 from laconic.doctor.facts import Interface, RankFacts, named_interfaces
-from laconic.doctor.judgements import Finding, Kind, judge_facts
+from laconic.doctor.judgements import Finding, judge_facts
 from laconic.doctor.probes import Measured, turns
 from laconic.lab import Lab
 from laconic.plan.cluster_file import parse_cluster
 from tests.support.planted import examine, open_lab
-
-pytestmark = pytest.mark.machine
 
 LO = Interface(addresses=("127.0.0.1", "::1"), is_up=True, bits_per_s=None)
 ETH = Interface(addresses=("10.0.0.1",), is_up=True, bits_per_s=10e9)
@@ -55,6 +53,7 @@ def lab() -> Iterator[Lab]:
         yield lab
 
 
+@pytest.mark.machine
 def test_a_healthy_lab_has_no_finding(lab: Lab, tmp_path: Path) -> None:
     code, said, found = examine(lab, tmp_path)
     assert (code, found) == (0, []), said
@@ -67,6 +66,7 @@ def test_a_healthy_lab_has_no_finding(lab: Lab, tmp_path: Path) -> None:
     assert said.endswith("all is well\n")
 
 
+@pytest.mark.machine
 def test_seven_faults_of_a_node_are_found_together(lab: Lab, tmp_path: Path) -> None:
     faults = ["slow-link", "memlock", "clock", "versions", "disk", "host-memory", "slow-node"]
     code, said, found = examine(lab, tmp_path, *faults)
@@ -79,6 +79,7 @@ def test_seven_faults_of_a_node_are_found_together(lab: Lab, tmp_path: Path) -> 
     assert f"{tmp_path}: " in said
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize(("fault", "text"), [("loopback", "lo, which reaches this"), ("missing", "no interface")])
 def test_a_wrong_interface_is_found_before_ranks_hang(lab: Lab, tmp_path: Path, fault: str, text: str) -> None:
     code, said, found = examine(lab, tmp_path, fault)
@@ -88,6 +89,7 @@ def test_a_wrong_interface_is_found_before_ranks_hang(lab: Lab, tmp_path: Path, 
     assert "nothing was measured" in said
 
 
+@pytest.mark.machine
 def test_a_cluster_file_that_cannot_be_written_is_refused_before_the_measurement(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "laconic.cli", "doctor", "--out", str(tmp_path / "none" / "cluster.toml")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
@@ -132,28 +134,21 @@ def test_a_fault_of_one_node_is_one_finding(changed: dict[str, Any], kind: str, 
     assert "node 1" in findings[0].what or "rank 2, 3" in findings[0].what
 
 
-def test_other_devices_and_devices_in_use_are_found() -> None:
+def test_what_is_no_fault_is_not_found_and_each_device_is_told() -> None:
+    """A processor locks nothing, and ranks of one machine may talk over loopback."""
+    small = [replace(own, locked_bytes=65536, device_type="cpu", device_bytes=0) for own in healthy()]
+    assert judge_facts(small) == []
+    assert judge_facts([replace(own, chosen={"GLOO_SOCKET_IFNAME": "lo"}) for own in healthy(nodes=1)]) == []
     assert kinds(judge_facts(healthy(device="A100"))) == [("devices", "warning")]
     assert kinds(judge_facts(healthy(free_device_bytes=40 * 10**9))) == [("device-memory", "warning")] * 2
 
 
-def test_a_processor_locks_nothing_so_equal_small_limits_are_no_fault() -> None:
-    small = [replace(own, locked_bytes=65536, device_type="cpu", device_bytes=0) for own in healthy()]
-    assert judge_facts(small) == []
-
-
-def test_one_machine_may_talk_over_loopback() -> None:
-    alone = [replace(own, chosen={"GLOO_SOCKET_IFNAME": "lo"}) for own in healthy(nodes=1)]
-    assert judge_facts(alone) == []
-
-
-def test_values_of_nccl_are_prefixes_exact_names_or_exclusions() -> None:
-    names = ["lo", "eth0", "eth1", "docker0"]
-    assert named_interfaces("eth", names) == ["eth0", "eth1"]
-    assert named_interfaces("=eth", names) == []
-    assert named_interfaces("=eth1", names) == ["eth1"]
-    assert named_interfaces("^docker,lo", names) == ["eth0", "eth1"]
-    assert named_interfaces("eth1,eth0", names) == ["eth0", "eth1"]
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [("eth", "eth0 eth1"), ("=eth", ""), ("=eth1", "eth1"), ("^docker,lo", "eth0 eth1"), ("eth1,eth0", "eth0 eth1")],
+)
+def test_values_of_nccl_are_prefixes_exact_names_or_exclusions(value: str, names: str) -> None:
+    assert named_interfaces(value, ["lo", "eth0", "eth1", "docker0"]) == names.split()
 
 
 def links(nodes: int, slow: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
@@ -246,8 +241,3 @@ def test_an_unreachable_node_is_named() -> None:
     (finding,) = judgements.judge_unreachable(healthy(), [(0, 1, "10.0.0.2: timed out")])
     assert finding.stops
     assert "node 0 (box) cannot connect to node 1 (box) at 10.0.0.2: timed out" in str(finding)
-
-
-def test_the_page_has_a_line_for_each_kind() -> None:
-    page = (Path(__file__).parents[2] / "docs/doctor.md").read_text()
-    assert set(re.findall(r"^\| `([a-z-]+)` \|", page, re.M)) == set(get_args(Kind))
