@@ -282,15 +282,15 @@ def lives_of_readers(folder: Path, num_kills: int) -> int:
         return apply(*arguments)
 
     for begins, every in ((lambda: True, 97), (lambda: bool(applies), 1)):
-        call, goal = 1, kills + num_kills // 2
+        call, start, goal = 1, 0, kills + num_kills // 2
         while kills < goal:
-            held = copy.deepcopy(versions[kills % newest])
+            held = copy.deepcopy(versions[start % newest])
             applies.clear()
             try:
                 with mock.patch.object(Reader, "apply", noted):
                     at_call(call, _die, begins)
                     update(folder, held)
-                call = 1  # it has ended before
+                call, start = 1, start + 1  # it has ended before
             except _KilledError:
                 kills, call = kills + 1, call + every
             finally:
