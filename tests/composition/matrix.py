@@ -170,6 +170,11 @@ def cells() -> list[Cell]:
     return list(found)
 
 
+def quick_cells(strategy: str) -> list[Cell]:
+    """Those of a strategy that do not compile."""
+    return [cell for cell in cells() if cell.strategy == strategy and "compile" not in cell.features]
+
+
 def sample() -> list[Cell]:
     """Some of `cells`: every strategy with all features that fit, and every other part and refusal once or more."""
     tried = cells()

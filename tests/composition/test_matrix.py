@@ -1,154 +1,51 @@
-"""A cell of the matrix trains as the unsharded model does, or it is refused by name before the first step."""
+"""The table of combinations: which tier tries a cell, what its oracles tell apart, and what the page says."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections import Counter
 
 import pytest
-import torch
-import torch._dynamo
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
-import laconic
-from tests.composition import page
-from tests.composition.job import batch, build, error, num_steps, optimizer_of, run_cell, stage_optimizer, stages_of
+from tests.composition import page, test_caches, test_cyclic, test_islands
+from tests.composition.compare import assert_right, differences, oracle_on
+from tests.composition.job import batch, build, error, num_steps, optimizer_of
 from tests.composition.matrix import (
-    CACHES,
-    CODED,
-    CYCLIC,
     FEATURES,
-    ISLANDS,
     OPTIMIZERS,
     REFUSALS,
     STRATEGIES,
     Cell,
     cells,
+    quick_cells,
     refusals_of,
     sample,
 )
-from tests.composition.oracle import expected
-from tests.support.launch import run_ranks
-
-Result = tuple[str, dict[str, Tensor], int]
-CODED_SHARE = 0.45
-"""The most by which a run with coded crossings may end off, as a share of the way that the exact run has gone."""
 
 
-def job_cells(chosen: list[Cell]) -> list[Result]:
-    """For every cell the text of its refusal, this rank's parameters, and the number of graphs it compiled."""
-    torch._dynamo.config.recompile_limit = 64
-    if any(cell.strategy in CYCLIC for cell in chosen):
-        check_states()
-    return [_run(cell) for cell in chosen]
-
-
-def _run(cell: Cell) -> Result:
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    try:
-        text, parameters = "", run_cell(cell)
-    except ValueError as refusal:
-        text, parameters = str(refusal), {}
-    return text, parameters, torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
-
-
-def check_states() -> None:
-    """Islands sync around cyclic runs only if every worker holds all parameters, and do not recover."""
-    cell = Cell("cyclic", "AdamW")
-    mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "worker")), build(cell, 0)
-    run = laconic.CyclicDataParallel(
-        stages_of(cell, model), error, stage_optimizer(cell), mesh["worker"], states="sharded"
-    )
-    with pytest.raises(ValueError, match=r'states="sharded" and LocalSteps: .* use states="replicated"'):
-        laconic.LocalSteps(model, run.optimizer, mesh=laconic.init_mesh("cpu", islands=2))
-    with pytest.raises(ValueError, match=r"recovery= and the optimizer of a cyclic run.*save checkpoints of the run"):
-        laconic.LocalSteps(model, run.optimizer, mesh=laconic.init_mesh("cpu", islands=2), recovery="unused")
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(400)  # a hundred cells, on however few cores
-@pytest.mark.parametrize("kind", ["caches", "islands", "cyclic", "compile"])
-def test_every_cell(kind: str) -> None:
-    strategies = {"caches": CACHES, "islands": ISLANDS, "cyclic": CYCLIC, "compile": STRATEGIES}[kind]
-    is_compiled = kind == "compile"
-    chosen = [cell for cell in cells() if cell.strategy in strategies and ("compile" in cell.features) == is_compiled]
-    assert len(chosen) >= 16
-    num_compiled = assert_right(chosen)
-    assert num_compiled > 5 * is_compiled - 1, "cells with equal guards share graphs, but not all do"
+def test_each_cell_has_its_tier() -> None:
+    """Without `compile` it runs in `make test`, once, and so do each part and each refusal."""
+    tried = Counter[Cell]()
+    for room in (test_caches, test_islands, test_cyclic):
+        [mark] = room.test_every_cell.pytestmark  # type: ignore[attr-defined]
+        assert mark.name == "parametrize", "no marker of another tier"
+        assert not hasattr(room, "pytestmark")
+        tried.update(cell for strategy in mark.args[1] for cell in quick_cells(strategy))
+    compiled = Counter(cell for cell in cells() if "compile" in cell.features)
+    assert tried + compiled == Counter(cells())
+    assert set().union(*(cell.parts for cell in tried)) == {*STRATEGIES, *OPTIMIZERS, *FEATURES} - {"compile"}
+    assert {index for cell in tried for index in refusals_of(cell.parts)} == set(range(len(REFUSALS)))
 
 
 @pytest.mark.machine
-def test_a_sample_of_the_cells() -> None:
-    chosen = sample()
-    assert set().union(*(cell.parts for cell in chosen)) == {*STRATEGIES, *OPTIMIZERS, *FEATURES}
-    assert assert_right(chosen) == 1
+def test_a_sample_of_the_cells_on_processes() -> None:
+    assert assert_right(sample()) == 1, "one of them compiles"
 
 
-def assert_right(chosen: list[Cell]) -> int:
-    """Run cells on four ranks, and compare all; return the number of those that compiled a graph."""
-    results_of_ranks = run_ranks(job_cells, 4, chosen, local=2, timeout_s=380)
-    wrong = [
-        f"{cell} on rank {rank}: {fault}"
-        for rank, results in enumerate(results_of_ranks)
-        for cell, result in zip(chosen, results, strict=True)
-        for fault in faults(cell, result, rank)
-    ]
-    assert not wrong, f"{len(wrong)} faults:\n" + "\n".join(wrong[:40])
-    return sum(graphs > 0 for _, _, graphs in results_of_ranks[0])
-
-
-def faults(cell: Cell, result: Result, rank: int) -> Iterator[str]:
-    """Compare a cell's result with the table and with the oracle."""
-    text, got, graphs = result
-    refusals = [REFUSALS[index] for index in refusals_of(cell.parts)]
-    if refusals:
-        if not any(each.message in text and each.remedy in text for each in refusals):
-            yield text or "not refused"
-    elif text:
-        yield text
-    else:
-        if graphs and "compile" not in cell.features:
-            yield "compiled, but not asked to"
-        compare = strays if cell.strategy in CODED else differences
-        yield from compare(cell, got, oracle_on(cell, rank))
-
-
-def oracle_on(cell: Cell, rank: int) -> dict[str, Tensor]:
-    islands = expected(cell)
-    return islands[rank // 2 if len(islands) > 1 else 0]
-
-
-def tolerance(cell: Cell) -> float:
-    """Rounding enlarges differences of the last bit: AdamW8bit rounds with a seed from the values, Muon to bf16."""
-    is_rounded = cell.optimizer in ("AdamW8bit", "Muon") or "mixed precision" in cell.features
-    return 3e-3 if is_rounded else 2e-5
-
-
-def differences(cell: Cell, got: dict[str, Tensor], want: dict[str, Tensor], factor: float = 1) -> Iterator[str]:
-    if got.keys() != want.keys():
-        yield f"parameters {sorted(got)}, expected {sorted(want)}"
-        return
-    for name, value in want.items():
-        distance = (got[name] - value).abs().max().item()
-        if not distance <= factor * tolerance(cell):
-            yield f"{name} differs by {distance:.2g}"
-
-
-def strays(cell: Cell, got: dict[str, Tensor], want: dict[str, Tensor]) -> Iterator[str]:
-    """Crossings in four bits go the way of exact ones, but for a part of the distance."""
-    if got.keys() != want.keys():
-        yield f"parameters {sorted(got)}, expected {sorted(want)}"
-        return
-    start = dict(build(cell, 0).named_parameters())
-    off, way = (
-        math.sqrt(sum((ends[name] - begins[name]).square().sum().item() for name in want))
-        for ends, begins in ((got, want), (want, start))
-    )
-    if not off <= CODED_SHARE * way:
-        yield f"parameters are {off:.2g} off after {way:.2g}"
-    if all(torch.equal(got[name], value) for name, value in want.items()):
-        yield "nothing was coded"
+@pytest.mark.campaign
+@pytest.mark.timeout(400)  # on however few cores
+def test_every_cell_that_compiles() -> None:
+    num_compiled = assert_right([cell for cell in cells() if "compile" in cell.features])
+    assert num_compiled > 5, "cells with equal guards share graphs, but not all do"
 
 
 def test_the_oracles_differ_by_more_than_the_tolerance() -> None:
