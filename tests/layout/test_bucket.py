@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import math
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-import laconic
 from laconic.layout.bucket import (
     BucketLayout,
     DerivedLayout,
@@ -26,9 +20,6 @@ from laconic.layout.bucket import (
     row_block,
 )
 from laconic.layout.packing import plan_bucket
-from laconic.ragged.spec import RaggedSpec
-from laconic.ragged.tensor import RaggedTensor
-from tests.support.launch import run_ranks
 
 SHAPE = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -71,12 +62,6 @@ def test_an_extent_lies_where_the_bucket_has_it(shapes: list[tuple[int, int]], n
     assert torch.equal(bucket, shards.flatten())
 
 
-def test_the_offset_of_a_missing_extent_is_zero() -> None:
-    layout = plan([(3,)], 4)
-    assert layout.extent(0, 2) is None
-    assert layout.offset_in_shard(0, 2) == 0
-
-
 def test_sizes_of_a_layout() -> None:
     slots = (Slot(name="a", shape=(2, 3), block=3, offset=0), Slot(name="b", shape=(), block=1, offset=8))
     layout = BucketLayout(slots=slots, num_shards=3, shard_numel=4)
@@ -107,19 +92,6 @@ def test_a_few_boxes_cover_an_extent_exactly_and_in_order(data: st.DataObject, s
         assert flat[window].shape == sizes
     assert covered == list(range(start, stop))
     assert len(parts) <= max(1, 2 * (len(shape) - 1) + 1)
-
-
-def test_boxes_of_every_extent_of_a_small_tensor() -> None:
-    shape = (3, 2, 4)
-    flat = torch.arange(24).view(shape)
-    for start, stop in itertools.combinations(range(25), 2):
-        parts = boxes(shape, Extent(start, stop))
-        covered = [
-            flat[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))].flatten()
-            for offsets, sizes in parts
-        ]
-        assert torch.cat(covered).tolist() == list(range(start, stop))
-        assert len(parts) <= 5
 
 
 # -- derived -----------------------------------------------------------------------------------------------------------
@@ -165,46 +137,6 @@ def test_a_cut_inside_a_block_is_refused(shape: tuple[int, ...], block: int, ele
         ValueError, match=rf"weight of shape .* blocks? of {elements} elements .*granularity=laconic\.{remedy}"
     ):
         DerivedLayout(base=base, index=0, shape=(60 // elements,), elements=elements, items=1)
-
-
-def _scales(runs: int, items: int) -> tuple[RaggedTensor, Tensor]:
-    """The (runs, items) entries of a (7 runs, 3) tensor, cut over the mesh, and the same entries as a plain tensor."""
-    from laconic.comm.cluster import Cluster
-
-    cluster = Cluster.of(laconic.init_mesh("cpu"))
-    base = plan_bucket(["a", "w"], [(5,), (7 * runs, 3)], [1, 21], num_shards=cluster.size, itemsize=4)
-    layout = DerivedLayout(base=base, index=1, shape=(runs, items), elements=21, items=items)
-    spec = RaggedSpec(cluster=cluster, layout=layout, index=0)
-    whole = torch.arange(runs * items, dtype=torch.float32).view(runs, items) + 1
-    return RaggedTensor(spec.part_of(whole).clone(), spec), whole
-
-
-def _use(folder: str) -> tuple[bool, ...]:
-    scales, whole = _scales(5, 2)
-    doubled = torch.zeros_like(scales).copy_(scales).mul_(2)
-    twin = copy.deepcopy(scales)
-    twin.zero_()
-    dcp.save({"scales": scales}, checkpoint_id=folder)
-    dcp.load({"scales": twin}, checkpoint_id=folder)
-    return (
-        torch.equal(scales.full_tensor(), whole),
-        torch.equal(doubled.full_tensor(), 2 * whole),
-        torch.equal(twin.full_tensor(), whole),
-        bool(torch.linalg.vector_norm(scales) == torch.linalg.vector_norm(whole)),
-    )
-
-
-def _load(folder: str) -> bool:
-    scales, whole = _scales(5, 2)
-    scales.zero_()
-    dcp.load({"scales": scales}, checkpoint_id=folder)
-    return torch.equal(scales.full_tensor(), whole)
-
-
-def test_entries_are_gathered_copied_and_saved_like_any_tensor(tmp_path: Path) -> None:
-    """Through torch's checkpoints to another number of ranks, some of which hold nothing."""
-    assert run_ranks(_use, 3, str(tmp_path), local=1) == [(True, True, True, True)] * 3
-    assert run_ranks(_load, 6, str(tmp_path), local=3) == [True] * 6
 
 
 def test_a_selection_may_be_cut_anywhere() -> None:

@@ -57,12 +57,13 @@ def test_a_block_without_elements_is_refused(make: Any, count: int) -> None:
         make(count)
 
 
-def test_default_is_one_row() -> None:
-    assert resolve(None, parameters(w=(6, 5), b=(7,))).numels == (5, 1)
+def of_names(name: str, parameter: Tensor) -> Any:
+    return rows(2) if name == "w" else parameter.numel()
 
 
-def test_one_block_for_all() -> None:
-    assert resolve(whole(), parameters(w=(6, 5), b=(7,))).numels == (30, 7)
+@pytest.mark.parametrize(("granularity", "numels"), [(None, (5, 1)), (whole(), (30, 7)), (of_names, (10, 7))])
+def test_a_block_for_all_or_a_function_of_names(granularity: Any, numels: tuple[int, ...]) -> None:
+    assert resolve(granularity, parameters(w=(6, 5), b=(7,))).numels == numels
 
 
 def test_the_first_pattern_that_matches_counts() -> None:
@@ -73,13 +74,6 @@ def test_the_first_pattern_that_matches_counts() -> None:
     assert found.numels == (10, 30, 3, 4), "a parameter that no pattern matches gets one row"
     assert found.used == {"mlp.*", "*.w", "*.b"}
     check_matched([found])
-
-
-def test_a_function_may_return_elements_or_a_block() -> None:
-    def granularity(name: str, parameter: Tensor) -> Any:
-        return rows(2) if name == "w" else parameter.numel()
-
-    assert resolve(granularity, parameters(w=(6, 5), b=(7,))).numels == (10, 7)
 
 
 @pytest.mark.parametrize("size", [0, -3, 31])
@@ -95,15 +89,12 @@ def test_other_values_are_refused() -> None:
         resolve({"*": 32}, parameters(w=(6, 5)))  # type: ignore[dict-item]
 
 
-def test_a_pattern_must_match_somewhere_in_the_model() -> None:
+def test_a_pattern_must_match_somewhere_and_be_the_first() -> None:
     mapping = {"mlp.*": rows(2), "*.attention": whole()}
     units = [resolve(mapping, parameters(mlp_w=(6, 5))), resolve(mapping, parameters(head_w=(6, 5)))]
     with pytest.raises(ValueError, match=r"'\*.attention' matches no parameter. Patterns see names .*: head.w, mlp.w$"):
         check_matched(units)
     check_matched([*units, resolve(mapping, parameters(x_attention=(2, 2)))])
-
-
-def test_a_pattern_that_an_earlier_one_hides_is_named() -> None:
     hidden = resolve({"*": rows(2), "mlp.*": whole()}, parameters(mlp_w=(6, 5)))
     with pytest.raises(ValueError, match=r"'mlp.\*' is never used: .* such as mlp.w, matches an earlier pattern"):
         check_matched([hidden])
@@ -163,8 +154,3 @@ def test_adapters_are_cut_anywhere_by_default() -> None:
     (bucket,) = module._laconic_unit.buckets
     assert bucket.layout.padding * 200 <= bucket.layout.numel
     assert [slot.name for slot in bucket.layout.slots] == ["0.weight", "1.weight"]
-
-
-def test_a_block_is_one_of_its_unit_by_default() -> None:
-    assert Block(unit="rows") == rows(1)
-    assert Block(unit="elements") == elements(1)
