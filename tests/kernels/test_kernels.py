@@ -2,101 +2,96 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from tests.kernels.apart import told
 
-pytestmark = pytest.mark.machine
+pytestmark = [pytest.mark.machine, pytest.mark.timeout(300)]  # of compilations, and of triton's slow interpreter
 
-MOST_REGISTERS = 96
+OF_PAYLOADS = {"payload", "payload_words", "all_words", "nbytes"}
+OF_TENSORS = {"stride", "num_tiles", "known"}
+OF_GRADIENTS = {"message", "nbytes", "num_blocks", "whole"}
+"""The arguments that vary with what has changed, and with the number of values: no kernel is compiled for each."""
 
 
-def takes_little(*architectures: str) -> None:
-    """No spills, few registers, and each value is read once and written once."""
-    found = told("tests.kernels.compiled", *architectures, timeout_s=280)
-    assert {name.rpartition(", ")[2] for name in found} == set(architectures)
-    assert len(found) == len(architectures) * (6 * 2 * 4 + 2 * 4 + 5 * 2 + 2)
+def of_codecs(name: str, facts: dict[str, Any], moved: dict[str, float]) -> None:
+    """Each value is read once and written once."""
+    assert facts["spilled"] == 0
+    assert facts["registers"] <= 96
+    if not name.startswith("AdamW8bit"):
+        what = name.split(", ")[1]
+        assert (moved.get("reads values") == 4) == (what in ("encode", "difference"))
+        assert (moved.get("reads base") == 4) == (what == "difference")
+        assert (moved.get("writes out") == 4) == (what in ("decode", "sum"))
+        assert (moved.get("reads out") == 4) == (what == "sum")
+        assert moved.get("reads codes", 0) + moved.get("writes codes", 0) <= 1
+
+
+def of_tiles(name: str, facts: dict[str, Any], moved: dict[str, float]) -> None:
+    """Of memory outside a cache each value is read once, and at most 12 bytes are moved for it."""
+    form, kernel, *_ = name.split(", ")
+    assert facts["spilled"] <= 80 * ("FP4" in form), "for two patterns a byte, which no wire sends"
+    assert facts["registers"] <= 128, "a program has 512 threads, and a multiprocessor holds one"
+    assert facts["orders_programs"] == (kernel == "write")
+    compiled_for = set(facts["compiled_for"])
+    assert not compiled_for & (OF_PAYLOADS | OF_TENSORS | ({"new"} if kernel == "gather" else set()))
+    if kernel not in ("write", "read"):  # others are over few tiles, or over tables
+        return
+    nbytes = {"lossless bf16": 2, "lossless FP4 pairs": 0.5}.get(form, 1)
+    assert moved["reads held"] == nbytes
+    assert moved.get("reads new", 0) == nbytes * (kernel == "write")
+    assert moved.get("reads last", 0) == (", last" in name)
+    assert moved.get("writes out", 0) == nbytes * (kernel == "read")
+    # the table has 192 bytes, and a payload is some bits a value, which several threads ask for
+    cached = sum(each for what, each in moved.items() if what.split()[-1] in ("table", "payload", "payload_words"))
+    assert facts["bytes_a_value"] - cached <= 12
+
+
+def of_gradients(name: str, facts: dict[str, Any], moved: dict[str, float]) -> None:
+    """Values and what is written of them are moved once by each kernel that needs them."""
+    form, kernel, _ = name.split(", ")
+    nbytes = 4 if form.endswith("32") else 2
+    assert facts["spilled"] == 0
+    assert facts["registers"] <= 128, "a program has 128 threads, and a multiprocessor holds four"
+    assert not set(facts["compiled_for"]) & OF_GRADIENTS
+    # each thread reads the last value, too
+    assert 0 <= moved.get("reads values", 0) - nbytes * (kernel in ("measure", "write")) < 0.1 * nbytes
+    assert moved.get("writes out", 0) == nbytes * (kernel == "read")
+    # of counts all threads read the same; a message of the values themselves has nothing else
+    others = sum(each for what, each in moved.items() if what.endswith(("ends", "counts", "length", "_values")))
+    assert facts["bytes_a_value"] - others <= 2 * nbytes + 1.25
+
+
+@pytest.mark.parametrize("gpus", [("sm_90",), pytest.param(("sm_80", "sm_100"), marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    ("kind", "num", "check"),
+    [
+        ((), 6 * 2 * 4 + 2 * 4 + 5 * 2 + 2, of_codecs),
+        (("lossless",), 4 * 2 * 3 + 3, of_tiles),
+        (("gradients",), 3 * 4 + 1, of_gradients),
+    ],
+)
+def test_kernels_compile_and_take_little(
+    kind: tuple[str, ...], num: int, check: Callable[..., None], gpus: tuple[str, ...]
+) -> None:
+    found = told("tests.kernels.compiled", *kind, *gpus, timeout_s=280)
+    assert {name.rpartition(", ")[2] for name in found} == set(gpus)
+    assert len(found) == len(gpus) * num
     for name, facts in found.items():
-        assert facts["spilled"] == 0, name
-        assert facts["registers"] <= MOST_REGISTERS, name
-        if not name.startswith("AdamW8bit"):
-            moved = facts["moved"]
-            what = name.split(", ")[1]
-            assert (moved.get("reads values") == 4) == (what in ("encode", "difference")), name
-            assert (moved.get("reads base") == 4) == (what == "difference"), name
-            assert (moved.get("writes out") == 4) == (what in ("decode", "sum")), name
-            assert (moved.get("reads out") == 4) == (what == "sum"), name
-            assert moved.get("reads codes", 0) + moved.get("writes codes", 0) <= 1, name
+        print(name)  # for a failure
+        check(name, facts, facts["moved"])
 
 
-@pytest.mark.timeout(300)  # of 68 compilations
-def test_every_kernel_compiles_for_an_h100() -> None:
-    takes_little("sm_90")
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(300)
-def test_every_kernel_compiles_for_the_gpus_that_people_have() -> None:
-    takes_little("sm_80", "sm_100")
-
-
-@pytest.mark.timeout(300)  # triton's interpreter is slow
-def test_every_kernel_has_the_bits_of_its_twin() -> None:
+def test_kernels_of_codecs_have_the_bits_of_their_twins() -> None:
     found = told("tests.kernels.interpreted", TRITON_INTERPRET="1", timeout_s=280)
     assert found["different"] == {}
     assert found["compared"] > 1000
     assert set(found["kernels_a_piece"].values()) == {1}
 
 
-MOST_REGISTERS_OF_TILES = 128
-"""Of kernels whose programs have 512 threads: so many that a multiprocessor holds one."""
-
-
-SPILLED_OF_PAIRS = 80
-"""The bytes that kernels may spill for two patterns a byte, which no wire sends."""
-
-
-OF_PAYLOADS = {"payload", "payload_words", "all_words", "nbytes"}
-OF_TENSORS = {"stride", "num_tiles", "known"}
-"""The arguments that vary with what has changed, and with the number of values: no kernel is compiled for each."""
-
-
-def takes_little_of_tiles(*architectures: str) -> None:
-    """No spills, and of memory outside a cache each value is read once, and at most 12 bytes are moved for it."""
-    found = told("tests.kernels.compiled", "lossless", *architectures, timeout_s=280)
-    assert len(found) == len(architectures) * (4 * 2 * 3 + 3)
-    for name, facts in found.items():
-        form, kernel, *_ = name.split(", ")
-        assert facts["spilled"] <= SPILLED_OF_PAIRS * ("FP4" in form), name
-        assert facts["registers"] <= MOST_REGISTERS_OF_TILES, name
-        assert facts["orders_programs"] == (kernel == "write"), name
-        compiled_for = set(facts["compiled_for"])
-        assert not compiled_for & (OF_PAYLOADS | OF_TENSORS | ({"new"} if kernel == "gather" else set())), name
-        if kernel not in ("write", "read"):  # others are over few tiles, or over tables
-            continue
-        moved = facts["moved"]
-        nbytes = {"lossless bf16": 2, "lossless FP4 pairs": 0.5}.get(form, 1)
-        assert moved["reads held"] == nbytes, name
-        assert moved.get("reads new", 0) == nbytes * (kernel == "write"), name
-        assert moved.get("reads last", 0) == (", last" in name), name
-        assert moved.get("writes out", 0) == nbytes * (kernel == "read"), name
-        # the table has 192 bytes, and a payload is some bits a value, which several threads ask for
-        cached = sum(each for what, each in moved.items() if what.split()[-1] in ("table", "payload", "payload_words"))
-        assert facts["bytes_a_value"] - cached <= 12, name
-
-
-@pytest.mark.timeout(300)  # of 27 compilations
-def test_lossless_kernels_compile_for_an_h100() -> None:
-    takes_little_of_tiles("sm_90")
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(300)
-def test_lossless_kernels_compile_for_the_gpus_that_people_have() -> None:
-    takes_little_of_tiles("sm_80", "sm_100")
-
-
-@pytest.mark.timeout(300)  # triton's interpreter is slow
 def test_lossless_kernels_have_the_bytes_of_their_twin() -> None:
     found = told("tests.kernels.lossless", TRITON_INTERPRET="1", timeout_s=280)
     assert found["different"] == []
@@ -108,3 +103,16 @@ def test_lossless_kernels_have_the_bytes_of_their_twin() -> None:
         assert takes.pop("triton") == kernels
         assert takes.pop("reads of the host", 0) == reads
         assert sum(takes.values()) <= (4 if "message" in way else 2), "of torch, on few numbers, or a copy of a payload"
+
+
+def test_gradient_kernels_have_the_bytes_of_their_twin() -> None:
+    found = told("tests.kernels.gradients", TRITON_INTERPRET="1", timeout_s=280)
+    assert found["different"] == []
+    assert found["compared"] > 300
+    assert found["takes"] == {
+        "encode": {"triton": 2, "aten::cumsum": 1}, "decode": {"triton": 3, "aten::cumsum": 2},
+    }, "and no read of the host"  # fmt: skip
+
+
+def test_a_codec_calls_its_kernels_once_for_tensors_on_cuda() -> None:
+    assert told("tests.kernels.chosen", TRITON_INTERPRET="1") == {}

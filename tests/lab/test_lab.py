@@ -69,7 +69,7 @@ def test_interfaces_count_the_bytes_that_were_sent(lab: Lab, rate_bits_per_s: fl
     assert receiver.sent_bytes < 0.02 * num_bytes, "acknowledgements alone"
 
 
-@pytest.mark.parametrize("rate_bits_per_s", [20e6, 200e6, 1e9])
+@pytest.mark.parametrize("rate_bits_per_s", [20e6, 1e9])
 def test_no_more_passes_than_the_rate_allows(lab: Lab, rate_bits_per_s: float) -> None:
     """The test checks the upper limit only: the lower limit depends on other users of the cores."""
     lab.set_rate(rate_bits_per_s)
@@ -77,9 +77,6 @@ def test_no_more_passes_than_the_rate_allows(lab: Lab, rate_bits_per_s: float) -
     num_bytes = int(rate_bits_per_s / 8)
     seconds = float(transfer(lab, num_bytes).nodes[0].output)
     assert num_bytes * 8 / seconds < 1.05 * rate_bits_per_s
-    lab.set_rate(None)
-    unshaped_seconds = float(transfer(lab, num_bytes).nodes[0].output)
-    assert unshaped_seconds < seconds
 
 
 def test_senders_share_the_link_of_their_receiver() -> None:
@@ -94,28 +91,21 @@ def test_an_idle_wire_is_silent(lab: Lab) -> None:
     assert [node.sent_bytes for node in result.nodes] == [0, 0]
 
 
-def test_a_node_sees_its_own_interface_and_nothing_of_the_host(lab: Lab) -> None:
-    result = python(lab, "import socket; print(sorted(name for _, name in socket.if_nameindex()))")
-    assert [node.output for node in result.nodes] == ["['lo', 'wire0']\n"] * 2
+_SEEN = """
+import os, socket
+print(sorted(name for _, name in socket.if_nameindex()))
+print(socket.getnameinfo(("::ffff:10.77.0.2", 1), socket.NI_NAMEREQD)[0])
+print(os.readlink("/proc/self") == str(os.getpid()))
+print(*map(os.environ.get, ["LACONIC_LAB_NODE", "GLOO_SOCKET_IFNAME", "FROM_OUTSIDE", "GIVEN"]))
+"""
 
 
-def test_addresses_have_names(lab: Lab) -> None:
-    """Without names torch asks an unreachable name server for every connection, and complains."""
-    result = python(lab, "import socket; print(socket.getnameinfo(('::ffff:10.77.0.2', 1), socket.NI_NAMEREQD)[0])")
-    assert [node.output for node in result.nodes] == ["node1\n"] * 2
-
-
-def test_processes_know_their_own_number(lab: Lab) -> None:
-    """/proc must show the PID namespace of the lab; otherwise psutil would measure other processes."""
-    result = python(lab, "import os; print(os.readlink('/proc/self') == str(os.getpid()))")
-    assert [node.output for node in result.nodes] == ["True\n"] * 2
-
-
-def test_environment(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_sees_its_own_interface_names_processes_and_variables(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without names torch asks an unreachable name server. With another's /proc psutil measures other processes."""
     monkeypatch.setenv("FROM_OUTSIDE", "a")
-    code = "import os; print(*map(os.environ.get, ['LACONIC_LAB_NODE', 'GLOO_SOCKET_IFNAME', 'FROM_OUTSIDE', 'GIVEN']))"
-    result = python(lab, code, env={"GIVEN": "b"})
-    assert [node.output for node in result.nodes] == ["0 wire0 a b\n", "1 wire0 a b\n"]
+    result = python(lab, _SEEN, env={"GIVEN": "b"})
+    for number, node in enumerate(result.nodes):
+        assert node.output.splitlines() == ["['lo', 'wire0']", "node1", "True", f"{number} wire0 a b"]
 
 
 def test_output_of_other_nodes_is_prefixed(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:

@@ -121,22 +121,13 @@ BLIND_KEEPER = (
     ("end", "exit_code", "error"),
     [
         ("sys.exit(7)", 7, "exited with code 7"),
-        pytest.param("os._exit(9)", 9, "exited with code 9, without a Python exception", marks=pytest.mark.campaign),
         (f"{BLIND_KEEPER}; os._exit(9)", 9, "exited with code 9, without a Python exception"),
-        pytest.param(
-            "os.kill(os.getpid(), signal.SIGSEGV)",
-            139,
-            "killed by SIGSEGV, without a Python exception",
-            marks=pytest.mark.campaign,
-        ),
-        pytest.param(
-            "threading.Thread(target=time.sleep, args=(600,)).start(); raise OSError('stuck')",
-            1,
-            "OSError: stuck",
-            marks=pytest.mark.campaign,
-        ),
+        pytest.param("os.kill(os.getpid(), signal.SIGSEGV)", 139, "killed by SIGSEGV, without a Python exception",
+                     marks=pytest.mark.campaign),
+        pytest.param("threading.Thread(target=time.sleep, args=(600,)).start(); raise OSError('stuck')", 1,
+                     "OSError: stuck", marks=pytest.mark.campaign),
     ],
-)
+)  # fmt: skip
 def test_a_rank_that_fails_ends_all(lab: Lab, script: Path, end: str, exit_code: int, error: str) -> None:
     """Without the lab the other ranks would sleep on, because nothing wakes them."""
     script.write_text(
