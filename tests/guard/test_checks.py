@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import warnings
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
@@ -21,6 +20,7 @@ from laconic.shard import extension
 from tests.support import sharded_net
 from tests.support.flips import Flip, flip_bit, flipping
 from tests.support.launch import on_ranks, run_ranks
+from tests.support.scenario import Scenario, assert_same_bits
 
 _ALL = Checks(interval=1, on_damage="regather", unnoticed_edits=True)
 _SETTINGS: list[dict[str, Any]] = [
@@ -46,24 +46,19 @@ def _train(model: Any) -> list[torch.Tensor]:
     return [*losses, *sharded_net.full_parameters(model).values()]
 
 
-def job_undisturbed(axes: tuple[int, ...], which: slice) -> None:
-    sizes = dict(zip(("islands", "nodes", "local"), axes, strict=True))
-    mesh = laconic.init_mesh("cpu", **sizes)  # type: ignore[arg-type]
-    warnings.simplefilter("ignore")  # wire= does nothing on one node
-    for settings in _SETTINGS[which]:
-        plain, checked = (
-            _train(sharded_net.shard(sharded_net.build(), mesh=mesh, checks=checks, **settings))
-            for checks in (None, _ALL)
-        )
-        assert all(torch.equal(one, two) for one, two in zip(plain, checked, strict=True)), settings
-
-
-@pytest.mark.heavy
 @pytest.mark.parametrize(
-    ("axes", "which"), [((1, 2, 2), slice(0, 7, 2)), ((1, 3, 1), slice(1, 6, 2)), ((2, 2, 1), slice(1, 6, 2))]
+    ("axes", "which"), [((1, 2, 2), 3), ((1, 2, 2), 1), ((1, 3, 1), 2), ((1, 3, 1), 5), ((2, 2, 1), 4), ((2, 2, 1), 6)]
 )
-def test_checks_change_nothing(axes: tuple[int, int, int], which: slice) -> None:
-    run_ranks(job_undisturbed, math.prod(axes), axes, which, local=axes[2])
+def test_checks_change_nothing(axes: tuple[int, int, int], which: int) -> None:
+    run_ranks(job_undisturbed, math.prod(axes), axes, _SETTINGS[which], local=axes[2])
+
+
+def job_undisturbed(axes: tuple[int, int, int], settings: dict[str, Any]) -> None:
+    mesh = laconic.init_mesh("cpu", islands=axes[0], nodes=axes[1], local=axes[2])
+    plain, checked = (
+        _train(sharded_net.shard(sharded_net.build(), mesh=mesh, checks=checks, **settings)) for checks in (None, _ALL)
+    )
+    assert all(torch.equal(one, two) for one, two in zip(plain, checked, strict=True))
 
 
 def _outcome(model: Any, flip: Flip) -> str:
@@ -79,30 +74,35 @@ def _outcome(model: Any, flip: Flip) -> str:
     return ""
 
 
-@pytest.mark.machine
+@pytest.mark.parametrize(("setting", "seed"), [(0, 0), (2, 0), (3, 0), (6, 3)])
 @on_ranks(4, local=2)
-def test_a_flipped_bit_on_the_wire_is_found_on_all_ranks() -> None:
-    for settings, seed in ((_SETTINGS[0], 0), (_SETTINGS[2], 0), (_SETTINGS[3], 0), (_SETTINGS[6], 3)):
-        # of the last one not in the first words: a head that is damaged is an error of its own
-        model = sharded_net.shard(sharded_net.build(), checks=Checks(interval=1), **settings)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for purpose in ("weights", "gradients"):
-            for level in ("local", "node"):
-                sharded_net.train_step(model, optimizer)  # so that new weights cross, in few bits as differences
-                bit = 15 if level == "local" else 0
-                flip = Flip(rank=1, purpose=purpose, level=level, bit=bit, seed=seed)
-                message = _outcome(model, flip)
-                assert message, (settings, flip)
-                assert "rank 1" in message, message
-        assert not _outcome(model, Flip(rank=-1, purpose="weights", level="node", bit=0)), settings  # no flip, no error
+def test_a_flipped_bit_on_the_wire_is_found_on_all_ranks(setting: int, seed: int) -> None:
+    """Of lossless gradients not in the first words: a head that is damaged is an error of its own."""
+    model = sharded_net.shard(sharded_net.build(), checks=Checks(interval=1), **_SETTINGS[setting])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for purpose, level in itertools.product(("weights", "gradients"), ("local", "node")):
+        sharded_net.train_step(model, optimizer)  # so that new weights cross, in few bits as differences
+        bit = 15 if level == "local" else 0
+        message = _outcome(model, Flip(rank=1, purpose=purpose, level=level, bit=bit, seed=seed))  # type: ignore[arg-type]
+        assert "rank 1" in message, (purpose, level)
+    assert not _outcome(model, Flip(rank=-1, purpose="weights", level="node", bit=0)), "no flip, no error"
 
 
-@pytest.mark.machine
 @on_ranks(2, local=1)
 def test_only_steps_of_the_interval_are_checked() -> None:
+    """Forwards without gradients are steps, too."""
     model = sharded_net.shard(sharded_net.build(), checks=Checks(interval=3))
     flip = Flip(rank=1, purpose="gradients", level="node", bit=3)
     assert [bool(_outcome(model, flip)) for _ in range(5)] == [True, False, False, True, False]
+    model, damaged = sharded_net.shard(sharded_net.build(), checks=Checks(interval=2)), []
+    for _ in range(3):
+        try:
+            with torch.inference_mode(), flipping(Flip(rank=0, purpose="weights", level="node", bit=9)):
+                model(torch.ones(1, 5))
+            damaged.append(False)
+        except CorruptionError:
+            damaged.append(True)
+    assert damaged == [True, False, True]
 
 
 def _loss_with_damage(model: Any, *, victim: int, part: int) -> torch.Tensor:
@@ -198,21 +198,6 @@ def test_an_edit_without_notice_is_named(cache: str) -> None:
         torch.testing.assert_close(model(x), plain(x))
 
 
-@pytest.mark.machine
-@on_ranks(2, local=1)
-def test_forwards_without_gradients_are_steps() -> None:
-    model = sharded_net.shard(sharded_net.build(), cache="none", checks=Checks(interval=2))
-    damaged = []
-    for _ in range(4):
-        try:
-            with torch.inference_mode(), flipping(Flip(rank=0, purpose="weights", level="node", bit=9)):
-                model(torch.ones(1, 5))
-            damaged.append(False)
-        except CorruptionError:
-            damaged.append(True)
-    assert damaged == [True, False, True, False]
-
-
 def test_a_policy_says_what_it_does_not_know() -> None:
     with pytest.raises(ValueError, match="interval=-1"):
         Checks(interval=-1)
@@ -221,17 +206,15 @@ def test_a_policy_says_what_it_does_not_know() -> None:
     assert inspection._joined(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
 
 
-def _trained(observer: type[extension.Observer]) -> list[Tensor]:
-    with mock.patch.object(extension, "observer_class", return_value=observer):
-        model = sharded_net.shard(sharded_net.build(), cache="host")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        losses = [sharded_net.train_step(model, optimizer, seed) for seed in range(2)]
-    assert type(model._laconic_unit.root.observer) is observer  # type: ignore[union-attr]
-    return [*losses, *sharded_net.full_parameters(model).values()]
+def _observer_of(model: Any) -> Any:
+    return type(getattr(model._laconic_unit.root, "observer", None))
 
 
-@on_ranks(4, local=2)
 def test_the_engine_trains_to_the_same_bits_without_a_guard() -> None:
     assert extension.observer_class() is Guard, "the package attaches the guard"
-    for guarded, alone in zip(_trained(Guard), _trained(extension.Observer), strict=True):
-        assert torch.equal(guarded, alone)
+    scenario = Scenario(cache="host", local=2, look=_observer_of)
+    guarded = scenario.run()[0]
+    with mock.patch.object(extension, "observer_class", return_value=extension.Observer):
+        alone = scenario.run()[0]
+    assert alone.looks[-1] is extension.Observer
+    assert_same_bits(guarded, alone)
