@@ -32,7 +32,7 @@ from laconic.publish import FolderSource, Publisher, Reader
 from laconic.store import folder as store
 from laconic.store.folder import CrashPoint
 from tests.faults.crash_states import on_disk
-from tests.faults.power_loss import Recorder, State, Sync, attached, crash_states
+from tests.faults.power_loss import Recorder, State, attached, crash_states
 
 
 class Client(ABC):
@@ -272,8 +272,8 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[Passed
     return {name: cut_states(make(), tmp_path_factory.mktemp("cut")) for name, make in CLIENTS.items()}
 
 
-def cut_states(client: Client, root: Path, forgotten: str = "") -> list[tuple[Passed, State]]:
-    """The states that a power cut may leave; or might, if the syncs of all "files" or "folders" were forgotten."""
+def cut_states(client: Client, root: Path) -> list[tuple[Passed, State]]:
+    """The states that a power cut may leave."""
     recorder, passed = Recorder(root, only=RUN), list[Passed]()
 
     def mark(point: Passed) -> None:
@@ -283,9 +283,6 @@ def cut_states(client: Client, root: Path, forgotten: str = "") -> list[tuple[Pa
     with attached(recorder.announce), writing(client, mark):
         for version in VERSIONS:
             client.write(root / RUN, version)
-    kinds = {"files": lambda inode: inode not in recorder.folders, "folders": recorder.folders.__contains__}
-    if forgotten:
-        recorder.log = [op for op in recorder.log if not (isinstance(op, Sync) and kinds[forgotten](op.inode))]
     return [(passed[int(state.marks[-1]) - 1], state) for state in crash_states(recorder, limit=LIMIT) if state.marks]
 
 
@@ -294,28 +291,8 @@ def cut_states(client: Client, root: Path, forgotten: str = "") -> list[tuple[Pa
 def test_a_power_cut_leaves_the_newest_version_or_the_one_before(
     point: CrashPoint, cut: dict[str, list[tuple[Passed, State]]]
 ) -> None:
-    tried = 0
     for name, states in cut.items():
         for passed, state in states:
             if passed.point == point:
-                tried += 1
                 with on_disk(state) as folder:
                     assert loads(CLIENTS[name](), folder, passed.committed), (name, passed, state.folders)
-    assert tried, "a client passes each point"
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("name", CLIENTS)
-@pytest.mark.parametrize("forgotten", ["files", "folders"])
-def test_every_sync_is_needed(forgotten: str, name: str, tmp_path: Path) -> None:
-    warnings.simplefilter("ignore")
-    states = cut_states(CLIENTS[name](), tmp_path, forgotten)
-    assert any(is_lost(CLIENTS[name](), passed, state) for passed, state in states[::7])
-
-
-def is_lost(client: Client, passed: Passed, state: State) -> bool:
-    with on_disk(state) as folder:
-        try:
-            return not loads(client, folder, passed.committed)
-        except (ValueError, AssertionError):
-            return True

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from laconic.publish import FolderSource, Publisher
+from laconic.publish import FolderSource, Publisher, PublishError, Reader
 from laconic.publish.versions import version_name
 from laconic.store.folder import FileRecord
 
@@ -80,6 +81,25 @@ def model_with(weights: dict[str, Tensor]) -> Net:
     net = make(seed=1).bfloat16()
     net.load_state_dict(weights)
     return net
+
+
+def read(source: Any, weights: list[dict[str, Tensor]], start: int, to: int | None = None, **options: Any) -> Reader:
+    """Bring a model with the weights of one version to another, or to the newest; return the reader."""
+    reader, model = Reader(source, **options), model_with(weights[start])
+    version = len(weights) - 1 if to is None else to
+    assert reader.update(model, to=to) == version
+    assert_same(snapshot(model), weights[version])
+    assert model.head.weight is model.embed.weight
+    return reader
+
+
+def assert_refused(source: Any, weights: list[dict[str, Tensor]], start: int, message: str | None) -> None:
+    """Assert that a reader raises in one line, and that the model keeps the weights of its version."""
+    model = model_with(weights[start])
+    with pytest.raises((PublishError, OSError), match=message) as error:
+        Reader(source).update(model)
+    assert "\n" not in str(error.value)
+    assert_same(snapshot(model), weights[start])
 
 
 class Vanishing(FolderSource):
