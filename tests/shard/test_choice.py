@@ -105,49 +105,36 @@ def test_of_sets_that_save_equally_one_takes_less_of_the_device() -> None:
     assert best_set(options, 100, 0) == [1, 0]
 
 
-def _states_counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of states after each unit, of all best sets from now on."""
+@pytest.mark.parametrize(
+    ("num_units", "least_s", "host_bytes", "most_states"),
+    [(16, 0.0, (0,), 1024), (80, -0.1, (0, 10**8), 16)],
+    ids=["few", "many"],
+)
+def test_states_that_cannot_become_the_best_go_and_the_others_are_few(
+    num_units: int, least_s: float, host_bytes: tuple[int, ...], most_states: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No two units are alike. Of 16 some dozen states stay, where some 200 would; all sets of 80 are some 10 ** 48."""
     sizes: list[int] = []
     undominated = placement_module._undominated
-
-    def counted(states: Any) -> Any:
-        sizes.append(len(states))
-        return undominated(states)
-
+    counted = lambda states: sizes.append(len(states)) or undominated(states)  # noqa: E731
     monkeypatch.setattr(placement_module, "_undominated", counted)
-    return sizes
-
-
-def test_states_that_cannot_become_the_best_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of sixteen units without like sizes some dozen states stay, where some two hundred would."""
-    sizes, draw = _states_counted(monkeypatch), random.Random(7)
-    options = [
-        [Saving(0.0, 0, 0)] + [Saving(draw.uniform(0, 1), draw.randint(10**8, 10**9), 0) for _ in range(3)]
-        for _ in range(16)
-    ]
-    assert best_set(options, 3 * 10**9, 0) is not None
-    assert max(sizes) < 40
-
-
-def test_many_units_lead_to_few_states_and_to_no_less_than_steps_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eighty units of which no two are alike: all sets are some 10 ** 48."""
-    sizes = _states_counted(monkeypatch)
-    monkeypatch.setattr(placement_module, "_MOST_STATES", 16)
+    monkeypatch.setattr(placement_module, "_MOST_STATES", most_states)
     draw = random.Random(5)
     for share in (0.1, 0.5, 0.9):
         options = [
             [Saving(0.0, 0, 0)]
-            + [Saving(draw.uniform(-0.1, 1), draw.randint(0, 10**9), draw.choice((0, 10**8))) for _ in range(3)]
-            for _ in range(80)
+            + [Saving(draw.uniform(least_s, 1), draw.randint(0, 10**9), draw.choice(host_bytes)) for _ in range(3)]
+            for _ in range(num_units)
         ]
         device_bytes = int(share * sum(max(each.device_bytes for each in unit) for unit in options))
         numbers, steps = best_set(options, device_bytes, 10**9), _steepest(options, device_bytes, 10**9)
         assert numbers is not None
         assert steps is not None
-        assert _total(options, numbers)[0] >= _total(options, steps)[0] * (1 - 1e-9)
-        assert _total(options, numbers)[1:] <= (device_bytes, 10**9)
-        assert _total(options, numbers)[2] <= 10**9
-    assert max(sizes) <= 4 * 16
+        seconds, on_device, on_host = _total(options, numbers)
+        assert seconds >= _total(options, steps)[0] * (1 - 1e-9)
+        assert on_device <= device_bytes
+        assert on_host <= 10**9
+    assert max(sizes) <= 64
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------
