@@ -18,7 +18,6 @@ import itertools
 import os
 import random
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,8 +29,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from laconic.comm.groups import REHEARSED
 from laconic.rehearse.blocking import cooperating
@@ -299,7 +298,7 @@ def _groups_of(post: Post) -> Iterator[None]:
     try:
         with ExitStack() as patches:
             patches.enter_context(mock.patch.object(c10d, "_new_process_group_helper", make_group))
-            patches.enter_context(mock.patch.object(device_mesh, "threading", _ThreadsOfRanks(next(_runs))))
+            patches.enter_context(mock.patch.object(DeviceMesh, "__init__", _of_rank(DeviceMesh.__init__, next(_runs))))
             patches.enter_context(mock.patch.dict(handlers, {"env": meet}))
             yield
     finally:
@@ -308,22 +307,20 @@ def _groups_of(post: Post) -> Iterator[None]:
         sys.excepthook = hook
 
 
-class _ThreadsOfRanks:
-    """The module `threading` for torch's meshes, which tell ranks in one process by their threads.
+def _of_rank(begin: Callable[..., None], run: int) -> Callable[..., None]:
+    """The `__init__` of torch's meshes, which are not equal on two ranks, nor in two runs.
 
-    The kernel gives the number of a thread that has ended to a new one, and what torch has cached for a mesh would be
-    found again for another rank. So here a rank has a number of its own, with all of its threads.
+    torch caches by mesh what depends on the place of a rank, such as the steps of an uneven redistribution. It tells
+    ranks in one process by the number of their thread, but for a backend of its own tests alone.
     """
 
-    local = threading.local
-
-    def __init__(self, run: int) -> None:
-        self._run = run
-
-    def get_ident(self) -> int:
-        """The number of the rank that asks, or that of another thread."""
+    def init(mesh: DeviceMesh, *arguments: Any, **options: Any) -> None:
+        begin(mesh, *arguments, **options)
         me = player()
-        return threading.get_ident() if me is None else -1 - me.rank - (self._run << 20)
+        if me is not None:
+            mesh._thread_id = -1 - me.rank - (run << 20)
+
+    return init
 
 
 _runs = itertools.count()
