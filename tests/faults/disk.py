@@ -1,7 +1,7 @@
 """Folders that cannot be written: full, read-only or forbidden, before a run or in the middle of one.
 
-Each situation runs `laconic train` on two ranks, each on a node of its own, or `laconic export`. They have mounts of
-their own, as root or in a user namespace. Both ranks must end with exit code 2 and one line, and must lose nothing:
+Each situation runs `laconic train` on two ranks, threads of a process, or `laconic export`. The process has mounts of
+its own, as root or in a user namespace. Both ranks must end with exit code 2 and one line, and must lose nothing:
 once the fault is gone, `--train.resume auto` ends with the losses of an undisturbed run.
 """
 
@@ -13,19 +13,19 @@ import dataclasses
 import functools
 import io
 import json
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from laconic import rehearse
 from laconic.config import Config, to_toml
 from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.support import jobs
-from tests.support.launch import free_port, launch
+from tests.support.launch import launch
 from tests.support.record import Row
 
 Fault = Callable[[Path], AbstractContextManager[None]]
@@ -83,25 +83,13 @@ def read_only(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forbidden(folder: Path) -> Iterator[None]:
-    """A folder that this user may read but not write, for root too."""
+    """A folder that this user may read but not write; root, too, once `give_up_roots_permission` has been called."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o555)
     try:
-        with _without_roots_permission():
-            yield
-    finally:
-        folder.chmod(0o755)
-
-
-@contextlib.contextmanager
-def _without_roots_permission() -> Iterator[None]:
-    """Refuse root in this process what other users may not write."""
-    before = _capabilities()
-    _set_effective(before, before.effective & ~_CAP_DAC_OVERRIDE)
-    try:
         yield
     finally:
-        _set_effective(before, before.effective)
+        folder.chmod(0o755)
 
 
 @contextlib.contextmanager
@@ -147,7 +135,7 @@ SITUATIONS: Sequence[Situation] = (
     Situation(name="forbidden: checkpoint", fault=forbidden, folder="out/checkpoints", at_step=3),
     Situation(name="forbidden: TensorBoard", fault=forbidden, folder="out/tensorboard", resumes=True),
 )
-SAMPLE = ("full: checkpoint", "read-only: tokens")
+SAMPLE = ("full: checkpoint", "read_only: tokens", "forbidden: output folder")
 
 
 # -- the campaign ------------------------------------------------------------------------------------------------------
@@ -179,33 +167,37 @@ def try_all(names: Sequence[str], work: Path) -> list[str]:
     """Try situations in this process, which gets mounts of its own; return the harms, each with its situation."""
     _own_mounts()
     harms = []
-    with _second_rank() as second:
-        for number, situation in enumerate(one for one in SITUATIONS if one.name in names):
-            folder = work / str(number)
-            folder.mkdir(parents=True)
-            harms += [f"{situation.name}: {harm}" for harm in _try(situation, folder, second)]
+    for number, situation in enumerate(one for one in SITUATIONS if one.name in names):
+        folder = work / str(number)
+        folder.mkdir(parents=True)
+        harms += [f"{situation.name}: {harm}" for harm in _try(situation, folder)]
     return harms
 
 
-def _try(situation: Situation, work: Path, second: Connection) -> Iterator[str]:
-    run = functools.partial(_run, second)
-    goal = [] if situation.exports else _losses(run(_job(work, work / "whole", situation))[2])
+def _try(situation: Situation, work: Path) -> Iterator[str]:
+    goal = [] if situation.exports else _losses(_train(_job(work, work / "whole", situation))[1])
     job = _job(work, work / "out", situation)
     out, target = Path(job.train.output), work / situation.folder
+    export = functools.partial(_export, out, target / "model")
     with ExitStack() as disks:
         if situation.fault is full:
             disks.enter_context(small_disk(target))
         if situation.resumes or situation.exports:
-            run(job if situation.exports else _changed(job, steps=SAVE_EVERY))
+            _train(job if situation.exports else _changed(job, steps=SAVE_EVERY))
         with ExitStack() as faults:
-            begin = lambda: faults.enter_context(situation.fault(target))  # noqa: E731  # called from two places
-            if not situation.at_step:
-                begin()
+            begun: list[object] = []
+
+            def begin() -> None:
+                """Begin the fault, on each rank."""
+                if not begun:
+                    begun.append(faults.enter_context(situation.fault(target)))
+                if situation.fault is forbidden:
+                    give_up_roots_permission()
+
             if situation.exports:
-                ends = [_captured(lambda: _export(out, target / "model"))]
+                ends = rehearse.ranks(lambda: (begin(), _captured(export))[1])
             else:
-                is_forbidden = situation.fault is forbidden
-                *ends, _ = run(_changed(job, resume="auto"), situation.at_step, begin, second_is_forbidden=is_forbidden)
+                ends, _ = _train(_changed(job, resume="auto"), situation.at_step, begin)
         for rank, (code, lines) in enumerate(ends):
             if code == 0:
                 yield f"silent {lines} on rank {rank}"
@@ -213,10 +205,10 @@ def _try(situation: Situation, work: Path, second: Connection) -> Iterator[str]:
                 yield f"tracebacks or several lines: exit code {code}, {lines} on rank {rank}"
         yield from _lost(out)
         if situation.exports:
-            if (target / "model").exists() or _captured(lambda: _export(out, target / "model"))[0] != 0:
+            if (target / "model").exists() or _captured(export)[0] != 0:
                 yield "restarts blocked"
             return
-        *ends, summary = run(_changed(job, resume="auto"))
+        ends, summary = _train(_changed(job, resume="auto"))
         if any(code for code, _ in ends):
             yield f"restarts blocked: {ends}"
         elif (losses := _losses(summary)) != goal[-len(losses) :]:
@@ -255,62 +247,28 @@ _End = tuple[int, list[str]]
 """The exit code of a rank, and its lines on stderr."""
 
 
-def _run(
-    second: Connection,
-    job: Config,
-    at_step: int = 0,
-    begin: Callable[[], object] = lambda: None,
-    *,
-    second_is_forbidden: bool = False,
-) -> tuple[_End, _End, Any]:
-    """Run `laconic train`, with a fault before step `at_step`; return the ends of both ranks, and the summary."""
-    path, port = Path(job.train.output).with_suffix(".toml"), free_port()
-    path.write_text(to_toml(job))
-    second.send((path, port, at_step, second_is_forbidden))
-    first = _run_rank(0, path, port, at_step, begin)
-    ends = first, second.recv()
-    summary = Path(job.train.output) / "summary.json"
-    return *ends, json.loads(summary.read_text()) if first[0] == 0 else None
-
-
-@contextlib.contextmanager
-def _second_rank() -> Iterator[Connection]:
-    """Fork a process that runs rank 1 of each run, among the same mounts."""
-    connection, its_connection = multiprocessing.Pipe()
-    if (pid := os.fork()) == 0:
-        while (told := its_connection.recv()) is not None:
-            path, port, at_step, is_forbidden = told
-            with ExitStack() as faults:
-                begin = lambda: is_forbidden and faults.enter_context(_without_roots_permission())  # noqa: B023, E731
-                if not at_step:
-                    begin()
-                its_connection.send(_run_rank(1, path, port, at_step, begin))
-        os._exit(0)
-    try:
-        yield connection
-    finally:
-        connection.send(None)
-        os.waitpid(pid, 0)
-
-
-def _run_rank(rank: int, path: Path, port: int, at_step: int, begin: Callable[[], object]) -> _End:
+def _train(job: Config, at_step: int = 0, begin: Callable[[], None] = lambda: None) -> tuple[list[_End], Any]:
+    """Run `laconic train` with a fault that begins before step `at_step`; return how ranks ended, and the summary."""
     from laconic.train.cli import main
     from laconic.train.loop import Trainer
 
-    numbers = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
-    os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR="127.0.0.1")
-    take_step = Trainer._step
+    path, take_step = Path(job.train.output).with_suffix(".toml"), Trainer._step
+    path.write_text(to_toml(job))
 
     def step(self: Trainer, number: int) -> Any:
         if number + 1 == at_step:
             begin()
         return take_step(self, number)
 
-    Trainer._step = step  # type: ignore[method-assign]
-    try:
+    def body() -> _End:
+        if not at_step:
+            begin()
         return _captured(lambda: main([str(path)]))
-    finally:
-        Trainer._step = take_step  # type: ignore[method-assign]
+
+    with mock.patch.object(Trainer, "_step", step):
+        ends = rehearse.ranks(body, nodes=2)
+    summary = Path(job.train.output) / "summary.json"
+    return ends, json.loads(summary.read_text()) if ends[0][0] == 0 else None
 
 
 def _export(run: Path, out: Path) -> int:
@@ -384,13 +342,9 @@ def _unmount(target: Path) -> None:
     _call("umount2", os.fsencode(target), _DETACH)
 
 
-def _capabilities() -> _Capabilities:
+def give_up_roots_permission() -> None:
+    """Refuse root in this thread what other users may not write."""
     found = _Capabilities()
     _call("capget", ctypes.byref(_Header(_CAPABILITY_VERSION, 0)), ctypes.byref(found))
-    return found
-
-
-def _set_effective(before: _Capabilities, effective: int) -> None:
-    new = _Capabilities.from_buffer_copy(before)
-    new.effective = effective
-    _call("capset", ctypes.byref(_Header(_CAPABILITY_VERSION, 0)), ctypes.byref(new))
+    found.effective &= ~_CAP_DAC_OVERRIDE
+    _call("capset", ctypes.byref(_Header(_CAPABILITY_VERSION, 0)), ctypes.byref(found))

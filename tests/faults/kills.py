@@ -43,6 +43,7 @@ from tests.support.record import Row
 
 KILLS_EACH, EACH_RUN = 40, 5
 """The kills of each strategy, and of each of its runs."""
+_LATE_S = 8.0  # for a rank to come to where it waits for the others
 _AT_ONCE = 4  # strategies: ranks that wait for a lost one leave the processors to others
 
 Attack = Callable[[Victim, Strategy, int], None]
@@ -138,7 +139,7 @@ def strike(run: Run, instant: Instant, attack: Attack, tally: Tally, *, is_late:
     if is_late:
         victim.send(signal.SIGSTOP, others)
     where = f"{instant}; log: {victim.log}"
-    if victim.reaches_instant():
+    if victim.reaches_instant(_LATE_S if is_late else 3 * LIMIT_S) or is_late:  # then it waits for those that are late
         attack(victim, run.strategy, instant.rank)
     victim.send(signal.SIGCONT, others)
     struck_s = time.monotonic()

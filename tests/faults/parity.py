@@ -18,7 +18,6 @@ from laconic import rehearse
 from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.shard.random_trees.explore import Findings, explore
 from tests.shard.random_trees.pool import Pool
-from tests.shard.test_autograd import WideNet
 from tests.support import sharded_net
 from tests.support.record import Row
 
@@ -123,10 +122,15 @@ def groups(bench: Bench) -> Row:
     )
 
 
+def wide_net() -> nn.Module:
+    """Blocks that are much larger than their activations."""
+    return sharded_net.Net(num_blocks=5, d=64, h=2048)
+
+
 def peak_bytes(number: int, order: str) -> int:
     """The engine's peak on this rank, without activations, in the second step of several forwards."""
     dist.init_process_group("gloo")
-    model = sharded_net.shard(sharded_net.build(WideNet), reshard_after_forward=True)
+    model = sharded_net.shard(sharded_net.build(wide_net), reshard_after_forward=True)
     model.set_reduce_once_per_backward(order == "reduced once")
     for _ in range(2):  # the second step prefetches
         model.zero_grad()

@@ -152,7 +152,7 @@ class Victim:
                     if number == signal.SIGKILL:
                         self.killed.add(rank)
 
-    def reaches_instant(self, limit_s: float = 120.0) -> bool:
+    def reaches_instant(self, limit_s: float = 90.0) -> bool:
         """Wait for the instant. False if a rank has ended before."""
         deadline_s = time.monotonic() + limit_s
         while not (self.log / _STRUCK).exists():
