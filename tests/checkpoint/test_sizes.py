@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +22,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from laconic import _compat, checkpoint
+from laconic import checkpoint, rehearse
 from laconic.optim.adamw8bit import AdamW8bit
 from laconic.optim.muon import Muon
+from laconic.rehearse.mail import Letter
 from laconic.shard.unit import unit_of
 from tests.checkpoint import zoo
 from tests.support.launch import run_ranks
@@ -57,8 +59,7 @@ def test_fsdp2_reads_and_is_read(tmp_path: Path) -> None:
 
 def test_no_state_crosses_the_wire(tmp_path: Path) -> None:
     """With sixty times the state in as many tensors, messages grow only by the digits of sizes."""
-    small = run_ranks(bytes_on_the_wire, 2, str(tmp_path / "small"), 16)[0]
-    large = run_ranks(bytes_on_the_wire, 2, str(tmp_path / "large"), 4096)[0]
+    small, large = (bytes_on_the_wire(tmp_path / str(hidden), hidden) for hidden in (16, 4096))
     assert large["state"] > 60 * small["state"]
     for what in small.keys() - {"state"}:
         assert 0 < large[what] < 1.1 * small[what] + 200, (what, small, large)
@@ -227,53 +228,35 @@ def _fresh(spread: Callable[[zoo.Zoo], zoo.Zoo]) -> tuple[zoo.Zoo, torch.optim.O
 
 # -- bytes on the wire -------------------------------------------------------------------------------------------------
 
-_COMMUNICATING = {"all_", "reduce", "broadcast", "gather", "scatter", "send", "isend", "recv", "irecv", "barrier"}
 
+def bytes_on_the_wire(folder: Path, hidden: int) -> dict[str, int]:
+    """Return the bytes that the ranks send in saves and loads, and the bytes of a rank's part of the state."""
+    found, doing = Counter[str](), ["training"]
 
-class Spy:
-    """Counts the bytes of every tensor that is handed to a function of torch.distributed, on any thread."""
+    def count(letter: Letter) -> None:
+        found[doing[0]] += sum(tensor.nbytes for tensor in letter.tensors)
 
-    def __init__(self) -> None:
-        from torch.distributed import distributed_c10d
+    def body() -> None:
+        dist.init_process_group("gloo")
+        model = zoo.shard(zoo.make_zoo(seed=0, hidden=hidden))
+        optimizer = torch.optim.AdamW(model.parameters())
+        zoo.train(model, optimizer)
+        saver, before = checkpoint.AsyncSaver(folder / "async"), model.traffic.snapshot()  # type: ignore[operator]
+        arguments: dict[str, Any] = {"model": model, "optimizer": optimizer}
+        for name, action in {
+            "save": lambda: checkpoint.save_checkpoint(folder, 1, extra={}, **arguments),
+            "load": lambda: checkpoint.load_checkpoint(folder, **arguments),
+            "load_dcp": lambda: checkpoint.load_dcp(folder / "step-1", **arguments),
+            "save asynchronously": lambda: (saver.save(1, extra={}, **arguments), saver.wait()),
+        }.items():
+            dist.barrier()
+            doing[0] = name
+            action()
+            dist.barrier()
+        assert (model.traffic.snapshot() - before).total() == 0  # type: ignore[operator]
+        local = [t.to_local() for t in zoo.optimizer_tensors(model, optimizer).values() if hasattr(t, "to_local")]
+        found["state"] = sum(tensor.nbytes for tensor in local)
 
-        self.num_bytes = self.num_calls = 0
-        for name in distributed_c10d.__all__:
-            function = getattr(distributed_c10d, name)
-            if name.startswith(tuple(_COMMUNICATING)) and callable(function) and not isinstance(function, type):
-                for module in (distributed_c10d, dist):
-                    setattr(module, name, self._counting(function))
-        for name in ("_all_gather_flat", "_reduce_scatter_flat"):  # laconic's own names of two of them
-            setattr(_compat, name, self._counting(getattr(_compat, name)))
-
-    def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.num_calls += 1
-            tensors = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self.num_bytes += sum(tensor.nbytes for tensor in tensors)
-            return function(*args, **kwargs)
-
-        return counted
-
-
-def bytes_on_the_wire(folder: str, hidden: int) -> dict[str, int]:
-    """Return the bytes that saves and loads send and receive, and the bytes of this rank's part of the state."""
-    model = zoo.shard(zoo.make_zoo(seed=0, hidden=hidden))
-    optimizer = torch.optim.AdamW(model.parameters())
-    zoo.train(model, optimizer)
-    saver = checkpoint.AsyncSaver(Path(folder) / "async")
-    before, spy, found = model.traffic.snapshot(), Spy(), {}  # type: ignore[operator]
-
-    def counted(name: str, action: Callable[[], Any]) -> None:
-        begun = spy.num_bytes
-        action()
-        found[name] = spy.num_bytes - begun
-
-    arguments: dict[str, Any] = {"model": model, "optimizer": optimizer}
-    counted("save", lambda: checkpoint.save_checkpoint(folder, 1, extra={}, **arguments))
-    counted("load", lambda: checkpoint.load_checkpoint(folder, **arguments))
-    counted("load_dcp", lambda: checkpoint.load_dcp(f"{folder}/step-1", **arguments))
-    counted("save asynchronously", lambda: (saver.save(1, extra={}, **arguments), saver.wait()))
-    assert (model.traffic.snapshot() - before).total() == 0  # type: ignore[operator]
-    assert spy.num_calls > 0
-    local = [t.to_local() for t in zoo.optimizer_tensors(model, optimizer).values() if hasattr(t, "to_local")]
-    return {**found, "state": sum(tensor.nbytes for tensor in local)}
+    rehearse.ranks(body, local=2, on_message=count)
+    assert found.pop("training")
+    return dict(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import torch
 from torch import nn
 
 from laconic.publish import Reader
-from laconic.publish.regions import Holding
-from laconic.publish.shares import OwnShares
 from tests.support.published_on_device import AddedMemory, Trained, publish_on_device
 
 pytestmark = pytest.mark.machine
@@ -55,18 +52,3 @@ def test_one_rank_alone_publishes_its_weights(tmp_path: Path) -> None:
     for name, values in found.weights.items():
         assert torch.equal(held[name], values), name
     assert max(found.peaks) < found.unit
-
-
-def test_a_copy_on_the_device_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all shares while they are compared, which is as much as a unit has; and one that stays."""
-    compare, kept = OwnShares.compare, list[torch.Tensor]()
-
-    def copy_all(self: OwnShares, holdings: Mapping[str, Holding]) -> Any:
-        copies = [region.view.to(torch.bfloat16) for held in holdings.values() for region in held.regions]
-        kept.append(copies[0])
-        return compare(self, holdings)
-
-    monkeypatch.setattr(OwnShares, "compare", copy_all)
-    found = added(tmp_path)
-    assert max(found.peaks) > found.unit
-    assert found.left >= 3 * kept[0].nbytes

@@ -25,7 +25,7 @@ from laconic.publish.encodings import (
     encode_gaps,
     encode_lossless,
 )
-from laconic.publish.regions import HeldRegion, Holding, flat_places, shares_of
+from laconic.publish.regions import shares_of
 from laconic.publish.versions import Encoding, PublishedPart, PublishedTensor, PublishError, VersionManifest
 from laconic.store.folder import DamagedError, FileRecord
 from tests.reference import publish as reference
@@ -175,36 +175,6 @@ def test_parts_with_other_tensors_than_their_manifest_says_are_damage() -> None:
     for payload in (data["k"][:-1], data["k"][:2], random(1000, torch.bfloat16)):
         with pytest.raises(DamagedError):
             decode_lossless(lossless, {"k": payload}, held)
-
-
-@pytest.mark.parametrize(("start", "sizes"), [((0, 0, 0), (3, 4, 5)), ((1, 2, 0), (2, 1, 5)), ((2, 1, 3), (1, 2, 2))])
-def test_places_of_a_box(start: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-    whole = torch.arange(60).view(3, 4, 5)
-    box = whole[tuple(slice(begin, begin + size) for begin, size in zip(start, sizes, strict=True))]
-    local = torch.arange(box.numel())
-    assert torch.equal(flat_places((start, sizes), (3, 4, 5), local), box.reshape(-1))
-
-
-def test_a_run_of_what_a_rank_holds() -> None:
-    """With what is added to it: here everywhere its place. Boxes of other mesh axes have no runs."""
-    whole, places = torch.zeros(6, 10), torch.arange(60.0).view(6, 10)
-    held = HeldRegion((15,), (40,), whole.view(-1)[15:55], lambda: iter([places, places]))
-    holding = Holding(shape=(6, 10), dtype=whole.dtype, regions=(held,), is_buffer=True)
-    assert holding.run(0, (6, 10)) is holding
-    for start, shape in ((0, (10,)), (10, (2, 5)), (20, (20,)), (50, (5, 2))):
-        run = holding.run(start, shape)
-        assert (run.shape, run.is_buffer) == (shape, True)
-        end = start + torch.Size(shape).numel()
-        found = torch.full((end,), -1.0)
-        for region in run.regions:
-            begin, size = region.start[0] + start, region.sizes[0]
-            found[begin : begin + size] = region.values(0, size)
-        wanted = [2.0 * place if max(15, start) <= place < 55 else -1.0 for place in range(end)]
-        assert found.tolist() == wanted
-    box = HeldRegion((1, 2), (3, 4), whole[1:4, 2:6])
-    assert box.values(2, 7).tolist() == [0.0] * 5
-    with pytest.raises(PublishError, match="is cut by another mesh axis"):
-        Holding(shape=(6, 10), dtype=whole.dtype, regions=(box,)).run(0, (10,))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -56,15 +58,14 @@ def test_chains() -> None:
             assert len({begin for begin, _ in crossings}) == len({end for _, end in crossings}) == len(crossings)
 
 
-def in_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this rank be on a node of its own name."""
+@pytest.fixture(autouse=True)
+def _nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank is on the node that `NODES` names."""
     monkeypatch.setattr(together.socket, "gethostname", lambda: NODES[dist.get_rank()])
 
 
 def readers(source: VersionSource | Path, **options: Any) -> ReaderGroup:
-    with pytest.MonkeyPatch.context() as patch:
-        in_nodes(patch)
-        return ReaderGroup(source=source if dist.get_rank() == 0 else None, **options)
+    return ReaderGroup(source=source if dist.get_rank() == 0 else None, **options)
 
 
 @pytest.fixture
@@ -96,10 +97,9 @@ def test_a_version_that_all_name(folder: Path) -> None:
     rank, weights = dist.get_rank(), weights_of_versions(6)
     group, model = readers(folder), None if dist.get_rank() == 0 else model_with(weights[2 * dist.get_rank() - 1])
     assert group.update(model, to=4) == 4
-    with pytest.raises(PublishError, match="has no version 7, and its newest is 6"):
-        group.update(model, to=7)
-    with pytest.raises(PublishError, match="has no version 7, and its newest is 6"):
-        group.update(None, to=7)
+    for held in (model, None):
+        with pytest.raises(PublishError, match="has no version 7, and its newest is 6"):
+            group.update(held, to=7)
     with pytest.raises(PublishError, match=r"to=\[4, 5, 6\] differs by rank; give one version on all ranks"):
         group.update(model, to=4 + rank)
     if model is not None:
@@ -186,29 +186,23 @@ def test_a_rank_that_cannot_apply_what_has_come(cls: type, method: str, num_done
         laconic.quantize_(model, "nf4")
     assert group.update(model, to=3) == 3
     message = r"\(.*no room\); the model has parts of two versions. Update again \(on rank 2\)"
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 2:
-            fail_after(num_done, patch, cls, method)
+    calls, real = itertools.count(), getattr(cls, method)
+
+    def fail(*args: Any) -> None:
+        if dist.get_rank() == 2 and next(calls) == num_done:
+            raise RuntimeError("no\nroom")
+        real(*args)
+
+    with mock.patch.object(cls, method, fail) if rank == 2 else nullcontext():
         with pytest.raises(PublishError, match=message) as told:
             group.update(model, to=4)
+        dist.barrier()
     assert "\n" not in str(told.value)
     assert group.reader.version == (3 if rank == 2 else 4)
     for version in (4, 6):
         assert group.update(model, to=version) == version
         wanted = model_with(weights[version])
         assert_same(snapshot(model), snapshot(laconic.quantize_(wanted, "nf4") if rank == 2 else wanted))
-
-
-def fail_after(num_done: int, patch: pytest.MonkeyPatch, cls: type, method: str) -> None:
-    """Let a method raise, in two lines, when it has run a few times."""
-    calls, real = itertools.count(), getattr(cls, method)
-
-    def call(*args: Any) -> None:
-        if next(calls) == num_done:
-            raise RuntimeError("no\nroom")
-        real(*args)
-
-    patch.setattr(cls, method, call)
 
 
 @on_ranks(2)
