@@ -105,7 +105,7 @@ def test_payloads_and_results_are_those_of_one_value_at_a_time(name: str) -> Non
 
 
 def test_codes_are_chosen_by_every_second_of_nine_tiles() -> None:
-    before, held, new = trained("bfloat16", 8 * TILE + 77, 1e-3)
+    before, held, new = trained("bfloat16", 8 * TILE + 77, 3e-5)
     new[TILE : 2 * TILE] = random_patterns("bfloat16", TILE, 0)  # not in the sample
     check("bfloat16", held, new, last_difference(before, held))
 
@@ -122,7 +122,7 @@ def test_few_wild_values_among_calm_ones() -> None:
     assert check("bfloat16", held, new, last_difference(before, held)) <= calm + bytes_of_blocks
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(data=st.data(), name=st.sampled_from(list(DTYPES)))
 def test_odd_mixtures(data: st.DataObject, name: str) -> None:
     numel, seed = 2 * data.draw(st.integers(1, 400)), data.draw(st.integers(0, 2**16))

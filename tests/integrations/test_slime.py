@@ -87,16 +87,10 @@ def test_engines_pull_what_was_published(encoding: Literal["overwrite", "xor"], 
     assert_same(pulled(tmp_path / "late", relay.folder, 7), weights)
     assert kinds(relay.folder) == {1: "full", **dict.fromkeys((2, 3, 4), encoding), 5: "full", 6: encoding, 7: encoding}
     assert relay.reader.num_behind() == 0
-
-
-def test_a_version_that_differs_in_nothing(tmp_path: Path) -> None:
-    run = Run(tmp_path / "weights")
-    relay = PullFolder(Reader(tmp_path / "weights"), tmp_path / "pull")
-    relay.update()
-    run.publisher.publish()
+    run.publisher.publish()  # a version that differs in nothing
     run.publisher.wait()
-    assert relay.update() == 1
-    assert relay.reader.version == 2
+    assert relay.update() == 7
+    assert relay.reader.version == 9
     assert not relay.reader.wait(0.0)
 
 
@@ -118,56 +112,48 @@ def test_files_of_the_model_and_older_versions(tmp_path: Path) -> None:
     assert (tmp_path / "local" / "config.json").exists()
 
 
-def test_a_relay_that_is_started_again_goes_on(tmp_path: Path) -> None:
-    run = Run(tmp_path / "weights")
+def test_a_relay_that_is_started_again_and_one_without_space_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an error while a delta is written, no version is new, and the next one is full, as after a start."""
+    run, folder = Run(tmp_path / "weights"), tmp_path / "pull"
     for number in range(1, 4):
         weights = run.step()
-        relay = PullFolder(Reader(tmp_path / "weights"), tmp_path / "pull")
+        relay = PullFolder(Reader(tmp_path / "weights"), folder)
         assert relay.update() == number
-        assert_same(pulled(tmp_path / "local", relay.folder, number), weights)
-    assert kinds(relay.folder) == {2: "full", 3: "full"}
-
-
-def test_nothing_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an error while a delta is written, no version is new, and the next one is full."""
-    run = Run(tmp_path / "weights")
-    relay = PullFolder(Reader(tmp_path / "weights"), tmp_path / "pull")
-    relay.update()
+        assert_same(pulled(tmp_path / "local", folder, number), weights)
+    assert kinds(folder) == {2: "full", 3: "full"}
     run.step()
-
-    def full(*_: object) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(slime, "write_named", full)
+    monkeypatch.setattr(slime, "write_named", no_space)
     with pytest.raises(OSError, match="no space left"):
         relay.update()
     monkeypatch.undo()
-    assert kinds(relay.folder) == {1: "full"}
+    assert kinds(folder) == {2: "full", 3: "full"}
     weights = run.step()
-    assert relay.update() == 2
-    assert kinds(relay.folder) == {1: "full", 2: "full"}
-    assert_same(pulled(tmp_path / "local", relay.folder, 2), weights)
+    assert relay.update() == 4
+    assert kinds(folder)[4] == "full"
+    assert_same(pulled(tmp_path / "local", folder, 4), weights)
 
 
-def test_large_tensors_are_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_space(*_: object) -> None:
+    raise OSError("no space left on device")
+
+
+def test_large_tensors_are_never_overwritten_and_squashed_versions_are_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bytes of more than 32 bits have no place there. A threshold of a few bytes stands for 4 GiB."""
     monkeypatch.setattr(slime, "_MOST_PLACES", 24 * 40 * 2)
-    run = Run(tmp_path / "weights")
+    run = Run(tmp_path / "weights", base_every=1)
     relay = PullFolder(Reader(tmp_path / "weights"), tmp_path / "pull")
     relay.update()
     weights = run.step()
     assert relay.update() == 2
     assert kinds(relay.folder) == {1: "full", 2: "xor"}
     assert_same(pulled(tmp_path / "local", relay.folder, 2), weights)
-
-
-def test_a_squashed_version_is_a_full_one(tmp_path: Path) -> None:
-    """An engine pulls it as it is; a version that a publisher wrote needs the relay."""
-    run = Run(tmp_path / "weights", base_every=1)
-    weights = run.step()
     squash(FolderSource(tmp_path / "weights"), tmp_path / "squashed")
-    assert_same(pulled(tmp_path / "local", tmp_path / "squashed", 2), weights)
-    with pytest.raises(AssertionError):
+    assert_same(pulled(tmp_path / "again", tmp_path / "squashed", 2), weights)
+    with pytest.raises(AssertionError):  # a version that a publisher wrote needs the relay
         assert_same(pulled(tmp_path / "other", tmp_path / "weights", 2), weights)
 
 

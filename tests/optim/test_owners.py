@@ -68,27 +68,21 @@ def test_work_is_within_a_third_of_the_best_balance(costs: list[float], num_shar
     assert max(loads) <= bound + 1e-9
 
 
-def test_costliest_first_then_largest_then_in_order() -> None:
+def test_costliest_first_then_largest_then_in_order_to_the_rank_that_holds_most() -> None:
     first, second, third = cut_apart([1.0, 5.0, 5.0], 2)
     heavier = Matrix(spec=third.spec, cost=5.0, itemsize=8)
     assert [index for index, _ in assign([first, second, heavier], [0.0, 0.0])] == [2, 1, 0]
     assert [index for index, _ in assign([first, second, third], [0.0, 0.0])] == [1, 2, 0]
-
-
-def test_among_equal_ranks_the_one_that_holds_most_is_the_owner() -> None:
     (matrix,) = matrices_of([(7, 5)], Place(1, 3))
     held = [matrix.num_held(shard) for shard in range(3)]
     assert sum(held) == 35
     assert assign([matrix], [0.0] * 3) == [(0, held.index(max(held)))]
     assert assign([matrix], [4.0, 0.0, 4.0])[0][1] == 1
-
-
-def test_a_whole_matrix_stays_where_it_is() -> None:
     for shapes, num_shards in (([(4, 4), (4, 6), (6, 6)], 3), ([(50, 50)], 6)):
         matrices = matrices_of(shapes, Place(1, num_shards), block=0)  # type: ignore[arg-type]
         homes = [matrix.home for matrix in matrices]
         assert None not in homes
-        assert dict(assign(matrices, [0.0] * num_shards)) == dict(enumerate(homes))
+        assert dict(assign(matrices, [0.0] * num_shards)) == dict(enumerate(homes)), "whole ones stay where they are"
 
 
 def test_a_whole_matrix_leaves_a_rank_with_far_too_much_work() -> None:
