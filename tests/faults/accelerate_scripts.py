@@ -95,6 +95,13 @@ class Check:
 _FLAGS = tuple(itertools.product([True, False], repeat=3))
 """split_batches, dispatch_batches, sync_each_batch."""
 
+_PLAIN = (
+    "init_state_check", "process_execution_check", "test_split_between_processes_list",
+    "test_split_between_processes_nested_dict", "test_split_between_processes_tensor",
+    "test_split_between_processes_evenly", "test_split_between_processes_dataset", "rng_sync_check",
+    "dl_preparation_check", "central_dl_preparation_check", "custom_sampler_check", "check_seedable_sampler",
+    "check_seedable_sampler_with_data_seed", "check_seedable_sampler_in_batch_sampler_shard",
+)  # fmt: skip
 CHECKS: tuple[Check, ...] = (
     Check("test_sync", "test_dataloader_break"),
     Check("test_sync", "test_distributed_sync", needs="accelerator"),
@@ -102,25 +109,9 @@ CHECKS: tuple[Check, ...] = (
     *(Check("test_sync", "test_gradient_accumulation", flags) for flags in _FLAGS),
     *(Check("test_sync", "test_gradient_accumulation_with_opt_and_scheduler", flags) for flags in _FLAGS),
     Check("test_sync", "main"),
-    Check("test_script", "init_state_check"),
-    Check("test_script", "process_execution_check"),
-    Check("test_script", "test_split_between_processes_list"),
-    Check("test_script", "test_split_between_processes_nested_dict"),
-    Check("test_script", "test_split_between_processes_tensor"),
-    Check("test_script", "test_split_between_processes_evenly"),
-    Check("test_script", "test_split_between_processes_dataset", needs="dataset"),
-    Check("test_script", "rng_sync_check"),
-    Check("test_script", "dl_preparation_check"),
-    Check("test_script", "central_dl_preparation_check"),
-    Check("test_script", "custom_sampler_check"),
-    Check("test_script", "check_seedable_sampler"),
-    Check("test_script", "check_seedable_sampler_with_data_seed"),
-    Check("test_script", "check_seedable_sampler_in_batch_sampler_shard"),
-    Check("test_script", "training_check", (False,)),
-    Check("test_script", "training_check", (True,)),
-    Check("test_script", "test_trigger"),
-    Check("test_script", "test_reinstantiated_state"),
-    Check("test_script", "main"),
+    *(Check("test_script", name, needs="dataset" if name.endswith("_dataset") else None) for name in _PLAIN),
+    *(Check("test_script", "training_check", (flag,)) for flag in (False, True)),
+    *(Check("test_script", name) for name in ("test_trigger", "test_reinstantiated_state", "main")),
 )
 """Every check that the scripts call on two ranks, in their order, and `main` itself."""
 

@@ -1,12 +1,19 @@
-"""Single flipped bits in everything that training holds: on the wire, in caches, in use, in gradients and in states.
+"""Checksums and audits: what they see of single flipped bits, wherever training holds them, and what they cost.
 
 A flip happens on one rank of 2 nodes x 2 ranks, in one step that is checked or audited. Checksums must see each flip on
 the wire and in a cache, on all ranks. What an audit sees is reported, by place and bit, and so is what nothing sees.
+
+Their cost is taken in interleaved pairs: one launch of 2 nodes x 2 ranks holds the same model twice, with checks and
+without, and steps them in turn, so the two meet the same noise of the machine. The surplus of a step that is checked,
+or audited, is divided by the interval.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import laconic
 from laconic.shard.bucket import Bucket
@@ -37,22 +43,30 @@ _TIMEOUT_S = 1800.0
 
 
 class Model(nn.Module):
-    """A small model whose sizes divide nothing."""
+    """Residual MLPs and a head."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, hidden: int, num_blocks: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(17, 29), nn.GELU(), nn.Linear(29, 17)) for _ in range(3))
-        self.head = nn.Linear(17, 3)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width)) for _ in range(num_blocks)
+        )
+        self.head = nn.Linear(width, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shapes: (B, 17) -> (B, 3)."""
+        """Shapes: (B, D) -> (B, 3)."""
         for block in self.blocks:
             x = x + block(x)
         return self.head(x)
 
 
-def _loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
+def _sharded(model: Any, **policies: Any) -> Any:
+    for module in (*model.blocks, model):
+        laconic.fully_shard(module, **policies)
+    return model
+
+
+def _loss(model: Any, x: Tensor) -> Tensor:
+    return model(x).square().mean()
 
 
 @dataclass
@@ -60,18 +74,16 @@ class _Trial:
     """A sharded model, and steps that a flip disturbs."""
 
     model: Any
-    batch: tuple[Tensor, Tensor]
+    batch: Tensor
 
     @classmethod
     def of(cls, cache: Any, checks: laconic.Checks | None, *, is_frozen: bool = False) -> _Trial:
         torch.manual_seed(0)
-        model: Any = Model()
+        model: Any = Model(17, 29, 3)
         if is_frozen:
             model.blocks.requires_grad_(False)
-        for module in (*model.blocks, model):
-            laconic.fully_shard(module, cache=cache, checks=checks)
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        trial = cls(model, (torch.randn(6, 17, generator=generator), torch.randn(6, 3, generator=generator)))
+        _sharded(model, cache=cache, checks=checks)
+        trial = cls(model, torch.randn(6, 17, generator=torch.Generator().manual_seed(dist.get_rank())))
         trial.step()
         return trial
 
@@ -201,3 +213,62 @@ def _rate(place: str, seen: Seen) -> str:
 
     by_field = ", ".join(f"{name} {share(bits)}" for name, bits in _FIELDS.items())
     return f"{share(_BITS)} ({by_field})"
+
+
+# -- the cost ----------------------------------------------------------------------------------------------------------
+
+_LIMIT = 0.01
+_AUDIT_INTERVAL = 1000
+"""The interval that the documentation advises."""
+
+
+def job_of_pairs(pairs: int, width: int, num_blocks: int, rows: int) -> list[tuple[float, float, float]]:
+    """The seconds of a plain step, a checked one and an audit, by pair, on this rank."""
+    torch.manual_seed(0)
+    plain = Model(width, 4 * width, num_blocks)
+    checked = _sharded(copy.deepcopy(plain), cache="host", checks=laconic.Checks(interval=1))
+    plain = _sharded(plain, cache="host")
+    optimizers = {model: torch.optim.AdamW(model.parameters()) for model in (plain, checked)}
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def step(model: Any) -> None:
+        _loss(model, x).backward()
+        optimizers[model].step()
+        optimizers[model].zero_grad()
+
+    def seconds(action: Any, *arguments: Any) -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        action(*arguments)
+        dist.barrier()
+        return time.perf_counter() - began
+
+    found = []
+    for pair in range(pairs + 1):
+        order = (plain, checked) if pair % 2 else (checked, plain)
+        times = {model: seconds(step, model) for model in order}
+        found.append((times[plain], times[checked], seconds(laconic.audit, plain, x, _loss)))
+    return found[1:]  # the first pair allocates
+
+
+@campaign_row("check-cost")
+def cost(bench: Bench) -> Row:
+    """Measure the surplus of checked steps and of audits."""
+    size = (4, 64, 2, 32) if bench.quick else (12, 512, 6, 512)
+    times = launch(job_of_pairs, *size, num_ranks=4, num_local=2, timeout_s=_TIMEOUT_S)[0]
+    plain = statistics.median(each for each, _, _ in times)
+    surplus = statistics.median(checked - each for each, checked, _ in times)
+    audit = statistics.median(each for _, _, each in times)
+    interval = laconic.Checks().interval
+    shares = surplus / interval / plain, audit / _AUDIT_INTERVAL / plain
+    return Row(
+        claim=f"seconds that checksums every {interval} steps / audits every {_AUDIT_INTERVAL} steps add to a step",
+        required=f"<= {_LIMIT:.0%} / <= {_LIMIT:.0%}",
+        measured=f"{shares[0]:.3%} / {shares[1]:.3%}",
+        is_met=max(shares) <= _LIMIT,
+        note=(
+            f"medians of {len(times)} pairs of steps in turn, 2 nodes x 2 ranks on this machine's cores, fp32, host "
+            f"cache: a plain step takes {1e3 * plain:.1f} ms, a checked one {1e3 * surplus:.1f} ms more, and an audit "
+            f"{1e3 * audit:.1f} ms."
+        ),
+    )
