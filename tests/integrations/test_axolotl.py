@@ -58,15 +58,12 @@ class DictDefault(dict[str, Any]):
 
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
-    modules = {name: types.ModuleType(name) for name in ("axolotl", "axolotl.integrations", "axolotl.core")}
-    modules["axolotl.integrations.base"] = types.ModuleType("axolotl.integrations.base")
-    modules["axolotl.integrations.base"].BasePlugin = BasePlugin  # type: ignore[attr-defined]
-    modules["axolotl.core.trainers"] = types.ModuleType("axolotl.core.trainers")
-    modules["axolotl.core.trainers"].AxolotlTrainer = AxolotlTrainer  # type: ignore[attr-defined]
-    modules["axolotl.core.trainers"].AxolotlRewardTrainer = AxolotlRewardTrainer  # type: ignore[attr-defined]
-    modules["axolotl.core"].trainers = modules["axolotl.core.trainers"]  # type: ignore[attr-defined]
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    trainers_ = {"AxolotlTrainer": AxolotlTrainer, "AxolotlRewardTrainer": AxolotlRewardTrainer}
+    contents = {"": {}, ".integrations": {}, ".core": {}, ".core.trainers": trainers_}
+    for name, members in {**contents, ".integrations.base": {"BasePlugin": BasePlugin}}.items():
+        module = types.ModuleType(f"axolotl{name}")
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.delitem(sys.modules, "laconic.integrations.axolotl", raising=False)
     return importlib.import_module("laconic.integrations.axolotl").LaconicPlugin()
 

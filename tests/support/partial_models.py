@@ -26,21 +26,9 @@ _COMMON = {
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 MODELS = (
-    "llama",
-    "llama-mha-biases",
-    "qwen3",
-    "phi3",
-    "gpt2",
-    "gpt-neox",
-    "opt",
-    "mixtral-eager",
-    "mixtral-grouped_mm",
-    "mixtral-batched_mm",
-    "gpt-oss-eager",
-    "gpt-oss-grouped_mm",
-    "gpt-oss-batched_mm",
-    "qwen3-moe-grouped_mm",
-)
+    "llama", "llama-mha-biases", "qwen3", "phi3", "gpt2", "gpt-neox", "opt", "mixtral-eager", "mixtral-grouped_mm",
+    "mixtral-batched_mm", "gpt-oss-eager", "gpt-oss-grouped_mm", "gpt-oss-batched_mm", "qwen3-moe-grouped_mm",
+)  # fmt: skip
 
 
 def build(kind: str) -> Any:
