@@ -121,8 +121,8 @@ def whole(tensor: Any) -> Tensor:
 
 def job_clip() -> None:
     model, reference = partly_sharded(), build()
-    for order in (2.0, 1.0, float("inf")):
-        for foreach in (None, True, False):
+    for order in (2.0, float("inf")):
+        for foreach in (True, False):
             give_gradients(model)
             give_gradients(reference)
             want = nn.utils.clip_grad_norm_(reference.parameters(), 0.5, order, foreach=foreach)

@@ -37,7 +37,7 @@ def tensor_parallel(replicas: int, cache: str, *, seed: int = 0, hidden: int = 3
     return laconic.fully_shard(model, mesh=data, cache=cache), mesh
 
 
-@pytest.mark.parametrize(("ranks", "replicas"), [(4, 2), (3, 1), (6, 3)])
+@pytest.mark.parametrize(("ranks", "replicas"), [(4, 2), (3, 1)])
 @on_ranks("ranks", local=1)
 def test_tensor_parallel_training_is_the_unsharded_one(replicas: int, tmp_path: Path) -> None:
     model, mesh = tensor_parallel(replicas, "host")
@@ -45,7 +45,7 @@ def test_tensor_parallel_training_is_the_unsharded_one(replicas: int, tmp_path: 
     assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
     optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (model, plain)]
     replica = mesh.get_local_rank("dp")
-    for step in range(3):
+    for step in range(2):
         squared_error(model, batch(step, replica)).backward()
         sum(squared_error(plain, batch(step, r)) for r in range(replicas)).div(replicas).backward()  # type: ignore[union-attr]
         for (name, got), want in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -114,7 +114,7 @@ def test_experts_on_their_own_mesh() -> None:
     laconic.fully_shard(model.experts, mesh=mesh["dp"])  # type: ignore[arg-type]  # experts: over the ranks that share them
     laconic.fully_shard(model, mesh=laconic.init_mesh("cpu", local=1))  # the rest: over all ranks
     optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (model, plain)]
-    for step in range(3):
+    for step in range(2):
         # Both ranks of "ep" see the same rows, so every expert gets the gradient of its replica's rows whole.
         data = [torch.randn(5, 3, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(2)]
         model(data[mesh.get_local_rank("dp")]).square().mean().backward()

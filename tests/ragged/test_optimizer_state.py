@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dsd
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import AdamW, Optimizer
 
 from laconic.checkpoint import load_checkpoint, save_checkpoint
 from laconic.optim import AdamW8bit
@@ -20,15 +19,11 @@ from tests.ragged.test_state_dict import Mixed, assert_ragged, set_gradients, sh
 from tests.support import sharded_net
 from tests.support.launch import on_ranks
 
-pytestmark = pytest.mark.heavy
-
 OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
     "foreach": lambda parameters: AdamW(parameters, lr=1e-2, foreach=True, amsgrad=True),
-    "fused": lambda parameters: AdamW(parameters, lr=1e-2, fused=True),
-    "momentum": lambda parameters: SGD(parameters, lr=1e-2, momentum=0.9),
     "adamw8bit": lambda parameters: AdamW8bit(parameters, lr=1e-2),
 }
-WAYS: list[tuple[str, tuple[int, ...]]] = [("plain", ()), ("full", (7,)), ("plain", (7,)), ("full", ()), ("set", (7,))]
+WAYS: list[tuple[str, tuple[int, ...]]] = [("plain", ()), ("full", (7,)), ("set", (7,))]
 """How the state is loaded, and the steps that the optimizer has taken before."""
 FULL = dsd.StateDictOptions(full_state_dict=True)
 STATE = tuple[dict[str, Tensor], list[dict[str, Any]]]

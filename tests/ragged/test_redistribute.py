@@ -13,7 +13,7 @@ from laconic.ragged.redistribute import moved_elements, whole_on
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor, redistribute
 from tests.support.launch import on_ranks, run_ranks
-from tests.support.sharded_net import MESHES, Place, moved
+from tests.support.sharded_net import Place, moved
 
 SHAPES = [(7, 5), (11, 3), (), (2, 3, 4), (1,), (13,)]
 
@@ -85,7 +85,7 @@ def job_every_pair() -> None:
                 assert torch.equal(result.to_local(), spec.part_of(value))  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("nodes", "local"), MESHES)
+@pytest.mark.parametrize(("nodes", "local"), [(3, 1), (2, 3)])
 def test_tensors_go_from_every_cut_to_every_cut(nodes: int, local: int) -> None:
     run_ranks(job_every_pair, nodes * local, local=local)
 

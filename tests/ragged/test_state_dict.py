@@ -18,9 +18,6 @@ from laconic.ragged.tensor import RaggedTensor
 from tests.support.launch import on_ranks, run_ranks
 from tests.support.sharded_net import Net, build, inputs, shard, squared_error, train_step
 
-WORLDS = [(3, 1), (2, 2)]
-"""(ranks, ranks per node)."""
-
 
 class Mixed(Net):
     """Inner units and a root; a frozen table, another dtype, a scalar, a vector shorter than the mesh, a buffer."""
@@ -107,8 +104,7 @@ def assert_ragged(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 # -- full state dicts --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "local"), WORLDS)
-@on_ranks("ranks", local="local")
+@on_ranks(3, local=1)
 def test_full_state_dicts_are_those_of_the_unsharded_model() -> None:
     want = both(*trained(build(Mixed)), full_state_dict=True)
     model, optimizer = trained(sharded())
@@ -124,37 +120,33 @@ def test_full_state_dicts_are_those_of_the_unsharded_model() -> None:
     assert_ragged(model, optimizer)
 
 
-def job_one_at_a_time(patch: pytest.MonkeyPatch) -> None:
-    alive: list[weakref.ref[Tensor]] = []
-    most = 0
-    original = RaggedTensor.full_tensor
+ALIVE: dict[int, list[weakref.ref[Tensor]]] = {0: [], 1: []}
+"""The whole tensors of a state dict, by rank."""
+
+
+def test_ranks_that_keep_nothing_hold_one_whole_tensor_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    most, original = [0, 0], RaggedTensor.full_tensor
 
     def counting(self: RaggedTensor, **kwargs: Any) -> Tensor:
-        nonlocal most
-        most = max(most, sum(reference() is not None for reference in alive))
+        rank = dist.get_rank()
+        most[rank] = max(most[rank], sum(reference() is not None for reference in ALIVE[rank]))
         result = original(self, **kwargs)
-        alive.append(weakref.ref(result))
+        ALIVE[rank].append(weakref.ref(result))
         return result
 
+    monkeypatch.setattr(RaggedTensor, "full_tensor", counting)
+    run_ranks(job_one_at_a_time, 2, local=1)
+    assert most[1] <= 1
+
+
+def job_one_at_a_time() -> None:
     model, optimizer = trained(sharded())
-    patch.setattr(RaggedTensor, "full_tensor", counting)
+    ALIVE[dist.get_rank()].clear()
     both(model, optimizer, full_state_dict=True, cpu_offload=True)
-    assert len(alive) > 20
-    assert dist.get_rank() == 0 or most <= 1
+    assert len(ALIVE[dist.get_rank()]) > 20
 
 
-@pytest.mark.machine
-def test_ranks_that_keep_nothing_hold_one_whole_tensor_at_a_time() -> None:
-    run_ranks(with_patch, 2, job_one_at_a_time, local=1)
-
-
-def with_patch(job: Any) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        job(patch)
-
-
-@pytest.mark.parametrize("broadcast", [True, False])
-@pytest.mark.parametrize(("ranks", "local"), WORLDS)
+@pytest.mark.parametrize(("ranks", "local", "broadcast"), [(3, 1, True), (4, 2, False)])
 @on_ranks("ranks", local="local")
 def test_full_state_dicts_load(broadcast: bool) -> None:
     want = both(*trained(build(Mixed)), full_state_dict=True)

@@ -48,13 +48,6 @@ def test_it_has_the_global_shape_and_holds_its_extent() -> None:
     assert "extent=Extent(start=0, stop=6)" in repr(parts[0])
 
 
-def test_it_can_be_a_parameter() -> None:
-    parameter = nn.Parameter(ragged(random(), RANKS)[0])
-    assert isinstance(parameter, nn.Parameter)
-    assert isinstance(parameter, RaggedTensor)
-    assert parameter.requires_grad
-
-
 def test_specs_are_equal_if_they_cut_alike_over_one_cluster() -> None:
     a, b, other = (ragged(random(shape), RANKS)[0] for shape in ((5, 3), (5, 3), (3, 5)))
     assert a.spec == a.clone().spec == a.detach().spec
@@ -110,13 +103,6 @@ def test_plain_operands_of_the_global_shape_are_cut(shape: tuple[int, ...], num_
     parts = ragged(x, num_ranks)
     got = [part.copy_(y) if in_place else part - y for part in parts]
     assert torch.equal(whole(got), y if in_place else x - y)
-
-
-def test_in_place_list_operations_return_what_torch_returns() -> None:
-    part = ragged(random(), RANKS)[0]
-    assert torch._foreach_add_([part], 1.0) is None or part is not None
-    assert part.add_(1) is part
-    assert torch.equal(part.to_local(), part.spec.part_of(random()) + 2)
 
 
 def test_lists_may_mix_layouts() -> None:
@@ -262,24 +248,16 @@ def with_gradients(model: nn.Module, scale: float = 1.0, seed: int = 5) -> None:
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
-    "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
     "adamw_fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "adamw_amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, maximize=True),
-    "adam_fused": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True, amsgrad=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "sgd_foreach": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, foreach=True),
     "sgd_fused": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
     "adagrad_fused": lambda p: torch.optim.Adagrad(p, lr=1e-2, fused=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.9, centered=True),
-    "adamax": lambda p: torch.optim.Adamax(p, lr=1e-2),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
-    "adadelta": lambda p: torch.optim.Adadelta(p, lr=1e-2),
 }
 
 
-@pytest.mark.parametrize(("world_size", "local"), [(3, 1), (4, 2)])
-@on_ranks("world_size", local="local")
+@on_ranks(3, local=1)
 def test_optimizers_step_ragged_parameters_as_plain_ones() -> None:
     for name, make in OPTIMIZERS.items():
         plain, sharded = build(Odd), make_odd()
@@ -293,7 +271,7 @@ def test_optimizers_step_ragged_parameters_as_plain_ones() -> None:
             torch.testing.assert_close(got.full_tensor(), want.detach(), rtol=1e-6, atol=1e-7, msg=f"{name}: {key}")
 
 
-@pytest.mark.parametrize(("world_size", "local"), [(1, 1), (3, 3), (4, 2)])
+@pytest.mark.parametrize(("world_size", "local"), [(3, 3), (4, 2)])
 @on_ranks("world_size", local="local")
 def test_norms_and_clipping_use_the_whole_tensors() -> None:
     plain, sharded = build(Odd), make_odd()
@@ -335,11 +313,7 @@ def test_norms_of_half_precision_do_not_overflow(dtype: torch.dtype) -> None:
     assert float(norm) == 640.0
 
 
-@pytest.mark.machine
-@on_ranks(4, local=2)
-def test_clipping_costs_one_message_and_full_tensor_moves_each_element_once() -> None:
-    model = shard(build(Odd), [])
-    with_gradients(model)
+def test_clipping_costs_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[int] = []
     send = dist.all_to_all_single
 
@@ -347,15 +321,26 @@ def test_clipping_costs_one_message_and_full_tensor_moves_each_element_once() ->
         messages.append(arriving.nbytes)
         return send(arriving, *args, **arguments)
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(dist, "all_to_all_single", counting)
-        with moved(model) as m:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    nbytes = 4 * len(list(model.parameters()))
-    assert messages == [4 * nbytes], "one trip, with the norms of all ranks"
-    for level, peers in (("local", 1), ("node", 2)):
-        assert m.sent(level, "control") == peers * nbytes  # type: ignore[arg-type]
+    monkeypatch.setattr(dist, "all_to_all_single", counting)
+    run_ranks(job_clip, 4, local=2)
+    assert messages == 4 * [4 * NORMS_BYTES], "one trip, with the norms of all ranks"
 
+
+NORMS_BYTES = 4 * 6
+
+
+def job_clip() -> None:
+    model = shard(build(Odd), [])
+    with_gradients(model)
+    with moved(model) as m:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for level, peers in (("local", 1), ("node", 2)):
+        assert m.sent(level, "control") == peers * NORMS_BYTES  # type: ignore[arg-type]
+
+
+@on_ranks(4, local=2)
+def test_full_tensor_moves_each_element_once() -> None:
+    model = shard(build(Odd), [])
     with moved(model) as m:
         gathered = model.matrix.full_tensor()
     assert torch.equal(gathered, build(Odd).matrix)
@@ -364,11 +349,9 @@ def test_clipping_costs_one_message_and_full_tensor_moves_each_element_once() ->
     assert len(set(extents)) > 1, "no padding is to be seen if all ranks hold equally much"
     node, local = model._laconic_unit.cluster.node_rank, model._laconic_unit.cluster.local_rank
     own, other = extents[2 * local + node], extents[2 * local + 1 - node]
-    rest = sum(extents) - own - other
-    assert m.snapshot.total("node", "control", "sent") == 4 * own
-    assert m.snapshot.total("node", "control", "received") == 4 * other
-    assert m.snapshot.total("local", "control", "sent") == 4 * (own + other)
-    assert m.snapshot.total("local", "control", "received") == 4 * rest
+    for level, sent, received in (("node", own, other), ("local", own + other, sum(extents) - own - other)):
+        assert m.snapshot.total(level, "control", "sent") == 4 * sent  # type: ignore[arg-type]
+        assert m.snapshot.total(level, "control", "received") == 4 * received  # type: ignore[arg-type]
 
 
 @on_ranks(3, local=1)
@@ -393,31 +376,6 @@ def test_truncated_normals_equal_the_unsharded_ones() -> None:
         torch.manual_seed(1)
         nn.init.trunc_normal_(model.weight, 0.0, 1.0, *bounds)
         assert torch.equal(model.weight.full_tensor(), want), bounds
-
-
-def job_scaler(poisoned_rank: int | None) -> bool:
-    """Return whether the scaler took the step."""
-    model = make_odd()
-    before = model.vector.full_tensor()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.zeros(()))
-    with_gradients(model, scale=4.0)
-    if dist.get_rank() == poisoned_rank:
-        held = next(p for p in model.parameters() if p.to_local().numel())  # one rank's part of one parameter
-        held.grad.to_local()[0] = float("inf")
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    after = model.vector.full_tensor()
-    if poisoned_rank is None:
-        torch.testing.assert_close(after, before - 0.1 * random((13,), 5 + 3))
-    return not torch.equal(before, after)
-
-
-@pytest.mark.parametrize(("poisoned_rank", "stepped"), [(None, True), (1, False)])
-def test_a_scaler_skips_the_step_on_all_ranks(poisoned_rank: int | None, stepped: bool) -> None:
-    assert run_ranks(job_scaler, 3, poisoned_rank, local=1) == [stepped] * 3
 
 
 # -- torch.distributed.checkpoint --------------------------------------------------------------------------------------
@@ -469,5 +427,5 @@ def job_load(folder: Path) -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_checkpoint_loads_on_other_numbers_of_ranks(tmp_path: Path, asynchronous: bool) -> None:
     run_ranks(job_save, 4, tmp_path, asynchronous, local=2)
-    for world_size, local in [(3, 1), (6, 3), (1, 1)][: 1 if asynchronous else 3]:
-        run_ranks(job_load, world_size, tmp_path, local=local)
+    for world_size in (3, 1)[: 1 if asynchronous else 2]:
+        run_ranks(job_load, world_size, tmp_path, local=1)
