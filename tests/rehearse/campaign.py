@@ -1,4 +1,4 @@
-"""What the race checker finds: shared by the tests, which take a sample of orders, and by tests/faults/races.py."""
+"""What the race checker finds: shared by the tests, which take a sample of orders, and by tests/faults/device.py."""
 
 from __future__ import annotations
 

@@ -10,11 +10,9 @@ some tests have one answer. The branch that it rules out runs on an accelerator 
 - a function that only such lines refer to, and the functions of a file that imports Triton at its top;
 - what uses the lanes `to_host` and `to_device`: on a CPU nothing is copied between host and device.
 
-What a function returns, what an attribute is set to and what a parameter is given are facts of the same kind, where all
-lines that run on a CPU agree. (Of functions that is asked only where an annotation says that they return something.)
-They rule out further branches, until no new one is found. Where the code leaves it open, a line counts as one that a
-CPU runs. An arm of a conditional expression, or an operand of `and` and `or`, counts as a line. Definitions, docstrings
-and the word `try` do not count.
+What functions return there, and what attributes have, is listed below. Where the code leaves it open, a line counts as
+one that a CPU runs. An arm of a conditional expression, or an operand of `and` and `or`, counts as a line. Definitions,
+docstrings and the word `try` do not count.
 """
 
 from __future__ import annotations
@@ -56,12 +54,20 @@ _CALLS: dict[str, Any] = {
     "backend_of": "gloo",
     "get_backend": "gloo",
 }
+_ATTRIBUTES: dict[str, Any] = {
+    "is_stream_ordered": False, "_host_waits": True, "_is_param": True, "_release": None, "_faults": _EMPTY,
+    "_delayed": None, "_late": _EMPTY, "_stream": None, "_leaving": _EMPTY, "_summed": None,
+}  # fmt: skip
+"""What attributes of the library have on a CPU."""
+_RETURNS: dict[str, Any] = {
+    "is_bound": False, "splitting_device": None, "multiplies_codes": False, "_shares_groups": False,
+    "device_to_bind": None, "initialized_accelerator": None, "_accelerators": _EMPTY, "load_into": None, "last": None,
+    "compute_event": None, "record_event": None, "is_stream_ordered": False, "has_stream": False, "leaves": False,
+}  # fmt: skip
+"""What functions and properties of the library return on a CPU."""
 _EVENTS = {"Event", "torch.Event | None"}
 """The annotations of what is None on a CPU."""
 _LANES_OF_COPIES = {"to_host", "to_device"}
-_CALLERS = {"submit", "finalize"}
-"""Functions that call their argument with those after it."""
-_CHANGES = {"append", "appendleft", "add", "extend", "update", "setdefault", "insert"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +122,6 @@ class _House:
             if isinstance(node, Function)
         }
         """Statements and parts of expressions that no CPU runs; all that is in them runs on none either."""
-        self.returns: dict[str, Any] = {}
-        self.attributes: dict[str, Any] = {}
-        self.parameters: dict[tuple[ast.AST, str], Any] = {}
         self.locals: dict[tuple[ast.AST, str], Any] = {}
         """What names of functions have, by what was known when somebody asked first."""
         self.only_on_device: set[str] = set()
@@ -159,16 +162,13 @@ class _House:
 
     def learn(self) -> bool:
         """Draw the conclusions from what is known. Returns whether more is known now."""
-        known = self.ruled_out, self.only_on_device, self.returns, self.attributes, self.parameters
-        before = sum(map(len, known))
+        before = len(self.ruled_out) + len(self.only_on_device)
         self.locals.clear()
         for tree in self.core.values():
             if not trees.imports_triton(tree.body):
                 _Reader(self, None).block(tree.body)
         self._learn_references()
-        self.locals.clear()
-        self._learn_values()
-        return sum(map(len, known)) > before
+        return len(self.ruled_out) + len(self.only_on_device) > before
 
     @cached_property
     def _references(self) -> dict[str, list[ast.AST]]:
@@ -210,61 +210,6 @@ class _House:
             return False
         return all(isinstance(each, ast.Name) and each.id in self.only_on_device for each in trees.targets(line[-2]))
 
-    def _learn_values(self) -> None:
-        for name, functions in self._functions.items():
-            if name not in self.returns and (value := trees.join([*map(self._returned, functions)])) is not OPEN:
-                self.returns[name] = value
-        for name, nodes in self._attributes.items():
-            if name not in self.attributes:
-                self._learn_attribute(name, [node for node in nodes if not self.is_out(node)])
-        for name, functions in self._functions.items():
-            files = [*map(self._file_of, self.defined[name])]
-            for function in functions if not name.startswith("__") else ():
-                if len(files) == 1 or (trees.is_private(name) and files.count(self._file_of(function)) == 1):
-                    self._learn_parameters(name, function, is_alone=len(files) == 1)
-
-    def _learn_attribute(self, name: str, nodes: list[ast.Attribute]) -> None:
-        """Find the value that all places agree on. Those that copy another of its name agree if that follows."""
-        properties = self._functions.get(name, [])
-        if not all(map(trees.is_property, properties)):
-            return
-        known = [value for node in nodes for value in self._set(node)]
-        for guess in {each for each in known if each is not OPEN}:
-            self.locals.clear()
-            self.attributes[name] = guess
-            values = [value for node in nodes for value in self._set(node)]
-            if trees.join([*values, *map(self._returned, properties)]) is not OPEN:
-                return
-            del self.attributes[name]
-            self.locals.clear()
-
-    @cached_property
-    def _functions(self) -> dict[str, list[Function]]:
-        found: dict[str, list[Function]] = defaultdict(list)
-        for name, definitions in self.defined.items():
-            found[name] = [each for each in definitions if isinstance(each, Function)]
-        return {name: functions for name, functions in found.items() if functions}
-
-    @cached_property
-    def _attributes(self) -> dict[str, list[ast.Attribute]]:
-        found: dict[str, list[ast.Attribute]] = defaultdict(list)
-        for tree in self.core.values():
-            for node in ast.walk(tree):
-                if isinstance(node, ast.Attribute):
-                    found[node.attr].append(node)
-        return {name: nodes for name, nodes in found.items() if any(map(trees.is_store, nodes))}
-
-    def _returned(self, function: Function) -> Any:
-        if function.returns is None or trees.text(function.returns) in ("None", "NoReturn"):
-            return OPEN
-        if trees.text(function.returns) in _EVENTS:
-            return None
-        reader = _Reader(self, function)
-        inner = [node for node in trees.own(function) if not self._is_ruled_out_in(node, function)]
-        if any(isinstance(node, ast.Yield | ast.YieldFrom) for node in inner):
-            return OPEN
-        return trees.join([reader.value(node.value) for node in inner if isinstance(node, ast.Return)])
-
     def _is_ruled_out_in(self, node: ast.AST, function: Function) -> bool:
         for each in (node, *self.above(node)):
             if each is function:
@@ -272,55 +217,6 @@ class _House:
             if each in self.ruled_out:
                 return True
         return False
-
-    def _set(self, node: ast.Attribute) -> list[Any]:
-        """The values that an attribute gets at one place."""
-        above = self.parent[node]
-        if isinstance(node.ctx, ast.Load):
-            outer = self.parent.get(above)
-            is_changed = isinstance(above, ast.Attribute) and above.attr in _CHANGES and isinstance(outer, ast.Call)
-            is_changed |= isinstance(above, ast.Subscript) and above.value is node and trees.is_store(above)
-            return [OPEN] if is_changed else []
-        statement: Any = next(each for each in self.above(node) if isinstance(each, ast.stmt))
-        if isinstance(statement, ast.AnnAssign) and trees.text(statement.annotation) in _EVENTS:
-            return [None]
-        if node.attr.startswith(("_", "is_")) and isinstance(statement, ast.Assign | ast.AnnAssign):
-            reader = _Reader(self, next((each for each in self.above(node) if isinstance(each, Function)), None))
-            return [reader.value(given, of_literals=True) for given in trees.given_to(statement, node)]
-        return [OPEN]
-
-    def _file_of(self, node: ast.AST) -> ast.AST:
-        return [node, *self.above(node)][-1]
-
-    def _learn_parameters(self, name: str, function: Function, *, is_alone: bool) -> None:
-        """What all calls of a function that a CPU comes to give to a parameter. A private name is that of its file."""
-        calls: list[tuple[ast.Call, list[ast.expr]]] = []
-        for node in self._references[name]:
-            above = self.parent[node]
-            if self.is_out(node) or not (is_alone or self._file_of(node) is self._file_of(function)):
-                continue
-            if isinstance(above, ast.Call) and above.func is node:
-                calls.append((above, above.args))
-            elif isinstance(above, ast.Call) and node in above.args and trees.name_of(above.func) in _CALLERS:
-                calls.append((above, above.args[above.args.index(node) + 1 :]))  # type: ignore[arg-type]
-            else:
-                return
-        is_method = isinstance(self.parent[function], ast.ClassDef)
-        names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)][int(is_method) :]
-        defaults = dict(zip(reversed(names), reversed(function.args.defaults), strict=False))
-        defaults |= {a.arg: d for a, d in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True) if d}
-        for parameter in (*names, *(each.arg for each in function.args.kwonlyargs)):
-            values = []
-            for call, in_order in calls:
-                given = {each.arg: each.value for each in call.keywords}
-                given |= dict(zip(names, in_order, strict=False))
-                is_known = not any(isinstance(each, ast.Starred) for each in in_order) and None not in given
-                caller = next((each for each in self.above(call) if isinstance(each, Function)), None)
-                argument = given.get(parameter, defaults.get(parameter))
-                value = _Reader(self, caller).value(argument) if is_known and argument is not None else OPEN
-                values.append(value)
-            if values and (value := trees.join(values)) is not OPEN:
-                self.parameters[function, parameter] = value
 
 
 class _Reader:
@@ -412,18 +308,13 @@ class _Reader:
 
     # -- values ------------------------------------------------------------------------------------------------------
 
-    def value(self, node: ast.AST | None, *, of_literals: bool = False) -> Any:
-        """The value of an expression where a CPU runs it; `OPEN` if that says nothing of it.
-
-        `of_literals` says that an empty collection in the code is one that stays so, if nobody fills it.
-        """
+    def value(self, node: ast.AST | None) -> Any:
+        """The value of an expression where a CPU runs it; `OPEN` if that says nothing of it."""
         match node:
             case None:
                 return None
             case ast.Constant():
                 return node.value if isinstance(node.value, bool | str | None) else OPEN
-            case ast.List(elts=[]) | ast.Tuple(elts=[]) | ast.Dict(keys=[]):
-                return _EMPTY if of_literals else OPEN
             case ast.NamedExpr() | ast.Starred():
                 return self.value(node.value)
             case ast.Name():
@@ -455,11 +346,11 @@ class _Reader:
             return _FACTS[node.attr]
         if node.attr == "type":
             return "cpu"
-        house = self._house
-        if node.attr in house.attributes:
-            return house.attributes[node.attr]
-        is_property = node.attr in house.defined and all(map(trees.is_property, house.defined[node.attr]))
-        return house.returns.get(node.attr, OPEN) if is_property else OPEN
+        if node.attr in _ATTRIBUTES:
+            return _ATTRIBUTES[node.attr]
+        definitions = self._house.defined.get(node.attr, [])
+        is_property = bool(definitions) and all(map(trees.is_property, definitions))
+        return _RETURNS.get(node.attr, OPEN) if is_property else OPEN
 
     def _call(self, node: ast.Call) -> Any:
         full, name = trees.text(node.func), trees.name_of(node.func)
@@ -472,7 +363,7 @@ class _Reader:
             return value if value is OPEN else bool(value)
         definitions = self._house.defined.get(name, [])
         if definitions and all(isinstance(each, Function) for each in definitions):
-            return self._house.returns.get(name, OPEN)
+            return _RETURNS.get(name, OPEN)
         return OPEN
 
     def _bool_op(self, node: ast.BoolOp) -> Any:
@@ -519,7 +410,7 @@ class _Reader:
             if each.arg == name:
                 if each.annotation is not None and trees.text(each.annotation) in _EVENTS:
                     return None
-                values.append(house.parameters.get((function, name), OPEN))
+                values.append(OPEN)
         for node in trees.stores(function).get(name, ()):
             is_set = True
             if not house._is_ruled_out_in(node, function):

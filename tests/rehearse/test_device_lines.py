@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from tests.rehearse.device_lines import DevicePlace, device_places
+from tests.rehearse.device_lines import _ATTRIBUTES, _RETURNS, LIBRARY, DevicePlace, device_places
 from tests.rehearse.passed import REASONS, Watch, not_passed, passed, told, watched_tests
 
 LEAST_SHARE = 0.98
 CODE = {
     "shard/lanes.py": """
-        import torch
-        Event = torch.Event | None
-
         class Lane:
             def __init__(self, device):
-                self._device = device
                 self._stream = None
-                self._kept = []
                 if device.type != "cpu":
                     self._stream = torch.Stream(device)  # device
 
@@ -29,20 +25,11 @@ CODE = {
                     return None
                 return self._stream  # device
 
-            def keep(self, event):
-                if self._stream is not None:
-                    self._kept.append(event)  # device
-
-            def kept(self) -> bool:
-                return bool(self._kept)
-
-            def record_event(self) -> Event:
+            def record_event(self):
                 return None if self._stream is None else self._stream.record_event()  # device 49
         """,
     "shard/uses.py": """
-        import torch
-
-        def uses(lane: Lane, tensor, lanes):
+        def uses(lane: Lane, tensor):
             with lane.running():
                 done = lane.record_event()
             if done is not None:
@@ -56,10 +43,6 @@ CODE = {
             if tensor is None:
                 return
             with lanes.to_host.running():  # device
-                tensor.copy_(tensor)  # device
-
-        def lands(lane):
-            if any(each.kept() for each in [lane]):
                 _only_there()  # device
 
         def _only_there():
@@ -75,10 +58,6 @@ CODE = {
                 each.device  # device 8
                 for each in tensors if each.device.type != "cpu"
             }
-
-        def waits(tensors):
-            for device in devices(tensors):
-                torch.accelerator.synchronize(device)  # device
 
         def groups(backend, device: torch.device | None):
             accelerator = torch.accelerator.current_accelerator()
@@ -106,15 +85,6 @@ CODE = {
             def run(self):
                 return triton.jit  # device
         """,
-    "optim/step.py": """
-        def kernels() -> ModuleType | None:
-            from optim import step_triton  # device
-            return step_triton  # device
-
-        def step(parts):
-            for part in parts:
-                kernels().step(part)  # device
-        """,
     "train/loop.py": """
         def loop(device):
             if device.type == "cuda":
@@ -140,6 +110,11 @@ def test_the_branches_that_a_cpu_does_not_take_are_found(tmp_path: Path) -> None
                 marked.add((name, number, int(column) if column else None))
     found = device_places(tmp_path, ("shard", "optim"))
     assert {(each.file, each.line, each.columns and each.columns[0]) for each in found} == marked
+
+
+def test_facts_are_of_names_that_the_library_has() -> None:
+    text = "\n".join(path.read_text("utf-8") for path in LIBRARY.rglob("*.py"))
+    assert [name for name in (*_ATTRIBUTES, *_RETURNS) if not re.search(rf"\b{name}\b", text)] == []
 
 
 RUN = """

@@ -11,7 +11,7 @@ from tests.rehearse.programs import PROGRAMS
 
 FEW = ("LoRA, cache host", "overlapped optimizer", "saves", "LocalSteps", "cyclic, Gloo")
 _ORDERS = (1,)
-"""The seeds of the orders of each program. tests/faults/races.py has thousands."""
+"""The seeds of the orders of each program. tests/faults/device.py has thousands."""
 _NEEDED = {
     "foreach_all_gather: wait_stream", "foreach_all_gather: record_event", "foreach_all_gather_copy_out: wait",
     "foreach_reduce: wait_stream", "foreach_reduce: record_event", "_post_forward: wait", "post_backward: wait",

@@ -56,17 +56,9 @@ def is_property(node: ast.stmt) -> bool:
     return any("property" in text(each) for each in getattr(node, "decorator_list", ()))
 
 
-def is_store(node: ast.AST) -> bool:
-    return not isinstance(getattr(node, "ctx", None), ast.Load)
-
-
 @cache
 def below(node: ast.AST) -> tuple[ast.AST, ...]:
     return tuple(ast.iter_child_nodes(node))
-
-
-def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
 
 
 @cache
