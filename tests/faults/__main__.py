@@ -17,10 +17,7 @@ import sys
 # They register the campaigns, in the order of the tables.
 from tests.faults import (  # isort: skip  # noqa: F401
     in_process,
-    races,
-    lanes,
-    kernels,
-    device_lines,
+    device,
     crash_states,
     elsewhere,
     damage,
@@ -33,7 +30,6 @@ from tests.faults import (  # isort: skip  # noqa: F401
     checks,
     fuzz,
     pickle_audit,
-    kernel_paths,
     kept,
     ranks_differ,
     forged,

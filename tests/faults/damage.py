@@ -1,7 +1,7 @@
 """Damage to files, and its campaigns: checkpoints, tokens, metrics and model folders, each used as a restart does.
 
 A fault copies a folder, damages one file of the copy in one of `KINDS`, and uses the copy. Published weights and the
-recovery of islands have further faults of their own: published_damage.py, recovery_damage.py.
+recovery of islands have further faults of their own: published.py, recovery_damage.py.
 
 A job's damage is harmful if it changes what a run reads without a word (silent), raises what is no JobError (foreign),
 or keeps a run from going on where nothing was lost (blocked). Tokens are made again from the corpus. A line of metrics

@@ -43,6 +43,7 @@ from tests.support.record import Row
 
 KILLS_EACH, EACH_RUN = 40, 5
 """The kills of each strategy, and of each of its runs."""
+PROMISE_S = 10.0
 _LATE_S = 8.0  # for a rank to come to where it waits for the others
 _AT_ONCE = 4  # strategies: ranks that wait for a lost one leave the processors to others
 
@@ -150,6 +151,8 @@ def strike(run: Run, instant: Instant, attack: Attack, tally: Tally, *, is_late:
     tally.kills += 1
     tally.by_step[newest] += 1
     tally.ends_s.append(time.monotonic() - struck_s)
+    if tally.ends_s[-1] > PROMISE_S:
+        print(f"  {tally.ends_s[-1]:.1f} s after {where}", file=sys.stderr, flush=True)
     try:
         found = run.newest_step()
         if found < newest:
@@ -223,7 +226,6 @@ def row(bench: Bench) -> Row:
 
 # -- islands -----------------------------------------------------------------------------------------------------------
 
-PROMISE_S = 10.0
 KILLS_OF_ISLANDS = 400
 KINDS = {
     "whole": Strategy(sections={"sync": ISLANDS}, place=TWO_NODES, is_exact=False),
