@@ -22,9 +22,6 @@ from laconic.shard.gather import GatherState
 from laconic.shard.unit import UnitPhase, unit_of
 from tests.reference.step import Oracle
 
-MESHES = [(1, 1), (1, 3), (3, 1), (2, 2), (3, 2), (2, 3)]
-"""(nodes, local ranks): one rank, one level each way, both levels, more nodes than ranks and fewer."""
-
 
 @dataclass(eq=False)
 class Place:
