@@ -46,11 +46,11 @@ LATE = 4_000_000
 # -- one process as rank 0 of a cluster with late collectives ----------------------------------------------------------
 
 
-def play_rank_0(num_nodes: int, num_local: int, device_type: str = "cuda") -> Any:
+def play_rank_0(num_nodes: int, num_local: int) -> Any:
     """Replace this process's group by a cluster without other processes; every rank holds the data of rank 0."""
     dist.destroy_process_group()
     become_rank_0(num_nodes * num_local)
-    return laconic.init_mesh(device_type, nodes=num_nodes, local=num_local)
+    return laconic.init_mesh("cuda", nodes=num_nodes, local=num_local)
 
 
 @contextmanager
@@ -163,10 +163,10 @@ def trained(mesh: Any, cache: str, device: torch.device, *, compute_late: int, s
     return [parameter.to_local().detach().clone().cpu() for parameter in model.parameters()]
 
 
-def race(num_nodes: int, num_local: int, device_type: str = "cuda") -> list[str]:
-    """Return the combinations whose result depends on the delays."""
-    mesh = play_rank_0(num_nodes, num_local, device_type)
-    device = torch.device(device_type)
+@pytest.mark.parametrize(("num_nodes", "num_local"), [(2, 1), (1, 2), (2, 2)])
+@on_ranks(1)
+def test_results_do_not_depend_on_delays(num_nodes: int, num_local: int) -> None:
+    mesh, device = play_rank_0(num_nodes, num_local), torch.device("cuda")
     wrong = []
     for cache in ("none", "host", "device", "rank"):
         with transfers(late=0, synchronous=True):
@@ -177,12 +177,7 @@ def race(num_nodes: int, num_local: int, device_type: str = "cuda") -> list[str]
                 result = trained(mesh, cache, device, compute_late=compute_late, side_stream=side_stream)
             if not all(map(torch.equal, expected, result)):
                 wrong.append(f"{cache=} {late=} {compute_late=} {side_stream=}")
-    return wrong
-
-
-@pytest.mark.parametrize(("num_nodes", "num_local"), [(2, 1), (1, 2), (2, 2)])
-def test_results_do_not_depend_on_delays(num_nodes: int, num_local: int) -> None:
-    assert run_ranks(race, 1, num_nodes, num_local)[0] == []
+    assert wrong == []
 
 
 class Wide(nn.Module):
@@ -198,15 +193,15 @@ class Wide(nn.Module):
         return x
 
 
-def warm_peak(mesh: Any, cache: Any, device_type: str) -> tuple[int, list[str]]:
+def warm_peak(mesh: Any, cache: Any) -> tuple[int, list[str]]:
     """The peak of allocated bytes in a warm step, and where the units rest."""
-    model = sharded_net.shard(sharded_net.build(Wide).to(device_type), mesh=mesh, cache=cache)
+    model = sharded_net.shard(sharded_net.build(Wide).cuda(), mesh=mesh, cache=cache)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(5):
         if step == 3:
             torch.cuda.reset_peak_memory_stats()
             model.reset_peak_memory()
-        model(torch.ones(4, 1024, device=device_type)).sum().backward()
+        model(torch.ones(4, 1024, device="cuda")).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     # as asked for: torch's other figure has whole blocks, of which it does not split off the last MiB
@@ -217,52 +212,43 @@ def warm_peak(mesh: Any, cache: Any, device_type: str) -> tuple[int, list[str]]:
     return peak, rests
 
 
-def peaks(device_type: str = "cuda") -> tuple[dict[str, int], int]:
-    """Measure the peak of allocated bytes in a warm step for each cache, and the bytes of the weights."""
-    mesh = play_rank_0(2, 2, device_type)
-    measured = {cache: warm_peak(mesh, cache, device_type)[0] for cache in ("none", "host", "device")}
-    return measured, sum(parameter.nbytes for parameter in sharded_net.build(Wide).parameters())
-
-
+@on_ranks(1)
 def test_peak_allocated_memory_by_cache() -> None:
-    measured, weight_bytes = run_ranks(peaks, 1)[0]
+    mesh = play_rank_0(2, 2)
+    measured = {cache: warm_peak(mesh, cache)[0] for cache in ("none", "host", "device")}
+    weight_bytes = sum(parameter.nbytes for parameter in sharded_net.build(Wide).parameters())
     assert measured["host"] == pytest.approx(measured["none"], rel=0.02)
     assert measured["device"] == pytest.approx(measured["none"] + weight_bytes / 2, rel=0.05)
 
 
-def peaks_of_auto(device_type: str = "cuda") -> list[tuple[int, int, int]]:
-    """The budgets, each with the number of units that rest somewhere, and with the peak of allocated bytes."""
-    mesh = play_rank_0(2, 2, device_type)
-    found = []
-    for budget in (0, 2**24, 2**26):
-        cache = laconic.Cache(where="auto", device_bytes=budget, host_bytes=0)
-        peak, rests = warm_peak(mesh, cache, device_type)
-        found.append((budget, sum(rest != "none" for rest in rests), peak))
-    return found
-
-
+@on_ranks(1)
 def test_auto_takes_no_more_than_its_budget() -> None:
-    (_, none_kept, least), *others = run_ranks(peaks_of_auto, 1)[0]
-    assert none_kept == 0
-    assert all(kept > 0 and peak <= least + budget for budget, kept, peak in others)
+    mesh, least = play_rank_0(2, 2), 0
+    for budget in (0, 2**24, 2**26):
+        peak, rests = warm_peak(mesh, laconic.Cache(where="auto", device_bytes=budget, host_bytes=0))
+        kept = sum(rest != "none" for rest in rests)
+        least = least or peak
+        assert kept == 0 if budget == 0 else kept > 0 and peak <= least + budget
 
 
 # -- real ranks --------------------------------------------------------------------------------------------------------
 
 
-def against_unsharded(cache: str, accumulation: int, device_type: str = "cuda") -> None:
+def batch_of(seed: int, rank: int) -> Any:
+    return tuple(part.cuda() for part in sharded_net.inputs(seed, rank))
+
+
+def against_unsharded(cache: str, accumulation: int) -> None:
     """Compare three AdamW steps with those of one process on the batches of all ranks."""
-    reference = sharded_net.build(sharded_net.Net).to(device_type)
-    model = sharded_net.shard(
-        sharded_net.build(sharded_net.Net).to(device_type), mesh=laconic.init_mesh(device_type), cache=cache
-    )
+    reference, mesh = sharded_net.build().cuda(), laconic.init_mesh("cuda")
+    model = sharded_net.shard(sharded_net.build().cuda(), mesh=mesh, cache=cache)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
     world, rank = dist.get_world_size(), dist.get_rank()
     for step in range(3):
         for micro in range(accumulation):
             seed = step * accumulation + micro
-            batches = [tuple(part.to(device_type) for part in sharded_net.inputs(seed, r)) for r in range(world)]
-            sum(sharded_net.squared_error(reference, batch) / world for batch in batches).backward()  # type: ignore[arg-type, union-attr]
+            batches = [batch_of(seed, r) for r in range(world)]
+            sum(sharded_net.squared_error(reference, batch) / world for batch in batches).backward()  # type: ignore[union-attr]
             model.set_requires_gradient_sync(micro == accumulation - 1)
             sharded_net.squared_error(model, batches[rank]).backward()
         norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (reference, model)]
@@ -272,21 +258,19 @@ def against_unsharded(cache: str, accumulation: int, device_type: str = "cuda") 
             optimizer.zero_grad()
     whole = sharded_net.full_parameters(model)
     for name, expected in reference.named_parameters():
-        assert whole[name].device.type == device_type
+        assert whole[name].is_cuda
         torch.testing.assert_close(whole[name], expected.detach(), rtol=1e-4, atol=1e-5)
 
 
-def over_nccl(cache: str, accumulation: int) -> None:
+@on_ranks(1)
+def test_one_rank_on_nccl_equals_unsharded() -> None:
     dist.destroy_process_group()
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    against_unsharded(cache, accumulation)
+    against_unsharded("host", 2)
 
 
-def test_one_rank_on_nccl_equals_unsharded() -> None:
-    run_ranks(over_nccl, 1, "host", 2)
-
-
-def communicators_begin_at_once() -> None:
+@on_ranks(1)
+def test_communicators_begin_at_once() -> None:
     """The default group's communicator begins before the first transfer, and those that are split from it, too."""
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(free_port())
@@ -314,10 +298,6 @@ def communicators_begin_at_once() -> None:
     against_unsharded("host", 2)
 
 
-def test_communicators_begin_at_once() -> None:
-    run_ranks(communicators_begin_at_once, 1)
-
-
 @pytest.mark.parametrize(
     ("cache", "accumulation"), list(itertools.product(("none", "host", "device", "rank", "auto"), (1, 2)))
 )
@@ -325,30 +305,26 @@ def test_two_by_two_ranks_on_one_gpu_over_gloo_equal_unsharded(cache: str, accum
     run_ranks(against_unsharded, 4, cache, accumulation, local=2)
 
 
-def choice_of_implementation() -> list[bool]:
-    """Return whether optimizers choose their foreach implementation for plain and for sharded parameters."""
+@on_ranks(1)
+def test_optimizers_use_foreach_for_ragged_tensors_by_default() -> None:
     from torch.optim.optimizer import _default_to_fused_or_foreach
 
-    model = sharded_net.shard(sharded_net.build(sharded_net.Net).cuda(), mesh=laconic.init_mesh("cuda"))
-    plain = sharded_net.build(sharded_net.Net).cuda()
-    return [_default_to_fused_or_foreach(list(m.parameters()), False, use_fused=False)[1] for m in (plain, model)]
+    model = sharded_net.shard(sharded_net.build().cuda(), mesh=laconic.init_mesh("cuda"))
+    for each in (sharded_net.build().cuda(), model):
+        assert _default_to_fused_or_foreach(list(each.parameters()), False, use_fused=False)[1]
 
 
-def test_optimizers_use_foreach_for_ragged_tensors_by_default() -> None:
-    assert run_ranks(choice_of_implementation, 1)[0] == [True, True]
-
-
-def lora_like(device_type: str = "cuda") -> None:
-    """Frozen weights move to host memory, are read correctly from there, and can train again."""
-    reference = sharded_net.build(sharded_net.Net).to(device_type)
-    model = sharded_net.build(sharded_net.Net).to(device_type)
-    for m in (reference, model):
-        m.blocks.requires_grad_(False)
-    model = sharded_net.shard(model, mesh=laconic.init_mesh(device_type), cache="host")
+@on_ranks(2, local=1)
+def test_frozen_weights_rest_in_host_memory() -> None:
+    """They move there, are read correctly from there, and can train again."""
+    reference, model = sharded_net.build().cuda(), sharded_net.build().cuda()
+    for each in (reference, model):
+        each.blocks.requires_grad_(False)  # type: ignore[union-attr]
+    model = sharded_net.shard(model, mesh=laconic.init_mesh("cuda"), cache="host")
     for _ in range(2):
-        for m in (reference, model):
-            sharded_net.squared_error(m, tuple(part.to(device_type) for part in sharded_net.inputs(0, 0))).backward()  # type: ignore[arg-type]
-    frozen = sharded_net.buckets(*model.blocks)
+        for each in (reference, model):
+            sharded_net.squared_error(each, batch_of(0, 0)).backward()
+    frozen = sharded_net.buckets(model.blocks)  # type: ignore[arg-type]
     assert all(bucket.stored.is_dropped and bucket.shard.device.type == "cpu" for bucket in frozen)
     whole = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
@@ -356,16 +332,11 @@ def lora_like(device_type: str = "cuda") -> None:
         if name.startswith("blocks") and extent is not None:  # read by the host, which no stream orders
             expected = whole[name].detach().cpu().view(-1)[extent.start : extent.stop]
             torch.testing.assert_close(parameter.to_local(), expected)  # type: ignore[attr-defined]
-    for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(parameter.grad.full_tensor(), whole[name].grad)  # type: ignore[attr-defined]
-    model.blocks.requires_grad_(True)
-    sharded_net.squared_error(model, tuple(part.to(device_type) for part in sharded_net.inputs(0, 0))).backward()  # type: ignore[arg-type]
-    assert all(bucket.shard.device.type == device_type for bucket in frozen)
-
-
-def test_frozen_weights_rest_in_host_memory() -> None:
-    run_ranks(lora_like, 2, local=1)
+    model.blocks.requires_grad_(True)  # type: ignore[union-attr]
+    sharded_net.squared_error(model, batch_of(0, 0)).backward()
+    assert all(bucket.shard.is_cuda for bucket in frozen)
 
 
 # -- page-locked memory ------------------------------------------------------------------------------------------------
@@ -373,38 +344,30 @@ def test_frozen_weights_rest_in_host_memory() -> None:
 
 @on_ranks(2, local=1)
 def test_host_slab_is_page_locked_for_every_model_of_a_process() -> None:
-    """Return whether the slabs of two models, one after the other in one process, are page-locked."""
-    found = []
+    """Of two models, one after the other in one process."""
     for _ in range(2):
-        mesh = laconic.init_mesh("cuda")
-        model = sharded_net.shard(sharded_net.build(sharded_net.Net).cuda(), mesh=mesh, cache="host")
+        model = sharded_net.shard(sharded_net.build().cuda(), mesh=laconic.init_mesh("cuda"), cache="host")
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            sharded_net.squared_error(model, tuple(part.cuda() for part in sharded_net.inputs(0, 0))).backward()  # type: ignore[arg-type]
-        found += [
-            bucket.node_shard.buffer().is_pinned() for bucket in sharded_net.buckets(model) if bucket.node_shard.is_kept
-        ]
-        del model
+            sharded_net.squared_error(model, batch_of(0, 0)).backward()
+        slabs = [bucket.node_shard.buffer() for bucket in sharded_net.buckets(model) if bucket.node_shard.is_kept]
+        assert len(slabs) >= 4
+        assert all(slab.is_pinned() for slab in slabs)
+        del model, slabs
         gc.collect()
-    assert len(found) >= 8
-    assert all(found)
 
 
 @on_ranks(2, local=1)
 def test_offloaded_shards_are_page_locked_wherever_the_model_was_built() -> None:
     for device in ("cpu", "cuda"):
-        model = sharded_net.build(sharded_net.Net).to(device)
+        model = sharded_net.build().to(device)
         model = sharded_net.shard(model, mesh=laconic.init_mesh("cuda"), offload_policy=CPUOffloadPolicy())
         assert all(bucket.shard.is_pinned() for bucket in sharded_net.buckets(model))
 
 
-def refused() -> str:
-    """Return the error when the driver refuses to page-lock. The device must be usable afterwards."""
+@on_ranks(1)
+def test_a_failure_to_page_lock_leaves_the_device_usable() -> None:
     slab = make_slab(1 << 20, torch.device("cuda", 0))
     error = cache_module._lock_pages_for_cuda(slab)  # it is locked already, which is an error to the driver
     assert (torch.ones(4, device="cuda") + 1).sum().item() == 8
-    return error
-
-
-def test_a_failure_to_page_lock_leaves_the_device_usable() -> None:
-    assert "CUDA error" in run_ranks(refused, 1)[0]
+    assert "CUDA error" in error

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 
@@ -62,26 +61,17 @@ def test_a_slice_of_a_sharded_container_is_plain() -> None:
     assert part[0] is model[0]
 
 
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 3)
-
-    def encode(self, x: Tensor) -> Tensor:
-        return self.linear(x)
-
-
 @on_ranks(2)
 def test_torch_registers_other_forward_methods() -> None:
-    torch.manual_seed(0)
-    model = Encoder()
-    expected = model.encode(torch.ones(2, 5))
+    model: Any = sharded_net.build(lambda: nn.Sequential(nn.Linear(5, 3)))
+    expected = model(torch.ones(2, 5))
+    model.encode = lambda x: model[0](x)
     laconic.fully_shard(model)
     register_fsdp_forward_method(model, "encode")
     found = model.encode(torch.ones(2, 5))
     torch.testing.assert_close(found, expected)
     found.sum().backward()
-    assert torch.equal(model.linear.bias.grad.full_tensor(), torch.full((3,), 2.0))  # type: ignore[union-attr]
+    assert torch.equal(model[0].bias.grad.full_tensor(), torch.full((3,), 2.0))
     sharded_net.assert_nothing_gathered(model)
 
 
@@ -127,36 +117,17 @@ def test_torch_shares_lanes_among_roots() -> None:
         share_comm_ctx([laconic.fully_shard(nn.Linear(3, 3)), models[0]])
 
 
-@pytest.mark.machine
-@on_ranks(2)
-def test_replicate_leaves_sharded_modules_alone() -> None:
-    """Torch's `replicate` takes the parameters that fully_shard does not have."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    laconic.fully_shard(model[0])
-    replicate(model)
-    rank = dist.get_rank()
-    model(torch.full((1, 3), rank + 1.0)).sum().backward()
-    assert isinstance(model[0].weight, laconic.RaggedTensor)
-    gradients = [torch.empty(3, 3) for _ in range(dist.get_world_size())]
-    dist.all_gather(gradients, model[1].weight.grad)
-    assert torch.equal(gradients[0], gradients[1])
-
-
-@pytest.mark.parametrize(("world", "runs_all"), [(1, True), (3, True), (2, False)])
-@on_ranks("world", local=1)
+@pytest.mark.parametrize("runs_all", [True, False])
+@on_ranks(3, local=1)
 def test_a_list_of_modules_is_one_unit(runs_all: bool) -> None:
     """Two modules in one unit; `runs_all` is False if the head runs twice, outside the model's forward."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    model, plain = Tied(), Tied()
-    plain.load_state_dict(model.state_dict())
+    model: Any = sharded_net.build(Tied)
     for block in model.blocks:
         laconic.fully_shard(block)
     both = laconic.fully_shard([model.embedding, model.head])
     assert both == [model.embedding, model.head]
     laconic.fully_shard(model)
-    assert model.embedding._laconic_unit is model.head._laconic_unit  # type: ignore[union-attr]
+    assert model.embedding._laconic_unit is model.head._laconic_unit
 
     def loss_of(module: Any, ids: Tensor) -> Tensor:
         if runs_all:
@@ -168,16 +139,14 @@ def test_a_list_of_modules_is_one_unit(runs_all: bool) -> None:
         module.head = head
         return sum(head(part).logsumexp(-1).sum() for part in hidden.chunk(2))  # type: ignore[return-value]
 
+    oracle = sharded_net.oracle_of(model, Tied, loss_of)
     for step in range(2):
-        ids = [torch.randint(11, (4, 3), generator=torch.Generator().manual_seed(7 * step + r)) for r in range(world)]
-        loss_of(model, ids[rank]).backward()
-        for each in ids:
-            (loss_of(plain, each) / world).backward()
-        for name, gradient in sharded_net.full_gradients(model).items():
-            torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
+        draws = [torch.Generator().manual_seed(7 * step + rank) for rank in range(3)]
+        batches = [[torch.randint(11, (4, 3), generator=draw) for draw in draws]]
+        sharded_net.accumulate(model, batches, loss_of)
+        sharded_net.assert_gradients(model, oracle, batches)
         sharded_net.assert_nothing_gathered(model)
         model.zero_grad()
-        plain.zero_grad()
 
 
 @on_ranks(4, local=1)
@@ -188,13 +157,13 @@ def test_integers_reshard_to_a_node() -> None:
     for value in (True, 2, 4):
         model = sharded_net.shard(sharded_net.build(), mesh=mesh, reshard_after_forward=value)
         with sharded_net.moved(model) as moved:
-            sharded_net.squared_error(model, sharded_net.inputs(0, dist.get_rank())).backward()
+            sharded_net.train_step(model)
         weights[value] = moved.weights
         sharded_net.assert_nothing_gathered(model)
     assert weights[4] == weights[True] == 2 * weights[2], "4 is the whole mesh"
     flat = sharded_net.shard(sharded_net.build(), mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
     with sharded_net.moved(flat) as moved:
-        sharded_net.squared_error(flat, sharded_net.inputs(0, dist.get_rank())).backward()
+        sharded_net.train_step(flat)
     assert moved.weights == weights[2], "the integer says which ranks are on a node"
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("node",))
     with pytest.raises(ValueError, match="laconic keeps parameters among the 1 ranks of a node"):
@@ -209,19 +178,16 @@ def _raise(*_: Any) -> None:
 def test_reset_iter_state_recovers() -> None:
     """An exception in forward or backward does not spoil the next step."""
     model: Any = sharded_net.shard(sharded_net.build())
-    oracle, batches, rank = sharded_net.oracle_of(model), sharded_net.micro_batches(1), dist.get_rank()
-    for when in ("forward", "backward"):
-        if when == "forward":
-            hook = model.blocks[1].up.register_forward_hook(_raise)
-        else:
-            hook = model.blocks[1].up.register_full_backward_hook(_raise)
+    oracle, batches, layer = sharded_net.oracle_of(model), sharded_net.micro_batches(1), model.blocks[1].up
+    for register in (layer.register_forward_hook, layer.register_full_backward_hook):
+        hook = register(_raise)
         with pytest.raises(ZeroDivisionError):
-            sharded_net.squared_error(model, batches[0][rank]).backward()
+            sharded_net.accumulate(model, batches)
         hook.remove()
         model.reset_iter_state()
         sharded_net.assert_nothing_gathered(model)
         model.zero_grad()
-        sharded_net.squared_error(model, batches[0][rank]).backward()
+        sharded_net.accumulate(model, batches)
         sharded_net.assert_gradients(model, oracle, batches)
         model.zero_grad()
 
@@ -236,8 +202,8 @@ def test_reduced_shards_pass_a_hook() -> None:
         shard.mul_(2)
 
     model.set_all_reduce_hook(double)
-    oracle, batches, rank = sharded_net.oracle_of(model), sharded_net.micro_batches(1), dist.get_rank()
-    sharded_net.squared_error(model, batches[0][rank]).backward()
+    oracle, batches = sharded_net.oracle_of(model), sharded_net.micro_batches(1)
+    sharded_net.accumulate(model, batches)
     assert sizes == [bucket.layout.shard_numel for bucket in model._laconic_unit.buckets]
     _, want = oracle.gradients(batches)
     for name, gradient in sharded_net.full_gradients(model).items():
@@ -264,9 +230,8 @@ def test_a_user_can_say_that_weights_changed(cache: str) -> None:
 @on_ranks(2, local=1)
 def test_the_last_backward_completes_the_gradients() -> None:
     """With set_is_last_backward(False), gradients are complete after the last backward."""
-    model: Any = sharded_net.shard(sharded_net.build())
-    oracle, batches, rank = sharded_net.oracle_of(model), sharded_net.micro_batches(3), dist.get_rank()
+    model, batches = sharded_net.shard(sharded_net.build()), sharded_net.micro_batches(3)
     for number, batch in enumerate(batches):
         model.set_is_last_backward(number == 2)
-        sharded_net.squared_error(model, batch[rank]).backward()
-    sharded_net.assert_gradients(model, oracle, batches)
+        sharded_net.squared_error(model, batch[dist.get_rank()]).backward()
+    sharded_net.assert_gradients(model, sharded_net.oracle_of(model), batches)

@@ -1,4 +1,4 @@
-"""Unusual graphs against the oracle: shared, unused and recomputed units, several outputs or losses, two models."""
+"""Unusual graphs against the oracle: shared, unused and recomputed units, several losses, two models."""
 
 from __future__ import annotations
 
@@ -43,43 +43,6 @@ class Unused(sharded_net.Net):
         return self.out(x)
 
 
-class TwoOutputs(sharded_net.Net):
-    """Units that take tensors by keyword and return several in a dict; one goes directly to the loss."""
-
-    class Pair(sharded_net.Block):
-        def forward(self, x: Tensor, *, side: Tensor | None = None, scale: float = 1.0) -> dict[str, Any]:  # type: ignore[override]
-            h = self.up(x)
-            return {
-                "x": x + self.down(torch.relu(h)),
-                "aux": h.square().mean() * scale,
-                "side": side,
-                "list": [h.detach()],
-            }
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(self.Pair() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, aux = self.inp(x), torch.zeros(())
-        for block in self.blocks:
-            out = block(x, side=x, scale=0.1)
-            x, aux = out["x"] + out["side"], aux + out["aux"]
-        return self.out(x) + aux
-
-
-class NoInputGradient(nn.Module):
-    """First units whose inputs need no gradient, two of them side by side."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([sharded_net.Block(5, 11), sharded_net.Block(5, 13), sharded_net.Block(5, 7)])
-        self.out = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.blocks[2](self.blocks[0](x) * self.blocks[1](x)))
-
-
 class Normed(sharded_net.Net):
     """Weights that are computed from parameters inside the unit."""
 
@@ -87,31 +50,6 @@ class Normed(sharded_net.Net):
         super().__init__()
         for block in self.blocks:
             nn.utils.parametrizations.weight_norm(block.up)  # type: ignore[arg-type]
-
-
-class NoOwnParameters(nn.Module):
-    """A root that only holds units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(5, 8), sharded_net.Block(8, 5), nn.Linear(8, 3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class InPlace(sharded_net.Net):
-    """The model changes a unit's output in place."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
-            x = block(x)
-            x += 1
-            torch.relu_(x)
-        return self.out(x)
 
 
 class WithoutGraph(sharded_net.Net):
@@ -126,22 +64,19 @@ class WithoutGraph(sharded_net.Net):
         return self.out(x)
 
 
-GRAPHS: dict[str, Scenario] = {
-    "shared": Scenario(make=Shared, cache="host"),
-    "unused": Scenario(make=Unused),
-    "two_outputs": Scenario(make=TwoOutputs, cache="device"),
-    "no_input_gradient": Scenario(make=NoInputGradient, cache="host"),
-    "normed": Scenario(make=Normed),
-    "no_own_parameters": Scenario(make=NoOwnParameters, cache="device"),
-    "in_place": Scenario(make=InPlace, cache="host"),
-    "without_graph": Scenario(make=WithoutGraph, local=2),
-    "nested": Scenario(units=[f"blocks.{i}{part}" for i in range(3) for part in (".up", ".down", "")], local=2),
-}
+GRAPHS: list[Scenario] = [
+    Scenario(make=Shared, cache="host", local=2),
+    Scenario(make=Unused),
+    Scenario(make=Normed, cache="device"),
+    Scenario(make=WithoutGraph, cache="host"),
+    Scenario(units=[f"blocks.{i}{part}" for i in range(3) for part in (".up", ".down", "")], local=2),
+]
+"""Random trees (test_random_trees.py) have many more."""
 
 
-@pytest.mark.parametrize("name", GRAPHS)
-def test_unusual_graphs_train_as_in_one_process(name: str) -> None:
-    scenario = replace(GRAPHS[name], micro_batches=2)
+@pytest.mark.parametrize("scenario", GRAPHS)
+def test_unusual_graphs_train_as_in_one_process(scenario: Scenario) -> None:
+    scenario = replace(scenario, micro_batches=2)
     assert_equals_oracle(scenario, scenario.run())
 
 

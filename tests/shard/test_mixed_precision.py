@@ -1,3 +1,5 @@
+"""Mixed precision: compute in few bits, sums in the dtype of sums, masters in fp32."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -10,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
-from tests.reference.step import Oracle
-from tests.support import sharded_net
-from tests.support.launch import on_ranks, run_ranks
+from tests.support.launch import on_ranks
+from tests.support.scenario import Scenario, assert_equals_oracle, assert_same_bits
+from tests.support.sharded_net import accumulate, buckets, build, gather_bytes, set_divide_factors
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -25,61 +27,26 @@ def error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "local", "cache", "reduce_dtype"),
-    [(4, 2, "host", FP32), (4, 2, "none", None), (3, 1, "device", FP32), (1, 1, "none", FP32), (2, 2, "none", BF16)],
+    ("nodes", "local", "cache", "reduce_dtype"),
+    [(2, 2, "host", FP32), (2, 2, "none", None), (3, 1, "device", FP32), (1, 2, "none", BF16)],
 )
-@on_ranks("world_size", local="local")
-def test_bf16_compute_trains_fp32_masters(cache: str, reduce_dtype: torch.dtype | None) -> None:
-    """Three steps with fp32 masters and bf16 compute, accumulated over two micro-batches."""
+def test_bf16_compute_trains_fp32_masters(nodes: int, local: int, cache: str, reduce_dtype: torch.dtype | None) -> None:
+    """With fp32 masters and bf16 compute, accumulated over two micro-batches."""
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype)
-    model: Any = sharded_net.build()
-    mesh = laconic.init_mesh("cpu")
-    for block in model.blocks:
-        laconic.fully_shard(block, mesh=mesh, cache=cache, mp_policy=policy)  # type: ignore[arg-type]
-    laconic.fully_shard(model, mesh=mesh, cache=cache, mp_policy=replace(policy, output_dtype=FP32))  # type: ignore[arg-type]
-    cluster = model._laconic_unit.cluster
-    oracle = Oracle(
-        sharded_net.build(),
-        error,
-        num_nodes=cluster.num_nodes,
-        num_local=cluster.num_local,
-        param_dtype=BF16,
-        reduce_dtype=reduce_dtype,
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    for step in range(3):
-        batches = [[sharded_net.inputs(10 * step + a, rank) for rank in range(cluster.size)] for a in range(2)]
-        with sharded_net.moved(model) as m:
-            for a in range(2):
-                model.set_requires_gradient_sync(a == 1)
-                x, y = batches[a][dist.get_rank()]
-                (model(x) - y).square().mean().backward()
-        root, blocks = model._laconic_unit.buckets, sharded_net.buckets(model.blocks)
-        wire = {"none": 4 * sharded_net.gather_bytes("node", blocks) + 2 * sharded_net.gather_bytes("node", root)}
-        assert m.weights == wire.get(cache, sharded_net.gather_bytes("node", sharded_net.buckets(model)))
-        assert m.gradients == sharded_net.reduce_bytes("node", sharded_net.buckets(model))
+    scenario = Scenario(
+        nodes=nodes, local=local, cache=cache, precision=policy, micro_batches=2, max_norm=1.0, keeps_gradients=True,
+        own={"": {"mp_policy": replace(policy, output_dtype=FP32)}}, oracle_loss=error,
+    )  # fmt: skip
+    runs = scenario.run()
+    assert_equals_oracle(scenario, runs, rtol=0.05, atol=4e-3)
+    for run in runs:
+        root, blocks, every = run.model._laconic_unit.buckets, buckets(run.model.blocks), buckets(run.model)
+        wire = {"none": 4 * gather_bytes("node", blocks) + 2 * gather_bytes("node", root)}
         itemsize = (reduce_dtype or BF16).itemsize
-        assert m.gradients == (cluster.num_nodes - 1) * itemsize * sum(
-            b.layout.shard_numel for b in sharded_net.buckets(model)
-        )
-        _, want = oracle.gradients(batches)
-        for name, got in sharded_net.full_gradients(model).items():
-            assert got.dtype == FP32
-            torch.testing.assert_close(
-                got, want[name], rtol=0.05, atol=4e-3, msg=lambda text, name=name: f"{name}: {text}"
-            )
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        torch.testing.assert_close(norm, oracle.adamw(want, lr=1e-2, eps=1e-3, max_norm=1.0).float(), rtol=0.02, atol=0)
-        optimizer.step()
-        optimizer.zero_grad()
-    for state in optimizer.state.values():
-        assert state["exp_avg"].dtype == FP32
-    masters = oracle.parameters()
-    for name, got in sharded_net.full_parameters(model).items():
-        assert got.dtype == FP32
-        torch.testing.assert_close(
-            got, masters[name].detach(), rtol=0, atol=3e-3, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        for sent in run.sent:
+            assert sent.weights == wire.get(cache, gather_bytes("node", every))
+            assert sent.gradients == (nodes - 1) * itemsize * sum(bucket.layout.shard_numel for bucket in every)
+        assert all(value.dtype == FP32 for value in (*run.parameters.values(), *run.gradients[-1].values()))
 
 
 class Weighted(nn.Module):
@@ -93,28 +60,24 @@ class Weighted(nn.Module):
         return (self.w * x).sum()
 
 
-def job_rounding(param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> float:
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    model: Any = laconic.fully_shard(Weighted(), mesh=laconic.init_mesh("cpu"), mp_policy=policy)
-    sharded_net.set_divide_factors(model, 1.0)
-    model(torch.full((4,), 256.0 if dist.get_rank() == 0 else 1.0)).backward()
-    return float(model.w.grad.full_tensor()[0])
-
-
 @pytest.mark.parametrize(
     ("param_dtype", "reduce_dtype", "total"),
     [
         (None, None, 257.0),
         (BF16, FP32, 257.0),
         (BF16, None, 256.0),  # 256 + 1 in bf16; the same rule on every torch release
-        (BF16, BF16, 256.0),
         (None, BF16, 256.0),
     ],
 )
+@on_ranks(2, local=1)
 def test_gradients_are_summed_in_the_reduce_dtype(
     param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, total: float
 ) -> None:
-    assert run_ranks(job_rounding, 2, param_dtype, reduce_dtype, local=1) == [total, total]
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    model: Any = laconic.fully_shard(Weighted(), mesh=laconic.init_mesh("cpu"), mp_policy=policy)
+    set_divide_factors(model, 1.0)
+    model(torch.full((4,), 256.0 if dist.get_rank() == 0 else 1.0)).backward()
+    assert float(model.w.grad.full_tensor()[0]) == total
 
 
 @pytest.mark.parametrize("local", [1, 2])
@@ -123,10 +86,9 @@ def test_micro_batches_are_summed_in_the_reduce_dtype(local: int) -> None:
     """Micro-batches add up in the reduce dtype too, not in the compute dtype."""
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
     model: Any = laconic.fully_shard(Weighted(), mesh=laconic.init_mesh("cpu"), mp_policy=policy)
-    sharded_net.set_divide_factors(model, 1.0)
-    for number in range(4):
-        model.set_requires_gradient_sync(number == 3)
-        model(torch.full((4,), 256.0 if number == 0 else 1.0)).backward()
+    set_divide_factors(model, 1.0)
+    inputs = [[torch.full((4,), value)] * 2 for value in (256.0, 1.0, 1.0, 1.0)]
+    accumulate(model, inputs, lambda net, x: net(x))
     assert float(model.w.grad.full_tensor()[0]) == 518.0
 
 
@@ -159,8 +121,7 @@ def seen(policy: MixedPrecisionPolicy) -> dict[str, Any]:
     return model.seen | {"y": output["y"].dtype}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks("world_size", local=1)
+@on_ranks(2, local=1)
 def test_only_floating_point_inputs_and_parameters_are_cast() -> None:
     everything_fp32 = {"x": FP32, "ids": torch.long, "extra": FP32, "weight": FP32, "table": FP32, "y": FP32}
     assert seen(MixedPrecisionPolicy()) == everything_fp32
@@ -189,9 +150,9 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize("cache", ["none", "host", "rank"])
 @on_ranks(4, local=2)
 def test_a_unit_may_mix_dtypes(cache: str) -> None:
-    plain = sharded_net.build(Mixed)
-    model: Any = laconic.fully_shard(sharded_net.build(Mixed), mesh=laconic.init_mesh("cpu"), cache=cache)  # type: ignore[arg-type]
-    assert sorted(str(bucket.dtype) for bucket in sharded_net.buckets(model)) == [
+    plain = build(Mixed)
+    model: Any = laconic.fully_shard(build(Mixed), mesh=laconic.init_mesh("cpu"), cache=cache)  # type: ignore[arg-type]
+    assert sorted(str(bucket.dtype) for bucket in buckets(model)) == [
         "torch.bfloat16", "torch.float32", "torch.float64", "torch.int64",
     ]  # fmt: skip
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
@@ -213,30 +174,16 @@ def test_a_unit_may_mix_dtypes(cache: str) -> None:
 def test_integers_are_never_cast() -> None:
     """`param_dtype` applies to floating-point parameters only."""
     policy = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
-    model: Any = laconic.fully_shard(sharded_net.build(Mixed), mesh=laconic.init_mesh("cpu"), mp_policy=policy)
+    model: Any = laconic.fully_shard(build(Mixed), mesh=laconic.init_mesh("cpu"), mp_policy=policy)
+    plain: Any = build(Mixed)
     model.unshard()
-    assert model.table.dtype == torch.int64
+    assert torch.equal(model.table, plain.table)
     assert model.adapter.weight.dtype == BF16
-    assert torch.equal(model.table, sharded_net.build(Mixed).table)
-    assert torch.equal(model.adapter.weight, sharded_net.build(Mixed).adapter.weight.to(BF16))
-
-
-def job_off_is_off(local: int) -> list[Tensor]:
-    """An empty policy and no policy give the same bits."""
-    results = []
-    for policy in (
-        None,
-        MixedPrecisionPolicy(),
-        MixedPrecisionPolicy(param_dtype=FP32, reduce_dtype=FP32, output_dtype=FP32),
-    ):
-        model = sharded_net.shard(sharded_net.build(sharded_net.Net), mp_policy=policy)
-        x, y = sharded_net.inputs(0, dist.get_rank())
-        (model(x) - y).square().mean().backward()
-        results.append(torch.cat([gradient.flatten() for gradient in sharded_net.full_gradients(model).values()]))
-    return results
+    assert torch.equal(model.adapter.weight, plain.adapter.weight.to(BF16))
 
 
 def test_an_empty_policy_changes_no_bit() -> None:
-    for results in run_ranks(job_off_is_off, 2, 1, local=1):
-        assert torch.equal(results[0], results[1])
-        assert torch.equal(results[0], results[2])
+    policies = (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=FP32, reduce_dtype=FP32, output_dtype=FP32))
+    plain, *others = (Scenario(precision=policy).run()[0] for policy in (None, *policies))
+    for other in others:
+        assert_same_bits(plain, other)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
-import laconic
-from tests.reference.step import Oracle
-from tests.support.launch import run_ranks
-from tests.support.sharded_net import Block, build, full_gradients, full_parameters, moved, reduce_bytes
+from tests.support.scenario import Scenario, assert_equals_oracle
+from tests.support.sharded_net import Block, buckets, reduce_bytes
 
 VOCAB, LENGTH, ROWS = 37, 6, 2
 TEXT = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -106,17 +104,13 @@ def text_batch(generator: torch.Generator) -> dict[str, Tensor]:
 
 
 def image_batch(generator: torch.Generator) -> dict[str, Tensor]:
-    return {
-        "pixel_values": torch.randn(ROWS, 3, 8, 8, generator=generator),
-        "labels": torch.randint(0, 5, (ROWS,), generator=generator),
-    }
+    pixels = torch.randn(ROWS, 3, 8, 8, generator=generator)
+    return {"pixel_values": pixels, "labels": torch.randint(0, 5, (ROWS,), generator=generator)}
 
 
 def vector_batch(generator: torch.Generator) -> dict[str, Tensor]:
-    return {
-        "x": torch.randn(ROWS, 11, generator=generator),
-        "labels": torch.randint(0, 3, (ROWS,), generator=generator),
-    }
+    x = torch.randn(ROWS, 11, generator=generator)
+    return {"x": x, "labels": torch.randint(0, 3, (ROWS,), generator=generator)}
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], dict[str, Tensor]]]] = {
@@ -162,78 +156,50 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch).loss
 
 
-def close(got: Tensor, want: Tensor, what: str) -> None:
-    torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5, msg=lambda text: f"{what}: {text}")
+def batch_of(name: str, number: int, rank: int) -> dict[str, Tensor]:
+    return MODELS[name][1](torch.Generator().manual_seed(10 * number + rank))
 
 
-def job(runs: list[tuple[str, str]]) -> None:
-    mesh = laconic.init_mesh("cpu")
-    cluster = laconic.Cluster.of(mesh)
-    rank, size = dist.get_rank(), cluster.size
-    for number, (name, cache) in enumerate(runs):
-        make, batch_of = MODELS[name]
-        what = f"{name}, cache={cache}"
-        model: Any = build(make).train()
-        units = units_of(model)
-        assert len(units) >= 2, what
-        for unit in units:
-            laconic.fully_shard(unit, mesh=mesh, cache=cache)  # type: ignore[arg-type]
-        laconic.fully_shard(model, mesh=mesh, cache=cache)  # type: ignore[arg-type]
-        oracle = None
-        if rank == 0:
-            oracle = Oracle(build(make).train(), loss_of, num_nodes=cluster.num_nodes, num_local=cluster.num_local)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
-        accumulation = 1 + (number + size) % 2
-        for step in range(2):
-            batches = [
-                [batch_of(torch.Generator().manual_seed(1000 * step + 10 * a + r)) for r in range(size)]
-                for a in range(accumulation)
-            ]
-            losses = []
-            with moved(model) as m:
-                for a in range(accumulation):
-                    model.set_requires_gradient_sync(a == accumulation - 1)
-                    loss = loss_of(model, batches[a][rank])
-                    loss.backward()
-                    losses.append(loss.detach())
-            trained = [bucket for unit in model._units() for bucket in unit.buckets]
-            assert m.gradients == reduce_bytes("node", trained), what
-            gradients = full_gradients(model)
-            norm = nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            parameters = full_parameters(model)
-            if oracle is not None:
-                want_losses, want = oracle.gradients(batches)
-                for a, loss in enumerate(losses):
-                    close(loss, want_losses[a][0], f"{what}: loss of step {step}")
-                for key, parameter in oracle.parameters().items():
-                    if parameter.requires_grad:
-                        close(gradients[key], want.get(key, torch.zeros_like(parameter)), f"{what}: d {key} in {step}")
-                    else:
-                        assert key not in gradients
-                close(norm, oracle.adamw(want, lr=1e-2, eps=1e-3, max_norm=0.5).float(), f"{what}: norm")
-                for key, parameter in oracle.parameters().items():
-                    close(parameters[key], parameter.detach(), f"{what}: {key} after {step}")
-        batch = batch_of(torch.Generator().manual_seed(7))
-        with torch.no_grad():
-            logits = model.eval()(**batch).logits
-            if oracle is not None:
-                close(logits, oracle.model.eval()(**batch).logits, f"{what}: logits")
+def training(name: str) -> nn.Module:
+    return MODELS[name][0]().train()
 
 
-SAMPLE = ((1, 1), (1, 3), (2, 1), (2, 2), (3, 2))
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
 
 
-@pytest.mark.heavy
+def reduced(model: nn.Module) -> int:
+    return reduce_bytes("node", buckets(model))
+
+
+def scenario_of(mesh: tuple[int, int], name: str, cache: str) -> Scenario:
+    model = training(name)
+    names = {module: found for found, module in model.named_modules()}
+    return Scenario(
+        nodes=mesh[0], local=mesh[1], make=partial(training, name), units=[names[unit] for unit in units_of(model)],
+        cache=cache, optimizer=adamw, micro_batches=1 + (len(name) + sum(mesh)) % 2, max_norm=0.5,
+        batch=partial(batch_of, name), loss=loss_of, look=reduced,
+    )  # fmt: skip
+
+
+MARKS = {(2, 1): (), (1, 3): pytest.mark.heavy, (3, 2): pytest.mark.heavy}
+
+
 @pytest.mark.parametrize(
-    "mesh",
-    [pytest.param(mesh, marks=() if mesh in SAMPLE else pytest.mark.campaign) for mesh in RUNS],
-    ids=lambda mesh: f"{mesh[0]}x{mesh[1]}",
+    "run",
+    [
+        pytest.param((mesh, *run), marks=MARKS.get(mesh, pytest.mark.campaign))  # type: ignore[arg-type]
+        for mesh in RUNS
+        for run in RUNS[mesh]
+    ],
+    ids=lambda run: f"{run[0][0]}x{run[0][1]}-{run[1]}",
 )
-def test_models_train_as_in_one_process(mesh: tuple[int, int]) -> None:
-    num_nodes, num_local = mesh
-    run_ranks(job, num_nodes * num_local, RUNS[mesh], local=num_local)
+def test_models_train_as_in_one_process(run: tuple[tuple[int, int], str, str]) -> None:
+    scenario = scenario_of(*run)
+    runs = scenario.run()
+    assert_equals_oracle(scenario, runs, rtol=2e-4, atol=2e-5)
+    for one in runs:
+        assert [sent.gradients for sent in one.sent] == one.looks[1:]
 
 
 def test_every_model_runs_on_every_number_of_ranks_and_with_several_caches() -> None:

@@ -17,7 +17,7 @@ from tests.support import sharded_net
 from tests.support.launch import on_ranks
 
 
-@pytest.mark.parametrize(("world", "cache"), [(1, "none"), (3, "none"), (2, "host")])
+@pytest.mark.parametrize(("world", "cache"), [(3, "none"), (2, "host")])
 @on_ranks("world", local=1)
 def test_offloaded_shards_take_no_device_memory(cache: str) -> None:
     """Shards and gradients are counted in host memory; the numbers are those of a model without offloading."""
@@ -26,7 +26,7 @@ def test_offloaded_shards_take_no_device_memory(cache: str) -> None:
         for policy in (None, CPUOffloadPolicy())
     ]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
-    for seed in range(3):
+    for seed in range(2):
         losses = [sharded_net.train_step(*pair, seed=seed) for pair in zip(models, optimizers, strict=True)]
         assert torch.equal(*losses)
     for parameter, offloaded in zip(*(model.parameters() for model in models), strict=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,7 +75,7 @@ def _order_of(
 @pytest.mark.parametrize("outer", [False, True])
 def test_the_choice_equals_that_of_the_reference(outer: bool) -> None:
     sample = random.Random(0)
-    for _ in range(300):
+    for _ in range(200):
         sizes = [
             (sample.choice((0, 1, 2, 7, 30, 31)), sample.choice((0, 1, 3, 8))) for _ in range(sample.randint(1, 9))
         ]
@@ -85,16 +84,6 @@ def test_the_choice_equals_that_of_the_reference(outer: bool) -> None:
         at_home = {i for i in range(len(sizes)) if sample.random() < 0.5}
         want = ahead([w for w, _ in sizes], [n for _, n in sizes], around, at_home=at_home, budget_bytes=budget)
         assert _order_of(sizes, outer, Prefetch(budget_bytes=budget), at_home) == want, (sizes, budget, at_home)
-
-
-@pytest.mark.parametrize("num_units", [1, 2, 5, 20])
-def test_no_more_memory_is_full_of_weights_than_with_one_unit_ahead(num_units: int) -> None:
-    sample = random.Random(num_units)
-    for _ in range(200):
-        sizes = [sample.choice((1, 2, 7, 30)) for _ in range(num_units)]
-        most = max(map(sum, pairwise(sizes)), default=0)
-        for place, (whole, _) in enumerate(_order_of([(size, 1) for size in sizes], False, Prefetch())):
-            assert sum(sizes[i] for i in (place, *whole)) <= max(most, sizes[place])
 
 
 def test_small_units_come_several_at_a_time_and_large_ones_alone() -> None:
@@ -145,28 +134,27 @@ def test_small_units_are_gathered_together_on_all_ranks_alike() -> None:
     sharded_net.assert_nothing_gathered(model)
 
 
-@pytest.mark.heavy
-@on_ranks(6, local=2)
+@on_ranks(3, local=1)
 def test_a_policy_sets_a_number_of_units_or_of_bytes() -> None:
-    for cache in ("none", "host"):
-        model, events = _trained(cache=cache, prefetch=Prefetch(units=3))
-        _assert_equal_on_all_ranks(events)
-        for index in range(7):
-            following = {f"blocks.{i}" for i in range(index + 1, min(index + 4, 7))}
-            assert gathered_before(events, f"forward blocks.{index}") == following, (cache, index)
-        size = model.blocks[1]._laconic_unit.gather.whole_bytes
-        _, events = _trained(cache=cache, prefetch=Prefetch(budget_bytes=2 * size))
-        _assert_equal_on_all_ranks(events)
-        if cache == "none":
-            assert gathered_before(events, "forward blocks.0") == {"blocks.1", "blocks.2"}
-            assert gathered_before(events, "forward blocks.4") == {"blocks.5"}, "one at least"
-    model = sharded_net.shard(sharded_net.build(Uneven), cache="host", prefetch=Prefetch(units=5))
-    sharded_net.train_step(model)
+    model, events = _trained(cache="host", prefetch=Prefetch(units=3))
+    _assert_equal_on_all_ranks(events)
+    for index in range(7):
+        following = {f"blocks.{i}" for i in range(index + 1, min(index + 4, 7))}
+        assert gathered_before(events, f"forward blocks.{index}") == following, index
     model.zero_grad()
     micro_batches = sharded_net.micro_batches(1)
-    sharded_net.squared_error(model, micro_batches[0][dist.get_rank()]).backward()
-    sharded_net.assert_gradients(model, sharded_net.oracle_of(model, Uneven), micro_batches)
+    sharded_net.accumulate(model, micro_batches)
+    oracle = sharded_net.oracle_of(model, Uneven)
+    with torch.no_grad():
+        for name, value in sharded_net.full_parameters(model).items():
+            oracle.parameters()[name].copy_(value)
+    sharded_net.assert_gradients(model, oracle, micro_batches)
     sharded_net.assert_nothing_gathered(model)
+    size = model.blocks[1]._laconic_unit.gather.whole_bytes
+    _, events = _trained(prefetch=Prefetch(budget_bytes=2 * size))
+    _assert_equal_on_all_ranks(events)
+    assert gathered_before(events, "forward blocks.0") == {"blocks.1", "blocks.2"}
+    assert gathered_before(events, "forward blocks.4") == {"blocks.5"}, "one at least"
 
 
 @on_ranks(2, local=1)

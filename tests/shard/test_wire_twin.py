@@ -22,8 +22,18 @@ from laconic.strategies.known.engine import VALUES_WIRE, ZERO_PLUS_PLUS
 from tests.reference.messages import Run, int4_bytes, int8_bytes, message_bytes
 from tests.reference.wire import Twin
 from tests.shard.wire_helpers import Aligned, Toy, computed_weights, crossings_after, cuts_of, runs_of, toy_inputs
-from tests.support.launch import on_ranks, run_ranks
-from tests.support.sharded_net import buckets, build, full_parameters, inputs, moved, shard, squared_error
+from tests.support.launch import on_ranks
+from tests.support.sharded_net import (
+    accumulate,
+    buckets,
+    build,
+    full_parameters,
+    inputs,
+    micro_batches,
+    moved,
+    shard,
+    squared_error,
+)
 from tests.support.step_bytes import step_bytes
 
 LR = 0.01
@@ -90,7 +100,6 @@ def twin_of(model: Any, wire: laconic.Wire, make: Callable[[], nn.Module] = Toy)
 
 WIRES = {
     "4bit": laconic.Wire.of("4bit"),
-    "8bit": laconic.Wire.of("8bit"),
     "bf16": laconic.Wire(weights="bf16", gradients="bf16"),
     "int3": laconic.Wire(weights="int3", gradients="e2m1"),
     "gradients": laconic.Wire(gradients="int3"),
@@ -100,32 +109,27 @@ WIRES = {
 }
 
 
-def job_twin(runs: list[tuple[str, str, int]], islands: int = 1) -> None:
-    mesh = laconic.init_mesh("cpu", islands=islands)
-    for wire_name, cache, accumulation in runs:
-        wire = WIRES[wire_name]
-        model = shard(build(Toy), mesh=mesh, cache=cache, wire=wire)
-        twin = twin_of(model, wire)
-        exactly = {2} if wire.exact_every == 2 else set()
-        optimizer = sgd(model.parameters())
-        assert_equals_twin(model, twin, optimizer, steps=4, accumulation=accumulation, exactly=exactly)
-        assert not all(bucket.wire.is_exact for bucket in buckets(model))
-
-
-@pytest.mark.heavy
 @pytest.mark.parametrize(
-    ("mesh", "runs"),
+    ("world", "local", "islands", "wire_name", "cache", "accumulation"),
     [
-        ((2, 1), [("4bit", "host", 1), ("8bit", "device", 2), ("feedback", "host", 1), ("int3", "host", 3)]),
-        ((2, 2), [("4bit", "device", 1), ("bf16", "host", 2), ("due", "host", 1)]),
-        ((3, 1), [("4bit", "host", 2), ("gradients", "none", 1), ("ternary", "host", 2)]),
-        ((4, 1), [("4bit", "host", 1)]),
-        ((3, 2), [("4bit", "host", 1), ("feedback", "device", 2)]),
+        (2, 1, 1, "int3", "host", 2),
+        (2, 1, 1, "bf16", "host", 2),
+        (4, 2, 1, "4bit", "host", 1),
+        (3, 1, 1, "due", "host", 1),
+        (3, 1, 1, "ternary", "device", 2),
+        (3, 1, 3, "4bit", "host", 2),
+        (4, 1, 2, "feedback", "device", 1),
+        (4, 2, 2, "gradients", "none", 1),
     ],
-    ids=lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else "",
 )
-def test_equals_the_twin_to_the_bit(mesh: tuple[int, int], runs: list[tuple[str, str, int]]) -> None:
-    run_ranks(job_twin, mesh[0] * mesh[1], runs, local=mesh[1])
+@on_ranks("world", local="local")
+def test_equals_the_twin_to_the_bit(islands: int, wire_name: str, cache: str, accumulation: int) -> None:
+    wire, mesh = WIRES[wire_name], laconic.init_mesh("cpu", islands=islands)
+    model = shard(build(Toy), mesh=mesh, cache=cache, wire=wire)
+    exactly = {2} if wire.exact_every == 2 else set()
+    twin, optimizer = twin_of(model, wire), sgd(model.parameters())
+    assert_equals_twin(model, twin, optimizer, steps=3, accumulation=accumulation, exactly=exactly)
+    assert not all(bucket.wire.is_exact for bucket in buckets(model))
 
 
 PLACEMENTS = {
@@ -146,7 +150,7 @@ def test_adapters_beside_frozen_weights_equal_the_twin(placement: str) -> None:
     wire = policy.wire
     model = shard(whole, cache=policy.cache, wire=wire)
     optimizer = sgd([p for p in model.parameters() if p.requires_grad])
-    assert_equals_twin(model, twin_of(model, wire), optimizer, steps=4, accumulation=2, exactly=set())
+    assert_equals_twin(model, twin_of(model, wire), optimizer, steps=3, accumulation=2, exactly=set())
 
 
 @on_ranks(3, local=1)
@@ -166,21 +170,6 @@ def test_tensors_that_are_coded_together_equal_the_twin() -> None:
     assert_equals_twin(model, twin, sgd(model.parameters()), Aligned, steps=3, accumulation=1, exactly=set())
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize(
-    ("islands", "ranks", "local", "runs"),
-    [
-        (2, 4, 1, [("4bit", "host", 1), ("feedback", "device", 2), ("bf16", "host", 1)]),
-        (3, 3, 1, [("4bit", "host", 2), ("feedback", "none", 1), ("8bit", "none", 1)]),
-        (2, 4, 2, [("gradients", "none", 1)]),
-    ],
-)
-def test_replicas_equal_the_twin_to_the_bit(
-    islands: int, ranks: int, local: int, runs: list[tuple[str, str, int]]
-) -> None:
-    run_ranks(job_twin, ranks, runs, islands, local=local)
-
-
 def shard_bytes(bucket: Bucket, multiple: int) -> int:
     """The bytes of one shard, matrices in four bits: those of the longest message on this rank's way."""
     local, nodes = bucket.cluster.local_rank, bucket.cluster.num_nodes
@@ -197,24 +186,18 @@ def message_runs(bucket: Bucket, shard: int) -> list[Run]:
     return found
 
 
-def job_bytes() -> None:
+@pytest.mark.parametrize(("world", "local"), [(4, 2), (3, 1)])
+@on_ranks("world", local="local")
+def test_bytes_are_those_of_the_codes() -> None:
     model = shard(build(), cache="host", wire="4bit")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     crossings_after(model, optimizer)
     with moved(model) as m:
-        for seed in range(3):
-            for a in range(2):
-                model.set_requires_gradient_sync(a == 1)
-                squared_error(model, inputs(seed + 7 * a, dist.get_rank())).backward()
-            optimizer.step()
-            model.zero_grad()
-    weights = gradients = 0
-    others = dist.get_world_size() // model._laconic_unit.cluster.num_local - 1
-    for bucket in buckets(model):
-        assert not bucket.wire.is_exact
-        weights += others * shard_bytes(bucket, 1)
-        gradients += others * shard_bytes(bucket, 32)
-    assert (m.weights, m.gradients) == (3 * weights, 3 * gradients)
+        accumulate(model, micro_batches(2))
+    others = model._laconic_unit.cluster.num_nodes - 1
+    assert not any(bucket.wire.is_exact for bucket in buckets(model))
+    assert m.weights == sum(others * shard_bytes(bucket, 1) for bucket in buckets(model))
+    assert m.gradients == sum(others * shard_bytes(bucket, 32) for bucket in buckets(model))
 
 
 @on_ranks(3, local=1)
@@ -236,11 +219,6 @@ def test_bytes_of_replicas_are_those_of_two_trips() -> None:
         back = max(message_bytes(runs, int8_bytes) for runs in parts)
         expected += (world - 1) * (there + back)
     assert m.sent("island", "gradients") == expected
-
-
-@pytest.mark.parametrize("mesh", [(2, 2), (3, 1)], ids=str)
-def test_bytes_are_those_of_the_codes(mesh: tuple[int, int]) -> None:
-    run_ranks(job_bytes, mesh[0] * mesh[1], local=mesh[1])
 
 
 @on_ranks(4, local=2)
