@@ -26,6 +26,9 @@ CODED = (
 """The strategies whose crossings lose something."""
 LOSSLESS = tuple(name for name, wire in _WIRES.items() if wire.weights == "lossless")
 """The strategies that refuse weights of 32 bits: all their cells have mixed precision."""
+THIN = tuple(name for name, wire in _WIRES.items() if wire != Wire())
+EXACT = tuple(name for name in CACHES if name not in THIN)
+"""The strategies of `CACHES` with and without coded crossings."""
 CYCLIC = ("cyclic", "cyclic, 8bit", "cyclic, sharded", "local steps around cyclic")
 STRATEGIES = (*CACHES, *ISLANDS, *CYCLIC)
 WELL_TESTED = ("host", "cyclic")
@@ -170,18 +173,19 @@ def cells() -> list[Cell]:
     return list(found)
 
 
-def quick_cells(strategy: str) -> list[Cell]:
-    """Those of a strategy that do not compile."""
-    return [cell for cell in cells() if cell.strategy == strategy and "compile" not in cell.features]
-
-
 def sample() -> list[Cell]:
-    """Some of `cells`: every strategy with all features that fit, and every other part and refusal once or more."""
+    """Every strategy with all features that fit, one of each kind with every optimizer, and all that is refused."""
     tried = cells()
     largest = [max((c for c in tried if c.strategy == name and works(c)), key=_num_features) for name in STRATEGIES]
-    by_optimizer = [cell_of(name, OPTIMIZERS[i % len(OPTIMIZERS)]) for i, name in enumerate(STRATEGIES)]
-    refused = [next(c for c in tried if refusals_of(c.parts) == [index]) for index in range(len(REFUSALS))]
-    return list(dict.fromkeys([*largest, *by_optimizer, *refused, Cell("host", "AdamW", frozenset({"compile"}))]))
+    by_optimizer = [cell_of(*pair) for pair in product(("host", "local steps", "cyclic"), OPTIMIZERS)]
+    return list(dict.fromkeys([*largest, *by_optimizer, *(cell for cell in tried if not works(cell))]))
+
+
+def cells_of(strategy: str, *, in_sample: bool) -> list[Cell]:
+    """Those of a strategy that do not compile: those of the sample, or all others."""
+    chosen = set(sample())
+    fast = [cell for cell in cells() if cell.strategy == strategy and "compile" not in cell.features]
+    return [cell for cell in fast if (cell in chosen) == in_sample]
 
 
 def works(cell: Cell) -> bool:
@@ -190,12 +194,3 @@ def works(cell: Cell) -> bool:
 
 def _num_features(cell: Cell) -> int:
     return len(cell.features - {"compile"})
-
-
-def all_cells() -> list[Cell]:
-    """The whole product."""
-    sets = [frozenset(chosen) for count in range(len(FEATURES) + 1) for chosen in combinations(FEATURES, count)]
-    return [
-        cell_of(strategy, optimizer, *features)
-        for strategy, optimizer, features in product(STRATEGIES, OPTIMIZERS, sets)
-    ]

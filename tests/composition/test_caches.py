@@ -1,13 +1,20 @@
-"""Each cell of the engine trains as the unsharded model does."""
+"""Each cell of a cache, with exact crossings, trains as the unsharded model does."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.composition.compare import assert_right
-from tests.composition.matrix import CACHES, quick_cells
+from tests.composition.matrix import EXACT, cells_of
 
 
-@pytest.mark.parametrize("strategy", CACHES)
-def test_every_cell(strategy: str) -> None:
-    assert_right(quick_cells(strategy))
+@pytest.mark.parametrize("strategy", EXACT)
+def test_a_sample_of_its_cells(strategy: str) -> None:
+    assert_right(cells_of(strategy, in_sample=True))
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("strategy", EXACT)
+def test_all_its_other_cells(strategy: str) -> None:
+    assert_right(cells_of(strategy, in_sample=False))

@@ -8,13 +8,20 @@ from torch.distributed.device_mesh import init_device_mesh
 import laconic
 from tests.composition.compare import assert_right
 from tests.composition.job import build, error, stage_optimizer, stages_of
-from tests.composition.matrix import CYCLIC, Cell, quick_cells
+from tests.composition.matrix import CYCLIC, Cell, cells_of
 from tests.support.launch import on_ranks
 
 
 @pytest.mark.parametrize("strategy", CYCLIC)
-def test_every_cell(strategy: str) -> None:
-    assert_right(quick_cells(strategy))
+def test_a_sample_of_its_cells(strategy: str) -> None:
+    assert_right(cells_of(strategy, in_sample=True))
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("strategy", CYCLIC)
+def test_all_its_other_cells(strategy: str) -> None:
+    assert_right(cells_of(strategy, in_sample=False))
 
 
 @on_ranks(4, local=2)

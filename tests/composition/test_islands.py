@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 
 from tests.composition.compare import assert_right
-from tests.composition.matrix import ISLANDS, quick_cells
+from tests.composition.matrix import ISLANDS, cells_of
 
 
 @pytest.mark.parametrize("strategy", ISLANDS)
-def test_every_cell(strategy: str) -> None:
-    assert_right(quick_cells(strategy))
+def test_a_sample_of_its_cells(strategy: str) -> None:
+    assert_right(cells_of(strategy, in_sample=True))
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("strategy", ISLANDS)
+def test_all_its_other_cells(strategy: str) -> None:
+    assert_right(cells_of(strategy, in_sample=False))

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
-from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from tests.composition import kernel_paths
-from tests.composition.kernel_paths import LIMIT, PARTIAL, STRATEGIES, Outcome, Path, faults, job, paths, sort_out
+from tests.composition.kernel_paths import PARTIAL, STRATEGIES, faults, job, paths, sort_out
 from tests.support.launch import run_ranks
 
 SAMPLE = tuple(
@@ -30,33 +25,3 @@ def test_every_path_under_every_strategy() -> None:
     compared = {(each.path, each.strategy) for each in by_rank[0] if not each.refusal}
     assert {path for path, _ in compared} == set(runnable)
     assert {strategy for _, strategy in compared} == set(SAMPLE)
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_a_path_that_transformers_adds_is_tried_or_fails(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("needs a rare machine")
-
-    added = Path("llama", "attn", f"novel-{works}")
-    function = eager_attention_forward if works else broken
-    monkeypatch.setitem(AttentionInterface._global_mapping, added.implementation, function)
-    assert added.implementation in ALL_ATTENTION_FUNCTIONS
-    assert added in paths()
-    runnable, reasons, unknown = sort_out([added])
-    assert runnable == ([added] if works else [])
-    assert unknown == ([] if works else ["llama, attn novel-False: RuntimeError: needs a rare machine"])
-    assert reasons.keys() == (set() if works else {added})
-
-
-def test_what_counts_as_a_fault() -> None:
-    path, strategy = Path("llama"), "cache none"
-    fine = Outcome(path=path, strategy=strategy, difference=LIMIT)
-    wrong = [
-        Outcome(path=path, strategy=strategy, difference=value, parameter="w")
-        for value in (2 * LIMIT, float("nan"), float("inf"))
-    ]
-    refused = Outcome(path=path, strategy=strategy, refusal="no")
-    allowed = Outcome(path=Path("state space"), strategy=PARTIAL[0], refusal=kernel_paths.NO_LAYER)
-    assert not fine.fault()
-    assert not allowed.fault()
-    assert len(list(faults([[fine, *wrong, refused, allowed]]))) == 4

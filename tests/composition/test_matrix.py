@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from typing import Any
 
 import pytest
 
-from tests.composition import page, test_caches, test_cyclic, test_islands
+from tests.composition import page, test_caches, test_coded, test_cyclic, test_islands
 from tests.composition.compare import assert_right, differences, oracle_on
 from tests.composition.job import batch, build, error, num_steps, optimizer_of
 from tests.composition.matrix import (
@@ -16,29 +18,39 @@ from tests.composition.matrix import (
     STRATEGIES,
     Cell,
     cells,
-    quick_cells,
+    cells_of,
     refusals_of,
     sample,
+    works,
 )
+
+ROOMS = (test_caches, test_coded, test_islands, test_cyclic)
+
+
+def strategies_of(test: Any, markers: set[str]) -> list[str]:
+    """What a test is for; it has these markers, and its file none."""
+    marks = {mark.name: mark for mark in test.pytestmark}
+    assert marks.keys() == {"parametrize", *markers}
+    assert not hasattr(sys.modules[test.__module__], "pytestmark")
+    return list(marks["parametrize"].args[1])
 
 
 def test_each_cell_has_its_tier() -> None:
-    """Without `compile` it runs in `make test`, once, and so do each part and each refusal."""
-    tried = Counter[Cell]()
-    for room in (test_caches, test_islands, test_cyclic):
-        [mark] = room.test_every_cell.pytestmark  # type: ignore[attr-defined]
-        assert mark.name == "parametrize", "no marker of another tier"
-        assert not hasattr(room, "pytestmark")
-        tried.update(cell for strategy in mark.args[1] for cell in quick_cells(strategy))
-    compiled = Counter(cell for cell in cells() if "compile" in cell.features)
-    assert tried + compiled == Counter(cells())
+    """In `make test` are each strategy, optimizer, feature and refusal, all features of each strategy at once."""
+    light = [name for room in ROOMS for name in strategies_of(room.test_a_sample_of_its_cells, set())]
+    heavy = [name for room in ROOMS for name in strategies_of(room.test_all_its_other_cells, {"heavy", "timeout"})]
+    assert sorted(light) == sorted(heavy) == sorted(STRATEGIES)
+    tried, left = ([cell for name in STRATEGIES for cell in cells_of(name, in_sample=it)] for it in (True, False))
+    compiled = [cell for cell in cells() if "compile" in cell.features]
+    assert Counter([*tried, *left, *compiled]) == Counter(cells())
     assert set().union(*(cell.parts for cell in tried)) == {*STRATEGIES, *OPTIMIZERS, *FEATURES} - {"compile"}
     assert {index for cell in tried for index in refusals_of(cell.parts)} == set(range(len(REFUSALS)))
+    assert all(works(cell) for cell in left), "all that is refused is tried"
 
 
 @pytest.mark.machine
 def test_a_sample_of_the_cells_on_processes() -> None:
-    assert assert_right(sample()) == 1, "one of them compiles"
+    assert assert_right([*sample(), Cell("host", "AdamW", frozenset({"compile"}))]) == 1
 
 
 @pytest.mark.campaign

@@ -1,0 +1,20 @@
+"""Each cell of a cache with coded crossings trains near the unsharded model."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.composition.compare import assert_right
+from tests.composition.matrix import THIN, cells_of
+
+
+@pytest.mark.parametrize("strategy", THIN)
+def test_a_sample_of_its_cells(strategy: str) -> None:
+    assert_right(cells_of(strategy, in_sample=True))
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("strategy", THIN)
+def test_all_its_other_cells(strategy: str) -> None:
+    assert_right(cells_of(strategy, in_sample=False))
