@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 from datetime import timedelta
 from typing import Any
@@ -19,7 +18,7 @@ from laconic.comm import cluster as cluster_module
 from laconic.comm.cluster import AXES, default_mesh
 from laconic.comm.groups import destroy_with, new_group
 from laconic.rehearse import ranks
-from tests.support.launch import launch, on_ranks, run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 
 def job_position() -> tuple[int, ...]:
@@ -235,21 +234,6 @@ def job_timeout() -> None:
 
 def test_groups_inherit_the_timeout_of_the_job() -> None:
     ranks(job_timeout, nodes=2, local=2)
-
-
-def job_fake() -> None:
-    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
-    dist.init_process_group("fake", rank=5, world_size=16)
-    cluster = laconic.Cluster.of(laconic.init_mesh("cpu", islands=2, nodes=2, local=4))
-    assert (cluster.island_rank, cluster.node_rank, cluster.local_rank) == (0, 1, 1)
-    for group in (cluster.flag_group, cluster.all_flag_group, cluster.island_group):
-        assert group is not None
-        assert dist.get_backend(group) == "fake"
-
-
-@pytest.mark.machine
-def test_one_process_can_play_a_rank_of_many() -> None:
-    launch(job_fake, num_ranks=1, timeout_s=60, backend=None)
 
 
 @on_ranks(3, local=3)

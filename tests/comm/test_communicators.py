@@ -24,7 +24,7 @@ from laconic.comm.groups import device_to_bind, new_group, started_bytes
 from laconic.comm.launch import RankInfo, process_group
 from laconic.doctor.cli import _communicator_lines
 from laconic.rehearse import rehearsal
-from tests.support.launch import free_port, launch, on_ranks
+from tests.support.launch import free_port, launch, on_ranks, run_ranks
 
 CUDA = torch.device("cuda", 0)
 
@@ -204,12 +204,9 @@ def test_real_ranks_on_gloo_gather_and_sum_in_groups_of_their_own() -> None:
     assert started_bytes() == 0
 
 
-@on_ranks(3, local=3)
-def test_gloo_bound_to_a_device_is_not_split() -> None:
-    """Gloo says that it can be split, but torch asks of bound groups what Gloo does not have."""
+def job_bound_gloo() -> None:
     assert dist.group.WORLD is not None
     dist.group.WORLD.bound_device_id = CUDA
-    torch.accelerator.is_available = lambda: True  # type: ignore[assignment]
     assert _compat.splitting_device() is None
     group = cluster_module._own_group([[0, 1, 2]])
     assert group is not None
@@ -218,6 +215,12 @@ def test_gloo_bound_to_a_device_is_not_split() -> None:
     dist.all_reduce(number, group=group)
     assert number == 3
     dist.group.WORLD.bound_device_id = None  # torch's own messages would go to the device
+
+
+def test_gloo_bound_to_a_device_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo says that it can be split, but torch asks of bound groups what Gloo does not have."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    run_ranks(job_bound_gloo, 3, local=3)
 
 
 def test_the_device_is_bound_where_nccl_carries_it() -> None:
