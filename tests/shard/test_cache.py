@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from laconic.config import Config, from_dict
-from laconic.integrations import LaconicArguments
 from laconic.shard import cache as cache_module
 from laconic.shard.cache import NodeShard, Slab, choose_device_shards, free_slab, make_slab
 from laconic.shard.policies import Cache
@@ -65,15 +64,10 @@ def test_policies_that_make_no_sense_are_refused(options: dict[str, Any], messag
 
 
 def test_only_the_host_cache_can_do_without_page_locking() -> None:
-    """In a file and as an option."""
-    from transformers import HfArgumentParser
-
     message = r"shard\.pin_memory = False .* needs shard\.cache = 'host' or 'auto', got .* 'none'"
     with pytest.raises(ValueError, match=message):
         from_dict(Config, {"shard": {"cache": "none", "pin_memory": False}})
     assert not from_dict(Config, {"shard": {"pin_memory": False}}).shard.policy.cache.pin_memory
-    (options,) = HfArgumentParser(LaconicArguments).parse_args_into_dataclasses(["--pin_memory", "false"])
-    assert not options.policy.cache.pin_memory
 
 
 @pytest.mark.parametrize(

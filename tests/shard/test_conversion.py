@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import _unsafe_preserve_version_counter as preserve_version
-from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -26,14 +25,6 @@ from tests.support.float8 import FLOAT8, Float8Weight, scale_of
 from tests.support.launch import on_ranks
 from tests.support.scenario import Scenario, assert_equals_oracle
 from tests.support.sharded_net import Net, buckets, build, gather_bytes, inputs, shard, train_step
-
-
-class ScaledOnly(Float8Weight):
-    """The protocol of torchao: `fsdp_pre_all_gather` takes the mesh only."""
-
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:  # type: ignore[override]
-        scale = scale_of(all_reduce(self._data.abs().max(), "MAX", mesh.get_group()))
-        return ((self._data * scale).to(FLOAT8),), (scale,)
 
 
 class Longer(Float8Weight):
@@ -94,21 +85,19 @@ OFFLOADED = {"offload_policy": CPUOffloadPolicy()}
 
 
 @pytest.mark.parametrize(
-    ("weight_class", "scenario", "gathers"),
+    ("scenario", "gathers"),
     [
-        (Float8Weight, Scenario(nodes=1), 2),
-        (ScaledOnly, Scenario(nodes=3), 2),
-        (Float8Weight, Scenario(local=2, cache="host", options=OFFLOADED), 1),
-        (Float8Weight, Scenario(options={"reshard_after_forward": False}), 1),
-        (Float8Weight, Scenario(local=2, cache="rank"), 1),
+        (Scenario(nodes=1), 2),
+        (Scenario(nodes=3), 2),
+        (Scenario(local=2, cache="host", options=OFFLOADED), 1),
+        (Scenario(options={"reshard_after_forward": False}), 1),
+        (Scenario(local=2, cache="rank"), 1),
     ],
     ids=["alone", "none", "offloaded host", "kept", "rank"],
 )
-def test_converted_weights_train_as_rounded_ones(
-    weight_class: type[Float8Weight], scenario: Scenario, gathers: int
-) -> None:
+def test_converted_weights_train_as_rounded_ones(scenario: Scenario, gathers: int) -> None:
     """Converted weights cross as bytes."""
-    scenario = with_weights(weight_class, rounded_to_float8, scenario)
+    scenario = with_weights(Float8Weight, rounded_to_float8, scenario)
     runs = scenario.run()
     assert_equals_oracle(scenario, runs)
     model = runs[0].model
