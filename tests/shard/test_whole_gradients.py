@@ -102,7 +102,7 @@ def _sum_of(net: nn.Module, x: Tensor) -> Tensor:
     return net(x).sum()
 
 
-@pytest.mark.parametrize(("world_size", "local", "where"), [(4, 2, "host"), (3, 1, "none"), (2, 2, "rank")])
+@pytest.mark.parametrize(("world_size", "local", "where"), [(4, 2, "host"), (2, 2, "rank")])
 @on_ranks("world_size", local="local")
 def test_gradients_of_integers_are_exact_wherever_weights_rest(where: Any) -> None:
     """Also if a micro-batch between others syncs: `.grad` then has a part, and the rest waits."""
@@ -122,29 +122,14 @@ def test_gradients_of_integers_are_exact_wherever_weights_rest(where: Any) -> No
         assert all(torch.equal(found[0][name], value) for name, value in found[1].items()), pattern
 
 
-class Small(Line):
-    """Lines whose gradients stay small: weights of zeros and ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.eye(*parameter.shape))
-
-
 @pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float64], ids=str)
-@on_ranks(4, local=2)
+@on_ranks(2, local=1)
 def test_gradients_wait_in_the_dtype_of_sums(reduce_dtype: torch.dtype) -> None:
-    """Integers up to 256 are exact in bfloat16."""
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    model = shard(build(Small), cache=WHOLE, mp_policy=precision)
-    batches = [[integer_batch(number, rank).abs().bfloat16() for rank in range(4)] for number in range(2)]
-    _backward(model, batches[0], syncs=False, loss=_sum_of)
-    assert model.memory().device_bytes == _shard_bytes(model) + _whole_bytes(model)
-    _backward(model, batches[1], syncs=True, loss=_sum_of)
-    oracle = oracle_of(model, Small, _sum_of)
-    oracle.param_dtype, oracle.reduce_dtype = torch.bfloat16, reduce_dtype
-    assert_gradients(model, oracle, batches, rtol=0, atol=0)
+    model, batches = shard(build(), cache=WHOLE, mp_policy=precision), micro_batches(2)
+    _backward(model, batches[0], syncs=False)
+    numel = sum(bucket.layout.numel for bucket in buckets(model))
+    assert model.memory().device_bytes == _shard_bytes(model) + numel * reduce_dtype.itemsize
 
 
 @on_ranks(4, local=1)
@@ -274,35 +259,6 @@ def test_what_is_frozen_after_the_first_micro_batch_keeps_its_gradient() -> None
     assert got.keys() == all_three.keys() - {cleared}
     for name, value in got.items():
         torch.testing.assert_close(value, first[name] if name in frozen else all_three[name], msg=name)
-
-
-class Twice(Net):
-    """Runs its second block twice, before and after the third."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for index in (0, 1, 2, 1):
-            x = self.blocks[index](x)
-        return self.out(x)
-
-
-@pytest.mark.parametrize("reduces_once", [False, True])
-@on_ranks(3, local=3)
-def test_a_unit_that_runs_several_times_before_a_backward(reduces_once: bool) -> None:
-    """In one forward of the root, and in two forwards of it."""
-    model = shard(build(Twice), cache=WHOLE)
-    model.set_reduce_once_per_backward(reduces_once)
-    oracle, rank, batches = oracle_of(model, Twice), dist.get_rank(), micro_batches(4)
-    shards = model.memory().device_bytes
-    for number in (0, 2):
-        model.set_requires_gradient_sync(number == 2)
-        losses = [squared_error(model, batches[number + each][rank]) for each in range(2)]
-        with moved(model) as bytes_moved:
-            sum(losses).backward()  # type: ignore[union-attr]
-        if number == 0:
-            assert bytes_moved.sent("local", "gradients") == bytes_moved.gradients == 0
-            assert model.memory().device_bytes == shards + _whole_bytes(model)
-    assert_gradients(model, oracle, batches)
 
 
 # -- disturbances ------------------------------------------------------------------------------------------------------
