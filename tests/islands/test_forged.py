@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import time
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,6 @@ from laconic.islands import rendezvous
 from laconic.islands.agreements import Agreements, RunEndedError
 from laconic.islands.saved_state import SavedState
 from tests.faults import forged
-
-pytestmark = pytest.mark.machine
 
 ENDED = ["RunEndedError"] * 3
 
@@ -54,6 +53,7 @@ def test_entries_that_few_read_end_islands_or_nobody(kind: str) -> None:
     ids=str,
 )  # fmt: skip
 def test_a_roster_that_contradicts_itself_is_refused(fields: dict[str, object]) -> None:
+    time.sleep(1.0)  # after which an island looks whether the run has ended
     store = dist.HashStore()
     agreements = Agreements(store, "test", "here")
     for _ in range(2):
@@ -77,12 +77,14 @@ def test_islands_are_not_founded_on_a_forged_number_of_rounds() -> None:
         agreements.found(2)
 
 
+@pytest.mark.machine
 def test_watchers_live() -> None:
     found = forged.try_watchers(quick=True)
     assert found.what == []
     assert found.dead == found.tracebacks == 0
 
 
+@pytest.mark.machine
 @pytest.mark.timeout(240)
 def test_the_rendezvous_lives(tmp_path: Path) -> None:
     found = forged.try_rendezvous(16, tmp_path)
@@ -90,6 +92,7 @@ def test_the_rendezvous_lives(tmp_path: Path) -> None:
     assert found.dead == found.tracebacks == found.late == found.otherwise == 0
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "it listens on 127.0.0.1"), ("", "all addresses")])
 def test_the_rendezvous_says_where_it_listens(host: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous.threading.Event, "wait", lambda *_: True)
@@ -101,6 +104,7 @@ def test_the_rendezvous_says_where_it_listens(host: str, shown: str, monkeypatch
     assert printed.getvalue().count("\n") == 1
 
 
+@pytest.mark.machine
 def test_a_rendezvous_on_one_address_is_not_on_others() -> None:
     listener = rendezvous._listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
@@ -125,6 +129,7 @@ def test_a_saved_state_of_other_values_is_refused(values: object) -> None:
         SavedState.from_json(values)  # type: ignore[arg-type]
 
 
+@pytest.mark.machine
 @pytest.mark.timeout(300)
 def test_launches_end_with_one_line_and_code_2(tmp_path: Path) -> None:
     found = forged.try_train("verdict/{n}", forged.ENTRY_DAMAGE["a flipped bit"], tmp_path / "run")

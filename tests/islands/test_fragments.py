@@ -1,12 +1,18 @@
-"""The steps in which fragments are sent and applied, and the parameters in them."""
+"""The steps in which fragments are sent and applied, their parameters, and means of their largest values alone."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
+import laconic
+from laconic.codec import TopK
+from laconic.islands.all_reduce import IslandGroup, mean_over_islands
 from laconic.islands.fragments import SyncSchedule, fragment_of
-
-pytestmark = pytest.mark.machine
+from tests.reference.sparse import decoded
+from tests.support.launch import on_ranks
 
 
 @pytest.mark.parametrize(("every", "fragments", "overlap"), [(1, 1, 0), (6, 1, 5), (6, 3, 1), (8, 4, 0), (100, 4, 24)])
@@ -49,3 +55,37 @@ def test_layers_are_assigned_to_fragments() -> None:
         fragment_of(names, 6)
     with pytest.raises(ValueError, match=r"leaves fragments \[1\] without a parameter: only the layers \[0, 2\]"):
         fragment_of(["0.weight", "2.weight"], 2)
+
+
+NUMEL = 9001
+KEEP = 8
+
+
+def vector(island: int) -> Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(island))
+
+
+@pytest.mark.parametrize("islands", [2, 3])
+@on_ranks("islands", local=1)
+def test_every_island_gets_the_mean_of_what_all_have_kept() -> None:
+    islands = dist.get_world_size()
+    cluster = laconic.Cluster.of(laconic.init_mesh("cpu", islands=islands, nodes=1, local=1))
+    codec = TopK(keep=KEEP)
+    before = cluster.traffic.snapshot()
+    of = IslandGroup.of(cluster), codec, cluster.traffic
+    mean = mean_over_islands(vector(dist.get_rank()), *of)
+    sent = (cluster.traffic.snapshot() - before).total("island", "outer", "sent")
+    assert sent == mean.sent_bytes == (islands - 1) * codec.payload_bytes(NUMEL)
+    expected = [decoded(vector(island), KEEP) for island in range(islands)]
+    torch.testing.assert_close(mean.sent, expected[dist.get_rank()], rtol=1e-2, atol=0)
+    torch.testing.assert_close(mean.value, torch.stack(expected).sum(0) / islands, rtol=1e-2, atol=1e-6)
+    everyone = [torch.empty(NUMEL) for _ in range(islands)]
+    dist.all_gather(everyone, mean.value)
+    assert all(torch.equal(theirs, mean.value) for theirs in everyone)
+
+    holders = (torch.arange(NUMEL) % 3).float()  # none, one or two islands train a coordinate
+    divided = mean_over_islands(vector(dist.get_rank()), *of, divisor=holders)
+    total = torch.stack(expected).sum(0)
+    torch.testing.assert_close(
+        divided.value, torch.where(holders > 0, total / holders.clamp(min=1), 0.0), rtol=1e-2, atol=1e-6
+    )

@@ -18,8 +18,6 @@ import laconic
 from laconic.islands.local_steps import LocalSteps
 from tests.support.launch import run_ranks
 
-pytestmark = pytest.mark.machine
-
 GOLDEN = Path(__file__).with_name("golden.json")
 ISLANDS, STEPS = 3, 12
 CASES: dict[str, dict[str, Any]] = {

@@ -20,8 +20,6 @@ from tests.support.launch import on_ranks, run_ranks
 from tests.support.partial_models import MlpNet, partial_net
 from tests.support.sharded_net import inputs, squared_error
 
-pytestmark = pytest.mark.machine
-
 
 def values(model: nn.Module) -> dict[str, Tensor]:
     return {
@@ -32,62 +30,6 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 
 def slice_of(name: str) -> int | None:
     return int(name[-1]) if "_slice" in name else None
-
-
-def job_merge(islands: int, local: int, held: list[set[int]], num_slices: int, sharded: bool) -> None:
-    mesh = laconic.init_mesh("cpu", islands=islands, nodes=1, local=local)
-    island, rank = dist.get_rank() // local, dist.get_rank() % local
-    trained = {None, *held[island]}
-    model = partial_net(min(held[island]), num_slices)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(slice_of(name) in trained)  # by hand, for an island that trains two slices
-    if sharded:
-        for child in model.children():
-            if not isinstance(child, nn.ModuleList):
-                laconic.fully_shard(child, mesh=mesh)
-        laconic.fully_shard(model, mesh=mesh)
-    local_steps = LocalSteps(model, torch.optim.AdamW(model.parameters(), lr=0.01), mesh=mesh, every=3, codec="fp32")
-    outer = values(model)
-    momentum = {name: torch.zeros_like(value) for name, value in outer.items()}
-    for round_ in range(2):
-        start = values(model)
-        for step in range(3):
-            squared_error(model, inputs(10 * round_ + step, 2 * island + rank)).backward()
-            if step == 2:  # take the inner step, record the parameters of every island, then sync
-                local_steps.optimizer.step()
-                own = values(model)
-                for name, value in own.items():
-                    if slice_of(name) not in trained:
-                        assert torch.equal(value, start[name]), f"{name} is frozen on this island, and does not move"
-                local_steps.advance()
-            else:
-                local_steps.step()
-            local_steps.zero_grad()
-        everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, own)
-        got = values(model)
-        for name, before in outer.items():
-            holders = [i for i in range(islands) if slice_of(name) in {None, *held[i]}]
-            mean = torch.stack([before - everywhere[i * local][name] for i in holders]).mean(0)
-            momentum[name] = 0.9 * momentum[name] + mean
-            outer[name] = before - 0.7 * (mean + 0.9 * momentum[name])
-            torch.testing.assert_close(got[name], outer[name], atol=1e-6, rtol=1e-5, msg=name)
-
-
-@pytest.mark.parametrize(
-    ("islands", "local", "held", "num_slices", "sharded"),
-    [
-        (3, 1, [{0}, {1}, {1}], 2, False),
-        (2, 2, [{1}, {0}], 2, True),
-        (2, 1, [{0, 2}, {1, 3}], 4, True),
-        (2, 1, [{0, 1}, {1}], 2, False),
-        (2, 1, [{3, 1, 0}, {1, 2}], 4, True),
-    ],
-)
-def test_pseudo_gradients_are_averaged_over_the_holders_of_the_slice(
-    islands: int, local: int, held: list[set[int]], num_slices: int, sharded: bool
-) -> None:
-    run_ranks(job_merge, islands * local, islands, local, held, num_slices, sharded, local=local)
 
 
 class _Held(Holders):
@@ -152,7 +94,7 @@ def job_groups(islands: int, local: int, held: list[set[int]], num_slices: int, 
     def losses(own: nn.Module, which: int, step: int) -> Tensor:
         return torch.stack([squared_error(own, inputs(step, 2 * which + r)) for r in range(local)]).mean()
 
-    for step in range(9):
+    for step in range(7):
         squared_error(model, inputs(step, 2 * island + rank)).backward()
         steps.step()
         steps.zero_grad()
@@ -183,7 +125,7 @@ def job_groups(islands: int, local: int, held: list[set[int]], num_slices: int, 
 
 @pytest.mark.parametrize(
     ("islands", "local", "held", "num_slices", "sharded"),
-    [(3, 1, [{0}, {1}, {1}], 2, False), (2, 2, [{1, 0, 3}, {3, 2}], 4, True)],
+    [(3, 1, [{0}, {1}, {1}], 2, False), (2, 1, [{0, 1}, {1}], 2, False), (2, 2, [{1, 0, 3}, {3, 2}], 4, True)],
 )
 def test_outer_steps_by_number_of_holders(
     islands: int, local: int, held: list[set[int]], num_slices: int, sharded: bool

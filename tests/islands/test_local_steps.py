@@ -21,8 +21,6 @@ from tests.support.launch import on_ranks, run_ranks
 from tests.support.partial_models import partial_net
 from tests.support.sharded_net import Net, build, shard, squared_error
 
-pytestmark = pytest.mark.machine
-
 Job = dict[str, Any]
 
 
@@ -116,8 +114,7 @@ def job_trajectory(islands: int, local: int, sharded: bool, options: Job, oracle
     [
         (3, 1, False, {"every": 4}, {}),
         (2, 2, True, {"every": 6, "fragments": 3, "overlap": 1, "mixing": 0.5}, {"overlap": 1, "mixing": 0.5}),
-        (2, 1, True, {"every": 4, "fragments": 2, "overlap": 1}, {"overlap": 1}),
-        (2, 2, False, {"every": 3, "overlap": 2, "mixing": 0.25}, {"overlap": 2, "mixing": 0.25}),
+        (2, 1, False, {"every": 3, "overlap": 2, "mixing": 0.25}, {"overlap": 2, "mixing": 0.25}),
         (3, 1, False, {"every": 2, "codec": Coarse(), "error_feedback": 0.5}, {"code": coarse, "feedback": 0.5}),
         (3, 1, False, {"every": 2, **ENDS_WHOLE, "total_steps": 5}, {**ENDED_WHOLE, "total_steps": 5}),
         (
@@ -130,8 +127,6 @@ def job_trajectory(islands: int, local: int, sharded: bool, options: Job, oracle
     ],
 )
 def test_islands_move_as_in_one_process(islands: int, local: int, sharded: bool, options: Job, oracle: Job) -> None:
-    if not sharded:
-        local = 1
     run_ranks(job_trajectory, islands * local, islands, local, sharded, options, oracle, local=local)
 
 
@@ -223,7 +218,9 @@ def test_the_mean_of_islands_that_stay_weighs_by_tokens() -> None:
             torch.testing.assert_close(values(model)[name], want, atol=1e-6, rtol=1e-5, msg=name)
 
 
-def job_resume(options: Job) -> None:
+@on_ranks(4, local=2)
+def test_a_resumed_run_equals_the_unbroken_one() -> None:
+    options: Job = {"every": 4, "fragments": 2, "overlap": 1, "codec": "e3m0", "error_feedback": True}
     mesh = laconic.init_mesh("cpu", islands=2, nodes=1, local=2)
     rank, island = dist.get_rank() % 2, dist.get_rank() // 2
 
@@ -248,7 +245,9 @@ def job_resume(options: Job) -> None:
          for key, value in unbroken.optimizer.state[p].items()}
         for p in model.parameters()
     ]  # fmt: skip
-    run(model, unbroken, range(7, 14))
+    run(model, unbroken, range(7, 11))
+    want = values(model)
+    unbroken.finish()  # what is in flight, before another exchange begins
 
     again, resumed = start(1)
     run(again, resumed, range(1))  # creates the optimizer state that is filled below
@@ -266,9 +265,10 @@ def job_resume(options: Job) -> None:
         for key, value in state.items():
             live_state = resumed.optimizer.state[parameter][key]
             (live_state.to_local() if isinstance(live_state, laconic.RaggedTensor) else live_state).copy_(value)
-    run(again, resumed, range(7, 14))
-    assert resumed.steps == unbroken.steps == 14
-    assert_equal(values(again), values(model), atol=0, rtol=0)
+    run(again, resumed, range(7, 11))
+    assert resumed.steps == unbroken.steps == 11
+    assert_equal(values(again), want, atol=0, rtol=0)
+    resumed.finish()
     with pytest.raises(ValueError, match="it is another model's"):
         resumed.load_state_dict({"steps": 1})
 
@@ -278,12 +278,6 @@ def _like(model: Any, key: str, value: Any) -> Any:
         return value
     name = key.split(".", 1)[1].removesuffix(".momentum_buffer")
     return model.get_parameter(name).like(value)
-
-
-def test_a_resumed_run_equals_the_unbroken_one() -> None:
-    run_ranks(
-        job_resume, 4, {"every": 4, "fragments": 2, "overlap": 1, "codec": "e3m0", "error_feedback": True}, local=2
-    )
 
 
 @on_ranks(1, local=1)

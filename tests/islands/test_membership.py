@@ -21,12 +21,9 @@ from laconic import LocalSteps, Membership
 from laconic.codec import FloatCodec
 from laconic.islands import elastic
 from laconic.islands.agreements import Agreements, Outcome, Roster, Verdict
-from laconic.islands.entrance import Entrance
 from tests.faults.islanders import EVERY, Island, adamw, equal_rounds, loss, make_model, meeting
 from tests.reference.local_steps import ChangingIslands
 from tests.support import launch
-
-pytestmark = pytest.mark.machine
 
 
 def assert_equal_rounds(islands: list[Island]) -> dict[int, int]:
@@ -36,6 +33,7 @@ def assert_equal_rounds(islands: list[Island]) -> dict[int, int]:
     return members
 
 
+@pytest.mark.machine
 def test_an_island_dies_and_another_comes(tmp_path: Path) -> None:
     rounds, dies_at = 16, 2 * EVERY + 2
     with meeting(tmp_path) as (address, start):
@@ -70,6 +68,7 @@ def test_an_island_dies_and_another_comes(tmp_path: Path) -> None:
             torch.testing.assert_close(torch.tensor(result["outer"][name]), value, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.machine
 def test_stuck_and_diverging_islands_are_left_behind(tmp_path: Path) -> None:
     options = {"every": 6, "fragments": 3, "overlap": 1, "codec": "int4", "error_feedback": 0.5, "mixing": 0.25}
     with meeting(tmp_path) as (address, start):
@@ -90,6 +89,7 @@ def test_stuck_and_diverging_islands_are_left_behind(tmp_path: Path) -> None:
     assert all(torch.tensor(values).isfinite().all() for values in result["outer"].values())
 
 
+@pytest.mark.machine
 def test_a_quorum_does_not_wait_and_ended_runs_begin_anew(tmp_path: Path) -> None:
     with meeting(tmp_path) as (address, start):
         policy = Membership(rendezvous=address, islands=2, timeout_s=6.0, quorum=1)
@@ -135,16 +135,6 @@ def test_the_islands_of_a_launch_follow_from_its_nodes() -> None:
         Membership(islands=3).count(4)
 
 
-def test_an_island_that_waits_says_for_what() -> None:
-    policy = SimpleNamespace(num_founders=2, rendezvous="host:1")
-    for come, wanted in (
-        (1, "1 of 2 islands have come to host:1"),
-        (2, "the islands at host:1 have not ended a round"),
-    ):
-        waiting: Any = SimpleNamespace(_agreements=SimpleNamespace(num_come=partial(int, come)), _policy=policy)
-        assert Entrance._missing(waiting).startswith(wanted)
-
-
 class LongerFloats(FloatCodec):
     """As another release might code."""
 
@@ -188,6 +178,7 @@ def refused(address: str) -> list[str]:
     return messages
 
 
+@pytest.mark.machine
 def test_bad_settings_are_refused(tmp_path: Path) -> None:
     with meeting(tmp_path) as (address, _):
         [messages] = launch.launch(refused, address, num_ranks=1, timeout_s=60, backend=None)

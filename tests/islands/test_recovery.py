@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import os
-import signal
-import socket
-import subprocess
-import sys
-import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +13,9 @@ import torch.distributed as dist
 import laconic
 from laconic.islands.local_steps import LocalSteps
 from tests.islands.test_local_steps import adamw, assert_equal, batch, make, values
-from tests.support.launch import free_port, run_ranks
+from tests.support.launch import run_ranks
 from tests.support.partial_models import partial_net
 from tests.support.sharded_net import build, inputs, shard, squared_error
-
-pytestmark = pytest.mark.machine
 
 
 def train(islands: int, local: int, machines: list[str] | None, upto: int, seed: int = 0) -> tuple[int, Any]:
@@ -136,83 +126,3 @@ def test_slices_keep_their_outer_state_when_the_number_of_their_holders_changes(
         assert begun == 4
         assert_equal(got, before, atol=0, rtol=0)
         assert got.keys() == before.keys()
-
-
-SCRIPT = """
-import os, sys, time, torch, torch.distributed as dist
-sys.path.insert(0, {repository!r})
-import laconic
-from laconic.islands.local_steps import LocalSteps
-from tests.islands.test_local_steps import adamw, batch, make
-from tests.support.sharded_net import build, squared_error
-
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-world = dist.get_world_size()
-mesh = laconic.init_mesh("cpu", islands=world, nodes=1, local=1)
-model = build(make)
-steps = LocalSteps(model, adamw(model), mesh=mesh, every=2, recovery=os.environ["MACHINE"])
-with open(os.path.join({log!r}), "a") as log:
-    log.write(f"{{world}} islands from step {{steps.steps}}\\n")
-while steps.steps < 40:
-    squared_error(model, batch(steps.steps, dist.get_rank())).backward()
-    steps.step()
-    steps.zero_grad()
-    time.sleep(0.2 if world > 1 else 0.0)
-with open({log!r}, "a") as log:
-    log.write(f"done with {{world}}, finite {{all(p.isfinite().all() for p in model.parameters())}}\\n")
-"""
-
-
-@pytest.mark.campaign
-def test_a_run_survives_the_loss_of_a_machine(tmp_path: Path) -> None:
-    script, log = tmp_path / "train.py", tmp_path / "log.txt"
-    repository = str(Path(__file__).parents[2])
-    script.write_text(textwrap.dedent(SCRIPT).format(repository=repository, log=str(log)))
-    log.touch()
-    port = free_port()
-    options = [
-        "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--monitor-interval=0.5",
-        f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=last_call_timeout=12,keep_alive_interval=1",
-        "--rdzv-id=recovery",
-    ]  # fmt: skip
-    command = [sys.executable, "-m", "torch.distributed.run", *options, str(script)]
-    agents = []
-    try:
-        for machine in range(2):
-            env = {**os.environ, "MACHINE": str(tmp_path / f"machine-{machine}"), "OMP_NUM_THREADS": "1"}
-            agents.append(subprocess.Popen(command, env=env, start_new_session=True))
-            if machine == 0:
-                _wait(lambda: _listens(port), 60)  # this agent holds the store, so it must stay
-        _wait(lambda: any((tmp_path / "machine-1").glob("*/start-*/manifest.json")), 90)
-        _kill(agents[1])
-        assert agents[0].wait(120) == 0
-    finally:
-        for agent in agents:
-            _kill(agent)
-    lines = log.read_text().splitlines()
-    assert lines[-1] == "done with 1, finite True"
-    (alone,) = [line for line in lines if line.startswith("1 islands")][-1:]
-    assert int(alone.rsplit(" ", 1)[1]) > 0, "from the last sync, not from the beginning"
-
-
-def _wait(condition: Any, timeout_s: float) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "the condition did not become true"
-        time.sleep(0.1)
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _kill(agent: subprocess.Popen[bytes]) -> None:
-    """Kill an agent and its worker, as when the machine dies. The worker has its own process session."""
-    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
-    pids = children.read_text().split() if children.exists() else []
-    for pid in [*map(int, pids), agent.pid]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    agent.wait()

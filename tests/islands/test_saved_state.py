@@ -8,12 +8,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from laconic.islands.saved_state import Place, SavedState, Sync, make_plan
 from laconic.islands.state_folder import StateFolder
-
-pytestmark = pytest.mark.machine
 
 
 def state(
