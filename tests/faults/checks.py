@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import laconic
 from laconic.shard.bucket import Bucket
@@ -30,6 +30,7 @@ from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.support.flips import VICTIM, Flip, flip_bit, flipping, flipping_in_gradients, flipping_in_use
 from tests.support.launch import launch
 from tests.support.record import Row
+from tests.support.sharded_net import Net, shard
 
 _FIELDS = {
     "mantissa 0-11": range(12),
@@ -40,29 +41,6 @@ _FIELDS = {
 """The bits of a float32."""
 _BITS = range(32)
 _TIMEOUT_S = 1800.0
-
-
-class Model(nn.Module):
-    """Residual MLPs and a head."""
-
-    def __init__(self, width: int, hidden: int, num_blocks: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width)) for _ in range(num_blocks)
-        )
-        self.head = nn.Linear(width, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Shapes: (B, D) -> (B, 3)."""
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
-
-
-def _sharded(model: Any, **policies: Any) -> Any:
-    for module in (*model.blocks, model):
-        laconic.fully_shard(module, **policies)
-    return model
 
 
 def _loss(model: Any, x: Tensor) -> Tensor:
@@ -79,11 +57,11 @@ class _Trial:
     @classmethod
     def of(cls, cache: Any, checks: laconic.Checks | None, *, is_frozen: bool = False) -> _Trial:
         torch.manual_seed(0)
-        model: Any = Model(17, 29, 3)
+        model: Any = Net()
         if is_frozen:
             model.blocks.requires_grad_(False)
-        _sharded(model, cache=cache, checks=checks)
-        trial = cls(model, torch.randn(6, 17, generator=torch.Generator().manual_seed(dist.get_rank())))
+        shard(model, cache=cache, checks=checks)
+        trial = cls(model, torch.randn(6, 5, generator=torch.Generator().manual_seed(dist.get_rank())))
         trial.step()
         return trial
 
@@ -225,11 +203,11 @@ _AUDIT_INTERVAL = 1000
 def job_of_pairs(pairs: int, width: int, num_blocks: int, rows: int) -> list[tuple[float, float, float]]:
     """The seconds of a plain step, a checked one and an audit, by pair, on this rank."""
     torch.manual_seed(0)
-    plain = Model(width, 4 * width, num_blocks)
-    checked = _sharded(copy.deepcopy(plain), cache="host", checks=laconic.Checks(interval=1))
-    plain = _sharded(plain, cache="host")
+    plain: Any = Net(num_blocks, width, 4 * width)
+    checked = shard(copy.deepcopy(plain), cache="host", checks=laconic.Checks(interval=1))
+    plain = shard(plain, cache="host")
     optimizers = {model: torch.optim.AdamW(model.parameters()) for model in (plain, checked)}
-    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(dist.get_rank()))
+    x = torch.randn(rows, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def step(model: Any) -> None:
         _loss(model, x).backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic import LocalSteps, Membership
+from tests.faults.victims import at_call
 from tests.support import launch
 
 EVERY = 3
@@ -27,6 +29,8 @@ _WIDTH, _LAYERS = 11, 3
 _WAIT_S = 90.0
 CHECKPOINT = "checkpoint.pt"
 """The state that island 0 leaves as it ends, and that later islands begin with."""
+STRIKE = "strike"
+"""Tells a rank to send itself a signal, at a call of laconic's functions after its next step begins."""
 
 
 def make_model() -> nn.Module:
@@ -102,7 +106,11 @@ def _live(life: Life, rank: int, size: int, folder: Path) -> dict[str, Any]:
     log = folder / f"rounds-{rank}.jsonl"
     with log.open("w") as lines:
         while local.rounds < life.last:
-            step = local.steps + 1
+            step, order = local.steps + 1, folder / STRIKE
+            if rank == 0 and order.exists():
+                call, number_ = map(int, order.read_text().split())
+                order.unlink()
+                at_call(call, functools.partial(os.kill, os.getpid(), number_))
             if step == life.dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             if step == life.stops_at:
@@ -173,6 +181,17 @@ class Island:
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all ranks."""
         for process in self.processes:
+            os.kill(process.pid, number)
+
+    def strike(self, number: signal.Signals, call: int) -> None:
+        """Let rank 0 send itself a signal at a call of laconic's functions, and the others at once after it."""
+        written = self.folder / "order"
+        written.write_text(f"{call} {number}")
+        written.rename(self.folder / STRIKE)
+        _wait(lambda: not (self.folder / STRIKE).exists(), "the next step")
+        if number == signal.SIGKILL:
+            self.processes[0].join()
+        for process in self.processes[1:]:
             os.kill(process.pid, number)
 
     def kill(self) -> None:

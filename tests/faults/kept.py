@@ -35,6 +35,7 @@ from laconic.partial.patterns import sliced_layer
 from tests.faults.bench import Bench, campaign_row
 from tests.support.launch import launch
 from tests.support.record import Row
+from tests.support.sharded_net import Block, Net
 
 ROUNDS = 50
 WARM_UP = 6
@@ -45,52 +46,14 @@ WIDTH, HIDDEN = 48, 96
 
 
 class PlannedError(Exception):
-    """Raised by a model that was told to fail."""
+    """Raised by a hook of a model."""
 
 
-class _FailInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        raise PlannedError("in backward")
+def _make() -> Net:
+    return Net(d=WIDTH, h=HIDDEN)
 
 
-class Mlp(nn.Module):
-    """A residual layer that can fail."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-        self.fails = ""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Add the layer's output, or raise the planned error, now or in backward."""
-        if self.fails == "in forward":
-            raise PlannedError("in forward")
-        if self.fails == "in backward":
-            x = _FailInBackward.apply(x)
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Net(nn.Module):
-    """Three layers and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Mlp() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the layers."""
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-MLPS = sliced_layer(Mlp, kind="mlp", rows=["up"], columns=["down"])
+MLPS = sliced_layer(Block, kind="mlp", rows=["up"], columns=["down"])
 Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -104,7 +67,7 @@ def _muon(model: nn.Module) -> torch.optim.Optimizer:
 
 def _loss(model: nn.Module, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
-    return model(torch.randn(4, WIDTH, generator=generator)).float().square().mean()
+    return model(torch.randn(4, 5, generator=generator)).float().square().mean()
 
 
 # -- what a round does with its model ----------------------------------------------------------------------------------
@@ -129,9 +92,16 @@ def _without_backward(model: Any, optimizer: Any) -> None:
     _loss(model, 0)
 
 
+def _fail(*_: Any) -> None:
+    raise PlannedError
+
+
 def _after_an_exception(when: str, model: Any, optimizer: Any) -> None:
     _loss(model, 0).backward()
-    model.blocks[1].fails = when
+    if when == "in forward":
+        model.blocks[1].register_forward_pre_hook(_fail)
+    else:
+        model.blocks[1].register_forward_hook(lambda block, given, output: output.register_hook(_fail) and None)
     with contextlib.suppress(PlannedError):
         _loss(model, 1).backward()
 
@@ -153,7 +123,7 @@ def _sharded(
 ) -> Iterator[tuple[nn.Module, Callable[[], None]]]:
     """Yield models, and what to do with each: one for every ending."""
     for end in ENDINGS.values():
-        model = Net()
+        model = _make()
         prepare(model)
         for module in (*model.blocks, model):
             laconic.fully_shard(module, mesh=mesh(), **policies)
@@ -187,7 +157,7 @@ def _local_steps(model: nn.Module, **options: Any) -> Any:
 
 def _plain_islands(**options: Any) -> Iterator[tuple[nn.Module, Callable[[], None]]]:
     for end in ENDINGS.values():
-        model = Net()
+        model = _make()
         yield model, partial(end, model, _local_steps(model, **options))
 
 

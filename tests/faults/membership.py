@@ -1,15 +1,14 @@
-"""Islands that die and come at random instants, while three others train on.
+"""Islands that die and come, while three others train on.
 
-Four islands train. Again and again one of them is killed (SIGKILL) or stopped for good (SIGSTOP), at a random instant,
-and when the others have gone on, another island comes. The others must take every step, sync in every round, hold
-equal outer parameters after each round, and stand still no longer than the timeout for a death, and as long as for any
-other round when an island comes.
+Four islands train. Again and again one of them is killed (SIGKILL) or stopped for good (SIGSTOP), at a named instant
+([Note: Instants of a process] in victims.py), and when the others have gone on, another island comes. The others must
+take every step, sync in every round, hold equal outer parameters after each round, and stand still no longer than the
+timeout for a death, and as long as for any other round when an island comes.
 """
 
 from __future__ import annotations
 
 import itertools
-import random
 import shutil
 import signal
 import time
@@ -19,12 +18,13 @@ from pathlib import Path
 
 from laconic import Membership
 from tests.faults.bench import Bench, campaign_row, faults_row
-from tests.faults.islanders import EVERY, Island, equal_rounds, meeting
+from tests.faults.islanders import Island, equal_rounds, meeting
 from tests.support.record import Row
 
 NUM_ISLANDS, TIMEOUT_S = 4, 6.0
 _CHANGES, _QUICK_CHANGES = 50, 3
 _STEP_S = 0.05
+_CALLS_EACH = 31
 
 
 @dataclass(kw_only=True)
@@ -44,9 +44,7 @@ class Counts:
     """The longest wait of an island after each change."""
 
 
-def _change(
-    options: dict[str, object], size: int, chance: random.Random, folder: Path, num: int
-) -> tuple[Counts, Counts]:
+def _change(options: dict[str, object], size: int, folder: Path, num: int) -> tuple[Counts, Counts]:
     """Let islands of `size` ranks die and come `num` times."""
     deaths, arrivals = Counts(), Counts()
     with meeting(folder) as (address, start):
@@ -57,18 +55,13 @@ def _change(
         for island in living:
             island.wait_for_round(1)
         for number in range(num):
-            victim = living.pop(chance.randrange(len(living)))
+            victim = living.pop(number % len(living))
             seen = [len(island.rounds()) for island in living]
-            time.sleep(chance.uniform(0, 4 * EVERY * _STEP_S))
-            if number % 3 == 2:
-                victim.send(signal.SIGSTOP)
-            else:
-                victim.kill()
+            victim.strike(signal.SIGSTOP if number % 3 == 2 else signal.SIGKILL, 1 + _CALLS_EACH * number)
             _go_on(living, NUM_ISLANDS - 1)
             _note(deaths, living, seen)
             victim.kill()
             seen = [len(island.rounds()) for island in living]
-            time.sleep(chance.uniform(0, 2 * EVERY * _STEP_S))
             newcomer = start(**life)
             newcomer.wait_for("entered")
             _go_on(living, NUM_ISLANDS)
@@ -107,7 +100,6 @@ def _note(counts: Counts, living: list[Island], seen: list[int]) -> None:
 @cache
 def _measured(folder: Path, quick: bool) -> tuple[Counts, Counts]:
     """Let islands of one and of two ranks, whole and streamed in four bits, die and come."""
-    chance = random.Random(4)
     whole: dict[str, object] = {}
     streamed: dict[str, object] = {"every": 6, "fragments": 3, "overlap": 1, "codec": "int4", "error_feedback": True}
     deaths, arrivals = Counts(), Counts()
@@ -116,7 +108,7 @@ def _measured(folder: Path, quick: bool) -> tuple[Counts, Counts]:
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         num = _QUICK_CHANGES if quick else _CHANGES // 2
-        for total, found in zip((deaths, arrivals), _change(options, size, chance, place, num), strict=True):
+        for total, found in zip((deaths, arrivals), _change(options, size, place, num), strict=True):
             for name, value in vars(found).items():
                 setattr(total, name, getattr(total, name) + value)
     return deaths, arrivals

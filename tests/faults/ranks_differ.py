@@ -22,21 +22,10 @@ import laconic
 from tests.faults.bench import Bench, campaign_row
 from tests.support.launch import launch
 from tests.support.record import Row
+from tests.support.sharded_net import Block
 
 WIDTH, HIDDEN = 17, 29
 STEPS = 4
-
-
-class Block(nn.Module):
-    """A residual MLP."""
-
-    def __init__(self, hidden: int = HIDDEN) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """See `nn.Module.forward`."""
-        return x + self.down(torch.relu(self.up(x)))
 
 
 class Net(nn.Module):
@@ -45,7 +34,7 @@ class Net(nn.Module):
     def __init__(self, names: str = "abc", hidden: int = HIDDEN) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks: Any = nn.ModuleDict({name: Block(hidden) for name in names})
+        self.blocks: Any = nn.ModuleDict({name: Block(WIDTH, hidden) for name in names})
         self.head, self.other = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
         self.calls = names
 
