@@ -1,0 +1,99 @@
+"""Each refusal that the page of errors lists and that no room's own tests ask for: bad input, and the line it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import laconic
+from laconic import registry, rehearse
+from laconic.config import Config, from_dict
+from laconic.integrations.options import ArgumentError
+from laconic.integrations.sharding import refuse_quantised
+from laconic.islands.fragments import SyncSchedule
+from laconic.optim import Muon
+from laconic.train.loggers import JsonlLogger
+
+
+class Wrapped(nn.Linear):
+    """A linear layer whose output is hidden in an object."""
+
+    def forward(self, rows: torch.Tensor) -> Any:
+        return type("Hidden", (), {"values": super().forward(rows)})()
+
+
+def sharded(module: nn.Module) -> Any:
+    return laconic.fully_shard(module, mesh=laconic.init_mesh("cpu"))
+
+
+def mesh_of_three_axes() -> None:
+    laconic.fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c")))
+
+
+def sparse_gradient() -> None:
+    sharded(nn.Embedding(8, 2, sparse=True))(torch.tensor([1])).sum().backward()
+
+
+ON_RANKS: dict[str, Callable[[], Any]] = {
+    "ModuleList has no forward, so nothing would ever gather it": lambda: sharded(nn.ModuleList([nn.Linear(2, 2)])),
+    "returns a Hidden, in which its tensors cannot be found": lambda: sharded(Wrapped(2, 2))(torch.ones(1, 2)),
+    "fully_shard needs a mesh with axes": mesh_of_three_axes,
+    "got a sparse gradient, which cannot be reduced in a flat bucket": sparse_gradient,
+}
+
+
+@pytest.mark.parametrize("message", ON_RANKS)
+def test_the_engine_refuses(message: str) -> None:
+    with pytest.raises(rehearse.RankError, match=message):
+        rehearse.ranks(ON_RANKS[message], nodes=2)
+
+
+class Quantised(nn.Linear):
+    """A model that says that its weights are quantised."""
+
+    quantization_method = SimpleNamespace(value="awq")
+
+
+class Adapted(nn.Module):
+    """A model with an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lora_A = nn.Linear(2, 2)
+
+
+IN_ONE: dict[str, Callable[[], Any]] = {
+    "Muon is for matrices, and": lambda: Muon([nn.Parameter(torch.ones(3))]),
+    "one fragment at most is in flight": lambda: SyncSchedule(every=4, fragments=2, overlap=2),
+    "the model has LoRA adapters: only they train": lambda: laconic.partial_updates(
+        Adapted(), slice_index=0, num_slices=2, include=["mlp"]
+    ),
+    r"are quantised \(awq\), in a format whose rows cannot be cut": lambda: refuse_quantised(Quantised(2, 2)),
+}
+
+
+@pytest.mark.parametrize("message", IN_ONE)
+def test_a_call_refuses(message: str) -> None:
+    with pytest.raises((ValueError, ArgumentError), match=message):
+        IN_ONE[message]()
+
+
+def test_damaged_lines_of_metrics_are_put_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "crc32": 1}\n')
+    JsonlLogger(path, after_step=1).close()
+    assert "is not whole: 1 lines are put aside into metrics.jsonl.damaged" in capsys.readouterr().err
+
+
+def test_islands_and_a_cyclic_schedule_do_not_share_a_job() -> None:
+    job = from_dict(Config, {"schedule": {"kind": "cyclic"}, "sync": {"mode": "local"}})
+    problem = registry.named("cyclic").problem("sync", vars(job.sync))
+    assert problem is not None
+    assert problem.endswith("workers of the cyclic schedule exchange every gradient; change one of the two")
