@@ -9,9 +9,9 @@ import pytest
 
 from laconic.config import Config, from_dict
 from laconic.plan.candidates import CANDIDATES
-from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import Estimate
 from laconic.plan.prediction import Predictor
+from tests.plan.traces import cluster
 from tests.support.jobs import corpus, table, train_all
 from tests.support.launch import run_ranks
 
@@ -63,14 +63,7 @@ def jobs(folder: Path) -> dict[str, Config]:
 
 
 def predicted(name: str, config: Config, nodes: int, local: int) -> Estimate:
-    cluster = ClusterSpec(
-        nodes=nodes, ranks_per_node=local, device_memory_bytes=10**11,
-        device_flops_per_s={"float32": 1e11, "bfloat16": 1e11},
-        device_memory_bytes_per_s=1e10, host_memory_bytes=10**12, host_to_device_bytes_per_s=1e10,
-        device_to_host_bytes_per_s=1e10, local_bytes_per_s=1e9, local_latency_s=1e-5, wire_bits_per_s=1e9,
-        wire_latency_s=1e-4,
-    )  # fmt: skip
-    estimate = Predictor(config, cluster).estimate(CANDIDATES[JOBS[name][0]])
+    estimate = Predictor(config, cluster(nodes, local)).estimate(CANDIDATES[JOBS[name][0]])
     assert isinstance(estimate, Estimate), estimate
     return estimate
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
 
 import laconic
+from laconic.checkpoint import load_checkpoint, save_checkpoint
 from laconic.optim import AdamW8bit, Muon, Shampoo, matrices_and_rest
 from laconic.ragged.tensor import RaggedTensor
 from tests.support.launch import on_ranks, run_ranks
@@ -146,7 +151,7 @@ def job_one_at_a_time() -> None:
     assert len(ALIVE[dist.get_rank()]) > 20
 
 
-@pytest.mark.parametrize(("ranks", "local", "broadcast"), [(3, 1, True), (4, 2, False)])
+@pytest.mark.parametrize(("ranks", "local", "broadcast"), [(3, 1, True), (2, 2, False)])
 @on_ranks("ranks", local="local")
 def test_full_state_dicts_load(broadcast: bool) -> None:
     want = both(*trained(build(Mixed)), full_state_dict=True)
@@ -174,15 +179,6 @@ def copied(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: copied(value) for key, value in tree.items()}
     return [copied(value) for value in tree] if isinstance(tree, list) else tree
-
-
-@on_ranks(3, local=1)
-def test_whole_optimizer_state_is_cut_when_it_is_loaded() -> None:
-    want = trained(build(Mixed))[1].state_dict()
-    model, optimizer = trained(sharded(), 1)
-    optimizer.load_state_dict(want)  # whole tensors, by torch's own method
-    assert_ragged(model, optimizer)
-    assert_same(whole(optimizer.state_dict()), flat(want))
 
 
 # -- sharded state dicts -----------------------------------------------------------------------------------------------
@@ -242,3 +238,91 @@ def test_state_in_other_cuts_loads(name: str) -> None:
         assert {key: after[key].spec for key in specs} == specs
         set_gradients(model, 2)
         optimizer.step()
+
+
+# -- state that comes whole is cut, and trains on as without sharding --------------------------------------------------
+
+WHOLE_STATE: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
+    "foreach": lambda parameters: AdamW(parameters, lr=1e-2, foreach=True, amsgrad=True),
+    "adamw8bit": lambda parameters: AdamW8bit(parameters, lr=1e-2),
+}
+WAYS: list[tuple[str, tuple[int, ...]]] = [("plain", ()), ("set", (7,))]
+"""How the state is loaded, and the steps that the optimizer has taken before."""
+FULL = dsd.StateDictOptions(full_state_dict=True)
+STATE = tuple[dict[str, Tensor], list[dict[str, Any]]]
+"""Parameters by name, and the optimizer's state by parameter."""
+
+
+def take_steps(model: Any, optimizer: Optimizer, *seeds: int) -> None:
+    for seed in seeds:
+        set_gradients(model, seed)
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def gathered(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, RaggedTensor) else copy.deepcopy(value)
+
+
+def state_of(model: Any, optimizer: Optimizer) -> STATE:
+    """Everything, gathered."""
+    parameters = {name: gathered(parameter.detach()) for name, parameter in model.named_parameters()}
+    states = [{key: gathered(value) for key, value in state.items()} for state in optimizer.state.values()]
+    return parameters, states
+
+
+def assert_equals(got: STATE, want: STATE) -> None:
+    torch.testing.assert_close(got, want)  # bfloat16 differs by a bit, where torch's vectorised loops end
+
+
+def load(how: str, model: Any, optimizer: Optimizer, plain: dict[str, Any], full: dict[str, Any]) -> None:
+    if how == "plain":
+        optimizer.load_state_dict(copy.deepcopy(plain))  # torch shares `step` with what it loads
+    elif how == "full":
+        dsd.set_optimizer_state_dict(model, optimizer, copy.deepcopy(full), options=FULL)
+    else:  # code that sets the state itself
+        for index, parameter in enumerate(optimizer.param_groups[0]["params"]):
+            optimizer.state[parameter] = copy.deepcopy(plain["state"][index])
+
+
+def job_loads(name: str, folder: Path) -> None:
+    make = WHOLE_STATE[name]
+    oracle = build(Mixed)
+    oracle_optimizer = make(filter(lambda each: each.requires_grad, oracle.parameters()))
+    take_steps(oracle, oracle_optimizer, 0, 1)
+    middle = state_of(oracle, oracle_optimizer)
+    plain = copy.deepcopy(oracle_optimizer.state_dict())
+    full: Any = copy.deepcopy(dsd.get_optimizer_state_dict(oracle, oracle_optimizer, options=FULL))
+    weights = copy.deepcopy(oracle.state_dict())
+    take_steps(oracle, oracle_optimizer, 2, 3)
+    after = state_of(oracle, oracle_optimizer)
+
+    def fresh(*seeds: int) -> tuple[Any, Optimizer]:
+        model = sharded(seed=5)
+        optimizer = make(list(filter(lambda each: each.requires_grad, model.parameters())))
+        take_steps(model, optimizer, *seeds)
+        model.load_state_dict(weights)
+        return model, optimizer
+
+    is_own = isinstance(oracle_optimizer, AdamW8bit)
+    for index, (how, seeds) in enumerate(WAYS if name == "foreach" else [("full", ())]):
+        model, optimizer = fresh(*seeds)
+        load(how, model, optimizer, plain, full)
+        assert_equals(state_of(model, optimizer), middle)
+        if not seeds:  # a save cuts as well, so the other ways go without
+            save_checkpoint(folder / f"{index}", 2, model=model, optimizer=optimizer, extra={})
+            assert_equals(state_of(model, optimizer), middle)
+        take_steps(model, optimizer, 2, 3)
+        if not is_own:
+            assert_ragged(model, optimizer)
+        assert_equals(state_of(model, optimizer), after)
+    save_checkpoint(folder / "last", 4, model=model, optimizer=optimizer, extra={})
+    other, other_optimizer = fresh(8)
+    load_checkpoint(folder / "last", model=other, optimizer=other_optimizer)
+    assert_equals(state_of(other, other_optimizer), after)
+
+
+@on_ranks(3, local=1)
+def test_whole_state_trains_on_as_without_sharding(tmp_path: Path) -> None:
+    for name in WHOLE_STATE:
+        job_loads(name, tmp_path / name)
