@@ -23,7 +23,36 @@ _COMMON = {
     "vocab_size": VOCAB,
     "max_position_embeddings": 64,
 }
-_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_EXPERTS = {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_TYPES = {
+    "llama-mha-biases": "llama", "gpt-neox": "gpt_neox", "gpt-oss": "gpt_oss", "qwen3-moe": "qwen3_moe",
+}  # fmt: skip
+"""The model's type in transformers, where the name is another."""
+_SIZES: dict[str, dict[str, Any]] = {
+    "llama": _COMMON,
+    "llama-mha-biases": {**_COMMON, "num_key_value_heads": 8, "attention_bias": True, "mlp_bias": True},
+    "qwen3": {**_COMMON, "head_dim": 6},
+    "phi3": {**_COMMON, "pad_token_id": 0},
+    "gpt2": {
+        "n_embd": 32, "n_layer": 2, "n_head": 8, "vocab_size": VOCAB, "n_positions": 64, "bos_token_id": 0,
+        "eos_token_id": 0, "resid_pdrop": 0, "attn_pdrop": 0, "embd_pdrop": 0,
+    },
+    "gpt-neox": {
+        **{key: value for key, value in _COMMON.items() if key != "num_key_value_heads"}, "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
+    "opt": {
+        "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": VOCAB,
+        "max_position_embeddings": 64, "word_embed_proj_dim": 32, "dropout": 0.0,
+    },
+    "mixtral": _EXPERTS,
+    "gpt-oss": {**_EXPERTS, "head_dim": 4, "rope_parameters": _ROPE},
+    "qwen3-moe": {
+        **_COMMON, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 4,
+        "decoder_sparse_step": 1,
+    },
+}  # fmt: skip
 
 MODELS = (
     "llama", "llama-mha-biases", "qwen3", "phi3", "gpt2", "gpt-neox", "opt", "mixtral-eager", "mixtral-grouped_mm",
@@ -33,49 +62,17 @@ MODELS = (
 
 def build(kind: str) -> Any:
     """A transformers causal LM with random weights and biases; equal on every call."""
+    import transformers as hf
+
+    name, _, implementation = kind.rpartition("-") if kind not in _SIZES else (kind, "", "")
+    config = hf.AutoConfig.for_model(_TYPES.get(name, name), **_SIZES[name])
+    if implementation:
+        config._experts_implementation = implementation
     torch.manual_seed(0)
-    model = _make(kind)
+    model = hf.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
     return model
-
-
-def _make(kind: str) -> Any:
-    import transformers as hf
-
-    if kind == "llama":
-        return hf.LlamaForCausalLM(hf.LlamaConfig(**_COMMON))
-    if kind == "llama-mha-biases":
-        several = {**_COMMON, "num_key_value_heads": 8, "attention_bias": True, "mlp_bias": True}
-        return hf.LlamaForCausalLM(hf.LlamaConfig(**several))
-    if kind == "qwen3":
-        return hf.Qwen3ForCausalLM(hf.Qwen3Config(**_COMMON, head_dim=6))
-    if kind == "phi3":
-        return hf.Phi3ForCausalLM(hf.Phi3Config(**_COMMON, pad_token_id=0))
-    if kind == "gpt2":
-        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 8, "vocab_size": VOCAB, "n_positions": 64}
-        tokens = {"bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0, "attn_pdrop": 0, "embd_pdrop": 0}
-        return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **tokens))
-    if kind == "gpt-neox":
-        few = {key: value for key, value in _COMMON.items() if key != "num_key_value_heads"}
-        return hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**few, bos_token_id=0, eos_token_id=0))
-    if kind == "opt":
-        sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 8}
-        config = hf.OPTConfig(
-            **sizes, vocab_size=VOCAB, max_position_embeddings=64, word_embed_proj_dim=32, dropout=0.0
-        )
-        return hf.OPTForCausalLM(config)
-    name, _, implementation = kind.rpartition("-")
-    if name == "mixtral":
-        config = hf.MixtralConfig(**_COMMON, **_EXPERTS)
-    elif name == "gpt-oss":
-        rope = {"rope_type": "default", "rope_theta": 10000.0}
-        config = hf.GptOssConfig(**_COMMON, **_EXPERTS, head_dim=4, rope_parameters=rope)
-    else:
-        sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 4}
-        config = hf.Qwen3MoeConfig(**_COMMON, **sizes, decoder_sparse_step=1)
-    config._experts_implementation = implementation
-    return {"mixtral": hf.MixtralForCausalLM, "gpt-oss": hf.GptOssForCausalLM}.get(name, hf.Qwen3MoeForCausalLM)(config)
 
 
 def tokens(seed: int = 0) -> Tensor:
