@@ -34,7 +34,7 @@ from laconic.store.folder import FileRecord
 from tests.support.published import assert_refused, assert_same, edit, make, model_with, published, read, snapshot
 
 TOKEN = "a-secret-of-the-tests"
-PIECE_BYTES = 1024
+PIECE_BYTES = 512
 Change = Callable[[bytes], bytes | None]
 
 
@@ -169,7 +169,7 @@ def test_a_transfer_that_breaks_off_goes_on_where_it_ended(tmp_path: Path, netwo
     def cut(data: bytes) -> bytes | None:
         left[0] -= 1
         if not left[0]:
-            left[0] = chance.randint(4, 12)  # more than a head, so that there is progress
+            left[0] = chance.randint(3, 4)  # more than a head, so that there is progress
             return None
         passed[0] += len(data)
         return data
