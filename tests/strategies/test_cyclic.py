@@ -17,7 +17,7 @@ from torch import Tensor
 
 from laconic.checkpoint import load_dcp, open_checkpoint
 from laconic.comm.launch import RankInfo
-from laconic.config import Config, ConfigError, JobError, ScheduleConfig, from_dict, load
+from laconic.config import Config, ConfigError, JobError, ScheduleConfig, from_dict
 from laconic.cyclic import Rule, cut
 from laconic.cyclic.meter import Report
 from laconic.cyclic.schedule import RULES
@@ -34,8 +34,6 @@ from tests.hf.zoo import TINY, differing
 from tests.reference.cyclic import Oracle
 from tests.support.jobs import job, refusal, train, train_all
 from tests.support.launch import run_ranks
-
-pytestmark = pytest.mark.machine
 
 CYCLIC: dict[str, Any] = {"kind": "cyclic", "cut_by": "parameters"}
 MODEL = {**TINY["llama"], "num_hidden_layers": 3, "vocab_size": 256, "tie_word_embeddings": False}
@@ -177,6 +175,7 @@ def by_oracle(config: Config, workers: int) -> tuple[dict[str, Tensor], list[flo
     return {name: value for pair in newest for name, value in zip(*pair, strict=True)}, losses
 
 
+@pytest.mark.heavy
 def test_every_placement_trains_by_the_rule(tmp_path: Path) -> None:
     """Equal to the bit: as many ranks as workers, more ranks that share stages, and one rank that interleaves."""
 
@@ -242,6 +241,7 @@ def copy_until(output: Path, copy: Path, *, step: int) -> None:
         shutil.rmtree(copy / "checkpoints" / f"step-{later}", ignore_errors=True)
 
 
+@pytest.mark.heavy
 def test_a_resumed_run_repeats_the_unbroken_one(tmp_path: Path) -> None:
     """Equal to the bit, from a checkpoint with a pending gradient, and with copies of weights if they cross coded."""
     configs = [cyclic_job(tmp_path, name, **sections) for name, sections in RESUMED.items()]
@@ -379,9 +379,3 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     message = refusal(cyclic_job(tmp_path, "out", schedule={"workers": 2}, optimizer={"lr": 1e30}))
     assert "training stopped before the optimizer of step" in message
     assert "on rank 0. The weights are lost: gradients of steps" in message
-
-
-def test_the_example_is_valid() -> None:
-    config = load(Path(__file__).parents[2] / "examples" / "cyclic.toml")
-    assert config.schedule.is_cyclic
-    assert num_workers(config.schedule, ranks(num_local=2)) == 2

@@ -17,8 +17,6 @@ from laconic.config import Config, ConfigError, from_dict
 from tests.support.jobs import job, train
 from tests.support.launch import launch, run_ranks
 
-pytestmark = pytest.mark.machine
-
 EXAMPLE = Path(__file__).parents[2] / "examples" / "come_and_go.py"
 MEETING: dict[str, Any] = {"mode": "local", "rendezvous": "127.0.0.1:29400", "run_id": "a", "islands": 2}
 
@@ -42,6 +40,7 @@ def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], part: str
     assert part in str(refused.value)
 
 
+@pytest.mark.machine
 def test_two_launches_train_as_two_islands_of_one(tmp_path: Path) -> None:
     """The same rows, losses and syncs; then both go on from their checkpoints."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
@@ -66,6 +65,7 @@ def run_example(address: str) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.machine
 def test_the_example_runs() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 

@@ -16,8 +16,6 @@ from laconic._compat import AllocatorEvent
 from laconic.strategies import memory
 from laconic.strategies.memory import measured_peak, peak_of_pairs, peak_of_totals
 
-pytestmark = pytest.mark.machine
-
 
 def in_another_thread(action: Callable[[], None]) -> None:
     thread = threading.Thread(target=action)

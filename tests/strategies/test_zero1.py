@@ -16,9 +16,7 @@ from laconic.strategies.memory import state_nbytes
 from laconic.strategies.optimizers import make_optimizer
 from laconic.strategies.zero1 import make_cut_optimizer
 from tests.support.jobs import job, refusal, train_all
-from tests.support.launch import run_ranks
-
-pytestmark = pytest.mark.machine
+from tests.support.launch import on_ranks, run_ranks
 
 
 def trained(make: Any, settings: OptimizerConfig) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
@@ -54,22 +52,21 @@ def job_trains_as_ddp() -> None:
         assert max(kept) < state_nbytes(whole)
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("world_size", [3, pytest.param(9, marks=pytest.mark.campaign)])
 def test_the_bits_are_those_of_ddp(world_size: int) -> None:
     """Nine ranks are more than parameters that train: some update nothing."""
     run_ranks(job_trains_as_ddp, world_size)
 
 
-def job_refuses_two_dtypes() -> None:
+@on_ranks(1)
+def test_parameters_of_two_dtypes_are_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).to(torch.bfloat16))
     with pytest.raises(JobError, match=r"2 dtypes, torch.bfloat16, torch.float32; use 'ddp'"):
         make_cut_optimizer(model, OptimizerConfig())
 
 
-def test_parameters_of_two_dtypes_are_refused() -> None:
-    run_ranks(job_refuses_two_dtypes, 1)
-
-
+@pytest.mark.machine
 def test_a_job_trains_as_under_ddp_with_fewer_states(tmp_path: Path) -> None:
     configs = [
         job(
