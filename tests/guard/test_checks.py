@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from tests.support.flips import Flip, flip_bit, flipping
 from tests.support.launch import on_ranks, run_ranks
 from tests.support.scenario import Scenario, assert_same_bits
 
+_Small = partial(sharded_net.Net, 1)
 _ALL = Checks(interval=1, on_damage="regather", unnoticed_edits=True)
 _SETTINGS: list[dict[str, Any]] = [
     {"cache": "none"},
@@ -47,7 +49,7 @@ def _train(model: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("axes", "which"), [((1, 2, 2), 3), ((1, 2, 2), 1), ((1, 3, 1), 2), ((1, 3, 1), 5), ((2, 2, 1), 4), ((2, 2, 1), 6)]
+    ("axes", "which"), [((1, 2, 2), 1), ((1, 3, 1), 2), ((1, 2, 1), 5), ((1, 3, 1), 4), ((2, 2, 1), 6)]
 )
 def test_checks_change_nothing(axes: tuple[int, int, int], which: int) -> None:
     run_ranks(job_undisturbed, math.prod(axes), axes, _SETTINGS[which], local=axes[2])
@@ -56,7 +58,8 @@ def test_checks_change_nothing(axes: tuple[int, int, int], which: int) -> None:
 def job_undisturbed(axes: tuple[int, int, int], settings: dict[str, Any]) -> None:
     mesh = laconic.init_mesh("cpu", islands=axes[0], nodes=axes[1], local=axes[2])
     plain, checked = (
-        _train(sharded_net.shard(sharded_net.build(), mesh=mesh, checks=checks, **settings)) for checks in (None, _ALL)
+        _train(sharded_net.shard(sharded_net.build(_Small), mesh=mesh, checks=checks, **settings))
+        for checks in (None, _ALL)
     )
     assert all(torch.equal(one, two) for one, two in zip(plain, checked, strict=True))
 
@@ -74,11 +77,11 @@ def _outcome(model: Any, flip: Flip) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("setting", "seed"), [(0, 0), (2, 0), (3, 0), (6, 3)])
+@pytest.mark.parametrize(("setting", "seed"), [(0, 0), (3, 0), (6, 3)])
 @on_ranks(4, local=2)
 def test_a_flipped_bit_on_the_wire_is_found_on_all_ranks(setting: int, seed: int) -> None:
     """Of lossless gradients not in the first words: a head that is damaged is an error of its own."""
-    model = sharded_net.shard(sharded_net.build(), checks=Checks(interval=1), **_SETTINGS[setting])
+    model = sharded_net.shard(sharded_net.build(_Small), checks=Checks(interval=1), **_SETTINGS[setting])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for purpose, level in itertools.product(("weights", "gradients"), ("local", "node")):
         sharded_net.train_step(model, optimizer)  # so that new weights cross, in few bits as differences
@@ -115,59 +118,54 @@ def _loss_with_damage(model: Any, *, victim: int, part: int) -> torch.Tensor:
     return loss
 
 
-def job_cache(frozen: bool) -> None:
-    for part in (0, 1):  # the part of the victim's own node, and that of the other
-        for policy in ("raise", "regather"):
-            plain, model = (
-                sharded_net.shard(
-                    sharded_net.build(_freeze_blocks if frozen else sharded_net.Net), cache="host", checks=checks
-                )
-                for checks in (None, Checks(interval=1, on_damage=policy))  # type: ignore[arg-type]
-            )
-            sharded_net.train_step(plain), sharded_net.train_step(model)
-            sharded_net.squared_error(plain, sharded_net.inputs(0, dist.get_rank())).backward()
-            if policy == "raise" or (frozen and part == 0):
-                with pytest.raises(CorruptionError, match=r"(up|down)\.\w+ of blocks\.1"):
-                    _loss_with_damage(model, victim=0, part=part)
-                continue
-            with pytest.warns(UserWarning, match="gathered again"):
+@pytest.mark.parametrize("policy", ["raise", "regather"])
+@pytest.mark.parametrize("frozen", [False, True])
+@on_ranks(2, local=1)
+def test_damage_in_the_host_cache_is_found_or_healed(frozen: bool, policy: Any) -> None:
+    """In the part of the victim's own node, and in that of the other."""
+    make = _freeze_blocks if frozen else sharded_net.Net
+    for part in (0, 1):
+        plain, model = (
+            sharded_net.shard(sharded_net.build(make), cache="host", checks=checks)
+            for checks in (None, Checks(interval=1, on_damage=policy))
+        )
+        sharded_net.train_step(plain), sharded_net.train_step(model)
+        sharded_net.squared_error(plain, sharded_net.inputs(0, dist.get_rank())).backward()
+        if policy == "raise" or (frozen and part == 0):
+            with pytest.raises(CorruptionError, match=r"(up|down)\.\w+ of blocks\.1"):
                 _loss_with_damage(model, victim=0, part=part)
-            wanted, got = sharded_net.full_gradients(plain), sharded_net.full_gradients(model)
-            assert wanted.keys() == got.keys()
-            assert all(torch.equal(wanted[name], got[name]) for name in wanted)
-
-
-def job_copies() -> None:
-    """Damage of a copy, the base of the next difference, while it rests from one step to the next."""
-    for policy in ("raise", "regather"):
-        checks = Checks(interval=1, on_damage=policy)  # type: ignore[arg-type]
-        model = sharded_net.shard(sharded_net.build(), cache="host", wire="4bit", checks=checks)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for seed in range(2):  # the second step's weights cross as differences
-            sharded_net.train_step(model, optimizer, seed)
-        if dist.get_rank() == 0:
-            cached = sharded_net.buckets(model.blocks[1])[0].node_shard
-            flip_bit(cached.buffer(), bit=20, seed=3)
-        if policy == "raise":
-            with pytest.raises(CorruptionError, match=r"\w+ of blocks\.1"):
-                sharded_net.train_step(model, optimizer, 2)
             continue
-        with pytest.warns(UserWarning, match=r"different copies of 1 buckets, those of .*cross exactly"):
+        with pytest.warns(UserWarning, match="gathered again"):
+            _loss_with_damage(model, victim=0, part=part)
+        wanted, got = sharded_net.full_gradients(plain), sharded_net.full_gradients(model)
+        assert wanted.keys() == got.keys()
+        assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("policy", ["raise", "regather"])
+@on_ranks(2, local=1)
+def test_damage_of_a_copy_is_found_or_healed(policy: Any) -> None:
+    """Of the base of the next difference, while it rests from one step to the next."""
+    checks = Checks(interval=1, on_damage=policy)
+    model = sharded_net.shard(sharded_net.build(), cache="host", wire="4bit", checks=checks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for seed in range(2):  # the second step's weights cross as differences
+        sharded_net.train_step(model, optimizer, seed)
+    if dist.get_rank() == 0:
+        flip_bit(sharded_net.buckets(model.blocks[1])[0].node_shard.buffer(), bit=20, seed=3)
+    if policy == "raise":
+        with pytest.raises(CorruptionError, match=r"\w+ of blocks\.1"):
             sharded_net.train_step(model, optimizer, 2)
-        sharded_net.train_step(model, optimizer, 3)  # whose checks would see different weights
+        return
+    with pytest.warns(UserWarning, match=r"different copies of 1 buckets, those of .*cross exactly"):
+        sharded_net.train_step(model, optimizer, 2)
+    sharded_net.train_step(model, optimizer, 3)  # whose checks would see different weights
 
 
 def _freeze_blocks() -> torch.nn.Module:
     model = sharded_net.Net()
     model.blocks.requires_grad_(False)
     return model
-
-
-@on_ranks(2, local=1)
-def test_damage_in_the_host_cache_is_found_or_healed() -> None:
-    for frozen in (False, True):
-        job_cache(frozen)
-    job_copies()
 
 
 @pytest.mark.parametrize("cache", ["host", "device"])

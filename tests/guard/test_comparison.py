@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -13,41 +11,9 @@ import torch.distributed as dist
 import laconic
 from laconic.comm.cluster import Cluster
 from laconic.errors import RanksDifferError
-from laconic.guard.comparison import IssuedProgram, compare, describe_units, first_difference
-from laconic.shard.unit import Unit
+from laconic.guard.comparison import IssuedProgram, compare
 from tests.support import sharded_net
 from tests.support.launch import on_ranks
-
-
-@dataclass(eq=False, repr=False, kw_only=True)
-class FutureUnit(Unit):
-    """A unit with a setting of a later version."""
-
-    flavour: str = "sweet"
-    taste: laconic.Cache = field(default_factory=laconic.Cache)
-
-    def __post_init__(self) -> None:
-        """Register no hooks again."""
-
-
-def described_with(**changes: Any) -> Any:
-    mesh = laconic.init_mesh("cpu")
-    model = sharded_net.shard(sharded_net.build(), mesh=mesh)
-    unit = model._laconic_unit
-    fields = {each.name: getattr(unit, each.name) for each in dataclasses.fields(unit)}
-    future = FutureUnit(**fields, **changes)
-    future.progress = unit.progress
-    return describe_units([future])
-
-
-@on_ranks(1)
-def test_a_new_setting_takes_part_by_itself() -> None:
-    base = described_with()
-    assert first_difference(base, described_with(), "rank 0") == ""
-    other = described_with(flavour="sour")
-    assert first_difference(base, other, "rank 0") == "Net has flavour sour here, and sweet on rank 0"
-    other = described_with(taste=laconic.Cache(where="host"))
-    assert "taste Cache(where=host" in first_difference(base, other, "rank 0")
 
 
 @on_ranks(4)

@@ -119,18 +119,15 @@ def test_parameters_left_on_meta_are_named(cache: str) -> None:
 @on_ranks(4, local=2)
 def test_a_model_from_meta_trains() -> None:
     """No rank holds more than its shard before the first forward. Afterwards the model trains like any other."""
-    model = shard(on_meta(Net), cache="host")
+    model, plain = shard(on_meta(Net), cache="host"), on_meta(Net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # made before the parameters have memory
-    initialise(model, reset_all)
+    for each in (model, plain):
+        initialise(each, reset_all)
     assert model.memory().device_peak_bytes == sum(bucket.shard.nbytes for bucket in buckets(model))
-    plain = on_meta(Net)
-    initialise(plain, reset_all)
-    with torch.no_grad():
-        torch.testing.assert_close(model(inputs(0, 0)[0]), plain(inputs(0, 0)[0]))
-    before = full_parameters(model)
-    train_step(model, optimizer)
-    after = full_parameters(model)
-    assert all(not torch.equal(before[name], after[name]) for name in before)
+    loss, batch = train_step(model, optimizer), inputs(0, dist.get_rank())
+    torch.testing.assert_close(loss, squared_error(plain, batch).detach())
+    before = dict(plain.named_parameters())
+    assert all(not torch.equal(before[name], value) for name, value in full_parameters(model).items())
 
 
 @on_ranks(2, local=1)

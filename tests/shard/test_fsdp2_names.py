@@ -170,28 +170,6 @@ def test_integers_reshard_to_a_node() -> None:
         laconic.fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=2)
 
 
-def _raise(*_: Any) -> None:
-    raise ZeroDivisionError
-
-
-@on_ranks(2, local=1)
-def test_reset_iter_state_recovers() -> None:
-    """An exception in forward or backward does not spoil the next step."""
-    model: Any = sharded_net.shard(sharded_net.build())
-    oracle, batches, layer = sharded_net.oracle_of(model), sharded_net.micro_batches(1), model.blocks[1].up
-    for register in (layer.register_forward_hook, layer.register_full_backward_hook):
-        hook = register(_raise)
-        with pytest.raises(ZeroDivisionError):
-            sharded_net.accumulate(model, batches)
-        hook.remove()
-        model.reset_iter_state()
-        sharded_net.assert_nothing_gathered(model)
-        model.zero_grad()
-        sharded_net.accumulate(model, batches)
-        sharded_net.assert_gradients(model, oracle, batches)
-        model.zero_grad()
-
-
 @on_ranks(2, local=1)
 def test_reduced_shards_pass_a_hook() -> None:
     model: Any = sharded_net.shard(sharded_net.build())

@@ -94,38 +94,6 @@ def test_unused_units_send_nothing() -> None:
 
 
 @on_ranks(4, local=2)
-def test_two_forwards_or_two_backwards_of_one_graph() -> None:
-    """Two forwards before one backward, and a graph run backward twice."""
-    model = sharded_net.shard(sharded_net.build(), cache="host")
-    oracle = sharded_net.oracle_of(model)
-    batches = sharded_net.micro_batches(2)
-    rank = dist.get_rank()
-    (sharded_net.squared_error(model, batches[0][rank]) + sharded_net.squared_error(model, batches[1][rank])).backward()
-    sharded_net.assert_gradients(model, oracle, batches)
-    sharded_net.assert_nothing_gathered(model)
-    model.zero_grad()
-    loss = sharded_net.squared_error(model, batches[0][rank])
-    loss.backward(retain_graph=True)
-    loss.backward()
-    sharded_net.assert_gradients(model, oracle, [batches[0], batches[0]])
-    sharded_net.assert_nothing_gathered(model)
-
-
-@on_ranks(4, local=2)
-def test_inputs_get_their_gradients() -> None:
-    model, plain = sharded_net.shard(sharded_net.build()), sharded_net.build()
-    x = sharded_net.inputs(0, dist.get_rank())[0]
-    sharded_input, plain_input = x.clone().requires_grad_(), x.clone().requires_grad_()
-    model(sharded_input).sum().backward()
-    plain(plain_input).sum().backward()
-    torch.testing.assert_close(sharded_input.grad, plain_input.grad)
-    sharded_net.assert_nothing_gathered(model)
-    (again,) = torch.autograd.grad(model(sharded_input).sum(), sharded_input)
-    torch.testing.assert_close(again, plain_input.grad)
-    sharded_net.assert_nothing_gathered(model)
-
-
-@on_ranks(4, local=2)
 def test_two_models_share_a_mesh() -> None:
     """A teacher without a graph, then both in one loss."""
     mesh, batches = laconic.init_mesh("cpu"), [sharded_net.inputs(0, rank)[0] for rank in range(4)]

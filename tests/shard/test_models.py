@@ -200,12 +200,3 @@ def test_models_train_as_in_one_process(run: tuple[tuple[int, int], str, str]) -
     assert_equals_oracle(scenario, runs, rtol=2e-4, atol=2e-5)
     for one in runs:
         assert [sent.gradients for sent in one.sent] == one.looks[1:]
-
-
-def test_every_model_runs_on_every_number_of_ranks_and_with_several_caches() -> None:
-    for size in (1, 2, 3, 4, 6):
-        meshes = [mesh for mesh in RUNS if mesh[0] * mesh[1] == size]
-        assert sorted(name for mesh in meshes for name, _ in RUNS[mesh]) == sorted(MODELS)
-    for model in MODELS:
-        across = {cache for mesh in RUNS if mesh[0] > 1 for name, cache in RUNS[mesh] if name == model}
-        assert len(across) >= 2, model

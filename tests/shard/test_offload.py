@@ -1,39 +1,50 @@
-"""FSDP2's CPUOffloadPolicy and shard_placement_fn, and casts after fully_shard."""
+"""Where weights rest: offloaded shards, `cache="rank"`, which keeps whole weights, and FSDP2's shard_placement_fn."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 import laconic
-from tests.support import sharded_net
+from laconic.shard.policies import ShardPolicy
 from tests.support.launch import on_ranks
+from tests.support.scenario import Scenario, adamw, assert_same_bits
+from tests.support.sharded_net import (
+    Net,
+    buckets,
+    build,
+    gather_bytes,
+    held_bytes,
+    inputs,
+    moved,
+    shard,
+    squared_error,
+    train_step,
+)
 
 
 @pytest.mark.parametrize(("world", "cache"), [(3, "none"), (2, "host")])
 @on_ranks("world", local=1)
 def test_offloaded_shards_take_no_device_memory(cache: str) -> None:
     """Shards and gradients are counted in host memory; the numbers are those of a model without offloading."""
-    models: list[Any] = [
-        sharded_net.shard(sharded_net.build(), cache=cache, offload_policy=policy)
-        for policy in (None, CPUOffloadPolicy())
-    ]
+    models: list[Any] = [shard(build(), cache=cache, offload_policy=policy) for policy in (None, CPUOffloadPolicy())]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
     for seed in range(2):
-        losses = [sharded_net.train_step(*pair, seed=seed) for pair in zip(models, optimizers, strict=True)]
+        losses = [train_step(*pair, seed=seed) for pair in zip(models, optimizers, strict=True)]
         assert torch.equal(*losses)
     for parameter, offloaded in zip(*(model.parameters() for model in models), strict=True):
         assert offloaded.device.type == "cpu"
         assert torch.equal(parameter.to_local(), offloaded.to_local())
     memory, offloaded = (model.memory() for model in models)
-    shards = sum(bucket.shard.nbytes for bucket in sharded_net.buckets(models[0]))
+    shards = sum(bucket.shard.nbytes for bucket in buckets(models[0]))
     assert memory.device_bytes == shards
     assert offloaded.device_bytes == 0
     assert offloaded.host_bytes == memory.host_bytes + shards
@@ -56,7 +67,7 @@ def test_parameters_of_one_unit_may_lie_on_two_meshes() -> None:
     torch.manual_seed(0)
     model = nn.Linear(5, 7)
     laconic.fully_shard(model, mesh=init_device_mesh("cpu", (4,)), shard_placement_fn=place)
-    assert [bucket.cluster.size for bucket in sharded_net.buckets(model)] == [4, 2]
+    assert [bucket.cluster.size for bucket in buckets(model)] == [4, 2]
     rank = dist.get_rank()
     model(torch.full((1, 5), rank + 1.0)).sum().backward()
     assert torch.equal(model.weight.grad.full_tensor(), torch.full((7, 5), 2.5))  # type: ignore[union-attr]
@@ -73,16 +84,105 @@ def test_parameters_of_one_unit_may_lie_on_two_meshes() -> None:
 
 @on_ranks(2, local=1)
 def test_models_can_be_cast_after_fully_shard() -> None:
-    model: Any = sharded_net.shard(sharded_net.build())
+    model: Any = shard(build())
     model.to(torch.float64)
     assert all(parameter.dtype is torch.float64 for parameter in model.parameters())
-    plain = sharded_net.build().to(torch.float64)
-    x = sharded_net.inputs(0, 0)[0].double()
+    plain = build().to(torch.float64)
+    x = inputs(0, 0)[0].double()
     found = model(x)
     torch.testing.assert_close(found, plain(x), rtol=0, atol=0)
     found.sum().backward()
     assert all(parameter.grad.dtype is torch.float64 for parameter in model.parameters())
-    cached: Any = sharded_net.shard(sharded_net.build(), cache="host")
+    cached: Any = shard(build(), cache="host")
     cached(x.float())
     with pytest.raises(ValueError, match="after the first forward, as the cache has memory"):
         cached.to(torch.float64)
+
+
+# -- whole weights that stay -------------------------------------------------------------------------------------------
+
+_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def _partly_frozen() -> nn.Module:
+    net = Net()
+    net.blocks[1].requires_grad_(False)
+    return net
+
+
+def _evaluate(model: Any) -> Tensor:
+    with torch.no_grad():
+        return squared_error(model, inputs(99, 0))
+
+
+def _edit(model: nn.Module) -> None:
+    next(iter(model.parameters())).mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"nodes": 1, "local": 3},
+        {"local": 2, "make": _partly_frozen, "precision": _BF16},
+        {"options": {"offload_policy": CPUOffloadPolicy()}},
+        {"local": 2, "options": {"reshard_after_forward": False}},
+        {"options": {"checks": laconic.Checks(interval=1, on_damage="regather", unnoticed_edits=True)}},
+        {"options": {"wire": "4bit"}},
+        {"local": 2, "options": {"wire": laconic.Wire(weights="int8", as_values=True)}},
+        {"own": {"blocks.0": {"cache": "host"}, "blocks.1": {"cache": "none"}}},
+    ],
+)
+def test_whole_weights_train_to_the_bits_of_gathered_ones(changes: dict[str, Any]) -> None:
+    """With two micro-batches a step, evaluations, and an edit. A difference has its base in the whole buffer."""
+    other = "device" if "wire" in changes.get("options", {}) else "none"
+    scenario = Scenario(micro_batches=2, optimizer=adamw, look=_evaluate, edits={1: _edit}, **changes)
+    whole, gathered = (replace(scenario, cache=cache).run()[0] for cache in ("rank", other))
+    assert_same_bits(whole, gathered)
+    assert whole.looks == gathered.looks
+
+
+@on_ranks(4, local=2)
+def test_weights_are_gathered_once_a_step_and_frozen_ones_once_in_a_run() -> None:
+    model = shard(build(_partly_frozen), cache="rank")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trained = [bucket for bucket in buckets(model) if not bucket.is_frozen]
+    for step in range(3):
+        for number in range(2):
+            batch = inputs(2 * step + number, dist.get_rank())
+            model.set_requires_gradient_sync(number == 1)
+            with moved(model) as forward:
+                loss = squared_error(model, batch)
+            which = [] if number else buckets(model) if step == 0 else trained
+            for level in ("node", "local"):
+                assert forward.sent(level, "weights") == gather_bytes(level, which)
+            with moved(model) as backward:
+                loss.backward()
+            assert backward.sent("node", "weights") == backward.sent("local", "weights") == 0
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.memory().device_bytes == held_bytes(model)
+    whole = sum(bucket.form.numel * bucket.layout.num_shards * 4 for bucket in buckets(model))
+    kept = sum(bucket.shard.nbytes for bucket in trained)
+    assert held_bytes(model) == whole + kept, "a frozen shard lies in the whole buffer"
+
+
+@on_ranks(4, local=2)
+def test_a_run_goes_on_with_another_placement() -> None:
+    model, other, back = (shard(build(seed=seed), cache=cache) for seed, cache in enumerate(("rank", "host", "rank")))
+    train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    other.load_state_dict(model.state_dict())
+    train_step(back)  # what it has gathered is stale after the load
+    back.load_state_dict(other.state_dict())
+    batch = inputs(5, dist.get_rank())
+    assert len({squared_error(each, batch).item() for each in (model, other, back)}) == 1
+
+
+@on_ranks(1)
+def test_what_contradicts_whole_weights_is_refused() -> None:
+    with pytest.raises(ValueError, match="until='backward'"):
+        laconic.Cache(where="rank", until="backward")
+    with pytest.raises(ValueError, match=r"cache='rank'\} keeps them|cache='rank' keeps them"):
+        ShardPolicy(cache=laconic.Cache(where="rank"), reshard_after_forward=True)
+
+    with pytest.raises(ValueError, match="cache='rank' keeps them; leave it out"):
+        laconic.fully_shard(nn.Linear(3, 3), cache="rank", reshard_after_forward=True)

@@ -86,17 +86,6 @@ def test_the_choice_equals_that_of_the_reference(outer: bool) -> None:
         assert _order_of(sizes, outer, Prefetch(budget_bytes=budget), at_home) == want, (sizes, budget, at_home)
 
 
-def test_small_units_come_several_at_a_time_and_large_ones_alone() -> None:
-    sizes = [(100, 25), (10, 3), (10, 3), (10, 3), (10, 3), (100, 25)]
-    whole = [ahead for ahead, _ in _order_of(sizes, False, Prefetch())]
-    assert whole == [[1], [2, 3, 4], [3, 4], [4], [5], []]
-    equal = _order_of([(8, 2)] * 4, False, Prefetch())
-    assert equal == [([1], []), ([2], []), ([3], []), ([], [])]
-    on_device = _order_of([(8, 2)] * 4, False, Prefetch(), at_home=range(4))
-    assert on_device == _order_of([(8, 2)] * 4, False, Prefetch(budget_bytes=10))
-    assert on_device == [([1], [2]), ([2], [3]), ([3], []), ([], [])]
-
-
 # -- real ranks --------------------------------------------------------------------------------------------------------
 
 

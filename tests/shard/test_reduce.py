@@ -157,18 +157,6 @@ def test_a_bucket_that_only_some_ranks_use(cache: str) -> None:
         model.zero_grad()
 
 
-@on_ranks(4, local=2)
-def test_gradients_zeroed_in_place() -> None:
-    """`zero_grad(set_to_none=False)`: the next gradients are added to the zeros."""
-    model = shard(build(), cache="host")
-    oracle, batches = oracle_of(model), micro_batches(1)
-    for _ in range(2):
-        accumulate(model, batches)
-        assert_gradients(model, oracle, batches)
-        model.zero_grad(set_to_none=False)
-        assert all(p.grad.to_local().eq(0).all() for p in model.parameters())
-
-
 @on_ranks(1)
 def test_a_sink_takes_whole_matrices_only_and_a_resized_output_is_an_error() -> None:
     class Stack(nn.Module):

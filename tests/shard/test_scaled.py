@@ -17,7 +17,6 @@ import laconic
 from laconic.codec.scaled import SCALED_FORMATS
 from laconic.codec.scaled_linear import ScaledWeight
 from laconic.optim import AdamW8bit
-from laconic.shard.policies import Checks
 from tests.reference.scaled import rounding
 from tests.reference.step import Oracle
 from tests.support import sharded_net
@@ -58,26 +57,19 @@ def train_beside_oracle(model: Any, oracle: Oracle, *, exact: bool, steps: int =
     return seen
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("weight_format", "world", "local", "options"),
     [
-        ("fp8_128x128", 3, 1, {"checks": Checks(interval=1)}),
-        ("fp8_1x128", 4, 2, {"cache": "device"}),
-        ("fp8_1x128_e8m0", 2, 1, {"cache": "host", "offload_policy": CPUOffloadPolicy()}),
-        ("mxfp8", 3, 3, {"reshard_after_forward": False}),
-        ("nvfp4", 4, 2, {"cache": "host"}),
+        ("fp8_128x128", 3, 1, {}),
+        ("mxfp8", 2, 2, {"reshard_after_forward": False}),
+        ("nvfp4", 2, 1, {"cache": "host", "offload_policy": CPUOffloadPolicy()}),
     ],
 )
 @on_ranks("world", local="local")
 def test_losses_are_those_of_whole_weights(weight_format: str, world: int, local: int, options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    plain = make()
-    oracle = Oracle(
-        rounding(plain, weight_format, NAMES), sharded_net.squared_error, num_nodes=world // local, num_local=local
-    )
-    torch.manual_seed(0)
-    model: Any = sharded_net.shard(converted(make(), weight_format), **options)
+    rounded = rounding(sharded_net.build(make), weight_format, NAMES)
+    oracle = Oracle(rounded, sharded_net.squared_error, num_nodes=world // local, num_local=local)
+    model: Any = sharded_net.shard(converted(sharded_net.build(make), weight_format), **options)
     seen = train_beside_oracle(model, oracle, exact=world != 3)
     packed = [bucket for bucket in sharded_net.buckets(*model.blocks) if bucket.form.is_packed]
     assert packed
@@ -122,8 +114,7 @@ def test_inputs_may_stay_exact_and_frozen_weights_cross_once() -> None:
 def test_their_gradients_may_cross_in_few_bits() -> None:
     sent = []
     for wire in ("exact", "4bit"):
-        torch.manual_seed(0)
-        model: Any = sharded_net.shard(converted(make(), "mxfp8"), cache="host", wire=wire)
+        model: Any = sharded_net.shard(converted(sharded_net.build(make), "mxfp8"), cache="host", wire=wire)
         with sharded_net.moved(model) as moved:
             losses = [sharded_net.train_step(model, torch.optim.SGD(model.parameters(), lr=LR)) for _ in range(2)]
         sent.append((moved.gradients, moved.weights, float(losses[1])))
@@ -170,10 +161,9 @@ def test_scaled_weights_start_on_the_meta_device() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     sharded_net.shard(model, mp_policy=policy, cache="host")
     model.to_empty(device="cpu")
-    torch.manual_seed(0)
     with torch.no_grad():
-        for name, value in make().state_dict().items():
+        for name, value in sharded_net.build(make).state_dict().items():
             model.get_parameter(name).copy_(value)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = [float(sharded_net.train_step(model, optimizer)) for _ in range(5)]
+    losses = [float(sharded_net.train_step(model, optimizer)) for _ in range(3)]
     assert losses[-1] < losses[0]

@@ -27,7 +27,6 @@ from laconic import Cache, Checks, CorruptionError, LocalSteps
 from laconic.checkpoint import load_checkpoint, save_checkpoint
 from laconic.errors import RanksDifferError
 from laconic.optim import Muon, matrices_and_rest
-from laconic.optim.adamw8bit import AdamW8bit
 from laconic.shard.bucket import Bucket
 from tests.reference.gather import shard_of
 from tests.shard.test_conversion import BF16InChunks
@@ -190,23 +189,6 @@ def test_weights_gradients_and_states_take_memory_as_the_shares_say() -> None:
     for of_ranks in zip(*by_rank, strict=True):
         for nbytes, share in zip(of_ranks, shares, strict=True):
             assert nbytes == pytest.approx(sum(of_ranks) * share / sum(shares), rel=0.03), by_rank
-
-
-@on_ranks(4, local=2)
-def test_blocks_stay_whole_on_unequal_ranks() -> None:
-    """AdamW in 8 bits needs tiles of 32 rows, Shampoo's blocks are larger: a rank is within a block of its share."""
-    for rows in (32, 7):
-        model = shard(build(partial(sharded_net.Net, 2, 64, 352)), shares=[3, 1, 2, 2], granularity=laconic.rows(rows))
-        for bucket in buckets(model.blocks):
-            layout = bucket.layout
-            block = max(slot.block for slot in layout.slots)
-            for shard_index, share in enumerate((3, 2, 1, 2)):  # in the order of shards
-                assert abs(layout.size(shard_index) - layout.numel * share / 8) <= block + 4
-            for index, slot in enumerate(layout.slots):
-                extents = [layout.extent(index, each) for each in range(4)]
-                assert all(each.stop % slot.block == 0 or each.stop == slot.numel for each in extents if each)
-    optimizer = AdamW8bit(model.parameters(), lr=1e-2, min_8bit_size=1 << 20)
-    assert torch.isfinite(train_step(model, optimizer))
 
 
 def _job_of_checkpoint(shares: Sequence[float] | None, folder: str, step: int) -> dict[str, Tensor]:

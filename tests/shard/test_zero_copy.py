@@ -145,20 +145,6 @@ def test_the_plain_path_is_taken_where_the_product_cannot_be_written() -> None:
     assert sink.written == 0
 
 
-def test_a_gradient_of_a_gradient() -> None:
-    plain, twin = layer()
-    sink = Sink(twin.weight)
-    results = []
-    for module in (plain, twin):
-        x = torch.linspace(-1, 1, 10).view(2, 5).requires_grad_()
-        (gradient,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
-        gradient.square().sum().backward()
-        results.append(x.grad)
-    torch.testing.assert_close(results[1], results[0])
-    found = sink.gradient if twin.weight.grad is None else sink.gradient + twin.weight.grad
-    torch.testing.assert_close(found, plain.weight.grad)
-
-
 @on_ranks(3, local=1)
 def test_gradients_of_several_steps_are_added_by_bucket() -> None:
     """Every micro-batch is reduced, and added to `.grad` in one operation."""
