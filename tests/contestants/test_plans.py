@@ -12,7 +12,8 @@ from laconic.plan.machine import Simulator
 from laconic.plan.prediction import Refusal
 from laconic.plan.program import Shape, work_of
 from laconic.strategies.under import job_under
-from tests.plan.test_peers import LAYERS, estimated, job, model_numels, padded_numel, payload, predict, spec
+from tests.plan.test_peers import LAYERS, estimated, job, model_numels, padded_numel, payload, predict
+from tests.plan.traces import cluster
 
 
 def padded(config: Any, ranks: int) -> int:
@@ -28,7 +29,7 @@ def test_zero_3_moves_three_passes_but_for_what_stays_over_the_turn(nodes: int, 
     At most the root and two layers stay.
     """
     config, ranks = job(), nodes * local
-    found = estimated(config, spec(nodes, local), "deepspeed")
+    found = estimated(config, cluster(nodes, local), "deepspeed")
     numel = padded(config, ranks)
     pass_bytes = local * (ranks - 1) / ranks * 4 * numel  # one edge of the ring for each rank of a node
     moved = {"weights": 0.0, "gradients": 0.0}
@@ -42,7 +43,7 @@ def test_zero_3_moves_three_passes_but_for_what_stays_over_the_turn(nodes: int, 
 def test_hpz_gathers_again_inside_the_node() -> None:
     """Weights cross the wire once, gradients once; the node's copy takes memory until the optimizer's step."""
     config = job()
-    plain, hpz = (estimated(config, spec(2, 2), name) for name in ("deepspeed", "deepspeed-hpz"))
+    plain, hpz = (estimated(config, cluster(2, 2), name) for name in ("deepspeed", "deepspeed-hpz"))
     numel = padded(config, 4)
     assert payload(hpz, is_wire=True) == pytest.approx(2 * 3 / 4 * 4 * numel)
     assert payload(hpz, is_wire=False) > payload(plain, is_wire=False)
@@ -53,7 +54,7 @@ def test_hpz_gathers_again_inside_the_node() -> None:
 def test_hpz_never_gathers_a_frozen_weight_across_nodes_again() -> None:
     """The node shard of a frozen parameter stays for good."""
     config = job(lora={"enabled": True, "rank": 4, "alpha": 8.0, "targets": ["q_proj", "v_proj"]})
-    plain, hpz = (estimated(config, spec(2, 2), name) for name in ("deepspeed", "deepspeed-hpz"))
+    plain, hpz = (estimated(config, cluster(2, 2), name) for name in ("deepspeed", "deepspeed-hpz"))
     assert hpz.wire_bytes < 0.2 * plain.wire_bytes
     assert hpz.resting["cache"] > 0
 
@@ -61,7 +62,7 @@ def test_hpz_never_gathers_a_frozen_weight_across_nodes_again() -> None:
 def test_zero_plus_plus_crosses_in_int8_and_int4() -> None:
     """Weights cross once in 8 bits, gradients once in 4, each with scales; vectors and odd matrices in full."""
     config = job()
-    found = estimated(config, spec(2, 2), "deepspeed-zero++", "cuda")
+    found = estimated(config, cluster(2, 2), "deepspeed-zero++", "cuda")
     numel = padded(config, 4)
     weights = 2 * found.sent_bytes["node", "weights"]
     gradients = 2 * found.sent_bytes["node", "gradients"]
@@ -71,7 +72,7 @@ def test_zero_plus_plus_crosses_in_int8_and_int4() -> None:
 
 def test_zero_3_reduces_in_every_micro_batch() -> None:
     """Gradient accumulation multiplies all transfers."""
-    one, two = (estimated(job(train={"accumulation": count}), spec(2, 2), "deepspeed") for count in (1, 2))
+    one, two = (estimated(job(train={"accumulation": count}), cluster(2, 2), "deepspeed") for count in (1, 2))
     for level in ("node", "local"):
         assert two.sent_bytes[level, "gradients"] == pytest.approx(2 * one.sent_bytes[level, "gradients"])
         assert two.sent_bytes[level, "weights"] == pytest.approx(2 * one.sent_bytes[level, "weights"])
@@ -80,7 +81,7 @@ def test_zero_3_reduces_in_every_micro_batch() -> None:
 def test_resting_memory_is_what_stage_3_allocates() -> None:
     """Of each trained parameter a rank keeps its part, fp32 masters, fp32 sums, two states; and one bucket."""
     config = job()
-    found = estimated(config, spec(2, 2), "deepspeed")
+    found = estimated(config, cluster(2, 2), "deepspeed")
     shapes, _ = model_numels(config)
     layer = (padded(config, 1) - 2 * shapes[0][0] * shapes[0][1] - shapes[0][1]) // LAYERS
     assert found.resting_bytes == pytest.approx(20 * padded(config, 4) / 4 + 4 * layer, rel=1e-4)  # a count of steps
@@ -90,7 +91,7 @@ def test_resting_memory_is_what_stage_3_allocates() -> None:
 def test_every_byte_is_freed_between_steps(name: str) -> None:
     """What a program holds between two steps does not grow from step to step."""
     config = job_under(CANDIDATES[name], job(train={"accumulation": 2}))
-    machine = Simulator(spec(2, 2), device_type="cuda")
+    machine = Simulator(cluster(2, 2), device_type="cuda")
     work, shape = work_of(config, device_type="cuda"), Shape(nodes=2, local=2)
     program = registry.load(CANDIDATES[name].predict)(machine, work, shape)
     program.step()
@@ -102,7 +103,7 @@ def test_every_byte_is_freed_between_steps(name: str) -> None:
 
 def test_diloco_holds_shards_and_momentum_between_steps() -> None:
     """Shards, the inner optimizer's two states of each, and the outer momentum."""
-    resting = {k: v for k, v in estimated(job(), spec(2, 2), "torchft-diloco", "cuda").resting.items() if v}
+    resting = {k: v for k, v in estimated(job(), cluster(2, 2), "torchft-diloco", "cuda").resting.items() if v}
     shards = resting.pop("parameters")
     assert resting == {"optimizer": pytest.approx(3 * shards, rel=0.002)}
 
@@ -128,7 +129,7 @@ def test_modules_are_fetched_as_worked_out_by_hand(sizes: FetchSizes, expected: 
         messages.append([parameters.index(each) for each in members])
         return None, 0.0
 
-    order, machine = [[each] for each in (*parameters, *parameters[::-1])], Simulator(spec(2, 2), device_type="cuda")
+    order, machine = [[each] for each in (*parameters, *parameters[::-1])], Simulator(cluster(2, 2), device_type="cuda")
     found = Coordinator(machine, order, sizes, send, lambda parameter: None)
     found.begin()
     for step in range(len(found.order)):
@@ -155,7 +156,7 @@ def test_refusals_say_why(
     name: str, sections: dict[str, Any], shape: tuple[int, int], device_type: str, reason: str
 ) -> None:
     """A peer that cannot run the job says so."""
-    found = predict(job(**sections), spec(*shape), name, device_type)
+    found = predict(job(**sections), cluster(*shape), name, device_type)
     assert isinstance(found, Refusal)
     assert reason in found.reason
 
@@ -165,7 +166,7 @@ def test_diloco_sends_its_share_of_an_all_reduce(islands: int | None) -> None:
     """A ring all-reduce of all parameters, once in `every` steps; without islands of its own every node is one."""
     every, fragments = 20, 4
     sync = {"mode": "local", "every": every, "fragments": fragments, "islands": islands}
-    found = estimated(job(sync={k: v for k, v in sync.items() if v}), spec(4, 2), "torchft-diloco")
+    found = estimated(job(sync={k: v for k, v in sync.items() if v}), cluster(4, 2), "torchft-diloco")
     count = islands or 4
     ranks = 8 // count
     numel = sum(padded_numel(shape, ranks) for shape in model_numels(job())[0])
@@ -175,7 +176,7 @@ def test_diloco_sends_its_share_of_an_all_reduce(islands: int | None) -> None:
 
 def test_diloco_without_a_section_syncs_every_100_steps() -> None:
     """The default of sync.every, with every node an island."""
-    found = estimated(job(), spec(2, 2), "torchft-diloco")
+    found = estimated(job(), cluster(2, 2), "torchft-diloco")
     numel = sum(padded_numel(shape, 2) for shape in model_numels(job())[0])
     assert found.wire_bytes * 100 == pytest.approx(4 * numel, rel=0.001)
     assert found.host_bytes * 2 == pytest.approx(4 * numel)

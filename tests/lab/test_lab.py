@@ -77,6 +77,8 @@ def test_no_more_passes_than_the_rate_allows(lab: Lab, rate_bits_per_s: float) -
     num_bytes = int(rate_bits_per_s / 8)
     seconds = float(transfer(lab, num_bytes).nodes[0].output)
     assert num_bytes * 8 / seconds < 1.05 * rate_bits_per_s
+    lab.set_rate(None)
+    assert float(transfer(lab, num_bytes // 10).nodes[0].output) < seconds
 
 
 def test_senders_share_the_link_of_their_receiver() -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -150,44 +151,30 @@ def evaluated(model: Any, optimizer: torch.optim.Optimizer) -> None:
         model.state_dict()
 
 
+class _Failure(Exception):
+    pass
+
+
+def _fail(*_: Any) -> None:
+    raise _Failure
+
+
 def abandoned(model: Any, optimizer: torch.optim.Optimizer) -> None:
     """A backward that raises in the middle, and steps after it."""
-
-    class Failure(Exception):
-        pass
-
-    def fail(gradient: Tensor) -> None:
-        raise Failure
-
     training(steps=1)(model, optimizer)
-    output = model.blocks[1].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
-    has_failed = False
-    try:
+    output = model.blocks[1].register_forward_hook(lambda module, args, output: output.register_hook(_fail) and None)
+    with pytest.raises(_Failure):
         loss_of(model, 3).backward()
-    except Failure:
-        has_failed = True
-    assert has_failed
     output.remove()
     training(steps=2)(model, optimizer)
 
 
 def abandoned_forward(model: Any, optimizer: torch.optim.Optimizer) -> None:
     """A forward that raises in a block, whose successor's gather has begun; an evaluation and steps after it."""
-
-    class Failure(Exception):
-        pass
-
-    def fail(block: nn.Module, args: Any) -> None:
-        raise Failure
-
     training(steps=1)(model, optimizer)
-    hook = model.blocks[0].register_forward_pre_hook(fail)
-    has_failed = False
-    try:
+    hook = model.blocks[0].register_forward_pre_hook(_fail)
+    with pytest.raises(_Failure):
         loss_of(model, 3)
-    except Failure:
-        has_failed = True
-    assert has_failed
     hook.remove()
     with torch.no_grad():
         loss_of(model, 4, skip=1).item()
@@ -442,44 +429,48 @@ _CHECKS = Checks(interval=1, on_damage="regather", unnoticed_edits=True)
 _ZERO = Wire(weights="int8", as_values=True, gradients="int4", feedback=True)
 _FEEDBACK = Wire(weights="int4", gradients="int2", feedback=True, exact_every=2)
 
+_HOST: dict[str, Any] = {"cache": "host"}
+_OFFLOAD: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()}
+_LOSSLESS: dict[str, Any] = {"cache": "host", "wire": "lossless", "mp_policy": _HALF}
+_LONGER = training(steps=3)
+_BY_MICRO_BATCHES = training(micro_batches=2)
+
 ENGINE: dict[str, Program] = {
     "cache none": Program(),
-    "cache host": Program(options={"cache": "host"}),
+    "cache host": Program(options=_HOST),
     "cache device": Program(options={"cache": "device"}),
     "cache budget": Program(options={"cache": _BUDGET}),
     "one node": Program(nodes=1),
-    "one rank per node": Program(local=1, options={"cache": "host"}),
-    "frozen, cache host": Program(options={"cache": "host"}, prepare=freeze_blocks, train=training(steps=3)),
-    "LoRA, cache host": Program(options={"cache": "host"}, prepare=adapt, train=training(steps=3, micro_batches=2)),
-    "LoRA, cache budget": Program(options={"cache": _BUDGET}, prepare=adapt, train=training(steps=3)),
+    "one rank per node": Program(local=1, options=_HOST),
+    "frozen, cache host": Program(options=_HOST, prepare=freeze_blocks, train=_LONGER),
+    "LoRA, cache host": Program(options=_HOST, prepare=adapt, train=training(steps=3, micro_batches=2)),
+    "LoRA, cache budget": Program(options={"cache": _BUDGET}, prepare=adapt, train=_LONGER),
     "LoRA, cache host until backward": Program(
-        options={"cache": Cache(where="host", until="backward")}, prepare=adapt, train=training(steps=3)
+        options={"cache": Cache(where="host", until="backward")}, prepare=adapt, train=_LONGER
     ),
     "LoRA, cache device until backward": Program(
-        options={"cache": Cache(where="device", until="backward")}, prepare=adapt, train=training(micro_batches=2)
+        options={"cache": Cache(where="device", until="backward")}, prepare=adapt, train=_BY_MICRO_BATCHES
     ),
-    "frozen, read by the host": Program(options={"cache": "host"}, prepare=freeze_blocks, train=read_by_host),
-    "thawed, cache host": Program(options={"cache": "host"}, prepare=freeze_blocks, train=thawed),
+    "frozen, read by the host": Program(options=_HOST, prepare=freeze_blocks, train=read_by_host),
+    "thawed, cache host": Program(options=_HOST, prepare=freeze_blocks, train=thawed),
     "accumulation": Program(train=training(micro_batches=3)),
-    "accumulation, a block skipped": Program(options={"cache": "host"}, train=training(micro_batches=2, skip=0)),
+    "accumulation, a block skipped": Program(options=_HOST, train=training(micro_batches=2, skip=0)),
     "a parameter unused": Program(prepare=add_idle),
     "accumulation into .grad": Program(options={"cache": "device"}, train=training(micro_batches=2, syncs_all=True)),
-    "prefetch": Program(options={"cache": "host"}, sharded=prefetch),
+    "prefetch": Program(options=_HOST, sharded=prefetch),
     "prefetch three units": Program(options={"cache": "host", "prefetch": Prefetch(units=3)}),
     "prefetch bytes": Program(options={"wire": _ZERO, "prefetch": Prefetch(budget_bytes=3 * WIDTH * WIDTH * 4)}),
-    "recomputation": Program(options={"cache": "host"}, prepare=recompute),
-    "recomputation, accumulation": Program(prepare=recompute, train=training(micro_batches=2)),
-    "two forwards": Program(options={"cache": "host"}, train=two_forwards),
+    "recomputation": Program(options=_HOST, prepare=recompute),
+    "recomputation, accumulation": Program(prepare=recompute, train=_BY_MICRO_BATCHES),
+    "two forwards": Program(options=_HOST, train=two_forwards),
     "no reshard": Program(options={"cache": "host", "reshard_after_forward": False}),
     "cache rank": Program(options={"cache": "rank"}, train=training(steps=3, micro_batches=2)),
     "cache rank, evaluation": Program(options={"cache": "rank"}, train=evaluated),
     "cache rank, LoRA, mixed precision": Program(
-        options={"cache": "rank", "mp_policy": _HALF}, prepare=adapt, train=training(steps=3)
+        options={"cache": "rank", "mp_policy": _HALF}, prepare=adapt, train=_LONGER
     ),
-    "cache rank, offload": Program(
-        options={"cache": "rank", "offload_policy": CPUOffloadPolicy()}, train=training(steps=3)
-    ),
-    "cache rank, 4 bits": Program(options={"cache": "rank", "wire": "4bit"}, train=training(steps=3)),
+    "cache rank, offload": Program(options={"cache": "rank", "offload_policy": CPUOffloadPolicy()}, train=_LONGER),
+    "cache rank, 4 bits": Program(options={"cache": "rank", "wire": "4bit"}, train=_LONGER),
     "cache auto": Program(
         options={"cache": Cache(where="auto", device_bytes=5 * WIDTH * WIDTH * 4, host_bytes=2 * WIDTH * WIDTH * 4)},
         train=training(steps=4, micro_batches=2),
@@ -495,48 +486,33 @@ ENGINE: dict[str, Program] = {
     "gradients wait whole, a block skipped": Program(
         options={"cache": Cache(gradients="rank")}, train=training(micro_batches=2, skip=0)
     ),
-    "Gloo, cache rank": Program(backend="gloo", options={"cache": "rank"}, train=training(steps=3)),
-    "mixed precision": Program(options={"cache": "host", "mp_policy": _HALF}, train=training(micro_batches=2)),
+    "Gloo, cache rank": Program(backend="gloo", options={"cache": "rank"}, train=_LONGER),
+    "mixed precision": Program(options={"cache": "host", "mp_policy": _HALF}, train=_BY_MICRO_BATCHES),
     "clipping": Program(train=clipped),
-    "evaluation": Program(options={"cache": "host"}, train=evaluated),
-    "failed backward": Program(options={"cache": "host"}, train=abandoned),
-    "another stream": Program(options={"cache": "host"}, train=on_another_stream),
+    "evaluation": Program(options=_HOST, train=evaluated),
+    "failed backward": Program(options=_HOST, train=abandoned),
+    "another stream": Program(options=_HOST, train=on_another_stream),
     "late reduction": Program(train=late_reduction),
     "step in backward": Program(train=step_in_backward),
     "overlapped optimizer": Program(train=overlapped_optimizer, optimizer=_sgd),
     "Muon": Program(optimizer=partial(Muon, lr=1e-2)),
     "Shampoo": Program(optimizer=partial(Shampoo, lr=1e-2)),
     "AdamW8bit": Program(optimizer=partial(AdamW8bit, lr=1e-2)),
-    "8 bits, cache host": Program(options={"cache": "host", "wire": "8bit"}, train=training(steps=3)),
-    "4 bits, cache device": Program(options={"cache": "device", "wire": "4bit"}, train=training(steps=3)),
+    "8 bits, cache host": Program(options={"cache": "host", "wire": "8bit"}, train=_LONGER),
+    "4 bits, cache device": Program(options={"cache": "device", "wire": "4bit"}, train=_LONGER),
     "4 bits, cache host, evaluation": Program(options={"cache": "host", "wire": "4bit"}, train=evaluated),
     "lossless, cache device": Program(
-        options={"cache": "device", "wire": "lossless", "mp_policy": _HALF}, train=training(steps=3)
+        options={"cache": "device", "wire": "lossless", "mp_policy": _HALF}, train=_LONGER
     ),
     "lossless, cache host, evaluation": Program(
         options={"cache": "host", "wire": "lossless-4bit", "mp_policy": _HALF}, train=evaluated
     ),
-    "lossless, a block skipped": Program(
-        options={"cache": "host", "wire": "lossless", "mp_policy": _HALF},
-        train=training(steps=3, micro_batches=2, skip=0),
-    ),
-    "lossless, recomputation": Program(
-        prepare=recompute, options={"cache": "host", "wire": "lossless", "mp_policy": _HALF}, train=training(steps=3)
-    ),
-    "lossless, prefetch": Program(
-        sharded=prefetch, options={"cache": "host", "wire": "lossless", "mp_policy": _HALF}, train=training(steps=3)
-    ),
-    "lossless, nested units": Program(
-        prepare=nest, options={"cache": "host", "wire": "lossless", "mp_policy": _HALF}, train=training(steps=3)
-    ),
-    "lossless, failed forward": Program(
-        options={"cache": "host", "wire": "lossless", "mp_policy": _HALF}, train=abandoned_forward
-    ),
-    "lossless, half frozen": Program(
-        prepare=add_frozen,
-        options={"cache": "host", "wire": "lossless", "mp_policy": _HALF},
-        train=training(steps=3),
-    ),
+    "lossless, a block skipped": Program(options=_LOSSLESS, train=training(steps=3, micro_batches=2, skip=0)),
+    "lossless, recomputation": Program(prepare=recompute, options=_LOSSLESS, train=_LONGER),
+    "lossless, prefetch": Program(sharded=prefetch, options=_LOSSLESS, train=_LONGER),
+    "lossless, nested units": Program(prepare=nest, options=_LOSSLESS, train=_LONGER),
+    "lossless, failed forward": Program(options=_LOSSLESS, train=abandoned_forward),
+    "lossless, half frozen": Program(prepare=add_frozen, options=_LOSSLESS, train=_LONGER),
     "copies compared": Program(options={"cache": "host", "wire": _FEEDBACK}, train=without_reading),
     "feedback": Program(options={"cache": "host", "wire": _FEEDBACK}, train=training(steps=3, micro_batches=2)),
     "ZeRO++": Program(options={"wire": _ZERO}),
@@ -545,40 +521,28 @@ ENGINE: dict[str, Program] = {
     "checks, 4 bits": Program(options={"cache": "host", "wire": "4bit", "checks": _CHECKS}),
     "replicas": Program(islands=2, local=1),
     "replicas, late sums": Program(islands=2, local=1, train=training(micro_batches=2, late_sums=True)),
-    "replicas, 4 bits": Program(
-        islands=2, local=1, width=32, options={"cache": "host", "wire": "4bit"}, train=training(steps=3)
-    ),
+    "replicas, 4 bits": Program(islands=2, local=1, width=32, options={"cache": "host", "wire": "4bit"}, train=_LONGER),
     "replicas, feedback, accumulation": Program(
-        islands=2, width=32, options={"cache": "host", "wire": _FEEDBACK}, train=training(micro_batches=2)
+        islands=2, width=32, options={"cache": "host", "wire": _FEEDBACK}, train=_BY_MICRO_BATCHES
     ),
-    "offload": Program(options={"offload_policy": CPUOffloadPolicy()}),
-    "offload, cache host": Program(options={"offload_policy": CPUOffloadPolicy(), "cache": "host"}),
-    "offload, accumulation": Program(
-        options={"offload_policy": CPUOffloadPolicy()}, train=training(micro_batches=2, syncs_all=True)
-    ),
-    "offload, edited by the host": Program(options={"offload_policy": CPUOffloadPolicy()}, train=edited_by_host),
+    "offload": Program(options=_OFFLOAD),
+    "offload, cache host": Program(options={**_OFFLOAD, "cache": "host"}),
+    "offload, accumulation": Program(options=_OFFLOAD, train=training(micro_batches=2, syncs_all=True)),
+    "offload, edited by the host": Program(options=_OFFLOAD, train=edited_by_host),
     "offload, edited before backward": Program(
-        options={"offload_policy": CPUOffloadPolicy(), "reshard_after_forward": False}, train=edited_before_backward
+        options={**_OFFLOAD, "reshard_after_forward": False}, train=edited_before_backward
     ),
-    "offload, edited after backward": Program(
-        options={"offload_policy": CPUOffloadPolicy()}, train=edited_after_backward
-    ),
-    "shares": Program(options={"cache": "host", "shares": [3, 1, 2, 2]}, train=training(micro_batches=2)),
-    "shares, LoRA": Program(
-        options={"cache": "device", "shares": [2, 5, 3, 3]}, prepare=adapt, train=training(steps=3)
-    ),
+    "offload, edited after backward": Program(options=_OFFLOAD, train=edited_after_backward),
+    "shares": Program(options={"cache": "host", "shares": [3, 1, 2, 2]}, train=_BY_MICRO_BATCHES),
+    "shares, LoRA": Program(options={"cache": "device", "shares": [2, 5, 3, 3]}, prepare=adapt, train=_LONGER),
     "Gloo, shares": Program(backend="gloo", options={"cache": "host", "shares": [3, 1, 2, 2]}),
-    "Gloo, cache none": Program(backend="gloo", train=training(micro_batches=2)),
-    "Gloo, cache host": Program(backend="gloo", options={"cache": "host"}, prepare=recompute),
+    "Gloo, cache none": Program(backend="gloo", train=_BY_MICRO_BATCHES),
+    "Gloo, cache host": Program(backend="gloo", options=_HOST, prepare=recompute),
     "Gloo, cache device": Program(backend="gloo", options={"cache": "device"}, train=two_forwards),
-    "Gloo, LoRA": Program(backend="gloo", options={"cache": "host"}, prepare=adapt, train=training(steps=3)),
-    "Gloo, replicas": Program(backend="gloo", islands=2, local=1, options={"cache": "host"}),
+    "Gloo, LoRA": Program(backend="gloo", options=_HOST, prepare=adapt, train=_LONGER),
+    "Gloo, replicas": Program(backend="gloo", islands=2, local=1, options=_HOST),
     "Gloo, replicas, feedback": Program(
-        backend="gloo",
-        islands=2,
-        width=32,
-        options={"cache": "host", "wire": _FEEDBACK},
-        train=training(micro_batches=2),
+        backend="gloo", islands=2, width=32, options={"cache": "host", "wire": _FEEDBACK}, train=_BY_MICRO_BATCHES
     ),
-    "offload, 8 bits": Program(options={"offload_policy": CPUOffloadPolicy(), "cache": "host", "wire": "8bit"}),
+    "offload, 8 bits": Program(options={**_OFFLOAD, "cache": "host", "wire": "8bit"}),
 }

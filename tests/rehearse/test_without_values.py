@@ -20,8 +20,8 @@ from tests.rehearse.fsdp2 import FSDP2
 from tests.rehearse.programs import PROGRAMS
 
 _NAMES = [
-    "cache budget", "LoRA, cache host", "recomputation", "mixed precision", "clipping", "Muon", "feedback",
-    "replicas, 4 bits", "offload, cache host", "LocalSteps", "FSDP2, offload",
+    "cache budget", "LoRA, cache host", "mixed precision", "clipping", "feedback", "replicas, 4 bits",
+    "offload, cache host", "LocalSteps", "FSDP2, offload",
 ]  # fmt: skip
 _OF_VALUES = "an agreement of the ranks"
 """Messages as long as the digits of what they tell."""
