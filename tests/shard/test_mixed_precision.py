@@ -93,43 +93,34 @@ def test_micro_batches_are_summed_in_the_reduce_dtype(local: int) -> None:
 
 
 class Probe(nn.Module):
-    """A module that records the dtypes of its inputs and parameters."""
+    """Returns the dtypes of its inputs, parameters and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(5, 5)
         self.register_buffer("table", torch.ones(5))
-        self.seen: dict[str, Any] = {}
 
-    def forward(self, x: Tensor, ids: Tensor, *, extra: dict[str, Tensor]) -> dict[str, Tensor]:
-        self.seen = {
-            "x": x.dtype,
-            "ids": ids.dtype,
-            "extra": extra["e"].dtype,
-            "weight": self.linear.weight.dtype,
-            "table": self.table.dtype,
-        }
-        return {"y": self.linear(x.to(self.linear.weight.dtype)), "ids": ids}
-
-
-def seen(policy: MixedPrecisionPolicy) -> dict[str, Any]:
-    model: Any = laconic.fully_shard(Probe(), mesh=laconic.init_mesh("cpu"), mp_policy=policy)
-    output = model(torch.ones(2, 5), torch.ones(2, dtype=torch.long), extra={"e": torch.ones(1)})
-    assert output["ids"].dtype == torch.long
-    output["y"].sum().backward()
-    assert model.linear.weight.dtype == model.linear.weight.grad.dtype == FP32
-    return model.seen | {"y": output["y"].dtype}
+    def forward(self, x: Tensor, ids: Tensor, *, extra: dict[str, Tensor]) -> tuple[list[torch.dtype], Tensor]:
+        seen = [each.dtype for each in (x, ids, extra["e"], self.linear.weight, self.table)]
+        return seen, self.linear(x.to(self.linear.weight.dtype))
 
 
 @on_ranks(2, local=1)
 def test_only_floating_point_inputs_and_parameters_are_cast() -> None:
-    everything_fp32 = {"x": FP32, "ids": torch.long, "extra": FP32, "weight": FP32, "table": FP32, "y": FP32}
-    assert seen(MixedPrecisionPolicy()) == everything_fp32
-    compute = {"x": BF16, "extra": BF16, "weight": BF16, "y": BF16}
-    assert seen(MixedPrecisionPolicy(param_dtype=BF16)) == everything_fp32 | compute, "buffers and integers stay"
-    assert seen(MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP32)) == everything_fp32 | compute | {"y": FP32}
-    kept = seen(MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False))
-    assert kept == everything_fp32 | {"weight": BF16, "y": BF16}
+    """Buffers and integers stay."""
+    ids, mesh = torch.ones(2, dtype=torch.long), laconic.init_mesh("cpu")
+    for options, inputs, weight, output in (
+        ({}, FP32, FP32, FP32),
+        ({"param_dtype": BF16}, BF16, BF16, BF16),
+        ({"param_dtype": BF16, "output_dtype": FP32}, BF16, BF16, FP32),
+        ({"param_dtype": BF16, "cast_forward_inputs": False}, FP32, BF16, BF16),
+    ):
+        policy = MixedPrecisionPolicy(**options)  # type: ignore[arg-type]
+        model: Any = laconic.fully_shard(Probe(), mesh=mesh, mp_policy=policy)
+        seen, y = model(torch.ones(2, 5), ids, extra={"e": torch.ones(1)})
+        assert [*seen, y.dtype] == [inputs, torch.long, inputs, weight, FP32, output]
+        y.sum().backward()
+        assert model.linear.weight.dtype == model.linear.weight.grad.dtype == FP32
 
 
 class Mixed(nn.Module):
@@ -166,20 +157,12 @@ def test_a_unit_may_mix_dtypes(cache: str) -> None:
         torch.testing.assert_close(got.full_tensor(), parameter.detach(), msg=name)
         if parameter.requires_grad:
             torch.testing.assert_close(got.grad.full_tensor(), parameter.grad, msg=name)
-    model_output, plain_output = model(x), plain(x)
-    torch.testing.assert_close(model_output, plain_output)
-
-
-@on_ranks(2, local=1)
-def test_integers_are_never_cast() -> None:
-    """`param_dtype` applies to floating-point parameters only."""
+    torch.testing.assert_close(model(x), plain(x))
     policy = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
-    model: Any = laconic.fully_shard(build(Mixed), mesh=laconic.init_mesh("cpu"), mp_policy=policy)
-    plain: Any = build(Mixed)
+    model = laconic.fully_shard(build(Mixed), mesh=laconic.init_mesh("cpu"), mp_policy=policy)
     model.unshard()
-    assert torch.equal(model.table, plain.table)
+    assert torch.equal(model.table, plain.table), "integers are never cast"
     assert model.adapter.weight.dtype == BF16
-    assert torch.equal(model.adapter.weight, plain.adapter.weight.to(BF16))
 
 
 def test_an_empty_policy_changes_no_bit() -> None:
