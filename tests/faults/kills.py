@@ -44,7 +44,6 @@ from tests.support.record import Row
 KILLS_EACH, EACH_RUN = 40, 5
 """The kills of each strategy, and of each of its runs."""
 PROMISE_S = 10.0
-_LATE_S = 8.0  # for a rank to come to where it waits for the others
 _AT_ONCE = 4  # strategies: ranks that wait for a lost one leave the processors to others
 
 Attack = Callable[[Victim, Strategy, int], None]
@@ -140,7 +139,7 @@ def strike(run: Run, instant: Instant, attack: Attack, tally: Tally, *, is_late:
     if is_late:
         victim.send(signal.SIGSTOP, others)
     where = f"{instant}; log: {victim.log}"
-    if victim.reaches_instant(_LATE_S if is_late else 3 * LIMIT_S) or is_late:  # then it waits for those that are late
+    if victim.reaches_instant(3 * LIMIT_S):
         attack(victim, run.strategy, instant.rank)
     victim.send(signal.SIGCONT, others)
     struck_s = time.monotonic()
@@ -246,9 +245,9 @@ def kill_islands(folder: Path, kind: str, num: int, *, of: int | None = None) ->
         if starts == 0:
             run, tally.runs = Run(KINDS[kind], folder / f"run-{number}", timeout_s=600.0), tally.runs + 1
         rank, hosts = number % 2, number // 2 % 2 == 0
-        is_late = number // 4 % 2 == 0 and not (hosts and rank == 0)
-        call = 1 + num_calls * (7 * number % of) // of // (1 + starts)
-        instant = Instant(rank=rank, call=call, begins="joined" if hosts and not is_late else "published")
+        is_late = not hosts and number // 4 % 2 == 0  # then it waits for the other soon after it has published
+        call = 1 if is_late else 1 + num_calls * (7 * number % of) // of // (1 + starts)
+        instant = Instant(rank=rank, call=call, begins="joined" if hosts else "published")
         is_killed = strike(run, instant, _rank, tally, is_late=is_late, rank_0_hosts=hosts, grace_s=None)
         starts = (starts + 1) % EACH_RUN if is_killed else 0
     return tally
