@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from laconic.config import Config
+from laconic.config import Config, load
 from laconic.data import tokens as data
 from laconic.data.batches import EpochSampler
 from laconic.data.documents import RowFiles
@@ -94,3 +95,13 @@ def test_every_strategy_takes_the_mean_over_the_tokens_of_the_global_batch(tmp_p
     rows = oracle.rows(0, RANKS * 2)  # micro-batches of one row: first one of each island, then another
     means = [float(naive.mean_loss(oracle.model, [*rows[i], *rows[i + RANKS]]).detach()) for i in range(RANKS)]
     assert of_islands["losses"][0] == pytest.approx(sum(means) / RANKS, rel=1e-5)
+
+
+@pytest.mark.machine
+def test_the_example_trains_adapters(tmp_path: Path) -> None:
+    example = load(CHAT.parents[1] / "chat.toml")
+    changed = replace(example.train, output=str(tmp_path / "example"), steps=2, micro_batch_size=2)
+    example = replace(example, train=changed, log=replace(example.log, tensorboard=False))
+    (summary,) = run_ranks(train_all, 2, [example], local=1)[0]
+    assert summary["losses"][-1] < summary["losses"][0]
+    assert summary["num_trainable"] < summary["num_parameters"] / 4
