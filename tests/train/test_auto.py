@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from laconic.config import ConfigError, ShardConfig, load
-from tests.support.jobs import job, refusal, train, train_all
+from tests.support.jobs import job, refusal, train_all
 from tests.support.launch import run_ranks
-
-pytestmark = pytest.mark.machine
 
 FIGURES: dict[str, Any] = {
     "device_memory_bytes": "4 GB", "device_memory_bytes_per_s": "10 GB/s", "host_memory_bytes": "32 GB",
@@ -28,6 +26,7 @@ def cluster_file(folder: Path, nodes: int, local: int, **figures: str) -> str:
     return str(path)
 
 
+@pytest.mark.machine
 def test_several_ranks_train_as_if_the_job_had_named_the_strategy(tmp_path: Path) -> None:
     """The file is for other ranks than those that start; its figures count all the same."""
     auto = {"strategy": "auto", "cluster": cluster_file(tmp_path, 8, 1)}
@@ -42,13 +41,6 @@ def test_several_ranks_train_as_if_the_job_had_named_the_strategy(tmp_path: Path
         train={"steps": 2, "output": str(tmp_path / "named")},
     )
     assert run_ranks(train_all, 4, [named], local=2)[0][0]["losses"] == first[0]["losses"] == second[0]["losses"]
-
-
-@pytest.mark.campaign
-def test_one_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    summary = train(job(tmp_path, shard={"strategy": "auto", "cluster": cluster_file(tmp_path, 2, 2)}))
-    assert len(summary["losses"]) == 4
-    assert "auto: " in capfd.readouterr().out
 
 
 def test_what_does_not_fit_is_refused_before_training(tmp_path: Path) -> None:

@@ -24,8 +24,6 @@ from laconic.train.balance import LayerClock, RowBalance, is_compared
 from tests.support.jobs import job, refusal, train_all
 from tests.support.launch import run_ranks
 
-pytestmark = pytest.mark.machine
-
 
 class FakeTime:
     """A clock that moves when it is told to."""
@@ -256,6 +254,7 @@ def rows_of(folder: Path) -> dict[int, list[int]]:
     return {row["step"]: row["rows"] for row in found if "rows" in row}
 
 
+@pytest.mark.machine
 def test_jobs_with_unequal_ranks_train_as_one_process(tmp_path: Path) -> None:
     """Three ranks, by list and by speed, on three strategies; a resumed run keeps its rows until it measures."""
     speeds = [1.0, 3.0, 1.5]
@@ -295,6 +294,7 @@ def test_jobs_with_unequal_ranks_train_as_one_process(tmp_path: Path) -> None:
     assert alone["rows"] == []
 
 
+@pytest.mark.machine
 def test_islands_train_on_their_own_rows(tmp_path: Path) -> None:
     """Two islands of two ranks: the same losses and syncs with equal rows and with others."""
     sync = {"mode": "local", "every": 2}

@@ -24,8 +24,6 @@ from laconic.train.meter import flops_per_token, peak_flops
 from tests.support.jobs import SMALL_LLAMA, job, refusal, train, train_all
 from tests.support.launch import run_ranks
 
-pytestmark = pytest.mark.machine
-
 FP16 = {"param_dtype": "float16"}
 ONE_LAYER = {"config": {"model_type": "llama", **SMALL_LLAMA, "num_hidden_layers": 1}}
 
@@ -52,6 +50,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.heavy
 def test_float16_skips_together_and_trains_as_float32(tmp_path: Path) -> None:
     """On 3 ranks: a scale that overflows at first, its schedule, its resume; and gradients clipped after unscaling."""
     optimizer = {"lr_schedule": "cosine", "warmup_steps": 4, "max_grad_norm": 0.1, "loss_scale_growth_steps": 2}

@@ -21,8 +21,6 @@ from laconic.train.meter import StepMeter
 from laconic.train.recorder import RunRecorder
 from laconic.train.records import StepRecord
 
-pytestmark = pytest.mark.machine
-
 NUM_STEPS = 3
 ALONE = RankInfo(rank=0, world_size=1, local_rank=0, num_local=1, num_nodes=1)
 

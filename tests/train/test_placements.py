@@ -7,12 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support.jobs import job, train_all
 from tests.support.launch import run_ranks
-
-pytestmark = pytest.mark.machine
 
 AUTO: dict[str, Any] = {"cache": "auto", "device_bytes": 1 << 30, "host_bytes": 0}
 

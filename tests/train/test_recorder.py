@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 from rich.console import Console
 
@@ -17,12 +16,10 @@ from laconic.comm.traffic import Snapshot
 from laconic.lab.counters import InterfaceBytes
 from laconic.shard.ledger import Ledger
 from laconic.strategies.stepper import StepResult
-from laconic.train.loggers import BarLogger, JsonlLogger, LineLogger, TensorBoardLogger, describe_step
+from laconic.train.loggers import JsonlLogger, LineLogger, TensorBoardLogger, describe_step
 from laconic.train.recorder import reduce_records
 from laconic.train.records import ClusterStep, StepRecord
 from tests.support.launch import run_ranks
-
-pytestmark = pytest.mark.machine
 
 
 def record(step: int, rank: int, *, counted: bool) -> StepRecord:
@@ -162,15 +159,3 @@ def test_plain_lines() -> None:
     assert "loss scale 1024, 2 skipped" in told
     assert "wire 3.00 MB | waited 0.250 s" in lines[1]
     assert lines[-1].endswith("eval loss 0.5000")
-
-
-def test_the_bar_moves_and_lines_stand_above_it() -> None:
-    stream = io.StringIO()
-    logger = BarLogger(Console(file=stream, force_terminal=True, width=120), total=10, every=5, start=2)
-    for number in range(3, 6):
-        logger.tick(number, 1.0 / number)
-        logger.step(step_at(number))
-    logger.close()
-    shown = stream.getvalue()
-    assert "5/10" in shown
-    assert "loss 0.2000 | perplexity" in shown

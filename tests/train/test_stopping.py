@@ -21,8 +21,6 @@ from laconic.train.stopping import StopAtFurthest
 from tests.support.jobs import job, train
 from tests.support.launch import run_ranks
 
-pytestmark = pytest.mark.machine
-
 AHEAD, BEHIND = 9, 5
 """The steps in which the ranks are when the signal comes."""
 WHOLE = {"mode": "local", "every": 100}
@@ -55,6 +53,7 @@ def train_signalled(first: Config, second: Config) -> tuple[dict[str, Any], dict
     return stopped, train(second)
 
 
+@pytest.mark.machine
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("sync", [WHOLE, STREAMED])
 def test_a_signal_stops_islands_where_the_furthest_is_and_no_bit_is_lost(tmp_path: Path, sync: dict[str, Any]) -> None:
