@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import laconic
 from laconic import registry, rehearse
+from laconic.checkpoint.commit import candidates
 from laconic.config import Config, from_dict
 from laconic.integrations.options import ArgumentError
 from laconic.integrations.sharding import refuse_quantised
@@ -97,3 +98,9 @@ def test_islands_and_a_cyclic_schedule_do_not_share_a_job() -> None:
     problem = registry.named("cyclic").problem("sync", vars(job.sync))
     assert problem is not None
     assert problem.endswith("workers of the cyclic schedule exchange every gradient; change one of the two")
+
+
+def test_a_checkpoint_that_is_gone_is_named(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("step-4")
+    (lost,) = candidates(tmp_path)
+    assert (lost.folder, lost.problem) == (tmp_path / "step-4", "is missing, but `latest` names it")
