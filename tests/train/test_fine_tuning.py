@@ -91,6 +91,7 @@ def test_a_loss_that_is_nan_ends_float16_training_too(tmp_path: Path) -> None:
     assert "islands would skip different steps" in refusal(local)
 
 
+@pytest.mark.heavy
 def test_compiled_layers_train_as_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With adapters on coded weights, by a compiler that makes no C++: tracing, and autograd ahead of time."""
     monkeypatch.setattr(parallelize, "compile_layers", partial(parallelize.compile_layers, backend="aot_eager"))
@@ -138,6 +139,7 @@ class FakeRun:
         self.is_finished = True
 
 
+@pytest.mark.machine
 def test_wandb_gets_the_scalars_and_a_resumed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = {"wandb": True, "wandb_project": "p", "wandb_name": "n", "peak_flops": 1e12}
     settings = {"steps": 2, "save_every": 0, "eval_every": 2}

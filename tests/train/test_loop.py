@@ -63,6 +63,7 @@ def test_every_strategy_trains_the_same_model(tmp_path: Path) -> None:
     assert 2 < wire["zero++"] / wire["4bit"] < 4, "in each of two micro-batches, weights in 8 bits and gradients in 4"
 
 
+@pytest.mark.heavy
 def test_lossless_crossings_train_the_bits_of_exact_ones(tmp_path: Path) -> None:
     """2 nodes, two micro-batches, in bf16."""
     names = ("host", *IN_HALF)
