@@ -210,7 +210,7 @@ class RunsOften(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        for _ in range(4):
+        for _ in range(3):
             x = torch.tanh(self.block(x))
         return self.last(x)
 
@@ -248,7 +248,7 @@ def train_alone(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
 @on_ranks(2, local=1)
 def test_it_sends_fewer_bytes_the_smaller_the_steps_are() -> None:
     """Of a net with matrices that are large enough for tables and scales to be few."""
-    bits = {lr: bits_of_a_step("lossless", lr, seeds=range(3)) for lr in (1e-3, 1e-6)}
+    bits = {lr: bits_of_a_step("lossless", lr, seeds=range(2)) for lr in (1e-3, 1e-6)}
     assert bits[1e-3] < 7
     assert bits[1e-6] < 0.28 * bits[1e-3]
     plain, predicted = (bits_of_a_step(wire, 3e-3, seeds=[0] * 8) for wire in ("lossless", PREDICTED))

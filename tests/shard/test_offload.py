@@ -101,6 +101,7 @@ def test_models_can_be_cast_after_fully_shard() -> None:
 
 # -- whole weights that stay -------------------------------------------------------------------------------------------
 
+_CHECKS = laconic.Checks(interval=1, on_damage="regather", unnoticed_edits=True)
 _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -122,13 +123,11 @@ def _edit(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"nodes": 1, "local": 3},
         {"local": 2, "make": _partly_frozen, "precision": _BF16},
-        {"options": {"offload_policy": CPUOffloadPolicy()}},
-        {"local": 2, "options": {"reshard_after_forward": False}},
-        {"options": {"checks": laconic.Checks(interval=1, on_damage="regather", unnoticed_edits=True)}},
+        {"nodes": 3, "options": {"offload_policy": CPUOffloadPolicy()}},
+        {"options": {"reshard_after_forward": False, "checks": _CHECKS}},
         {"options": {"wire": "4bit"}},
-        {"local": 2, "options": {"wire": laconic.Wire(weights="int8", as_values=True)}},
+        {"options": {"wire": laconic.Wire(weights="int8", as_values=True)}},
         {"own": {"blocks.0": {"cache": "host"}, "blocks.1": {"cache": "none"}}},
     ],
 )

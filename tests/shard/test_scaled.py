@@ -70,7 +70,7 @@ def test_losses_are_those_of_whole_weights(weight_format: str, world: int, local
     rounded = rounding(sharded_net.build(make), weight_format, NAMES)
     oracle = Oracle(rounded, sharded_net.squared_error, num_nodes=world // local, num_local=local)
     model: Any = sharded_net.shard(converted(sharded_net.build(make), weight_format), **options)
-    seen = train_beside_oracle(model, oracle, exact=world != 3)
+    seen = train_beside_oracle(model, oracle, exact=world != 3, steps=1 if world == 3 else 2)
     packed = [bucket for bucket in sharded_net.buckets(*model.blocks) if bucket.form.is_packed]
     assert packed
     scaled, nodes = SCALED_FORMATS[weight_format], world // local
