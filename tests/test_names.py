@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,17 @@ SAME = {"cost_of", "ddp", "fsdp2", "fsdp2_hpz", "fsdp2_on_gloo", "hsdp", "on_eng
 """Functions that mean the same in each room: of an optimizer, of a strategy."""
 
 
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """The syntax of all files of laconic."""
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(ROOT.rglob("*.py"))}
+
+
 def places(*kinds: type[ast.stmt]) -> dict[str, list[str]]:
     """The files of all of laconic that define a public name at their top, by name."""
     found: dict[str, list[str]] = defaultdict(list)
-    for path in sorted(ROOT.rglob("*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for path, tree in trees().items():
+        for node in tree.body:
             if isinstance(node, kinds) and not node.name.startswith("_"):  # type: ignore[attr-defined]
                 found[node.name].append(str(path.relative_to(ROOT)))  # type: ignore[attr-defined]
     return found
@@ -38,8 +45,8 @@ def test_few_functions_take_the_whole_job() -> None:
     """The others take the sections, or the values, that they read."""
     takers = [
         f"{path.relative_to(ROOT)}:{node.name}"
-        for path in sorted(ROOT.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef)
         for argument in (*node.args.args, *node.args.kwonlyargs)
         if argument.annotation is not None and ast.unparse(argument.annotation).strip("'") == "Config"
