@@ -146,7 +146,7 @@ QUANTA = st.tuples(st.integers(0, 12), st.integers(1, 5)).map(lambda t: (8 * t[0
 FINE = st.tuples(st.integers(0, 12).map(lambda count: 8 * count), st.sampled_from([1, 2, 4, 8]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(QUANTA | FINE, min_size=1, max_size=5), st.integers(1, 5))
 def test_tensors_of_whole_quanta_start_aligned_at_no_cost(tensors: list[tuple[int, int]], num_shards: int) -> None:
     packed = packing.pack(tuple(tensors), num_shards, 8)
@@ -257,7 +257,7 @@ def test_the_cause_of_padding_is_named(
     assert words in str(found)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 9)), min_size=1, max_size=3), st.integers(1, 5))
 def test_a_floor_or_a_multiple_is_a_proof(tensors: list[tuple[int, int]], num_shards: int) -> None:
     names = [f"t{index}" for index in range(len(tensors))]

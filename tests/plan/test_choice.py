@@ -114,14 +114,15 @@ def test_nothing_fits_and_the_remedy_says_what_would(predictor: Predictor, monke
     train = dataclasses.replace(predictor.config.train, micro_batch_size=3)
     config = dataclasses.replace(predictor.config, train=train)
     tight = dataclasses.replace(slow(), device_memory_bytes=621_107_000)
-    choice = choose(Predictor(config, tight), names=["host"])
+    asked = Predictor(config, tight)
+    choice = choose(asked, names=["host"])
     assert choice.recommended is None
     assert choice.job is None
     for words in ("nothing fits", "needs", "with model.activation_checkpointing = true, laconic host would fit"):
         assert words in choice.remedy
     assert all("does not fit" in entry.reason for entry in choice.entries)
     monkeypatch.setattr("laconic.plan.choice._changes", lambda predictor: [])
-    assert "no single change" in choose(Predictor(config, tight), names=["host"]).remedy
+    assert "no single change" in choose(asked, names=["host"]).remedy
 
 
 def test_the_break_even_rate_is_where_two_strategies_take_equally_long(predictor: Predictor) -> None:

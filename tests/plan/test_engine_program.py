@@ -164,8 +164,8 @@ def test_islands_share_bytes_out_over_their_interval() -> None:
 def test_overlap_hides_an_exchange() -> None:
     model = trace(layers(), forward_s=0.1, backward_s=0.1)
     keys = {"islands": 2, "every": 5, "codec": "fp32"}
-    seconds = [with_islands(model, 1, **keys, overlap=overlap)[0].seconds for overlap in (0, 1, 4)]
-    assert seconds[0] > seconds[1] >= seconds[2]
+    seconds = [with_islands(model, 1, **keys, overlap=overlap)[0].seconds for overlap in (0, 1)]
+    assert seconds[0] > seconds[1]
 
 
 @pytest.mark.parametrize(

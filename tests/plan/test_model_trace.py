@@ -121,7 +121,7 @@ def test_the_peak_is_the_allocators(name: str) -> None:
 
 
 def test_three_layers_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = job(LLAMA, lora=LORA, model=CHECKPOINTED)
+    config = job(LLAMA, model=CHECKPOINTED)
     short = trace_of(config, device_type="cuda", gradients_in_place=True)
     monkeypatch.setattr(model_trace, "list_of_equal", lambda *_: None)
     assert short == trace_of(config, device_type="cuda", gradients_in_place=True)
