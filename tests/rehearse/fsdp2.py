@@ -102,6 +102,7 @@ FSDP2: dict[str, Fsdp2] = {
     "FSDP2, not read by the host": Fsdp2(train=without_reading),
     "FSDP2, accumulation with sums": Fsdp2(train=training(micro_batches=2, syncs_all=True)),
     "FSDP2, no reshard": Fsdp2(options={"reshard_after_forward": False}),
+    "FSDP2, reshard to 2": Fsdp2(options={"reshard_after_forward": 2}),
     "FSDP2, mixed precision": Fsdp2(options={"mp_policy": _HALF}, train=training(micro_batches=2)),
     "FSDP2, offload": Fsdp2(options={"offload_policy": _OFFLOAD}),
     "FSDP2, offload, pageable": Fsdp2(options={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
