@@ -79,7 +79,7 @@ def check(name: str, held: Tensor, new: Tensor, last: Tensor | None, *, by_naive
 def test_payloads_and_results_are_those_of_one_value_at_a_time(name: str) -> None:
     """Of values that drift, and of any patterns, some or all of which change without any rule."""
     form, own = form_of(name), naive.FORMS[name]
-    large = TILE + 103 if name in ("bfloat16", "float8_e4m3fn") else BLOCK + 103
+    large = TILE + 103 if name == "float8_e4m3fn" else BLOCK + 103
     for numel, step in ((1, 1e-3), (2, 3e-2), (31, 1e-3), (513, 3e-5), (large, 1e-3)):
         numel += numel % 2 * (name == "e2m1")
         before, held, new = trained(name, numel, step, seed=numel)
@@ -122,7 +122,7 @@ def test_few_wild_values_among_calm_ones() -> None:
     assert check("bfloat16", held, new, last_difference(before, held)) <= calm + bytes_of_blocks
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(data=st.data(), name=st.sampled_from(list(DTYPES)))
 def test_odd_mixtures(data: st.DataObject, name: str) -> None:
     numel, seed = 2 * data.draw(st.integers(1, 400)), data.draw(st.integers(0, 2**16))
