@@ -107,9 +107,7 @@ def choices(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 # -- budgets -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("nodes", "local", "shares"), [(1, 1, [2.0]), (3, 1, [0.4]), (1, 3, [2.0]), (2, 2, [0.0, 0.4])]
-)
+@pytest.mark.parametrize(("nodes", "local", "shares"), [(1, 3, [2.0]), (2, 2, [0.0, 0.4])])
 def test_any_budget_gives_the_losses_of_no_cache_within_its_bytes(nodes: int, local: int, shares: list[float]) -> None:
     scenario = replace(PLAIN, nodes=nodes, local=local)
     plain = scenario.run()
@@ -128,8 +126,7 @@ def test_any_budget_gives_the_losses_of_no_cache_within_its_bytes(nodes: int, lo
         assert {each.gradients for each in at_last.values()} == {"node"}, "there is one micro-batch"
         places[share] = _weights(runs[0])
     assert 0.0 not in places or places[0.0] != places[0.4]
-    if 2.0 in places:  # with much memory all that is used twice rests somewhere; one rank has all in its shards
-        assert ("none" in places[2.0][1:]) == (nodes * local == 1)
+    assert "none" not in places.get(2.0, [])[1:], "with much memory all that is used twice rests somewhere"
 
 
 def test_gradients_that_wait_whole_count_in_the_budget() -> None:
@@ -146,13 +143,7 @@ def test_gradients_that_wait_whole_count_in_the_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"options": OFFLOADED_BF16},
-        {"options": {"wire": laconic.Wire(weights="int8", as_values=True)}},
-        {"nodes": 4, "islands": 2},
-    ],
-    ids=["offloaded bf16", "coded values", "replicas"],
+    "changes", [{"options": OFFLOADED_BF16}, {"nodes": 4, "islands": 2}], ids=["offloaded bf16", "replicas"]
 )
 def test_with_other_policies_and_meshes_too(changes: dict[str, Any]) -> None:
     scenario = replace(PLAIN, **{"local": 1, **changes})
@@ -353,7 +344,7 @@ def test_what_moves_is_gathered_once_more_and_what_rests_again_saves_bytes() -> 
         assert (held.host_bytes > 0) == (word == "host")
 
     words = {1: "rank", 3: "host", 5: "device", 7: "none"}
-    scenario = replace(PLAIN, steps=8, events={step: partial(move, word) for step, word in words.items()})
+    scenario = replace(PLAIN, local=1, steps=8, events={step: partial(move, word) for step, word in words.items()})
     run = scenario.run()[0]
     trained = gather_bytes("node", [bucket for bucket in buckets(run.model) if not bucket.is_frozen])
     of_root = gather_bytes("node", run.model._laconic_unit.buckets)
