@@ -64,8 +64,8 @@ def unequal(scenario: Scenario) -> Scenario:
     "scenario",
     [
         Scenario(nodes=2, local=2, cache="host", precision=HALF),
-        Scenario(nodes=2, local=2, cache=Cache(where="auto", device_bytes=9_000, host_bytes=3_000), make=lora),
-        Scenario(nodes=3, cache=Cache(where="device", gradients="rank"), micro_batches=2),
+        Scenario(nodes=3, cache=Cache(where="auto", device_bytes=9_000, host_bytes=3_000), make=lora),
+        Scenario(cache=Cache(where="device", gradients="rank"), micro_batches=2),
         Scenario(options={"offload_policy": CPUOffloadPolicy()}, optimizer=adamw),
         Scenario(nodes=1, local=3, cache="rank", make=lora),
         Scenario(nodes=4, islands=2),
@@ -115,7 +115,7 @@ def test_crossings_in_few_bits_equal_their_twin(world: int, wire_name: str, cach
     """Messages are as long as the longest shard's codes; what they stand for does not depend on that."""
     wire = WIRES[wire_name]
     model = shard(build(Toy), cache=cache, wire=wire, shares=SHARES[:world])
-    assert_equals_twin(model, twin_of(model, wire), sgd(model.parameters()), steps=2, accumulation=2, exactly=set())
+    assert_equals_twin(model, twin_of(model, wire), sgd(model.parameters()), steps=2, accumulation=1, exactly=set())
 
 
 @on_ranks(4, local=2)
@@ -159,7 +159,7 @@ def test_audits_are_quiet_and_checks_find_damage() -> None:
         dist.barrier()
     assert dist.get_rank() or any("are gathered again" in str(each.message) for each in seen)
     model = shard(build(), shares=SHARES[:4], checks=Checks(interval=1))
-    for purpose, level in itertools.product(("weights", "gradients"), ("local", "node")):
+    for purpose, level in (("weights", "node"), ("gradients", "local")):
         flip = Flip(rank=1, purpose=purpose, level=level, bit=15)  # type: ignore[arg-type]
         with flipping(flip), pytest.raises(CorruptionError, match="rank 1"):
             train_step(model)
@@ -202,12 +202,12 @@ def _job_of_checkpoint(shares: Sequence[float] | None, folder: str, step: int) -
     return {name: value.detach() for name, value in full_parameters(model).items()}
 
 
-def test_a_checkpoint_of_unequal_shards_loads_on_equal_ones_and_back(tmp_path: Path) -> None:
-    """3 ranks unequal -> 2 equal -> 2 unequal, beside a run from beginning to end."""
-    sizes: list[Any] = [(3, 1, [3, 1, 2]), (2, 1, None), (2, 2, [1, 2])]
+def test_a_checkpoint_of_unequal_shards_loads_on_other_ones(tmp_path: Path) -> None:
+    """3 ranks unequal -> 2 otherwise unequal, beside a run of equal ones from beginning to end."""
+    sizes: list[Any] = [(3, 1, [3, 1, 2]), (2, 1, [1, 2])]
     for step, (world, local, shares) in enumerate(sizes):
         found = run_ranks(_job_of_checkpoint, world, shares, str(tmp_path), step, local=local)[0]
-    always = Scenario(nodes=1, steps=3, optimizer=adamw, batch=lambda step, rank: sharded_net.inputs(7, 0))
+    always = Scenario(nodes=1, steps=2, optimizer=adamw, batch=lambda step, rank: sharded_net.inputs(7, 0))
     torch.testing.assert_close(found, always.run()[0].parameters)
 
 
