@@ -89,36 +89,38 @@ SmallNet = partial(Net, 1)
 LOSSLESS = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("publishes", [{"encoding": "gaps"}, {"encoding": "smallest"}], ids=str)
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "rank": {"cache": "rank"},
+    "4bit": {"cache": "host", "wire": "4bit"},
+    "lossless": {"cache": "host", "wire": "lossless", "mp_policy": LOSSLESS},
+    "shares": {"shares": [1, 2, 3, 2]},
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["lossless", *(pytest.param(name, marks=pytest.mark.heavy) for name in ("rank", "shares", "4bit"))]
+)
 @on_ranks(4, local=2)
-def test_every_placement(publishes: dict[str, Any], tmp_path: Path) -> None:
+def test_every_placement(name: str, tmp_path: Path) -> None:
     """Publishing changes nothing of the run: losses and bytes are those of a run that does not publish."""
-    for name, policies in {
-        "rank": {"cache": "rank"},
-        "4bit": {"cache": "host", "wire": "4bit"},
-        "lossless": {"cache": "host", "wire": "lossless", "mp_policy": LOSSLESS},
-        "shares": {"shares": [1, 2, 3, 2]},
-    }.items():
-        if (publishes["encoding"] == "smallest") != (name in ("lossless", "shares")):
-            continue  # the division is what matters, and its dtype
-        results = []
-        for is_published in (False, True) if "wire" in policies else (True,):
-            model = shard(build(SmallNet), **policies)
-            optimizer, losses = torch.optim.SGD(model.parameters(), lr=1e-2), list[float]()
+    encoding, results = "smallest" if name in ("lossless", "shares") else "gaps", []
+    for is_published in (False, True) if "wire" in PLACEMENTS[name] else (True,):
+        model = shard(build(SmallNet), **PLACEMENTS[name])
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=1e-2), list[float]()
 
-            def step(model: Any = model, optimizer: Any = optimizer, losses: list[float] = losses) -> None:
-                losses.append(float(train_step(model, optimizer, seed=len(losses))))
+        def step(model: Any = model, optimizer: Any = optimizer, losses: list[float] = losses) -> None:
+            losses.append(float(train_step(model, optimizer, seed=len(losses))))
 
-            with moved(model) as bytes_moved:
-                if is_published:
-                    follow(model, tmp_path / name, step, base_every=2, **publishes)
-                else:
-                    for _ in range(3):
-                        step()
-                        whole_in_bf16(model)  # which `follow` gathers, too
-            sent = [bytes_moved.snapshot.total("node", purpose, "sent") for purpose in ("weights", "gradients")]
-            results.append((losses, sent))
-        assert results[0] == results[-1], name
+        with moved(model) as bytes_moved:
+            if is_published:
+                follow(model, tmp_path, step, base_every=2, encoding=encoding)
+            else:
+                for _ in range(3):
+                    step()
+                    whole_in_bf16(model)  # which `follow` gathers, too
+        sent = [bytes_moved.snapshot.total("node", purpose, "sent") for purpose in ("weights", "gradients")]
+        results.append((losses, sent))
+    assert results[0] == results[-1]
 
 
 @pytest.mark.parametrize("kind", ["laconic", "fsdp2", "replicas", pytest.param("ddp", marks=pytest.mark.machine)])
@@ -181,12 +183,13 @@ def test_islands_publish_what_they_agreed_on(tmp_path: Path) -> None:
     assert first != second == third != fourth, "islands agree every second step"
 
 
-@pytest.mark.parametrize("states", ["replicated", "sharded"])
 @on_ranks(3)
-def test_cyclic_runs_publish_one_version_of_all_stages(states: Any, tmp_path: Path) -> None:
+def test_cyclic_runs_publish_one_version_of_all_stages(tmp_path: Path) -> None:
     stages = make_stages(3, 0)
     mesh = init_device_mesh("cpu", (3,))
-    run = CyclicDataParallel(stages, nn.functional.cross_entropy, OPTIMIZERS["adamw"], mesh, rule="v2", states=states)
+    run = CyclicDataParallel(
+        stages, nn.functional.cross_entropy, OPTIMIZERS["adamw"], mesh, rule="v2", states="sharded"
+    )
     model = nn.ModuleList(stages)
     publisher = Publisher(model, tmp_path)
     held: dict[str, Tensor] = {}
@@ -307,9 +310,9 @@ def publish_until_killed(folder: str, victim: int, point: CrashPoint) -> None:
         publisher.wait()
 
 
-@pytest.mark.parametrize("point", [*CrashPoint])
+@pytest.mark.parametrize("point", [CrashPoint.WRITTEN, CrashPoint.LISTED, CrashPoint.COMMITTED])
 def test_a_rank_that_dies_leaves_whole_versions(point: CrashPoint, tmp_path: Path) -> None:
-    """And the next run goes on from them."""
+    """And the next run goes on from them. All points, of one rank: tests/store/test_crash_points.py."""
     for victim in (0, 1) if point is CrashPoint.WRITTEN else (0,):
         folder = tmp_path / str(victim)
         with suppress(RuntimeError):  # not all ranks pass all points
