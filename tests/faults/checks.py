@@ -104,7 +104,7 @@ def _wire(cases: Sequence[tuple[int, int]]) -> _Tries:
         for bit, seed in cases:
             for purpose in ("weights", "gradients"):
                 for level in ("node", "local"):
-                    flip = Flip(rank=VICTIM, purpose=purpose, level=level, bit=bit, seed=seed)  # type: ignore[arg-type]
+                    flip = Flip(rank=VICTIM, purpose=purpose, level=level, bit=bit, seed=seed)
                     trial.model.invalidate()  # weights cross in each step
                     with flipping(flip):
                         yield f"{purpose}, {level} level", bit, trial.is_seen(trial.step)

@@ -256,7 +256,10 @@ LIMIT_S = PEER_TIMEOUT_S + 25
 
 A rank may have just been started when another is killed, and its imports take 10 s on a busy machine.
 """
-_CYCLIC = {"optimizer": {"max_grad_norm": 0.0}, "schedule": {"kind": "cyclic", "cut_by": "parameters"}}
+_CYCLIC: dict[str, dict[str, Any]] = {
+    "optimizer": {"max_grad_norm": 0.0},
+    "schedule": {"kind": "cyclic", "cut_by": "parameters"},
+}
 ISLANDS = {"mode": "local", "every": 2, "recovery": "$FOLDER/recovery"}
 
 
