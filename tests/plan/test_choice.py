@@ -163,6 +163,7 @@ def files(tmp_path: Path) -> tuple[str, str]:
     return str(tmp_path / "job.toml"), str(tmp_path / "cluster.toml")
 
 
+@pytest.mark.heavy
 def test_the_command_ranks_writes_and_draws(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -168,10 +168,11 @@ def test_overlap_hides_an_exchange() -> None:
     assert seconds[0] > seconds[1]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("device", "count", "micro_batches", "keys"),
     [
-        ("cpu", 6, 4, {"cache": "none"}),
+        ("cpu", 2, 4, {"cache": "none"}),
         ("cuda", 6, 1, {"wire": "4bit"}),
         ("cuda", 10, 1, {"budget": 5 * WIDTH * WIDTH * 4 // 2}),  # five layers' node shards
     ],

@@ -212,6 +212,7 @@ def test_memory_is_in_the_order_of_what_ranks_keep() -> None:
         assert resting == ({"gradients": shards} if each is ddp else {})
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["fsdp2", "ddp"])
 def test_a_fast_network_is_hidden_and_a_slow_one_is_not(name: str) -> None:
     """On CUDA transfers overlap with compute, so on a fast network a step takes little more than its compute."""
@@ -264,6 +265,7 @@ def test_zero1_keeps_the_states_of_the_fullest_rank(nodes: int, local: int) -> N
     assert sent[0] == sent[1]
 
 
+@pytest.mark.heavy
 def test_ddp_runs_optimizers_of_whole_matrices() -> None:
     """DDP cuts nothing, so Muon runs, with one state for each matrix."""
     plain, muon = (estimated(job(optimizer={"name": name}), cluster(2, 2), "ddp") for name in ("adamw", "muon"))

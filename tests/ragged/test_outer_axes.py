@@ -296,6 +296,7 @@ class TwoBlocks(nn.Module):
         return self.second(self.first(x))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("case", list(NAMED))
 @on_ranks(4, local=1)
 def test_dtensors_over_the_axes_that_dp_mesh_dims_names(tmp_path: Path, case: str) -> None:
