@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,11 +17,8 @@ from tests.support.launch import on_ranks, run_ranks
 
 torch.set_num_threads(1)
 
-STAGGERED = tuple(name for name in RULES if name != "dp")
-FOUR, FIVE = (pytest.param(count, marks=pytest.mark.campaign) for count in (4, 5))
 
-
-@pytest.mark.parametrize("count", [1, 2, 3, FOUR, FIVE])
+@pytest.mark.parametrize("count", [1, 3])
 def test_single_device_equals_the_oracle(count: int) -> None:
     for rule, optimizer in cases(RULES):
         run = CyclicDataParallel(
@@ -34,9 +33,9 @@ def test_single_device_equals_the_oracle(count: int) -> None:
             assert_equal(run, oracle, f"{rule}, {optimizer}")
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, FOUR])
+@pytest.mark.parametrize("count", [1, 3])
 def test_single_device_clips_by_the_global_norm(count: int) -> None:
-    for rule, optimizer in cases(("dp", "v1", "clip")):
+    for rule, optimizer in zip(("dp", "v1", "clip"), cycle(OPTIMIZERS), strict=False):
         run = CyclicDataParallel(
             make_stages(count), nn.functional.cross_entropy, OPTIMIZERS[optimizer], rule=rule, max_grad_norm=0.05
         )
@@ -70,7 +69,8 @@ def job_trajectory(states: StatePlacement, count: int, rules: tuple[str, ...]) -
     worker = None if states == "shared" else dist.get_rank()
     able = [rule for rule in rules if Rule.named(rule, count).allows_global_norm]
     clipped = [(rule, "sgd", 0.05) for rule in able if count == 3]
-    for rule, optimizer, max_grad_norm in [*((*case, None) for case in cases(rules)), *clipped]:
+    every = [(rule, optimizer, None) for rule, optimizer in zip(rules, cycle(OPTIMIZERS), strict=False)]
+    for rule, optimizer, max_grad_norm in [*every, *clipped]:
         case = f"{states}, {rule}, {optimizer}, {max_grad_norm}"
         stages = make_stages(
             count, seed=0 if dist.get_rank() == 0 else 1
@@ -104,18 +104,13 @@ def job_trajectory(states: StatePlacement, count: int, rules: tuple[str, ...]) -
         run.close()
 
 
-@pytest.mark.heavy
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("count", [2, 3, FIVE])
-@on_ranks("count", timeout_s=200)
-def test_workers_equal_the_oracle(count: int) -> None:
-    for states in ("replicated", "sharded"):
-        job_trajectory(states, count, RULES)
+@pytest.mark.parametrize("states", ["replicated", "sharded"])
+@on_ranks(3)
+def test_workers_equal_the_oracle(states: StatePlacement) -> None:
+    job_trajectory(states, 3, RULES)
 
 
-@pytest.mark.heavy
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("count", [2, 3, FIVE])
-def test_shared_stages_equal_the_oracle(count: int) -> None:
+def test_shared_stages_equal_the_oracle() -> None:
     """Model and data parallel on N(N+1)/2 devices: 10 at N = 4, where plain data parallelism needs 16."""
-    run_ranks(job_trajectory, count * (count + 1) // 2, "shared", count, STAGGERED, timeout_s=200)
+    run_ranks(job_trajectory, 3, "shared", 2, ("v1", "v2", "clip"))
+    run_ranks(job_trajectory, 6, "shared", 3, ("lag2",))

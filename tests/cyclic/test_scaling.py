@@ -64,58 +64,56 @@ def assert_scales(mesh: DeviceMesh | None, states: StatePlacement, wire: Wire | 
     """With a wire, each rank is a node."""
     wire, nodes = wire or Wire(), range(dist.get_world_size()) if mesh is not None else ()
     worker = dist.get_rank() if mesh is not None and states != "shared" else None
-    for rule in ("v1", "clip") if states == "shared" else ("dp", "v1", "clip"):
-        for max_grad_norm in (None, 0.1):
-            oracle = Oracle(
-                make_stages(3),
-                loss_fn,
-                OPTIMIZERS["sgd"],
-                Rule.named(rule, 3),
-                max_grad_norm,
-                grad_scaler=scaler(),
-                wire=wire,
-                nodes=nodes,
-            )
-            run, saved, scales = make(rule, mesh, states, max_grad_norm, wire), {}, []
-            for step in range(END):
-                if step in (1, 3, 4):
-                    state = together(run.state_dict())
-                    saved[step] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
-                train(run, range(step, step + 1), worker)
-                train_oracle(oracle, range(step, step + 1))
-                assert run.loss_scale == oracle.scale
-                scales.append(oracle.scale)
-            assert min(scales) < 2.0**14  # something overflowed
-            assert any(after > before for before, after in pairwise(scales))
-            run.drain()
-            oracle.restart()
-            resumed = make(rule, mesh, states, max_grad_norm, wire)
-            for step, state in saved.items():
-                resumed.load_state_dict(state)
-                train(resumed, range(step, END), worker)
-                resumed.drain()
-                for which in (run, resumed):
-                    assert which.loss_scale == oracle.scale
-                    with which.consistent_parameters():
-                        assert_equal(which, oracle, f"{states}, {rule}, {max_grad_norm}, from {step}")
-            run.close()
-            resumed.close()
+    cases = ("dp", 0.1), ("v1", None), ("clip", 0.1)
+    for rule, max_grad_norm in cases[1:] if states == "shared" else cases:
+        oracle = Oracle(
+            make_stages(3),
+            loss_fn,
+            OPTIMIZERS["sgd"],
+            Rule.named(rule, 3),
+            max_grad_norm,
+            grad_scaler=scaler(),
+            wire=wire,
+            nodes=nodes,
+        )
+        run, saved, scales = make(rule, mesh, states, max_grad_norm, wire), {}, []
+        for step in range(END):
+            if step in (1, 4):
+                state = together(run.state_dict())
+                saved[step] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+            train(run, range(step, step + 1), worker)
+            train_oracle(oracle, range(step, step + 1))
+            assert run.loss_scale == oracle.scale
+            scales.append(oracle.scale)
+        assert min(scales) < 2.0**14  # something overflowed
+        assert any(after > before for before, after in pairwise(scales))
+        run.drain()
+        oracle.restart()
+        resumed = make(rule, mesh, states, max_grad_norm, wire)
+        for step, state in saved.items():
+            resumed.load_state_dict(state)
+            train(resumed, range(step, END), worker)
+            resumed.drain()
+            for which in (run, resumed):
+                assert which.loss_scale == oracle.scale
+                with which.consistent_parameters():
+                    assert_equal(which, oracle, f"{states}, {rule}, {max_grad_norm}, from {step}")
+        run.close()
+        resumed.close()
 
 
 def test_single_device() -> None:
     assert_scales(None, "single")
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize(
-    ("states", "ranks"), [("replicated", 3), ("sharded", 3), pytest.param("shared", 6, marks=pytest.mark.campaign)]
+    ("states", "ranks"), [("replicated", 3), ("sharded", 3), pytest.param("shared", 6, marks=pytest.mark.heavy)]
 )
 @on_ranks("ranks")
 def test_devices_agree(states: StatePlacement) -> None:
     assert_scales(init_device_mesh("cpu", (dist.get_world_size(),)), states)
 
 
-@pytest.mark.heavy
 @on_ranks(3, local=1)
 def test_devices_agree_on_what_crosses_in_few_bits() -> None:
     """A skipped update still brings a version, with what the codec has lost of earlier ones."""

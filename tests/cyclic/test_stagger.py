@@ -74,13 +74,12 @@ def peaks(reports: list[Report]) -> list[int]:
 
 
 def test_live_activations_stay_flat() -> None:
-    """A worker may be late in single batches on a busy machine, so the best of several batches counts."""
     for times in ((0.06, 0.06), (0.04, 0.08)):
-        reports = run_ranks(job_live, COUNT, "v2", times, 8)
+        reports = run_ranks(job_live, COUNT, "v2", times, 5)
         assert min(peaks(reports)) <= COUNT * (COUNT + 1) // 2 + COUNT // 2
         assert all(r.live_peak == COUNT and r.live_now == 0 for r in reports)  # a single worker saves no memory
         assert all(len(r.durations_s) == len(r.waits_s) == 2 * COUNT for r in reports)
-    reports = run_ranks(job_live, COUNT, "dp", (0.06, 0.06), 6)
+    reports = run_ranks(job_live, COUNT, "dp", (0.06, 0.06), 4)
     assert max(peaks(reports)) == COUNT**2
 
 
@@ -198,19 +197,3 @@ def test_only_messages_between_nodes_count_as_such() -> None:
     totals = [owners(stage) // 2 for stage in range(COUNT) if owners(stage) != COUNT - 1]
     stage_bytes = sum_bytes // COUNT
     assert last == {"local": totals.count(1) * stage_bytes, "node": totals.count(0) * stage_bytes}
-
-
-def test_report_of_waits() -> None:
-    report = Report()
-    for wait_s in (0.0, 0.05, 0.2, 0.0):
-        report.add_op(duration_s=1.0, wait_s=wait_s)
-    assert report.on_time == 0.75
-    report.add_sent(7)
-    report.add_sent(5)
-    assert report.largest_burst == 12
-    report.begin_step()
-    assert report.on_time == 1.0
-    assert report.bytes_per_step == [0]
-    assert report.largest_burst == 12
-    report.clear_trace()
-    assert report.largest_burst == 0

@@ -17,7 +17,7 @@ from laconic.checkpoint import CheckpointError, load_checkpoint, open_checkpoint
 from laconic.hf.layers import layers_to_shard
 from laconic.partial.updates import partial_updates, unsliced_state_dict
 from laconic.ragged.parts import sliced_parts
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 from tests.support.partial_models import build, lm_loss, tokens
 
 adamw = partial(torch.optim.AdamW, lr=1e-2)
@@ -89,10 +89,9 @@ def unsliced_moments(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: read[key] for name, key in keys.items()}
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("kind", ["llama", "phi3", "gpt2", "gpt-neox", "mixtral-eager", "gpt-oss-eager"])
+@pytest.mark.parametrize("kind", ["phi3", "gpt2", "gpt-oss-eager"])
 def test_a_checkpoint_is_unsliced_and_loads_into_any_slices(kind: str, tmp_path: Path) -> None:
-    """The kinds have rows and columns, fused and interleaved matrices, shared keys, stacks of experts, and biases."""
+    """The kinds have rows and columns, fused and interleaved matrices, stacks of experts, and biases."""
     model, optimizer = trained(kind, 1, 2)
     save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer, extra={})
     stored = open_checkpoint(tmp_path)
@@ -108,25 +107,26 @@ def test_a_checkpoint_is_unsliced_and_loads_into_any_slices(kind: str, tmp_path:
             assert torch.equal(value, joined[place[2]] if joined and place else saved[owner])
             if joined and place and place[2] == 1:  # the slice that nobody trains has zeros
                 assert not joined[0].any()
-    for num_slices, slice_index in ((2, 0), (4, 1), (1, 0)):
+    for num_slices, slice_index in ((4, 1), (1, 0)):
         assert_loaded(tmp_path, model, num_slices, slice_index, kind)
 
 
-def _sharded(folder: str, kind: str) -> None:
+@on_ranks(3)
+def test_a_sharded_model_is_written_and_read_in_parts(tmp_path: Path) -> None:
+    kind = "mixtral-eager"
     model, optimizer = trained(kind, 1, 2, sharded=True)
     with pytest.MonkeyPatch.context() as patch:  # a save and a load must not gather
-        patch.setattr(laconic.RaggedTensor, "full_tensor", None)
-        save_checkpoint(folder, 1, model=model, optimizer=optimizer, extra={})
-    state, read = unsliced_state_dict(model), open_checkpoint(folder)
+        if dist.get_rank() == 0:  # ranks in one process share the class
+            patch.setattr(laconic.RaggedTensor, "full_tensor", None)
+        dist.barrier()
+        save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer, extra={})
+        dist.barrier()
+    dist.barrier()
+    state, read = unsliced_state_dict(model), open_checkpoint(tmp_path)
     assert all(torch.equal(value, state[name]) for name, value in read.read(read.tensors).items())
     for num_slices, slice_index in ((4, 3), (1, 0)):
-        assert_loaded(Path(folder), model, num_slices, slice_index, kind, sharded=True)
+        assert_loaded(tmp_path, model, num_slices, slice_index, kind, sharded=True)
         dist.barrier()
-
-
-@pytest.mark.machine
-def test_a_sharded_model_is_written_and_read_in_parts(tmp_path: Path) -> None:
-    run_ranks(_sharded, 3, str(tmp_path), "mixtral-eager")
 
 
 def test_an_unsliced_checkpoint_loads_into_slices(tmp_path: Path) -> None:

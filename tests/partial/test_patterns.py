@@ -17,7 +17,7 @@ from tests.reference.partial import mask_by_hand
 from tests.support.partial_models import MLPS, MODELS, Mlp, MlpNet, active_mask, build
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if not kind.endswith("_mm")])
 @pytest.mark.parametrize("num_slices", [2, 8])
 def test_slices_tile_every_sliced_tensor_and_share_all_others(kind: str, num_slices: int) -> None:
     plain = build(kind)

@@ -166,35 +166,27 @@ class Late(RingReduceScatter):
         super().__call__(output_tensor, *arguments, **keys)
 
 
-def job_trains_behind_backward(*shapes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "shape"),
+    [(2, (2,)), *(pytest.param(size, shape, marks=pytest.mark.heavy) for size, shape in ((2, (1, 2)), (4, (2, 2))))],
+)
+@on_ranks("world_size")
+def test_reductions_behind_backward_have_the_same_bits(shape: tuple[int, ...]) -> None:
+    """As FSDP2 and HSDP that wait for the same ring, and for torch's own all-reduce over replicas."""
     begin_mean = ring._begin_mean
 
     def begin_mean_late(*arguments: Any) -> Any:
         time.sleep(0.02)
         return begin_mean(*arguments)
 
-    for shape in shapes:
-        for name, case in CASES.items():
-            if len(shape) == 2 and case.get("reduce_dtype") == torch.float16:
-                continue  # torch's own HSDP has it
-            expected = trained(shape, "waiting", **case)
-            with patch.object(ring, "RingReduceScatter", Late), patch.object(ring, "_begin_mean", begin_mean_late):
-                found = trained(shape, "behind backward", **case)
-            for ours, theirs in zip(found, expected, strict=True):
-                assert torch.equal(ours, theirs), (shape, name)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "shapes"),
-    [
-        (2, [(2,)]),
-        pytest.param(2, [(1, 2)], marks=pytest.mark.heavy),
-        pytest.param(4, [(2, 2)], marks=pytest.mark.heavy),
-    ],
-)
-def test_reductions_behind_backward_have_the_same_bits(world_size: int, shapes: list[tuple[int, ...]]) -> None:
-    """As FSDP2 and HSDP that wait for the same ring, and for torch's own all-reduce over replicas."""
-    run_ranks(job_trains_behind_backward, world_size, *shapes)
+    for name, case in CASES.items():
+        if len(shape) == 2 and case.get("reduce_dtype") == torch.float16:
+            continue  # torch's own HSDP has it
+        expected = trained(shape, "waiting", **case)
+        with patch.object(ring, "RingReduceScatter", Late), patch.object(ring, "_begin_mean", begin_mean_late):
+            found = trained(shape, "behind backward", **case)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours, theirs), (shape, name)
 
 
 @pytest.mark.machine

@@ -166,3 +166,18 @@ def test_orphans_end_with_one_line_each() -> None:
         "--train.resume auto\n"
         for rank in range(2)
     ]
+
+
+def test_an_orphan_says_why_it_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    launchers, codes = [7], list[int]()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(os, "getppid", lambda: launchers[-1])
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with ending_with_launcher():
+        time.sleep(3)
+        assert not codes
+        launchers.append(1)
+        time.sleep(1)
+    assert set(codes) == {1}
+    assert "rank 1 ends, because its launcher (torchrun, process 7) has died" in capsys.readouterr().err
