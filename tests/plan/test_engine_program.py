@@ -94,6 +94,7 @@ def test_micro_batches_cross_once_with_a_cache() -> None:
     assert moved(none, "node", 1) == (2 * 3 + 1) * weights / 2
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_memory_orders_the_caches(device: str) -> None:
     """A device cache holds the weights of a node's share more. A budget holds as much of them as it says."""
@@ -193,6 +194,7 @@ def test_a_few_layers_stand_for_all(
     assert [small.held[kind] for kind in KINDS] == pytest.approx([machine.held[kind] for kind in KINDS])
 
 
+@pytest.mark.heavy
 def test_owners_own_what_they_own_of_all_layers() -> None:
     """How many matrices a rank owns does not follow from those of a few layers: 9 on 4 ranks are 3 on the first."""
     for count, owned in ((8, 2), (9, 3)):
