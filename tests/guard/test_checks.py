@@ -90,6 +90,8 @@ def test_a_flipped_bit_on_the_wire_is_found_on_all_ranks(setting: int, seed: int
         bit = 15 if level == "local" else 0
         message = _outcome(model, Flip(rank=1, purpose=purpose, level=level, bit=bit, seed=seed))  # type: ignore[arg-type]
         assert "rank 1" in message, (purpose, level)
+        wrong = "came to rank 1 with other bits" if purpose == "gradients" else "has other weights of"
+        assert wrong in message, (purpose, level)
     assert not _outcome(model, Flip(rank=-1, purpose="weights", level="node", bit=0)), "no flip, no error"
 
 
