@@ -19,10 +19,7 @@ NOT_INSIDE = {
 }
 """The promises without a test in `make test`, and why."""
 UNTOLD = {
-    ", inside a block of ... elements that must stay together": "to be taken inside",
-    "run different programs": "to be taken inside",
-    "is stuck because": "to be taken inside",
-    "configuration turns on FSDP or DeepSpeed, and laconic takes their place": "to be taken inside",
+    "is stuck because": "a thread of a rank that computes ends its process",
 }
 """The messages without a test in `make test`, and why."""
 
@@ -63,13 +60,21 @@ def test_each_promise_has_a_test_in_make_test() -> None:
     assert bare == NOT_INSIDE.keys()
 
 
+def _of_the_room(statement: ast.AST, path: Path) -> list[Path]:
+    """The modules of a test's own room that a statement imports."""
+    if not isinstance(statement, ast.ImportFrom) or not (statement.module or "").startswith(
+        f"tests.{path.parent.name}"
+    ):
+        return []
+    names = [statement.module, *(f"{statement.module}.{each.name}" for each in statement.names)]
+    return [file for name in names if (file := ROOT / f"{str(name).replace('.', '/')}.py").exists()]
+
+
 def _texts() -> Iterator[str]:
     """The strings in tests of `make test`, and in the modules of their rooms that they import."""
     for path in sorted({*(ROOT / "tests").rglob("test_*.py")} - {Path(__file__)}):
         own = [
-            ast.parse((ROOT / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8"))
-            for each in inside(path)
-            if isinstance(each, ast.ImportFrom) and (name := each.module or "").startswith(f"tests.{path.parent.name}.")
+            ast.parse(file.read_text(encoding="utf-8")) for each in inside(path) for file in _of_the_room(each, path)
         ]
         for statement in [*inside(path), *own]:
             for node in ast.walk(statement):

@@ -159,7 +159,7 @@ def test_every_new_pattern_after_some_held_ones(dtype: torch.dtype) -> None:
     check_pairs(new[torch.tensor([0, 12_345, 2**15 - 1, 2**15, 2**16 - 1])], new)
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(seconds=160)
 @pytest.mark.timeout(1800)
 def test_every_new_pattern_after_every_held_one() -> None:
     """All 65,536 x 65,536 pairs in loops or in a GPU's kernels, and each sixteenth held pattern in plain torch."""

@@ -13,7 +13,7 @@ SAMPLE = tuple(
 """Each slice, each way to compute, and the caches none and host; the benchmark tries the rest, too."""
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(seconds=80)
 @pytest.mark.timeout(300)
 def test_every_path_under_every_strategy() -> None:
     runnable, reasons, unknown = sort_out(paths())

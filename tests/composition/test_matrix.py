@@ -53,7 +53,7 @@ def test_a_sample_of_the_cells_on_processes() -> None:
     assert assert_right([*sample(), Cell("host", "AdamW", frozenset({"compile"}))]) == 1
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(seconds=110)
 @pytest.mark.timeout(400)  # on however few cores
 def test_every_cell_that_compiles() -> None:
     num_compiled = assert_right([cell for cell in cells() if "compile" in cell.features])

@@ -51,13 +51,15 @@ def table(case: str, *, among: Sequence[str] | None) -> str:
 
 
 @pytest.mark.timeout(300)  # a plan of many strategies, a minute of a free processor
-@pytest.mark.parametrize("case", ["sites", *(pytest.param(each, marks=pytest.mark.campaign) for each in OTHERS)])
+@pytest.mark.parametrize(
+    "case", ["sites", *(pytest.param(each, marks=pytest.mark.campaign(seconds=120)) for each in OTHERS)]
+)
 def test_a_table(case: str) -> None:
     """Among the strategies that it shows; `main` writes the tables, and chooses among all."""
     assert table(case, among=CASES[case]) == shown(case)
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(seconds=90)
 @pytest.mark.timeout(300)
 def test_the_sample_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     command, sample = SAMPLE_OF_A_PLAN.search(CHOOSE.read_text()).groups()  # type: ignore[union-attr]

@@ -65,7 +65,9 @@ def of_gradients(name: str, facts: dict[str, Any], moved: dict[str, float]) -> N
     assert facts["bytes_a_value"] - others <= 2 * nbytes + 1.25
 
 
-@pytest.mark.parametrize("gpus", [("sm_90",), pytest.param(("sm_80", "sm_100"), marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    "gpus", [("sm_90",), pytest.param(("sm_80", "sm_100"), marks=pytest.mark.campaign(seconds=120))]
+)
 @pytest.mark.parametrize(
     ("kind", "num", "check"),
     [

@@ -177,7 +177,7 @@ def job_link(link: int, name: str, folder: Path) -> dict[str, Tensor]:
     return found if dist.get_rank() == 0 else {}
 
 
-@pytest.mark.parametrize("links", [FEW, pytest.param(LINKS, marks=pytest.mark.campaign)], ids=len)
+@pytest.mark.parametrize("links", [FEW, pytest.param(LINKS, marks=pytest.mark.campaign(seconds=120))], ids=len)
 @pytest.mark.parametrize("name", MEMBERS)
 def test_every_mesh_trains_as_one_process_and_goes_on_from_another(name: str, links: list[Any], tmp_path: Path) -> None:
     for link, (sizes, local) in enumerate(links):

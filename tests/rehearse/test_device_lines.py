@@ -178,13 +178,13 @@ VACUOUS = {"shard/gather.py UnitGather.begin"}
 """A unit without parameters has no transfer that could block. So it takes the way of a device, and does nothing."""
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(seconds=60)
 def test_no_rank_on_a_cpu_passes_a_line_of_a_device() -> None:
     found = passed(watched_tests(*CPU_TESTS), device_places())
     assert {f"{each.file} {each.function}" for each in found} <= VACUOUS
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(seconds=660)
 @pytest.mark.timeout(1800)
 def test_the_tests_pass_the_lines_of_a_device_without_one() -> None:
     places = device_places()

@@ -173,7 +173,7 @@ def test_whatever_happens_between_steps_the_bits_are_the_same() -> None:
     job_walk(7)
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(seconds=200)
 @pytest.mark.timeout(600)
 def test_the_bits_are_the_same_for_500_steps() -> None:
     run_ranks(job_walk, 4, 500, local=2, timeout_s=500)

@@ -64,7 +64,7 @@ PRELOADED = (
 )
 """The modules that the fork server imports; it passes over those that are not installed."""
 _NOT_CONNECTED = "connectFullMesh failed"
-"""What Gloo says in this case."""
+"""What Gloo says of ranks that could not connect to each other."""
 _EXIT_S = 5.0  # the time for a rank to end after it has sent its result
 _STACKS_S = 1.0  # the time for ranks to write where they stand
 

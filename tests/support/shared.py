@@ -20,10 +20,11 @@ _OF_OTHERS = ("os", "time", "torch", *(f"torch.{name}" for name in ("accelerator
 
 
 @functools.lru_cache(maxsize=1)
-def _places(num_modules: int) -> list[Any]:
-    """The modules and classes whose functions come back; they change where the number of modules does."""
+def _places(names: tuple[str, ...]) -> list[Any]:
+    """The modules of these names whose functions come back, and their classes."""
     found: list[Any] = []
-    for name, module in list(sys.modules.items()):
+    for name in names:
+        module = sys.modules[name]
         is_ours = name.partition(".")[0] in _ROOMS
         if isinstance(module, ModuleType) and (is_ours or name in _OF_OTHERS):
             classes = (each for each in vars(module).values() if isinstance(each, type) and each.__module__ == name)
@@ -34,7 +35,7 @@ def _places(num_modules: int) -> list[Any]:
 @contextmanager
 def left_as_it_was() -> Iterator[None]:
     """Put back the functions and classes that the body replaces."""
-    before = [(place, dict(vars(place))) for place in _places(len(sys.modules))]
+    before = [(place, dict(vars(place))) for place in _places(tuple(sys.modules))]
     try:
         yield
     finally:

@@ -4,7 +4,8 @@
 How much a processor does in a second hangs on what its neighbours do: here the same tests take half as long again
 beside others. So a file's seconds are told in those of a yardstick, a piece of work that takes 5 ms on an idle core of
 the machine where the budgets were made. It runs before and after each file. What a test imports first is booked to
-nobody, since another test would import it otherwise. The seconds count all processes that a file starts, ranks too.
+nobody, since another test would import it otherwise. The seconds count all processes that a file starts, ranks too. A
+measurement still strays, so what fails is a file that takes half as long again as its budget.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import builtins
 import importlib
 import os
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -26,7 +28,8 @@ import torch
 from tests.support.tiers import is_outside
 
 FILE_S, SUITE_S = 5.0, 480.0
-"""The seconds of the processors that a file of `make test`, and all of them together, may take."""
+"""The budgets of a file of `make test`, and of all of them together, in seconds of the processors."""
+_STRAYS = 1.5
 _YARDSTICK_S, _ROUNDS = 0.005, 200
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _NUM_FILES = 10
@@ -40,7 +43,7 @@ class _Cost:
     processors_s: float = 0.0
     """In those of the yardstick."""
     is_inside: bool = True
-    """True if all its tests are those of `make test`."""
+    """True if all its tests are those of `make test`, so that it has a budget."""
 
 
 _costs: dict[str, _Cost] = defaultdict(_Cost)
@@ -101,12 +104,12 @@ def _timed(real: Callable[..., Any]) -> Callable[..., Any]:
         global _imports_s, _is_importing
         if _is_importing:
             return real(*arguments, **options)
-        _is_importing, begun_s, num_before = True, time.thread_time(), len(importlib.sys.modules)  # type: ignore[attr-defined]
+        _is_importing, begun_s, num_before = True, time.thread_time(), len(sys.modules)
         try:
             return real(*arguments, **options)
         finally:
             _is_importing = False
-            if len(importlib.sys.modules) != num_before:  # type: ignore[attr-defined]
+            if len(sys.modules) != num_before:
                 _imports_s += time.thread_time() - begun_s
 
     return load
@@ -127,7 +130,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     global _begin, _yardstick_s
     result = yield
     cost = _costs[item.nodeid.partition("::")[0]]
-    cost.is_inside &= not is_outside(item)
+    cost.is_inside &= not is_outside(item) and item.get_closest_marker("heavy") is None
     if nextitem is None or nextitem.path != item.path:
         clock_s, used_s, imports_s = (end - begin for end, begin in zip(_Clocks.now(), _begin, strict=True))
         before_s, _yardstick_s = _yardstick_s, _yardstick()
@@ -141,12 +144,12 @@ def _above() -> list[str]:
     """What costs more than it may, in words."""
     inside = {file: cost.processors_s for file, cost in _costs.items() if cost.is_inside}
     lines = [
-        f"{file} takes {cost_s:.1f} s of the processors, and may take {FILE_S:g}: make its tests smaller"
+        f"{file} takes {cost_s:.1f} s of the processors, and its budget is {FILE_S:g}: make its tests smaller"
         for file, cost_s in inside.items()
-        if cost_s > FILE_S
+        if cost_s > FILE_S * _STRAYS
     ]
-    if sum(inside.values()) > SUITE_S:
-        lines.append(f"all files take {sum(inside.values()):.0f} s of the processors, and may take {SUITE_S:g}")
+    if sum(inside.values()) > SUITE_S * _STRAYS:
+        lines.append(f"all files take {sum(inside.values()):.0f} s of the processors; their budget is {SUITE_S:g}")
     return lines
 
 
