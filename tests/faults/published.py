@@ -307,7 +307,7 @@ def kills(bench: Bench) -> Row:
     updates = lives(bench.out / "publishers", num_publishers)
     repaired = lives_of_readers(bench.out / "readers", num_readers)
     told_row = faults_row(
-        claim="kills of publishers and readers at calls of laconic that are gone through; wrong or half versions served",
+        claim="kills of publishers and readers at calls of laconic; wrong or half versions served",
         tried=num_publishers + num_readers,
         at_least=500,
         harms={"wrong": 0},
