@@ -91,3 +91,13 @@ def test_ranks_are_threads_of_this_process() -> None:
     threads, clocks = zip(*run_ranks(_sleep_by_rank, 3), strict=True)
     assert len(set(threads)) == 3
     assert [int(each) for each in clocks] == [0, 1, 2]
+
+
+def _replace_a_constant() -> None:
+    tiers.OUTSIDE = ()
+
+
+def test_a_constant_that_a_rank_replaces_comes_back() -> None:
+    before = tiers.OUTSIDE
+    run_ranks(_replace_a_constant, 2)
+    assert tiers.OUTSIDE == before == ("machine", "campaign", "cuda")

@@ -1,4 +1,4 @@
-"""Functions that a test's ranks replace, as a process might that ends with them.
+"""Functions and constants that a test's ranks replace, as a process might that ends with them.
 
 Ranks in one process share their modules: [Note: State of a process] in laconic/rehearse/in_process.py. A function that
 a rank replaces is replaced for all of them, until the launch is over, and no longer.
@@ -34,7 +34,7 @@ def _places(names: tuple[str, ...]) -> list[Any]:
 
 @contextmanager
 def left_as_it_was() -> Iterator[None]:
-    """Put back the functions and classes that the body replaces."""
+    """Put back the functions, classes and constants, which have names in capitals, that the body replaces."""
     before = [(place, dict(vars(place))) for place in _places(tuple(sys.modules))]
     try:
         yield
@@ -44,5 +44,5 @@ def left_as_it_was() -> Iterator[None]:
             if len(now) == len(variables) and all(map(operator.is_, now.values(), variables.values())):
                 continue  # most of them; all of this takes place in C
             for name, value in variables.items():
-                if callable(value) and now.get(name) is not value:
+                if (callable(value) or name.isupper()) and now.get(name) is not value:
                     setattr(place, name, value)
