@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from laconic.rehearse.turns import player
+from tests.support import tiers
 from tests.support.launch import run_ranks
 from tests.support.tiers import LeftProcessError, is_inside
 
