@@ -68,6 +68,7 @@ class Oracle:
         return losses, norms, float(held_out)
 
 
+@pytest.mark.heavy
 def test_every_strategy_takes_the_mean_over_the_tokens_of_the_global_batch(tmp_path: Path) -> None:
     """Three ranks; the last step of an epoch leaves ranks without a row, and so without a token that counts."""
     packed = {"data": {"packing": True}, "train": {"micro_batch_size": 2}}

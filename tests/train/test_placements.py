@@ -7,6 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.jobs import job, train_all
 from tests.support.launch import run_ranks
 
@@ -19,6 +21,7 @@ def _resting(folder: Path) -> dict[int, dict[str, int]]:
     return {row["step"]: row.get("resting", {}) for row in rows if "loss" in row}
 
 
+@pytest.mark.heavy
 def test_a_resumed_run_rests_where_the_broken_one_has_chosen(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     configs = [
@@ -37,6 +40,7 @@ def test_a_resumed_run_rests_where_the_broken_one_has_chosen(tmp_path: Path) -> 
     assert _resting(broken) == _resting(whole), "the resumed run has not chosen again"
 
 
+@pytest.mark.heavy
 def test_on_another_cluster_a_resumed_run_chooses_anew(tmp_path: Path) -> None:
     start = job(tmp_path, shard=AUTO, train={"steps": 2, "save_every": 0})
     rest = job(tmp_path, shard={**AUTO, "device_bytes": 0}, train={"steps": 5, "resume": "auto"})
