@@ -1,4 +1,4 @@
-"""What benchmarks compute from what they have measured: bytes, padding, entropy, memory, and ratios."""
+"""The arithmetic of benchmarks: bytes, padding, entropy, memory and ratios are computed from measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of `laconic compare` in a real browser, without a network: what a phone and a wide screen show of it."""
+"""A real browser opens the report of `laconic compare` without a network, as wide as a phone and as a large screen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of combinations: which tier tries a cell, what its oracles tell apart, and what the page says."""
+"""The table of combinations: each cell has its tier, its oracles differ, and the page shows the table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOMS = (test_caches, test_coded, test_islands, test_cyclic)
 
 
 def strategies_of(test: Any, markers: set[str]) -> list[str]:
-    """What a test is for; it has these markers, and its file none."""
+    """The strategies that a test tries. It must have these markers, and its file none."""
     marks = {mark.name: mark for mark in test.pytestmark}
     assert marks.keys() == {"parametrize", *markers}
     assert not hasattr(sys.modules[test.__module__], "pytestmark")

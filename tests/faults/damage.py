@@ -49,7 +49,7 @@ EDITS: dict[str, Callable[[bytes, int, random.Random], bytes]] = {
     "doubling": lambda data, at, dice: data + data,
     "emptying": lambda data, at, dice: b"",
 }
-"""What becomes of the content of a file: (content, place, chance) -> content."""
+"""A kind of damage: (content of a file, place, chance) -> damaged content."""
 KINDS = (*EDITS, "deletion", "dangling link", "folder", "replacement", "exchange")
 """The last two put another file in the place of this one, or let the two change places."""
 
@@ -228,7 +228,7 @@ def try_files(kind: str, work: Path, num: int) -> list[str]:
 
 
 _NOT_OF = {"model": ("folder", "flips", "zeros", "page of zeros")}
-"""Kinds that are not tried: a folder in the way is told, and stays there; the others change weights."""
+"""Kinds of damage that are not tried. A folder in the way is reported and stays; the others change weights."""
 
 
 def _tokens(work: Path, **settings: Any) -> Callable[[Path], str]:

@@ -1,4 +1,4 @@
-"""What an accelerator would show, on a machine without one: races, waits, lanes, lines of a device, and kernels.
+"""Campaigns about accelerators on a machine without one: races, waits, lanes, lines of a device, and kernels.
 
 docs/races.md says how programs run on an accelerator that is not there. Every program of tests/rehearse/programs.py
 runs once; then each of its waits, events and host synchronisations is taken out in turn; then it runs in random legal

@@ -77,7 +77,7 @@ class Kind:
     run: Callable[[bool], None]
     """The program of a rank; the argument is true for the odd one."""
     words: tuple[str, ...]
-    """What the exception of every rank must contain, besides the name of a rank."""
+    """The text that the exception of every rank must contain, besides the name of a rank."""
     num_ranks: int = 2
     num_local: int = 1
 
@@ -278,7 +278,7 @@ def run_kind(name: str) -> tuple[str, float]:
 
 
 def missing(name: str, told: Sequence[str]) -> list[str]:
-    """What the exceptions of the ranks lack; the odd rank's own is left out where it ended first."""
+    """The texts that the ranks' exceptions lack. That of an odd rank that ended first does not count."""
     judged = told[:-1] if name in LAST_WORDS else told
     words = ("rank ", *KINDS[name].words)
     return [f"rank {rank} lacks {word!r}" for rank, text in enumerate(judged) for word in words if word not in text]

@@ -1,6 +1,6 @@
 """Fixed samples of the campaigns: damaged files, folders without room, ranks that differ or are lost.
 
-What needs no process stays inside; the rest is small samples of `python -m tests.faults`, which `make campaigns` runs.
+Tests that need no process stay inside. The others are small samples of `python -m tests.faults`, for `make campaigns`.
 """
 
 from __future__ import annotations
