@@ -45,6 +45,10 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
+def nothing_of(model: nn.Module) -> None:
+    """Do nothing with a model."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
     """A model, the ranks that share it, and its training."""
@@ -57,7 +61,7 @@ class Scenario:
     """Replicas of the model: `fully_shard` gets a mesh with as many islands."""
     make: Callable[[], nn.Module] = Net
     """Builds the model, the same on all ranks, frozen parameters and all."""
-    prepare: Callable[[Any], Any] = lambda model: None
+    prepare: Callable[[Any], Any] = nothing_of
     """What is done with a rank's model before `fully_shard`, and not with the oracle's."""
     units: Sequence[str] | None = None
     """The modules that are units below the root. Default: `blocks`, or the children of a model without any."""
@@ -85,7 +89,7 @@ class Scenario:
     """What is done with a rank's model before a step, by step."""
     edits: Mapping[int, Callable[[Any], Any]] = field(default_factory=dict)
     """What is done, without gradients, with a rank's model and with the oracle's before a step, by step."""
-    look: Callable[[Any], Any] = lambda model: None
+    look: Callable[[Any], Any] = nothing_of
     """What a test wants to know of a rank's model after each step, and before the first."""
 
     def batches(self, step: int) -> list[list[Any]]:
