@@ -11,7 +11,7 @@ from laconic.config import Config, from_dict
 from laconic.plan.candidates import CANDIDATES
 from laconic.plan.estimates import Estimate
 from laconic.plan.prediction import Predictor
-from tests.plan.traces import cluster
+from tests.plan.traces import FLOPS_PER_S, cluster
 from tests.support.jobs import corpus, table, train_all
 from tests.support.launch import run_ranks
 
@@ -63,7 +63,9 @@ def jobs(folder: Path) -> dict[str, Config]:
 
 
 def predicted(name: str, config: Config, nodes: int, local: int) -> Estimate:
-    estimate = Predictor(config, cluster(nodes, local)).estimate(CANDIDATES[JOBS[name][0]])
+    rates = {"float32": FLOPS_PER_S, "bfloat16": FLOPS_PER_S}  # of which bytes know nothing
+    on = cluster(nodes, local, device_flops_per_s=rates)
+    estimate = Predictor(config, on).estimate(CANDIDATES[JOBS[name][0]])
     assert isinstance(estimate, Estimate), estimate
     return estimate
 
