@@ -76,6 +76,13 @@ CAMPAIGN_S = 600.0
 """The limit of a campaign that names none; the suite's own limit is for tests that are not heavy."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep a worker of `make test` on one processor: its threads take turns, and a turn on another one comes later."""
+    worker, processors = os.environ.get("PYTEST_XDIST_WORKER", ""), sorted(os.sched_getaffinity(0))
+    if worker and "not machine" in config.option.markexpr:  # what processes a test starts would stay there, too
+        os.sched_setaffinity(0, {processors[int(worker.removeprefix("gw")) % len(processors)]})
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest; the others stay in their order. Give campaigns their time."""
     for item in items:

@@ -10,15 +10,13 @@ measurement still strays, so what fails is a file that takes half as long again 
 
 from __future__ import annotations
 
-import builtins
-import importlib
 import os
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import _bootstrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,19 +96,18 @@ def _work() -> float:
 
 
 def _timed(real: Callable[..., Any]) -> Callable[..., Any]:
-    """An import that books its time, if it is not a part of another one."""
+    """What imports a module that is not there yet, and books its time if it is not a part of another import."""
 
-    def load(*arguments: Any, **options: Any) -> Any:
+    def load(*arguments: Any) -> Any:
         global _imports_s, _is_importing
         if _is_importing:
-            return real(*arguments, **options)
-        _is_importing, begun_s, num_before = True, time.thread_time(), len(sys.modules)
+            return real(*arguments)
+        _is_importing, begun_s = True, time.thread_time()
         try:
-            return real(*arguments, **options)
+            return real(*arguments)
         finally:
             _is_importing = False
-            if len(sys.modules) != num_before:
-                _imports_s += time.thread_time() - begun_s
+            _imports_s += time.thread_time() - begun_s
 
     return load
 
@@ -118,8 +115,7 @@ def _timed(real: Callable[..., Any]) -> Callable[..., Any]:
 def pytest_collection_finish() -> None:
     """Count from here: what the collection costs belongs to no file."""
     global _begin, _yardstick_s
-    builtins.__import__ = _timed(builtins.__import__)
-    importlib.import_module = _timed(importlib.import_module)
+    _bootstrap._find_and_load = _timed(_bootstrap._find_and_load)  # type: ignore[attr-defined]
     _yardstick_s = _yardstick()
     _begin = _Clocks.now()
 
