@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import _thread
 import functools
+import logging
 import os
 import queue
 import signal
@@ -23,7 +24,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from laconic.rehearse.turns import Turns, no_player, player
+from laconic.rehearse.turns import Stopped, Turns, no_player, player
 
 _EPOCH_S = 1.8e9  # what `time.time` says at the beginning
 _depth = 0
@@ -49,6 +50,7 @@ def _replaced() -> list[tuple[Any, str, Any]]:
         (threading, "Lock", _new_lock),
         (threading, "_allocate_lock", _new_lock),
         (threading, "RLock", _of_players(lambda turns: threading._PyRLock(), threading.RLock)),  # type: ignore[attr-defined]
+        (logging.getLogger("concurrent.futures"), "filters", [_is_no_end]),
         (queue, "SimpleQueue", queue._PySimpleQueue),  # type: ignore[attr-defined]
         (functools.cached_property, "__get__", _cached),
         (thread, "start", _starting(thread.start)),
@@ -62,6 +64,11 @@ def _replaced() -> list[tuple[Any, str, Any]]:
         (time, "time", _of_players(lambda turns: _EPOCH_S + turns.read_clock(), time.time)),
         (time, "time_ns", _of_players(lambda turns: int((_EPOCH_S + turns.read_clock()) * 1e9), time.time_ns)),
     ]
+
+
+def _is_no_end(record: logging.LogRecord) -> bool:
+    """False for what an executor says of a thread that ends with its rank."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], Stopped)
 
 
 def _of_players(own: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
