@@ -8,6 +8,7 @@ python -m benchmarks.suite --quick                    few repetitions, printed o
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import statistics
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -57,6 +58,7 @@ class _Run:
     clock_s: float
     processors_s: float
     has_failed: bool
+    commit: str
 
 
 def _run(target: str, *prefix: str) -> _Run:
@@ -66,7 +68,14 @@ def _run(target: str, *prefix: str) -> _Run:
         raise RuntimeError(f"make {target} ran no test:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     print("\n".join([f"  make {target}: {counts[-1][0]} in {counts[-1][1]} s", *failures]), file=sys.stderr, flush=True)
-    return _Run(counts[-1][0], float(counts[-1][1]), float(total[-1][1]) if total else 0.0, done.returncode != 0)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=_ROOT, capture_output=True, text=True).stdout
+    return _Run(
+        words=counts[-1][0],
+        clock_s=float(counts[-1][1]),
+        processors_s=float(total[-1][1]) if total else 0.0,
+        has_failed=done.returncode != 0,
+        commit=commit.strip(),
+    )
 
 
 @contextlib.contextmanager
@@ -81,14 +90,28 @@ def _spinning(number: int) -> Iterator[None]:
             spinner.wait()
 
 
+def _repeat(row: str, number: int, target: str, *prefix: str) -> list[_Run]:
+    """Run a part of the suite so many times. Hours pass: what has run is kept, and a call after a break goes on."""
+    kept = _ROOT / "runs" / f"suite-{row}.jsonl"
+    kept.parent.mkdir(exist_ok=True)
+    runs = [_Run(**json.loads(line)) for line in kept.read_text("utf-8").splitlines()] if kept.exists() else []
+    while len(runs) < number:
+        runs.append(_run(target, *prefix))
+        with kept.open("a", encoding="utf-8") as file:
+            print(json.dumps(asdict(runs[-1])), file=file)
+    kept.unlink()
+    return runs
+
+
 def _repeated(claim: str, runs: Sequence[_Run]) -> Row:
     failed, seconds = sum(run.has_failed for run in runs), [run.clock_s for run in runs]
+    commits = ", ".join(dict.fromkeys(run.commit for run in runs))
     return Row(
         claim=claim,
         required=f"0 failures of {len(runs)}",
         measured=f"{failed} of {len(runs)}",
         is_met=failed == 0,
-        note=f"{runs[0].words}; {min(seconds):.0f} to {max(seconds):.0f} s a run.",
+        note=f"{runs[0].words}; {min(seconds):.0f} to {max(seconds):.0f} s a run. Sources: {commits}.",
     )
 
 
@@ -109,14 +132,14 @@ def make_test(bench: Bench) -> Row:
 def make_test_beside_others(bench: Bench) -> Row:
     """`make test` beside processes that spin."""
     with _spinning(4):
-        runs = [_run("test") for _ in range(bench.times(20))]
+        runs = _repeat("test-busy", bench.times(20), "test")
     return _repeated("`make test` beside four processes that spin", runs)
 
 
 @BENCHMARK.row("test-one-core")
 def make_test_on_one_core(bench: Bench) -> Row:
     """`make test` where it has one core."""
-    runs = [_run("test", "taskset", "-c", "0") for _ in range(bench.times(5))]
+    runs = _repeat("test-one-core", bench.times(5), "test", "taskset", "-c", "0")
     return _repeated("`make test` on one core", runs)
 
 
@@ -172,7 +195,7 @@ def lines_of_tests(bench: Bench) -> Row:
 def make_test_all_beside_others(bench: Bench) -> Row:
     """`make test-all` beside processes that spin."""
     with _spinning(2):
-        runs = [_run("test-all") for _ in range(bench.times(5))]
+        runs = _repeat("test-all-busy", bench.times(5), "test-all")
     return _repeated("`make test-all` beside two processes that spin", runs)
 
 
