@@ -35,7 +35,7 @@ from pathlib import Path
 
 from tests.mutants.explained import EXPLAINED, MISSED
 from tests.mutants.mutation import Mutant, mutants
-from tests.mutants.nearest import Nearest, is_recorded, record
+from tests.mutants.nearest import UNLIMITED, Nearest, is_recorded, record
 from tests.support import launch
 
 _ROOT = Path(__file__).parents[2]
@@ -219,7 +219,7 @@ def _run_tests(arguments: Path, copy: Path, log: Path) -> None:
     pytest = importlib.import_module("pytest")
     status = 3
     try:
-        status = pytest.main(["-x", "-q", "-rfE", "-p", "no:cacheprovider", f"--timeout={_TEST_S}", f"@{arguments}"])
+        status = pytest.main(["-x", "-q", "-rfE", *UNLIMITED, f"--timeout={_TEST_S}", f"@{arguments}"])
     finally:
         sys.stdout.flush()
         os._exit(int(status))

@@ -19,6 +19,8 @@ import pytest
 _ROOT = Path(__file__).parents[2]
 _VARIABLE = "LACONIC_NEAREST"
 _LINES, _COSTS = "lines.coverage", "costs.json"
+UNLIMITED = ("-p", "no:cacheprovider", "-p", "no:tests.support.times")
+"""pytest's arguments without the budgets of files: coverage and mutants take their time."""
 _ALL = "(machine or heavy) and not campaign and not cuda"
 """What `make test-all` runs, as pytest's `-m` says it."""
 
@@ -65,7 +67,7 @@ def record(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in (_LINES, _COSTS):
         (folder / name).unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.mutants.nearest"]
+    command = [sys.executable, "-m", "pytest", "-q", *UNLIMITED, "-p", "tests.mutants.nearest"]
     subprocess.run(command, cwd=_ROOT, env={**os.environ, _VARIABLE: str(folder)}, check=True)
 
 
