@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +31,17 @@ from laconic.publish.http_source import TOKEN_VARIABLE
 from laconic.publish.source import Registration, VanishedError
 from laconic.publish.versions import MANIFEST, version_name
 from laconic.store.folder import FileRecord
-from tests.support.published import assert_refused, assert_same, edit, make, model_with, published, read, snapshot
+from tests.support.published import (
+    assert_refused,
+    assert_same,
+    edit,
+    make,
+    model_with,
+    published,
+    read,
+    snapshot,
+    weights_of_versions,
+)  # fmt: skip
 
 TOKEN = "a-secret-of-the-tests"
 PIECE_BYTES = 512
@@ -125,25 +135,20 @@ def network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return found
 
 
-@pytest.mark.parametrize(("encoding", "token"), [("gaps", None), ("smallest", TOKEN)])
-def test_from_every_version_to_the_newest(encoding: str, token: str | None, tmp_path: Path, network: Network) -> None:
-    """As from the folder: the same values by the same bytes."""
-    weights = published(tmp_path, base_every=4, encoding=encoding)
-    url = network.serve(tmp_path, token)
+def test_from_every_version_to_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, network: Network) -> None:
+    """As from the folder: the same values by the same bytes. An address is enough where the token is a variable."""
+    weights = published(tmp_path, base_every=4, encoding="smallest")
+    url = network.serve(tmp_path, TOKEN)
     for start in range(7):
-        far = read(HttpSource(url, token=token), weights, start)
+        far = read(HttpSource(url, token=TOKEN), weights, start)
         assert far.bytes_read == read(tmp_path, weights, start).bytes_read
-
-
-def test_an_address_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, network: Network) -> None:
-    weights = published(tmp_path)
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    reader = read(network.serve(tmp_path, TOKEN) + "/", weights, 3, name="far")
+    reader = read(url + "/", weights, 3, name="far")
     assert not reader.wait(0.01, poll_s=0.001)
     assert FolderSource(tmp_path).registrations() == {"far": Registration(version=6)}
 
 
-def test_a_folder_that_is_not_there_yet_has_no_version(tmp_path: Path, network: Network) -> None:
+def test_a_folder_that_is_not_there_yet_and_a_server_that_is_not(tmp_path: Path, network: Network) -> None:
     reader = Reader(network.serve(tmp_path / "later"), name="early")
     assert not reader.wait(0)
     with pytest.raises(PublishError, match="has no version yet"):
@@ -153,6 +158,7 @@ def test_a_folder_that_is_not_there_yet_has_no_version(tmp_path: Path, network: 
     assert not (tmp_path / "later").exists()
     published(tmp_path / "later", num_versions=1)
     assert reader.wait(0)
+    assert_refused("http://nowhere:1", weights_of_versions(1), 1, r"http://nowhere:1 does not answer: .*refused")
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"500 .*is no folder of versions"):
         HttpSource(network.serve(tmp_path / "file")).versions()
@@ -203,10 +209,6 @@ def test_only_the_rest_of_the_same_file_is_asked_for(is_replaced: bool, tmp_path
 
     assert HttpSource(network.serve(tmp_path, change=cut_once)).read(1, file) == wanted
     assert passed[0] < (2 if is_replaced else 1) * file.size_bytes + 2 * PIECE_BYTES
-
-
-def test_a_server_that_is_gone(tmp_path: Path) -> None:
-    assert_refused("http://nowhere:1", published(tmp_path), 2, r"http://nowhere:1 does not answer: .*refused")
 
 
 def test_flipped_bits_are_noticed_or_do_no_harm(tmp_path: Path, network: Network) -> None:
@@ -277,17 +279,18 @@ def test_nothing_but_versions_leaves_the_folder(tmp_path: Path, network: Network
 
 
 @pytest.mark.parametrize(
-    ("method", "headers"),
+    "head",
     [
-        ("GET", "Content-Length: 4"),
-        ("GET", "Transfer-Encoding: chunked"),
-        ("PUT", "Transfer-Encoding: chunked\r\nContent-Length: 30"),
-        ("PUT", "Content-Length: " + "9" * 5000),
+        "GET Content-Length: 4",
+        "GET Transfer-Encoding: chunked",
+        "PUT Transfer-Encoding: chunked\r\nContent-Length: 30",
+        "PUT Content-Length: " + "9" * 5000,
     ],
+    ids=range(4),
 )
-def test_bodies_that_a_proxy_could_take_for_requests(method: str, headers: str, tmp_path: Path) -> None:
+def test_bodies_that_a_proxy_could_take_for_requests(head: str, tmp_path: Path) -> None:
     """The server refuses, and the connection ends, so nothing after the head is taken for another request."""
-    server = Server(serving._Handler, source=FolderSource(tmp_path), token=TOKEN)
+    server, (method, headers) = Server(serving._Handler, source=FolderSource(tmp_path), token=TOKEN), head.split(" ", 1)
     asked = f"{method} /readers/far HTTP/1.1\r\nHost: x\r\n{headers}\r\n\r\nGET /versions HTTP/1.1\r\nHost: x\r\n\r\n"
     answer = server.answer(asked.encode())
     assert answer.has_ended
@@ -310,39 +313,25 @@ def test_requests_without_the_token_learn_nothing(tmp_path: Path, network: Netwo
     assert not (tmp_path / "readers").exists()
 
 
-def test_other_machines_need_a_token(tmp_path: Path) -> None:
-    for host in ("0.0.0.0", "::", "192.0.2.1", "some-host"):
-        with pytest.raises(PublishError, match=r"without a token; give token="):
-            WeightServer(tmp_path, host=host)
-    for token in ("", "two words", "line\n", "é"):
-        with pytest.raises(PublishError, match="one word of ASCII"):
-            WeightServer(tmp_path, token=token)
-
-
-@pytest.mark.parametrize(
-    ("reader", "body", "wanted"),
-    [
-        ("far", b'{"version": 3, "reading": [4]}', 204),
+def test_registrations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, network: Network) -> None:
+    """And readers do not fill the disk."""
+    monkeypatch.setattr(serving, "_MOST_READERS", 2)
+    url = network.serve(tmp_path)
+    source = HttpSource(url)
+    for reader, body, wanted in (
         ("far", b"{", 400),
         ("far", b'{"version": 3}{', 400),
         ("..%2ffar", b'{"version": 3, "reading": []}', 400),
         ("f" * 65, b'{"version": 3, "reading": []}', 400),
         ("far", b" " * (1 << 17), 413),
         ("far", None, 413),
-    ],
-)
-def test_registrations(reader: str, body: bytes | None, wanted: int, tmp_path: Path, network: Network) -> None:
-    url = network.serve(tmp_path)
-    assert ask(url, "PUT", f"/readers/{reader}", body)[0] == wanted
-    found = {"far": Registration(version=3, reading=(4,))} if wanted == 204 else {}
-    assert FolderSource(tmp_path).registrations() == found
-    assert HttpSource(url).versions() == []
-
-
-def test_readers_do_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, network: Network) -> None:
-    monkeypatch.setattr(serving, "_MOST_READERS", 2)
-    source = HttpSource(network.serve(tmp_path))
-    for name in ("a", "b", "a"):
+        ("far", b'{"version": 3, "reading": [4]}', 204),
+    ):
+        assert FolderSource(tmp_path).registrations() == {}
+        assert ask(url, "PUT", f"/readers/{reader}", body)[0] == wanted
+    assert FolderSource(tmp_path).registrations() == {"far": Registration(version=3, reading=(4,))}
+    assert source.versions() == []
+    for name in ("b", "far"):
         source.register(name, Registration(version=1))
     with pytest.raises(PublishError, match="there are 2 readers already"):
         source.register("c", Registration(version=1))
@@ -395,17 +384,27 @@ def test_versions_that_are_gone_and_files_that_are(tmp_path: Path, network: Netw
 
 
 class Stub(BaseHTTPRequestHandler):
-    """Gives one answer to everything."""
+    """Gives one answer to all who ask; takes news, and answers with the next of `statuses`, then with 200."""
 
     protocol_version = "HTTP/1.1"
     server: Any
 
     def do_GET(self) -> None:
-        self.send_response(self.server.status)
-        for name, value in {"Content-Length": str(len(self.server.body)), **self.server.headers}.items():
+        self._answer(self.server.status, self.server.body, self.server.headers)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        status = self.server.statuses.pop(0) if self.server.statuses else 200
+        if status == 200:
+            self.server.news.append((self.path, body))
+        self._answer(status, b"", {})
+
+    def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(self.server.body)
+        self.wfile.write(body)
 
     def log_message(self, *_: object) -> None: ...
 
@@ -434,65 +433,60 @@ def test_other_servers(status: int, body: bytes, headers: dict[str, str], messag
             HttpSource(url).read(1, FileRecord(name="file", size_bytes=0, sha256=None))
 
 
-def test_addresses_that_make_no_sense(tmp_path: Path) -> None:
-    """Of a server, and of a program that is told of versions. A password is not repeated."""
-    for url in ("http://", "ftp://host", "http://host:port", "http://me:secret@host", "http://host/?a=b", "host:80"):
-        with pytest.raises(PublishError, match=r"give (http://HOST:PORT|token=)") as error:
-            HttpSource(url)
-        assert "secret" not in str(error.value)
-    for url in ("nowhere", "ftp://host", "http://", "http://host:99999", "http://me:secret@host/"):
-        with pytest.raises(PublishError, match="is no address to tell of versions") as error:
-            Announcer(tmp_path, [url])
-        assert "secret" not in str(error.value)
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A password in an address is not repeated; other machines need a token."""
+    no_server, no_hook, no_token = (
+        "give (http://HOST:PORT|token=)",
+        "is no address to tell of versions",
+        "without a token",
+    )
+    makes: list[tuple[Callable[[str], Any], str, Sequence[str]]] = [
+        (HttpSource, no_server,
+         ("http://", "ftp://host", "http://host:port", "http://me:secret@host", "http://host/?a=b", "host:80")),
+        (lambda url: Announcer(tmp_path, [url]), "is no address to tell",
+         ("nowhere", "ftp://host", "http://", "http://host:99999", "http://me:secret@host/")),
+        (lambda host: WeightServer(tmp_path, host=host), no_token, ("0.0.0.0", "::", "192.0.2.1", "some-host")),
+        (lambda token: WeightServer(tmp_path, token=token), "one word of ASCII", ("", "two words", "line\n", "é")),
+    ]  # fmt: skip
+    for make_it, message, values in makes:
+        for value in values:
+            with pytest.raises(PublishError, match=message) as error:
+                make_it(value)
+            assert "secret" not in str(error.value)
+    for wrong, said in ((["--host", "0.0.0.0"], no_token), (["--token-file", str(tmp_path / "nowhere")], "nowhere")):
+        assert publish_cli.main(["serve", str(tmp_path), *wrong]) == 2
+        assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        publish_cli.main(["serve", str(tmp_path), "--port", "70000"])
 
 
 # -- programs that are told of versions --------------------------------------------------------------------------------
 
 
-class Hook(BaseHTTPRequestHandler):
-    """Takes news, and answers with the next of `statuses`, then with 200."""
+def test_each_new_version_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], network: Network) -> None:
+    """An address that does not answer holds up no other; after three attempts a line says so, and the next is told.
 
-    server: Any
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        status = self.server.statuses.pop(0) if self.server.statuses else 200
-        if status == 200:
-            self.server.news.append((self.path, body))
-        self.send_response(status)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None: ...
-
-
-def test_each_new_version_is_told(tmp_path: Path, network: Network) -> None:
-    """Not those that were there before; and an address that does not answer holds up no other."""
-    hook, net = Server(Hook, news=[], statuses=[]), make()
+    The folder comes later than the first announcer; the second one does not tell what was there before it.
+    """
+    hook, net, folder = Server(Stub, news=[], statuses=[500, 500, 404, 500]), make(), tmp_path / "versions"
     url = network.add(hook)
-    with Publisher(net, tmp_path / "versions", run="run") as publisher:
-        publisher.publish()
+
+    def publish(publisher: Publisher, wait_s: float, step: int | None = None) -> None:
+        publisher.publish(step=step)
         publisher.wait()
-        with Announcer(tmp_path / "versions", [url + "/new?a=b", "http://127.0.0.1:1/"]):
-            for version in (2, 3):
-                edit(net, version)
-                publisher.publish(step=10 * version)
-                publisher.wait()
-                time.sleep(1)
-    assert hook.known.news == [("/new?a=b", {"run": "run", "version": each, "step": 10 * each}) for each in (2, 3)]
+        time.sleep(wait_s)
 
-
-def test_an_address_that_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str], network: Network) -> None:
-    """Three attempts; a line; and the next version is told. The folder comes later than the announcer."""
-    hook = Server(Hook, news=[], statuses=[500, 500, 404, 500])
-    url = network.add(hook)
-    with Announcer(tmp_path / "versions", [url]), Publisher(make(), tmp_path / "versions", run="run") as publisher:
+    with Announcer(folder, [url]), Publisher(net, folder, run="run") as publisher:
         for _ in range(2):
-            publisher.publish()
-            publisher.wait()
-            time.sleep(60)
+            publish(publisher, 60)
     assert capsys.readouterr().err == f"laconic publish: {url} was not told of version 1: status 404\n"
-    assert hook.known.news == [("/", {"run": "run", "version": 2, "step": None})]
+    with Publisher(net, folder, run="run") as publisher, Announcer(folder, [url + "/new?a=b", "http://127.0.0.1:1/"]):
+        edit(net, 3)
+        publish(publisher, 1, step=30)
+    assert hook.known.news == [
+        ("/", {"run": "run", "version": 2, "step": None}),
+        ("/new?a=b", {"run": "run", "version": 3, "step": 30}),
+    ]
 
 
 # -- by hand, and with real sockets ------------------------------------------------------------------------------------
@@ -539,14 +533,3 @@ def test_the_command_at_a_distance(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.count(": intact\n") == 6
     assert publish_cli.main(["squash", url, str(tmp_path / "out")]) == 0
     read(tmp_path / "out", weights, 0)
-
-
-def test_mistakes_at_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for wrong, message in (
-        (["--host", "0.0.0.0"], "without a token"),
-        (["--token-file", str(tmp_path / "nowhere")], "nowhere"),
-    ):
-        assert publish_cli.main(["serve", str(tmp_path), *wrong]) == 2
-        assert message in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        publish_cli.main(["serve", str(tmp_path), "--port", "70000"])
