@@ -9,53 +9,32 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+from unittest import mock
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from laconic.errors import JobError
 from laconic.integrations import slime
 from laconic.integrations.slime import PullFolder
-from laconic.publish import FolderSource, Publisher, PublishError, Reader
+from laconic.publish import FolderSource, PublishError, Reader
 from laconic.publish.upkeep import squash
 from laconic.publish.versions import version_name
 from tests.support import pull_stand_in
-from tests.support.published import edit, make, snapshot
+from tests.support.published import Run, assert_same
 
 
-class Run:
-    """A training run that publishes; it begins with version 1."""
-
-    def __init__(self, folder: Path, **keys: Any) -> None:
-        self.net, self.version = make(), 0
-        self.publisher = Publisher(self.net, folder, **{"keep": 100, "base_every": 100, **keys})
-        self.step()
-
-    def step(self) -> dict[str, Tensor]:
-        """Change a few elements; publish. Returns the weights that were published, tied ones once."""
-        self.version += 1
-        edit(self.net, self.version)
-        self.publisher.publish()
-        self.publisher.wait()
-        weights = {n: t.bfloat16() if t.is_floating_point() else t for n, t in snapshot(self.net).items()}
-        del weights["head.weight"]
-        return weights
+def once(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without the second name of a tied tensor."""
+    return {name: tensor for name, tensor in weights.items() if name != "head.weight"}
 
 
 def pulled(local: Path, source: Path, number: int) -> dict[str, Tensor]:
     """The weights of an engine's own checkpoint after a pull."""
     pull_stand_in.pull(str(local), str(local.parent / "base"), str(source), number)
     return {name: tensor for path in local.glob("*.safetensors") for name, tensor in load_file(path).items()}
-
-
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
 
 
 def kinds(folder: Path) -> dict[int, str]:
@@ -76,9 +55,9 @@ def test_engines_pull_what_was_published(encoding: Literal["overwrite", "xor"], 
     relay = PullFolder(Reader(tmp_path / "weights"), tmp_path / "pull", encoding=encoding, full_every=4)
     assert relay.update() == 1
     for number in range(2, 8):
-        weights = run.step()
+        weights = once(run.step())
         if number == 3:
-            weights = run.step()  # two of ours in one delta
+            weights = once(run.step())  # two of ours in one delta
         assert relay.update() == relay.number == number
         assert relay.update() == number, "nothing is new"
         assert_same(pulled(tmp_path / "each", relay.folder, number), weights)
@@ -103,7 +82,7 @@ def test_files_of_the_model_and_older_versions(tmp_path: Path) -> None:
     run = Run(tmp_path / "weights")
     relay = PullFolder(Reader(tmp_path / "weights"), tmp_path / "pull", model_folder=base, full_every=2)
     for _ in range(6):
-        weights = run.step()
+        weights = once(run.step())
         relay.update()
     assert kinds(relay.folder) == {3: "full", 4: "overwrite", 5: "full", 6: "overwrite"}
     files = {path.name for path in (relay.folder / version_name(5)).iterdir()}
@@ -118,25 +97,21 @@ def test_a_relay_that_is_started_again_and_one_without_space_go_on(
     """After an error while a delta is written, no version is new, and the next one is full, as after a start."""
     run, folder = Run(tmp_path / "weights"), tmp_path / "pull"
     for number in range(1, 4):
-        weights = run.step()
+        weights = once(run.step())
         relay = PullFolder(Reader(tmp_path / "weights"), folder)
         assert relay.update() == number
         assert_same(pulled(tmp_path / "local", folder, number), weights)
     assert kinds(folder) == {2: "full", 3: "full"}
     run.step()
-    monkeypatch.setattr(slime, "write_named", no_space)
+    monkeypatch.setattr(slime, "write_named", mock.Mock(side_effect=OSError("no space left on device")))
     with pytest.raises(OSError, match="no space left"):
         relay.update()
     monkeypatch.undo()
     assert kinds(folder) == {2: "full", 3: "full"}
-    weights = run.step()
+    weights = once(run.step())
     assert relay.update() == 4
     assert kinds(folder)[4] == "full"
     assert_same(pulled(tmp_path / "local", folder, 4), weights)
-
-
-def no_space(*_: object) -> None:
-    raise OSError("no space left on device")
 
 
 def test_large_tensors_are_never_overwritten_and_squashed_versions_are_full(
@@ -147,7 +122,7 @@ def test_large_tensors_are_never_overwritten_and_squashed_versions_are_full(
     run = Run(tmp_path / "weights", base_every=1)
     relay = PullFolder(Reader(tmp_path / "weights"), tmp_path / "pull")
     relay.update()
-    weights = run.step()
+    weights = once(run.step())
     assert relay.update() == 2
     assert kinds(relay.folder) == {1: "full", 2: "xor"}
     assert_same(pulled(tmp_path / "local", relay.folder, 2), weights)
@@ -155,40 +130,6 @@ def test_large_tensors_are_never_overwritten_and_squashed_versions_are_full(
     assert_same(pulled(tmp_path / "again", tmp_path / "squashed", 2), weights)
     with pytest.raises(AssertionError):  # a version that a publisher wrote needs the relay
         assert_same(pulled(tmp_path / "other", tmp_path / "weights", 2), weights)
-
-
-class Engine:
-    """An engine with a checkpoint on its own disk."""
-
-    def __init__(self, base: Path) -> None:
-        self.base, self.weights = base, dict[str, Tensor]()
-
-    def post(self, address: str, body: dict[str, Any]) -> None:
-        if address == "/pull_weights":
-            places = (body["local_checkpoint_dir"], self.base, body["source_dir"])
-            pull_stand_in.pull(*map(str, places), body["target_version"])
-        else:
-            assert address == "/update_weights_from_disk"
-            self.weights = load_file(Path(body["model_path"]) / "model.safetensors")
-
-
-def relayed(weights: Path, pull_folder: Path, base: Path, local: Path, engines: list[Engine], timeout_s: float) -> None:
-    """The loop of docs/publish.md, until no version comes."""
-    relay = PullFolder(Reader(weights), pull_folder, model_folder=base)
-    while relay.reader.wait(timeout_s):
-        body = {"source_dir": pull_folder, "target_version": relay.update(), "local_checkpoint_dir": local}
-        for engine in engines:
-            engine.post("/pull_weights", body)
-            engine.post("/update_weights_from_disk", {"model_path": local})
-
-
-def test_engines_that_are_told(tmp_path: Path) -> None:
-    base, engines = tmp_path / "base", [Engine(tmp_path / "base")] * 2
-    base.mkdir()
-    weights = Run(tmp_path / "weights").step()
-    relayed(tmp_path / "weights", tmp_path / "pull", base, tmp_path / "local", engines, 0.0)
-    for engine in engines:
-        assert_same(engine.weights, weights)
 
 
 def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
-"""Versions in vLLM: by its own code where it is installed, else by a stand-in with its conditions.
+"""Versions in vLLM, and flushes for verl's loader in SGLang: a model that takes them has what was published.
 
-By hand, they passed with the Python code of vLLM 0.33.0 and torch 2.13 on a CPU.
+vLLM's own code is called where it is installed, else a stand-in with its conditions. By hand, the tests passed with the
+Python code of vLLM 0.33.0 and torch 2.13 on a CPU, and with `apply_delta` of verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import importlib
 import importlib.util
 import shutil
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +20,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from laconic.integrations.verl import delta_flushes
 from laconic.integrations.vllm import LaconicWorker, checkpoint_patches, load_version, sparse_patches, weight_source
-from laconic.publish import FolderSource, Publisher, PublishError, Reader, WeightPatch
+from laconic.publish import FolderSource, PublishError, Reader, WeightPatch
 from laconic.publish.versions import version_name
 from tests.support import vllm_stand_in
+from tests.support.published import Run
 
 
 @pytest.fixture(autouse=True)
@@ -96,34 +101,27 @@ def config(quant_config: Any = None, *, is_moe: bool = False, moe_backend: str =
     )
 
 
-class Run:
-    """A training run that publishes; it begins with version 1."""
+def few(net: Any, _: int) -> None:
+    """Change a few elements, and all of the norm."""
+    net.embed.weight.view(-1)[3::17] += 0.1
+    net.q.weight[2:4, 2:5] *= 1.5
+    net.norm.weight += 0.25
 
-    def __init__(self, folder: Path, **keys: Any) -> None:
-        torch.manual_seed(0)
-        self.model = Trained()
-        self.publisher = Publisher(self.model, folder, **{"keep": 100, "base_every": 100, **keys})
-        self.publish()
 
-    def publish(self) -> dict[str, Tensor]:
-        """Publish a version, and return its weights."""
-        self.publisher.publish()
-        self.publisher.wait()
-        return {n: t.bfloat16() if t.is_floating_point() else t.clone() for n, t in self.model.state_dict().items()}
+def one(name: str, value: float) -> Callable[[nn.Module, int], Any]:
+    """Change the first element of a tensor."""
+    return lambda net, _: net.state_dict()[name].view(-1)[0].fill_(value)
 
-    @torch.no_grad()
-    def step(self, name: str = "", value: float = 1.5) -> dict[str, Tensor]:
-        """Change the first element of a tensor; or all but the integers; or a few and all of the norm. Publish."""
-        if name == "all":
-            for parameter in self.model.parameters():
-                parameter.mul_(value)
-        elif name:
-            self.model.state_dict()[name].view(-1)[0] = value
-        else:
-            self.model.embed.weight.view(-1)[3::17] += 0.1
-            self.model.q.weight[2:4, 2:5] *= 1.5
-            self.model.norm.weight += 0.25
-        return self.publish()
+
+def every(net: nn.Module, _: int) -> None:
+    """Change all but the integers."""
+    for parameter in net.parameters():
+        parameter.mul_(1.5)
+
+
+def begun(folder: Path, **keys: Any) -> Run:
+    torch.manual_seed(0)
+    return Run(folder, Trained(), every, **keys)
 
 
 def assert_served(served: Served, weights: dict[str, Tensor]) -> None:
@@ -135,12 +133,11 @@ ALL = {"embed.weight", "q.weight", "k.weight", "norm.weight", "count"}
 CHANGED = {"embed.weight", "q.weight", "norm.weight"}
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_all_values_and_then_what_changes(rank: int, tmp_path: Path) -> None:
+def test_all_values_and_then_what_changes(tmp_path: Path) -> None:
     """The norm comes whole in a patch, as all of it changes."""
-    run, served, reader = Run(tmp_path), Served(rank), Reader(tmp_path)
+    run, served, reader = begun(tmp_path), Served(1), Reader(tmp_path)
     for version in (2, 3, 4):
-        weights = run.step()
+        weights = run.step(few)
         assert load_version(served, reader, config()) == reader.version == version
         assert_served(served, weights)
     assert served.loaded == [ALL, CHANGED, CHANGED]
@@ -152,43 +149,43 @@ def test_all_values_and_then_what_changes(rank: int, tmp_path: Path) -> None:
 
 
 def test_all_values_where_patches_do_not_fit(tmp_path: Path) -> None:
-    run, served, reader = Run(tmp_path, base_every=1), Served(0), Reader(tmp_path)
+    run, served, reader = begun(tmp_path, base_every=1), Served(0), Reader(tmp_path)
 
     def load(weights: dict[str, Tensor], **keys: Any) -> set[str]:
         load_version(served, reader, config(**keys))
         assert_served(served, weights)
         return served.loaded[-1]
 
-    assert load(run.publish()) == ALL
-    assert load(run.step("count", 7)) == ALL
-    assert load(run.step("k.weight", torch.nan)) == ALL
-    assert load(run.step("k.weight", 1.0)) == {"k.weight"}
-    run.step("all")
-    assert load(run.step("all")) == ALL, "two patches are more bytes than all values"
-    assert load(run.step(), quant_config="fp8") == ALL
-    assert load(run.step(), is_moe=True) == ALL
-    assert load(run.step(), is_moe=True, moe_backend="triton") == CHANGED
+    assert load(run.step(lambda *_: None)) == ALL
+    assert load(run.step(one("count", 7))) == ALL
+    assert load(run.step(one("k.weight", torch.nan))) == ALL
+    assert load(run.step(one("k.weight", 1.0))) == {"k.weight"}
+    run.step(every)
+    assert load(run.step(every)) == ALL, "two patches are more bytes than all values"
+    assert load(run.step(few), quant_config="fp8") == ALL
+    assert load(run.step(few), is_moe=True) == ALL
+    assert load(run.step(few), is_moe=True, moe_backend="triton") == CHANGED
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_after_a_loader_that_fails_all_values_come_and_values_coded_by_others_are_refused(
     version: int, tmp_path: Path
 ) -> None:
-    run, served, reader = Run(tmp_path), Served(0), Reader(tmp_path)
+    run, served, reader = begun(tmp_path), Served(0), Reader(tmp_path)
     if version == 2:
         load_version(served, reader, config())
-        run.step()
+        run.step(few)
     served.fails = True
     with pytest.raises(RuntimeError, match="out of memory"):
         load_version(served, reader, config())
     served.fails = False
-    weights = run.step()
+    weights = run.step(few)
     load_version(served, reader, config())
     assert_served(served, weights)
     assert served.loaded[-1] == ALL
-    coded, other = Run(tmp_path / "coded", encoding="lossless"), Reader(tmp_path / "coded")
+    coded, other = begun(tmp_path / "coded", encoding="lossless"), Reader(tmp_path / "coded")
     load_version(served, other, config())
-    coded.step()
+    coded.step(few)
     with pytest.raises(PublishError, match='publish with encoding="gaps"'):
         load_version(served, other, config())
 
@@ -207,8 +204,8 @@ class Worker(LaconicWorker):
 
 
 def test_all_workers_read_the_version_that_is_named(tmp_path: Path) -> None:
-    run, workers = Run(tmp_path), [Worker(rank) for rank in range(2)]
-    weights = {2: run.step(), 3: run.step()}
+    run, workers = begun(tmp_path), [Worker(rank) for rank in range(2)]
+    weights = {2: run.step(few), 3: run.step(few)}
     for version in (2, 3):
         for worker in workers:
             assert worker.read_weights(str(tmp_path), version, "sampler") == version
@@ -217,7 +214,7 @@ def test_all_workers_read_the_version_that_is_named(tmp_path: Path) -> None:
     with pytest.raises(PublishError, match="has no version 9, and its newest is 3; wait for it, or ask"):
         workers[0].read_weights(str(tmp_path), 9)
     shutil.rmtree(tmp_path / version_name(3))
-    run.step()
+    run.step(few)
     with pytest.raises(PublishError, match="has no version 3, and its newest is 4"):
         workers[0].read_weights(str(tmp_path), 3)
     with pytest.raises(PublishError, match="no whole values lead to version 4"):
@@ -230,12 +227,12 @@ def test_all_workers_read_the_version_that_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("encoding", ["gaps", "lossless"])
 def test_a_source_of_whole_tensors(encoding: str, tmp_path: Path) -> None:
     """Each pass has the newest version, in the order of the metadata."""
-    run, reader = Run(tmp_path, encoding=encoding), Reader(tmp_path)
+    run, reader = begun(tmp_path, encoding=encoding), Reader(tmp_path)
     base = importlib.import_module("vllm.distributed.weight_transfer.base")
     source = weight_source(reader, device="cpu")
     assert isinstance(source, base.WeightSource)
     for version in (2, 3):
-        weights = run.step()
+        weights = run.step(few)
         sent = list(source.iter_full())
         meta = source.metadata
         assert [(m.name, m.dtype, m.shape) for m in meta] == [(n, t.dtype, tuple(t.shape)) for n, t in sent]
@@ -245,9 +242,9 @@ def test_a_source_of_whole_tensors(encoding: str, tmp_path: Path) -> None:
 
 
 def test_sparse_patches_of_int32(tmp_path: Path) -> None:
-    run, reader = Run(tmp_path), Reader(tmp_path)
+    run, reader = begun(tmp_path), Reader(tmp_path)
     state = {patch.name: patch.values for patch in reader.patches()}
-    weights = run.step()
+    weights = run.step(few)
     patches = sparse_patches(reader.patches(), device="cpu")
     assert {patch.name for patch in patches} == CHANGED
     for patch in patches:
@@ -255,20 +252,54 @@ def test_sparse_patches_of_int32(tmp_path: Path) -> None:
         assert patch.full_shape == tuple(state[patch.name].shape)
         state[patch.name].view(-1)[patch.indices.long()] = patch.values
     assert all(torch.equal(state[name], weights[name]) for name in ALL)
-    index, value = torch.tensor([2**31]), torch.ones(1)
-    message = "wide has more than 2147483648 elements, which the engine.s indices do not reach; let a new Reader"
-    with pytest.raises(PublishError, match=message):
-        sparse_patches([WeightPatch("wide", (2**16, 2**16), torch.float32, index, value)], device="cpu")
 
 
-def test_patches_are_all_whole_or_all_sparse() -> None:
-    whole = WeightPatch("a", (2, 3), torch.float32, None, torch.ones(2, 3))
-    part = WeightPatch("b", (2, 3), torch.float32, torch.tensor([4]), torch.ones(1))
+# -- verl's loader -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [5, 1 << 20])
+def test_a_loader_of_verl_has_what_was_published(most: int, tmp_path: Path) -> None:
+    """All values first, then patches, in flushes of any size; integers do not go."""
+    run, served, reader = begun(tmp_path), Served(0), Reader(tmp_path)
+    for wanted in (ALL - {"count"}, CHANGED):
+        weights = run.step(few)
+        patches = [patch for patch in reader.patches() if patch.name != "count"]
+        flushes = list(delta_flushes(patches, max_entry_numel=most, max_flush_numel=2 * most))
+        served.loaded.clear()
+        for flush in flushes:
+            vllm_stand_in.apply_delta(served, flush)
+        assert set[str]().union(*served.loaded) == wanted
+        assert (len(flushes) == 1) == (most > 5)
+        assert_served(served, weights)
+    assert list(delta_flushes(reader.patches())) == []
+    dtypes = {"embed.weight": torch.bfloat16, "norm.weight": torch.float32, "q.weight": torch.bfloat16}
+    whole = [
+        WeightPatch(n, tuple(weights[n].shape), dtype, None, weights[n].to(dtype) + 3) for n, dtype in dtypes.items()
+    ]
+    flushes = list(delta_flushes(whole))
+    assert [flush[2][1].dtype for flush in flushes] == list(dtypes.values()), "each flush has one dtype"
+    for flush in flushes:
+        vllm_stand_in.apply_delta(served, flush)
+    assert_served(served, weights | {name: weights[name] + 3 for name in dtypes})
+
+
+@pytest.mark.parametrize("convert", [checkpoint_patches, partial(sparse_patches, device="cpu"), delta_flushes])
+def test_patches_that_no_engine_takes(convert: Any) -> None:
+    """They are told before the first that it takes."""
+    good = WeightPatch("a", (2, 3), torch.float32, torch.tensor([4]), torch.ones(1))
+    for shape, value, message in (
+        ((2, 3), torch.tensor([torch.nan]), "b has NaN among its new values, which stands for what stays; let a new"),
+        ((2, 3), torch.tensor([4]), "b is int64, which has no NaN to mark what stays; let a new Reader"),
+        ((1 << 16, 1 << 16), torch.ones(1), "b has more than 2147483648 elements, which the engine.s indices do not"),
+    ):
+        if convert is checkpoint_patches and "elements" in message:
+            continue  # whose indices have 64 bits
+        wrong = WeightPatch("b", shape, value.dtype, torch.tensor([3]), value)
+        with pytest.raises(PublishError, match=message):
+            next(iter(convert([good, wrong])))
+    whole = WeightPatch("c", (2, 3), torch.float32, None, torch.ones(2, 3))
     assert [(p.indices, p.values.shape) for p in checkpoint_patches([whole])] == [(None, (6,))]
-    assert [p.indices.tolist() for p in checkpoint_patches([whole, part])] == [[0, 1, 2, 3, 4, 5], [4]]
-    wrong = WeightPatch("c", (2,), torch.int64, None, torch.ones(2, dtype=torch.int64))
-    with pytest.raises(PublishError, match="c is int64, which has no NaN to mark what stays; let a new Reader"):
-        checkpoint_patches([part, wrong])
+    assert [p.indices.tolist() for p in checkpoint_patches([whole, good])] == [[0, 1, 2, 3, 4, 5], [4]]
 
 
 def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

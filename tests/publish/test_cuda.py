@@ -5,7 +5,6 @@ One GPU is enough: one rank on NCCL, or several that share it over Gloo.
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import laconic
-from laconic.publish import FolderSource, Publisher, Reader, ReaderGroup
+from laconic.publish import FolderSource, Publisher, Reader
 from laconic.shard.unit import unit_of
 from tests.support.launch import launch, on_ranks
 from tests.support.sharded_net import Net, build, shard
@@ -151,29 +150,6 @@ def test_steps_that_follow_at_once_change_no_version(tmp_path: Path) -> None:
     assert launch(overwrite_at_once, tmp_path, num_ranks=1, backend="nccl", timeout_s=90) == [[]]
 
 
-@on_ranks(3, local=1)
-def test_readers_of_a_process_group_have_models_on_the_device(tmp_path: Path) -> None:
-    alone = dist.new_group([0])
-    trainer = build(make_net).to(DEVICE) if dist.get_rank() == 0 else None
-    publisher = Publisher(trainer, tmp_path, group=alone) if trainer is not None else None
-    held = readers()["cpu" if dist.get_rank() == 2 else DEVICE]
-    together = ReaderGroup(source=tmp_path if dist.get_rank() == 0 else None, verify="first")
-    wanted = {name: torch.empty_like(tensor) for name, tensor in cast(held).items()}
-    for _ in range(3):
-        if trainer is not None and publisher is not None:
-            with torch.no_grad():
-                for parameter in trainer.parameters():
-                    parameter.view(-1)[::7].mul_(1.5)
-            wanted = cast(trainer)
-            publisher.publish()
-            publisher.wait()
-        together.update(held)
-        for name, tensor in wanted.items():
-            on_host = tensor.cpu()
-            dist.broadcast(on_host.view(torch.uint8), src=0)
-            assert_same({name: dict(held.named_parameters())[name]}, {name: on_host})
-
-
 # -- device memory -----------------------------------------------------------------------------------------------------
 
 
@@ -216,16 +192,3 @@ def test_device_memory_of_tensors_that_lie_otherwise(tmp_path: Path) -> None:
         held = {"weight": torch.zeros(512, 1024, dtype=torch.bfloat16, device=DEVICE)}
         Reader(tmp_path).update(held)
         assert torch.equal(held["weight"], model["weight"].detach().bfloat16())
-
-
-@pytest.mark.parametrize("adapters", ["alone", "merged"])
-def test_adapters_are_those_of_a_copy_on_the_host(adapters: Any, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    settings = peft.LoraConfig(r=8, target_modules=["up", "down"], init_lora_weights=False)
-    on_host = peft.get_peft_model(build(make_net).bfloat16(), settings, autocast_adapter_dtype=False)
-    found = []
-    for name, model in (("host", on_host), ("device", copy.deepcopy(on_host).to(DEVICE))):
-        with Publisher(model, tmp_path / name, adapters=adapters) as publisher:
-            publisher.publish()
-        found.append(FolderSource(tmp_path / name).manifest(1).digests)
-    assert found[0] == found[1]

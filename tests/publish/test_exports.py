@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import T5Config, T5ForConditionalGeneration
 
 from laconic import checkpoint
 from laconic.config import Config, ModelConfig, to_dict
@@ -131,30 +130,6 @@ def test_a_reader_has_what_export_and_save_pretrained_write(name: str, published
     Reader(published / name / "hub").update(other)
     assert_equal(dict(other.state_dict()), dict(model.state_dict()))
     assert (set(wanted) != set(model.state_dict())) == (name in RENAMED)
-
-
-def test_an_encoder_and_a_decoder(tmp_path: Path) -> None:
-    """T5, whose embedding has three names, against the folder that transformers writes."""
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 67}
-    torch.manual_seed(0)
-    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    publishers = [Publisher(model, tmp_path / names, names=names) for names in ("huggingface", "hub")]
-    for _ in range(STEPS):
-        model(input_ids=tokens(), labels=tokens()).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        for publisher in publishers:
-            publisher.publish()
-            publisher.wait()
-    model.to(torch.bfloat16).save_pretrained(tmp_path / "whole")
-    wanted = load_file(tmp_path / "whole" / "model.safetensors")
-    state = zeros_of(wanted)
-    Reader(tmp_path / "hub").update(state)
-    assert_equal(state, wanted)
-    other = T5ForConditionalGeneration(model.config).to(torch.bfloat16)
-    Reader(tmp_path / "huggingface").update(other)
-    assert_equal(dict(other.state_dict()), dict(model.state_dict()))
 
 
 @pytest.mark.parametrize("strategy", ADAPTED)

@@ -30,8 +30,6 @@ from laconic.publish.versions import Encoding, PublishedPart, PublishedTensor, P
 from laconic.store.folder import DamagedError, FileRecord
 from tests.reference import publish as reference
 
-DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn)
-
 
 @pytest.fixture(params=["loops", "plain"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -91,7 +89,7 @@ def test_values_are_taken_and_put_bit_by_bit(dtype: torch.dtype, places_dtype: t
             put(torch.zeros(12, dtype=dtype), places, wrong)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int32, torch.bool, torch.float8_e4m3fn])
 @pytest.mark.parametrize("numel", [0, 1, 101])
 @pytest.mark.usefixtures("way")
 def test_digests_equal_their_twin_and_follow_changes(dtype: torch.dtype, numel: int) -> None:
@@ -205,13 +203,9 @@ def test_holders_of_one_run_divide_it(num_ranks: int, numel: int) -> None:
     assert all(before[1] == after[0] and after[1] - after[0] >= 4096 for before, after in itertools.pairwise(runs))
     assert [sum(share.region == 1 for share in shares.get("w", ())) for shares in by_rank].count(1) == 1
     assert [len(shares.get("b", ())) for shares in by_rank] == [1] + [0] * (num_ranks - 1), "a buffer is not cut"
-
-
-def test_elements_that_no_rank_holds_are_told() -> None:
-    with pytest.raises(PublishError, match="hold 6 of the 12 elements of w"):
-        shares_of([{"w": [[[0], [6]]]}], {"w": (3, 4)}, (), 0)
-    with pytest.raises(PublishError, match="hold 16 of the 12 elements"):
-        shares_of([{"w": [[[0], [12]]]}, {"w": [[[8], [4]]]}], {"w": (3, 4)}, (), 0)
+    for runs, message in (([[[0], [6]]], "hold 6 of the 12 elements of w"), ([[[0], [12]], [[8], [4]]], "hold 16 of")):
+        with pytest.raises(PublishError, match=message):
+            shares_of([{"w": [run]} for run in runs], {"w": (3, 4)}, (), 0)
 
 
 # -- manifests ---------------------------------------------------------------------------------------------------------
@@ -242,11 +236,6 @@ def forged(**changes: Any) -> dict[str, Any]:
         else:
             inner[last] = value
     return body
-
-
-def test_a_manifest_comes_back(tmp_path: Path) -> None:
-    manifest().write(tmp_path / "manifest.json")
-    assert VersionManifest.read(tmp_path / "manifest.json") == manifest()
 
 
 TRICKS = ("../w", "/etc/passwd", "a/b", "..", ".", "", "manifest.json", "a\\b", "a\x00b", ".hidden", "x" * 300)
@@ -281,9 +270,10 @@ FORGERIES: list[dict[str, Any]] = [
 ]
 
 
-def test_forged_manifests_are_refused() -> None:
-    """Their checksum is right, as a forger would make it."""
-    VersionManifest.from_json(forged())
+def test_forged_manifests_are_refused(tmp_path: Path) -> None:
+    """Their checksum is right, as a forger would make it. One that is not forged comes back."""
+    manifest().write(tmp_path / "manifest.json")
+    assert VersionManifest.read(tmp_path / "manifest.json") == VersionManifest.from_json(forged()) == manifest()
     for forgery in FORGERIES:
         with pytest.raises((ValueError, TypeError, KeyError)):
             pytest.fail(f"{forgery}: {VersionManifest.from_json(forged(**forgery))}")

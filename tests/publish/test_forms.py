@@ -105,14 +105,7 @@ class Interrupted(BaseException):
 )
 @pytest.mark.parametrize(("verify", "same"), [("each", False), ("each", True), ("first", True)])
 def test_a_stop_while_values_are_applied_or_encoded(
-    error: Any,
-    cls: type,
-    method: str,
-    at: int,
-    verify: Literal["each", "first"],
-    same: bool,
-    tmp_path: Path,
-    monkeypatch: Any,
+    error: Any, cls: type, method: str, at: int, verify: Any, same: bool, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """The next update of that reader does the rest; a new one, as after a kill, begins with whole values."""
     weights = published(tmp_path, num_versions=3)

@@ -435,11 +435,7 @@ def test_other_servers(status: int, body: bytes, headers: dict[str, str], messag
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A password in an address is not repeated; other machines need a token."""
-    no_server, no_hook, no_token = (
-        "give (http://HOST:PORT|token=)",
-        "is no address to tell of versions",
-        "without a token",
-    )
+    no_server, no_token = "give (http://HOST:PORT|token=)", "without a token"
     makes: list[tuple[Callable[[str], Any], str, Sequence[str]]] = [
         (HttpSource, no_server,
          ("http://", "ftp://host", "http://host:port", "http://me:secret@host", "http://host/?a=b", "host:80")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -67,15 +68,19 @@ def empty_like(wanted: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
 
 
-def follow(model: Any, folder: Path, step: Any, **keys: Any) -> list[dict[str, Tensor]]:
-    """Publish three steps of a model; a reader follows. Returns what it must have had."""
+def follow(model: Any, folder: Path, step: Any, *, shown: Any = nullcontext, **keys: Any) -> list[dict[str, Tensor]]:
+    """Publish three steps of a model; a reader follows. Returns what it must have had, which `shown()` shows."""
     publisher = Publisher(model, folder, **keys)
     seen: list[dict[str, Tensor]] = []
     held: dict[str, Tensor] = {}
     for _ in range(3):
         step()
-        seen.append(whole_in_bf16(model))
-        publisher.publish()
+        with shown():
+            seen.append(whole_in_bf16(model))
+            if "local_steps" not in keys:
+                publisher.publish()
+        if "local_steps" in keys:
+            publisher.publish()
         publisher.wait()
         held = held or empty_like(seen[0])
         assert_read(folder, seen[-1], held)
@@ -165,62 +170,27 @@ def test_tensor_parallel_and_sliced_weights(tmp_path: Path) -> None:
 def test_islands_publish_what_they_agreed_on(tmp_path: Path) -> None:
     mesh = laconic.init_mesh("cpu", islands=2)
     model = shard(build(SmallNet), mesh=mesh)
-    inner = torch.optim.SGD(model.parameters(), lr=1e-2)
-    local = laconic.LocalSteps(model, inner, mesh=mesh, every=2)
-    publisher = Publisher(model, tmp_path, local_steps=local, keep=10)
-    held: dict[str, Tensor] = {}
-    for step in range(4):
-        train_step(model, local)
-        with local.outer_parameters():
-            wanted = whole_in_bf16(model)
-        publisher.publish(step=step)
-        publisher.wait()
-        held = held or empty_like(wanted)
-        assert_read(tmp_path, wanted, held)
-        inner_now = whole_in_bf16(model)
-        assert step % 2 or any(not torch.equal(inner_now[name], wanted[name]) for name in wanted)
-    first, second, third, fourth = (FolderSource(tmp_path).manifest(version).digests for version in (1, 2, 3, 4))
-    assert first != second == third != fourth, "islands agree every second step"
+    local = laconic.LocalSteps(model, torch.optim.SGD(model.parameters(), lr=1e-2), mesh=mesh, every=2)
+    seen = follow(model, tmp_path, lambda: train_step(model, local), shown=local.outer_parameters, local_steps=local)
+    inner = whole_in_bf16(model)
+    assert any(not torch.equal(inner[name], seen[2][name]) for name in inner)
+    first, second, third = (FolderSource(tmp_path).manifest(version).digests for version in (1, 2, 3))
+    assert first != second == third, "islands agree every second step"
 
 
 @on_ranks(3)
 def test_cyclic_runs_publish_one_version_of_all_stages(tmp_path: Path) -> None:
-    stages = make_stages(3, 0)
-    mesh = init_device_mesh("cpu", (3,))
+    stages, steps, mesh = make_stages(3, 0), itertools.count(), init_device_mesh("cpu", (3,))
     run = CyclicDataParallel(
         stages, nn.functional.cross_entropy, OPTIMIZERS["adamw"], mesh, rule="v2", states="sharded"
     )
-    model = nn.ModuleList(stages)
-    publisher = Publisher(model, tmp_path)
-    held: dict[str, Tensor] = {}
-    for step in range(3):
-        train_stages(run, range(step, step + 1), dist.get_rank())
-        with run.consistent_parameters() as version:
-            wanted = whole_in_bf16(model)
-            publisher.publish(step=version)
-        publisher.wait()
-        held = held or empty_like(wanted)
-        assert_read(tmp_path, wanted, held)
+
+    def step() -> None:
+        number = next(steps)
+        train_stages(run, range(number, number + 1), dist.get_rank())
+
+    follow(nn.ModuleList(stages), tmp_path, step, shown=run.consistent_parameters)
     run.close()
-
-
-@on_ranks(2)
-def test_training_goes_on_while_a_version_leaves(tmp_path: Path) -> None:
-    """What was published is the weights of the call, though they change before the files are written."""
-    model = shard(build())
-    publisher = Publisher(model, tmp_path)
-    publisher.publish()
-    publisher.wait()
-    with torch.no_grad():
-        model.out.weight.mul_(1.5)
-    wanted = whole_in_bf16(model)
-    held = empty_like(wanted)
-    assert publisher.publish() == 2
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    publisher.wait()
-    assert_read(tmp_path, wanted, held)
 
 
 @on_ranks(3)
@@ -255,8 +225,10 @@ def test_a_failure_on_one_rank_fails_a_version_on_all_and_the_next_one_is_whole(
 
     def fail(*args: Any) -> Any:
         calls.extend([1] * dist.get_rank())
-        if dist.get_rank() == 1 and (len(calls) == 2 or step == "_aligned"):
-            return 1 << 50 if step == "_aligned" else _raise(torch.OutOfMemoryError("full"))
+        if dist.get_rank() == 1 and step == "_aligned":
+            return 1 << 50
+        if dist.get_rank() == 1 and len(calls) == 2:
+            raise torch.OutOfMemoryError("full")
         return real(*args)  # type: ignore[misc]
 
     def fail_to_write(point: CrashPoint) -> None:
@@ -291,10 +263,6 @@ def test_a_failure_on_one_rank_fails_a_version_on_all_and_the_next_one_is_whole(
     assert_read(tmp_path, whole_in_bf16(model), empty_like(whole_in_bf16(model)))
     assert publish() == version + 1
     assert FolderSource(tmp_path).manifest(version + 1).base == version
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 def publish_until_killed(folder: str, victim: int, point: CrashPoint) -> None:
@@ -360,17 +328,22 @@ def test_a_younger_publisher_takes_over(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_another_division_begins_with_a_whole_version(tmp_path: Path) -> None:
+    """What was published is the weights of the call, though they change before the files are written."""
     model = build()
     publisher = Publisher(model, tmp_path)
     publisher.publish()
-    publisher.publish()
     publisher.wait()
-    assert FolderSource(tmp_path).manifest(2).base == 1
-    shard(model)
-    publisher.publish()
-    publisher.wait()
-    assert FolderSource(tmp_path).manifest(3).base is None
-    assert_read(tmp_path, whole_in_bf16(model), empty_like(whole_in_bf16(model)))
+    for is_sharded in (False, True):
+        if is_sharded:
+            shard(model)
+        wanted = whole_in_bf16(model)
+        version = publisher.publish()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(-1.5)
+        publisher.wait()
+        assert FolderSource(tmp_path).manifest(version).base == (None if is_sharded else 1)
+        assert_read(tmp_path, wanted, empty_like(wanted))
 
 
 def test_a_copy_that_has_changed_in_memory_is_found_and_mended(tmp_path: Path) -> None:
@@ -455,19 +428,12 @@ def test_one_process_without_a_group(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "weight_v000007")
 
 
-class Wrapped(nn.Module):
-    """A parameter of a class that has no memory of its own, as torchao's are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(TwoTensor(torch.ones(8), torch.ones(8)))
-
-
 def test_a_parameter_of_a_class_of_its_own(tmp_path: Path) -> None:
-    model = Wrapped()
+    """It has no memory of its own, as torchao's."""
+    model = nn.ParameterDict({"weight": nn.Parameter(TwoTensor(torch.ones(8), torch.ones(8)))})
     with Publisher(model, tmp_path) as publisher:
         publisher.publish()
-        model.weight.data.add_(1)
+        model["weight"].data.add_(1)
         publisher.publish()
     found = {"weight": torch.zeros(8, dtype=torch.bfloat16)}
     assert Reader(tmp_path).update(found) == 2

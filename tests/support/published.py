@@ -52,6 +52,7 @@ def snapshot(net: nn.Module) -> dict[str, Tensor]:
 def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
         assert torch.equal(found[name], tensor), name
 
 
@@ -75,6 +76,24 @@ def published(folder: Path, num_versions: int = 6, **keys: Any) -> list[dict[str
         publisher.publish(step=10 * version)
         publisher.wait()
     return weights_of_versions(num_versions)
+
+
+class Run:
+    """A training run that publishes; it begins with version 1."""
+
+    def __init__(self, folder: Path, net: nn.Module | None = None, edit: Any = edit, **keys: Any) -> None:
+        self.net, self.version = net or make(), 0
+        self.publisher = Publisher(self.net, folder, **{"keep": 100, "base_every": 100, **keys})
+        self.step(edit)
+
+    def step(self, edit: Any = edit) -> dict[str, Tensor]:
+        """Edit the net, and publish. Returns the weights that were published."""
+        self.version += 1
+        with torch.no_grad():
+            edit(self.net, self.version)
+        self.publisher.publish()
+        self.publisher.wait()
+        return {n: t.bfloat16() if t.is_floating_point() else t for n, t in snapshot(self.net).items()}
 
 
 def model_with(weights: dict[str, Tensor]) -> Net:

@@ -1,15 +1,20 @@
-"""A stand-in for the parts of vLLM that take weights, with the conditions that they state.
+"""A stand-in for the parts of vLLM and of verl that take weights, with the conditions that they state.
 
 They are those of `model_executor/model_loader/checkpoint_weight_patch.py`, `model_executor/model_loader/reload` and
 `distributed/weight_transfer`. A patch's values are flat; those of a whole tensor have as many elements as its shape.
 Sparse patches are of a floating-point dtype, with indices of int32 or int64, one for each value, all different, inside
 the shape, and without NaN among the values. Whole and sparse patches are not in one call. Whole patches come between
 the begin and the end of a layerwise reload, and sparse ones do not.
+
+verl's are those of `apply_delta` in `verl.workers.rollout.sglang_rollout.delta_loader` of verl 0.9.1. A flush has three
+tensors by name. The checksum is `torch.hash_tensor` of the bytes of places, XOR twice that of the values. Each tensor's
+run of places has four bytes a value, and is int32. Its values have the tensor's dtype.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -88,7 +93,7 @@ def load_checkpoint_weight_patches(model: Any, patches: list[CheckpointWeightPat
     if patches[0].indices is None:
         model.load_weights([(patch.name, patch.values.to(patch.dtype).view(patch.shape)) for patch in patches])
     else:
-        load_masked(model, [(patch.name, _spread(patch)) for patch in patches])
+        _load_masked(model, [(name, _spread(shape, indices, new)) for name, shape, _, new, indices in patches])  # type: ignore[arg-type]
     return {patch.name for patch in patches}
 
 
@@ -108,14 +113,13 @@ def _check(patch: CheckpointWeightPatch) -> None:
         raise ValueError("each index once, and inside")
 
 
-def _spread(patch: CheckpointWeightPatch) -> Tensor:
-    assert patch.indices is not None
-    whole = torch.full((math.prod(patch.shape),), math.nan, dtype=patch.dtype)
-    whole[patch.indices.long()] = patch.values
-    return whole.view(patch.shape)
+def _spread(shape: tuple[int, ...], indices: Tensor, values: Tensor) -> Tensor:
+    whole = torch.full((math.prod(shape),), math.nan, dtype=values.dtype)
+    whole[indices.long()] = values
+    return whole.view(shape)
 
 
-def load_masked(model: Any, weights: list[tuple[str, Tensor]]) -> None:
+def _load_masked(model: Any, weights: list[tuple[str, Tensor]]) -> None:
     """Give tensors to a model, in which NaN stands for what stays."""
     copy = Tensor.copy_
 
@@ -139,30 +143,39 @@ def check_sparse(patch: SparseWeightPatch) -> None:
     assert patch.full_shape is not None
 
 
+def apply_delta(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
+    """Give a flush to a model as verl's loader does."""
+    tensors = dict(named_tensors)
+    assert tensors.keys() == {"__delta_spec__", "__positions__", "__values__"}
+    spec = json.loads(bytes(tensors["__delta_spec__"].numpy().tobytes()).decode())
+    places, values = tensors["__positions__"], tensors["__values__"]
+    assert spec["encoding"] == "indices"
+    assert spec["checksum"] == int(torch.hash_tensor(places).item()) ^ (int(torch.hash_tensor(values).item()) << 1)
+    for entry in spec["params"]:
+        own = values[entry["val_start"] : entry["val_end"]]
+        run = places[entry["pos_start"] : entry["pos_end"]]
+        assert entry["pos_width"] == 4
+        assert len(run) == 4 * len(own)
+        assert own.dtype == getattr(torch, entry["dtype"])
+        _load_masked(model, [(entry["name"], _spread(tuple(entry["shape"]), run.view(torch.int32), own))])
+
+
 def modules() -> dict[str, ModuleType]:
     """The stand-in as modules, by their names in vLLM."""
+    loader, transfer = "vllm.model_executor.model_loader", "vllm.distributed.weight_transfer"
+    reload = [record_metadata_for_reloading, initialize_layerwise_reload, finalize_layerwise_reload]
     contents: dict[str, list[Any]] = {
         "vllm.config": [set_current_vllm_config],
-        "vllm.model_executor.model_loader.checkpoint_weight_patch": [
-            CheckpointWeightPatch,
-            load_checkpoint_weight_patches,
-        ],
-        "vllm.model_executor.model_loader.reload": [
-            record_metadata_for_reloading,
-            initialize_layerwise_reload,
-            finalize_layerwise_reload,
-        ],
-        "vllm.distributed.weight_transfer.base": [WeightSource, ParamMeta],
-        "vllm.distributed.weight_transfer.sparse_nccl_engine": [SparseWeightPatch],
+        f"{loader}.checkpoint_weight_patch": [CheckpointWeightPatch, load_checkpoint_weight_patches],
+        f"{loader}.reload": reload,
+        f"{transfer}.base": [WeightSource, ParamMeta],
+        f"{transfer}.sparse_nccl_engine": [SparseWeightPatch],
     }
     found: dict[str, ModuleType] = {}
     for name, members in contents.items():
-        found[name] = ModuleType(name)
-        for member in members:
-            setattr(found[name], member.__name__, member)
-        parents = [name.rsplit(".", cut)[0] for cut in range(1, name.count(".") + 1)]
-        for parent in parents:
+        for parent in [name.rsplit(".", cut)[0] for cut in range(name.count(".") + 1)]:
             found.setdefault(parent, ModuleType(parent))
+        vars(found[name]).update({member.__name__: member for member in members})
     return found
 
 
