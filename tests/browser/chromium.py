@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,12 @@ class Chromium:
     def open(self, page: Path, *, width: int, dark: bool = False) -> None:
         """Load a file as on a screen `width` pixels wide, in light or dark mode; forget earlier events."""
         self.events.clear()
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
-        )
+        screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", **screen)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=page.resolve().as_uri())
-        self._until(lambda: any(event["method"] == "Page.loadEventFired" for event in self.events), "the page to load")
+        self._until(lambda event: event.get("method") == "Page.loadEventFired", "the page to load")
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page."""
@@ -71,22 +70,17 @@ class Chromium:
         if self._session:
             message["sessionId"] = self._session
         os.write(self._writer, json.dumps(message).encode() + b"\0")
-        answers: list[dict[str, Any]] = []
-
-        def has_answered() -> bool:
-            answers.extend(event for event in self.events if event.get("id") == number)
-            return bool(answers)
-
-        self._until(has_answered, method)
-        self.events = [event for event in self.events if "method" in event]
-        if "error" in answers[0]:
-            raise BrowserError(f"{method}: {answers[0]['error']}")
-        result: dict[str, Any] = answers[0]["result"]
+        answer = self._until(lambda event: event.get("id") == number, method)
+        self.events.remove(answer)
+        if "error" in answer:
+            raise BrowserError(f"{method}: {answer['error']}")
+        result: dict[str, Any] = answer["result"]
         return result
 
-    def _until(self, condition: Any, awaited: str) -> None:
+    def _until(self, is_awaited: Callable[[dict[str, Any]], bool], awaited: str) -> dict[str, Any]:
+        """Take in events until one is the awaited one; return it."""
         end_s = time.monotonic() + _LIMIT_S
-        while not condition():
+        while (found := next(filter(is_awaited, self.events), None)) is None:
             if not select.select([self._reader], [], [], max(0.0, end_s - time.monotonic()))[0]:
                 raise BrowserError(f"the browser has not answered within {_LIMIT_S:.0f} s: {awaited}\n{self._output()}")
             received = os.read(self._reader, 1 << 16)
@@ -94,6 +88,7 @@ class Chromium:
                 raise BrowserError(f"the browser ended while {awaited} was awaited:\n{self._output()}")
             *complete, self._arrived = (self._arrived + received).split(b"\0")
             self.events += map(json.loads, complete)
+        return found
 
     def _output(self) -> str:
         return self._log.read_text(errors="replace")[-3000:]
@@ -129,11 +124,7 @@ def chromium() -> Iterator[Chromium]:
         try:
             yield Chromium(ours_in, ours_out, log)
         finally:
-            process.terminate()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()
             os.close(ours_in)
             os.close(ours_out)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from laconic.compare.case import STRATEGIES
 from laconic.compare.report import render_report
@@ -37,14 +34,12 @@ _LEAST_CONTRAST = """(() => {
 
 @pytest.fixture
 def browser() -> Iterator[Chromium]:
-    reason = ""
     with ExitStack() as stack:
         try:
-            yield stack.enter_context(chromium())
+            found = stack.enter_context(chromium())
         except BrowserError as error:
-            reason = str(error)
-    if reason:
-        pytest.fail(reason, pytrace=False)
+            pytest.fail(str(error), pytrace=False)
+        yield found
 
 
 @pytest.mark.machine
@@ -63,10 +58,5 @@ def test_the_report_fits_a_phone_and_a_wide_screen_and_can_be_read_in_both_modes
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         assert browser.evaluate(_CUT_OFF) == []
         assert browser.evaluate(_LEAST_CONTRAST) >= 4.5, "the contrast of WCAG 2, level AA"
-        taken = browser.call("Page.captureScreenshot", captureBeyondViewport=True)["data"]
-        picture = Image.open(io.BytesIO(base64.b64decode(taken))).convert("RGB")
-        (tmp_path / f"{width}-{'dark' if dark else 'light'}.png").write_bytes(base64.b64decode(taken))
-        assert len(picture.getcolors(1 << 24) or ()) > len(STRATEGIES), "each strategy has a colour"
-        backgrounds.append(picture.getpixel((1, 1)))
-    assert sum(backgrounds[2]) < 200 < 600 < sum(backgrounds[0]), "dark and light"
-    assert backgrounds[0] == backgrounds[1]
+        backgrounds.append(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert backgrounds[0] == backgrounds[1] != backgrounds[2], "dark and light"

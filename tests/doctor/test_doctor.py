@@ -44,9 +44,6 @@ def kinds(findings: list[Finding] | Iterator[Finding]) -> list[tuple[str, str]]:
     return [(finding.kind, finding.severity) for finding in findings]
 
 
-# -- in the lab
-
-
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
     with open_lab() as lab:
@@ -74,9 +71,7 @@ def test_seven_faults_of_a_node_are_found_together(lab: Lab, tmp_path: Path) -> 
     assert code == 1
     blamed = [line for line in said.splitlines() if re.match("error|warning", line) and "node 1" in line]
     assert len(blamed) == 6, said
-    assert "torch is " in said
-    assert "2.12.0 on rank 1" in said
-    assert f"{tmp_path}: " in said
+    assert all(text in said for text in ("torch is ", "2.12.0 on rank 1", f"{tmp_path}: ")), said
 
 
 @pytest.mark.machine
@@ -96,15 +91,6 @@ def test_a_cluster_file_that_cannot_be_written_is_refused_before_the_measurement
     assert done.returncode == 2, done
     assert f"the folder {tmp_path / 'none'} does not exist" in done.stderr
     assert "compute" not in done.stdout
-
-
-# -- on facts made up
-
-
-def test_healthy_facts_have_no_finding_and_survive_the_journey() -> None:
-    facts = healthy()
-    assert judge_facts(facts) == []
-    assert [RankFacts.from_json(own.to_json()) for own in facts] == facts
 
 
 @pytest.mark.parametrize(
@@ -135,7 +121,9 @@ def test_a_fault_of_one_node_is_one_finding(changed: dict[str, Any], kind: str, 
 
 
 def test_what_is_no_fault_is_not_found_and_each_device_is_told() -> None:
-    """A processor locks nothing, and ranks of one machine may talk over loopback."""
+    """A processor locks nothing, and ranks of one machine may talk over loopback. Facts survive the journey."""
+    assert judge_facts(healthy()) == []
+    assert [RankFacts.from_json(own.to_json()) for own in healthy()] == healthy()
     small = [replace(own, locked_bytes=65536, device_type="cpu", device_bytes=0) for own in healthy()]
     assert judge_facts(small) == []
     assert judge_facts([replace(own, chosen={"GLOO_SOCKET_IFNAME": "lo"}) for own in healthy(nodes=1)]) == []
@@ -155,7 +143,7 @@ def links(nodes: int, slow: dict[tuple[int, int], float]) -> dict[tuple[int, int
     return {(of, to): slow.get((of, to), 9.4e9) for of in range(nodes) for to in range(nodes) if of != to}
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 7, 8, 9])
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 7, 8])
 def test_in_a_turn_a_node_does_one_thing_and_all_nodes_meet(nodes: int) -> None:
     order = list(turns(nodes))
     assert all(len({node for pair in turn for node in pair}) == 2 * len(turn) for turn in order)
@@ -211,33 +199,25 @@ float32 = "1 TFLOP/s"
 """
 
 
-def test_only_a_sure_skew_is_a_finding() -> None:
+def test_all_measurements_are_judged() -> None:
+    """Only a sure skew is a finding, and a device that is slow; a busy network or a shared core is none."""
     facts = healthy(2, 1)
+    ill = Measured(
+        clocks_s=[(0.0, 0.0), (9.0, 9.1)], links=links(2, {(1, 0): 1e9}), products_s=[1.0, 2.0], figures={}, steps=[]
+    )
+    found = judgements.judge_measured(facts, ill)
+    assert [finding.kind for finding in found] == ["clock", "slow-link", "slow-node"]
+    well = replace(ill, clocks_s=[(-0.1, 0.1)] * 2, links=links(2, {}), products_s=[1.0, 1.1])
+    assert judgements.judge_measured(facts, well) == []
     for bounds, word in (((89.0, 91.0), "ahead of"), ((-91.0, -89.0), "behind")):
         (finding,) = judgements.judge_clocks(facts, [(0.0, 0.0), bounds])
         assert f"its clock is 89 s {word} that of node 0" in finding.what
     assert not list(judgements.judge_clocks(facts, [(0.0, 0.0), (-20.0, 91.0)])), "a busy network proves nothing"
-
-
-def test_a_slow_device_is_a_finding_and_a_shared_core_is_not() -> None:
     assert kinds(judgements.judge_products(healthy(), [1.0, 1.0, 1.0, 1.4])) == [("slow-node", "warning")]
     on_cpu = [replace(own, device_type="cpu") for own in healthy()]
     assert not list(judgements.judge_products(on_cpu, [1.0, 1.0, 1.0, 2.0]))
     (finding,) = judgements.judge_products(on_cpu, [1.0, 1.0, 3.0, 3.0])
     assert "rank 2, 3 takes 3.0 times as long" in finding.what
-
-
-def test_all_measurements_are_judged() -> None:
-    ill = Measured(
-        clocks_s=[(0.0, 0.0), (9.0, 9.1)], links=links(2, {(1, 0): 1e9}), products_s=[1.0, 2.0], figures={}, steps=[]
-    )
-    found = judgements.judge_measured(healthy(2, 1), ill)
-    assert [finding.kind for finding in found] == ["clock", "slow-link", "slow-node"]
-    well = replace(ill, clocks_s=[(-0.1, 0.1)] * 2, links=links(2, {}), products_s=[1.0, 1.1])
-    assert judgements.judge_measured(healthy(2, 1), well) == []
-
-
-def test_an_unreachable_node_is_named() -> None:
     (finding,) = judgements.judge_unreachable(healthy(), [(0, 1, "10.0.0.2: timed out")])
     assert finding.stops
     assert "node 0 (box) cannot connect to node 1 (box) at 10.0.0.2: timed out" in str(finding)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +34,34 @@ def test_only_adapters_train_and_the_start_is_the_base_model(name: str) -> None:
 
 
 def test_adapters_are_those_of_peft() -> None:
-    """Adapters have the names, shapes, scale and spread of values of a model that has values when peft wraps it."""
-    config = ModelConfig(config={**TINY["llama"], "hidden_size": 256})
+    """Names, shapes, scale and spread of values are those of a model that has values when peft wraps it."""
+    config = ModelConfig(config={**TINY["llama"], "hidden_size": 256}, dtype="bfloat16")
     adapted: Any = build_model(config, LORA, device="cpu")
-    wrapped: Any = peft.get_peft_model(
-        build_model(config, device="cpu"),
-        peft.LoraConfig(task_type="CAUSAL_LM", r=3, lora_alpha=6, target_modules="all-linear"),
-    )
-    shapes = {n: (p.shape, p.requires_grad) for n, p in adapted.named_parameters()}
-    assert shapes == {n: (p.shape, p.requires_grad) for n, p in wrapped.named_parameters()}
+    settings = {"task_type": "CAUSAL_LM", "r": 3, "lora_alpha": 6, "target_modules": "all-linear"}
+    wrapped: Any = peft.get_peft_model(build_model(config, device="cpu"), peft.LoraConfig(**settings))
+    shapes = {n: (p.shape, p.dtype, p.requires_grad) for n, p in adapted.named_parameters()}
+    assert shapes == {n: (p.shape, p.dtype, p.requires_grad) for n, p in wrapped.named_parameters()}
+    assert {(dtype, trains) for _, dtype, trains in shapes.values()} == {(torch.float32, True), (torch.bfloat16, False)}
     for name, parameter in adapted.named_parameters():
         if "lora_A" in name:
             other = wrapped.get_parameter(name)
             assert parameter.std().item() == pytest.approx(other.std().item(), rel=0.15), name
             assert parameter.abs().max() <= 1 / parameter.shape[1] ** 0.5  # kaiming_uniform_(a=sqrt(5))
-    layer = next(layer for _, _, layer in lora.adapted_layers(adapted))
-    assert layer.scaling == {"default": 2.0}
+    assert next(layer for _, _, layer in lora.adapted_layers(adapted)).scaling == {"default": 2.0}
+    again, reseeded = (build_model(replace(config, init_seed=seed), LORA, device="cpu") for seed in (0, 1))
+    assert differing(whole(adapted), whole(again)) == []
+    assert differing(whole(adapted), whole(reseeded)) != []
+
+
+def test_targets() -> None:
+    """A mixture gets adapters on its linear layers alone."""
+    mixture: Any = build_model(ModelConfig(config=TINY["mixtral"]), LORA)
+    assert {name for _, name, _ in lora.adapted_layers(mixture)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    config = ModelConfig(config=TINY["llama"])
+    model = build_model(config, LoraConfig(enabled=True, targets=("q_proj",)), device="cpu")
+    assert [".q_proj." in n for n, p in model.named_parameters() if p.requires_grad] == [True] * 4
+    with pytest.raises(JobError, match=r"\['query'\] fits no layer of LlamaForCausalLM.*k_proj.*q_proj"):
+        build_model(config, LoraConfig(enabled=True, targets=("query",)))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -68,39 +81,16 @@ def test_dora_starts_from_the_norms_that_peft_computes(name: str) -> None:
     torch.testing.assert_close(adapted(input_ids=tokens()).logits, start)
 
 
-def test_targets_and_seed() -> None:
-    """A mixture gets adapters on its linear layers alone."""
-    mixture: Any = build_model(ModelConfig(config=TINY["mixtral"]), LORA)
-    assert {name for _, name, _ in lora.adapted_layers(mixture)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    config = ModelConfig(config=TINY["llama"])
-    model = build_model(config, LoraConfig(enabled=True, targets=("q_proj",)), device="cpu")
-    trainable = [n for n, p in model.named_parameters() if p.requires_grad]
-    assert len(trainable) == 4
-    assert all(".q_proj." in name for name in trainable)
-    first = build_model(config, LORA, device="cpu")
-    assert differing(whole(first), whole(build_model(config, LORA, device="cpu"))) == []
-    reseeded = ModelConfig(config=TINY["llama"], init_seed=1)
-    assert differing(whole(first), whole(build_model(reseeded, LORA, device="cpu"))) != []
-    with pytest.raises(JobError, match=r"\['query'\] fits no layer of LlamaForCausalLM.*k_proj.*q_proj"):
-        build_model(config, LoraConfig(enabled=True, targets=("query",)))
-
-
-def test_half_precision_base_has_full_precision_adapters() -> None:
-    model = build_model(ModelConfig(config=TINY["llama"], dtype="bfloat16"), LORA, device="cpu")
-    dtypes = {parameter.requires_grad: parameter.dtype for parameter in model.parameters()}
-    assert dtypes == {True: torch.float32, False: torch.bfloat16}
-
-
 @on_ranks(2, local=1)
 def test_frozen_base_in_host_memory_is_saved_and_loaded(tmp_path: Path) -> None:
     """On two nodes of one rank, frozen shards are in host memory, and a load must make cached node shards invalid.
 
     The same steps follow on training without a break, on a load into the same model, and on a load into a new model.
     """
-
-    def make() -> tuple[Any, torch.optim.Optimizer]:
+    pairs: list[tuple[Any, torch.optim.Optimizer]] = []
+    for _ in range(2):
         model, _ = spread(ModelConfig(config=TINY["llama"]), LORA, "laconic")
-        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        pairs.append((model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)))
 
     def two_steps(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
         losses = []
@@ -112,18 +102,17 @@ def test_frozen_base_in_host_memory_is_saved_and_loaded(tmp_path: Path) -> None:
             losses.append(loss.item())
         return losses
 
-    model, optimizer = make()
+    model, optimizer = pairs[0]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)  # other values than a new model starts with
-    two_steps(model, optimizer)
+    for pair in pairs:
+        two_steps(*pair)  # now the frozen weights are cached; the load makes them stale
     checkpoint.save_checkpoint(tmp_path, 2, model=model, optimizer=optimizer, extra={})
     saved = whole(model)
     losses = two_steps(model, optimizer)
     assert losses[1] != losses[0]
-    other, other_optimizer = make()
-    two_steps(other, other_optimizer)  # now its frozen weights are cached; the load makes them stale
-    for each, its_optimizer in ((model, optimizer), (other, other_optimizer)):
+    for each, its_optimizer in pairs:
         checkpoint.load_checkpoint(tmp_path, model=each, optimizer=its_optimizer)
         assert differing(whole(each), saved) == []
         assert two_steps(each, its_optimizer) == losses

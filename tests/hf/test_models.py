@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from transformers.initialization import no_init_weights
 
 from laconic.config import JobError, LoraConfig, ModelConfig
-from laconic.hf.folder import ModelFolderError
 from laconic.hf.layers import layers_to_shard
 from laconic.hf.models import build_model
 from tests.hf.zoo import LORA, NO_LORA, STRATEGIES, TINY, differing, spread, tokens, whole
@@ -59,6 +58,14 @@ def test_folder_gives_what_from_pretrained_gives(name: str, folders: dict[str, P
     assert differing(whole(model), whole(pretrained)) == []
     assert torch.equal(model(tokens()).logits, pretrained(tokens()).logits)
     assert name != "gpt2" or model.lm_head.weight is model.transformer.wte.weight, "tied weights stay tied"
+    half = build_model(ModelConfig(path=str(folders[name]), dtype="bfloat16"), device="cpu")
+    pretrained = transformers.AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+    assert differing(whole(half), whole(pretrained)) == []
+    config = folders[name] / "config.json"
+    unfilled: Any = build_model(ModelConfig(config=str(config)))
+    assert unfilled.config.vocab_size == json.loads(config.read_text())["vocab_size"]
+    assert next(unfilled.parameters()).device.type == "meta"
 
 
 @pytest.mark.parametrize(("lora", "names"), [(NO_LORA, ("gpt2", "mixtral")), (LORA, ("llama",))], ids=["full", "lora"])
@@ -75,13 +82,6 @@ def test_sharded_models_hold_the_same_numbers_and_read_only_their_part(
                 assert differing(whole(model), expected) == [], (name, strategy)
                 total = sum(path.stat().st_size for path in folders[name].glob("*.safetensors"))
                 assert not config.path or strategy == "ddp" or name == "mixtral" or bytes_read <= 0.6 * total
-
-
-def test_dtype_is_converted(folders: dict[str, Path]) -> None:
-    model = build_model(ModelConfig(path=str(folders["qwen2"]), dtype="bfloat16"), device="cpu")
-    pretrained = transformers.AutoModelForCausalLM.from_pretrained(folders["qwen2"], dtype=torch.bfloat16)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert differing(whole(model), whole(pretrained)) == []
 
 
 def test_folder_of_the_base_model_alone(tmp_path: Path) -> None:
@@ -131,59 +131,44 @@ def test_activation_checkpointing_changes_no_gradient() -> None:
         ({"model_type": "vit"}, "'vit' is no causal language model"),
         ("/nowhere/config.json", "/nowhere/config.json is not a readable transformers configuration"),
         (None, "no model is given; set model.config"),
+        (ModelConfig(path="/nowhere"), "'/nowhere' is not a folder"),
     ],
 )
 def test_bad_configuration_is_refused(config: Any, message: str) -> None:
     with pytest.raises(JobError, match=f"(?s){message}"):
-        build_model(ModelConfig(config=config))
-
-
-def _change(**tensors: Any) -> Any:
-    """Give tensors of the folder other values; None removes one."""
-
-    def change(folder: Path) -> None:
-        found = load_file(folder / "model.safetensors") | tensors
-        kept = {name: tensor for name, tensor in found.items() if tensor is not None}
-        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-
-    return change
+        build_model(config if isinstance(config, ModelConfig) else ModelConfig(config=config))
 
 
 NORM = "model.norm.weight"
-BREAKS: dict[str, Any] = {
-    f"missing: {NORM}": _change(**{NORM: None}),
-    "unexpected: model.layers.7.mlp.bias": _change(**{"model.layers.7.mlp.bias": torch.ones(1)}),
-    rf"wrong shape: {NORM} is \[31\], expected \[32\]": _change(**{NORM: torch.ones(31)}),
-    "model.safetensors is not a readable safetensors file": lambda folder: (folder / "model.safetensors").write_bytes(
-        (folder / "model.safetensors").read_bytes()[:-100]
+MODEL, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
+BREAKS: dict[str, tuple[str, Any]] = {
+    f"missing: {NORM}": (MODEL, {NORM: None}),
+    "unexpected: model.layers.7.mlp.bias": (MODEL, {"model.layers.7.mlp.bias": torch.ones(1)}),
+    rf"wrong shape: {NORM} is \[31\], expected \[32\]": (MODEL, {NORM: torch.ones(31)}),
+    "model.safetensors is not a readable safetensors file": (MODEL, "nonsense"),
+    "has no config.json": (CONFIG, None),
+    "config.json is not a readable transformers config": (CONFIG, "{"),
+    "has no safetensors file; it has pytorch_model.bin, pickled files": (MODEL, None),
+    "gone.safetensors is not a readable safetensors file": (
+        INDEX, json.dumps({"weight_map": {NORM: "gone.safetensors"}})
     ),
-    "has no config.json": lambda folder: (folder / "config.json").unlink(),
-    "config.json is not a readable transformers config": lambda folder: (folder / "config.json").write_text("{"),
-    "has no safetensors file; it has pytorch_model.bin, pickled files": lambda folder: (
-        folder / "model.safetensors"
-    ).rename(folder / "pytorch_model.bin"),
-    "gone.safetensors is not a readable safetensors file": lambda folder: (
-        folder / "model.safetensors.index.json"
-    ).write_text(json.dumps({"weight_map": {NORM: "gone.safetensors"}})),
-}
+}  # fmt: skip
+"""What a folder lacks; and by which text or tensors of a file, or by which file that is gone."""
 
 
 @pytest.mark.parametrize("message", BREAKS)
 def test_bad_folder_is_refused(message: str, folders: dict[str, Path], tmp_path: Path) -> None:
     for path in folders["qwen2"].iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    BREAKS[message](tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    name, change = BREAKS[message]
+    if isinstance(change, dict):
+        tensors = load_file(tmp_path / name) | change
+        kept = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+        save_file(kept, tmp_path / name, metadata={"format": "pt"})
+    elif change is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_text(change)
     with pytest.raises(JobError, match=f"{re.escape(str(tmp_path))}.*{message}"):
         build_model(ModelConfig(path=str(tmp_path)), device="cpu")
-
-
-def test_folder_that_is_none() -> None:
-    with pytest.raises(ModelFolderError, match="'/nowhere' is not a folder"):
-        build_model(ModelConfig(path="/nowhere"))
-
-
-def test_config_file_is_read(folders: dict[str, Path]) -> None:
-    path = folders["llama"] / "config.json"
-    model: Any = build_model(ModelConfig(config=str(path)))
-    assert model.config.hidden_size == json.loads(path.read_text())["hidden_size"]
-    assert next(model.parameters()).device.type == "meta"

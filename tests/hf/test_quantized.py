@@ -41,17 +41,12 @@ def test_the_base_is_the_plain_model_rounded(tmp_path: Path) -> None:
                 expected = QuantizedLinear.of(layer, weight_format)
                 assert differing(whole(other), whole(expected)) == []
                 assert 0 < (other.weight - layer.weight).norm() < limit * layer.weight.norm()
+                decoded, batch = other.dequantized(), torch.randn(3, layer.in_features)
+                assert torch.equal(decoded(batch), other(batch))
+                assert (decoded.bias is not None) == (layer.bias is not None)
+                assert decoded.training == other.training
+                assert not decoded.weight.requires_grad
             assert torch.equal(unwrapped.lm_head.weight, plain.lm_head.weight)
-
-
-def test_a_decoded_layer_has_the_weight_and_the_bias() -> None:
-    for bias in (True, False):
-        coded = QuantizedLinear.of(nn.Linear(32, 6, bias=bias), "nf4").eval()
-        plain, input = coded.dequantized(), torch.randn(3, 32)
-        assert torch.equal(plain(input), coded(input))
-        assert (plain.bias is not None) == bias
-        assert not plain.training
-        assert not plain.weight.requires_grad
 
 
 def test_peft_wraps_it_and_merging_is_refused() -> None:
