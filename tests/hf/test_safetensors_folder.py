@@ -237,11 +237,11 @@ def test_failures_reach_every_rank(tmp_path: Path) -> None:
 def test_a_rank_that_waits_for_others_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(saving, "_warn", said.append)
-    run_ranks(save_late, 2, str(tmp_path / "late"))
+
+    def save_late() -> None:
+        model = shard(build(Net))
+        time.sleep(dist.get_rank() * 2 * saving.PATIENCE_S)
+        laconic.save_safetensors(model, tmp_path / "late")
+
+    run_ranks(save_late, 2)
     assert said == ["save_safetensors"]
-
-
-def save_late(folder: str) -> None:
-    model = shard(build(Net))
-    time.sleep(dist.get_rank() * 2 * saving.PATIENCE_S)
-    laconic.save_safetensors(model, folder)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +14,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 import laconic
@@ -47,53 +47,42 @@ def fit(trainer: Trainer, ckpt_path: Path | None = None, module: LightningModule
     return module
 
 
-def job_same_as_ddp() -> None:
-    torch.testing.assert_close(train("laconic", 3), train("ddp", 3), rtol=1e-5, atol=1e-5)
-
-
-class GradientsSent(Callback):
-    """The bytes of gradients that went over the network in each micro-batch."""
-
-    def __init__(self) -> None:
-        self.sent: list[int] = []
-
-    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, index: int) -> None:
-        self.before = module.model.traffic.snapshot()
-
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        sizes = (module.model.traffic.snapshot() - self.before).sizes
-        self.sent.append(sizes["node", "gradients", "sent"])
-
-
 def accumulation(folder: Path) -> None:
     """The first of two micro-batches sends no gradient."""
-    count = GradientsSent()
-    module = fit(make_trainer("laconic", 2, callbacks=[count]))
+    sent: list[int] = []
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+            sent.append(module.model.traffic.snapshot().total("node", "gradients", "sent"))
+
+        on_train_batch_end = on_train_batch_start
+
+    module = fit(make_trainer("laconic", 2, callbacks=[Look()]))
     assert isinstance(module.model, laconic.ShardedModule)
     assert all(isinstance(layer, laconic.ShardedModule) for layer in module.model.layers)
-    assert count.sent[0::2] == [0, 0]
-    assert min(count.sent[1::2]) > 0
+    of_batches = [after - before for before, after in zip(sent[0::2], sent[1::2], strict=True)]
+    assert of_batches[0::2] == [0, 0]
+    assert min(of_batches[1::2]) > 0
+
+
+def trained_in_epochs(strategy: Any, folder: Path) -> tuple[Trainer, LightningModule]:
+    """Train two epochs, each of which is saved."""
+    saving = ModelCheckpoint(folder, filename="{step}", monitor="val_loss", save_top_k=-1)
+    trainer = make_trainer(strategy, 4, use_distributed_sampler=False, callbacks=[saving], enable_checkpointing=True)
+    return trainer, fit(trainer)
 
 
 def sharded_checkpoints(folder: Path) -> None:
     """ModelCheckpoint writes folders, and a resumed run is equal to the bit. `test` loads the best one."""
-    trainer = make_trainer(
-        "laconic", 4, use_distributed_sampler=False, callbacks=[save_epochs(folder)], enable_checkpointing=True
-    )
-    module = fit(trainer)
+    trainer, module = trained_in_epochs("laconic", folder)
     resumed = make_trainer("laconic", 4, use_distributed_sampler=False)
     again = fit(resumed, folder / "step=2.ckpt")
     assert (folder / "step=2.ckpt").is_dir()
-    assert_equal(records(resumed), last_steps(trainer))
-    assert_equal(whole(again), whole(module))
+    assert_equal((records(resumed), whole(again)), (last_epoch(trainer), whole(module)))
     assert "test_loss" in trainer.test(module, loader(seed=2), ckpt_path="best", verbose=False)[0]
 
 
-def save_epochs(folder: Path) -> ModelCheckpoint:
-    return ModelCheckpoint(folder, filename="{step}", monitor="val_loss", save_top_k=-1)
-
-
-def last_steps(trainer: Trainer) -> dict[str, list[float]]:
+def last_epoch(trainer: Trainer) -> dict[str, list[float]]:
     return {key: values[2:] for key, values in records(trainer).items()}
 
 
@@ -102,12 +91,8 @@ def whole_checkpoints(folder: Path) -> None:
     strategies = {"laconic": lambda: LaconicStrategy(save_distributed_checkpoint=False), "ddp": DDPStrategy}
     wants = {}
     for name, strategy in strategies.items():
-        saving = save_epochs(folder / name)
-        trainer = make_trainer(
-            strategy(), 4, use_distributed_sampler=False, callbacks=[saving], enable_checkpointing=True
-        )
-        module = fit(trainer)
-        wants[name] = last_steps(trainer), whole(module)
+        trainer, module = trained_in_epochs(strategy(), folder / name)
+        wants[name] = last_epoch(trainer), whole(module)
     for writer, reader, tolerance in (("laconic", "laconic", 0), ("laconic", "ddp", 1e-5), ("ddp", "laconic", 1e-5)):
         trainer = make_trainer(strategies[reader](), 4, use_distributed_sampler=False)
         module = fit(trainer, folder / writer / "step=2.ckpt")
@@ -203,17 +188,6 @@ def fabric(folder: Path) -> None:
     assert (loop.model.traffic.snapshot() - before).wire(purpose="gradients") == 0
 
 
-class OneRank(TorchElasticEnvironment):
-    def world_size(self) -> int:
-        return 1
-
-
-class OwnParameter(LightningModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(3))
-
-
 class Normed(LightningModel):
     """Statistics of BatchNorm in a model without layers."""
 
@@ -251,11 +225,13 @@ def batch_norm(folder: Path) -> None:
 
 
 def refusals(folder: Path) -> None:
+    module = LightningModel()
+    module.bias = nn.Parameter(torch.zeros(3))
     with pytest.raises(ArgumentError, match=r"parameters of its own \(bias\)"):
-        fit(make_trainer("laconic", 1), module=OwnParameter())
+        fit(make_trainer("laconic", 1), module=module)
     strategy = LaconicStrategy()
     make_trainer(strategy, 1)
-    strategy.num_nodes, strategy.cluster_environment = 2, OneRank()
+    strategy.num_nodes, strategy.cluster_environment = 2, mock.Mock(**{"world_size.return_value": 1})
     with pytest.raises(ArgumentError, match="make 2 ranks, but the launch has 1"):
         strategy.setup_environment()
 
@@ -268,7 +244,7 @@ OTHERS = (whole_checkpoints, precision, configured_by_the_user, on_meta, fabric,
 @pytest.mark.parametrize("checks", [SAMPLE, pytest.param(OTHERS, marks=pytest.mark.campaign)], ids=["sample", "others"])
 @on_ranks(2, local=1)
 def test_a_trainer_its_checkpoints_and_its_precisions(tmp_path: Path, checks: tuple[Check, ...]) -> None:
-    job_same_as_ddp()
+    torch.testing.assert_close(train("laconic", 3), train("ddp", 3), rtol=1e-5, atol=1e-5)
     for check in checks:
         mine = tmp_path / check.__name__
         mine.mkdir(exist_ok=True)
@@ -283,12 +259,3 @@ def test_what_does_not_go_with_lightning() -> None:
         Fabric(strategy=LaconicStrategy())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"use LaconicStrategy\(\) for Lightning's Trainer"):
         Trainer(strategy=LaconicFabricStrategy())  # type: ignore[arg-type]
-
-
-def test_the_names_of_lightning_that_the_strategy_uses() -> None:
-    """[Note: In place of ModelParallelStrategy] rests on these private names."""
-    assert ModelParallelStrategy()._device_mesh is None
-    assert LightningModule()._device_mesh is None
-    from lightning.fabric.utilities.init import _materialize_distributed_module
-
-    assert callable(_materialize_distributed_module)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import laconic
@@ -20,26 +20,14 @@ from laconic.integrations.torchtitan import with_laconic
 from tests.support.language_model import LanguageModel, loss_of, make_rows
 from tests.support.launch import on_ranks
 
-TRAINING = SimpleNamespace(mixed_precision_param="float32", mixed_precision_reduce="float32", enable_cpu_offload=False)
-PARALLELISM = SimpleNamespace(fsdp_reshard_after_forward="default")
 SETTINGS: dict[str, Any] = {
-    "training": TRAINING,
-    "parallelism": PARALLELISM,
+    "training": SimpleNamespace(mixed_precision_param="float32", mixed_precision_reduce="float32"),
+    "parallelism": SimpleNamespace(fsdp_reshard_after_forward="default"),
     "compile_config": SimpleNamespace(enable=False, components=["model", "loss"]),
     "ac_config": None,
     "dump_folder": "./outputs",
 }
 """What torchtitan's Trainer passes beside the model and `parallel_dims`."""
-
-
-class ParallelDims:
-    """The part of torchtitan's class that a model needs for data parallelism alone."""
-
-    def __init__(self, world_size: int) -> None:
-        self.mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("fsdp",))
-
-    def get_mesh(self, names: list[str]) -> DeviceMesh:
-        return self.mesh[tuple(names)]
 
 
 class TitanModel(LanguageModel):
@@ -52,16 +40,7 @@ class TitanModel(LanguageModel):
         self.scale = torch.tensor(0.5, device=buffer_device)
 
 
-def parallelize(
-    model: TitanModel,
-    *,
-    parallel_dims: ParallelDims,
-    training: Any,
-    parallelism: Any,
-    compile_config: Any,
-    ac_config: Any,
-    dump_folder: str,
-) -> nn.Module:
+def parallelize(model: TitanModel, *, parallel_dims: Any, training: Any, parallelism: Any, **_: Any) -> nn.Module:
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
@@ -87,7 +66,8 @@ def test_the_steps_of_torchtitans_trainer() -> None:
     with torch.device("meta"):
         model = TitanModel()
     function = with_laconic(parallelize, LaconicArguments(cache="device", granularity="2 rows"))
-    model = function(model, parallel_dims=ParallelDims(world), **SETTINGS)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
+    model = function(model, parallel_dims=SimpleNamespace(get_mesh=lambda names: mesh[tuple(names)]), **SETTINGS)
     assert fully_shard is torch.distributed.fsdp.fully_shard
     model.to_empty(device="cpu")
     plain = TitanModel()
@@ -124,18 +104,9 @@ def clip(model: nn.Module) -> torch.Tensor:
 
 
 def test_what_torchtitan_decides_and_a_function_that_does_not_shard() -> None:
-    for options in (
-        {"param_dtype": "bfloat16"},
-        {"units": ["Layer"]},
-        {"audit_every": 5},
-        {"reshard_after_forward": False},
-    ):
-        (name,) = options
+    decided = {"param_dtype": "bfloat16", "units": ["Layer"], "audit_every": 5, "reshard_after_forward": False}
+    for name, value in decided.items():
         with pytest.raises(ArgumentError, match=f"{name}=.*is torchtitan's to decide"):
-            with_laconic(parallelize, LaconicArguments(**options))  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="forgets_to_shard has not called fully_shard"):
-        with_laconic(forgets_to_shard)(TitanModel())
-
-
-def forgets_to_shard(model: nn.Module, **settings: Any) -> nn.Module:
-    return model
+            with_laconic(parallelize, LaconicArguments(**{name: value}))  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="has not called fully_shard"):
+        with_laconic(lambda model, **_: model)(TitanModel())

@@ -1,10 +1,16 @@
-"""transformers' Trainer with laconic: DDP's numbers, checkpoints to the bit, files that plain transformers reads."""
+"""The trainers of transformers, TRL and axolotl with laconic: DDP's numbers, resumption to the bit, and their files.
+
+axolotl's plugin is tested against the interface that axolotl 0.19.0 declares: axolotl itself pins other releases.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shutil
+import sys
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,14 +18,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import PeftModel
+from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import HfArgumentParser, LlamaForCausalLM, TrainerCallback, TrainingArguments
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import HfArgumentParser, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import laconic
 from laconic.integrations import LaconicArguments
 from laconic.integrations.options import ArgumentError
 from laconic.integrations.trained_state import FILES, incomplete
-from laconic.integrations.transformers import LaconicTrainer
+from laconic.integrations.transformers import LaconicMixin, LaconicTrainer
 from tests.support import trainers
 from tests.support.flips import flipping_in_gradients
 from tests.support.launch import on_ranks, run_ranks
@@ -316,3 +325,110 @@ def test_arguments_are_command_line_options() -> None:
 def test_wrong_arguments(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
         LaconicArguments(**given)
+
+
+# -- TRL's trainers ----------------------------------------------------------------------------------------------------
+
+
+JOBS = ("sft_lora", "dpo_lora", "dpo", "reward", "grpo_lora", "grpo")
+
+
+@pytest.mark.machine
+@on_ranks(3)
+def test_trains_as_under_ddp(tmp_path: Path) -> None:
+    for job in JOBS:
+        stock = trained(job, tmp_path / "ddp", 2)
+        trainer = trained(job, tmp_path / "own", 2, LaconicArguments())
+        assert_same_log(trainer, stock)
+        for model in (trainer.model, *([trainer.ref_model] if job in ("dpo", "grpo") else [])):
+            assert isinstance(model, laconic.ShardedModule), job
+    for argument, remedy in (
+        ("use_vllm", "publish the weights"),
+        ("use_transformers_continuous_batching", "rollout_func="),
+    ):
+        message = f"^{argument}=True does not work with a sharded model: .*{remedy}"
+        with pytest.raises(ArgumentError, match=message):
+            trainers.make("grpo_lora", str(tmp_path / "refused"), 1, LaconicArguments(), **{argument: True})
+
+
+@pytest.mark.machine
+@on_ranks(3)
+def test_adapters_are_saved_resumed_and_reloaded(tmp_path: Path) -> None:
+    """Train an adapter, resume it, and load its files in plain peft."""
+    more = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2}
+    straight = trained("sft_lora", tmp_path / "straight", 3, LaconicArguments(), **more)
+    resumed = trainers.make("sft_lora", str(tmp_path / "straight"), 3, LaconicArguments(), **more)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-2"))
+    assert_equal(whole(resumed.model), whole(straight.model))
+    straight.save_model(str(tmp_path / "adapter"))
+    dist.barrier()
+    with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as file:
+        assert all("lora_" in name for name in file.keys())  # noqa: SIM118
+    plain, rows = PeftModel.from_pretrained(trainers.llama(), tmp_path / "adapter"), torch.arange(4, 24).view(2, 10)
+    with torch.no_grad():
+        trained_logits, own, base = (
+            model.eval()(input_ids=rows).logits for model in (straight.model, plain, trainers.llama())
+        )
+    assert torch.equal(own, trained_logits)
+    assert not torch.equal(own, base)
+    shards = FileSystemReader(tmp_path / "straight" / "checkpoint-2" / "laconic" / "step-2")
+    weights = [key for key in shards.read_metadata().state_dict_metadata if key.startswith("model.")]
+    assert weights
+    assert all("lora_" in key for key in weights)  # the frozen base is not in a checkpoint
+
+
+# -- axolotl -----------------------------------------------------------------------------------------------------------
+
+
+class BasePlugin:
+    """The methods of axolotl's BasePlugin that the plugin has are declared there."""
+
+
+class AxolotlTrainer(Trainer):
+    """The constructor of axolotl's trainer."""
+
+    def __init__(self, *args: Any, dataset_tags: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+class DictDefault(dict[str, Any]):
+    """axolotl's configuration: a key that is not there is None."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
+    trainers_ = {"AxolotlTrainer": AxolotlTrainer, "AxolotlRewardTrainer": Trainer}
+    contents = {"": {}, ".integrations": {}, ".core": {}, ".core.trainers": trainers_}
+    for name, members in {**contents, ".integrations.base": {"BasePlugin": BasePlugin}}.items():
+        module = types.ModuleType(f"axolotl{name}")
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delitem(sys.modules, "laconic.integrations.axolotl", raising=False)
+    return importlib.import_module("laconic.integrations.axolotl").LaconicPlugin()
+
+
+def test_the_trainer_is_axolotls_and_shards(plugin: Any, tmp_path: Path) -> None:
+    cls = plugin.get_trainer_cls(DictDefault(laconic={"cache": "device", "granularity": "32 rows"}))
+    assert issubclass(cls, LaconicMixin)
+    assert issubclass(cls, AxolotlTrainer)
+    arguments = TrainingArguments(**trainers.settings(str(tmp_path), 1))
+    trainer = cls(model=trainers.llama(), args=arguments, train_dataset=trainers.token_rows(4), dataset_tags=["rows"])
+    assert trainer.laconic_arguments == LaconicArguments(cache="device", granularity="32 rows")
+    assert not issubclass(plugin.get_trainer_cls(DictDefault(reward_model=True)), AxolotlTrainer)
+    module, _, name = plugin.get_input_args().rpartition(".")
+    assert getattr(importlib.import_module(module), name)(laconic={"cache": "none"}).laconic == {"cache": "none"}
+
+
+def test_the_plugin_refuses(plugin: Any) -> None:
+    with pytest.raises(ArgumentError, match="passes no model"):
+        plugin.get_trainer_cls(DictDefault(rl="dpo"))
+    with pytest.raises(ArgumentError, match="cache='disk' is not known"):
+        plugin.get_trainer_cls(DictDefault(laconic={"cache": "disk"}))
+    model = trainers.llama()
+    plugin.post_model_load(DictDefault(), model)
+    model.quantization_method = "bitsandbytes"
+    with pytest.raises(ArgumentError, match="quantised"):
+        plugin.post_model_load(DictDefault(), model)

@@ -121,7 +121,7 @@ def every(net: nn.Module, _: int) -> None:
 
 def begun(folder: Path, **keys: Any) -> Run:
     torch.manual_seed(0)
-    return Run(folder, Trained(), every, **keys)
+    return Run(folder, Trained(), every, **{"base_every": 100, **keys})
 
 
 def assert_served(served: Served, weights: dict[str, Tensor]) -> None:

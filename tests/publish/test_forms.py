@@ -30,7 +30,7 @@ from laconic.publish.forms import CodedWeight
 from laconic.publish.staging import StagedTensor
 from tests.support import quantized
 from tests.support.launch import on_ranks
-from tests.support.published import assert_same, edit, make, model_with, published, snapshot, weights_of_versions
+from tests.support.published import assert_same, cast, edit, make, model_with, published, snapshot, weights_of_versions
 
 # -- laconic.quantize_ -------------------------------------------------------------------------------------------------
 
@@ -135,11 +135,6 @@ def test_a_stop_while_values_are_applied_or_encoded(
 
 
 # -- another float dtype -----------------------------------------------------------------------------------------------
-
-
-def cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The oracle: weights in another dtype."""
-    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

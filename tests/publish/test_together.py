@@ -69,9 +69,10 @@ def readers(source: VersionSource | Path, **options: Any) -> ReaderGroup:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Six versions; the first and the fifth have all values."""
-    published(tmp_path / "versions", base_every=5, encoding="smallest")
+def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """Six versions; the first and the fifth have all values. Or other numbers, from `request`."""
+    num_versions, base_every = getattr(request, "param", (6, 5))
+    published(tmp_path / "versions", num_versions, base_every=base_every, encoding="smallest")
     return tmp_path / "versions"
 
 
@@ -161,18 +162,12 @@ def test_versions_that_vanish_and_damaged_manifests(folder: Path) -> None:
         readers(folder).update(model)
 
 
-@pytest.fixture
-def seven(tmp_path: Path) -> Path:
-    """Seven versions; the first and the seventh have all values."""
-    published(tmp_path / "versions", num_versions=7, base_every=6)
-    return tmp_path / "versions"
-
-
+@pytest.mark.parametrize("folder", [(7, 6)], indirect=True)
 @on_ranks(2)
-def test_a_version_whose_base_goes_before_its_manifest_is_read(seven: Path) -> None:
+def test_a_version_whose_base_goes_before_its_manifest_is_read(folder: Path) -> None:
     rank, weights = dist.get_rank(), weights_of_versions(7)
     model = model_with(weights[1])
-    assert readers(Overtaken(seven)).update(model if rank else None) == 7
+    assert readers(Overtaken(folder)).update(model if rank else None) == 7
     assert_same(snapshot(model), weights[7 if rank else 1])
 
 
@@ -205,6 +200,11 @@ def test_a_rank_that_cannot_apply_what_has_come(cls: type, method: str, num_done
         assert_same(snapshot(model), snapshot(laconic.quantize_(wanted, "nf4") if rank == 2 else wanted))
 
 
+def test_without_a_process_group(tmp_path: Path) -> None:
+    with pytest.raises(PublishError, match=r"needs a process group; call torch.distributed.init_process_group"):
+        ReaderGroup(source=tmp_path)
+
+
 @on_ranks(2)
 def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(PublishError, match=r"rank 0 of a ReaderGroup has the versions; give source="):
@@ -215,8 +215,3 @@ def test_mistakes(tmp_path: Path) -> None:
     group = readers(tmp_path / "empty")
     with pytest.raises(PublishError, match="has no version yet"):
         group.update({})
-
-
-def test_without_a_process_group(tmp_path: Path) -> None:
-    with pytest.raises(PublishError, match=r"needs a process group; call torch.distributed.init_process_group"):
-        ReaderGroup(source=tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +35,13 @@ def make(seed: int = 0, **sizes: Any) -> Net:
     return Net(**sizes)
 
 
+@torch.no_grad()
 def edit(net: Net, version: int) -> None:
     """Change a few elements, others each time."""
-    with torch.no_grad():
-        net.embed.weight.view(-1)[version::97] += 0.1
-        net.up.weight[version % 40, version % 24 :] *= 1.1
-        net.across[version % 40] -= 0.01
-        net.seen += version
+    net.embed.weight.view(-1)[version::97] += 0.1
+    net.up.weight[version % 40, version % 24 :] *= 1.1
+    net.across[version % 40] -= 0.01
+    net.seen += version
 
 
 def snapshot(net: nn.Module) -> dict[str, Tensor]:
@@ -56,26 +55,18 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
+def cast(weights: dict[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """Weights in another float dtype."""
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+
+
 def weights_of_versions(num_versions: int) -> list[dict[str, Tensor]]:
     """The weights of the versions of `published` in bf16; the first stands for none."""
-    return [snapshot(make(seed=9).bfloat16()), *(weights for _, weights in _trained(num_versions))]
-
-
-def _trained(num_versions: int) -> Iterator[tuple[Net, dict[str, Tensor]]]:
-    net = make()
+    net, found = make(), [cast(snapshot(make(seed=9)))]
     for version in range(1, num_versions + 1):
         edit(net, version)
-        yield net, {n: t.bfloat16() if t.is_floating_point() else t for n, t in snapshot(net).items()}
-
-
-def published(folder: Path, num_versions: int = 6, **keys: Any) -> list[dict[str, Tensor]]:
-    """Publish versions into a folder, which keeps all. Returns `weights_of_versions`."""
-    publisher: Publisher | None = None
-    for version, (net, _) in enumerate(_trained(num_versions), 1):
-        publisher = publisher or Publisher(net, folder, keep=100, **keys)
-        publisher.publish(step=10 * version)
-        publisher.wait()
-    return weights_of_versions(num_versions)
+        found.append(cast(snapshot(net)))
+    return found
 
 
 class Run:
@@ -83,7 +74,7 @@ class Run:
 
     def __init__(self, folder: Path, net: nn.Module | None = None, edit: Any = edit, **keys: Any) -> None:
         self.net, self.version = net or make(), 0
-        self.publisher = Publisher(self.net, folder, **{"keep": 100, "base_every": 100, **keys})
+        self.publisher = Publisher(self.net, folder, **{"keep": 100, **keys})
         self.step(edit)
 
     def step(self, edit: Any = edit) -> dict[str, Tensor]:
@@ -91,9 +82,17 @@ class Run:
         self.version += 1
         with torch.no_grad():
             edit(self.net, self.version)
-        self.publisher.publish()
+        self.publisher.publish(step=10 * self.version)
         self.publisher.wait()
-        return {n: t.bfloat16() if t.is_floating_point() else t for n, t in snapshot(self.net).items()}
+        return cast(snapshot(self.net))
+
+
+def published(folder: Path, num_versions: int = 6, **keys: Any) -> list[dict[str, Tensor]]:
+    """Publish versions into a folder, which keeps all. Returns `weights_of_versions`."""
+    run = Run(folder, **keys)
+    for _ in range(num_versions - 1):
+        run.step()
+    return weights_of_versions(num_versions)
 
 
 def model_with(weights: dict[str, Tensor]) -> Net:

@@ -50,18 +50,14 @@ class Colocated(TrainerCallback):
         self.sampler = Copy(example().new_model(setup), None)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-        self._copy(model)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-        self._copy(model)
-
-    def _copy(self, model: Any) -> None:
         """Gather a version. Collective."""
         self.copies[len(self.copies) + 1] = {
             name: (parameter.full_tensor() if isinstance(parameter, RaggedTensor) else parameter).detach().bfloat16()
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
+
+    on_step_end = on_train_begin
 
 
 def trained(words: list[str], *, is_colocated: bool = False) -> list[dict[str, float]]:
