@@ -70,11 +70,13 @@ def readers() -> dict[str, nn.Module]:
     return {device: build(make_net, seed=1).to(device, torch.bfloat16) for device in (DEVICE, "cpu")}
 
 
-def follow(model: Any, optimizer: Any, folder: Path, *, steps: int = 3, **keys: Any) -> None:
+def follow(placement: dict[str, Any], encoding: Any, folder: Path) -> None:
     """Publish each step, train on at once, and read on rank 0."""
-    publisher = Publisher(model, folder, keep=2 * steps, **keys)
-    read = {device: (Reader(folder), held) for device, held in readers().items()}
-    for step in range(steps):
+    model = sharded(**placement)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused="cache" in placement)
+    publisher = Publisher(model, folder, keep=6, encoding=encoding, base_every=2)
+    read = [(Reader(folder), held) for held in readers().values()]
+    for step in range(3):
         train(model, optimizer, 10 * step)
         wanted = cast(model)
         version = publisher.publish(step=step)
@@ -82,7 +84,7 @@ def follow(model: Any, optimizer: Any, folder: Path, *, steps: int = 3, **keys: 
             train(model, optimizer, 10 * step + more)
         publisher.wait()
         if dist.get_rank() == 0:
-            for reader, held in read.values():
+            for reader, held in read:
                 assert reader.update(held) == version
                 assert_same(held, wanted)
         dist.barrier()
@@ -92,15 +94,9 @@ def follow(model: Any, optimizer: Any, folder: Path, *, steps: int = 3, **keys: 
     assert FolderSource(folder).manifest(2).base == 1
 
 
-def follow_in(placement: dict[str, Any], encoding: Any, folder: Path) -> None:
-    model = sharded(**placement)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused="cache" in placement)
-    follow(model, optimizer, folder, encoding=encoding, base_every=2)
-
-
 @pytest.mark.parametrize("encoding", ["gaps", "lossless", "smallest"])
 def test_versions_equal_the_cast_weights(encoding: str, tmp_path: Path) -> None:
-    launch(follow_in, {"cache": "host"}, encoding, tmp_path, num_ranks=1, backend="nccl", timeout_s=90)
+    launch(follow, {"cache": "host"}, encoding, tmp_path, num_ranks=1, backend="nccl", timeout_s=90)
 
 
 PLACEMENTS: list[dict[str, Any]] = [
@@ -115,7 +111,7 @@ PLACEMENTS: list[dict[str, Any]] = [
 @on_ranks(4, local=2)
 def test_every_placement(placement: int, tmp_path: Path) -> None:
     """Ranks share the GPU over Gloo."""
-    follow_in(PLACEMENTS[placement], "gaps", tmp_path)
+    follow(PLACEMENTS[placement], "gaps", tmp_path)
 
 
 def overwrite_at_once(folder: Path) -> list[int]:

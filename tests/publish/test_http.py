@@ -21,6 +21,7 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -33,13 +34,10 @@ from laconic.publish.versions import MANIFEST, version_name
 from laconic.store.folder import FileRecord
 from tests.support.published import (
     assert_refused,
-    assert_same,
     edit,
     make,
-    model_with,
     published,
     read,
-    snapshot,
     weights_of_versions,
 )  # fmt: skip
 
@@ -73,8 +71,7 @@ class Server:
 
     def answer(self, asked: bytes) -> Answer:
         said = io.BytesIO()
-        no = lambda *_: None  # noqa: E731
-        end = SimpleNamespace(makefile=lambda *_: io.BytesIO(asked), sendall=said.write, settimeout=no, setsockopt=no)
+        end = mock.Mock(makefile=lambda *_: io.BytesIO(asked), sendall=said.write)
         self.handler(end, ("a reader", 0), self.known)  # type: ignore[arg-type]
         data, passed = said.getvalue(), bytearray()
         for begin in range(0, len(data), PIECE_BYTES):
@@ -86,39 +83,24 @@ class Server:
         return Answer(bytes(passed), b"Connection: close" in data)
 
 
-class Connection:
-    """A client's socket."""
-
-    def __init__(self, server: Server) -> None:
-        self.server, self.asked = server, b""
-
-    def sendall(self, data: bytes) -> None:
-        self.asked += data
-
-    def makefile(self, *_: Any) -> io.BufferedReader:
-        asked, self.asked = self.asked, b""
-        return io.BufferedReader(self.server.answer(asked))
-
-    def setsockopt(self, *_: Any) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Network:
+class Network(dict[str, Server]):
     """The servers that `socket.create_connection` finds, by host."""
 
-    def __init__(self) -> None:
-        self.servers: dict[str, Server] = {}
-
-    def connect(self, address: tuple[str, int], *_: Any) -> Connection:
-        if address[0] not in self.servers:
+    def connect(self, address: tuple[str, int], *_: Any) -> Any:
+        if address[0] not in self:
             raise ConnectionRefusedError("Connection refused")
-        return Connection(self.servers[address[0]])
+        asked = bytearray()
+
+        def makefile(*_: Any) -> io.BufferedReader:
+            data = bytes(asked)
+            asked.clear()
+            return io.BufferedReader(self[address[0]].answer(data))
+
+        return mock.Mock(sendall=asked.extend, makefile=makefile)
 
     def add(self, server: Server) -> str:
-        host = f"host-{len(self.servers)}"
-        self.servers[host] = server
-        return f"http://{host}:1"
+        self[f"host-{len(self)}"] = server
+        return f"http://host-{len(self) - 1}:1"
 
     def serve(self, folder: Path, token: str | None = None, change: Change | None = None) -> str:
         """Serve a folder as `WeightServer` does, and return the address."""
@@ -209,31 +191,6 @@ def test_only_the_rest_of_the_same_file_is_asked_for(is_replaced: bool, tmp_path
 
     assert HttpSource(network.serve(tmp_path, change=cut_once)).read(1, file) == wanted
     assert passed[0] < (2 if is_replaced else 1) * file.size_bytes + 2 * PIECE_BYTES
-
-
-def test_flipped_bits_are_noticed_or_do_no_harm(tmp_path: Path, network: Network) -> None:
-    """Anywhere in the answers that an update takes; `python -m tests.faults --rows publish-damage` has real sockets."""
-    weights, chance, noticed, at = published(tmp_path), random.Random(0), 0, [0]
-
-    def flipped(data: bytes) -> bytes:
-        begin, at[0] = at[0], at[0] - len(data)
-        if 0 <= begin < len(data):
-            return data[:begin] + bytes([data[begin] ^ 1 << chance.randrange(8)]) + data[begin + 1 :]
-        return data
-
-    url = network.serve(tmp_path, change=flipped)
-    Reader(url).update(model_with(weights[5]))
-    num_bytes = -at[0]
-    for place in range(0, num_bytes, num_bytes // 80):
-        at[0], model, problem = place, model_with(weights[5]), ""
-        try:
-            Reader(url).update(model)
-        except (PublishError, OSError) as error:
-            problem = str(error)
-        assert "\n" not in problem
-        assert_same(snapshot(model), weights[5 if problem else 6])
-        noticed += bool(problem)
-    assert noticed > 40
 
 
 # -- requests that the server refuses ----------------------------------------------------------------------------------

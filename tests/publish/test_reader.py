@@ -94,12 +94,8 @@ def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
     source = FolderSource(tmp_path)
     patches = [source.manifest(version).nbytes("patch") for version in range(2, 41)]
     assert source.manifest(40).kinds == ["patch", "whole"]
-    for start, wanted in (
-        (0, source.manifest(40).nbytes("whole")),
-        (1, source.manifest(40).nbytes("whole")),
-        (37, sum(patches[36:])),
-        (39, patches[38]),
-    ):
+    whole = source.manifest(40).nbytes("whole")
+    for start, wanted in ((0, whole), (1, whole), (37, sum(patches[36:])), (39, patches[38])):
         assert read(tmp_path, weights, start).bytes_read == wanted
     assert read(tmp_path, weights, 0, to=3).bytes_read == source.manifest(1).nbytes("whole") + sum(patches[:2])
 
@@ -143,11 +139,11 @@ def test_engines_take_patches(tmp_path: Path) -> None:
     """An engine that applies what the iterator yields has the newest version."""
     weights = published(tmp_path, base_every=100)
 
-    def take(state: dict[str, Tensor], patches: Any) -> list[str]:
-        names = []
+    def take(state: dict[str, Tensor], patches: Any) -> set[str]:
+        names = set()
         for patch in patches:
             assert isinstance(patch, WeightPatch)
-            names.append(patch.name)
+            names.add(patch.name)
             assert state[patch.name].shape == patch.shape
             assert patch.values.dtype == patch.dtype == state[patch.name].dtype
             if patch.indices is None:
@@ -159,18 +155,16 @@ def test_engines_take_patches(tmp_path: Path) -> None:
 
     del weights[6]["head.weight"]
     state, reader = {name: torch.zeros_like(tensor) for name, tensor in weights[6].items()}, Reader(tmp_path)
-    assert set(take(state, reader.patches())) == set(state)
+    assert take(state, reader.patches()) == state.keys()
     assert_same(state, weights[6])
     assert reader.version == 6
-    assert take(state, reader.patches()) == []
-    behind = {name: weights[4][name].clone().contiguous() for name in state}
-    near, middle = {name: tensor.clone() for name, tensor in behind.items()}, Reader(tmp_path)
-    take(near, middle.patches(since=4, to=5))
-    assert_same(near, {name: weights[5][name] for name in state})
-    assert middle.version == 5
-    changed = take(behind, Reader(tmp_path).patches(since=4))
-    assert set(changed) == {"embed.weight", "up.weight", "across", "seen"}
-    assert_same(behind, weights[6])
+    assert take(state, reader.patches()) == set()
+    behind, later = {name: weights[4][name].clone().contiguous() for name in state}, Reader(tmp_path)
+    for since, to in ((4, 5), (4, 6)):
+        changed = take(behind, later.patches(since=since, to=to))
+        assert changed == {"embed.weight", "up.weight", "across", "seen"}
+        assert_same(behind, {name: weights[to][name] for name in state})
+        assert later.version == to
     shutil.rmtree(tmp_path)
     published(tmp_path, base_every=100, encoding="lossless")
     with pytest.raises(PublishError, match="coded by the values before, which are elsewhere; update"):
