@@ -104,11 +104,12 @@ def test_a_wrong_file_is_refused(table: dict[str, Any], parts: list[str]) -> Non
 
 
 def test_written_toml_reads_back_equal(tmp_path: Path) -> None:
+    """Also its shares, which its peers without laconic do not get."""
     table = {
         "model": {"config": {**MODEL, "rope": {"type": "x", "odd key": [1, 2.5, False]}, "name": 'a "b" \\ \n\x7f é'}},
         "lora": {"targets": ["q_proj", "v_proj"]},
         "optimizer": {"betas": [0.8, 0.9], "eps": 1e-12, "lr": 1},
-        "shard": {"reshard_after_forward": False},
+        "shard": {"reshard_after_forward": False, "shares": [24, 24, 12.5]},
     }
     config = from_dict(Config, table)
     path = tmp_path / "config.toml"
@@ -117,6 +118,10 @@ def test_written_toml_reads_back_equal(tmp_path: Path) -> None:
     assert from_dict(Config, to_dict(config)) == config
     assert config.optimizer.lr == 1.0
     assert isinstance(config.optimizer.lr, float)
+    assert config.shard.policy.shares == config.shard.policy.arguments()["shares"] == (24.0, 24.0, 12.5)
+    assert job_under(named("host"), config).shard.policy.shares == config.shard.policy.shares
+    assert job_under(named("ddp"), config).shard.policy.shares is None
+    assert "shares" not in parse_toml(to_toml(Config()))["shard"]
 
 
 def test_options_override_the_file(tmp_path: Path) -> None:
@@ -127,17 +132,16 @@ def test_options_override_the_file(tmp_path: Path) -> None:
     options = "--train.steps 9 --train.resume auto --lora.targets a b --optimizer.betas 0 0.5 --data.tokenizer t"
     table = "--model.config.hidden_size 16 --model.config.tie_word_embeddings=false"
     config = parse([str(path), *options.split(), "--lora.enabled", "true", *table.split()])
-    assert config.train.steps == 9
-    assert config.train.micro_batch_size == 7
-    assert config.train.resume == "auto"
-    assert config.lora.enabled is True
-    assert parse(["--train.resume", "true"]) == parse(["--train.resume", "auto"])
-    assert parse(["--train.resume", "false"]).train.resume == "never"
-    assert parse(["--train.resume", "runs/other"]).train.resume == "runs/other"
-    assert config.lora.targets == ("a", "b")
-    assert config.optimizer.betas == (0.0, 0.5)
-    assert config.model.config == {"model_type": "llama", "hidden_size": 16, "tie_word_embeddings": False}
-    assert config.data.tokenizer == "t"
+    wanted = {
+        "model": {"config": {"model_type": "llama", "hidden_size": 16, "tie_word_embeddings": False}},
+        "train": {"steps": 9, "micro_batch_size": 7, "resume": "auto"},
+        "lora": {"enabled": True, "targets": ["a", "b"]},
+        "optimizer": {"betas": [0, 0.5]},
+        "data": {"tokenizer": "t"},
+    }
+    assert config == from_dict(Config, wanted)
+    for given, resume in (("true", "auto"), ("false", "never"), ("runs/other", "runs/other")):
+        assert parse(["--train.resume", given]).train.resume == resume
     assert parse(["--model.config", '{model_type = "gpt2"}']).model.config == {"model_type": "gpt2"}
     assert parse(["--model.config", "some/config.json"]).model.config == "some/config.json"
 
@@ -220,13 +224,3 @@ def test_wrong_and_deep_options_are_refused(words: list[str], part: str, capsys:
         code = leaving.code
     assert code == 2
     assert part in capsys.readouterr().err
-
-
-def test_shares_are_read_written_and_left_out_for_peers() -> None:
-    job = from_dict(Config, {"shard": {"shares": [24, 24, 12.5]}})
-    assert job.shard.policy.shares == (24.0, 24.0, 12.5)
-    assert job.shard.policy.arguments()["shares"] == (24.0, 24.0, 12.5)
-    assert from_dict(Config, parse_toml(to_toml(job))) == job
-    assert job_under(named("host"), job).shard.policy.shares == job.shard.policy.shares
-    assert job_under(named("ddp"), job).shard.policy.shares is None
-    assert "shares" not in parse_toml(to_toml(Config()))["shard"]

@@ -24,10 +24,7 @@ from tests.faults.accelerate_scripts import CHECKS, Check, run_checks
 from tests.support.accelerate_jobs import Loop, train
 from tests.support.language_model import loss_of, make_model, make_rows
 from tests.support.launch import on_ranks
-
-
-def weights(loop: Loop) -> dict[str, torch.Tensor]:
-    return {name: parameter.full_tensor().clone() for name, parameter in loop.model.named_parameters()}
+from tests.support.sharded_net import full_parameters
 
 
 def assert_equal(got: dict[str, Any], want: dict[str, Any]) -> None:
@@ -68,7 +65,7 @@ def checkpoints(folder: Path) -> None:
         resumed = Loop("laconic", state_dict_type=kind)
         resumed.accelerator.load_state(str(folder / kind))
         assert_equal(resumed.run(2), {key: values[3:] for key, values in after.items()})
-        assert_equal(weights(resumed), weights(loop))
+        assert_equal(full_parameters(resumed.model), full_parameters(loop.model))
 
 
 def whole_weights(folder: Path) -> None:

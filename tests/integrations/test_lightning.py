@@ -24,15 +24,9 @@ from laconic.integrations.options import ArgumentError
 from tests.support.language_model import loss_of, make_model, make_rows
 from tests.support.launch import on_ranks
 from tests.support.lightning_jobs import LightningModel, loader, make_trainer, records, train
+from tests.support.sharded_net import full_parameters
 
 Check = Callable[[Path], None]
-
-
-def whole(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: (parameter.full_tensor() if isinstance(parameter, laconic.RaggedTensor) else parameter).detach().clone()
-        for name, parameter in module.named_parameters()
-    }
 
 
 def assert_equal(got: Any, want: Any) -> None:
@@ -78,7 +72,7 @@ def sharded_checkpoints(folder: Path) -> None:
     resumed = make_trainer("laconic", 4, use_distributed_sampler=False)
     again = fit(resumed, folder / "step=2.ckpt")
     assert (folder / "step=2.ckpt").is_dir()
-    assert_equal((records(resumed), whole(again)), (last_epoch(trainer), whole(module)))
+    assert_equal((records(resumed), full_parameters(again)), (last_epoch(trainer), full_parameters(module)))
     assert "test_loss" in trainer.test(module, loader(seed=2), ckpt_path="best", verbose=False)[0]
 
 
@@ -92,13 +86,14 @@ def whole_checkpoints(folder: Path) -> None:
     wants = {}
     for name, strategy in strategies.items():
         trainer, module = trained_in_epochs(strategy(), folder / name)
-        wants[name] = last_epoch(trainer), whole(module)
+        wants[name] = last_epoch(trainer), full_parameters(module)
     for writer, reader, tolerance in (("laconic", "laconic", 0), ("laconic", "ddp", 1e-5), ("ddp", "laconic", 1e-5)):
         trainer = make_trainer(strategies[reader](), 4, use_distributed_sampler=False)
         module = fit(trainer, folder / writer / "step=2.ckpt")
-        torch.testing.assert_close((records(trainer), whole(module)), wants[writer], rtol=tolerance, atol=tolerance)
+        found = records(trainer), full_parameters(module)
+        torch.testing.assert_close(found, wants[writer], rtol=tolerance, atol=tolerance)
     plain = LightningModel.load_from_checkpoint(folder / "laconic" / "step=4.ckpt", weights_only=False)
-    assert_equal(whole(plain), wants["laconic"][1])
+    assert_equal(full_parameters(plain), wants["laconic"][1])
 
 
 def precision(folder: Path) -> None:
@@ -141,7 +136,7 @@ def on_meta(folder: Path) -> None:
     assert module.model.head.weight.is_meta
     module.model.reset_parameters = lambda: (nn.init.ones_(module.model.temperature), module.model.scale.fill_(0.5))
     fit(trainer, module=module)
-    assert all(torch.isfinite(tensor).all() for tensor in whole(module).values())
+    assert all(torch.isfinite(tensor).all() for tensor in full_parameters(module).values())
 
 
 class FabricLoop:

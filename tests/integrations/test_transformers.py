@@ -32,17 +32,11 @@ from laconic.integrations.transformers import LaconicMixin, LaconicTrainer
 from tests.support import trainers
 from tests.support.flips import flipping_in_gradients
 from tests.support.launch import on_ranks, run_ranks
+from tests.support.sharded_net import full_parameters
 
 STEPS = 3
 SAVING = {"save_strategy": "steps", "save_steps": 1}
 EVALUATING = {"eval_strategy": "steps", "eval_steps": 1}
-
-
-def whole(model: Any) -> dict[str, torch.Tensor]:
-    return {
-        name: (p.full_tensor() if isinstance(p, laconic.RaggedTensor) else p).detach().clone()
-        for name, p in model.named_parameters()
-    }
 
 
 def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
@@ -77,7 +71,7 @@ def test_a_run_equals_ddp_and_its_files_load(tmp_path: Path) -> None:
 
     class Look(TrainerCallback):
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            begun.update(whole(trainer.model))
+            begun.update(full_parameters(trainer.model))
 
     trainer.add_callback(Look)
     trainer.train(resume_from_checkpoint=str(checkpoint))
@@ -96,7 +90,7 @@ def job_whole_life(folder: Path) -> None:
     assert_same_log(straight, stock)
     assert straight.state.best_global_step == 1
     assert straight.state.best_model_checkpoint == str(folder / "straight" / "checkpoint-1")
-    for name, value in whole(straight.model).items():
+    for name, value in full_parameters(straight.model).items():
         torch.testing.assert_close(value, dict(stock.model.named_parameters())[name].detach(), rtol=0, atol=1e-5)
     assert_exported(straight, folder / "exported")
 
@@ -123,7 +117,7 @@ def job_whole_life(folder: Path) -> None:
     assert kept == ["checkpoint-1", f"checkpoint-{STEPS}"]  # the best one and the last
     assert incomplete(folder / "resumed" / f"checkpoint-{STEPS}") == ""
     end = load_file(folder / "straight" / f"checkpoint-{STEPS}" / "model.safetensors")
-    assert_equal({name: value for name, value in whole(resumed.model).items() if name in end}, end)
+    assert_equal({name: value for name, value in full_parameters(resumed.model).items() if name in end}, end)
     assert trainers.log(resumed) == trainers.log(straight)
     with pytest.raises(ValueError, match="another trainer wrote it"):
         resumed.train(resume_from_checkpoint=str(folder / "ddp" / "checkpoint-1"))
@@ -166,12 +160,12 @@ def test_islands_evaluate_what_they_share_and_resume_to_the_bit(tmp_path: Path) 
     more = {"save_strategy": "steps", "save_steps": 3}
     arguments = LaconicArguments(local_steps=2, islands=2)
     trainer = trained("trainer", tmp_path, 5, arguments, **more)
-    after = whole(trainer.model)
+    after = full_parameters(trainer.model)
     resumed = trainers.make("trainer", str(tmp_path), 5, arguments, **more)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert_equal(whole(resumed.model), after)
+    assert_equal(full_parameters(resumed.model), after)
     with trainer._shared_parameters():
-        outer = whole(trainer.model)
+        outer = full_parameters(trainer.model)
     norms = [sum(float(value.norm()) for value in each.values()) for each in (after, outer)]
     facts: list[Any] = [None, None]
     dist.all_gather_object(facts, (*norms, trainer.evaluate()["eval_loss"]))
@@ -197,7 +191,7 @@ def test_accumulation_sends_gradients_once_and_models_of_model_init_are_sharded(
     ends = []
     for _ in range(2):
         trainer.train()
-        ends.append(whole(trainer.model))
+        ends.append(full_parameters(trainer.model))
     assert isinstance(trainer.model, laconic.ShardedModule)
     assert_equal(*ends)
 
@@ -278,7 +272,7 @@ def test_one_process_trains_as_trainer_does(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "own" / "checkpoint-2")
     resumed = trainers.make("trainer", str(tmp_path / "own"), 2, LaconicArguments(), **SAVING)
     resumed.train(resume_from_checkpoint=True)
-    assert_equal(whole(resumed.model), whole(trainer.model))
+    assert_equal(full_parameters(resumed.model), full_parameters(trainer.model))
 
 
 def test_arguments_are_command_line_options() -> None:
@@ -359,7 +353,7 @@ def test_adapters_are_saved_resumed_and_reloaded(tmp_path: Path) -> None:
     straight = trained("sft_lora", tmp_path / "straight", 3, LaconicArguments(), **more)
     resumed = trainers.make("sft_lora", str(tmp_path / "straight"), 3, LaconicArguments(), **more)
     resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-2"))
-    assert_equal(whole(resumed.model), whole(straight.model))
+    assert_equal(full_parameters(resumed.model), full_parameters(straight.model))
     straight.save_model(str(tmp_path / "adapter"))
     dist.barrier()
     with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as file:

@@ -41,6 +41,7 @@ from tests.cyclic.toys import OPTIMIZERS, make_stages
 from tests.cyclic.toys import train as train_stages
 from tests.support.launch import on_ranks, run_ranks
 from tests.support.partial_models import MLPS, MlpNet
+from tests.support.published import assert_same, cast, snapshot
 from tests.support.sharded_net import Net, build, moved, shard, train_step
 
 
@@ -52,15 +53,14 @@ def whole_in_bf16(model: nn.Module) -> dict[str, Tensor]:
     gathered: dict[str, Any] = {
         name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in wholes.items()
     }
-    return {name: whole.bfloat16() if whole.is_floating_point() else whole.clone() for name, whole in gathered.items()}
+    return {name: whole.clone() for name, whole in cast(gathered).items()}
 
 
 def assert_read(folder: Path, wanted: dict[str, Tensor], held: dict[str, Tensor]) -> None:
     """Bring `held` to the newest version on rank 0, and compare it with `wanted`."""
     if dist.get_rank() == 0:
         Reader(folder).update(held)
-        for name, tensor in wanted.items():
-            assert torch.equal(held[name].view(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+        assert_same(held, wanted)
     dist.barrier()
 
 
@@ -407,8 +407,7 @@ def test_weights_in_few_bits_have_no_checkpoint(tmp_path: Path) -> None:
         publisher.publish()
     codes = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
     Reader(tmp_path).update(codes)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(codes[name], tensor.bfloat16() if tensor.is_floating_point() else tensor), name
+    assert_same(codes, cast(snapshot(model)))
 
 
 def test_one_process_without_a_group(tmp_path: Path) -> None:
@@ -424,7 +423,7 @@ def test_one_process_without_a_group(tmp_path: Path) -> None:
     assert all(tensor.before == tensor.after for tensor in manifest.tensors)
     other = make_zoo(seed=1)
     assert Reader(tmp_path).update(other) == 7
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+    assert_same(snapshot(other), snapshot(model))
     assert os.listdir(tmp_path / "weight_v000007")
 
 

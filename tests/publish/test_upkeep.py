@@ -17,6 +17,7 @@ from laconic.publish import cli as publish_cli
 from laconic.publish.upkeep import VersionVerdict, squash, verify
 from laconic.publish.versions import MANIFEST, VersionManifest, version_name
 from tests.checkpoint.zoo import make_zoo, train
+from tests.support.published import assert_same, snapshot
 from tests.support.published_on_device import AddedMemory, Trained, publish_on_device
 
 
@@ -74,15 +75,13 @@ def test_squashed_versions_are_plain_files_and_a_place_to_go_on(folder: Path, tm
     assert final == tmp_path / "out" / version_name(5)
     assert problems(tmp_path / "out") == {}
     files = load_file(final / "whole-00000.safetensors")
-    for name, tensor in files.items():
-        assert torch.equal(tensor, wanted.state_dict()[name]), name
-    assert set(files) == set(wanted.state_dict()) - {"head.weight", "nothing"}
+    assert_same(files, {n: t for n, t in snapshot(wanted).items() if n not in ("head.weight", "nothing")})
     assert ModelFolder(final, is_model=False).keys() == sorted(files), "by the index"
     reader = Reader(folder)
     reader.update(behind)
     reader.source = FolderSource(tmp_path / "out")
     assert reader.update(fresh) == reader.update(behind) == 5
-    assert all(torch.equal(fresh.state_dict()[name], tensor) for name, tensor in wanted.state_dict().items())
+    assert_same(snapshot(fresh), snapshot(wanted))
     manifest = FolderSource(tmp_path / "out").manifest(5)
     assert (manifest.run, manifest.step, manifest.base) == (FolderSource(folder).manifest(5).run, 400, None)
 
@@ -157,6 +156,5 @@ def test_one_rank_alone_publishes_its_weights(tmp_path: Path) -> None:
     found = added(tmp_path, local=1, encoding="lossless")
     held = {name: torch.zeros_like(values) for name, values in found.weights.items()}
     assert Reader(tmp_path).update(held) == 4
-    for name, values in found.weights.items():
-        assert torch.equal(held[name], values), name
+    assert_same(held, found.weights)
     assert max(found.peaks) < found.unit

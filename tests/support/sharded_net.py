@@ -156,8 +156,9 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Gather every parameter. Collective."""
-    return {name: p.full_tensor() for name, p in model.named_parameters()}  # type: ignore[union-attr]
+    """Gather every parameter, or copy it where it is plain. Collective."""
+    whole: dict[str, Any] = dict(model.named_parameters())
+    return {name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach().clone() for name, p in whole.items()}
 
 
 def buckets(*modules: nn.Module) -> list[Bucket]:
