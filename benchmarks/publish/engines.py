@@ -31,7 +31,7 @@ from laconic.integrations.slime import PullFolder
 from laconic.integrations.verl import delta_flushes
 from laconic.integrations.vllm import load_version
 from laconic.publish import Publisher, Reader
-from tests.support import pull_stand_in, verl_stand_in, vllm_stand_in
+from tests.support import pull_stand_in, vllm_stand_in
 from tests.support.record import Row
 
 _RATE, _ADAPTER_RATE = 1e-5, 1e-3
@@ -162,7 +162,7 @@ def _verl(code: Any, folder: Path, shapes: Mapping[str, Tensor], out: Path) -> _
 _ENGINES = {
     "vLLM": _Engine("vllm", "vllm.model_executor.model_loader.checkpoint_weight_patch", vllm_stand_in, _vllm),
     "slime": _Engine("sglang", "sglang.srt.weight_sync.local_checkpoint", pull_stand_in, _slime),
-    "verl": _Engine("verl", "verl.workers.rollout.sglang_rollout.delta_loader", verl_stand_in, _verl),
+    "verl": _Engine("verl", "verl.workers.rollout.sglang_rollout.delta_loader", vllm_stand_in, _verl),
 }
 
 
