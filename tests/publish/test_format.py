@@ -203,9 +203,9 @@ def test_holders_of_one_run_divide_it(num_ranks: int, numel: int) -> None:
     assert all(before[1] == after[0] and after[1] - after[0] >= 4096 for before, after in itertools.pairwise(runs))
     assert [sum(share.region == 1 for share in shares.get("w", ())) for shares in by_rank].count(1) == 1
     assert [len(shares.get("b", ())) for shares in by_rank] == [1] + [0] * (num_ranks - 1), "a buffer is not cut"
-    for runs, message in (([[[0], [6]]], "hold 6 of the 12 elements of w"), ([[[0], [12]], [[8], [4]]], "hold 16 of")):
+    for held, message in (([[[0], [6]]], "hold 6 of the 12 elements of w"), ([[[0], [12]], [[8], [4]]], "hold 16 of")):
         with pytest.raises(PublishError, match=message):
-            shares_of([{"w": [run]} for run in runs], {"w": (3, 4)}, (), 0)
+            shares_of([{"w": [run]} for run in held], {"w": (3, 4)}, (), 0)
 
 
 # -- manifests ---------------------------------------------------------------------------------------------------------
