@@ -279,7 +279,7 @@ def test_another_model_is_told_in_a_line_and_nothing_is_applied(name: str, tmp_p
     with pytest.raises(PublishError, match=message) as error:
         Reader(tmp_path).update(model)
     assert "\n" not in str(error.value)
-    assert all(torch.equal(torch.as_tensor(state[key]), torch.as_tensor(before[key])) for key in before)
+    assert_same(*({key: torch.as_tensor(each[key]) for key in each} for each in (state, before)))
 
 
 def test_another_run_an_older_version_and_no_version(tmp_path: Path) -> None:

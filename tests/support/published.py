@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,13 @@ def snapshot(net: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
 
 
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+def assert_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Assert that tensors are the same, to the bit."""
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        bits, expected = (each.reshape(-1).view(torch.uint8) for each in (found[name], tensor))
+        assert torch.equal(bits, expected), name
 
 
 def cast(weights: dict[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
