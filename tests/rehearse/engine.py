@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -42,17 +42,17 @@ class Net(nn.Module):
         return self.out(x)
 
 
-class Adapted(nn.Module):
-    """A frozen layer with a low-rank adapter."""
+class Beside(nn.Module):
+    """Layers, the first ones in turn, beside a frozen one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *own: nn.Module) -> None:
         super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
-        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+        self.own = nn.Sequential(*own)  # first, so no wait for its crossing includes the other's copy
+        self.base = square().requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the adapter's output."""
-        return self.base(x) + self.up(self.down(x))
+        """Add both outputs."""
+        return self.own(x) + self.base(x)
 
 
 class Around(nn.Module):
@@ -60,24 +60,15 @@ class Around(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.own = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.inner, self.own = square(), square()
 
     def forward(self, x: Tensor) -> Tensor:
         """Run both layers."""
         return self.own(torch.tanh(self.inner(x)))
 
 
-class HalfFrozen(nn.Module):
-    """A layer beside a frozen one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = nn.Linear(WIDTH, WIDTH, bias=False)  # first, so no wait for its crossing includes the other's copy
-        self.base = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Add both outputs."""
-        return self.own(x) + self.base(x)
+def square() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH, bias=False)
 
 
 def batch(seed: int, width: int = WIDTH) -> Tensor:
@@ -88,6 +79,19 @@ def batch(seed: int, width: int = WIDTH) -> Tensor:
 def loss_of(model: Any, seed: int, **kwargs: Any) -> Tensor:
     """The loss of one batch."""
     return model(batch(seed, model.out.in_features), **kwargs).square().mean()
+
+
+def take(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step; gradients are None afterwards."""
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def halve(parameters: Iterable[Tensor]) -> None:
+    """Edit weights."""
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(0.5)
 
 
 def training(
@@ -105,8 +109,7 @@ def training(
                     model.set_requires_gradient_sync(is_last or syncs_all)
                 loss = loss_of(model, 10 * step + micro, skip=skip if is_last else None)
                 loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take(optimizer)
             loss.item()
 
     return run
@@ -116,8 +119,7 @@ def two_forwards(model: Any, optimizer: torch.optim.Optimizer) -> None:
     """One backward through two forwards."""
     for step in range(2):
         (loss_of(model, step) + loss_of(model, step + 5)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take(optimizer)
 
 
 def clipped(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -198,8 +200,7 @@ def late_reduction(model: Any, optimizer: torch.optim.Optimizer) -> None:
         loss_of(model, step).backward()
         model.set_is_last_backward(True)
         loss_of(model, step + 5).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take(optimizer)
 
 
 def without_reading(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -207,8 +208,7 @@ def without_reading(model: Any, optimizer: torch.optim.Optimizer) -> None:
     x = batch(0)
     for _ in range(4):
         model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take(optimizer)
 
 
 def read_by_host(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -218,8 +218,7 @@ def read_by_host(model: Any, optimizer: torch.optim.Optimizer) -> None:
         for parameter in model.parameters():
             if parameter.to_local().device.type == "cpu":
                 parameter.to_local().sum().item()
-        optimizer.step()
-        optimizer.zero_grad()
+        take(optimizer)
 
 
 def edited_by_host(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -228,24 +227,19 @@ def edited_by_host(model: Any, optimizer: torch.optim.Optimizer) -> None:
         loss_of(model, step).backward()
         with torch.no_grad():
             model(batch(7))
-        optimizer.step()
-        optimizer.zero_grad()
+        take(optimizer)
         with torch.no_grad():
             model(batch(8))
-            for parameter in model.parameters():
-                parameter.mul_(0.5)
+        halve(model.parameters())
 
 
 def edited_before_backward(model: Any, optimizer: torch.optim.Optimizer) -> None:
     """The host edits weights that rest with it between a forward and its backward, which takes the edited ones."""
     for step in range(2):
         loss = loss_of(model, step)
-        with torch.no_grad():
-            for parameter in optimizer.param_groups[0]["params"]:
-                parameter.mul_(0.5)
+        halve(optimizer.param_groups[0]["params"])
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take(optimizer)
 
 
 def edited_after_backward(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -253,11 +247,8 @@ def edited_after_backward(model: Any, optimizer: torch.optim.Optimizer) -> None:
     model.blocks[0].register_forward_hook(lambda block, args, output: args[0])
     for step in range(2):
         loss_of(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.5)
+        take(optimizer)
+        halve(model.parameters())
 
 
 def thawed(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -299,9 +290,8 @@ def overlapped_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 def adapt(model: Net) -> None:
     """Give each block a low-rank adapter."""
-    model.blocks = nn.ModuleList(Adapted() for _ in model.blocks)
+    _replace_blocks(model, lambda: Beside(nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)))
     model.out.requires_grad_(False)
-    model.to("cuda")
 
 
 def freeze_blocks(model: Net) -> None:
@@ -311,13 +301,16 @@ def freeze_blocks(model: Net) -> None:
 
 def nest(model: Net) -> None:
     """Let each block have a unit inside."""
-    model.blocks = nn.ModuleList(Around() for _ in model.blocks)
-    model.to("cuda")
+    _replace_blocks(model, Around)
 
 
 def add_frozen(model: Net) -> None:
     """Give each block a frozen layer: each unit has a bucket that stays and one that crosses."""
-    model.blocks = nn.ModuleList(HalfFrozen() for _ in model.blocks)
+    _replace_blocks(model, lambda: Beside(square()))
+
+
+def _replace_blocks(model: Net, make: Callable[[], nn.Module]) -> None:
+    model.blocks = nn.ModuleList(make() for _ in model.blocks)
     model.to("cuda")
 
 
@@ -423,126 +416,110 @@ class Program:
         return machine
 
 
+def program(kind: Any = Program, *, steps: int = 2, micro_batches: int = 1, **given: Any) -> Any:
+    """A program; what is given and no field of it is an option of `fully_shard`."""
+    own = {"train": training(steps=steps, micro_batches=micro_batches)}
+    own |= {name: given.pop(name) for name in [*given] if name in kind.__dataclass_fields__}
+    return kind(options=given, **own)
+
+
 _HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 _BUDGET = Cache(where="host", device_budget_bytes=2 * WIDTH * WIDTH * 4)
+_AUTO = Cache(where="auto", device_bytes=5 * WIDTH * WIDTH * 4, host_bytes=2 * WIDTH * WIDTH * 4)
+_AUTO_HOST = Cache(where="auto", device_bytes=0, host_bytes=1 << 30)
 _CHECKS = Checks(interval=1, on_damage="regather", unnoticed_edits=True)
 _ZERO = Wire(weights="int8", as_values=True, gradients="int4", feedback=True)
 _FEEDBACK = Wire(weights="int4", gradients="int2", feedback=True, exact_every=2)
-
-_HOST: dict[str, Any] = {"cache": "host"}
-_OFFLOAD: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()}
 _LOSSLESS: dict[str, Any] = {"cache": "host", "wire": "lossless", "mp_policy": _HALF}
-_LONGER = training(steps=3)
-_BY_MICRO_BATCHES = training(micro_batches=2)
+_OFFLOAD: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()}
+_SKIPS = training(micro_batches=2, skip=0)
 
 ENGINE: dict[str, Program] = {
-    "cache none": Program(),
-    "cache host": Program(options=_HOST),
-    "cache device": Program(options={"cache": "device"}),
-    "cache budget": Program(options={"cache": _BUDGET}),
-    "one node": Program(nodes=1),
-    "one rank per node": Program(local=1, options=_HOST),
-    "frozen, cache host": Program(options=_HOST, prepare=freeze_blocks, train=_LONGER),
-    "LoRA, cache host": Program(options=_HOST, prepare=adapt, train=training(steps=3, micro_batches=2)),
-    "LoRA, cache budget": Program(options={"cache": _BUDGET}, prepare=adapt, train=_LONGER),
-    "LoRA, cache host until backward": Program(
-        options={"cache": Cache(where="host", until="backward")}, prepare=adapt, train=_LONGER
+    "cache none": program(),
+    "cache host": program(cache="host"),
+    "cache device": program(cache="device"),
+    "cache budget": program(cache=_BUDGET),
+    "one node": program(nodes=1),
+    "one rank per node": program(local=1, cache="host"),
+    "frozen, cache host": program(cache="host", prepare=freeze_blocks, steps=3),
+    "LoRA, cache host": program(cache="host", prepare=adapt, steps=3, micro_batches=2),
+    "LoRA, cache budget": program(cache=_BUDGET, prepare=adapt, steps=3),
+    "LoRA, cache host until backward": program(cache=Cache(where="host", until="backward"), prepare=adapt, steps=3),
+    "LoRA, cache device until backward": program(
+        cache=Cache(where="device", until="backward"), prepare=adapt, micro_batches=2
     ),
-    "LoRA, cache device until backward": Program(
-        options={"cache": Cache(where="device", until="backward")}, prepare=adapt, train=_BY_MICRO_BATCHES
+    "frozen, read by the host": program(cache="host", prepare=freeze_blocks, train=read_by_host),
+    "thawed, cache host": program(cache="host", prepare=freeze_blocks, train=thawed),
+    "accumulation": program(micro_batches=3),
+    "accumulation, a block skipped": program(cache="host", train=_SKIPS),
+    "a parameter unused": program(prepare=add_idle),
+    "accumulation into .grad": program(cache="device", train=training(micro_batches=2, syncs_all=True)),
+    "prefetch": program(cache="host", sharded=prefetch),
+    "prefetch three units": program(cache="host", prefetch=Prefetch(units=3)),
+    "prefetch bytes": program(wire=_ZERO, prefetch=Prefetch(budget_bytes=3 * WIDTH * WIDTH * 4)),
+    "recomputation": program(cache="host", prepare=recompute),
+    "recomputation, accumulation": program(prepare=recompute, micro_batches=2),
+    "two forwards": program(cache="host", train=two_forwards),
+    "no reshard": program(cache="host", reshard_after_forward=False),
+    "cache rank": program(cache="rank", steps=3, micro_batches=2),
+    "cache rank, evaluation": program(cache="rank", train=evaluated),
+    "cache rank, LoRA, mixed precision": program(cache="rank", mp_policy=_HALF, prepare=adapt, steps=3),
+    "cache rank, offload": program(cache="rank", **_OFFLOAD, steps=3),
+    "cache rank, 4 bits": program(cache="rank", wire="4bit", steps=3),
+    "cache auto": program(cache=_AUTO, steps=4, micro_batches=2),
+    "cache auto, 4 bits": program(cache=_AUTO_HOST, wire="4bit", steps=4),
+    "placed by hand": program(prepare=freeze_blocks, train=moved_between_steps),
+    "gradients wait whole": program(cache=Cache(where="host", gradients="rank"), steps=3, micro_batches=3),
+    "gradients wait whole, a block skipped": program(cache=Cache(gradients="rank"), train=_SKIPS),
+    "Gloo, cache rank": program(backend="gloo", cache="rank", steps=3),
+    "mixed precision": program(cache="host", mp_policy=_HALF, micro_batches=2),
+    "clipping": program(train=clipped),
+    "evaluation": program(cache="host", train=evaluated),
+    "failed backward": program(cache="host", train=abandoned),
+    "another stream": program(cache="host", train=on_another_stream),
+    "late reduction": program(train=late_reduction),
+    "step in backward": program(train=step_in_backward),
+    "overlapped optimizer": program(train=overlapped_optimizer, optimizer=_sgd),
+    "Muon": program(optimizer=partial(Muon, lr=1e-2)),
+    "Shampoo": program(optimizer=partial(Shampoo, lr=1e-2)),
+    "AdamW8bit": program(optimizer=partial(AdamW8bit, lr=1e-2)),
+    "8 bits, cache host": program(cache="host", wire="8bit", steps=3),
+    "4 bits, cache device": program(cache="device", wire="4bit", steps=3),
+    "4 bits, cache host, evaluation": program(cache="host", wire="4bit", train=evaluated),
+    "lossless, cache device": program(cache="device", wire="lossless", mp_policy=_HALF, steps=3),
+    "lossless, cache host, evaluation": program(cache="host", wire="lossless-4bit", mp_policy=_HALF, train=evaluated),
+    "lossless, a block skipped": program(**_LOSSLESS, train=training(steps=3, micro_batches=2, skip=0)),
+    "lossless, recomputation": program(**_LOSSLESS, prepare=recompute, steps=3),
+    "lossless, prefetch": program(**_LOSSLESS, sharded=prefetch, steps=3),
+    "lossless, nested units": program(**_LOSSLESS, prepare=nest, steps=3),
+    "lossless, failed forward": program(**_LOSSLESS, train=abandoned_forward),
+    "lossless, half frozen": program(**_LOSSLESS, prepare=add_frozen, steps=3),
+    "copies compared": program(cache="host", wire=_FEEDBACK, train=without_reading),
+    "feedback": program(cache="host", wire=_FEEDBACK, steps=3, micro_batches=2),
+    "ZeRO++": program(wire=_ZERO),
+    "checks": program(cache="host", checks=_CHECKS),
+    "checks, LoRA": program(cache="host", checks=_CHECKS, prepare=adapt),
+    "checks, 4 bits": program(cache="host", wire="4bit", checks=_CHECKS),
+    "replicas": program(islands=2, local=1),
+    "replicas, late sums": program(islands=2, local=1, train=training(micro_batches=2, late_sums=True)),
+    "replicas, 4 bits": program(islands=2, local=1, width=32, cache="host", wire="4bit", steps=3),
+    "replicas, feedback, accumulation": program(islands=2, width=32, cache="host", wire=_FEEDBACK, micro_batches=2),
+    "offload": program(**_OFFLOAD),
+    "offload, cache host": program(**_OFFLOAD, cache="host"),
+    "offload, accumulation": program(**_OFFLOAD, train=training(micro_batches=2, syncs_all=True)),
+    "offload, edited by the host": program(**_OFFLOAD, train=edited_by_host),
+    "offload, edited before backward": program(**_OFFLOAD, reshard_after_forward=False, train=edited_before_backward),
+    "offload, edited after backward": program(**_OFFLOAD, train=edited_after_backward),
+    "shares": program(cache="host", shares=[3, 1, 2, 2], micro_batches=2),
+    "shares, LoRA": program(cache="device", shares=[2, 5, 3, 3], prepare=adapt, steps=3),
+    "Gloo, shares": program(backend="gloo", cache="host", shares=[3, 1, 2, 2]),
+    "Gloo, cache none": program(backend="gloo", micro_batches=2),
+    "Gloo, cache host": program(backend="gloo", cache="host", prepare=recompute),
+    "Gloo, cache device": program(backend="gloo", cache="device", train=two_forwards),
+    "Gloo, LoRA": program(backend="gloo", cache="host", prepare=adapt, steps=3),
+    "Gloo, replicas": program(backend="gloo", islands=2, local=1, cache="host"),
+    "Gloo, replicas, feedback": program(
+        backend="gloo", islands=2, width=32, cache="host", wire=_FEEDBACK, micro_batches=2
     ),
-    "frozen, read by the host": Program(options=_HOST, prepare=freeze_blocks, train=read_by_host),
-    "thawed, cache host": Program(options=_HOST, prepare=freeze_blocks, train=thawed),
-    "accumulation": Program(train=training(micro_batches=3)),
-    "accumulation, a block skipped": Program(options=_HOST, train=training(micro_batches=2, skip=0)),
-    "a parameter unused": Program(prepare=add_idle),
-    "accumulation into .grad": Program(options={"cache": "device"}, train=training(micro_batches=2, syncs_all=True)),
-    "prefetch": Program(options=_HOST, sharded=prefetch),
-    "prefetch three units": Program(options={"cache": "host", "prefetch": Prefetch(units=3)}),
-    "prefetch bytes": Program(options={"wire": _ZERO, "prefetch": Prefetch(budget_bytes=3 * WIDTH * WIDTH * 4)}),
-    "recomputation": Program(options=_HOST, prepare=recompute),
-    "recomputation, accumulation": Program(prepare=recompute, train=_BY_MICRO_BATCHES),
-    "two forwards": Program(options=_HOST, train=two_forwards),
-    "no reshard": Program(options={"cache": "host", "reshard_after_forward": False}),
-    "cache rank": Program(options={"cache": "rank"}, train=training(steps=3, micro_batches=2)),
-    "cache rank, evaluation": Program(options={"cache": "rank"}, train=evaluated),
-    "cache rank, LoRA, mixed precision": Program(
-        options={"cache": "rank", "mp_policy": _HALF}, prepare=adapt, train=_LONGER
-    ),
-    "cache rank, offload": Program(options={"cache": "rank", "offload_policy": CPUOffloadPolicy()}, train=_LONGER),
-    "cache rank, 4 bits": Program(options={"cache": "rank", "wire": "4bit"}, train=_LONGER),
-    "cache auto": Program(
-        options={"cache": Cache(where="auto", device_bytes=5 * WIDTH * WIDTH * 4, host_bytes=2 * WIDTH * WIDTH * 4)},
-        train=training(steps=4, micro_batches=2),
-    ),
-    "cache auto, 4 bits": Program(
-        options={"cache": Cache(where="auto", device_bytes=0, host_bytes=1 << 30), "wire": "4bit"},
-        train=training(steps=4),
-    ),
-    "placed by hand": Program(prepare=freeze_blocks, train=moved_between_steps),
-    "gradients wait whole": Program(
-        options={"cache": Cache(where="host", gradients="rank")}, train=training(steps=3, micro_batches=3)
-    ),
-    "gradients wait whole, a block skipped": Program(
-        options={"cache": Cache(gradients="rank")}, train=training(micro_batches=2, skip=0)
-    ),
-    "Gloo, cache rank": Program(backend="gloo", options={"cache": "rank"}, train=_LONGER),
-    "mixed precision": Program(options={"cache": "host", "mp_policy": _HALF}, train=_BY_MICRO_BATCHES),
-    "clipping": Program(train=clipped),
-    "evaluation": Program(options=_HOST, train=evaluated),
-    "failed backward": Program(options=_HOST, train=abandoned),
-    "another stream": Program(options=_HOST, train=on_another_stream),
-    "late reduction": Program(train=late_reduction),
-    "step in backward": Program(train=step_in_backward),
-    "overlapped optimizer": Program(train=overlapped_optimizer, optimizer=_sgd),
-    "Muon": Program(optimizer=partial(Muon, lr=1e-2)),
-    "Shampoo": Program(optimizer=partial(Shampoo, lr=1e-2)),
-    "AdamW8bit": Program(optimizer=partial(AdamW8bit, lr=1e-2)),
-    "8 bits, cache host": Program(options={"cache": "host", "wire": "8bit"}, train=_LONGER),
-    "4 bits, cache device": Program(options={"cache": "device", "wire": "4bit"}, train=_LONGER),
-    "4 bits, cache host, evaluation": Program(options={"cache": "host", "wire": "4bit"}, train=evaluated),
-    "lossless, cache device": Program(
-        options={"cache": "device", "wire": "lossless", "mp_policy": _HALF}, train=_LONGER
-    ),
-    "lossless, cache host, evaluation": Program(
-        options={"cache": "host", "wire": "lossless-4bit", "mp_policy": _HALF}, train=evaluated
-    ),
-    "lossless, a block skipped": Program(options=_LOSSLESS, train=training(steps=3, micro_batches=2, skip=0)),
-    "lossless, recomputation": Program(prepare=recompute, options=_LOSSLESS, train=_LONGER),
-    "lossless, prefetch": Program(sharded=prefetch, options=_LOSSLESS, train=_LONGER),
-    "lossless, nested units": Program(prepare=nest, options=_LOSSLESS, train=_LONGER),
-    "lossless, failed forward": Program(options=_LOSSLESS, train=abandoned_forward),
-    "lossless, half frozen": Program(prepare=add_frozen, options=_LOSSLESS, train=_LONGER),
-    "copies compared": Program(options={"cache": "host", "wire": _FEEDBACK}, train=without_reading),
-    "feedback": Program(options={"cache": "host", "wire": _FEEDBACK}, train=training(steps=3, micro_batches=2)),
-    "ZeRO++": Program(options={"wire": _ZERO}),
-    "checks": Program(options={"cache": "host", "checks": _CHECKS}),
-    "checks, LoRA": Program(options={"cache": "host", "checks": _CHECKS}, prepare=adapt),
-    "checks, 4 bits": Program(options={"cache": "host", "wire": "4bit", "checks": _CHECKS}),
-    "replicas": Program(islands=2, local=1),
-    "replicas, late sums": Program(islands=2, local=1, train=training(micro_batches=2, late_sums=True)),
-    "replicas, 4 bits": Program(islands=2, local=1, width=32, options={"cache": "host", "wire": "4bit"}, train=_LONGER),
-    "replicas, feedback, accumulation": Program(
-        islands=2, width=32, options={"cache": "host", "wire": _FEEDBACK}, train=_BY_MICRO_BATCHES
-    ),
-    "offload": Program(options=_OFFLOAD),
-    "offload, cache host": Program(options={**_OFFLOAD, "cache": "host"}),
-    "offload, accumulation": Program(options=_OFFLOAD, train=training(micro_batches=2, syncs_all=True)),
-    "offload, edited by the host": Program(options=_OFFLOAD, train=edited_by_host),
-    "offload, edited before backward": Program(
-        options={**_OFFLOAD, "reshard_after_forward": False}, train=edited_before_backward
-    ),
-    "offload, edited after backward": Program(options=_OFFLOAD, train=edited_after_backward),
-    "shares": Program(options={"cache": "host", "shares": [3, 1, 2, 2]}, train=_BY_MICRO_BATCHES),
-    "shares, LoRA": Program(options={"cache": "device", "shares": [2, 5, 3, 3]}, prepare=adapt, train=_LONGER),
-    "Gloo, shares": Program(backend="gloo", options={"cache": "host", "shares": [3, 1, 2, 2]}),
-    "Gloo, cache none": Program(backend="gloo", train=_BY_MICRO_BATCHES),
-    "Gloo, cache host": Program(backend="gloo", options=_HOST, prepare=recompute),
-    "Gloo, cache device": Program(backend="gloo", options={"cache": "device"}, train=two_forwards),
-    "Gloo, LoRA": Program(backend="gloo", options=_HOST, prepare=adapt, train=_LONGER),
-    "Gloo, replicas": Program(backend="gloo", islands=2, local=1, options=_HOST),
-    "Gloo, replicas, feedback": Program(
-        backend="gloo", islands=2, width=32, options={"cache": "host", "wire": _FEEDBACK}, train=_BY_MICRO_BATCHES
-    ),
-    "offload, 8 bits": Program(options={**_OFFLOAD, "cache": "host", "wire": "8bit"}),
+    "offload, 8 bits": program(**_OFFLOAD, cache="host", wire="8bit"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,26 +15,16 @@ from tests.rehearse.engine import (
     Program,
     adapt,
     batch,
+    clipped,
+    halve,
     loss_of,
     prefetch,
+    program,
     recompute,
+    take,
     training,
     without_reading,
 )  # fmt: skip
-
-
-def without_unshard_after_backward(model: Any) -> None:
-    """Keep gathered weights between micro-batches."""
-    model.set_reshard_after_backward(False)
-
-
-def clipped(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Clip gradients: their norm is a DTensor's."""
-    for step in range(2):
-        loss_of(model, step).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def evaluated(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -57,8 +48,7 @@ def unsharded_early(model: Any, optimizer: torch.optim.Optimizer) -> None:
         if handle is not None:
             handle.wait()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take(optimizer)
 
 
 def edited_by_host(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -67,8 +57,7 @@ def edited_by_host(model: Any, optimizer: torch.optim.Optimizer) -> None:
     with torch.no_grad():
         model(batch(8))
         model.reshard()
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
+    halve(model.parameters())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,29 +79,29 @@ class Fsdp2(Program):
 
 
 _HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-_OFFLOAD = CPUOffloadPolicy()
+_fsdp2 = partial(program, Fsdp2)
 
 RACING: dict[str, Fsdp2] = {
-    "FSDP2, offload, edited by the host": Fsdp2(options={"offload_policy": _OFFLOAD}, train=edited_by_host),
+    "FSDP2, offload, edited by the host": _fsdp2(offload_policy=CPUOffloadPolicy(), train=edited_by_host),
 }
 """Programs that race: a forward of FSDP2 may end before offloaded weights have been copied to the device."""
 
 FSDP2: dict[str, Fsdp2] = {
-    "FSDP2": Fsdp2(),
-    "FSDP2, not read by the host": Fsdp2(train=without_reading),
-    "FSDP2, accumulation with sums": Fsdp2(train=training(micro_batches=2, syncs_all=True)),
-    "FSDP2, no reshard": Fsdp2(options={"reshard_after_forward": False}),
-    "FSDP2, reshard to 2": Fsdp2(options={"reshard_after_forward": 2}),
-    "FSDP2, mixed precision": Fsdp2(options={"mp_policy": _HALF}, train=training(micro_batches=2)),
-    "FSDP2, offload": Fsdp2(options={"offload_policy": _OFFLOAD}),
-    "FSDP2, offload, pageable": Fsdp2(options={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
-    "FSDP2, LoRA": Fsdp2(prepare=adapt, train=training(micro_batches=2)),
-    "FSDP2, prefetch": Fsdp2(sharded=prefetch),
-    "FSDP2, recomputation": Fsdp2(prepare=recompute),
-    "FSDP2, clipping": Fsdp2(train=clipped),
-    "FSDP2, evaluation": Fsdp2(train=evaluated),
-    "FSDP2, gathered early": Fsdp2(train=unsharded_early),
-    "FSDP2, weights kept": Fsdp2(sharded=without_unshard_after_backward, train=training(micro_batches=2)),
-    "HSDP": Fsdp2(islands=2, nodes=1),
-    "HSDP, late sums": Fsdp2(islands=2, nodes=1, train=training(micro_batches=2, late_sums=True)),
+    "FSDP2": _fsdp2(),
+    "FSDP2, not read by the host": _fsdp2(train=without_reading),
+    "FSDP2, accumulation with sums": _fsdp2(train=training(micro_batches=2, syncs_all=True)),
+    "FSDP2, no reshard": _fsdp2(reshard_after_forward=False),
+    "FSDP2, reshard to 2": _fsdp2(reshard_after_forward=2),
+    "FSDP2, mixed precision": _fsdp2(mp_policy=_HALF, micro_batches=2),
+    "FSDP2, offload": _fsdp2(offload_policy=CPUOffloadPolicy()),
+    "FSDP2, offload, pageable": _fsdp2(offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "FSDP2, LoRA": _fsdp2(prepare=adapt, micro_batches=2),
+    "FSDP2, prefetch": _fsdp2(sharded=prefetch),
+    "FSDP2, recomputation": _fsdp2(prepare=recompute),
+    "FSDP2, clipping": _fsdp2(train=clipped),
+    "FSDP2, evaluation": _fsdp2(train=evaluated),
+    "FSDP2, gathered early": _fsdp2(train=unsharded_early),
+    "FSDP2, weights kept": _fsdp2(sharded=lambda model: model.set_reshard_after_backward(False), micro_batches=2),
+    "HSDP": _fsdp2(islands=2, nodes=1),
+    "HSDP, late sums": _fsdp2(islands=2, nodes=1, train=training(micro_batches=2, late_sums=True)),
 }

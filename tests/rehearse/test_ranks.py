@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import itertools
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -20,17 +22,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import laconic
-from laconic import Checks, CorruptionError
 from laconic.rehearse import DeadlockError, Kill, RankError, ranks
 from laconic.rehearse.in_process import Letter
-from tests.support import sharded_net
 from tests.support.flips import flip_bit
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
@@ -42,28 +40,23 @@ def begin(**options: Any) -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-# -- a plain run -------------------------------------------------------------------------------------------------------
+# -- transfers ---------------------------------------------------------------------------------------------------------
 
 
 def test_results_come_by_rank_from_torchruns_environment() -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-    found = ranks(lambda: tuple(int(os.environ[name]) for name in names), nodes=3, local=2)
-    assert found == [(rank, 6, rank % 2, 2, rank // 2, 3) for rank in range(6)]
 
-
-def test_the_mesh_is_the_clusters() -> None:
     def job() -> Any:
         mesh = laconic.init_mesh("cpu")
-        return mesh.shape, list(mesh.get_coordinate()), dist.get_backend()
+        return tuple(int(os.environ[name]) for name in names), mesh.shape, list(mesh.get_coordinate())
 
-    assert ranks(job, nodes=3, local=2) == [((1, 3, 2), [0, n, i], "gloo") for n in range(3) for i in range(2)]
+    for rank, (numbers, shape, coordinate) in enumerate(ranks(job, nodes=3, local=2)):
+        assert numbers == (rank, 6, rank % 2, 2, rank // 2, 3)
+        assert (shape, coordinate) == ((1, 3, 2), [0, rank // 2, rank % 2])
 
 
-# -- transfers ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [1, 3, 5])
-def test_reductions(size: int) -> None:
+@pytest.mark.parametrize("size", [1, 3])
+def test_reductions_and_copies(size: int) -> None:
     def job() -> None:
         rank, _ = begin()
         terms = [torch.tensor([float(each + 1), -each]) for each in range(size)]
@@ -82,16 +75,8 @@ def test_reductions(size: int) -> None:
         dist.reduce_scatter_tensor(part, torch.arange(2.0 * size) + rank)
         assert part.tolist() == [size * (2 * rank + i) + size * (size - 1) / 2 for i in range(2)]
 
-    ranks(job, nodes=size)
-
-
-@pytest.mark.parametrize("size", [1, 3, 5])
-def test_copies(size: int) -> None:
-    def job() -> None:
-        rank, _ = begin()
         own, last, second = torch.tensor([rank, 10 * rank]), size - 1, min(1, size - 1)
         rows = [[each, 10 * each] for each in range(size)]
-
         dist.broadcast(out := own.clone(), last)
         assert out.tolist() == rows[last]
         outs = [torch.empty_like(own) for _ in range(size)]
@@ -120,8 +105,8 @@ def test_copies(size: int) -> None:
     ranks(job, nodes=size)
 
 
-def test_messages_come_in_order_and_by_tag() -> None:
-    def job() -> list[int]:
+def test_messages_come_in_order_and_by_tag_and_subgroups_sum_by_themselves() -> None:
+    def job() -> tuple[list[int], int]:
         rank, size = begin()
         after, before, taken = (rank + 1) % size, (rank - 1) % size, []
         works = [dist.isend(torch.tensor([10 * rank + each]), after, tag=each % 2) for each in range(4)]
@@ -131,20 +116,12 @@ def test_messages_come_in_order_and_by_tag() -> None:
         work = dist.irecv(out, before)
         work.wait()
         assert all(each.wait() for each in works)
-        dist.barrier()
-        return [*taken, out.item()]
+        groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
+        dist.all_reduce(total := torch.tensor([rank]), group=groups[rank % 2])
+        return [*taken, out.item()], int(total)
 
-    assert ranks(job, nodes=3) == [[10 * before + i for i in (1, 3, 0, 2)] for before in (2, 0, 1)]
-
-
-def test_subgroups_sum_by_themselves() -> None:
-    def job() -> int:
-        rank, _ = begin()
-        groups = [dist.new_group([0, 2, 4]), dist.new_group([3, 1])]
-        dist.all_reduce(out := torch.tensor([rank]), group=groups[rank % 2])
-        return int(out)
-
-    assert ranks(job, nodes=5) == [6, 4, 6, 4, 6]
+    expected = [[10 * before + i for i in (1, 3, 0, 2)] for before in (3, 0, 1, 2)]
+    assert ranks(job, nodes=4) == list(zip(expected, [2, 4, 2, 4], strict=True))
 
 
 def test_dtensors_and_functional_collectives() -> None:
@@ -157,40 +134,12 @@ def test_dtensors_and_functional_collectives() -> None:
         products = distribute_tensor(whole, mesh, [Shard(1)]) @ distribute_tensor(whole.T, mesh, [Shard(0)])
         assert products.placements == (Partial(),)
         assert torch.equal(products.full_tensor(), whole @ whole.T)
-
         one = torch.tensor([float(rank)])
         assert functional.all_reduce(one, "sum", mesh).tolist() == [3]
         assert functional.all_gather_tensor(one, 0, mesh).tolist() == [0, 1, 2]
         assert functional.reduce_scatter_tensor(torch.arange(3.0), "avg", 0, mesh).tolist() == [rank]
 
     ranks(job, nodes=3)
-
-
-@pytest.mark.parametrize("engine", ["fsdp2", "laconic"])
-def test_engines_train_to_the_weights_of_one_process(engine: str) -> None:
-    batch = torch.randn(12, 5, generator=torch.Generator().manual_seed(1))
-
-    def steps(model: nn.Module, rows: Tensor) -> dict[str, Tensor]:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        for _ in range(3):
-            model(rows).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in model.named_parameters()}
-
-    def job() -> dict[str, Tensor]:
-        if engine == "laconic":
-            model: Any = sharded_net.shard(sharded_net.build(), cache="host")
-        else:
-            begin()
-            model = sharded_net.build()
-            for module in (*model.blocks, model):
-                fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        return steps(model, batch.chunk(dist.get_world_size())[dist.get_rank()])
-
-    oracle = steps(sharded_net.build(), batch)
-    for weights in ranks(job, nodes=2, local=2):
-        torch.testing.assert_close(weights, oracle)
 
 
 # -- threads and clocks ------------------------------------------------------------------------------------------------
@@ -240,9 +189,7 @@ def test_a_group_times_out_on_the_ranks_clock() -> None:
         if rank == 1:
             time.sleep(100)
         begun = time.monotonic()
-        with pytest.raises(
-            RuntimeError, match="Timed out waiting 5000ms" if rank == 0 else "Connection closed by peer"
-        ):
+        with pytest.raises(RuntimeError, match=("Timed out waiting 5000ms", "Connection closed by peer")[rank]):
             dist.recv(torch.empty(1), 1 - rank)
         return time.monotonic() - begun
 
@@ -274,39 +221,40 @@ def test_a_rank_that_never_waits_is_given_up() -> None:
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_deadlock_names_each_rank_and_transfer() -> None:
-    def job() -> None:
-        rank, _ = begin()
-        if rank < 2:
-            dist.recv(torch.empty(1), 1 - rank)
-
-    waits = "rank 0 waits for message 0 from rank 1 of group 0; rank 1 waits for message 0 from rank 0 of group 0"
-    with pytest.raises(DeadlockError, match=f"no rank can go on: {waits}; rank 2 ended before"):
-        ranks(job, nodes=3)
+def wait_in_a_circle(rank: int) -> None:
+    if rank < 2:
+        dist.recv(torch.empty(1), 1 - rank)
 
 
-def test_collectives_that_differ_name_both() -> None:
-    def job() -> None:
-        rank, _ = begin()
-        if rank == 1:
-            dist.broadcast(torch.empty(1), 0)
-        else:
-            dist.all_reduce(torch.empty(1))
+def call_another(rank: int) -> None:
+    if rank == 1:
+        dist.broadcast(torch.empty(1), 0)
+    else:
+        dist.all_reduce(torch.empty(1))
 
-    with pytest.raises(RankError, match=r"rank 1 calls broadcast 0 of group 0, where rank 0 calls all-reduce"):
-        ranks(job, nodes=2)
+
+def give_another_size(rank: int) -> None:
+    dist.all_reduce(torch.ones(3 if rank == 1 else 1))
+
+
+def give_another_dtype(rank: int) -> None:
+    dist.all_reduce(torch.ones(1, dtype=torch.int32 if rank == 1 else torch.float32))
 
 
 @pytest.mark.parametrize(
-    ("odd", "words"), [(torch.ones(3), r"float32 \[3\]"), (torch.ones(1, dtype=torch.int32), r"int32 \[1\]")]
-)
-def test_tensors_that_do_not_fit_are_named(odd: Tensor, words: str) -> None:
-    def job() -> None:
-        rank, _ = begin()
-        dist.all_reduce(odd.clone() if rank == 1 else torch.ones(1))
-
-    with pytest.raises(RankError, match=rf"all-reduce 0 .*rank 0 gives float32 \[1\]; rank 1 gives {words}"):
-        ranks(job, nodes=3)
+    ("body", "message"),
+    [
+        (wait_in_a_circle,
+         "no rank can go on: rank 0 waits for message 0 from rank 1 of group 0; rank 1 waits for message 0 from rank 0 "
+         "of group 0; rank 2 ended before"),
+        (call_another, r"rank 1 calls broadcast 0 of group 0, where rank 0 calls all-reduce"),
+        (give_another_size, r"all-reduce 0 .*rank 0 gives float32 \[1\]; rank 1 gives float32 \[3\]"),
+        (give_another_dtype, r"all-reduce 0 .*rank 0 gives float32 \[1\]; rank 1 gives int32 \[1\]"),
+    ],
+)  # fmt: skip
+def test_ranks_that_do_not_fit_are_named_with_their_transfers(body: Callable[[int], None], message: str) -> None:
+    with pytest.raises(DeadlockError if body is wait_in_a_circle else RankError, match=message):
+        ranks(lambda: body(begin()[0]), nodes=3)
 
 
 def test_a_failure_has_its_rank_and_traceback() -> None:
@@ -319,21 +267,28 @@ def test_a_failure_has_its_rank_and_traceback() -> None:
     with pytest.raises(RankError, match=r"rank 2 failed:\n[\s\S]*in job\n[\s\S]*the error of a rank") as caught:
         ranks(job, nodes=3)
     assert isinstance(caught.value.__cause__, KeyError)
-
     *others, last = ranks(job, nodes=3, goes_on=True)
     assert isinstance(last, KeyError)
     assert all("Connection closed by peer" in str(each) for each in others)
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl")
-def test_nccl_is_refused() -> None:
-    with pytest.raises(RankError, match="ranks in one process have no backend 'nccl'"):
-        ranks(lambda: dist.init_process_group("nccl"), nodes=2)
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (lambda: dist.init_process_group("nccl"), "ranks in one process have no backend 'nccl'"),
+        (lambda: ranks(os.getpid), "this process is a rank already"),
+    ],
+)
+def test_nccl_and_ranks_in_a_rank_are_refused(body: Callable[[], Any], message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        ranks(body, nodes=2)
 
 
-def test_ranks_in_a_rank_are_refused() -> None:
-    with pytest.raises(RankError, match="this process is a rank already"):
-        ranks(lambda: ranks(os.getpid), nodes=2)
+@pytest.mark.parametrize("cluster", [{"nodes": 0}, {"local": 2, "faults": [Kill(rank=2, turn=0)]}])
+def test_a_cluster_or_a_fault_that_cannot_be_is_refused(cluster: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"at least one node|never happens: ranks are 0 to 1"):
+        ranks(lambda: None, **cluster)
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -385,37 +340,6 @@ def test_a_changed_message_arrives_changed() -> None:
     assert [each for each in seen if each[1] is not None] == [(1, 0, 0), (1, 0, 1)]
 
 
-def test_checksums_notice_a_flipped_bit() -> None:
-    flipped = []
-
-    def flip(letter: Letter) -> None:
-        if letter.source == 1 and letter.label.startswith("gradients of") and not flipped:
-            flipped.append(letter)
-            flip_bit(letter.tensors[0], bit=30, seed=3)
-
-    def job() -> None:
-        sharded_net.train_step(sharded_net.shard(sharded_net.build(), checks=Checks(interval=1)))
-
-    with pytest.raises(RankError) as caught:
-        ranks(job, nodes=3, on_message=flip)
-    assert flipped
-    assert isinstance(caught.value.__cause__, CorruptionError)
-
-
-def test_another_order_has_the_same_bits() -> None:
-    def job() -> list[Tensor]:
-        warnings.simplefilter("ignore")
-        model = sharded_net.shard(sharded_net.build(lambda: sharded_net.Net(1)), cache="host", wire="4bit")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        losses = [sharded_net.train_step(model, optimizer, seed) for seed in range(3)]
-        return [*losses, *sharded_net.full_parameters(model).values()]
-
-    first = ranks(job, nodes=3, local=2)
-    for seed in range(3):
-        for ours, theirs in zip(first, ranks(job, nodes=3, local=2, seed=seed), strict=True):
-            assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True)), seed
-
-
 # -- what belongs to a process -----------------------------------------------------------------------------------------
 
 
@@ -424,50 +348,39 @@ def outside() -> Any:
     return copy.deepcopy((dict(os.environ), states, list(warnings.filters), list(sys.argv))), sys.stdout
 
 
+def draws() -> list[float]:
+    return [random.random(), np.random.rand(), torch.rand(1).item()]
+
+
+def seed_with(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_rank_has_its_own_state(fails: bool) -> None:
-    def draws() -> list[float]:
-        return [random.random(), np.random.rand(), torch.rand(1).item()]
-
-    def seed(rank: int) -> None:
-        random.seed(rank)
-        np.random.seed(rank)
-        torch.manual_seed(rank)
-
     def job() -> list[float]:
         rank, _ = begin()
-        seed(rank)
+        seed_with(rank)
         sys.stdout, os.environ["LACONIC_OWN"], sys.argv = io.StringIO(), str(rank), ["job", str(rank)]
         warnings.simplefilter("error" if rank else "ignore")
         print("rank", rank)
         dist.barrier()
         drawn = draws()
         dist.barrier()
-        assert (os.environ["LACONIC_OWN"], sys.argv[1], sys.stdout.getvalue()) == (
-            str(rank),
-            str(rank),
-            f"rank {rank}\n",
-        )
-        assert warnings.filters[0][0] == ("error" if rank else "ignore")
+        seen = os.environ["LACONIC_OWN"], sys.argv[1], sys.stdout.getvalue(), warnings.filters[0][0]
+        assert seen == (str(rank), str(rank), f"rank {rank}\n", "error" if rank else "ignore")
         if fails and rank == 1:
             raise ValueError("a rank fails")
         dist.barrier()
         return drawn
 
-    before = outside()
-    if fails:
-        with pytest.raises(RankError, match="a rank fails"):
-            ranks(job, nodes=3)
-    else:
+    before, drawn = outside(), []
+    with pytest.raises(RankError, match="a rank fails") if fails else contextlib.nullcontext():
         drawn = ranks(job, nodes=3)
     assert outside() == before
     assert not dist.is_initialized()
-    for rank in range(0 if fails else 3):
-        seed(rank)
-        assert drawn[rank] == draws()
-
-
-@pytest.mark.parametrize("cluster", [{"nodes": 0}, {"local": 2, "faults": [Kill(rank=2, turn=0)]}])
-def test_a_cluster_or_a_fault_that_cannot_be_is_refused(cluster: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"at least one node|never happens: ranks are 0 to 1"):
-        ranks(lambda: None, **cluster)
+    for rank, own in enumerate(drawn):
+        seed_with(rank)
+        assert own == draws()
