@@ -25,11 +25,8 @@ def test_a_mesh_is_of_the_accelerator_and_another_device_is_refused() -> None:
         with pytest.raises(ValueError, match=r"init_mesh\('xpu'\) needs such a device, but torch finds cuda:0 here"):
             laconic.init_mesh("xpu", nodes=2)
         layer = nn.Linear(4, 4).to("cuda")
-        other = mock.patch.object(torch.accelerator, "current_device_index", return_value=1)
-        with (
-            other,
-            pytest.raises(ValueError, match="weight is on cuda:0, but this rank computes on cuda:1"),
-        ):
+        refused = pytest.raises(ValueError, match="weight is on cuda:0, but this rank computes on cuda:1")
+        with mock.patch.object(torch.accelerator, "current_device_index", return_value=1), refused:
             laconic.fully_shard(layer, mesh=mesh)
 
 

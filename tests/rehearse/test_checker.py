@@ -24,10 +24,16 @@ Toy = Callable[[Machine, Any, bool], None]
 """A program of (machine, torch's module of the device, whether its accesses have an order)."""
 
 
-def write_and_read(machine: Machine, streams: Any, ordered: bool) -> None:
-    x = torch.zeros(8, device="cuda")
+def behind(streams: Any) -> Any:
+    """A stream that begins behind the current one."""
     side = streams.Stream()
     side.wait_stream(streams.current_stream())
+    return side
+
+
+def write_and_read(machine: Machine, streams: Any, ordered: bool) -> None:
+    x = torch.zeros(8, device="cuda")
+    side = behind(streams)
     with streams.stream(side):
         x.add_(1)
     if ordered:
@@ -37,8 +43,7 @@ def write_and_read(machine: Machine, streams: Any, ordered: bool) -> None:
 
 def event_too_early(machine: Machine, streams: Any, ordered: bool) -> None:
     x = torch.zeros(8, device="cuda")
-    side = streams.Stream()
-    side.wait_stream(streams.current_stream())
+    side = behind(streams)
     early = side.record_event()
     with streams.stream(side):
         x.add_(1)
@@ -49,8 +54,7 @@ def event_too_early(machine: Machine, streams: Any, ordered: bool) -> None:
 def overlapping_parts(machine: Machine, streams: Any, ordered: bool) -> None:
     """Both twins have two streams without an order; the ordered one writes to parts that do not overlap."""
     x = torch.zeros(4, 8, device="cuda")
-    side = streams.Stream()
-    side.wait_stream(streams.current_stream())
+    side = behind(streams)
     with streams.stream(side):
         x[:, :4].add_(1)  # strided: four runs of bytes
     x[:, (4 if ordered else 3) :].mul_(2)
@@ -59,18 +63,12 @@ def overlapping_parts(machine: Machine, streams: Any, ordered: bool) -> None:
 
 def in_a_list(machine: Machine, streams: Any, ordered: bool) -> None:
     values = [torch.zeros(8, device="cuda") for _ in range(3)]
-    side = streams.Stream()
-    side.wait_stream(streams.current_stream())
+    side = behind(streams)
     with streams.stream(side):
         torch._foreach_add_(values[1:], 1.0)
     if ordered:
         streams.current_stream().wait_stream(side)
     torch.add(values[0], 1.0, out=values[2])
-
-
-def reused_memory(machine: Machine, streams: Any, ordered: bool) -> None:
-    """Compute frees what a side stream still reads, and the next allocation may have the memory."""
-    _freed_while_read(streams, ordered, lambda held: held.clear())
 
 
 def used_before_its_allocation(machine: Machine, streams: Any, ordered: bool) -> None:
@@ -88,14 +86,9 @@ def used_before_its_allocation(machine: Machine, streams: Any, ordered: bool) ->
     (y + new).sum().item()
 
 
-def emptied_storage(machine: Machine, streams: Any, ordered: bool) -> None:
-    _freed_while_read(streams, ordered, lambda held: held[0].untyped_storage().resize_(0))
-
-
 def _freed_while_read(streams: Any, ordered: bool, free: Callable[[list[Tensor]], Any]) -> None:
     held = [torch.ones(64, device="cuda")]
-    side = streams.Stream()
-    side.wait_stream(streams.current_stream())
+    side = behind(streams)
     with streams.stream(side):
         y = held[0] * 2
     if ordered:
@@ -104,6 +97,15 @@ def _freed_while_read(streams: Any, ordered: bool, free: Callable[[list[Tensor]]
     z = torch.zeros(64, device="cuda")
     streams.current_stream().wait_stream(side)
     (y + z).sum().item()
+
+
+def reused_memory(machine: Machine, streams: Any, ordered: bool) -> None:
+    """Compute frees what a side stream still reads, and the next allocation may have the memory."""
+    _freed_while_read(streams, ordered, lambda held: held.clear())
+
+
+def emptied_storage(machine: Machine, streams: Any, ordered: bool) -> None:
+    _freed_while_read(streams, ordered, lambda held: held[0].untyped_storage().resize_(0))
 
 
 def host_edits_pinned_memory(machine: Machine, streams: Any, ordered: bool) -> None:
@@ -124,8 +126,8 @@ def host_reads_pinned_memory(machine: Machine, streams: Any, ordered: bool) -> N
     x.tolist()
 
 
-def collective(machine: Machine, streams: Any, ordered: bool) -> None:
-    x = torch.ones(64, device="cuda")
+def collective(machine: Machine, streams: Any, ordered: bool, device: str = "cuda") -> None:
+    x = torch.ones(64, device=device)
     work: Any = dist.all_reduce(x, async_op=True)
     if ordered:
         work.wait()
@@ -134,12 +136,7 @@ def collective(machine: Machine, streams: Any, ordered: bool) -> None:
 
 
 def collective_on_the_host(machine: Machine, streams: Any, ordered: bool) -> None:
-    x = torch.ones(64)
-    work: Any = dist.all_reduce(x, async_op=True)
-    if ordered:
-        work.wait()
-    x.tolist()
-    work.wait()
+    collective(machine, streams, ordered, "cpu")
 
 
 def message_on_the_host(machine: Machine, streams: Any, ordered: bool) -> None:
@@ -231,8 +228,7 @@ def test_a_wait_that_orders_nothing_goes_unnoticed() -> None:
         with accelerator() as machine, machine.recording() as tape:
             streams = torch.get_device_module("cuda")
             x = torch.zeros(8, device="cuda")
-            side = streams.Stream()
-            side.wait_stream(streams.current_stream())
+            side = behind(streams)
             with streams.stream(side):
                 x.add_(1)
             for site in (needed, redundant):

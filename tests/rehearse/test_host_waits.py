@@ -30,15 +30,9 @@ def add_idle_after_first_step(model: Net) -> None:
 
 
 def counted(
-    prepare: Callable[[Net], None] = lambda model: None,
-    *,
-    has_values: bool = True,
-    has_guard: bool = False,
-    islands: int = 1,
-    has_hooks: bool = False,
-    keeps_gradients: bool = False,
-    options: dict[str, Any] | None = None,
-) -> dict[str, Any]:
+    prepare: Callable[[Net], None] = lambda model: None, *, has_values: bool = True, has_guard: bool = False,
+    islands: int = 1, has_hooks: bool = False, keeps_gradients: bool = False, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Return the waits of the host in each warm step, its messages to other hosts, and the bytes of flags by level.
 
     With `keeps_gradients` gradients become zero, not None, after each step. `options` are those of `fully_shard`.
@@ -51,7 +45,7 @@ def counted(
         model: Any = Net(16).to("cuda")
         prepare(model)
         for module in (*model.blocks, model):
-            fully_shard(module, mesh=mesh, **options or {})
+            fully_shard(module, mesh=mesh, **options)
         for parameter in model.blocks.parameters() if has_hooks else ():
             parameter.register_post_accumulate_grad_hook(lambda parameter: None)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -131,7 +125,7 @@ def test_an_answer_that_changes_nothing_is_not_awaited() -> None:
 def test_lossless_crossings_let_the_host_wait_once_a_unit() -> None:
     """In each pass for the lengths of messages, and in forward for what ranks agree on. Nothing waits for the coder."""
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    waits = Counter(counted(options={"cache": "host", "wire": "lossless", "mp_policy": half})["waits"])
+    waits = Counter(counted(cache="host", wire="lossless", mp_policy=half)["waits"])
     num_units, num_steps = 4, NUM_STEPS - WARM
     assert waits.pop("shard/crossing.py _ask_all_ranks") == num_steps
     assert waits == {"the program": 3 * num_units * num_steps}, "reads, which have no site: lengths, faults and lengths"

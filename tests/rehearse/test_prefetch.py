@@ -88,7 +88,6 @@ _ONE, _TWO, _THREE = ([0, 0, 1, each, *[most] * 3] for each, most in ((1, 1), (2
     [
         (EQUAL, {"cache": "none"}, {"node": _ONE, "local": _ONE}),
         (EQUAL, {"cache": "host"}, {"copy": _ONE, "local": _ONE}),
-        (EQUAL, {"cache": "host", "prefetch": Prefetch(units=1)}, {"copy": _ONE, "local": _ONE}),
         (EQUAL, {"cache": "none", "prefetch": _BUDGET}, {"node": _TWO, "local": _ONE}),
         (EQUAL, {"cache": "host", "prefetch": _BUDGET}, {"copy": _TWO, "local": _ONE}),
         (EQUAL, {"cache": "none", "prefetch": Prefetch(units=3)}, {"node": _THREE, "local": _THREE}),
@@ -129,7 +128,7 @@ def test_with_a_budget_two_node_shards_come_on_top_of_what_one_unit_ahead_takes_
 
 @pytest.mark.parametrize(
     "options",
-    [{"cache": "none"}, {"cache": "host", "wire": "4bit"}, {"cache": "none", "prefetch": Prefetch(budget_bytes=2000)}],
+    [{"cache": "host", "wire": "4bit"}, {"cache": "none", "prefetch": Prefetch(budget_bytes=2000)}],
 )
 def test_transfers_have_one_order_on_all_ranks(options: dict[str, Any]) -> None:
     by_rank = []

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from laconic import fully_shard, init_mesh, rehearse
-from laconic.comm.cluster import Cluster
 from laconic.rehearse import Machine, rehearsal
 from laconic.rehearse.tape import Free, Record, Step, Wait
 from laconic.shard.unit import unit_of
@@ -20,9 +19,14 @@ from tests.rehearse.fsdp2 import FSDP2
 from tests.rehearse.programs import PROGRAMS
 
 _NAMES = [
-    "cache budget", "LoRA, cache host", "mixed precision", "clipping", "feedback", "replicas, 4 bits",
-    "offload, cache host", "LocalSteps", "FSDP2, offload",
-]  # fmt: skip
+    "cache budget",
+    "LoRA, cache host",
+    "clipping",
+    "feedback",
+    "replicas, 4 bits",
+    "LocalSteps",
+    "FSDP2, offload",
+]
 _OF_VALUES = "an agreement of the ranks"
 """Messages as long as the digits of what they tell."""
 
@@ -55,11 +59,18 @@ def test_a_program_without_values_moves_waits_and_allocates_as_with_values(name:
     assert with_values == without
 
 
+def sharded(count: int, *more: nn.Module, nodes: int, local: int, **options: Any) -> Any:
+    """Linear layers in a row, and `more`, each a unit of its own."""
+    mesh = init_mesh("cuda", nodes=nodes, local=local)
+    layers = [each.to("cuda") for each in (*(nn.Linear(64, 64, bias=False) for _ in range(count)), *more)]
+    for layer in layers[:count]:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(nn.Sequential(*layers), mesh=mesh, **options)
+
+
 def program() -> None:
     """A step as on a cluster of 64 nodes."""
-    mesh = init_mesh("cuda", nodes=64, local=8)
-    layers = [fully_shard(nn.Linear(64, 64).to("cuda"), mesh=mesh) for _ in range(3)]
-    fully_shard(nn.Sequential(*layers), mesh=mesh)(torch.randn(4, 64, device="cuda")).sum().backward()
+    sharded(3, nodes=64, local=8)(torch.randn(4, 64, device="cuda")).sum().backward()
 
 
 def test_the_lines_of_the_page_on_races_run() -> None:
@@ -72,25 +83,20 @@ def test_the_lines_of_the_page_on_races_run() -> None:
 
 def test_512_ranks_in_one_process_send_what_the_engine_counts() -> None:
     with rehearsal(nodes=64, local=8, rank=100) as machine:
-        mesh = init_mesh("cuda", nodes=64, local=8)
-        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))).to("cuda")
-        for layer in model:
-            fully_shard(layer, mesh=mesh, cache="host")
-        fully_shard(model, mesh=mesh, cache="host")
+        model = sharded(4, nodes=64, local=8, cache="host")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        traffic = Cluster.of(mesh).traffic
-        before = traffic.snapshot()
+        before = model.traffic.snapshot()
         with machine.recording() as tape:
-            model(torch.randn(16, 1024, device="cuda")).sum().backward()
+            model(torch.randn(16, 64, device="cuda")).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        counted = (traffic.snapshot() - before).sizes
+        counted = (model.traffic.snapshot() - before).sizes
     on_tape: Counter[str] = Counter()
     for transfer in {id(e.transfer): e.transfer for e in tape.entries if isinstance(e, Step)}.values():
         if transfer is not None and transfer.purpose in ("weights", "gradients"):
             on_tape[f"{transfer.level} {transfer.purpose}"] += transfer.sent_bytes
     assert on_tape == {f"{k[0]} {k[1]}": v for k, v in counted.items() if k[2] == "sent" and k[1] != "control"}
-    weight = 4 * 1024 * 1024 * 4
+    weight = 4 * 64 * 64 * 4
     assert on_tape["node weights"] == weight // 512 * 63  # once a step: the cache holds them for backward
     assert on_tape["local weights"] == 2 * weight // 8 * 7
 
@@ -98,10 +104,8 @@ def test_512_ranks_in_one_process_send_what_the_engine_counts() -> None:
 @pytest.mark.parametrize("syncs", [False, True], ids=["in a micro-batch that accumulates", "in one that syncs"])
 def test_compute_does_not_wait_for_the_sum_of_the_bucket_before(syncs: bool) -> None:
     def program() -> None:
-        mesh = init_mesh("cuda", nodes=2, local=2)
-        layers = [fully_shard(nn.Linear(64, 64).to("cuda"), mesh=mesh, cache="device") for _ in range(5)]
-        model = fully_shard(nn.Sequential(*layers), mesh=mesh, cache="device")
-        model.set_requires_gradient_sync(syncs)  # type: ignore[attr-defined]
+        model = sharded(5, nodes=2, local=2, cache="device")
+        model.set_requires_gradient_sync(syncs)
         model(torch.randn(4, 64, device="cuda")).sum().backward()
 
     sums = [each for each in rehearse.overlap(rehearse.run(program, nodes=2, local=2)) if "scatter" in each.transfer.op]
@@ -132,11 +136,7 @@ def test_the_copy_of_a_root_stands_before_no_other() -> None:
     """Compute waits for the copy of each layer before it frees the layer: [Note: Late copies] in shard/gather.py."""
 
     def program() -> None:
-        mesh = init_mesh("cuda", nodes=2, local=2)
-        layers = [nn.Linear(64, 64, bias=False).to("cuda") for _ in range(3)]
-        for layer in layers:
-            fully_shard(layer, mesh=mesh, cache="host")
-        model = fully_shard(nn.Sequential(*layers, nn.Linear(64, 100, bias=False).to("cuda")), mesh=mesh, cache="host")
+        model = sharded(3, nn.Linear(64, 100, bias=False), nodes=2, local=2, cache="host")
         model(torch.randn(4, 64, device="cuda")).sum().backward()
 
     tape = rehearse.run(program, nodes=2, local=2)
