@@ -12,8 +12,8 @@ from laconic.plan.machine import Simulator
 from laconic.plan.prediction import Refusal
 from laconic.plan.program import Shape, work_of
 from laconic.strategies.under import job_under
-from tests.plan.test_peers import LAYERS, estimated, job, model_numels, padded_numel, payload, predict
-from tests.plan.traces import cluster
+from tests.plan.test_peers import estimated, model_numels, padded_numel, payload, predict
+from tests.plan.traces import LAYERS, cluster, job
 
 
 def padded(config: Any, ranks: int) -> int:

@@ -1,14 +1,15 @@
-"""Traces of models that were never built, for tests of programs."""
+"""Jobs for tests of predictions, and traces of models that were never built, for tests of programs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from laconic.config import Config
+from laconic.config import Config, from_dict
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.model_trace import ModelTrace, ParameterSpec, Segment, UnitSpec
 from laconic.plan.phase import Operations, Phase
@@ -16,6 +17,26 @@ from laconic.plan.program import StepWork, work_of
 from laconic.plan.rehearsal import Rehearsals
 
 FLOPS_PER_S, MEMORY_BYTES_PER_S = 1e10, 1e9
+HIDDEN, LAYERS, VOCABULARY = 48, 3, 96
+MODEL = {
+    "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": 145, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+"""A tiny model whose sizes divide little."""
+
+
+def job(table: Mapping[str, Any] = MODEL, *, rows: int = 1, tokens: int = 32, **sections: Mapping[str, Any]) -> Config:
+    """A job with a model of random weights, `rows` of so many `tokens` on each rank."""
+    return from_dict(
+        Config,
+        {
+            **sections,
+            "model": {"config": dict(table), **sections.get("model", {})},
+            "data": {"kind": "python-stdlib", "sequence_length": tokens, **sections.get("data", {})},
+            "train": {"micro_batch_size": rows, "device": "cpu", **sections.get("train", {})},
+        },
+    )
 
 
 def spec(name: str, *shape: int, dtype: torch.dtype = torch.float32, is_trained: bool = True) -> ParameterSpec:
