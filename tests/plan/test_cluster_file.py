@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from laconic.config import ConfigError
 from laconic.plan.cluster_file import load_cluster, parse_cluster, to_toml
-from laconic.plan.cluster_spec import DEFAULT_HEADER_FACTOR, DTYPES, ClusterSpec
+from laconic.plan.cluster_spec import DEFAULT_HEADER_FACTOR, DTYPES
 from laconic.plan.known import device_named, devices, find_device, find_network, networks
 from laconic.plan.units import format_quantity, parse_quantity
 from laconic.train.meter import peak_of
@@ -55,6 +55,10 @@ def test_figures_and_their_units() -> None:
     assert spec.flops_per_s(torch.float32) == spec.flops_per_s("float32") == 50e9
     with pytest.raises(ConfigError, match=r"device_flops_per_s\.bfloat16 is missing; .*has float32"):
         spec.flops_per_s(torch.bfloat16)
+    with pytest.raises(ConfigError, match="host_memory_bytes = 5 must lie between 1 MB and 1 PB"):
+        dataclasses.replace(spec, host_memory_bytes=5)
+    with pytest.raises(ConfigError, match=r"device_flops_per_s.int8 is unknown; use float32"):
+        dataclasses.replace(spec, device_flops_per_s={"int8": 1e12})
 
 
 def test_the_tables_fill_what_the_file_leaves_out() -> None:
@@ -62,6 +66,8 @@ def test_the_tables_fill_what_the_file_leaves_out() -> None:
     assert (spec.device, spec.network) == ("A100 SXM 80GB", "10 GbE")
     assert spec.flops_per_s("bfloat16") == pytest.approx(0.87 * 312e12)
     assert spec.wire_bits_per_s == pytest.approx(0.97 * 10e9)
+    several = parse_cluster(TABLE.replace("10gbe", "8 x InfiniBand NDR"))  # of a node: they add up
+    assert several.wire_bits_per_s == pytest.approx(8 * 0.9 * 400e9)
     assert spec.local_bytes_per_s == pytest.approx(0.8 * 300e9)  # NVLink 3
     assert spec.host_to_device_bytes_per_s == pytest.approx(0.8 * 31.5e9)  # PCIe 4
     assert 79e9 < spec.device_memory_bytes < 80 * 2**30
@@ -73,11 +79,6 @@ def test_the_tables_fill_what_the_file_leaves_out() -> None:
     assert given.host_to_device_bytes_per_s == pytest.approx(0.8 * 63e9)
     assert given.sources["wire_latency_s"] == given.sources["device_flops_per_s.bfloat16"] == "given"
     assert spec.sources["device_flops_per_s.bfloat16"].startswith("table: 87% of 312 TFLOP/s (A100 SXM 80GB; NVIDIA")
-
-
-def test_several_networks_of_a_node_add_up() -> None:
-    spec = parse_cluster(TABLE.replace("10gbe", "8 x InfiniBand NDR"))
-    assert spec.wire_bits_per_s == pytest.approx(8 * 0.9 * 400e9)
 
 
 @pytest.mark.parametrize("text", [TABLE, FIGURES, TABLE.replace("nodes = 2", "nodes = 1")])
@@ -107,10 +108,8 @@ def test_one_node_needs_no_wire_and_one_rank_no_neighbour() -> None:
     ("old", "new", "message"),
     [
         ("a100 sxm-80gb", "H100", "device = 'H100' is not in the table; the nearest is 'H100 SXM'.*themselves"),
-        ("10gbe", "11 GbE", "network = '11 GbE' is not in the table; the nearest is '1 GbE'"),
-        ("10gbe", "0 x 10 GbE", "network = '0 x 10 GbE' is not in the table"),
+        ("10gbe", "0 x 10 GbE", "network = '0 x 10 GbE' is not in the table; the nearest is"),
         ('device = "a100 sxm-80gb"', "", "device_memory_bytes is missing"),
-        ('network = "10gbe"', "", "wire_bits_per_s is missing; give the rate .* or `network`"),
         ('"1 TB"', '"1 TB"\nhost_link = "ISA"', "host_link = 'ISA' is not in the table"),
         ("a100 sxm-80gb", "MI250X", "local_bytes_per_s is missing; give the rate .* `local_network`"),
         ("nodes = 3", "node = 3", "unknown key `node`; the nearest valid key is `nodes`"),
@@ -121,13 +120,11 @@ def test_one_node_needs_no_wire_and_one_rank_no_neighbour() -> None:
         ('"16 GiB"', "0", "device_memory_bytes = 0 must lie between 1 MB and 1 PB"),
         ('"16 GiB"', "nan", "device_memory_bytes = nan must be an integer"),
         ('"16 GiB"', "true", "device_memory_bytes = True must be a number of bytes, or a text such as '80 GB'"),
-        ('"16 GiB"', '"16"', "device_memory_bytes = '16' must be a number of bytes"),
         ('"16 GiB"', '"16 GB/s"', "device_memory_bytes = '16 GB/s' must be a number of bytes"),
         ('device_memory_bytes = "16 GiB"', "", "device_memory_bytes is missing; give the memory of one device"),
         ("2e10", "2e16", r"device_memory_bytes_per_s = 2e\+16 must lie between 1 kB/s and 1 PB/s"),
         ('"200mbit"', '"200 kB"', "wire_bits_per_s = '200 kB' must be a number of bits per second, or a text such as"),
         ("0.5e-3", "0", "wire_latency_s = 0.0 must lie between 1 ns and 10 s"),
-        ("0.5e-3", '"5 m"', "wire_latency_s = '5 m' must be a number of seconds, or a text such as '20 us'"),
         ("wire_latency_s = 0.5e-3", "", "wire_latency_s is missing; give the latency between nodes, or `network`"),
         ("host_link = 2", "host_link = 3", "ranks_per_host_link = 3 must be at most ranks_per_node = 2"),
         ("host_link = 2", "host_link = 2\nwire_header_factor = 0.9", r"wire_header_factor = 0.9 must lie in \[1, 2\]"),
@@ -135,8 +132,6 @@ def test_one_node_needs_no_wire_and_one_rank_no_neighbour() -> None:
         ('float32 = "50 GFLOP/s"', "fp32 = 1e12", "unknown key `device_flops_per_s.fp32`; the nearest is `float32`"),
         ('float32 = "50 GFLOP/s"', "float32 = 0", "device_flops_per_s.float32 = 0.0 must lie between 1 MFLOP"),
         ('[device_flops_per_s]\nfloat32 = "50 GFLOP/s"', "device_flops_per_s = 5", "is a section .* got 5"),
-        ("nodes = 3", "nodes = 3\ndevice = 7", "`device` must be a text, got 7"),
-        ("wire_latency_s = 0.5e-3", 'network = "the lab"', "network = 'the lab' is not in the table"),
         ("nodes = 3", "nodes = ", "not valid TOML"),
     ],
 )
@@ -183,10 +178,8 @@ def test_the_tables_are_whole_and_their_names_lead_to_them() -> None:
 
 TORCH_NAMES = {
     "NVIDIA H100 80GB HBM3": "H100 SXM", "NVIDIA H100 PCIe": "H100 PCIe", "NVIDIA H100 NVL": "H100 NVL",
-    "NVIDIA H200": "H200", "NVIDIA B200": "B200", "NVIDIA A100-SXM4-80GB": "A100 SXM 80GB",
-    "NVIDIA A100-SXM4-40GB": "A100 SXM 40GB", "NVIDIA A100 80GB PCIe": "A100 PCIe 80GB",
-    "NVIDIA A100-PCIE-40GB": "A100 PCIe 40GB", "Tesla V100-SXM2-32GB": "V100 SXM 32GB", "Tesla T4": "T4",
-    "NVIDIA L4": "L4", "NVIDIA L20": "L20", "NVIDIA L40": "L40", "NVIDIA L40S": "L40S",
+    "NVIDIA H200": "H200", "NVIDIA A100-SXM4-80GB": "A100 SXM 80GB", "NVIDIA A100-PCIE-40GB": "A100 PCIe 40GB",
+    "Tesla V100-SXM2-32GB": "V100 SXM 32GB", "Tesla T4": "T4", "NVIDIA L4": "L4", "NVIDIA L40S": "L40S",
     "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "RTX PRO 6000",
     "NVIDIA RTX 6000 Ada Generation": "RTX 6000 Ada", "NVIDIA RTX A6000": "RTX A6000", "NVIDIA RTX A5000": "RTX A5000",
     "NVIDIA RTX A4000": "RTX A4000", "AMD Instinct MI300X": "MI300X", "AMD Instinct MI325X": "MI325X",
@@ -237,12 +230,3 @@ def test_units(text: str, unit: str, value: float) -> None:
 @given(st.floats(1e-9, 1e17), st.sampled_from(["B", "B/s", "bit/s", "FLOP/s", "s"]))
 def test_written_quantities_read_back(value: float, unit: str) -> None:
     assert parse_quantity(format_quantity(value, unit), unit) == pytest.approx(value, rel=1e-3)  # type: ignore[arg-type]
-
-
-def test_a_spec_in_code_is_checked_too() -> None:
-    spec = parse_cluster(FIGURES)
-    assert isinstance(spec, ClusterSpec)
-    with pytest.raises(ConfigError, match="host_memory_bytes = 5 must lie between 1 MB and 1 PB"):
-        dataclasses.replace(spec, host_memory_bytes=5)
-    with pytest.raises(ConfigError, match=r"device_flops_per_s.int8 is unknown; use float32"):
-        dataclasses.replace(spec, device_flops_per_s={"int8": 1e12})

@@ -45,7 +45,7 @@ def run(ranks: int, rule: Any = "lag2", states: Any = "replicated", seconds: flo
     return program(ranks, rule, states, machine=machine, seconds=seconds).read(machine)
 
 
-@pytest.mark.parametrize(("ranks", "rule"), [(2, "v1"), (3, "lag2"), (3, "v2")])
+@pytest.mark.parametrize(("ranks", "rule"), [(2, "v1"), (3, "lag2")])
 def test_bytes_of_replicated_states(ranks: int, rule: str) -> None:
     """A stage's weights pass N - 1 times, its gradient N - 1 times, and once more if its owner is not the last."""
     reading = run(ranks, rule)
@@ -56,10 +56,6 @@ def test_bytes_of_replicated_states(ranks: int, rule: str) -> None:
     hops = ranks * (ranks - 1) + totals
     assert reading.sent_bytes["node", "gradients"] * ranks == pytest.approx(hops * stage_bytes)
     assert reading.sent_bytes["node", "control"] * ranks == pytest.approx((ranks - 1) * 8)
-
-
-def test_sharded_states_send_weights_twice() -> None:
-    assert run(2, states="sharded").sent_bytes["node", "weights"] == 2 * run(2).sent_bytes["node", "weights"]
 
 
 @pytest.mark.parametrize("rule", ["clip", "dp"])
@@ -86,16 +82,17 @@ def test_bytes_of_shared_states(workers: int, rule: str) -> None:
     assert set(reading.sent_bytes) == {("node", "activations"), ("node", "gradients")}
 
 
-@pytest.mark.parametrize("workers", [2])
-def test_memory_of_a_device(workers: int) -> None:
+def test_memory_of_a_device_and_the_weights_that_sharded_states_send_twice() -> None:
     """A worker saves the activations of all stages; a device of a shared stage those of one micro-batch's stage."""
-    stage_bytes = WIDTH * WIDTH * 4
+    stage_bytes, workers, sent = WIDTH * WIDTH * 4, 2, {}
     for states, kept, saved in (("replicated", workers, workers), ("sharded", 1, workers), ("shared", 1, 1)):
         machine = Simulator(cluster(num_devices(states, workers), 1))
         reading = program(workers, states=states, machine=machine).read(machine)
+        sent[states] = reading.sent_bytes.get(("node", "weights"))
         assert reading.peak["activations"] == saved * SAVED_BYTES
         assert machine.held["parameters"] + machine.held["transfers"] >= kept * stage_bytes
         assert machine.held["optimizer"] == pytest.approx(2 * stage_bytes, rel=1e-3)  # and the count of steps
+    assert sent["sharded"] == 2 * sent["replicated"]
 
 
 def test_a_fast_wire_leaves_compute_alone() -> None:

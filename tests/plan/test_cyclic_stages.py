@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from laconic.config import Config, from_dict
+from laconic.config import Config
 from laconic.cyclic import cut
 from laconic.cyclic.links import ActivationMeta, ByteLayout
 from laconic.cyclic.stage import trainable
@@ -17,7 +17,7 @@ from laconic.plan.cyclic_stages import Clock, PhantomStage, cut_trace
 from laconic.plan.machine import Simulator
 from laconic.plan.program import work_of
 from laconic.rehearse import Machine
-from tests.plan.traces import cluster
+from tests.plan.traces import cluster, job
 
 ROWS, TOKENS = 3, 37
 LLAMA = {
@@ -40,30 +40,21 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def job(table: dict[str, Any], **sections: Any) -> Config:
-    return from_dict(
-        Config,
-        {
-            **sections,
-            "model": {"config": table, "activation_checkpointing": bool(sections)},
-            "data": {"sequence_length": TOKENS},
-            "train": {"micro_batch_size": ROWS, "device": "cpu"},
-            "schedule": {"kind": "cyclic", "cut_by": "parameters"},
-            "optimizer": {"max_grad_norm": 0},
-        },
-    )
+def job_of(name: str, **sections: Any) -> Config:
+    cyclic = {"schedule": {"kind": "cyclic", "cut_by": "parameters"}, "optimizer": {"max_grad_norm": 0}}
+    model = {"activation_checkpointing": bool(sections)}
+    return job(MODELS[name], rows=ROWS, tokens=TOKENS, model=model, **cyclic, **sections)
 
 
 @pytest.mark.parametrize(
     ("config", "num_stages"),
     [
-        pytest.param(job(MODELS["mixtral"]), 2, id="mixtral"),
-        pytest.param(job(MODELS["windows of some layers"]), 3, id="windows of some layers"),
-        pytest.param(job(MODELS["gpt2"]), 3, id="gpt2"),
-        pytest.param(job(MODELS["llama"], lora={"enabled": True, "targets": ["q_proj"]}), 2, id="adapters"),
-        pytest.param(job(MODELS["a head named embed_out"]), 2, id="a head named embed_out"),
+        *(pytest.param(job_of(name), num, id=name) for name, num in (
+            ("mixtral", 2), ("windows of some layers", 3), ("gpt2", 3), ("a head named embed_out", 2),
+        )),
+        pytest.param(job_of("llama", lora={"enabled": True, "targets": ["q_proj"]}), 2, id="adapters"),
     ],
-)
+)  # fmt: skip
 def test_planned_stages_are_those_of_the_cut(config: Config, num_stages: int) -> None:
     planned = cut_trace(Simulator(cluster()), work_of(config, device_type="cpu"), num_stages)
     model = build_model(config.model, config.lora)

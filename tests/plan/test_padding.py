@@ -25,8 +25,8 @@ LLAMA_CONFIG = {
 
 @pytest.mark.parametrize(
     ("layer", "numel", "num_ranks", "fsdp2", "lcm"),
-    [(LLAMA_3_70B, 855654400, 384, 1.84, 0.37), (GPT_OSS_120B, 3213080192, 256, 99.2, 32.2),
-     (GPT_OSS_120B, 3213080192, 100, 55.8, 3.26), (DEEPSEEK_V3, 11507286272, 384, 8.82, 1.04)],
+    [(LLAMA_3_70B, 855654400, 384, 1.84, 0.37), (GPT_OSS_120B, 3213080192, 100, 55.8, 3.26),
+     (DEEPSEEK_V3, 11507286272, 384, 8.82, 1.04)],
 )  # fmt: skip
 def test_rules_of_others_pad_as_published(
     layer: UnitShapes, numel: int, num_ranks: int, fsdp2: float, lcm: float
@@ -36,33 +36,26 @@ def test_rules_of_others_pad_as_published(
     assert 100 * (lcm_numel(layer.shapes, num_ranks) / layer.numel - 1) == pytest.approx(lcm, rel=0.02)
 
 
-def test_fsdp2_pads_each_tensor_to_whole_rows_per_rank() -> None:
-    assert fsdp2_numel([(5, 3), (2,), ()], 4) == 4 * 2 * 3 + 4
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_CONFIG), encoding="utf-8")
     return tmp_path
 
 
-def test_units_of_a_config_are_the_units_of_the_trainer(folder: Path) -> None:
+def test_units_of_a_config_are_those_of_the_trainer_or_neighbouring_layers(folder: Path) -> None:
     model = shapes_of(str(folder))
     layer, rest = model.units()
     assert (layer.count, layer.name, rest.count) == (3, "LlamaDecoderLayer", 1)
     assert dict(zip(layer.names, layer.shapes, strict=True))["mlp.down_proj.weight"] == (32, 80)
     assert set(rest.names) == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     assert shapes_of(str(folder / "config.json")) == model
-
-
-def test_neighbouring_layers_make_units_and_the_last_has_the_rest(folder: Path) -> None:
-    pair, single, _ = shapes_of(str(folder)).units(2)
+    pair, single, _ = model.units(2)
     assert (pair.count, single.count) == (1, 1)
     assert pair.shapes == single.shapes * 2
     assert pair.names == tuple(f"{index}.{name}" for index in (0, 1) for name in single.names), "as fully_shard's list"
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "gemma-3-27b", "qwen3-235b-a22b"])
+@pytest.mark.parametrize("name", ["gemma-3-27b", "qwen3-235b-a22b"])
 def test_published_models_have_as_many_parameters_as_their_makers_say(name: str) -> None:
     """benchmarks.layout checks all of them."""
     assert shapes_of(name).numel / 1e9 == pytest.approx(models()[name].billions, rel=0.01)
@@ -112,7 +105,6 @@ def test_json_holds_the_numbers_of_the_table(folder: Path, capsys: pytest.Captur
         (["--model", "no-such-model"], ["'no-such-model'", "deepseek-v3"]),
         (["--model", "{folder}"], ["no causal language model"]),
         (["--model", "llama-3-70b", "--ranks=8,x"], ["--ranks: 'x' is not a positive number"]),
-        (["--model", "llama-3-70b", "--ranks=-4"], ["--ranks: '-4' is not a positive number"]),
         (["--model", "llama-3-70b", "--ranks=2", "--draw", "{folder}/missing/layer.svg"], ["missing first"]),
     ],
 )
@@ -145,15 +137,12 @@ def test_the_picture_shows_every_extent_to_scale() -> None:
     assert all(math.isclose(a, b, abs_tol=0.5) for a, b in zip(widths, expected, strict=True))
 
 
-def test_the_picture_of_many_ranks_leaves_some_out() -> None:
-    labels = [text.text or "" for text in drawn(GPT_OSS_120B, 1024, 16).iter("{http://www.w3.org/2000/svg}text")]
-    ranks = [label for label in labels if label.startswith("rank ")]
-    assert ranks == [f"rank {rank}" for rank in [*range(12), 1021, 1022, 1023]]
-    assert "a < b" in labels
-
-
-def test_the_command_draws(folder: Path, tmp_path: Path) -> None:
+def test_the_picture_of_many_ranks_leaves_some_out(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "layer.svg"
     arguments = ["--model", str(folder), "--ranks", "2", "--rows", "1", "--draw", str(file)]
     assert cli.main(["plan", "layout", *arguments]) == 0
     assert "LlamaDecoderLayer on 2 ranks, blocks of 1 row" in file.read_text()
+    labels = [text.text or "" for text in drawn(GPT_OSS_120B, 1024, 16).iter("{http://www.w3.org/2000/svg}text")]
+    ranks = [label for label in labels if label.startswith("rank ")]
+    assert ranks == [f"rank {rank}" for rank in [*range(12), 1021, 1022, 1023]]
+    assert "a < b" in labels

@@ -84,11 +84,8 @@ def test_remedies_are_the_cheapest_of_all_ways(name: str) -> None:
             )
 
 
-def test_a_plan_that_pads_little_gets_no_advice() -> None:
+def test_rows_that_nobody_asked_for_may_be_cut_and_little_padding_needs_no_advice() -> None:
     assert advise(linear(24, 160, 2), 10, ROWS, itemsize=4) is None
-
-
-def test_rows_that_nobody_asked_for_may_be_cut() -> None:
     found = advise(linear(200, 5, 4), 8, 1, itemsize=4)
     assert found is not None
     assert found.remedies[0].words == "rows that may be cut"
@@ -108,16 +105,14 @@ def test_a_remedy_names_its_cost_and_the_calls() -> None:
 
 
 class Stack(nn.Module):
-    """The layers of a `linear` model."""
+    """The layers of a `linear` model, which all see the input."""
 
     def __init__(self, shapes: ModelShapes) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Linear(layer.shapes[0][1], layer.shapes[0][0], bias=False) for layer in shapes.layers
-        )
+        sizes = [layer.shapes[0] for layer in shapes.layers]
+        self.layers = nn.ModuleList(nn.Linear(width, height, bias=False) for height, width in sizes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Every layer sees the input."""
         return sum(layer(x).sum() for layer in self.layers)  # type: ignore[return-value]
 
 
