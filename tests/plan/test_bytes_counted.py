@@ -6,14 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from laconic.config import Config, from_dict
+from laconic import init_mesh
+from laconic.codec.scaled import SCALED_FORMATS
+from laconic.codec.scaled_linear import ScaledWeight
+from laconic.config import Config, ShardConfig, from_dict
 from laconic.plan.candidates import CANDIDATES
 from laconic.plan.estimates import Estimate
+from laconic.plan.machine import Simulator
 from laconic.plan.prediction import Predictor
-from tests.plan.traces import FLOPS_PER_S, cluster
+from laconic.plan.program import Shape, work_of
+from laconic.plan.rehearsal import Rehearsals
+from laconic.plan.rehearsed import RehearsedStep
+from tests.plan.traces import FLOPS_PER_S, cluster, model_of, spec, trace
+from tests.support.float8 import Float8Weight
 from tests.support.jobs import corpus, table, train_all
 from tests.support.launch import run_ranks
+from tests.support.sharded_net import moved, shard
 
 EVERY = 2
 """The steps between two syncs of islands."""
@@ -57,7 +68,7 @@ def jobs(folder: Path) -> dict[str, Config]:
         odd = {"hidden_size": 24, "intermediate_size": 38, "num_attention_heads": 4, "num_key_value_heads": 2}
         job["model"]["config"].update(odd)
         job["train"]["output"] = str(folder / name)
-        job["train"]["steps"] = 3 * EVERY if "sync" in sections else 4
+        job["train"]["steps"] = 3 * EVERY if "sync" in sections else 4 if "every other" in name else 3
         found[name] = from_dict(Config, job)
     return found
 
@@ -95,3 +106,59 @@ def test_predicted_bytes_are_the_counted_ones(tmp_path: Path, nodes: int, local:
         said = {f"{level}/{purpose}": nodes * local * size for (level, purpose), size in estimate.sent_bytes.items()}
         assert said == pytest.approx(found, abs=1e-6), name
         assert estimate.tokens == summary["tokens_per_step"]
+
+
+# -- weights that cross in few bits, as elements or with scales --------------------------------------------------------
+
+WIDTH = 48
+TRACE = trace([[spec("weight", WIDTH, WIDTH)] for _ in range(3)])
+CACHES: dict[str, dict[str, Any]] = {
+    "host": {"cache": "host"},
+    "kept": {"cache": "none", "reshard_after_forward": False},
+}  # fmt: skip
+
+
+def converted(layer: Any, weight_format: str) -> nn.Module:
+    form = SCALED_FORMATS.get(weight_format)
+    weight = layer.weight.detach()
+    layer.weight = nn.Parameter(Float8Weight(weight) if form is None else ScaledWeight(weight, form))  # type: ignore
+    return layer
+
+
+def predicted_in_few_bits(keys: dict[str, Any], nodes: int, local: int, weight_format: str) -> dict[str, float]:
+    def build(job: Config) -> nn.Module:
+        model = model_of(TRACE)
+        for layer in model.layers:  # type: ignore[union-attr]
+            converted(layer, weight_format)
+        return model
+
+    config, machine = Config(shard=ShardConfig.of_keys(keys)), Simulator(cluster(nodes, local), device_type="cpu")
+    work = work_of(config, device_type="cpu", trace=TRACE, rehearsals=Rehearsals(build=build))
+    reading = RehearsedStep(machine, work, Shape(nodes=nodes, local=local)).read(machine)
+    return {f"{level} {purpose}": size for (level, purpose), size in reading.sent_bytes.items() if purpose != "control"}
+
+
+def job_counted(nodes: int, weight_format: str, keys: dict[str, Any]) -> dict[str, int]:
+    """The bytes of the third step, in which caches and orders are known."""
+    layers = [converted(nn.Linear(WIDTH, WIDTH, bias=False), weight_format) for _ in range(3)]
+    model: Any = shard(nn.Sequential(*layers), layers, mesh=init_mesh("cpu", nodes=nodes), **keys)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        with moved(model) as sent:
+            model(torch.ones(1, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    sizes = sent.snapshot.sizes.items()
+    return {f"{level} {kind}": size for (level, kind, way), size in sizes if way == "sent" and kind != "control"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local", "weight_format", "cache"),
+    [*((2, 2, "float8", cache) for cache in CACHES), (2, 1, "nvfp4", "host"), (3, 1, "fp8_128x128", "host")],
+)
+def test_predicted_bytes_of_gathers_in_few_bits_are_the_counted_ones(
+    nodes: int, local: int, weight_format: str, cache: str
+) -> None:
+    keys = CACHES[cache]
+    counted = run_ranks(job_counted, nodes * local, nodes, weight_format, keys, local=local)[0]
+    assert predicted_in_few_bits(keys, nodes, local, weight_format) == pytest.approx(counted)

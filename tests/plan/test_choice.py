@@ -1,9 +1,13 @@
-"""`laconic plan JOB.toml`: the ranking, its reasons, the remedy, what is written, and refusals."""
+"""`laconic plan JOB.toml`: the ranking, its reasons, the remedy, what is written, and refusals; work in forks."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
+import threading
 import tomllib
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -16,7 +20,8 @@ from laconic.plan import choose
 from laconic.plan.candidates import CANDIDATES, candidate_named
 from laconic.plan.choice import break_even
 from laconic.plan.cluster_spec import ClusterSpec
-from laconic.plan.estimates import Estimate
+from laconic.plan.estimates import MARGIN, Estimate
+from laconic.plan.forks import map_forked
 from laconic.plan.prediction import Predictor, Refusal
 from tests.plan.traces import cluster
 
@@ -111,10 +116,10 @@ def test_inexact_strategies_win_where_they_are_asked_for(predictor: Predictor) -
 
 
 def test_nothing_fits_and_the_remedy_says_what_would(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
-    train = dataclasses.replace(predictor.config.train, micro_batch_size=3)
-    config = dataclasses.replace(predictor.config, train=train)
-    tight = dataclasses.replace(slow(), device_memory_bytes=621_107_000)
-    asked = Predictor(config, tight)
+    host = predictor.estimate(CANDIDATES["host"])
+    assert isinstance(host, Estimate)
+    enough = predictor.cluster.device_memory_bytes - host.spare_device_bytes / (1 - MARGIN)
+    asked = predictor.on(dataclasses.replace(slow(), device_memory_bytes=int(enough) - 1000))
     choice = choose(asked, names=["host"])
     assert choice.recommended is None
     assert choice.job is None
@@ -135,24 +140,18 @@ def test_the_break_even_rate_is_where_two_strategies_take_equally_long(predictor
     assert seconds[1] == pytest.approx(1.05 * seconds[0], rel=1e-3)
 
 
-def test_a_refused_strategy_says_why(predictor: Predictor) -> None:
-    muon = dataclasses.replace(predictor.config, optimizer=OptimizerConfig(name="muon"))
-    found = Predictor(muon, predictor.cluster).estimate(CANDIDATES["cyclic"])
-    assert isinstance(found, Refusal)
-    assert "cyclic" in found.reason
+def test_refused_jobs_and_strategies_say_why(predictor: Predictor) -> None:
     with pytest.raises(ConfigError, match="'zero' is not known"):
         candidate_named("zero")
-
-
-def test_ranks_that_are_not_alike_are_refused_by_name(predictor: Predictor) -> None:
+    muon = dataclasses.replace(predictor.config, optimizer=OptimizerConfig(name="muon"))
     shares = dataclasses.replace(predictor.config, shard=predictor.config.shard.with_keys(shares=[3, 3, 1, 1]))
-    unequal = Predictor(shares, predictor.cluster)
     message = "shard.shares: laconic plan predicts ranks that are all alike; leave shares out"
+    for config, name, words in ((muon, "cyclic", "cyclic"), (shares, "fsdp2", message)):
+        found = Predictor(config, predictor.cluster).estimate(CANDIDATES[name])
+        assert isinstance(found, Refusal)
+        assert words in found.reason
     with pytest.raises(ConfigError, match=message):
-        choose(unequal)
-    found = unequal.estimate(CANDIDATES["fsdp2"])
-    assert isinstance(found, Refusal)
-    assert message in found.reason
+        choose(Predictor(shares, predictor.cluster))
 
 
 @pytest.fixture
@@ -190,6 +189,8 @@ def test_the_command_ranks_writes_and_draws(
         (["--strategies", "zero"], "'zero' is not known; there are fsdp2, "),
         (["--allow", "2bit"], "'2bit' is not known"),
         (["--timeline", "step.bmp"], "step.bmp names no kind of picture"),
+        (["j"], "absent.toml"),
+        (["c"], "absent.toml"),
         (["--out", "/nowhere/best.toml"], "the folder does not exist"),
         (["--strategies", "host", "--timeline", "step.svg", "--strategy", "cyclic"], "cannot run this job"),
     ],
@@ -197,13 +198,80 @@ def test_the_command_ranks_writes_and_draws(
 def test_a_mistake_is_one_line(
     files: tuple[str, str], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["plan", files[0], "--cluster", files[1], *arguments]) == 2
+    job, cluster = ("absent.toml" if name in arguments else file for name, file in zip("jc", files, strict=True))
+    options = [] if {"j", "c"} & set(arguments) else arguments
+    assert cli.main(["plan", job, "--cluster", cluster, *options]) == 2
     printed = capsys.readouterr().err
     assert message in printed
     assert len(printed.strip().splitlines()) == 1
 
 
-def test_a_wrong_file_is_named(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    for names in (("absent.toml", files[1]), (files[0], "absent.toml")):
-        assert cli.main(["plan", names[0], "--cluster", names[1]]) == 2
-        assert "absent.toml" in capsys.readouterr().err
+# -- work in forks -----------------------------------------------------------------------------------------------------
+
+
+def run_alone(code: str) -> str:
+    """Run code in a process of its own, since pytest's workers have threads, beside which nothing forks."""
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=200).stdout
+
+
+@pytest.mark.machine
+def test_several_processes_work_and_order_stays_and_errors_come_back() -> None:
+    code = """
+import os, time
+from laconic.plan.forks import map_forked
+os.sched_getaffinity = lambda pid: {0, 1}
+
+def slow_first(number):
+    time.sleep(0.3 if number == 0 else 0.1)
+    return number, os.getpid()
+
+found = list(map_forked(slow_first, range(5)))
+assert [number for number, _ in found] == [0, 1, 2, 3, 4], found
+assert len({pid for _, pid in found} - {os.getpid()}) == 2, found
+
+def fail(number):
+    raise ValueError(f"no {number}")
+
+for deed in (fail, lambda number: os.kill(os.getpid(), 9)):
+    try:
+        list(map_forked(deed, range(3)))
+    except (RuntimeError, ValueError) as error:
+        print(error)
+"""
+    error, death = run_alone(code).splitlines()
+    assert error == "no 0"
+    assert death.startswith("one of 2 processes that worked for this one was killed")
+
+
+def test_beside_other_threads_one_process_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    is_done = threading.Event()
+    thread = threading.Thread(target=is_done.wait)
+    thread.start()
+    try:
+        assert set(map_forked(lambda _: os.getpid(), range(3))) == {os.getpid()}
+    finally:
+        is_done.set()
+        thread.join()
+
+
+@pytest.mark.machine
+def test_all_strategies_are_predicted_as_each_alone() -> None:
+    names = ("fsdp2", "host", "ddp")
+    code = f"""
+import os
+import tomllib
+from laconic.config import Config, from_dict
+from laconic.plan.cluster_file import parse_cluster
+from laconic.plan.prediction import Predictor
+
+os.sched_getaffinity = lambda pid: {{0, 1}}
+names = {names!r}
+job, cluster = from_dict(Config, tomllib.loads({JOB!r})), parse_cluster({CLUSTER!r})
+together = list(Predictor(job, cluster).all(names))
+alone = [found for name in names for found in Predictor(job, cluster).all([name])]
+assert together == alone, (together, alone)
+assert not list(Predictor(job, cluster).all([]))
+print(sum(hasattr(found, "seconds") for found in together))
+"""
+    assert int(run_alone(code)) >= len(names) - 1
