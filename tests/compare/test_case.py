@@ -38,28 +38,30 @@ def test_runs_of_a_comparison_share_their_tokens_but_not_their_folders() -> None
     assert {config.data.cache for config in configs} == {"out/tokens"}
 
 
-def test_lora_is_a_job_of_its_own_and_a_run_that_saves_ends_with_its_only_checkpoint() -> None:
-    assert config_of(BASE, Case(strategy="host", job="lora"), Path("out")).lora.enabled
-    saves = [config_of(BASE, Case(strategy="host", save=each), Path("out")).train.save_every for each in (True, False)]
-    assert saves == [0, -1]
-
-
-def test_a_budget_stays_with_the_cache_that_has_one() -> None:
-    base = Config(model=BASE.model, shard=ShardConfig.of_keys({"device_budget_bytes": 10}))
-    assert config_of(base, Case(strategy="host"), Path("out")).shard.policy.cache.device_budget_bytes == 10
-    assert config_of(base, Case(strategy="device"), Path("out")).shard.policy.cache.device_budget_bytes == 0
-
-
 def test_a_case_that_cannot_be_is_refused() -> None:
     base = from_dict(Config, {"model": {"config": {"model_type": "llama"}}, "shard": {"param_dtype": "bfloat16"}})
     with pytest.raises(ConfigError, match=r"DDP cannot run this job.*no mixed precision"):
         config_of(base, Case(strategy="ddp"), Path("out"))
+    with pytest.raises(ConfigError, match=r"torchft DiLoCo cannot run this job.*set sync.mode = 'local'"):
+        config_of(BASE, Case(strategy="torchft-diloco"), Path("out"))
+    with pytest.raises(ConfigError, match=r"8 steps do not hold whole rounds.*every 3 steps.*take 10"):
+        config_of(LOCAL, Case(strategy="local", steps=8), Path("out"))
     with pytest.raises(ValueError, match="at least 3"):
         Case(strategy="host", steps=2)
     assert Case(strategy="host", steps=2, measure_memory=False).warmup_steps == 1
     with pytest.raises(ValueError, match="'zero3' is not known; there are fsdp2, "):
         Case(strategy="zero3")
     assert Case(strategy="local") == Case(strategy="local-steps"), "another name"
+
+
+def test_what_a_case_keeps_of_its_job() -> None:
+    """LoRA is a job of its own. A run that saves ends with its only checkpoint. A budget stays with its cache."""
+    assert config_of(BASE, Case(strategy="host", job="lora"), Path("out")).lora.enabled
+    saves = [config_of(BASE, Case(strategy="host", save=each), Path("out")).train.save_every for each in (True, False)]
+    assert saves == [0, -1]
+    budget = replace(BASE, shard=ShardConfig.of_keys({"device_budget_bytes": 10}))
+    kept = [config_of(budget, Case(strategy=name), Path("out")).shard.policy.cache for name in ("host", "device")]
+    assert [each.device_budget_bytes for each in kept] == [10, 0]
 
 
 def test_islands_keep_the_jobs_syncs_and_the_others_sync_in_every_step() -> None:
@@ -69,10 +71,3 @@ def test_islands_keep_the_jobs_syncs_and_the_others_sync_in_every_step() -> None
     assert sync("local") == LOCAL.sync
     assert sync("torchft-diloco") == sync("local-fp32") == LOCAL.sync.with_keys(codec="fp32", error_feedback=False)
     assert sync("fsdp2") == sync("host") == SyncConfig()
-
-
-def test_islands_need_a_job_with_syncs_and_steps_for_whole_rounds() -> None:
-    with pytest.raises(ConfigError, match=r"torchft DiLoCo cannot run this job.*set sync.mode = 'local'"):
-        config_of(BASE, Case(strategy="torchft-diloco"), Path("out"))
-    with pytest.raises(ConfigError, match=r"8 steps do not hold whole rounds.*every 3 steps.*take 10"):
-        config_of(LOCAL, Case(strategy="local", steps=8), Path("out"))

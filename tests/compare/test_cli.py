@@ -40,6 +40,8 @@ def test_all_strategies_that_are_installed_run_by_default(job: Path, monkeypatch
         "left out:        strategies that need torchft: " + how_to_install("torchft", of_contestants=True),
     ]
     assert cli._left_out(cli.parse([str(job), "--strategies", "fsdp2"])) == []
+    with pytest.raises(ConfigError, match=r"--strategies deepspeed needs the package deepspeed: pip install"):
+        cases(str(job), "--strategies", "fsdp2,deepspeed")
     install(monkeypatch, "deepspeed", "torchft")
     zero = ["deepspeed", "deepspeed-hpz", "zero++"]
     assert [strategy for _, strategy, _ in cases(str(job))] == [*BASELINES, *zero, *SYNCING]
@@ -47,14 +49,6 @@ def test_all_strategies_that_are_installed_run_by_default(job: Path, monkeypatch
     job.write_text(TINY + '[sync]\nmode = "local"\nevery = 2\n')
     islands = ["local-steps", "local-fp32", "torchft-diloco"]
     assert [name for _, name, _ in cases(str(job), "--steps", "9")] == [*BASELINES, *zero, *SYNCING, *islands]
-
-
-def test_a_strategy_that_is_not_installed_is_refused_with_the_remedy(
-    job: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(monkeypatch)
-    with pytest.raises(ConfigError, match=r"--strategies deepspeed needs the package deepspeed: pip install"):
-        cases(str(job), "--strategies", "fsdp2,deepspeed")
 
 
 @pytest.mark.parametrize(
@@ -67,9 +61,6 @@ def test_a_strategy_that_is_not_installed_is_refused_with_the_remedy(
 )  # fmt: skip
 def test_every_strategy_runs_at_every_rate_and_lora_last(job: Path, argv: str, expected: list[tuple[Any, ...]]) -> None:
     assert cases(str(job), *argv.split()) == expected
-
-
-def test_a_lora_job_is_compared_as_lora(job: Path) -> None:
     job.write_text(TINY.replace("[lora]", "[lora]\nenabled = true"))
     assert cases(str(job), "--strategies", "host") == [("lora", "host", 200e6)]
 
@@ -94,7 +85,6 @@ def test_the_demo_trains_fully_and_by_lora_and_is_shorter_or_longer_on_request()
     ("argv", "message"),
     [
         ([], "give a CONFIG.toml, or --demo"),
-        (["job.toml", "--demo"], "give a CONFIG.toml, or --demo"),
         (["job.toml", "--quick"], "--quick is for --demo; choose --strategies and --steps for a job of your own"),
         (["job.toml", "--strategies", "zero"], "strategy 'zero' is not known; there are fsdp2, "),
         (["job.toml", "--rates", "fast"], "rate 'fast' is not a rate"),

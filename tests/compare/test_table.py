@@ -104,13 +104,9 @@ def test_progress_has_a_line_before_and_after_a_run_or_a_bar_that_moves(terminal
     assert "[1/2] full training, laconic host, 200mbit: 2.800 s per step, 100.00 MB on the wire" in text.getvalue()
     assert ("2/4 loss 2.500, 0.75 s per step" in text.getvalue()) == terminal
     assert terminal or len(text.getvalue().splitlines()) == 2
-
-
-def test_a_table_on_the_screen_has_a_row_after_each_run_and_nothing_before() -> None:
-    text, case = io.StringIO(), Case(strategy="host", rate_bits_per_s=200e6, steps=4)
-    reporter = TableReporter(Console(file=text, width=120), ScreenTable(["laconic host"]), num_runs=1)
-    with reporter.running(case):
-        reporter.step(1, 2.5, 0.75)
-    assert not text.getvalue()
-    reporter.finished(case, canned_host())
-    assert "laconic host    2.800" in text.getvalue().splitlines()[-1]
+    rows = TableReporter(Console(file=(table := io.StringIO()), width=120), ScreenTable(["laconic host"]), num_runs=1)
+    with rows.running(case):
+        rows.step(1, 2.5, 0.75)
+    assert not table.getvalue(), "a row after each run, and nothing before"
+    rows.finished(case, canned_host())
+    assert "laconic host    2.800" in table.getvalue().splitlines()[-1]

@@ -96,10 +96,7 @@ def test_copies_on_each_node_adapters_and_mixed_precision(tmp_path: Path) -> Non
         ({"shard": {"param_dtype": "float16"}}, "shard.param_dtype = 'float16'.*its own rule"),
         ({"lora": {"enabled": True, "quantize": "nf4"}}, "lora.quantize = 'nf4'"),
         ({"train": {"compile": True}}, "train.compile = True"),
-        (
-            {"train": {"rows": "by-speed"}},
-            "gathers inside the layers, where no compute can be timed alone; give the rows",
-        ),
+        ({"train": {"rows": "by-speed"}}, "gathers inside the layers, where no compute can be timed alone; give the"),
     ],
 )
 def test_jobs_that_deepspeed_would_run_in_another_way_are_refused(
@@ -109,13 +106,10 @@ def test_jobs_that_deepspeed_would_run_in_another_way_are_refused(
         check_job(run(tmp_path, "out", "deepspeed", **sections), RANKS)
 
 
-def test_copies_on_a_node_need_several_ranks_on_it(tmp_path: Path) -> None:
+def test_quantised_crossings_on_a_cpu_and_copies_on_one_rank_are_refused_with_the_reason(tmp_path: Path) -> None:
     alone = RankInfo(rank=0, world_size=2, local_rank=0, num_local=1, num_nodes=2)
     with pytest.raises(JobError, match="at least 2 ranks per node, got 1"):
         check_job(run(tmp_path, "out", "deepspeed-hpz"), alone)
-
-
-def test_quantised_crossings_are_refused_on_a_cpu_with_the_reason(tmp_path: Path) -> None:
     config = run(tmp_path, "out", "deepspeed-zero++")
     with pytest.raises(JobError, match=r"CUDA kernels.*This op had not been implemented on CPU backend"):
         check_job(config, RANKS, "cpu")

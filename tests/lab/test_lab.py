@@ -126,12 +126,9 @@ def test_one_failing_node_ends_the_others(lab: Lab) -> None:
     assert not result.timed_out
     assert [node.exit_code for node in result.nodes] == [None, 5]
     assert result.exit_code == 5
-
-
-def test_a_command_that_does_not_exist_fails(lab: Lab) -> None:
-    result = lab.execute([["/no/such/program"]] * 2, timeout_s=60, show=False)
-    assert result.exit_code == 127
-    assert "/no/such/program" in result.nodes[0].output
+    absent = lab.execute([["/no/such/program"]] * 2, timeout_s=60, show=False)
+    assert absent.exit_code == 127
+    assert "/no/such/program" in absent.nodes[0].output
 
 
 def test_timeout_ends_processes_that_ignore_sigterm(lab: Lab) -> None:
@@ -178,16 +175,15 @@ def test_refuses_impossible_labs(keywords: dict[str, object], message: str) -> N
 
 
 def test_refuses_impossible_runs(lab: Lab) -> None:
-    with pytest.raises(ValueError, match="local=0"):
-        lab.run(["x.py"], local=0)
-    with pytest.raises(ValueError, match="names none"):
-        lab.run(["-m"])
-    with pytest.raises(ValueError, match="one per node"):
-        lab.execute([["true"]])
-    with pytest.raises(ValueError, match="`with` block"):
-        Lab().run(["x.py"])
-    with pytest.raises(ValueError, match="out of range"):
-        lab.set_rate(1e12)
+    for message, call in (
+        ("local=0", lambda: lab.run(["x.py"], local=0)),
+        ("names none", lambda: lab.run(["-m"])),
+        ("one per node", lambda: lab.execute([["true"]])),
+        ("`with` block", lambda: Lab().run(["x.py"])),
+        ("out of range", lambda: lab.set_rate(1e12)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_a_failure_that_is_half_written_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

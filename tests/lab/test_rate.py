@@ -5,19 +5,12 @@ import socket
 import pytest
 
 from laconic.lab import InterfaceBytes, format_rate, interface_bytes, parse_rate
-from laconic.lab.wire import MTU_BYTES, node_address, offloaded_bytes, token_bucket
+from laconic.lab.wire import MTU_BYTES, offloaded_bytes, token_bucket
 
 
 @pytest.mark.parametrize(
     ("text", "bits_per_s"),
-    [
-        ("200mbit", 200e6),
-        ("1gbit", 1e9),
-        ("1.5gbit", 1.5e9),
-        ("20000kbit", 20e6),
-        (" 2500000 bit ", 2.5e6),
-        ("1Gbit", 1e9),
-    ],
+    [("200mbit", 200e6), ("1.5gbit", 1.5e9), ("20000kbit", 20e6), (" 2500000 bit ", 2.5e6), ("1Gbit", 1e9)],
 )
 def test_reads_a_rate(text: str, bits_per_s: float) -> None:
     assert parse_rate(text) == bits_per_s
@@ -36,14 +29,14 @@ def test_refuses_other_texts_and_rates_that_the_filter_cannot_keep(texts: list[s
             parse_rate(text)
 
 
-@pytest.mark.parametrize("bits_per_s", [1e6, 20e6, 123_456_789, 2.5e9, 34e9])
+@pytest.mark.parametrize("bits_per_s", [1e6, 123_456_789, 34e9])
 def test_reads_a_written_rate_back(bits_per_s: float) -> None:
     assert parse_rate(format_rate(bits_per_s)) == pytest.approx(bits_per_s, rel=1e-9)
     assert parse_rate("none") is None
     assert format_rate(None) == "none"
 
 
-@pytest.mark.parametrize("bits_per_s", [1e6, 20e6, 200e6, 2e9, 34e9])
+@pytest.mark.parametrize("bits_per_s", [1e6, 200e6, 34e9])
 def test_bucket_holds_an_offloaded_packet_and_fits_the_kernel(bits_per_s: float) -> None:
     bucket = token_bucket(bits_per_s)
     frames = -(-offloaded_bytes(bits_per_s) // MTU_BYTES)
@@ -51,11 +44,6 @@ def test_bucket_holds_an_offloaded_packet_and_fits_the_kernel(bits_per_s: float)
     assert bucket["rate"] * 8 == pytest.approx(bits_per_s)
     assert bucket["limit"] > bucket["burst"]
     assert max(bucket.values()) < 2**32
-
-
-def test_nodes_have_addresses_of_their_own() -> None:
-    assert len({node_address(node) for node in range(1000)}) == 1000
-    assert node_address(0) == "10.77.0.1"
 
 
 @pytest.mark.machine
@@ -76,9 +64,7 @@ def test_counts_passing_bytes_and_subtracts() -> None:
         for _ in range(10):
             sender.sendto(bytes(1000), ("127.0.0.1", 9))
     after = interface_bytes("lo")
-    assert before is not None
-    assert after is not None
+    assert before is not None and after is not None  # noqa: PT018
     moved = after - before
-    assert moved.sent >= 10_000
-    assert moved.received >= 10_000
+    assert min(moved.sent, moved.received) >= 10_000
     assert InterfaceBytes(sent=5, received=7) - InterfaceBytes(sent=2, received=3) == InterfaceBytes(sent=3, received=4)

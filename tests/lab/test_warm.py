@@ -63,35 +63,28 @@ dist.barrier()  # a rank that goes at once may be one that another still connect
     assert result.nodes[0].sent_bytes == pytest.approx(1e6, rel=0.05)
 
 
-def test_the_first_failure_is_named_and_ends_all(lab: Lab, tmp_path: Path) -> None:
-    code = """
-import os, time
-if os.environ["RANK"] == "2":
-    raise ValueError("this one")
-time.sleep(600)
-"""
+@pytest.mark.parametrize(
+    ("end", "rank", "exit_code", "error"),
+    [
+        ("raise ValueError('this one')", 2, 1, "ValueError: this one"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 3, -signal.SIGKILL, "SIGKILL"),
+        ("os._exit(9)", 1, 9, "code 9"),
+    ],
+)
+def test_the_first_failure_is_named_and_ends_all(
+    lab: Lab, tmp_path: Path, end: str, rank: int, exit_code: int, error: str
+) -> None:
+    code = f"import os, signal, time\nif os.environ['RANK'] == '{rank}': {end}\ntime.sleep(600)"
     result = run(lab, tmp_path, code)
-    assert result.failure is not None
-    assert (result.failure.rank, result.failure.node, result.failure.local_rank) == (2, 1, 0)
-    assert "ValueError: this one" in result.failure.error
-    assert "script.py" in result.failure.error
-    assert "laconic/lab" not in result.failure.error, "no frame of ours"
+    failure = result.failure
+    assert failure is not None
+    assert (failure.rank, failure.node, failure.local_rank) == (rank, rank // 2, rank % 2)
+    assert failure.exit_code == exit_code
+    assert error in failure.error
+    assert "laconic/lab" not in failure.error, "no frame of ours"
     assert not result.timed_out
     assert run(lab, tmp_path, "import sys; sys.exit(7)").exit_code == 7
     assert run(lab, tmp_path, "pass").exit_code == 0, "the lab goes on"
-
-
-def test_a_killed_rank_and_a_rank_that_leaves_without_python_are_named(lab: Lab, tmp_path: Path) -> None:
-    kill = (
-        "import os, signal, time\nif os.environ['RANK'] == '3': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)"
-    )
-    result = run(lab, tmp_path, kill)
-    assert result.failure is not None
-    assert (result.failure.rank, result.failure.exit_code) == (3, -signal.SIGKILL)
-    leave = "import os, time\nif os.environ['RANK'] == '1': os._exit(9)\ntime.sleep(600)"
-    result = run(lab, tmp_path, leave)
-    assert result.failure is not None
-    assert (result.failure.rank, result.failure.exit_code) == (1, 9)
 
 
 def test_a_run_that_takes_too_long_ends(lab: Lab, tmp_path: Path) -> None:
