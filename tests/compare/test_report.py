@@ -113,10 +113,8 @@ def test_bars_and_marks_share_a_scale() -> None:
 
 
 def test_a_timeline_is_to_scale_and_names_its_steps() -> None:
-    steps = [
-        TimelineBar(seconds=1.0, wait_s=None, is_timed=False, label="one"),
-        TimelineBar(seconds=3.0, wait_s=1.5, is_timed=True, label="two"),
-    ]
+    one = TimelineBar(seconds=1.0, wait_s=None, is_timed=False, label="one")
+    steps = [one, TimelineBar(seconds=3.0, wait_s=1.5, is_timed=True, label="two")]
     picture = timelines([("a", "s", steps)], title="t")
     first, second = widths(picture, "fill step")
     assert second == pytest.approx(3 * first, rel=0.01)
@@ -127,12 +125,8 @@ def test_a_timeline_is_to_scale_and_names_its_steps() -> None:
 
 
 def test_lines_span_the_chart_and_leave_out_what_is_not_finite() -> None:
-    rows = [
-        Line(label="a", colour="s", values=[3.0, 1.0, 2.0]),
-        Line(label="b", colour="s", values=[2.0, float("nan"), float("inf")]),
-    ]
-    first, second = re.findall(r'points="([^"]*)"', lines(rows, title="t", unit="loss"))
-    assert first == "44.0,10.0 217.0,190.0 390.0,100.0"
-    assert second == "44.0,100.0"
+    rows = [Line(label="", colour="s", values=of) for of in ([3.0, 1.0, 2.0], [2.0, float("nan"), float("inf")])]
+    points = re.findall(r'points="([^"]*)"', lines(rows, title="t", unit="loss"))
+    assert points == ["44.0,10.0 217.0,190.0 390.0,100.0", "44.0,100.0"]
     level = re.findall(r'points="([^"]*)"', lines([Line(label="a", colour="s", values=[1.0])], title="t", unit="x"))
     assert level == ["44.0,100.0"]

@@ -36,10 +36,7 @@ _OTHERS = {
     ("cyclic/cut.py", "_time_s"): "it measures seconds, before training",
     ("cyclic/stage.py", "synchronize"): "it measures seconds, before training",
     ("islands/entrance.py", "position"): "an island that comes waits for the state before it trains",
-    (
-        "islands/elastic.py",
-        "_waiting",
-    ): "it waits for a thread that has ended",
+    ("islands/elastic.py", "_waiting"): "it waits for a thread that has ended",
     ("shard/cache.py", "_unlock_pages_for_cuda"): "it runs when a model goes, after the programs have ended",
 }
 """Functions whose calls are no sites of their own."""

@@ -140,7 +140,7 @@ RUN = """
 
 
 @pytest.mark.machine
-def test_what_runs_is_recorded_in_all_threads(tmp_path: Path) -> None:
+def test_what_runs_is_recorded_in_all_threads_unless_the_run_fails(tmp_path: Path) -> None:
     write(tmp_path, {"run.py": RUN})
 
     def place(line: int, last_line: int, columns: tuple[int, int] | None = None) -> DevicePlace:
@@ -149,10 +149,6 @@ def test_what_runs_is_recorded_in_all_threads(tmp_path: Path) -> None:
     runs = place(6, 8), place(9, 9, (26, 27)), place(18, 19)
     others = place(9, 9, (11, 12)), place(12, 12)
     assert passed(Watch(arguments=[str(tmp_path / "run.py")]), (*runs, *others), tmp_path) == set(runs)
-
-
-@pytest.mark.machine
-def test_a_run_that_fails_is_no_measurement(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="-c raise SystemExit"):
         passed(Watch(arguments=("-c", "raise SystemExit(3)")), [], tmp_path)
 
