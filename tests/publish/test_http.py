@@ -34,10 +34,13 @@ from laconic.publish.versions import MANIFEST, version_name
 from laconic.store.folder import FileRecord
 from tests.support.published import (
     assert_refused,
+    assert_same,
     edit,
     make,
+    model_with,
     published,
     read,
+    snapshot,
     weights_of_versions,
 )  # fmt: skip
 
@@ -169,6 +172,31 @@ def test_a_transfer_that_breaks_off_goes_on_where_it_ended(tmp_path: Path, netwo
     source = FolderSource(tmp_path)
     manifests = sum((tmp_path / version_name(each) / MANIFEST).stat().st_size for each in source.versions())
     assert passed[0] < 3 * (reader.bytes_read + manifests), "nothing begins anew again and again"
+
+
+def test_flipped_bits_are_noticed_or_do_no_harm(tmp_path: Path, network: Network) -> None:
+    """Anywhere in the answers that an update takes; `python -m tests.faults --rows publish-damage` has real sockets."""
+    weights, chance, noticed, at = published(tmp_path), random.Random(0), 0, [0]
+
+    def flipped(data: bytes) -> bytes:
+        begin, at[0] = at[0], at[0] - len(data)
+        if 0 <= begin < len(data):
+            return data[:begin] + bytes([data[begin] ^ 1 << chance.randrange(8)]) + data[begin + 1 :]
+        return data
+
+    url = network.serve(tmp_path, change=flipped)
+    Reader(url).update(model_with(weights[5]))
+    num_bytes = -at[0]
+    for place in range(0, num_bytes, num_bytes // 80):
+        at[0], model, problem = place, model_with(weights[5]), ""
+        try:
+            Reader(url).update(model)
+        except (PublishError, OSError) as error:
+            problem = str(error)
+        assert "\n" not in problem
+        assert_same(snapshot(model), weights[5 if problem else 6])
+        noticed += bool(problem)
+    assert noticed > 40
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])

@@ -22,13 +22,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import laconic
 from laconic.rehearse import DeadlockError, Kill, RankError, ranks
 from laconic.rehearse.in_process import Letter
+from tests.support import sharded_net
 from tests.support.flips import flip_bit
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
@@ -140,6 +143,30 @@ def test_dtensors_and_functional_collectives() -> None:
         assert functional.reduce_scatter_tensor(torch.arange(3.0), "avg", 0, mesh).tolist() == [rank]
 
     ranks(job, nodes=3)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_fsdp2_trains_to_the_weights_of_one_process_in_any_order(seed: int | None) -> None:
+    batch = torch.randn(12, 5, generator=torch.Generator().manual_seed(1))
+
+    def steps(model: nn.Module, rows: Tensor) -> dict[str, Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for _ in range(3):
+            model(rows).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in model.named_parameters()}
+
+    def job() -> dict[str, Tensor]:
+        rank, size = begin()
+        model = sharded_net.build()
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (size,)))
+        return steps(model, batch.chunk(size)[rank])
+
+    oracle = steps(sharded_net.build(), batch)
+    for weights in ranks(job, nodes=2, local=2, seed=seed):
+        torch.testing.assert_close(weights, oracle)
 
 
 # -- threads and clocks ------------------------------------------------------------------------------------------------
