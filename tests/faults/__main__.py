@@ -4,10 +4,9 @@
     python -m tests.faults --rows crash-states        some campaigns, recorded too
     python -m tests.faults --quick                    a small fixed sample of each, printed only
 
-A campaign is a function that `campaign_row` registers. The suite runs a small fixed sample of the same code. RESULTS.md
-has six sections: `trust` has faults from outside, `device` what an accelerator would show, `mend` every member of a
-class of defects that was mended, `parity` random programs beside the same programs without laconic, `publish` what
-befalls published weights, and `suite` ranks in one process beside processes.
+A campaign is a function that `campaign_row` registers. The suite runs a small fixed sample of the same code. Sections
+of RESULTS.md: `trust` has faults from outside, `device` what an accelerator would show, `mend` every member of a class
+of defects that was mended, `publish` what befalls published weights, and `suite` ranks in one process beside processes.
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ import sys
 
 # They register the campaigns, in the order of the tables.
 from tests.faults import (  # isort: skip  # noqa: F401
-    in_process,
     device,
     crash_states,
-    elsewhere,
     damage,
     recovery_damage,
     kills,
@@ -29,13 +26,10 @@ from tests.faults import (  # isort: skip  # noqa: F401
     disk,
     checks,
     fuzz,
-    pickle_audit,
     kept,
     ranks_differ,
     forged,
     sigterm,
-    wrong_key,
-    accelerate_scripts,
     parity,
     published,
 )

@@ -1,22 +1,21 @@
 """Checksums and audits: what they see of single flipped bits, wherever training holds them, and what they cost.
 
 A flip happens on one rank of 2 nodes x 2 ranks, in one step that is checked or audited. Checksums must see each flip on
-the wire and in a cache, on all ranks. What an audit sees is reported, by place and bit, and so is what nothing sees.
+the wire and in a cache, on all ranks. What an audit sees is reported by place.
 
-Their cost is taken in interleaved pairs: one launch of 2 nodes x 2 ranks holds the same model twice, with checks and
-without, and steps them in turn, so the two meet the same noise of the machine. The surplus of a step that is checked,
-or audited, is divided by the interval.
+Their cost is taken in interleaved pairs: one launch holds the same model with checks and without, and steps them in
+turn, so the two meet the same noise of the machine.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import laconic
-from laconic.shard.bucket import Bucket
 from laconic.shard.unit import units_below
 from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.support.flips import VICTIM, Flip, flip_bit, flipping, flipping_in_gradients, flipping_in_use
@@ -32,38 +30,25 @@ from tests.support.launch import launch
 from tests.support.record import Row
 from tests.support.sharded_net import Net, shard
 
-_FIELDS = {
-    "mantissa 0-11": range(12),
-    "mantissa 12-22": range(12, 23),
-    "exponent": range(23, 31),
-    "sign": range(31, 32),
-}
-"""The bits of a float32."""
-_BITS = range(32)
 _TIMEOUT_S = 1800.0
+Tries = Iterator[tuple[str, bool]]
+"""The place of each flip, and whether this rank has seen it."""
 
 
 def _loss(model: Any, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
-@dataclass
 class _Trial:
     """A sharded model, and steps that a flip disturbs."""
 
-    model: Any
-    batch: Tensor
-
-    @classmethod
-    def of(cls, cache: Any, checks: laconic.Checks | None, *, is_frozen: bool = False) -> _Trial:
+    def __init__(self, cache: str, checks: laconic.Checks | None, *, is_frozen: bool = False) -> None:
         torch.manual_seed(0)
-        model: Any = Net()
-        if is_frozen:
-            model.blocks.requires_grad_(False)
-        shard(model, cache=cache, checks=checks)
-        trial = cls(model, torch.randn(6, 5, generator=torch.Generator().manual_seed(dist.get_rank())))
-        trial.step()
-        return trial
+        self.model: Any = Net()
+        self.model.blocks.requires_grad_(not is_frozen)
+        shard(self.model, cache=cache, checks=checks)
+        self.batch = torch.randn(6, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
+        self.step()
 
     def step(self, between: Callable[[], None] = lambda: None) -> None:
         """Take a step; `between` runs after forward."""
@@ -83,55 +68,37 @@ class _Trial:
         return False
 
 
-Seen = Counter[tuple[str, int, bool]]
-"""The number of flips by place, bit and whether a rank saw them."""
-_Tries = Iterator[tuple[str, int, bool]]
-
-
-def job(bits: Sequence[int], num_seeds: int) -> Seen:
-    """Try every place, bit and seed on this rank, beside the other ranks."""
-    seen: Seen = Counter()
-    cases = [(bit, seed) for bit in bits for seed in range(num_seeds)]
-    for place, tries in {"wire": _wire, "cache": _cache, "audit": _audit}.items():
-        for name, bit, is_seen in tries(cases):
-            seen[f"{place}: {name}", bit, is_seen] += 1
-    return seen
-
-
-def _wire(cases: Sequence[tuple[int, int]]) -> _Tries:
+def _wire(cases: Sequence[tuple[int, int]]) -> Tries:
     for cache in ("none", "host"):
-        trial = _Trial.of(cache, laconic.Checks(interval=1))
-        for bit, seed in cases:
-            for purpose in ("weights", "gradients"):
-                for level in ("node", "local"):
-                    flip = Flip(rank=VICTIM, purpose=purpose, level=level, bit=bit, seed=seed)
-                    trial.model.invalidate()  # weights cross in each step
-                    with flipping(flip):
-                        yield f"{purpose}, {level} level", bit, trial.is_seen(trial.step)
-        yield "no flip", 0, trial.is_seen(trial.step)
+        trial = _Trial(cache, laconic.Checks(interval=1))
+        for (bit, seed), purpose, level in itertools.product(cases, ("weights", "gradients"), ("node", "local")):
+            trial.model.invalidate()  # weights cross in each step
+            with flipping(Flip(rank=VICTIM, purpose=purpose, level=level, bit=bit, seed=seed)):  # type: ignore[arg-type]
+                yield f"{purpose}, {level} level", trial.is_seen(trial.step)
+        yield "no flip", trial.is_seen(trial.step)
 
 
-def _cache(cases: Sequence[tuple[int, int]]) -> _Tries:
-    for kind, is_frozen in (("weights that train", False), ("frozen weights", True)):
-        trial = _Trial.of("host", laconic.Checks(interval=1), is_frozen=is_frozen)
+def _cache(cases: Sequence[tuple[int, int]]) -> Tries:
+    for is_frozen in (False, True):
+        trial = _Trial("host", laconic.Checks(interval=1), is_frozen=is_frozen)
         for bit, seed in cases:
             (bucket,) = trial.model.blocks[seed % 3]._laconic_unit.buckets
 
-            def damage(bucket: Bucket = bucket, bit: int = bit, seed: int = seed) -> None:
+            def damage(bucket: Any = bucket, bit: int = bit, seed: int = seed) -> None:
                 if dist.get_rank() == VICTIM and bucket.node_shard.is_kept:
                     flip_bit(bucket.node_shard.buffer(), bit=bit, seed=seed)
 
             if is_frozen:  # it rests in the cache from step to step
                 damage()
-                yield kind, bit, trial.is_seen(trial.step)
+                yield "frozen weights", trial.is_seen(trial.step)
                 damage()  # flip it back
             else:
-                yield kind, bit, trial.is_seen(functools.partial(trial.step, damage))
-        yield "no flip", 0, trial.is_seen(trial.step)
+                yield "weights that train", trial.is_seen(functools.partial(trial.step, damage))
+        yield "no flip", trial.is_seen(trial.step)
 
 
-def _audit(cases: Sequence[tuple[int, int]]) -> _Tries:
-    trial = _Trial.of("none", None)
+def _audit(cases: Sequence[tuple[int, int]]) -> Tries:
+    trial = _Trial("none", None)
     optimizer = torch.optim.AdamW(trial.model.parameters())
     optimizer.step()
     shards = [bucket.shard for unit in units_below(trial.model) for bucket in unit.buckets]
@@ -143,61 +110,55 @@ def _audit(cases: Sequence[tuple[int, int]]) -> _Tries:
 
     for bit, seed in cases:
         with flipping_in_use(seed, bit=bit, seed=seed):
-            yield "gathered weights in use", bit, trial.is_seen(audit)
+            yield "gathered weights in use", trial.is_seen(audit)
         with flipping_in_gradients(seed, bit=bit, seed=seed):
-            yield "gradients before their sum", bit, trial.is_seen(audit)
+            yield "gradients before their sum", trial.is_seen(audit)
         for name, tensors in resting.items():
-            damaged = tensors[seed % len(tensors)]
-            if dist.get_rank() == VICTIM:
+            is_victim, damaged = dist.get_rank() == VICTIM, tensors[seed % len(tensors)]
+            if is_victim:
                 flip_bit(damaged, bit=bit, seed=seed)
-            yield name, bit, trial.is_seen(audit)
-            if dist.get_rank() == VICTIM:
+            yield name, trial.is_seen(audit)
+            if is_victim:
                 flip_bit(damaged, bit=bit, seed=seed)
-    yield "no flip", 0, trial.is_seen(audit)
+    yield "no flip", trial.is_seen(audit)
+
+
+def job(bits: Sequence[int], num_seeds: int) -> list[Counter[tuple[str, bool]]]:
+    """Try every bit and seed with checksums, and with audits: how many flips were seen or not, by place."""
+    cases = [(bit, seed) for bit in bits for seed in range(num_seeds)]
+    return [Counter([*_wire(cases), *_cache(cases)]), Counter(_audit(cases))]
 
 
 @campaign_row("bit-flips")
 def row(bench: Bench) -> Row:
     """Flip bits everywhere."""
-    bits, num_seeds = ((0, 13, 30), 2) if bench.quick else (_BITS, 4)
-    seen, *others = launch(job, bits, num_seeds, num_ranks=4, num_local=2, timeout_s=_TIMEOUT_S)
-    places = dict.fromkeys(place for place, _, _ in seen)
-    checked = [place for place in places if place.startswith(("wire", "cache")) and not place.endswith("no flip")]
-    audited = [place for place in places if place.startswith("audit") and not place.endswith("no flip")]
-    rates = "; ".join(f"{place.removeprefix('audit: ')} {_rate(place, seen)}" for place in audited)
+    bits, num_seeds = ((0, 13, 30), 2) if bench.quick else (range(32), 4)
+    found, *others = launch(job, bits, num_seeds, num_ranks=4, num_local=2, timeout_s=_TIMEOUT_S)
+    num_apart, checked, audited = sum(other != found for other in others), *found
+    false_alarms = sum(seen["no flip", True] for seen in found)
+    for seen in found:
+        del seen["no flip", False]
+    rates = []
+    for place in dict.fromkeys(place for place, _ in audited):
+        seen_in_place = audited[place, True]
+        rates.append(f"{place} {seen_in_place} of {seen_in_place + audited[place, False]}")
     return faults_row(
         claim="flipped bits in weights and gradients on the wire, and in the host cache, against checksums",
-        tried=sum(_count(seen, place, _BITS) for place in checked),
+        tried=checked.total(),
         at_least=1 if bench.quick else 1000,
         harms={
-            "unseen": sum(_count(seen, place, _BITS, is_seen=False) for place in checked),
-            "seen by some ranks only": sum(other != seen for other in others),
-            "false alarms": sum(
-                _count(seen, place, _BITS, is_seen=True) for place in places if place.endswith("no flip")
-            ),
+            "unseen": sum(count for (_, is_seen), count in checked.items() if not is_seen),
+            "seen by some ranks only": num_apart,
+            "false alarms": false_alarms,
         },
-        note=f"2 nodes x 2 ranks, fp32, each bit of a word. Seen by an audit in the step of the flip: {rates}.",
+        note=f"2 nodes x 2 ranks, fp32. Seen by an audit in the step of the flip: {'; '.join(rates)}.",
     )
-
-
-def _count(seen: Seen, place: str, bits: Sequence[int], *, is_seen: bool | None = None) -> int:
-    outcomes = (False, True) if is_seen is None else (is_seen,)
-    return sum(seen[place, bit, outcome] for bit in bits for outcome in outcomes)
-
-
-def _rate(place: str, seen: Seen) -> str:
-    def share(bits: Sequence[int]) -> str:
-        return f"{_count(seen, place, bits, is_seen=True)} of {_count(seen, place, bits)}"
-
-    by_field = ", ".join(f"{name} {share(bits)}" for name, bits in _FIELDS.items())
-    return f"{share(_BITS)} ({by_field})"
 
 
 # -- the cost ----------------------------------------------------------------------------------------------------------
 
-_LIMIT = 0.01
-_AUDIT_INTERVAL = 1000
-"""The interval that the documentation advises."""
+_LIMIT, _AUDIT_INTERVAL = 0.01, 1000
+"""The share of a step that they may take, and the interval that the documentation advises."""
 
 
 def job_of_pairs(pairs: int, width: int, num_blocks: int, rows: int) -> list[tuple[float, float, float]]:
@@ -223,8 +184,7 @@ def job_of_pairs(pairs: int, width: int, num_blocks: int, rows: int) -> list[tup
 
     found = []
     for pair in range(pairs + 1):
-        order = (plain, checked) if pair % 2 else (checked, plain)
-        times = {model: seconds(step, model) for model in order}
+        times = {model: seconds(step, model) for model in ((plain, checked) if pair % 2 else (checked, plain))}
         found.append((times[plain], times[checked], seconds(laconic.audit, plain, x, _loss)))
     return found[1:]  # the first pair allocates
 
@@ -234,9 +194,7 @@ def cost(bench: Bench) -> Row:
     """Measure the surplus of checked steps and of audits."""
     size = (4, 64, 2, 32) if bench.quick else (12, 512, 6, 512)
     times = launch(job_of_pairs, *size, num_ranks=4, num_local=2, timeout_s=_TIMEOUT_S)[0]
-    plain = statistics.median(each for each, _, _ in times)
-    surplus = statistics.median(checked - each for each, checked, _ in times)
-    audit = statistics.median(each for _, _, each in times)
+    plain, surplus, audit = map(statistics.median, zip(*((p, c - p, a) for p, c, a in times), strict=True))
     interval = laconic.Checks().interval
     shares = surplus / interval / plain, audit / _AUDIT_INTERVAL / plain
     return Row(
@@ -244,9 +202,6 @@ def cost(bench: Bench) -> Row:
         required=f"<= {_LIMIT:.0%} / <= {_LIMIT:.0%}",
         measured=f"{shares[0]:.3%} / {shares[1]:.3%}",
         is_met=max(shares) <= _LIMIT,
-        note=(
-            f"medians of {len(times)} pairs of steps in turn, 2 nodes x 2 ranks on this machine's cores, fp32, host "
-            f"cache: a plain step takes {1e3 * plain:.1f} ms, a checked one {1e3 * surplus:.1f} ms more, and an audit "
-            f"{1e3 * audit:.1f} ms."
-        ),
+        note=f"medians of {len(times)} pairs of steps in turn, 2 nodes x 2 ranks, fp32, host cache: a plain step takes "
+        f"{1e3 * plain:.1f} ms, a checked one {1e3 * surplus:.1f} ms more, and an audit {1e3 * audit:.1f} ms.",
     )

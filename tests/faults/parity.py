@@ -1,170 +1,99 @@
-"""Whether a sharded model does what the unsharded one does, and holds no more than FSDP2's users expect.
+"""Random module trees: beside the unsharded model, and on ranks of one process beside processes over Gloo.
 
-tests/shard/random_trees draws the trees, has the oracle, and says how close sums in another order must come. The trees
-nest units with checks, caches and precisions of their own. They have tied, frozen, scalar, empty and unused parameters,
-buffers and several dtypes. Weights are edited between the steps, with notice and without. A tree that fails is shrunk
-and printed. It needs hypothesis, which the `dev` extra brings.
+tests/shard/random_trees draws the trees, has the oracle, and says how close sums in another order must come. A tree
+that fails is shrunk and printed.
 """
 
 from __future__ import annotations
 
 import sys
-import time
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
 
-import torch.distributed as dist
-from torch import nn
+import torch
 
 from laconic import rehearse
+from laconic.comm.speed import AS_IN_A_RACK
+from laconic.shard import choosing
 from tests.faults.bench import Bench, campaign_row, faults_row
+from tests.faults.fuzz import each_drawn
+from tests.shard.random_trees.case import Case
 from tests.shard.random_trees.explore import Findings, explore
-from tests.shard.random_trees.pool import Pool
-from tests.support import sharded_net
+from tests.shard.random_trees.play import Part
+from tests.shard.random_trees.pool import Pool, play
+from tests.shard.random_trees.strategies import cases
+from tests.support.launch import launch
 from tests.support.record import Row
 
+_WORLDS = (1, 2, 3, 4)
 _NUM_TREES = 2000
-_CALLS = 30
-
-
-@campaign_row("trees", section="parity")
-def trees(bench: Bench) -> Row:
-    """Random module trees on even numbers of ranks."""
-    findings, num_trees, account = _try_trees(bench, (1, 2, 4), quick=60, batch=100, first_seed=0)
-    return faults_row(
-        claim="random module trees, forward / backward / autograd.grad / step against the unsharded model",
-        tried=num_trees,
-        at_least=60 if bench.quick else _NUM_TREES,
-        harms={"differ": findings.kinds.get("differs", 0), "foreign tracebacks": findings.kinds.get("foreign", 0)},
-        note=account,
-    )
 
 
 @campaign_row("module-trees")
 def module_trees(bench: Bench) -> Row:
-    """Random module trees on odd numbers of ranks and on islands, too."""
-    findings, num_trees, account = _try_trees(bench, (2, 3, 4), quick=30, batch=50, first_seed=170_000)
+    """Try as many trees on each number of ranks. Those that torch itself cannot run do not count."""
+    pools, findings = {world: Pool(world) for world in _WORLDS}, Findings()
+    share = -(-(60 if bench.quick else _NUM_TREES) // len(_WORLDS))
+    for world, pool in pools.items():
+        found, seed = Findings(), 1000 * world
+        while found.num_valid < share:
+            explore(pool, min(50, share - found.num_valid), seed, found)
+            seed += 1
+        findings.merge(found)
+    print(findings.report(pools), file=sys.stderr, flush=True)
     return faults_row(
         claim="random module trees: values and gradients of fully_shard against the unsharded model's",
-        tried=num_trees,
-        at_least=30 if bench.quick else _NUM_TREES,
-        harms={
-            "silent differences": findings.kinds.get("differs", 0),
-            "foreign tracebacks": findings.kinds.get("foreign", 0),
-        },
-        note=account,
+        tried=findings.num_valid,
+        at_least=60 if bench.quick else _NUM_TREES,
+        harms={"silent differences": findings.kinds.get("differs", 0), "foreign": findings.kinds.get("foreign", 0)},
+        note=f"on {', '.join(map(str, _WORLDS))} ranks; {findings.kinds.get('refused', 0)} refused by name; "
+        f"torch itself could not run {findings.kinds.get('invalid', 0)} more.",
     )
 
 
-def _try_trees(
-    bench: Bench, worlds: tuple[int, ...], *, quick: int, batch: int, first_seed: int
-) -> tuple[Findings, int, str]:
-    """Try trees, as many on each number of ranks; return the findings, the number of trees, and an account of them.
+def _played(some: Sequence[Case]) -> list[Any]:
+    """What cases give on this rank: the name of an error, or all values as plain data, tensors as their bytes."""
+    choosing.measure_gathers = lambda cluster, level: AS_IN_A_RACK[level]
 
-    A seed draws `batch` trees. Trees that torch itself cannot run do not count.
-    """
-    began, by_world, findings = time.monotonic(), {}, Findings()
-    share = -(-(quick if bench.quick else _NUM_TREES) // len(worlds))
-    pools = {world: Pool(world) for world in worlds}
-    for world, pool in pools.items():
-        found, seed = Findings(), first_seed + 1000 * world
-        while found.num_valid < share:
-            explore(pool, min(batch, share - found.num_valid), seed, found)
-            seed += 1
-            print(f"  {world} ranks: {found.kinds}", file=sys.stderr, flush=True)
-        by_world[world] = found.num_valid
-        findings.merge(found)
-    seconds = time.monotonic() - began
-    print(findings.report(pools), file=sys.stderr, flush=True)
-    parts = ", ".join(f"{number} on {world}" for world, number in by_world.items())
-    refusals = "; ".join(each for each in findings.failures if each.startswith("refused"))
-    account = (
-        f"{parts} ranks, in {seconds:.0f} s; {findings.kinds.get('refused', 0)} refused by name"
-        f"{f' ({refusals})' if refusals else ''}; torch itself could not run {findings.kinds.get('invalid', 0)} more."
-    )
-    return findings, sum(by_world.values()), account
+    def plain(value: Any) -> Any:
+        if isinstance(value, Part):
+            return value.start, value.shape, plain(value.values)
+        if isinstance(value, torch.Tensor):
+            return str(value.dtype), tuple(value.shape), value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return repr(value)
+
+    found: list[Any] = []
+    for case in some:
+        try:
+            found.append([(entry.label, plain(entry.value)) for entry in play(case)])
+        except Exception as error:
+            found.append(type(error).__name__)
+    return found
 
 
-def count_groups() -> tuple[int, int, int, int]:
-    """Return the process groups of this rank: before any call, after one, after `_CALLS`, and those FSDP2 then adds."""
-    from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
-
-    from laconic import fully_shard
-
-    dist.init_process_group("gloo")
-
-    def count() -> int:
-        return len(dist.distributed_c10d._world.pg_map)
-
-    before = count()
-    fully_shard(nn.Linear(3, 2))
-    after_one = count()
-    for _ in range(_CALLS - 1):
-        fully_shard(nn.Linear(3, 2))
-    after_all = count()
-    for _ in range(_CALLS):
-        fully_shard_of_torch(nn.Linear(3, 2))
-    return before, after_one, after_all, count() - after_all
-
-
-@campaign_row("groups", section="parity")
-def groups(bench: Bench) -> Row:
-    """Count process groups."""
-    counts = set(rehearse.ranks(count_groups, nodes=2, local=2))
-    before, one, many, of_fsdp2 = max(counts)
+@campaign_row("in-process", section="suite")
+def in_process(bench: Bench) -> Row:
+    """Scenarios on ranks that are threads, against processes over Gloo."""
+    torch.set_num_threads(1)  # as the processes have; products of two threads have other bits
+    number, drawn = (2, 15) if bench.quick else (20, 133)
+    equal = tried = 0
+    for world in _WORLDS[1:]:
+        chosen: list[Case] = []
+        each_drawn(cases(world), chosen.append, drawn, 57)
+        chosen.sort(key=lambda case: -len(repr(case)))
+        with mock.patch.object(choosing, "measure_gathers"):
+            played = [(case, [found for [found] in rehearse.ranks(_played, [case], local=world)]) for case in chosen]
+        runs = [(case, ours) for case, ours in played if not isinstance(ours[0], str)][:number]
+        by_rank = launch(_played, [case for case, _ in runs], num_ranks=world, timeout_s=600)
+        for (case, ours), theirs in zip(runs, zip(*by_rank, strict=True), strict=True):
+            tried, equal = tried + 1, equal + (ours == list(theirs))
+            if ours != list(theirs):
+                print(f"differs: {case}", file=sys.stderr, flush=True)
     return Row(
-        claim=f"process groups after {_CALLS} calls of fully_shard without mesh=, against 1 call",
-        required="equal",
-        measured=f"{many} against {one}",
-        is_met=len(counts) == 1 and many == one,
-        note=(
-            f"2 nodes x 2 ranks on Gloo; {before} before the first call. FSDP2's own {_CALLS} calls add {of_fsdp2}. "
-            "tests/comm/test_cluster.py also counts slices of meshes that are made anew."
-        ),
-    )
-
-
-def wide_net() -> nn.Module:
-    """Blocks that are much larger than their activations."""
-    return sharded_net.Net(num_blocks=5, d=64, h=2048)
-
-
-def peak_bytes(number: int, order: str) -> int:
-    """The engine's peak on this rank, without activations, in the second step of several forwards."""
-    dist.init_process_group("gloo")
-    model = sharded_net.shard(sharded_net.build(wide_net), reshard_after_forward=True)
-    model.set_reduce_once_per_backward(order == "reduced once")
-    for _ in range(2):  # the second step prefetches
-        model.zero_grad()
-        model.reset_peak_memory()
-        batches = (batch[dist.get_rank()] for batch in sharded_net.micro_batches(number))
-        losses = (sharded_net.squared_error(model, batch) for batch in batches)
-        if order == "one by one":
-            for loss in losses:
-                loss.backward()
-        else:
-            sum(losses).backward()  # type: ignore[union-attr]
-    return model.memory().device_peak_bytes
-
-
-@campaign_row("forwards", section="parity")
-def forwards(bench: Bench) -> Row:
-    """Compare peaks of several forwards before one backward with those of as many, each with its own backward."""
-
-    def peak(number: int, order: str) -> int:
-        return max(rehearse.ranks(peak_bytes, number, order, nodes=2))
-
-    two, three = (peak(number, "together") / peak(number, "one by one") for number in (2, 3))
-    single, summed, once = peak(1, "one by one"), peak(2, "one by one"), peak(3, "reduced once")
-    return Row(
-        claim="peak memory, two and three forwards before one backward, against one at a time",
-        required="+ activations only",
-        measured=f"{two:.3f}x and {three:.3f}x without activations",
-        is_met=two <= 1 and three <= 1,
-        note=(
-            "the engine's own count, which has no activations, against as many forwards that each have their own "
-            "backward, in the second step, on 2 nodes x 1 rank, with 5 blocks that are much larger than their "
-            f"activations. That takes {summed / 1e6:.2f} MB a rank, and a single forward and backward "
-            f"{single / 1e6:.2f} MB: whoever sums gradients has this rank's parts of the earlier ones, too. "
-            "With set_reduce_once_per_backward() three forwards take "
-            f"{once / summed:.2f}x: fewer bytes cross the wire, and gradients stay whole until the end."
-        ),
+        claim=f"ranks in one process against processes over Gloo, the {3 * number} scenarios with most parts",
+        required=f"{3 * number} equal to the bit",
+        measured=f"{equal} of {tried}",
+        is_met=equal == tried == 3 * number,
+        note="Random module trees, of all drawn those with the longest description: outputs, gradients, weights.",
     )

@@ -163,10 +163,7 @@ def test_settings_that_do_not_go_with_laconic(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("trains", [False, True])
 @on_ranks(2)
 def test_accelerates_own_scripts(trains: bool, tmp_path: Path) -> None:
-    """Unchanged but for the import; training gives the weights of one process, to 1e-6, in fp32, bf16 and fp16.
-
-    `python -m tests.faults --rows accelerate-scripts` compares them with accelerate's own classes.
-    """
+    """Unchanged but for the import; training gives the weights of one process, to 1e-6, in fp32, bf16 and fp16."""
     training = {check for check in CHECKS if check.function == "training_check"} | {Check("test_script", "main")}
     checks = [check for check in CHECKS if (check in training) == trains]
     errors = run_checks(checks, "laconic-whole" if trains else "laconic", tmp_path)

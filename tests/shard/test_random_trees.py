@@ -1,4 +1,4 @@
-"""A share of the random module trees; `python -m tests.faults --rows trees,module-trees` tries thousands."""
+"""A share of the random module trees; `python -m tests.faults --rows module-trees` tries thousands."""
 
 from __future__ import annotations
 
