@@ -33,7 +33,7 @@ from laconic.hf.tokenizer import ByteTokenizer
 from laconic.store.files import remove
 from laconic.train.loggers import JsonlLogger
 from tests.faults import saves
-from tests.faults.bench import Bench, campaign_row, faults_row
+from tests.faults.bench import Bench, campaign_row, faults_row, harms_of
 from tests.support.record import Row
 
 _PAGE = 4096
@@ -168,39 +168,32 @@ def checkpoints(bench: Bench) -> Row:
         found, harms = tally(root / run / saves.RUN, count // len(runs), seed=seed)
         kinds += found
         harmed += harms
-    for example in harmed[:9]:
-        print(example, flush=True)
-    counts = ", ".join(f"{kind} {number:,}" for kind, number in sorted(kinds.items()))
     return faults_row(
         claim="damage to any file of a checkpoint: a warning, and the checkpoint before",
         tried=kinds.total(),
         at_least=2000,
-        harms={harm: sum(text.startswith(harm) for text in harmed) for harm in HARMS},
-        note=f"Of checkpoints of one rank, of two, of islands and of the cyclic schedule: {counts}.",
+        harms=harms_of(harmed, HARMS),
+        note=f"Of checkpoints of {', '.join(runs)}: {', '.join(f'{kind} {n:,}' for kind, n in sorted(kinds.items()))}.",
     )
 
 
 # -- a job's files -----------------------------------------------------------------------------------------------------
 
 JOB_HARMS = ("silent", "foreign errors", "restarts blocked")
-NUM_EACH = 400
 
 
 @campaign_row("job-damage")
 def job(bench: Bench) -> Row:
     """Try all kinds of files."""
-    num_each = 8 if bench.quick else NUM_EACH
+    num_each = 8 if bench.quick else 400
     found = [harm for kind in JOB_FILES for harm in try_files(kind, bench.out / f"damage-{kind}", num_each)]
-    for harm in found:
-        print(harm, flush=True)
     return faults_row(
         claim="mutations of token files, metrics and model folders, each followed by a restart",
         tried=num_each * len(JOB_FILES),
         at_least=1000,
-        harms={harm: sum(one.startswith(harm) for one in found) for harm in JOB_HARMS},
-        note=f"{num_each} each of {', '.join(JOB_FILES)}: flipped bits, zeroed pages, garbage, truncated, doubled, "
-        "deleted, swapped and lengthened files. Values of config.json and the data of safetensors have no checksum in "
-        "Hugging Face's format: there the campaign mutates names, sizes and structure.",
+        harms=harms_of(found, JOB_HARMS),
+        note=f"{num_each} each of {', '.join(JOB_FILES)}. Values of config.json and the data of safetensors have no "
+        "checksum in Hugging Face's format: there the campaign mutates names, sizes and structure.",
     )
 
 
@@ -253,8 +246,9 @@ def _tokens(work: Path, **settings: Any) -> Callable[[Path], str]:
 
 def _metrics(work: Path) -> Callable[[Path], str]:
     """Write a metrics file; then a restart must keep its lines, or say that some are gone."""
-    (work / "original").mkdir()
-    logger = JsonlLogger(work / "original" / "metrics.jsonl", after_step=0)
+    written = work / "original" / "metrics.jsonl"
+    written.parent.mkdir()
+    logger = JsonlLogger(written, after_step=0)
     for step in range(1, 41):
         logger._write({"step": step, "loss": 5.0 / step, "tokens": 64 * step, "traffic_bytes": {"node/weights": step}})
         if step % 10 == 0:
@@ -262,15 +256,13 @@ def _metrics(work: Path) -> Callable[[Path], str]:
     logger.close()
 
     def figures(path: Path) -> list[dict[str, Any]]:
-        names = ("step", "loss", "tokens", "traffic_bytes", "eval_loss")
-        return [
-            {key: row[key] for key in names if key in row} for row in map(json.loads, path.read_bytes().splitlines())
-        ]
+        rows = map(json.loads, path.read_bytes().splitlines())
+        return [{key: row[key] for key in row.keys() & {"step", "loss", "tokens", "eval_loss"}} for row in rows]
 
-    goal = figures(work / "original" / "metrics.jsonl")
+    goal = figures(written)
 
     def check(copy: Path) -> str:
-        path = copy / "metrics.jsonl"
+        path = copy / written.name
         was_there = path.exists()
         with contextlib.redirect_stderr(io.StringIO()) as said:
             JsonlLogger(path, after_step=40).close()

@@ -27,12 +27,12 @@ from laconic.islands.state_folder import MANIFEST, StateFiles
 from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.faults.damage import damage, tries
 from tests.support.record import Row
+from tests.support.sharded_net import shard
 
 CASES, QUICK_CASES = 600, 16
 HARMS = ("blocks", "altered", "foreign", "silent")
 ISLANDS, LOCAL, SYNCS = 2, 2, (2, 4, 6, 8)
-RUN = "damage"
-_State = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
+State = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
 """Outer vectors, and the inner optimizer's state by parameter and key."""
 
 
@@ -46,8 +46,8 @@ def row(bench: Bench) -> Row:
         tried=cases,
         at_least=300,
         harms={harm: counts[harm] for harm in HARMS},
-        note=f"two islands of two ranks, two fragments, AdamW; {counts['restored newest']} restarts had all of the "
-        f"newest sync, {counts['restored less']} less, with a line, {counts['nothing']} began anew.",
+        note=f"{counts['restored newest']} restarts had all of the newest sync, {counts['restored less']} less, with a "
+        f"line, {counts['nothing']} began anew.",
     )
 
 
@@ -72,25 +72,20 @@ def campaign(folder: Path, cases: int) -> Counter[str]:
 
 
 def _start(folder: Path, seed: int) -> tuple[nn.Module, laconic.LocalSteps]:
+    dist.init_process_group("gloo")
     mesh = laconic.init_mesh("cpu", islands=ISLANDS, nodes=1, local=LOCAL)
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 6), nn.Linear(6, 3))
-    for layer in model:
-        laconic.fully_shard(layer, mesh=mesh)
-    laconic.fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    machine = folder / f"machine-{dist.get_rank() // LOCAL}"
-    steps = laconic.LocalSteps(
-        model, optimizer, mesh=mesh, every=4, fragments=2, codec="fp32", recovery=machine, run_id=RUN
-    )
-    return model, steps
+    shard(model, list(model), mesh=mesh)
+    options = {"every": 4, "fragments": 2, "codec": "fp32", "run_id": "damage"}
+    optimizer, machine = torch.optim.AdamW(model.parameters(), lr=0.01), folder / f"machine-{dist.get_rank() // LOCAL}"
+    return model, laconic.LocalSteps(model, optimizer, mesh=mesh, recovery=machine, **options)  # type: ignore[arg-type]
 
 
-def _train(folder: Path) -> dict[int, _State]:
+def _train(folder: Path) -> dict[int, State]:
     """Train to the last sync; return the state of this rank after every sync, as it should be on the machine."""
-    dist.init_process_group("gloo")
     model, steps = _start(folder, seed=0)
-    truth: dict[int, _State] = {}
+    truth: dict[int, State] = {}
     inner: dict[str, dict[str, Tensor]] = {}
     for step in range(1, SYNCS[-1] + 1):
         torch.manual_seed(100 * step + dist.get_rank())
@@ -99,43 +94,40 @@ def _train(folder: Path) -> dict[int, _State]:
         steps.zero_grad()
         for report in steps.reports:  # the fragment's part is new; the first state has all fragments
             synced = steps.fragments if step == SYNCS[0] else [steps.fragments[report.fragment]]
-            inner |= _inner(steps, [name for fragment in synced for name in fragment.parameters])
-            truth[step] = _outer(steps), dict(inner)
+            outer, all_inner = _state(steps)
+            inner |= {name: all_inner[name] for fragment in synced for name in fragment.parameters}
+            truth[step] = outer, dict(inner)
     steps.finish()
     return truth
 
 
-def _outer(steps: laconic.LocalSteps) -> list[Tensor]:
-    return [vector.clone() for fragment in steps.fragments for vector in fragment.vectors()]
-
-
-def _inner(steps: laconic.LocalSteps, names: list[str]) -> dict[str, dict[str, Tensor]]:
+def _state(steps: laconic.LocalSteps) -> State:
     parameters = {name: p for fragment in steps.fragments for name, p in fragment.parameters.items()}
-    states = {name: steps.optimizer.state.get(parameters[name], {}) for name in names}
-    return {name: {key: _local(value) for key, value in state.items()} for name, state in states.items()}
+    inner = {
+        name: {
+            key: (value.to_local() if isinstance(value, laconic.RaggedTensor) else value).clone()
+            for key, value in steps.optimizer.state.get(parameter, {}).items()
+        }
+        for name, parameter in parameters.items()
+    }
+    return [vector.clone() for fragment in steps.fragments for vector in fragment.vectors()], inner
 
 
-def _local(value: Tensor) -> Tensor:
-    return (value.to_local() if isinstance(value, laconic.RaggedTensor) else value).clone()
-
-
-def _restore(folder: Path, truths: list[dict[int, _State]]) -> tuple[int, bool, bool, list[str], str]:
+def _restore(folder: Path, truths: list[dict[int, State]]) -> tuple[int, bool, bool, list[str], str]:
     """Restore; return the step, whether values are right, whether there is inner state, the lines, and the error."""
-    dist.init_process_group("gloo")
-    truth = truths[dist.get_rank()]
     with warnings.catch_warnings(record=True) as lines:
         warnings.simplefilter("always")
         try:
             _, steps = _start(folder, seed=1)
         except Exception as error:
             return 0, False, False, [], f"{type(error).__name__}: {error}"
-    named = [name for fragment in steps.fragments for name in fragment.parameters]
-    inner = {name: state for name, state in _inner(steps, named).items() if state}
+    truth, (outer, inner) = truths[dist.get_rank()], _state(steps)
+    inner = {name: state for name, state in inner.items() if state}
     is_right = steps.steps in (0, *truth)
     if steps.steps:
-        outer, kept = truth[steps.steps]
-        is_right = all(map(torch.equal, _outer(steps), outer))
-        is_right &= not inner or (inner.keys() == kept.keys() and all(_same(inner[n], kept[n]) for n in kept))
+        wanted, kept = truth[steps.steps]
+        is_right = all(map(torch.equal, outer, wanted))
+        is_right &= not inner or (inner.keys() == kept.keys() and all(_same(inner[name], kept[name]) for name in kept))
     return steps.steps, is_right, bool(inner), [str(line.message) for line in lines], ""
 
 
@@ -167,58 +159,28 @@ def spoil(folder: Path, rng: random.Random) -> str:
     """Do one thing to the files below `folder`; return its name."""
     files = sorted(path for path in folder.rglob("start-*/*") if path.is_file())
     path = rng.choice(files)
-    if rng.random() < 0.4:
-        fault = rng.choice(FAULTS)
-        fault(path, files, rng)
-        return f"{fault.__name__.removeprefix('_')} of {path.relative_to(folder)}"
-    return f"{damage(path, files, rng)} in {path.parent.relative_to(folder)}"
-
-
-def _older(path: Path, files: list[Path], rng: random.Random) -> None:
-    """An older file of the same rank in its place, as after a restored backup."""
-    place = path.parent.name.partition("-island")[2]
-    near = [each for each in files if each.parent.parent == path.parent.parent and each.name == path.name]
-    own = [each for each in near if each.parent.name.endswith(place)]
-    path.write_bytes(min(own).read_bytes())
-
-
-def _loss(path: Path, files: list[Path], rng: random.Random) -> None:
-    """All files of one rank, or of one machine, or of one step on one machine."""
-    state = path.parent.name
-    shard, step = state.split("shard-")[1][:1], state.split("-island")[0]
-    mine = list(path.parent.parent.iterdir())
-    kinds = [
-        [each for each in mine if f"shard-{shard}-" in each.name],
-        mine,
-        [each for each in mine if each.name.startswith(f"{step}-")],
-    ]
-    for each in rng.choice(kinds):
-        shutil.rmtree(each)
-
-
-def _wandering(path: Path, files: list[Path], rng: random.Random) -> None:
-    """The state lies on another machine, as when nodes have other numbers."""
-    own = path.parent.parent
-    machine = rng.choice([each.parent.parent for each in files if each.parent.parent != own])
-    path.parent.rename(machine / path.parent.name)
-
-
-def _renaming(path: Path, files: list[Path], rng: random.Random) -> None:
-    """A name of another start, step, island or shard."""
-    old, new = rng.choice([("start-1", "start-7"), ("step-8", "step-88"), ("island-0", "island-5"), ("d-0", "d-1")])
-    state = path.parent
-    name = state.name.replace(old, new)
-    state.rename(state.with_name(name if name != state.name else f"start-9{name[7:]}"))
-
-
-def _other_run(path: Path, files: list[Path], rng: random.Random) -> None:
-    """All states of the machine are another run's: its folder has another name, or has this run's name."""
-    run = path.parent.parent
-    if rng.random() < 0.5:
-        run.rename(run.with_name("run-yesterday"))
-        return
-    for each in run.glob(f"*/{MANIFEST}"):
-        replace(StateFiles.read(each), run="yesterday").write(each)
-
-
-FAULTS = (_older, _loss, _wandering, _renaming, _other_run)
+    if rng.random() >= 0.4:
+        return f"{damage(path, files, rng)} in {path.parent.relative_to(folder)}"
+    fault = rng.choice(["older", "lost", "wandering", "renamed", "of another run"])
+    state, machine = path.parent, path.parent.parent
+    match fault:
+        case "older":  # an older file of the same rank, as after a restored backup
+            own = machine.glob(f"*-island{state.name.partition('-island')[2]}/{path.name}")
+            path.write_bytes(min(own).read_bytes())
+        case "lost":  # all files of one rank, of one machine, or of one step on one machine
+            rank, step = state.name.split("shard-")[1][:1], state.name.split("-island")[0]
+            for each in list(machine.glob(rng.choice([f"*shard-{rank}-*", "*", f"{step}-*"]))):
+                shutil.rmtree(each)
+        case "wandering":  # on another machine, as when nodes have other numbers
+            state.rename(rng.choice([each for each in folder.glob("*/*") if each != machine]) / state.name)
+        case "renamed":  # a name of another start, step, island or shard
+            pairs = [("start-1", "start-7"), ("step-8", "step-88"), ("island-0", "island-5"), ("d-0", "d-1")]
+            name = state.name.replace(*rng.choice(pairs))
+            state.rename(state.with_name(name if name != state.name else f"start-9{name[7:]}"))
+        case "of another run":  # its folder has another name, or has this run's name
+            if rng.random() < 0.5:
+                machine.rename(machine.with_name("run-yesterday"))
+            else:
+                for each in machine.glob(f"*/{MANIFEST}"):
+                    replace(StateFiles.read(each), run="yesterday").write(each)
+    return f"{fault}: {path.relative_to(folder)}"
