@@ -29,7 +29,6 @@ from tests.faults import (  # isort: skip  # noqa: F401
     kept,
     ranks_differ,
     forged,
-    sigterm,
     parity,
     published,
 )

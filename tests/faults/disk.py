@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import io
 import json
 import os
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ from unittest import mock
 
 from laconic import rehearse
 from laconic.config import Config, to_toml
+from laconic.lab import linux
 from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.support import jobs
 from tests.support.launch import launch
@@ -31,14 +32,14 @@ from tests.support.record import Row
 Fault = Callable[[Path], AbstractContextManager[None]]
 STEPS, SAVE_EVERY = 4, 2
 HARMS = ("silent", "tracebacks or several lines", "losses of data", "restarts blocked")
-_MOUNT_BYTES = 1 << 26
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PRIVATE, _REMOUNT, _READ_ONLY, _DETACH, _DAC_OVERRIDE, _CAPABILITY_VERSION = 1 << 18, 32, 1, 2, 1 << 1, 0x20080522
 
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
     """One fault of one folder."""
 
-    name: str
     fault: Fault
     folder: str
     """The folder that gets the fault, below that of the situation."""
@@ -54,9 +55,26 @@ class Situation:
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
+def _call(name: str, *arguments: Any) -> None:
+    if getattr(_LIBC, name)(*arguments) != 0:
+        raise OSError(ctypes.get_errno(), name)
+
+
+@contextlib.contextmanager
+def _mounted(folder: Path, *mounts: tuple[bytes, int, bytes]) -> Iterator[None]:
+    """Mount something there: kind, flags and options (man 2 mount)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for kind, flags, options in mounts:
+        _call("mount", os.fsencode(folder), os.fsencode(folder), kind, ctypes.c_ulong(flags), options)
+    try:
+        yield
+    finally:
+        _call("umount2", os.fsencode(folder), _DETACH)
+
+
 @contextlib.contextmanager
 def full(folder: Path) -> Iterator[None]:
-    """A disk without room: `folder` must be a mount of `small_disk`."""
+    """A disk without room: `folder` must be a small mount."""
     filler = folder / ".filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         for size in (1 << 16, 1 << 9, 1):
@@ -69,21 +87,14 @@ def full(folder: Path) -> Iterator[None]:
         filler.unlink()
 
 
-@contextlib.contextmanager
-def read_only(folder: Path) -> Iterator[None]:
+def read_only(folder: Path) -> AbstractContextManager[None]:
     """A file system that is mounted read-only."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _mount(folder, folder, flags=_BIND)
-    _mount(folder, folder, flags=_BIND | _REMOUNT | _READ_ONLY)
-    try:
-        yield
-    finally:
-        _unmount(folder)
+    return _mounted(folder, (b"none", linux.MS_BIND, b""), (b"none", linux.MS_BIND | _REMOUNT | _READ_ONLY, b""))
 
 
 @contextlib.contextmanager
 def forbidden(folder: Path) -> Iterator[None]:
-    """A folder that this user may read but not write; root, too, once `give_up_roots_permission` has been called."""
+    """A folder that this user may read but not write; root, too, who gives up that capability."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o555)
     try:
@@ -92,49 +103,40 @@ def forbidden(folder: Path) -> Iterator[None]:
         folder.chmod(0o755)
 
 
-@contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[None]:
-    """A file system in memory."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _mount("tmpfs", folder, kind="tmpfs", options=f"size={_MOUNT_BYTES}")
-    try:
-        yield
-    finally:
-        _unmount(folder)
+def _give_up_roots_permission() -> None:
+    """Refuse root in this thread what other users may not write."""
+    header, sets = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
+    _call("capget", header, sets)
+    sets[0] &= ~_DAC_OVERRIDE  # of those in effect
+    _call("capset", header, sets)
 
 
 _LONG = {"steps": 30, "save_every": 12}  # a few lines still fit into the last page of a file on a full disk
 _PLAIN = {"tensorboard": False, "jsonl": False}
-SITUATIONS: Sequence[Situation] = (
-    *(
-        situation
+_ALWAYS: dict[str, dict[str, Any]] = {
+    "output folder": {"folder": "out"},
+    "tokens": {"folder": "tokens"},
+    "resume": {"folder": "out", "resumes": True},
+    "export": {"folder": "exported", "exports": True},
+}
+_ON_FULL: dict[str, dict[str, Any]] = {
+    "metrics": {"at_step": 13, "settings": {"log": {"tensorboard": False}, "train": _LONG}},
+    "TensorBoard": {"at_step": 13, "settings": {"log": {"jsonl": False}, "train": _LONG}},
+    "checkpoint": {"at_step": 3, "settings": {"log": _PLAIN}},
+    "checkpoint in the background": {"at_step": 3, "settings": {"log": _PLAIN, "train": {"async_save": True}}},
+    "summary": {"at_step": 4, "settings": {"log": _PLAIN, "train": {"save_every": -1}}},
+}
+SITUATIONS: dict[str, Situation] = {
+    **{
+        f"{fault.__name__}: {name}": Situation(fault=fault, **options)
         for fault in (full, read_only, forbidden)
-        for situation in (
-            Situation(name=f"{fault.__name__}: output folder", fault=fault, folder="out"),
-            Situation(name=f"{fault.__name__}: tokens", fault=fault, folder="tokens"),
-            Situation(name=f"{fault.__name__}: resume", fault=fault, folder="out", resumes=True),
-            Situation(name=f"{fault.__name__}: export", fault=fault, folder="exported", exports=True),
-        )
-    ),
-    *(
-        Situation(name=f"full: {name}", fault=full, folder="out", at_step=13, settings={"log": log, "train": _LONG})
-        for name, log in (("metrics", {"tensorboard": False}), ("TensorBoard", {"jsonl": False}))
-    ),
-    Situation(name="full: checkpoint", fault=full, folder="out", at_step=3, settings={"log": _PLAIN}),
-    Situation(
-        name="full: checkpoint in the background",
-        fault=full,
-        folder="out",
-        at_step=3,
-        settings={"log": _PLAIN, "train": {"async_save": True}},
-    ),
-    Situation(
-        name="full: summary", fault=full, folder="out", at_step=4, settings={"log": _PLAIN, "train": {"save_every": -1}}
-    ),
-    Situation(name="read-only: checkpoint", fault=read_only, folder="out/checkpoints", at_step=3),
-    Situation(name="forbidden: checkpoint", fault=forbidden, folder="out/checkpoints", at_step=3),
-    Situation(name="forbidden: TensorBoard", fault=forbidden, folder="out/tensorboard", resumes=True),
-)
+        for name, options in _ALWAYS.items()
+    },
+    **{f"full: {name}": Situation(fault=full, folder="out", **options) for name, options in _ON_FULL.items()},
+    "read_only: checkpoint": Situation(fault=read_only, folder="out/checkpoints", at_step=3),
+    "forbidden: checkpoint": Situation(fault=forbidden, folder="out/checkpoints", at_step=3),
+    "forbidden: TensorBoard": Situation(fault=forbidden, folder="out/tensorboard", resumes=True),
+}
 SAMPLE = ("full: checkpoint", "read_only: tokens", "forbidden: output folder")
 
 
@@ -144,18 +146,15 @@ SAMPLE = ("full: checkpoint", "read_only: tokens", "forbidden: output folder")
 @campaign_row("disk")
 def row(bench: Bench) -> Row:
     """Try all situations, each in a process of its own."""
-    chosen = [situation for situation in SITUATIONS if not bench.quick or situation.name in SAMPLE]
-    found: list[str] = []
-    for number, situation in enumerate(chosen):
-        harms = launch(
-            try_all, [situation.name], bench.out / f"disk-{number}", num_ranks=1, timeout_s=600, backend=None
-        )[0]
-        print(situation.name, harms, flush=True)
-        found += harms
+    names, found = SAMPLE if bench.quick else tuple(SITUATIONS), list[str]()
+    for name in names:
+        folder = bench.out / "disk" / name.replace(": ", "-")
+        found += launch(try_all, [name], folder, num_ranks=1, timeout_s=600, backend=None)[0]
+    print(*found, sep="\n", flush=True)
     return faults_row(
         claim="full, read-only, forbidden folders: one line and exit code 2 on each rank, nothing lost, "
         "and the run goes on",
-        tried=len(chosen),
+        tried=len(names),
         at_least=16,
         harms={harm: sum(harm in one for one in found) for harm in HARMS},
         note="Output folder, tokens, metrics, TensorBoard, checkpoints, summary and export, before a run or within it; "
@@ -165,23 +164,32 @@ def row(bench: Bench) -> Row:
 
 def try_all(names: Sequence[str], work: Path) -> list[str]:
     """Try situations in this process, which gets mounts of its own; return the harms, each with its situation."""
-    _own_mounts()
+    user, group = os.getuid(), os.getgid()
+    linux.unshare(linux.CLONE_NEWNS | (0 if user == 0 else linux.CLONE_NEWUSER))
+    if user != 0:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+            Path(f"/proc/self/{name}").write_text(text)
+    linux.mount("none", "/", flags=_PRIVATE | linux.MS_REC)
     harms = []
-    for number, situation in enumerate(one for one in SITUATIONS if one.name in names):
-        folder = work / str(number)
-        folder.mkdir(parents=True)
-        harms += [f"{situation.name}: {harm}" for harm in _try(situation, folder)]
+    for number, name in enumerate(names):
+        (work / str(number)).mkdir(parents=True)
+        harms += [f"{name}: {harm}" for harm in _try(SITUATIONS[name], work / str(number))]
     return harms
 
 
 def _try(situation: Situation, work: Path) -> Iterator[str]:
-    goal = [] if situation.exports else _losses(_train(_job(work, work / "whole", situation))[1])
-    job = _job(work, work / "out", situation)
-    out, target = Path(job.train.output), work / situation.folder
-    export = functools.partial(_export, out, target / "model")
+    goal = [] if situation.exports else _train(_job(work, "whole", situation))[1]
+    job, target = _job(work, "out", situation), work / situation.folder
+    resumed, out = _changed(job, resume="auto"), Path(job.train.output)
+
+    def export() -> int:
+        from laconic.hf.export_cli import main
+
+        return main([str(out), str(target / "model")])
+
     with ExitStack() as disks:
         if situation.fault is full:
-            disks.enter_context(small_disk(target))
+            disks.enter_context(_mounted(target, (b"tmpfs", 0, b"size=64m")))
         if situation.resumes or situation.exports:
             _train(job if situation.exports else _changed(job, steps=SAVE_EVERY))
         with ExitStack() as faults:
@@ -192,12 +200,12 @@ def _try(situation: Situation, work: Path) -> Iterator[str]:
                 if not begun:
                     begun.append(faults.enter_context(situation.fault(target)))
                 if situation.fault is forbidden:
-                    give_up_roots_permission()
+                    _give_up_roots_permission()
 
             if situation.exports:
                 ends = rehearse.ranks(lambda: (begin(), _captured(export))[1])
             else:
-                ends, _ = _train(_changed(job, resume="auto"), situation.at_step, begin)
+                ends, _ = _train(resumed, situation.at_step, begin)
         for rank, (code, lines) in enumerate(ends):
             if code == 0:
                 yield f"silent {lines} on rank {rank}"
@@ -208,10 +216,10 @@ def _try(situation: Situation, work: Path) -> Iterator[str]:
             if (target / "model").exists() or _captured(export)[0] != 0:
                 yield "restarts blocked"
             return
-        ends, summary = _train(_changed(job, resume="auto"))
+        ends, losses = _train(resumed)
         if any(code for code, _ in ends):
             yield f"restarts blocked: {ends}"
-        elif (losses := _losses(summary)) != goal[-len(losses) :]:
+        elif losses != goal[-len(losses) :]:
             yield f"losses of data: {losses} instead of {goal}"
 
 
@@ -227,28 +235,27 @@ def _lost(out: Path) -> Iterator[str]:
         yield "losses of data: metrics"
 
 
-def _job(work: Path, output: Path, situation: Situation) -> Config:
-    cache = work / ("tokens" if output.name == "out" else "other-tokens")
-    sections: dict[str, dict[str, Any]] = {
-        "data": {"eval_fraction": 0.0, "cache": str(cache)},
-        "log": {"tensorboard": True},
-    }
-    sections["train"] = {"steps": STEPS, "output": str(output), "save_every": SAVE_EVERY, "log_every": 1}
-    for section, values in situation.settings.items():
-        sections[section] = {**sections.get(section, {}), **values}
-    return jobs.job(work, **sections)
+def _job(work: Path, output: str, situation: Situation) -> Config:
+    cache, train = "tokens" if output == "out" else "other-tokens", situation.settings.get("train", {})
+    plain = {"steps": STEPS, "output": str(work / output), "save_every": SAVE_EVERY, "log_every": 1}
+    return jobs.job(
+        work,
+        data={"eval_fraction": 0.0, "cache": str(work / cache)},
+        log={"tensorboard": True, **situation.settings.get("log", {})},
+        train={**plain, **train},
+    )
 
 
 def _changed(job: Config, **train: Any) -> Config:
     return dataclasses.replace(job, train=dataclasses.replace(job.train, **train))
 
 
-_End = tuple[int, list[str]]
+End = tuple[int, list[str]]
 """The exit code of a rank, and its lines on stderr."""
 
 
-def _train(job: Config, at_step: int = 0, begin: Callable[[], None] = lambda: None) -> tuple[list[_End], Any]:
-    """Run `laconic train` with a fault that begins before step `at_step`; return how ranks ended, and the summary."""
+def _train(job: Config, at_step: int = 0, begin: Callable[[], None] = lambda: None) -> tuple[list[End], list[float]]:
+    """Run `laconic train` with a fault that begins before step `at_step`; return how ranks ended, and the losses."""
     from laconic.train.cli import main
     from laconic.train.loop import Trainer
 
@@ -260,7 +267,7 @@ def _train(job: Config, at_step: int = 0, begin: Callable[[], None] = lambda: No
             begin()
         return take_step(self, number)
 
-    def body() -> _End:
+    def body() -> End:
         if not at_step:
             begin()
         return _captured(lambda: main([str(path)]))
@@ -268,19 +275,11 @@ def _train(job: Config, at_step: int = 0, begin: Callable[[], None] = lambda: No
     with mock.patch.object(Trainer, "_step", step):
         ends = rehearse.ranks(body, nodes=2)
     summary = Path(job.train.output) / "summary.json"
-    return ends, json.loads(summary.read_text()) if ends[0][0] == 0 else None
+    return ends, json.loads(summary.read_text())["losses"] if ends[0][0] == 0 else []
 
 
-def _export(run: Path, out: Path) -> int:
-    from laconic.hf.export_cli import main
-
-    return main([str(run), str(out)])
-
-
-def _captured(command: Callable[[], int]) -> tuple[int, list[str]]:
+def _captured(command: Callable[[], int]) -> End:
     """The exit code of a command, and the lines that it writes to stderr."""
-    import traceback
-
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
         try:
@@ -289,62 +288,3 @@ def _captured(command: Callable[[], int]) -> tuple[int, list[str]]:
             traceback.print_exc()
             code = 1
     return code, [line for line in errors.getvalue().splitlines() if line.strip()]
-
-
-def _losses(summary: dict[str, Any]) -> list[float]:
-    return summary["losses"]
-
-
-# -- the kernel --------------------------------------------------------------------------------------------------------
-
-_BIND, _REMOUNT, _READ_ONLY, _PRIVATE, _RECURSIVE = 4096, 32, 1, 1 << 18, 16384
-_NEW_MOUNTS, _NEW_USER, _DETACH = 0x20000, 0x10000000, 2
-_CAP_DAC_OVERRIDE = 1 << 1
-_CAPABILITY_VERSION = 0x20080522
-
-
-class _Header(ctypes.Structure):
-    _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
-
-
-class _Capabilities(ctypes.Structure):
-    """The first 32 capabilities of this thread, and the others."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_uint32)
-        for name in ("effective", "permitted", "inheritable", "effective_2", "permitted_2", "inheritable_2")
-    )
-
-
-def _call(name: str, *arguments: Any) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if getattr(libc, name)(*arguments) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")
-
-
-def _own_mounts() -> None:
-    """Give this process mounts of its own, and the right to mount."""
-    user, group = os.getuid(), os.getgid()
-    _call("unshare", _NEW_MOUNTS | (0 if user == 0 else _NEW_USER))
-    if user != 0:
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
-        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
-    _mount("none", Path("/"), flags=_PRIVATE | _RECURSIVE)
-
-
-def _mount(source: Path | str, target: Path, *, kind: str = "none", flags: int = 0, options: str = "") -> None:
-    _call("mount", os.fsencode(source), os.fsencode(target), kind.encode(), ctypes.c_ulong(flags), options.encode())
-
-
-def _unmount(target: Path) -> None:
-    _call("umount2", os.fsencode(target), _DETACH)
-
-
-def give_up_roots_permission() -> None:
-    """Refuse root in this thread what other users may not write."""
-    found = _Capabilities()
-    _call("capget", ctypes.byref(_Header(_CAPABILITY_VERSION, 0)), ctypes.byref(found))
-    found.effective &= ~_CAP_DAC_OVERRIDE
-    _call("capset", ctypes.byref(_Header(_CAPABILITY_VERSION, 0)), ctypes.byref(found))

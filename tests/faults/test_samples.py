@@ -18,7 +18,7 @@ import torch.distributed as dist
 import laconic
 from laconic import _compat, checkpoint, rehearse
 from laconic.comm.cluster import Cluster, make_mesh
-from tests.faults import damage, disk, kept, kills, ranks_differ, sigterm, waits
+from tests.faults import damage, disk, kept, kills, ranks_differ, waits
 from tests.support.launch import launch, on_ranks
 from tests.support.sharded_net import Block, Net, build, shard, train_step
 
@@ -138,7 +138,7 @@ def test_all_groups_have_the_timeout_of_the_job() -> None:
         assert set(found) == {77.0}
 
 
-# -- kills and signals -------------------------------------------------------------------------------------------------
+# -- kills -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.campaign
@@ -147,11 +147,3 @@ def test_the_other_island_ends_by_itself_after_a_kill(tmp_path: Path) -> None:
     tally = kills.kill_islands(tmp_path / "runs", "whole", 3, of=40)
     assert tally.harms() == dict.fromkeys(tally.harms(), 0)
     assert tally.kills == 3
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(240)
-def test_signals_between_syncs_lose_no_bit(tmp_path: Path) -> None:
-    counts = sigterm.campaign(tmp_path / "runs", 1)
-    assert counts.tried == 1
-    assert (counts.apart, counts.differing) == (0, 0)
