@@ -35,13 +35,12 @@ from laconic.plan.cluster_file import cluster_from_dict, parse_cluster
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.strategies.checks import check_job
 from laconic.train.cli import parse
-from tests.faults.bench import Bench, campaign_row, faults_row
+from tests.faults.bench import Bench, campaign_row, faults_row, harms_of
 from tests.support.jobs import corpus
 from tests.support.launch import launch
 from tests.support.record import Row
 
 HARMS = ("foreign tracebacks", "silent differences")
-NUM_FILES, NUM_BYTES, NUM_COMMANDS = 90_000, 10_000, 1_000
 _RANKS = tuple(
     RankInfo(rank=0, world_size=nodes * local, local_rank=0, num_local=local, num_nodes=nodes)
     for nodes, local in ((1, 1), (2, 2), (3, 1))
@@ -67,41 +66,48 @@ _ANY = st.recursive(
     max_leaves=6,
 )
 
+Values = dict[str, st.SearchStrategy[Any]]
+"""What values a key may have."""
+
 
 @campaign_row("config-fuzz")
 def row(bench: Bench) -> Row:
     """Try all kinds of input."""
     share = 500 if bench.quick else 1
-    found = [
-        *try_files(NUM_FILES // share),
-        *try_bytes(NUM_BYTES // share),
-        *try_commands(NUM_COMMANDS // share),
-    ]
-    for harm in found:
-        print(harm, flush=True)
+    numbers = {try_files: 90_000 // share, try_bytes: 10_000 // share, try_commands: 1_000 // share}
     return faults_row(
         claim="random configurations and command lines: a job, or one line",
-        tried=(NUM_FILES + NUM_BYTES + NUM_COMMANDS) // share,
+        tried=sum(numbers.values()),
         at_least=100_000,
-        harms={harm: sum(one.startswith(harm) for one in found) for harm in HARMS},
-        note=f"{NUM_FILES:,} tables of random keys and values, {NUM_BYTES:,} mutated files and {NUM_COMMANDS:,} "
-        "command lines, read, validated and checked against three launches.",
+        harms=harms_of((harm for try_some, num in numbers.items() for harm in try_some(num)), HARMS),
+        note="Tables of random keys and values, mutated files and command lines, checked against three launches.",
     )
+
+
+def _sections(
+    values: Callable[[str, str, Any], st.SearchStrategy[Any]], most: int
+) -> dict[str, st.SearchStrategy[Any]]:
+    """For each section a few keys, with `values` of (section, key, type)."""
+    found = {}
+    for name, cls in get_type_hints(Config).items():
+        keys = {key: values(name, key, hint) for key, hint in get_type_hints(cls).items()}
+        found[name] = _some(keys, most)
+    return found
+
+
+def _some(values: dict[str, st.SearchStrategy[Any]], most: int, least: int = 0) -> st.SearchStrategy[dict[str, Any]]:
+    chosen = st.lists(st.sampled_from(sorted(values)), min_size=least, max_size=most, unique=True)
+    return chosen.flatmap(lambda names: st.fixed_dictionaries({name: values[name] for name in names}))
 
 
 def tables() -> st.SearchStrategy[dict[str, Any]]:
     """Tables of a few keys of each section, most with values of their types, and of unknown keys."""
-    sections = {}
-    for name, cls in get_type_hints(Config).items():
-        keys = {key: st.one_of(*[_odd_values(hint)] * 6, _ANY) for key, hint in get_type_hints(cls).items()}
-        several = st.lists(st.sampled_from(sorted(keys)), max_size=3, unique=True).flatmap(
-            lambda chosen, keys=keys: st.fixed_dictionaries({key: keys[key] for key in chosen})  # type: ignore[misc]
-        )
-        unknown = st.dictionaries(st.text(max_size=6), _ANY, max_size=1)
-        sections[name] = st.one_of(*[several] * 9, st.builds(lambda a, b: a | b, several, unknown), _ANY)
-    return st.lists(st.sampled_from(sorted(sections)), max_size=4, unique=True).flatmap(
-        lambda chosen: st.fixed_dictionaries({name: sections[name] for name in chosen})
-    )
+    unknown = st.dictionaries(st.text(max_size=6), _ANY, max_size=1)
+    sections = {
+        name: st.one_of(*[several] * 9, st.builds(lambda a, b: a | b, several, unknown), _ANY)
+        for name, several in _sections(lambda _, hint: st.one_of(*[_odd_values(hint)] * 6, _ANY), 3).items()
+    }
+    return _some(sections, 4)
 
 
 def try_files(num: int) -> list[str]:
@@ -142,17 +148,14 @@ def try_commands(num: int) -> list[str]:
     found: list[str] = []
 
     def use(words: list[str]) -> None:
-        errors = io.StringIO()
         try:
-            with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+            with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
                 _check(parse(words))
         except JobError:
             pass
-        except SystemExit as stopped:
-            if stopped.code not in (0, 2):
-                found.append(f"foreign tracebacks: exit code {stopped.code} of {words!r}")
         except BaseException as error:
-            found.append(f"foreign tracebacks: {error!r:.200} of {words!r:.200}")
+            if not isinstance(error, SystemExit) or error.code not in (0, 2):
+                found.append(f"foreign tracebacks: {error!r:.200} of {words!r:.200}")
 
     each_drawn(lines, use, num)
     return found
@@ -231,7 +234,6 @@ def _odd_values(hint: Any) -> st.SearchStrategy[Any]:
 
 # -- cluster files -----------------------------------------------------------------------------------------------------
 
-_NUM_CLUSTERS, _QUICK_CLUSTERS = 20_000, 500
 _VALID = """\
 nodes = 2
 ranks_per_node = 8
@@ -251,28 +253,25 @@ _VALUES = (
 
 def try_clusters(num: int, seed: int = 0) -> list[str]:
     """Read `num` cluster files that random changes have damaged. Returns the harms."""
-    dice, found = random.Random(seed), []
-    for _ in range(num):
-        harm = _damaged_text(dice) if dice.random() < 0.5 else _odd_table(dice)
-        found += [harm] if harm else []
-    return found
+    dice = random.Random(seed)
+    harms = (_harm_of_cluster((_damaged_text if dice.random() < 0.5 else _odd_table)(dice)) for _ in range(num))
+    return [harm for harm in harms if harm]
 
 
 def _damaged_text(dice: random.Random) -> str:
     begin = dice.randrange(len(_VALID))
     new = "".join(chr(dice.choice([*range(32, 127), 0, 10, 0x2028, 0x1F600])) for _ in range(dice.randrange(6)))
-    text = _VALID[:begin] + new + _VALID[begin + dice.randrange(20) :]
-    return _harm_of_cluster(text)
+    return _VALID[:begin] + new + _VALID[begin + dice.randrange(20) :]
 
 
-def _odd_table(dice: random.Random) -> str:
-    table = tomllib.loads(_VALID)
+def _odd_table(dice: random.Random) -> dict[str, object]:
+    table: dict[str, object] = tomllib.loads(_VALID)
     names = [*ClusterSpec.__dataclass_fields__, "local_network", "host_link", "gpus"]
     for _ in range(dice.randint(1, 3)):
         table[dice.choice(names)] = dice.choice(_VALUES)
     if dice.random() < 0.3:
         del table[dice.choice(list(table))]
-    return _harm_of_cluster(table)
+    return table
 
 
 def _harm_of_cluster(given: str | dict[str, object]) -> str:
@@ -290,20 +289,12 @@ def _harm_of_cluster(given: str | dict[str, object]) -> str:
 @campaign_row("cluster-fuzz")
 def cluster_row(bench: Bench) -> Row:
     """Read damaged cluster files."""
-    num = _QUICK_CLUSTERS if bench.quick else _NUM_CLUSTERS
-    harms = try_clusters(num)
-    for harm in harms[:20]:
-        print(harm, flush=True)
-    kinds = {
-        "foreign tracebacks": "foreign",
-        "absurd figures taken": "silent",
-        "refusals without one line": "no single",
-    }
+    num = 500 if bench.quick else 20_000
     return faults_row(
         claim="damaged cluster files: read, or refused with one line",
         tried=num,
         at_least=2_000,
-        harms={name: sum(harm.startswith(kind) for harm in harms) for name, kind in kinds.items()},
+        harms=harms_of(try_clusters(num), ("foreign", "silent", "no single line")),
         note="Half of them with random characters, half with odd values for random keys.",
     )
 
@@ -311,7 +302,7 @@ def cluster_row(bench: Bench) -> Row:
 # -- jobs --------------------------------------------------------------------------------------------------------------
 
 JOB_HARMS = ("foreign tracebacks", "no reason given")
-NUM_JOBS, NUM_PER_PROCESS = 1_000, 100
+NUM_PER_PROCESS = 100
 _SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 _MODELS: tuple[dict[str, Any], ...] = (
     {"model_type": "llama", **_SIZES, "num_key_value_heads": 1},
@@ -365,21 +356,19 @@ def job_with_path(key: str, path: Path, folder: Path) -> dict[str, Any]:
 @campaign_row("prepare-fuzz")
 def jobs_row(bench: Bench) -> Row:
     """Try jobs, in processes of their own."""
-    num_jobs = NUM_PER_PROCESS if bench.quick else NUM_JOBS
     found: list[str] = []
-    num_trained = 0
-    for number in range(num_jobs // NUM_PER_PROCESS):
+    num_trained, num_parts = 0, 1 if bench.quick else 10
+    for number in range(num_parts):
         folder = bench.out / f"prepare-{number}"
         trained, harms = launch(try_jobs, NUM_PER_PROCESS, folder, number, num_ranks=1, timeout_s=1800, backend=None)[0]
         shutil.rmtree(folder)
-        print(f"{number}: {trained} trained", *harms, sep="\n", flush=True)
         found += harms
         num_trained += trained
     return faults_row(
         claim="random jobs whose configuration is accepted: two steps and a checkpoint, or one line",
-        tried=num_jobs,
+        tried=num_parts * NUM_PER_PROCESS,
         at_least=1_000,
-        harms={harm: sum(one.startswith(harm) for one in found) for harm in JOB_HARMS},
+        harms=harms_of(found, JOB_HARMS),
         note=f"{num_trained:,} of them trained, on one rank; small models of five families, and wrong ones.",
     )
 
@@ -430,12 +419,10 @@ def harm_of(config: Config) -> str | None:
     except JobError as error:
         return "" if str(error).strip() else "no reason given"
     except BaseException as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if "/laconic/" in frame.filename][-1]
-        return (
-            f"foreign tracebacks: {error!r:.300} at {own.filename.rpartition('/')[2]}:{own.lineno}, "
-            f"{place.filename.rpartition('/')[2]}:{place.lineno}"
-        )
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if "/laconic/" in frame.filename][-1]
+        places = (f"{Path(frame.filename).name}:{frame.lineno}" for frame in (own, frames[-1]))
+        return f"foreign tracebacks: {error!r:.300} at {', '.join(places)}"
     return None
 
 
@@ -469,12 +456,7 @@ def _jobs(folder: Path) -> st.SearchStrategy[dict[str, Any]]:
         "sync.recovery": st.sampled_from([str(folder / "recovery"), str(folder / "corpus.txt")]),
         "train.resume": st.sampled_from(["never", "auto", str(folder)]),
     }
-    sections = {}
-    for name, cls in get_type_hints(Config).items():
-        keys = {key: own.get(f"{name}.{key}", _small_values(hint)) for key, hint in get_type_hints(cls).items()}
-        sections[name] = st.lists(st.sampled_from(sorted(keys)), max_size=5, unique=True).flatmap(
-            lambda chosen, keys=keys: st.fixed_dictionaries({key: keys[key] for key in chosen})  # type: ignore[misc]
-        )
+    sections = _sections(lambda key, hint: own.get(key, _small_values(hint)), 5)
 
     def job(drawn: dict[str, dict[str, Any]]) -> dict[str, Any]:
         merged = {
@@ -485,8 +467,7 @@ def _jobs(folder: Path) -> st.SearchStrategy[dict[str, Any]]:
             merged["data"]["path"] = str(folder / "chat.jsonl")
         return {name: {key: value for key, value in keys.items() if value is not None} for name, keys in merged.items()}
 
-    chosen = st.lists(st.sampled_from(sorted(sections)), min_size=1, max_size=4, unique=True)
-    return chosen.flatmap(lambda names: st.fixed_dictionaries({name: sections[name] for name in names})).map(job)
+    return _some(sections, 4, 1).map(job)
 
 
 def _small_values(hint: Any) -> st.SearchStrategy[Any]:
