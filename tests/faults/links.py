@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,36 +33,33 @@ _START_S = 60.0  # the time for all processes to start
 @campaign_row("links")
 def row(bench: Bench) -> Row:
     """Cut links in the lab."""
-    tally = Tally()
+    tally, names = Tally(), NAMES[:1] if bench.quick else NAMES
+    cuts_s = CUTS_S[1::3] if bench.quick else CUTS_S
     try:
         with Lab(nodes=2) as lab:
-            for name in NAMES[:1] if bench.quick else NAMES:
-                _cut_under(lab, name, bench, tally)
+            for name in names:
+                _cut_under(lab, name, cuts_s, bench.out / "links" / name.replace(", ", "-"), tally)
     except LabUnavailable as error:
         raise BenchmarkError(str(error)) from None
-    harms = tally.harms()
-    del harms["unreadable folders"]
     return faults_row(
         claim="links of a node that are cut and come back, in the lab",
         tried=tally.kills,
-        at_least=2 if bench.quick else len(NAMES) * len(CUTS_S),
-        harms=harms,
-        note=(
-            f"2 nodes under {', '.join(NAMES)}, cut at the beginning of a step. A cut of {CUTS_S[0]:g} to "
-            f"{CUTS_S[-3]:g} s delays a run; one of more than the {PEER_TIMEOUT_S:g} s that a rank waits ends it on "
-            "both nodes, and it is started again. End states are equal to the bit to those of runs whose link stays; "
-            f"those of islands within {tally.bound:.2%} of the eval loss."
-        ),
+        at_least=len(names) * len(cuts_s),
+        harms=tally.harms(),
+        note=f"2 nodes under {', '.join(names)}, cut at the beginning of a step. A cut of {CUTS_S[0]:g} to "
+        f"{CUTS_S[-3]:g} s delays a run; one of more than the {PEER_TIMEOUT_S:g} s that a rank waits ends it on both "
+        "nodes, and it is started again. End states are equal to the bit to those of runs whose link stays; those of "
+        f"islands within {max(tally.bounds, default=0):.2%} of the eval loss.",
     )
 
 
-def _cut_under(lab: Lab, name: str, bench: Bench, tally: Tally) -> None:
-    strategy, folder = STRATEGIES[name], bench.out / "links" / name.replace(" ", "-").replace(",", "")
+def _cut_under(lab: Lab, name: str, cuts_s: Sequence[float], folder: Path, tally: Tally) -> None:
+    strategy = STRATEGIES[name]
     folder.mkdir(parents=True)
     whole = Run(strategy, folder / "undisturbed")
     _train(lab, whole, 0, 0)
     expected = whole.end_state()
-    for number, cut_s in enumerate(CUTS_S[1::3] if bench.quick else CUTS_S):
+    for number, cut_s in enumerate(cuts_s):
         where, run = f"{name}, cut {number}", Run(strategy, folder / f"run-{number}")
         tally.kills += 1
         result = _train(lab, run, 1 + 2 * number % STEPS, cut_s)
@@ -71,7 +69,6 @@ def _cut_under(lab: Lab, name: str, bench: Bench, tally: Tally) -> None:
             tally.failed.append(f"{where}: exit code {again.exit_code}")
             continue
         tally.compare(run.end_state(), expected, where, is_exact=strategy.is_exact)
-    print(f"  {name}: {len(tally.differing)} differing so far", file=sys.stderr, flush=True)
 
 
 def _train(lab: Lab, run: Run, step: int, cut_s: float) -> RunResult:
@@ -79,14 +76,8 @@ def _train(lab: Lab, run: Run, step: int, cut_s: float) -> RunResult:
     lab.execute([up] * lab.nodes, show=False)
     script = ["-m", "tests.faults.links", str(step), str(cut_s), *run.arguments]
     result = lab.run(script, timeout_s=_START_S + LIMIT_S + cut_s, show=False)
-    _keep_output(run.folder, result)
+    (run.folder / "lab.txt").write_text("\n---\n".join(node.output for node in result.nodes))
     return result
-
-
-def _keep_output(folder: Path, result: RunResult) -> None:
-    with (folder / "lab.txt").open("a") as file:
-        for node in result.nodes:
-            file.write(f"--- node, exit code {node.exit_code}\n{node.output}\n")
 
 
 # -- on a node ---------------------------------------------------------------------------------------------------------

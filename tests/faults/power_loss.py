@@ -71,10 +71,27 @@ def crash_states(recorder: Recorder, *, limit: int, seed: int = 0) -> Iterator[S
     for end, operation in enumerate(recorder.log, start=1):
         if isinstance(operation, Sync) and end < len(recorder.log):
             continue  # a sync only removes states: those after it are among those before the next operation
-        for state in _states_at(recorder.log[:end], recorder.folders, limit, choice):
+        instant = _Instant(recorder.log[:end], recorder.folders)
+        for state in map(instant.state, _choices(instant.sizes, limit, choice)):
             if state.digest not in seen:
                 seen.add(state.digest)
                 yield state
+
+
+def _choices(sizes: list[int], limit: int, choice: random.Random) -> Iterator[Sequence[int]]:
+    """A way for each of `sizes`: all of them, or some."""
+    if math.prod(sizes) <= limit:
+        yield from itertools.product(*map(range, sizes))
+        return
+    nothing, everything = [0] * len(sizes), [size - 1 for size in sizes]
+    yield from (nothing, everything)
+    for place, size in enumerate(sizes):
+        for number in range(size):
+            for others in (nothing, everything):
+                yield [*others[:place], number, *others[place + 1 :]]
+        yield [*everything[:place], *nothing[place:]]
+    for _ in range(limit // 2):
+        yield [choice.randrange(size) for size in sizes]
 
 
 def sampled_states(recorder: Recorder, count: int, *, seed: int = 0) -> Iterator[State]:
@@ -142,24 +159,6 @@ class _Instant:
 
         walk(ROOT, "")
         return State(files, tuple(made), self._marks)
-
-
-def _states_at(log: Sequence[Operation], folders: set[int], limit: int, choice: random.Random) -> Iterator[State]:
-    """The states if power is lost after the last operation of `log`."""
-    instant = _Instant(log, folders)
-    sizes, most = instant.sizes, [size - 1 for size in instant.sizes]
-    if math.prod(sizes) <= limit:
-        yield from map(instant.state, itertools.product(*map(range, sizes)))
-        return
-    yield instant.state([0] * len(sizes))
-    yield instant.last
-    for place, size in enumerate(sizes):
-        for number in range(size):
-            yield instant.state([number if other == place else 0 for other in range(len(sizes))])
-            yield instant.state([number if other == place else most[other] for other in range(len(sizes))])
-        yield instant.state([most[other] if other < place else 0 for other in range(len(sizes))])
-    for _ in range(limit // 2):
-        yield instant.state([choice.randrange(size) for size in sizes])
 
 
 def _contents(log: Sequence[Operation], synced: dict[int, int]) -> dict[int, list[bytes]]:
@@ -257,7 +256,11 @@ class Recorder:
         pending = [(ROOT, self.root)]
         while pending:
             parent, folder = pending.pop()
-            for entry in _listed(folder):
+            try:
+                entries = list(os.scandir(folder))
+            except FileNotFoundError:  # another process removed it just now; the next look sees that
+                continue
+            for entry in entries:
                 if parent == ROOT and self._only not in (None, entry.name):
                     continue
                 try:
@@ -270,7 +273,7 @@ class Recorder:
                         pending.append((number, Path(entry.path)))
                     else:
                         data[number] = Path(entry.path).read_bytes()
-                except FileNotFoundError:  # another process removed it just now; the next look sees that
+                except FileNotFoundError:
                     continue
                 numbers[info.st_ino] = number
                 names[parent, entry.name] = number
@@ -292,13 +295,6 @@ class Recorder:
         for place in gone.values():
             if place not in names:
                 self.log.append(Entries(((*place, None),)))
-
-
-def _listed(folder: Path) -> list[os.DirEntry[str]]:
-    try:
-        return list(os.scandir(folder))
-    except FileNotFoundError:
-        return []
 
 
 # -- attaching processes ----------------------------------------------------------------------------------------------
