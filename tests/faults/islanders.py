@@ -23,6 +23,7 @@ import laconic
 from laconic import LocalSteps, Membership
 from tests.faults.victims import at_call
 from tests.support import launch
+from tests.support.sharded_net import full_parameters, shard
 
 EVERY = 3
 _WIDTH, _LAYERS = 11, 3
@@ -97,14 +98,17 @@ def _live(life: Life, rank: int, size: int, folder: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    local, model = _local_steps(life, size)
+    mesh, model = laconic.init_mesh("cpu", islands=1, nodes=1, local=size), make_model()
+    if size > 1:
+        shard(model, list(model.children()), mesh=mesh)
+    options = {"every": EVERY, "codec": "fp32", "membership": life.policy, **life.options}
+    local = LocalSteps(model, adamw(model), mesh=mesh, run_id="trust", **options)
     checkpoint = folder.parent / CHECKPOINT
     if checkpoint.exists():
         local.load_state_dict(torch.load(checkpoint))
     begun, number = local.enter(), local.number
     (folder / "entered").touch()
-    log = folder / f"rounds-{rank}.jsonl"
-    with log.open("w") as lines:
+    with (folder / f"rounds-{rank}.jsonl").open("w", buffering=1) as lines:
         while local.rounds < life.last:
             step, order = local.steps + 1, folder / STRIKE
             if rank == 0 and order.exists():
@@ -125,30 +129,15 @@ def _live(life: Life, rank: int, size: int, folder: Path) -> dict[str, Any]:
                 digest = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
                 seen = Round(local.rounds, report.step, report.num_islands, digest, report.exposed_s)
                 lines.write(json.dumps(seen) + "\n")
-                lines.flush()
             time.sleep(life.step_s)
     slot = local.slot
     local.leave()
     with local.outer_parameters():
-        outer = {name: _whole(parameter).tolist() for name, parameter in model.named_parameters()}
+        whole = full_parameters(model) if size > 1 else dict(model.named_parameters())
+        outer = {name: value.tolist() for name, value in whole.items()}
     if size == 1 and number == 0:
         torch.save(local.state_dict(), checkpoint)
     return {"number": number, "slot": slot, "begun": begun, "outer": outer}
-
-
-def _local_steps(life: Life, size: int) -> tuple[LocalSteps, nn.Module]:
-    mesh = laconic.init_mesh("cpu", islands=1, nodes=1, local=size)
-    model = make_model()
-    if size > 1:
-        for layer in model:  # type: ignore[attr-defined]
-            laconic.fully_shard(layer, mesh=mesh)
-        laconic.fully_shard(model, mesh=mesh)
-    options = {"every": EVERY, "codec": "fp32", **life.options}
-    return LocalSteps(model, adamw(model), mesh=mesh, run_id="trust", membership=life.policy, **options), model
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor() if isinstance(parameter, laconic.RaggedTensor) else parameter.detach()
 
 
 class Island:
@@ -181,7 +170,8 @@ class Island:
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all ranks."""
         for process in self.processes:
-            os.kill(process.pid, number)
+            if process.exitcode is None:
+                os.kill(process.pid, number)
 
     def strike(self, number: signal.Signals, call: int) -> None:
         """Let rank 0 send itself a signal at a call of laconic's functions, and the others at once after it."""
@@ -196,8 +186,7 @@ class Island:
 
     def kill(self) -> None:
         """End all ranks at once."""
-        for process in self.processes:
-            process.kill()
+        self.send(signal.SIGKILL)
         for process in self.processes:
             process.join()
 
@@ -232,9 +221,7 @@ def equal_rounds(islands: list[Island]) -> tuple[dict[int, int], list[int]]:
 
     Returns the number of members in each round, and the rounds in which islands differ.
     """
-    found: dict[int, set[tuple[str, int]]] = {}
-    for island in islands:
-        for each in island.rounds():
-            found.setdefault(each.number, set()).add((each.digest, each.num_islands))
-    members = {number: next(iter(same))[1] for number, same in found.items()}
-    return members, [number for number, same in found.items() if len(same) > 1]
+    found: dict[int, set[tuple[int, str]]] = {}
+    for each in (each for island in islands for each in island.rounds()):
+        found.setdefault(each.number, set()).add((each.num_islands, each.digest))
+    return {number: min(same)[0] for number, same in found.items()}, [n for n, same in found.items() if len(same) > 1]

@@ -120,8 +120,8 @@ class Victim:
         """Call `function(*arguments)` on every rank; its result is the exit code.
 
         Args:
-            function: at the top level of a module.
-            arguments: can be pickled.
+            function: at the top level of a module; `arguments` can be pickled.
+            arguments: of the function.
             place: the number of ranks.
             log: a new folder.
             instant: at which a rank stops.
@@ -131,13 +131,13 @@ class Victim:
         log.mkdir()
         port = free_port()
         store = None if rank_0_hosts else dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-        jobs = []
+        processes = []
         for rank in range(place.num_ranks):
             environment = torchrun_environment(rank, place.num_ranks, place.num_local, port)
             # Else a rank is a client of the store that the campaign hosts, as it would be of the agent's.
             environment["TORCHELASTIC_USE_AGENT_STORE"] = str(not rank_0_hosts)
-            jobs.append((function, tuple(arguments), environment, str(log), instant, grace_s))
-        return Victim(processes=[started(_be_rank, *job) for job in jobs], log=log, store=store)
+            processes.append(started(_be_rank, function, tuple(arguments), environment, str(log), instant, grace_s))
+        return Victim(processes=processes, log=log, store=store)
 
     def alive(self) -> list[int]:
         """The ranks that have not ended."""
@@ -162,9 +162,9 @@ class Victim:
         return True
 
     def wait(self, limit_s: float, ranks: Sequence[int] | None = None) -> list[int]:
-        """Wait until all ranks have ended, for `limit_s` seconds at most, and end the rest; return that rest.
+        """Wait until all ranks, or `ranks`, have ended, for `limit_s` seconds at most.
 
-        The stacks of the rest stand in the log. With `ranks`, only they are waited for.
+        Ends the rest, and returns those that were waited for; their stacks stand in the log.
         """
         awaited = [rank for rank in range(len(self.processes)) if ranks is None or rank in ranks]
         deadline_s = time.monotonic() + limit_s

@@ -32,6 +32,7 @@ from laconic.cyclic import CyclicDataParallel
 from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.faults.victims import GRACE_S, Instant, Place, Victim, tell
 from tests.support.record import Row
+from tests.support.sharded_net import shard
 
 Step = Callable[[], Any]
 _WIDTH = 33
@@ -41,9 +42,7 @@ def _trained(islands: int = 1) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
     mesh = laconic.init_mesh("cpu", islands=islands, local=1)
     model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(3)))
-    for layer in model:
-        laconic.fully_shard(layer, mesh=mesh)
-    laconic.fully_shard(model, mesh=mesh)
+    shard(model, list(model), mesh=mesh)
     return model, torch.optim.AdamW(model.parameters()), mesh
 
 
@@ -56,20 +55,14 @@ def _stepping(model: nn.Module, step: Step) -> Step:
     return run
 
 
-def _sharded(_: Path) -> Step:
-    model, optimizer, _ = _trained()
-    return _stepping(model, optimizer.step)
-
-
-def _replicas(_: Path) -> Step:
-    model, optimizer, _ = _trained(islands=2)
+def _replicas(islands: int) -> Step:
+    model, optimizer, _ = _trained(islands)
     return _stepping(model, optimizer.step)
 
 
 def _islands(_: Path) -> Step:
     model, optimizer, mesh = _trained(islands=2)
-    local = laconic.LocalSteps(model, optimizer, mesh=mesh, every=4, fragments=2)
-    return _stepping(model, local.step)
+    return _stepping(model, laconic.LocalSteps(model, optimizer, mesh=mesh, every=4, fragments=2).step)
 
 
 def _cyclic(_: Path) -> Step:
@@ -92,13 +85,10 @@ def _background(folder: Path) -> Step:
     return _stepping(model, lambda: saver.save(next(steps), model=model, optimizer=optimizer, extra={}))
 
 
-def _agreement(_: Path) -> Step:
-    return lambda: RankGroup().gather(["x" * 100, dist.get_rank()])
-
-
 STRATEGIES: dict[str, Callable[[Path], Step]] = {
-    "sharded": _sharded, "replicas": _replicas, "islands": _islands, "cyclic": _cyclic,
-    "checkpoints": _checkpoints, "background": _background, "agreement": _agreement,
+    "sharded": lambda _: _replicas(1), "replicas": lambda _: _replicas(2), "islands": _islands, "cyclic": _cyclic,
+    "checkpoints": _checkpoints, "background": _background,
+    "agreement": lambda _: lambda: RankGroup().gather(["x" * 100, dist.get_rank()]),
 }  # fmt: skip
 
 
@@ -122,24 +112,17 @@ NUM_RANKS = 4
 TIMEOUTS_S = {"kill": 60.0, "stop": 6.0, "loop": 6.0}
 """The timeout of the groups. After a kill the others must not need it."""
 _SLACK_S = 40.0  # for four processes to run on a busy machine; less than the timeout that a kill must not need
-_LOSSES, _QUICK_LOSSES = 210, 7
-_CALLS_EACH = 37  # between two instants
-_AT_ONCE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
     """The behaviour of the other ranks after one rank was lost."""
 
-    strategy: str
     kind: str
-    rank: int
     hanging: tuple[int, ...]
     """The ranks that had not ended by themselves."""
     silent: tuple[int, ...]
     """The ranks that a kill ended without the name of the lost rank."""
-    wall_s: float
-    """The seconds until the last rank ended."""
     printed: tuple[str, ...]
 
 
@@ -152,40 +135,32 @@ def lose(strategy: str, kind: str, rank: int, call: int, cause_s: float | None =
         arguments = (strategy, Path(folder) / "checkpoints", TIMEOUTS_S[kind], cause_s)
         victim = Victim.start(live, arguments, place, Path(folder) / "log", instant=instant)
         assert victim.reaches_instant(), [victim.text(each) for each in range(NUM_RANKS)]
-        begun = time.monotonic()
         if kind == "kill":
             victim.send(signal.SIGKILL, [rank])
         left = victim.wait((0 if kind == "kill" else TIMEOUTS_S[kind]) + GRACE_S + _SLACK_S, others)
         printed = tuple(victim.text(each)[-20_000:] for each in range(NUM_RANKS))
-    silent = [each for each in others if kind == "kill" and f"rank {rank} is gone" not in printed[each]]
-    return Loss(
-        strategy=strategy, kind=kind, rank=rank, hanging=tuple(left), silent=tuple(silent),
-        wall_s=time.monotonic() - begun, printed=printed,
-    )  # fmt: skip
+    silent = (each for each in others if kind == "kill" and f"rank {rank} is gone" not in printed[each])
+    return Loss(kind=kind, hanging=tuple(left), silent=tuple(silent), printed=printed)
 
 
 @campaign_row("waits")
 def row(bench: Bench) -> Row:
-    """Lose ranks of all strategies in all ways."""
-    ways = list(product(TIMEOUTS_S, STRATEGIES))
-    cases = []
-    for number in range(_QUICK_LOSSES if bench.quick else _LOSSES):
-        kind, strategy = ways[number % len(ways)]
-        cases.append((strategy, kind, number % NUM_RANKS, 1 + _CALLS_EACH * number))
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    """Lose ranks of all strategies in all ways, each at 37 calls after the one before."""
+    num, ways = 7 if bench.quick else 210, list(product(STRATEGIES, TIMEOUTS_S))
+    cases = [(*ways[number % len(ways)], number % NUM_RANKS, 1 + 37 * number) for number in range(num)]
+    with ThreadPoolExecutor(3) as pool:
         losses = list(pool.map(lose, *zip(*cases, strict=True)))
-    for loss in losses:
+    for case, loss in zip(cases, losses, strict=True):
         if loss.hanging or loss.silent:
-            print(loss, *loss.printed, sep="\n---\n", flush=True)
-    longest = max(loss.wall_s for loss in losses)
+            print(case, *loss.printed, sep="\n---\n", flush=True)
     return faults_row(
         claim="ranks in library use that lose another rank (SIGKILL, SIGSTOP, an endless loop), all strategies",
-        tried=len(losses),
-        at_least=_QUICK_LOSSES if bench.quick else _LOSSES,
+        tried=num,
+        at_least=num,
         harms={
             "hang beyond the timeout": sum(bool(loss.hanging) for loss in losses),
             "do not name the rank that was killed": sum(bool(loss.silent) for loss in losses),
         },
         note=f"Four ranks; the groups' timeout is {TIMEOUTS_S['stop']:g} s, but 60 s where ranks are killed: there the "
-        f"others must not need it; grace {GRACE_S:g} s. The longest took {longest:.1f} s.",
+        f"others must not need it; grace {GRACE_S:g} s.",
     )

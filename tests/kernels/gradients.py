@@ -21,8 +21,7 @@ from torch import Tensor
 
 from laconic.codec import lossless_gradients_triton
 from laconic.codec.lossless_gradients import BLOCK, CODED_DTYPES, decode, encode
-from tests.kernels.interpreted import on_device
-from tests.kernels.lossless import takes
+from tests.kernels.interpreted import Comparisons, on_device, takes
 from tests.support.patterns import with_mean, with_outside
 
 KERNELS = ("_measure", "_write", "_count_live", "_count_outside", "_read")
@@ -90,7 +89,7 @@ def _samples() -> Iterator[tuple[str, Tensor]]:
         yield f"a mean {num} / 256 above a whole number", with_mean(num)
 
 
-def _both() -> Iterator[tuple[str, bool]]:
+def _both() -> Comparisons:
     for case, values in _samples():
         message = encode(values).read()
         own, apart = guarded(values, at_end=True), guarded(message, at_end=True)
@@ -104,7 +103,7 @@ def _both() -> Iterator[tuple[str, bool]]:
         yield f"{case}, decode", same(out, values)
 
 
-def _damaged() -> Iterator[tuple[str, bool]]:
+def _damaged() -> Comparisons:
     """Nothing but other values comes of a damaged message that is no shorter than its tops, nor longer than values."""
     draw, changed = random.Random(0), 0
     for index in range(60):
@@ -139,8 +138,8 @@ def takes_a_piece() -> dict[str, dict[str, int]]:
     values = torch.randn(2 * PROGRAM).to(torch.bfloat16)
     message, out = encode(values).read(), torch.empty_like(values)
     return {
-        "encode": takes(lambda: encode(values), lossless_gradients_triton, KERNELS),
-        "decode": takes(lambda: decode(message, out), lossless_gradients_triton, KERNELS),
+        "encode": takes(lambda: encode(values), {lossless_gradients_triton: KERNELS}),
+        "decode": takes(lambda: decode(message, out), {lossless_gradients_triton: KERNELS}),
     }
 
 

@@ -8,9 +8,13 @@ themselves.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -35,12 +39,21 @@ _CODECS = {**CODECS, **{f"{name} of weights": each for name, each in WEIGHT_CODE
 _TIES = {"int8": 127, "int4": 7, "int3": 3, "int2": 3, "e2m1": 12, "e3m0": 64, "nf4": 1}
 """The largest whole number of a code, which gives a block a step of one; halves between are ties."""
 
-Difference = tuple[str, Any]
+Comparisons = Iterator[tuple[str, bool]]
+"""What is compared, and whether a kernel and its twin agree."""
 
 
 def on_device(stack: ExitStack) -> None:
     """Let laconic take tensors for those of a GPU, so that it dispatches to kernels."""
     stack.enter_context(mock.patch.object(Tensor, "is_cuda", True))
+
+
+def both(run: Callable[[], Any]) -> tuple[Any, Any]:
+    """What a function returns, and what it returns with kernels."""
+    plain = run()
+    with ExitStack() as stack:
+        on_device(stack)
+        return plain, run()
 
 
 def dot_in_order(builder: Any, left: Any, right: Any, total: Any, *_: Any) -> Any:
@@ -58,11 +71,8 @@ def same(one: Tensor, other: Tensor) -> bool:
     """Whether numbers have equal bits, but for those of NaN."""
     is_number = ~one.isnan()
     same_nan = bool((is_number == ~other.isnan()).all())
-    return same_nan and torch.equal(one[is_number], other[is_number]) and _same_signs(one[is_number], other[is_number])
-
-
-def _same_signs(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.signbit(), other.signbit())
+    numbers, others = one[is_number], other[is_number]
+    return same_nan and torch.equal(numbers, others) and torch.equal(numbers.signbit(), others.signbit())
 
 
 # -- blocked codecs ----------------------------------------------------------------------------------------------------
@@ -80,28 +90,41 @@ def _values(codec: BlockCodec, numel: int, case: str) -> Tensor:
     return values
 
 
-def _coded(codec: BlockCodec, numel: int, case: str, dtype: torch.dtype, *, rotates: bool) -> Iterator[Difference]:
-    """Yield each comparison of a kernel with its chain, and None or what differs."""
+def _coded(codec: BlockCodec, numel: int, case: str, dtype: torch.dtype, *, rotates: bool) -> Comparisons:
     values, base = _values(codec, numel, case).to(dtype), torch.randn(numel).to(dtype)
-    size = codec.payload_bytes(numel + -numel % 32 if rotates else numel)
-    payload = torch.empty(size, dtype=torch.uint8)
-    for less in (None, base):
-        codec.encode_into(payload, values, less, check=False, rotates=rotates)
-        own = torch.full_like(payload, 77)
-        with ExitStack() as stack:
-            on_device(stack)
-            codec.encode_into(own, values, less, check=False, rotates=rotates)
-        yield "encode" if less is None else "difference", torch.equal(own, payload)
+    payload = torch.full((codec.payload_bytes(numel + -numel % 32 if rotates else numel),), 77, dtype=torch.uint8)
+
+    def encode(less: Tensor | None) -> Tensor:
+        codec.encode_into(found := payload.clone(), values, less, check=False, rotates=rotates)
+        return found
+
+    def decode(adds: bool) -> Tensor:
+        codec.decode_into(out := base.clone(), coded, adds=adds, rotates=rotates)
+        return out
+
+    for less in (base, None):
+        coded, own = both(lambda less=less: encode(less))  # type: ignore[misc]
+        yield "encode" if less is None else "difference", torch.equal(own, coded)
     for adds in (False, True):
-        out, expected = base.clone(), base.clone()
-        codec.decode_into(expected, payload, adds=adds, rotates=rotates)
-        with ExitStack() as stack:
-            on_device(stack)
-            codec.decode_into(out, payload, adds=adds, rotates=rotates)
-        yield "sum" if adds else "decode", same(out, expected)
+        yield "sum" if adds else "decode", same(*both(lambda adds=adds: decode(adds)))  # type: ignore[misc]
 
 
-def _bad_blocks(codec: BlockCodec, *, rotates: bool) -> Iterator[Difference]:
+def _other_calls(codec: BlockCodec) -> Comparisons:
+    """What else a codec offers: codes without a payload, checks, and no values at all."""
+    values = torch.randn(1000)
+
+    def run() -> list[Tensor]:
+        codes, steps = codec.quantize(values)
+        codec.dequantize_into(out := torch.empty(1000), codes, steps)
+        codec.encode_into(payload := torch.full((codec.payload_bytes(1000),), 77, dtype=torch.uint8), values)
+        codec.encode_into(nothing := torch.empty(0, dtype=torch.uint8), values[:0], check=False)
+        codec.decode_into(out[:0], nothing)
+        return [codes, steps, out, payload, codec.decode(payload, 1000)]
+
+    yield "other calls", all(map(torch.equal, *both(run)))
+
+
+def _bad_blocks(codec: BlockCodec, *, rotates: bool) -> Comparisons:
     """Blocks with NaN or infinity decode to NaN, and others stay as they are."""
     values = torch.randn(3 * codec.block)
     values[5], values[2 * codec.block] = torch.nan, -torch.inf
@@ -114,19 +137,25 @@ def _bad_blocks(codec: BlockCodec, *, rotates: bool) -> Iterator[Difference]:
     yield "NaN and infinity", bool(is_nan[0].all() and is_nan[2].all() and not is_nan[1].any())
 
 
-def _blocked() -> Iterator[tuple[str, Difference]]:
+def _named(name: str, comparisons: Comparisons) -> Comparisons:
+    return ((f"{name}, {what}", is_same) for what, is_same in comparisons)
+
+
+def _blocked() -> Comparisons:
     for name, codec in _CODECS.items():
-        if not isinstance(codec, BlockCodec) or not codec.has_kernels:
+        if not isinstance(codec, BlockCodec):
             continue
+        yield from _named(name, _other_calls(codec))
         for rotates in (False, True) if codec in CODECS.values() else (False,):
+            if not codec.has_kernels:
+                continue
             told = f"{name} rotated" if rotates else name
             for numel in _NUMELS:
                 for case in _CASES if numel == 1000 else ("usual",):
                     for dtype in _DTYPES if case in ("usual", "ties") else (torch.float32,):
-                        for what, is_same in _coded(codec, numel, case, dtype, rotates=rotates):
-                            yield told, ((what, numel, case, str(dtype)), is_same)  # type: ignore[misc]
-            for what, is_same in _bad_blocks(codec, rotates=rotates):
-                yield told, ((what,), is_same)  # type: ignore[misc]
+                        coded = _coded(codec, numel, case, dtype, rotates=rotates)
+                        yield from _named(f"{told}, {numel}, {case}, {dtype}", coded)
+            yield from _named(told, _bad_blocks(codec, rotates=rotates))
 
 
 # -- scaled formats ----------------------------------------------------------------------------------------------------
@@ -157,15 +186,11 @@ def _numbers(form: ScaledFormat) -> Tensor:
     return torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
-def _scaled_both(form: ScaledFormat, shape: tuple[int, int], case: str, dtype: torch.dtype) -> Iterator[Difference]:
+def _scaled_both(form: ScaledFormat, shape: tuple[int, int], case: str, dtype: torch.dtype) -> Comparisons:
     matrix = _matrix(form, shape, case).to(dtype)
     scale = form.matrix_scale(form.largest_of(matrix)) if form.has_matrix_scale else None
-    codes, scales = form.quantize(matrix, scale)
-    decoded = form.dequantize(codes, scales, scale, dtype)
-    with ExitStack() as stack:
-        on_device(stack)
-        own_codes, own_scales = form.quantize(matrix, scale)
-        own_decoded = form.dequantize(codes, scales, scale, dtype)
+    (codes, scales), (own_codes, own_scales) = both(lambda: form.quantize(matrix, scale))
+    decoded, own_decoded = both(lambda: form.dequantize(codes, scales, scale, dtype))
     yield "scales", same(own_scales.float(), scales.float())
     is_number = ~decoded.isnan()  # the sign of a NaN is the device's
     if form.is_packed:
@@ -175,26 +200,22 @@ def _scaled_both(form: ScaledFormat, shape: tuple[int, int], case: str, dtype: t
     yield "decode", same(own_decoded, decoded)
 
 
-def _scaled() -> Iterator[tuple[str, Difference]]:
+def _scaled() -> Comparisons:
     for name, form in SCALED_FORMATS.items():
         for shape in _MATRICES:
             for case in (*_CASES, "zero", "NaN", "infinity") if shape == _MATRICES[-1] else ("usual", "ties"):
                 for dtype in _DTYPES:
-                    for what, is_same in _scaled_both(form, shape, case, dtype):
-                        yield name, ((what, shape, case, str(dtype)), is_same)  # type: ignore[misc]
+                    yield from _named(f"{name}, {shape}, {case}, {dtype}", _scaled_both(form, shape, case, dtype))
     for bits in torch.arange(2**16).split(2**12):  # every bf16 number once, as e4m3 and as e2m1
         values = (bits << 16).to(torch.int32).view(torch.float32).nan_to_num(0.0, 0.0, 0.0).clamp(-448, 448)
         for name in ("fp8_1x128", "nvfp4"):
             form = SCALED_FORMATS[name]
             matrix = values.view(-1, form.width) / (448 / 6 if form.is_packed else 1)
             matrix[:, 0] = 6.0 if form.is_packed else 448.0
-            with_scale = torch.tensor(1.0) if form.is_packed else None
-            with ExitStack() as stack:
-                on_device(stack)
-                own = form.quantize(matrix, with_scale)
-            pairs = zip(own, form.quantize(matrix, with_scale), strict=True)
+            scale = torch.tensor(1.0) if form.is_packed else None
+            pairs = zip(*both(lambda f=form, m=matrix, s=scale: f.quantize(m, s)), strict=True)  # type: ignore[misc]
             is_same = all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
-            yield name, (("every bf16 number", int(bits[0])), is_same)
+            yield f"{name}, every bf16 number from {int(bits[0])}", is_same
 
 
 # -- kernels a piece ---------------------------------------------------------------------------------------------------
@@ -212,57 +233,75 @@ class Launches(TorchDispatchMode):
             self.told.append(func.name())
         return func(*args, **(kwargs or {}))
 
-    def of(self, kernel: Any) -> Any:
-        """The kernel, whose launches are counted and not run."""
-        launches = mock.MagicMock()
-        launches.__getitem__.side_effect = lambda _: lambda *args, **kwargs: self.told.append("triton")
-        return launches
+
+class _Counted:
+    """A kernel whose launches are counted, and which does not count what the interpreter does."""
+
+    def __init__(self, kernel: Any, launches: Launches) -> None:
+        self._kernel, self._launches = kernel, launches
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def run(*args: Any, **options: Any) -> None:
+            told = list(self._launches.told)
+            self._kernel[grid](*args, **options)
+            self._launches.told[:] = [*told, "triton"]
+
+        return run
 
 
-def _launched(run: Callable[[], object]) -> list[str]:
-    run()  # constants of the codec are made once
+def takes(run: Callable[[], object], kernels: Mapping[ModuleType, Sequence[str]]) -> dict[str, int]:
+    """What `run` takes of a device: kernels of modules, "triton", other operations, and the reads of the host."""
     launches = Launches()
+    told, to_list = Counter[str](), Tensor.tolist
+
+    def read(tensor: Tensor) -> Any:
+        told["reads of the host"] += 1
+        return to_list(tensor)
+
     with ExitStack() as stack:
         on_device(stack)
-        for module in (blocked_triton, scaled_triton):
-            for name in ("_encode", "_decode"):
-                stack.enter_context(mock.patch.object(module, name, launches.of(getattr(module, name))))
-        run()
+        for module, names in kernels.items():
+            for name in names:
+                stack.enter_context(mock.patch.object(module, name, _Counted(getattr(module, name), launches)))
+        run()  # constants are made once
         launches.told.clear()
+        stack.enter_context(mock.patch.object(Tensor, "tolist", read))
         stack.enter_context(launches)
         run()
-    return launches.told
+    for name in launches.told:
+        told["triton" if name == "triton" else "reads of the host" if "scalar_dense" in name else name] += 1
+    return dict(told)
 
 
 def kernels_a_piece() -> dict[str, int]:
     """The kernels that coding takes: a piece of a message in each codec, and a matrix in each format."""
-    found: dict[str, int] = {}
-    for name, codec in CODECS.items():
+    runs: dict[str, Callable[[], object]] = {}
+    for (name, codec), rotates in itertools.product(CODECS.items(), (False, True)):
         if not isinstance(codec, BlockCodec) or not codec.has_kernels:
             continue
-        for rotates in (False, True):
-            told = f"{name} rotated" if rotates else name
-            pieces = pieces_of([(0, 1001, False)], codec, plain=torch.float32, device_type="cuda", rotates=rotates)
-            payload, values = Payload([pieces], [1001]), torch.randn(1001).bfloat16()
-            message, base, out = torch.empty(payload.nbytes, dtype=torch.uint8), torch.randn(1001), torch.randn(1001)
-            runs: dict[str, Callable[[], object]] = {
-                "encode": lambda p=payload, v=values, m=message: p.encode(0, lambda _: v, m),
-                "difference": lambda p=payload, v=values, m=message, b=base: p.encode(
-                    0, lambda _: v, m, base=lambda _: b
-                ),
-                "decode": lambda p=payload, m=message: list(p.decode(0, m)),
-                "sum": lambda p=payload, m=message, o=out: p.decode_into(0, m, o, adds=True),
-            }
-            found |= {f"{told}, {what}": len(_launched(run)) for what, run in runs.items()}
+        told = f"{name} rotated" if rotates else name
+        pieces = pieces_of([(0, 1001, False)], codec, plain=torch.float32, device_type="cuda", rotates=rotates)
+        payload, values = Payload([pieces], [1001]), torch.randn(1001).bfloat16()
+        message, base, out = torch.empty(payload.nbytes, dtype=torch.uint8), torch.randn(1001), torch.randn(1001)
+        runs |= {
+            f"{told}, encode": partial(payload.encode, 0, lambda _, v=values: v, message),  # type: ignore[misc]
+            f"{told}, difference": partial(
+                payload.encode,
+                0,
+                lambda _, v=values: v,
+                message,
+                base=lambda _, b=base: b,  # type: ignore[misc]
+            ),
+            f"{told}, decode": lambda p=payload, m=message: list(p.decode(0, m)),  # type: ignore[misc]
+            f"{told}, sum": partial(payload.decode_into, 0, message, out, adds=True),
+        }
     for name, form in SCALED_FORMATS.items():
         matrix = torch.randn(130, 48).bfloat16()
         scale = form.matrix_scale(form.largest_of(matrix)) if form.has_matrix_scale else None
-        codes, scales = form.quantize(matrix, scale)
-        found[f"{name}, encode"] = len(_launched(lambda f=form, m=matrix, s=scale: f.quantize(m, s)))  # type: ignore[misc]
-        found[f"{name}, decode"] = len(
-            _launched(lambda f=form, c=codes, a=scales, s=scale: f.dequantize(c, a, s, torch.bfloat16))  # type: ignore[misc]
-        )
-    return found
+        runs[f"{name}, encode"] = partial(form.quantize, matrix, scale)
+        runs[f"{name}, decode"] = partial(form.dequantize, *form.quantize(matrix, scale), scale, torch.bfloat16)
+    kernels = dict.fromkeys((blocked_triton, scaled_triton), ("_encode", "_decode"))
+    return {name: sum(takes(run, kernels).values()) for name, run in runs.items()}
 
 
 # -- AdamW8bit ---------------------------------------------------------------------------------------------------------
@@ -283,21 +322,16 @@ def _stepped(dtype: torch.dtype, *, by_kernel: bool) -> list[Tensor]:
     return moments if dtype is torch.bfloat16 else [*(each.detach() for each in parameters), *moments]
 
 
-def _optimizers() -> Iterator[tuple[str, Difference]]:
+def _optimizers() -> Comparisons:
     for dtype in _DTYPES:
-        pairs = zip(_stepped(dtype, by_kernel=False), _stepped(dtype, by_kernel=True), strict=True)
-        for index, (one, other) in enumerate(pairs):
-            yield f"AdamW8bit, {dtype}", ((index,), torch.equal(one, other))  # type: ignore[misc]
+        for index, pair in enumerate(zip(*(_stepped(dtype, by_kernel=own) for own in (False, True)), strict=True)):
+            yield f"AdamW8bit, {dtype}, {index}", torch.equal(*pair)
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
     np.seterr(all="ignore")  # quotients of NaN and infinity are meant
-    compared, different = 0, {}  # type: ignore[var-annotated]
     with mock.patch.object(InterpreterBuilder, "create_dot", dot_in_order):
-        for sort in (_blocked(), _scaled(), _optimizers()):
-            for name, (what, is_same) in sort:
-                compared += 1
-                if not is_same:
-                    different.setdefault(name, []).append(what)
-    print(json.dumps({"compared": compared, "different": different, "kernels_a_piece": kernels_a_piece()}))
+        results = [*_blocked(), *_scaled(), *_optimizers()]
+    different = [name for name, is_same in results if not is_same]
+    print(json.dumps({"compared": len(results), "different": different, "kernels_a_piece": kernels_a_piece()}))

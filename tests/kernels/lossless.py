@@ -7,11 +7,8 @@ kernels of triton, the operations of torch that are kernels, too, and the times 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from types import ModuleType
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -22,7 +19,7 @@ from triton.runtime.interpreter import interpreter_builder
 from laconic.codec import lossless, lossless_triton
 from laconic.codec.contexts import TILE
 from laconic.codec.lossless import decode, decode_in_pieces, encode, encode_in_pieces, last_difference
-from tests.kernels.interpreted import Launches, on_device
+from tests.kernels.interpreted import Comparisons, both, on_device, takes
 from tests.support.patterns import DTYPES, WILD, bits_of, form_of, random_patterns, trained
 
 KERNELS = ("_sample", "_choose", "_write", "_gather", "_find", "_read")
@@ -55,21 +52,20 @@ def _versions() -> Iterator[tuple[str, str, Versions]]:
         yield "bfloat16", f"wild values among {step:g}", (held, new, last_difference(before, held))
 
 
-def _both() -> Iterator[tuple[str, bool]]:
+def _both() -> Comparisons:
     for name, case, (held, new, last) in _versions():
         form = form_of(name)
-        payload = encode(held, new, last, form=form)
+        payload, own = both(lambda h=held, n=new, a=last, f=form: encode(h, n, a, form=f))  # type: ignore[misc]
+        yield f"{name}, {case}, encode", torch.equal(own, payload)
         apart = torch.zeros(len(payload) + 3, dtype=torch.uint8)
         apart[3:] = payload
         with ExitStack() as stack:
             on_device(stack)
-            own = encode(held, new, last, form=form)
             decoded = decode(held, apart[3:], last, form=form)  # at an odd address
-        yield f"{name}, {case}, encode", torch.equal(own, payload)
         yield f"{name}, {case}, decode", torch.equal(bits_of(decoded), bits_of(new))
 
 
-def _backwards() -> Iterator[tuple[str, bool]]:
+def _backwards() -> Comparisons:
     """Programs that run from the last to the first: whichever finishes last does what is left to do."""
     before, held, new = trained("bfloat16", _LONG, 1e-3)
     last, forwards = last_difference(before, held), interpreter_builder.set_grid_idx
@@ -84,29 +80,27 @@ def _backwards() -> Iterator[tuple[str, bool]]:
         yield "backwards, encode", torch.equal(encode(held, new, last), payload)
 
 
-def _pieces() -> Iterator[tuple[str, bool]]:
+def _pieces() -> Comparisons:
     """Messages of several pieces, decoded in place."""
     with mock.patch.multiple(lossless, HOST_PIECE_NUMEL=2 * TILE, DEVICE_PIECE_NUMEL=2 * TILE):
         _, held, new = trained("bfloat16", 2 * TILE + _SHORT, 1e-4)
+        yield "pieces, encode", torch.equal(*both(lambda: encode_in_pieces(held, new).read()))
         message, copy = encode_in_pieces(held, new).read(), held.clone()
         with ExitStack() as stack:
             on_device(stack)
-            own = encode_in_pieces(held, new).read()
-            decode_in_pieces(copy, own)
-        yield "pieces, encode", torch.equal(own, message)
+            decode_in_pieces(copy, message)
         yield "pieces, decode", torch.equal(bits_of(copy), bits_of(new))
 
 
-def _damaged() -> Iterator[tuple[str, bool]]:
+def _damaged() -> Comparisons:
     """Nothing but a ValueError or other values comes of a damaged payload."""
     before, held, new = trained("bfloat16", 1500, 1e-3)
     last, refused = last_difference(before, held), 0
     payload, generator = encode(held, new, last), torch.Generator().manual_seed(0)
     for _ in range(24):
         bad = payload.clone()
-        bad[int(torch.randint(len(bad), (1,), generator=generator))] ^= 1 << int(
-            torch.randint(8, (1,), generator=generator)
-        )
+        place, bit = (int(torch.randint(most, (1,), generator=generator)) for most in (len(bad), 8))
+        bad[place] ^= 1 << bit
         with ExitStack() as stack:
             on_device(stack)
             try:
@@ -114,45 +108,6 @@ def _damaged() -> Iterator[tuple[str, bool]]:
             except ValueError:
                 refused += 1
     yield "damage is noticed", refused > 2
-
-
-class _Counted:
-    """A kernel whose launches are counted, and which does not count what the interpreter does."""
-
-    def __init__(self, kernel: Any, launches: Launches) -> None:
-        self._kernel, self._launches = kernel, launches
-
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        def run(*args: Any, **options: Any) -> None:
-            told = list(self._launches.told)
-            self._kernel[grid](*args, **options)
-            self._launches.told[:] = [*told, "triton"]
-
-        return run
-
-
-def takes(run: Callable[[], object], module: ModuleType, kernels: Sequence[str]) -> dict[str, int]:
-    """What `run` takes of a device: the kernels of a module, "triton", other operations, and the reads of the host."""
-    launches = Launches()
-    told, to_list = Counter[str](), Tensor.tolist
-
-    def read(tensor: Tensor) -> Any:
-        told["reads of the host"] += 1
-        return to_list(tensor)
-
-    with ExitStack() as stack:
-        on_device(stack)
-        for name in kernels:
-            kernel = _Counted(getattr(module, name), launches)
-            stack.enter_context(mock.patch.object(module, name, kernel))
-        run()  # constants are made once
-        launches.told.clear()
-        stack.enter_context(mock.patch.object(Tensor, "tolist", read))
-        stack.enter_context(launches)
-        run()
-    for name in launches.told:
-        told["triton" if name == "triton" else "reads of the host" if "scalar_dense" in name else name] += 1
-    return dict(told)
 
 
 def takes_a_piece() -> dict[str, dict[str, int]]:
@@ -166,7 +121,7 @@ def takes_a_piece() -> dict[str, dict[str, int]]:
         "encode a message": lambda: encode_in_pieces(held, new),
         "decode a message": lambda: decode_in_pieces(copy, message, faults=[]),
     }
-    return {way: takes(run, lossless_triton, KERNELS) for way, run in runs.items()}
+    return {way: takes(run, {lossless_triton: KERNELS}) for way, run in runs.items()}
 
 
 if __name__ == "__main__":

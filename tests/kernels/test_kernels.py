@@ -89,7 +89,7 @@ def test_kernels_compile_and_take_little(
 
 def test_kernels_of_codecs_have_the_bits_of_their_twins() -> None:
     found = told("tests.kernels.interpreted", TRITON_INTERPRET="1", timeout_s=280)
-    assert found["different"] == {}
+    assert found["different"] == []
     assert found["compared"] > 1000
     assert set(found["kernels_a_piece"].values()) == {1}
 
@@ -114,7 +114,3 @@ def test_gradient_kernels_have_the_bytes_of_their_twin() -> None:
     assert found["takes"] == {
         "encode": {"triton": 2, "aten::cumsum": 1}, "decode": {"triton": 3, "aten::cumsum": 2},
     }, "and no read of the host"  # fmt: skip
-
-
-def test_a_codec_calls_its_kernels_once_for_tensors_on_cuda() -> None:
-    assert told("tests.kernels.chosen", TRITON_INTERPRET="1") == {}

@@ -47,7 +47,7 @@ PROGRAMS = Watch(arguments=("-m", "tests.rehearse.programs"))
 """Runs each rehearsed program once, which test_order.py and test_without_values.py do many times."""
 WATCHES = (
     PROGRAMS,
-    *(_in_interpreter(f"tests.kernels.{each}") for each in ("interpreted", "lossless", "gradients", "chosen")),
+    *(_in_interpreter(f"tests.kernels.{each}") for each in ("interpreted", "lossless", "gradients")),
     watched_tests(
         "tests/rehearse/test_accelerator.py",
         "tests/codec/test_on_device.py",
