@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,36 +26,41 @@ BENCHMARK: Benchmark[Bench] = Benchmark(
     module="tests.faults",
     prepare=lambda options: Bench(out=options.out, quick=options.quick),
 )
-campaign_row = BENCHMARK.row
-"""Registers the function below it as a campaign; its section in RESULTS.md is `trust` if none is given."""
+Found = tuple[int, Iterable[str], str]
+"""The number of faults that were tried, the harms, each a text that begins with its kind, and a note."""
 
 
-def harms_of(found: Iterable[str], kinds: Iterable[str]) -> dict[str, int]:
-    """Print all harms that were found, and count them by the kind that each text begins with."""
-    texts = list(found)
-    for text in texts:
-        print(text, flush=True)
-    return {kind: sum(text.startswith(kind) for text in texts) for kind in kinds}
-
-
-def faults_row(
-    *, claim: str, tried: int, at_least: int, harms: Mapping[str, int], note: str = "", measures: tuple[str, ...] = ()
-) -> Row:
-    """Return the row of a campaign.
+def campaign(
+    key: str, claim: str, *, at_least: int, harms: Sequence[str], section: str = "", measures: tuple[str, ...] = ()
+) -> Callable[[Callable[[Bench], Found]], Callable[[Bench], Found]]:
+    """Register the function below as a campaign.
 
     Args:
-        claim: the faults that the campaign tries, and the promise.
-        tried: the number of faults that it tried.
+        key: of its row.
+        claim: the faults that it tries, and the promise.
         at_least: the number of faults that the promise asks for.
-        harms: the number of faults with each kind of harm, by its name; the promise is 0 of each.
-        note: the method, and the reason for a shortfall.
+        harms: the kinds of harm; the promise is 0 of each.
+        section: of RESULTS.md. Default: `trust`.
         measures: see `Row`.
     """
-    return Row(
-        claim=claim,
-        required=f">= {at_least:,} tried; {', '.join(f'0 {harm}' for harm in harms)}",
-        measured=f"{tried:,} tried; {', '.join(f'{count} {harm}' for harm, count in harms.items())}",
-        is_met=tried >= at_least and not any(harms.values()),
-        note=note,
-        measures=measures,
-    )
+
+    def register(try_all: Callable[[Bench], Found]) -> Callable[[Bench], Found]:
+        @BENCHMARK.row(key, section=section)
+        def row(bench: Bench) -> Row:
+            tried, found, note = try_all(bench)
+            texts = list(found)
+            for text in texts:
+                print(text, flush=True)
+            counts = (f"{sum(text.startswith(harm) for text in texts):,} {harm}" for harm in harms)
+            return Row(
+                claim=claim,
+                required=f">= {at_least:,} tried; {', '.join(f'0 {harm}' for harm in harms)}",
+                measured=f"{tried:,} tried; {', '.join(counts)}",
+                is_met=tried >= (1 if bench.quick else at_least) and not texts,
+                note=note,
+                measures=measures,
+            )
+
+        return try_all
+
+    return register

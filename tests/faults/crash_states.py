@@ -11,9 +11,8 @@ from pathlib import Path
 
 from laconic import checkpoint
 from tests.faults import saves
-from tests.faults.bench import Bench, campaign_row, faults_row, harms_of
+from tests.faults.bench import Bench, Found, campaign
 from tests.faults.power_loss import Recorder, State, crash_states, sampled_states, undisturbed
-from tests.support.record import Row
 
 KINDS = (*saves.STEPS, *saves.JOBS)
 LIMIT = 64
@@ -76,21 +75,17 @@ def on_disk(state: State) -> Iterator[Path]:
         yield Path(name)
 
 
-@campaign_row("crash-states")
-def row(bench: Bench) -> Row:
-    """Count the states of all kinds of saves that do harm."""
+@campaign(
+    "crash-states",
+    "states that a power cut may leave of a save; not loadable, or loaded differing",
+    at_least=1000,
+    harms=HARMS,
+)
+def power_cuts(bench: Bench) -> Found:
+    """Load each state: the newest checkpoint, or the one whose save was under way, equal to the bit, and no warning."""
     numbers, harmed = {}, list[str]()
     for kind, recorder in saves.record(list(KINDS), bench.out / "crash-states").items():
         states = sampled_states(recorder, 40) if bench.quick else crash_states(recorder, limit=LIMIT)
         numbers[kind], found = tally(recorder, states)
         harmed += found
-    return faults_row(
-        claim="states that a power cut may leave of a save; not loadable, or loaded differing",
-        tried=sum(numbers.values()),
-        at_least=1,
-        harms=harms_of(harmed, HARMS),
-        note=f"Distinct states by kind of save: {', '.join(f'{kind} {num:,}' for kind, num in numbers.items())}. Each "
-        "is loaded, and must give the newest checkpoint or the one whose save was under way, equal to the bit and "
-        "without a warning. On top of each eighth another save follows. Instants with more than "
-        f"{LIMIT} states are sampled, as the module `power_loss` says.",
-    )
+    return sum(numbers.values()), harmed, f"By kind of save: {numbers}. Instants with over {LIMIT} states are sampled."

@@ -33,8 +33,7 @@ from laconic.hf.tokenizer import ByteTokenizer
 from laconic.store.files import remove
 from laconic.train.loggers import JsonlLogger
 from tests.faults import saves
-from tests.faults.bench import Bench, campaign_row, faults_row, harms_of
-from tests.support.record import Row
+from tests.faults.bench import Bench, Found, campaign
 
 _PAGE = 4096
 EDITS: dict[str, Callable[[bytes, int, random.Random], bytes]] = {
@@ -157,9 +156,14 @@ def tally(folder: Path, count: int, *, seed: int = 0) -> tuple[Counter[str], lis
     return kinds, [f"{harm}, {what}" for what, harm in found if harm]
 
 
-@campaign_row("checkpoint-damage")
-def checkpoints(bench: Bench) -> Row:
-    """Count the mutations of the files of checkpoints that do harm."""
+@campaign(
+    "checkpoint-damage",
+    "damage to any file of a checkpoint: a warning, and the checkpoint before",
+    at_least=2000,
+    harms=HARMS,
+)
+def checkpoints(bench: Bench) -> Found:
+    """Mutate the files of checkpoints."""
     root, count = bench.out / "checkpoint-damage", 40 if bench.quick else NUM_MUTATIONS
     kinds, harmed = Counter[str](), []
     runs = ["one rank", "ranks", "islands", "cyclic"]
@@ -168,13 +172,7 @@ def checkpoints(bench: Bench) -> Row:
         found, harms = tally(root / run / saves.RUN, count // len(runs), seed=seed)
         kinds += found
         harmed += harms
-    return faults_row(
-        claim="damage to any file of a checkpoint: a warning, and the checkpoint before",
-        tried=kinds.total(),
-        at_least=2000,
-        harms=harms_of(harmed, HARMS),
-        note=f"Of checkpoints of {', '.join(runs)}: {', '.join(f'{kind} {n:,}' for kind, n in sorted(kinds.items()))}.",
-    )
+    return kinds.total(), harmed, f"Of {', '.join(runs)}: {dict(kinds)}."
 
 
 # -- a job's files -----------------------------------------------------------------------------------------------------
@@ -182,19 +180,17 @@ def checkpoints(bench: Bench) -> Row:
 JOB_HARMS = ("silent", "foreign errors", "restarts blocked")
 
 
-@campaign_row("job-damage")
-def job(bench: Bench) -> Row:
+@campaign(
+    "job-damage",
+    "mutations of token files, metrics and model folders, each followed by a restart",
+    at_least=1000,
+    harms=JOB_HARMS,
+)
+def job(bench: Bench) -> Found:
     """Try all kinds of files."""
     num_each = 8 if bench.quick else 400
     found = [harm for kind in JOB_FILES for harm in try_files(kind, bench.out / f"damage-{kind}", num_each)]
-    return faults_row(
-        claim="mutations of token files, metrics and model folders, each followed by a restart",
-        tried=num_each * len(JOB_FILES),
-        at_least=1000,
-        harms=harms_of(found, JOB_HARMS),
-        note=f"{num_each} each of {', '.join(JOB_FILES)}. Values of config.json and the data of safetensors have no "
-        "checksum in Hugging Face's format: there the campaign mutates names, sizes and structure.",
-    )
+    return num_each * len(JOB_FILES), found, f"{num_each} each of {', '.join(JOB_FILES)}."
 
 
 def try_files(kind: str, work: Path, num: int) -> list[str]:

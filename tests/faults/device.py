@@ -6,78 +6,57 @@ are thousands. tests/composition/kernel_paths.py takes the kernel paths from tra
 
 from __future__ import annotations
 
-import functools
-import sys
 import warnings
 from collections import Counter
 
 from laconic.rehearse.tape import Mark, Step, Tape, Wait
 from tests.composition.kernel_paths import LIMIT, STRATEGIES, faults, job, paths, sort_out
-from tests.faults.bench import Bench, campaign_row, faults_row
+from tests.faults.bench import Bench, Found, campaign
 from tests.rehearse.campaign import Findings, explore
 from tests.rehearse.engine import ENGINE
 from tests.rehearse.fsdp2 import FSDP2
 from tests.rehearse.programs import PROGRAMS
 from tests.support.launch import launch
-from tests.support.record import Row
 
 _NUM_ORDERS = 2000
 """The promised number of orders, over all programs."""
+RACE_HARMS = ("race", "wait that nothing needs", "wait that no program passes", "order with other bits")
 
 
-@functools.cache
-def _explored(bench: Bench) -> Findings:
-    return explore(PROGRAMS, range(1 if bench.quick else -(-_NUM_ORDERS // len(PROGRAMS)) + 10))
+def _harms_of(found: Findings) -> list[str]:
+    return [
+        *(f"race: {program}, {pairs}" for program, pairs in found.races.items()),
+        *(f"wait that nothing needs: {site}" for site in found.unnoticed),
+        *(f"wait that no program passes: {site}" for site in found.unvisited),
+        *(f"order with other bits: {order}" for order in found.different),
+    ]
 
 
-@campaign_row("races")
-def races(bench: Bench) -> Row:
-    """Pairs of accesses without an order."""
-    return faults_row(
-        claim="two accesses to the same bytes, device or host, are ordered in every program",
-        tried=len(PROGRAMS),
-        at_least=len(PROGRAMS),
-        harms={"programs with a race": len(_explored(bench).races)},
-        note=f"programs: {'; '.join(PROGRAMS)}",
-    )
+@campaign(
+    "races",
+    "accesses to the same bytes are ordered, each wait that is taken out makes a race, and random legal orders of "
+    "streams end with the same bits",
+    at_least=_NUM_ORDERS,
+    harms=RACE_HARMS,
+)
+def races(bench: Bench) -> Found:
+    """Every program, each without each of its waits, and in random orders, with memory that is reused."""
+    found = explore(PROGRAMS, range(1 if bench.quick else -(-_NUM_ORDERS // len(PROGRAMS)) + 10))
+    waits = "; ".join(f"{site.split(' ')[0]} by *{program}*" for site, program in found.caught.items())
+    return found.orders, _harms_of(found), f"programs: {'; '.join(PROGRAMS)}; waits: {waits}"
 
 
-@campaign_row("stream-waits")
-def stream_waits(bench: Bench) -> Row:
-    """Waits, events and synchronisations that are taken out and not missed."""
-    found = _explored(bench)
-    return faults_row(
-        claim="each wait, event and host synchronisation of streams, messages and threads, taken out, makes a race",
-        tried=len(found.caught) + len(found.unnoticed),
-        at_least=len(found.caught),
-        harms={"unnoticed": len(found.unnoticed), "passed by no program": len(found.unvisited)},
-        note="; ".join(f"{site.split(' ')[0]} by *{program}*" for site, program in found.caught.items()),
-    )
-
-
-@campaign_row("orders")
-def orders(bench: Bench) -> Row:
-    """Random legal orders, with memory that is reused as a caching allocator does."""
-    found = _explored(bench)
-    return faults_row(
-        claim="programs that run in random legal orders of their streams end with the same bits",
-        tried=found.orders,
-        at_least=len(PROGRAMS) if bench.quick else _NUM_ORDERS,
-        harms={"different": len(found.different)},
-    )
-
-
-@campaign_row("races-fsdp2")
-def races_of_fsdp2(bench: Bench) -> Row:
-    """Torch's own FSDP2 and HSDP: code that the checker was not written for."""
+@campaign(
+    "races-fsdp2",
+    "torch's FSDP2 and HSDP, for which the checker was not written, have no race, and end with the same bits",
+    at_least=100,
+    harms=(RACE_HARMS[0], RACE_HARMS[3]),
+)
+def races_of_fsdp2(bench: Bench) -> Found:
+    """Torch's own programs."""
     found = explore(FSDP2, range(1 if bench.quick else 10))
-    return faults_row(
-        claim="torch's FSDP2 and HSDP have no race, and end with the same bits in every legal order",
-        tried=len(FSDP2),
-        at_least=10,
-        harms={"programs with a race": len(found.races), "different": len(found.different)},
-        note=f"waits and events that some program needs: {len(found.caught)}; missed by none: {len(found.unnoticed)}",
-    )
+    harms = [harm for harm in _harms_of(found) if not harm.startswith("wait")]
+    return found.orders, harms, f"waits that some program needs: {len(found.caught)}; that none: {len(found.unnoticed)}"
 
 
 # -- lanes ------------------------------------------------------------------------------------------------------------
@@ -113,20 +92,18 @@ def host_waits_of(name: str) -> dict[str, float]:
     return {file: count / steps for file, count in waits.items() if file not in _OF_MESSAGES}
 
 
-@campaign_row("host-waits", section="device")
-def host_waits(bench: Bench) -> Row:
+@campaign(
+    "host-waits",
+    "waits of the host for the device in a warm step: none, with offload one",
+    at_least=len(_EXACT + _OFFLOADED),
+    harms=("more waits",),
+    section="device",
+)
+def host_waits(bench: Bench) -> Found:
     """Waits of the host in a warm step, by place."""
     found = {name: host_waits_of(name) for name in (*_EXACT, *_OFFLOADED)}
-    exact, offloaded = (max(sum(found[name].values()) for name in names) for names in (_EXACT, _OFFLOADED))
-    return Row(
-        claim="waits of the host for the device in a warm step, weights on the device / offload, worst program",
-        required="0 / <= 1",
-        measured=f"{exact:g} / {offloaded:g}",
-        is_met=exact == 0 and offloaded <= 1,
-        note=f"Programs: {', '.join(_EXACT)} / {', '.join(_OFFLOADED)}. Places: "
-        f"{', '.join(sorted({place for of in found.values() for place in of})) or 'none'}. Not counted: what the "
-        "program reads itself, and messages of other hosts. With offload, one wait is for gradients that arrive.",
-    )
+    harms = [f"more waits: {name}, {of}" for name, of in found.items() if sum(of.values()) > (name in _OFFLOADED)]
+    return len(found), harms, "Not counted: what the program reads itself, and messages of other hosts."
 
 
 def operations_of(name: str) -> Counter[str]:
@@ -142,18 +119,20 @@ def operations_of(name: str) -> Counter[str]:
     return Counter({kind: count / (_DEEP + 1) / steps for kind, count in counted.items()})  # type: ignore[misc]
 
 
-@campaign_row("lane-operations", section="device")
-def lane_operations(bench: Bench) -> Row:
+@campaign(
+    "lane-operations",
+    "operations on the lanes for a unit in a warm step: 8.5, in four bits 20",
+    at_least=len(_MOST_OPERATIONS),
+    harms=("more operations",),
+    section="device",
+)
+def lane_operations(bench: Bench) -> Found:
     """Operations on the engine's lanes for a unit in a step: kernels, copies and collectives."""
-    found = {name: sum(operations_of(name).values()) for name in _MOST_OPERATIONS}
-    return Row(
-        claim="operations on the lanes for a unit in a warm step, exact / in four bits",
-        required="<= 8.5 / <= 20",
-        measured="; ".join(f"{name} {count:.1f}" for name, count in found.items()),
-        is_met=all(found[name] <= most for name, most in _MOST_OPERATIONS.items()),
-        note=f"{_DEEP} layers and the root on NCCL, 2 x 2 ranks, fp32; a codec's kernel is one operation, as on a GPU. "
-        "A step has three more, of the flags of used parameters.",
-    )
+    found = {name: operations_of(name) for name in _MOST_OPERATIONS}
+    harms = [
+        f"more operations: {name}, {of}" for name, of in found.items() if sum(of.values()) > _MOST_OPERATIONS[name]
+    ]
+    return len(found), harms, "; ".join(f"{name} {sum(of.values()):.1f}" for name, of in found.items())
 
 
 # -- kernel paths -----------------------------------------------------------------------------------------------------
@@ -162,23 +141,20 @@ _MESHES = ((2, 1), (2, 2), (1, 3))
 """(nodes, ranks of a node)."""
 
 
-@campaign_row("kernel-paths", section="mend")
-def kernel_paths(bench: Bench) -> Row:
+@campaign(
+    "kernel-paths",
+    f"default kernel paths x strategies: gradients within {LIMIT:.0e} of the unsharded model's, in fp32",
+    at_least=100,
+    harms=("fault",),
+    section="mend",
+)
+def kernel_paths(bench: Bench) -> Found:
     """Try all paths under all strategies on each mesh; a quick run takes one mesh."""
     runnable, reasons, wrong = sort_out(paths())
-    cells = []
+    num = 0
     for nodes, local in _MESHES[:1] if bench.quick else _MESHES:
         by_rank = launch(job, runnable, STRATEGIES, num_ranks=nodes * local, num_local=local, timeout_s=1500.0)
         wrong += [f"{nodes}x{local}, {fault}" for fault in faults(by_rank)]
-        cells += [max(cell, key=lambda each: each.difference) for cell in zip(*by_rank, strict=True)]
-    print("\n".join(wrong), file=sys.stderr, flush=True)
-    largest = max(each.difference for each in cells if not each.refusal)
-    return Row(
-        claim="default kernel paths x strategies against unsharded, relative difference of gradients in fp32",
-        required=f"every cell <= {LIMIT:.0e}",
-        measured=f"{len(cells)} cells, the largest difference {largest:.1e}; {len(wrong)} faults",
-        is_met=not wrong and largest <= LIMIT,
-        note=f"{len(runnable)} paths of transformers' registries and forms of models, {len(STRATEGIES)} strategies. "
-        f"Refused by name: {', '.join(sorted({f'{each.strategy} of {each.path}' for each in cells if each.refusal}))}. "
-        f"The library cannot train here with {', '.join(sorted({path.implementation for path in reasons}))}.",
-    )
+        num += len(by_rank[0])
+    elsewhere = sorted({path.implementation for path in reasons})
+    return num, [f"fault: {each}" for each in wrong], f"The library cannot train here with {', '.join(elsewhere)}."

@@ -24,10 +24,9 @@ from unittest import mock
 from laconic import rehearse
 from laconic.config import Config, to_toml
 from laconic.lab import linux
-from tests.faults.bench import Bench, campaign_row, faults_row
+from tests.faults.bench import Bench, Found, campaign
 from tests.support import jobs
 from tests.support.launch import launch
-from tests.support.record import Row
 
 Fault = Callable[[Path], AbstractContextManager[None]]
 STEPS, SAVE_EVERY = 4, 2
@@ -143,23 +142,19 @@ SAMPLE = ("full: checkpoint", "read_only: tokens", "forbidden: output folder")
 # -- the campaign ------------------------------------------------------------------------------------------------------
 
 
-@campaign_row("disk")
-def row(bench: Bench) -> Row:
+@campaign(
+    "disk",
+    "full, read-only, forbidden folders: one line and exit code 2 on each rank, nothing lost, and the run goes on",
+    at_least=16,
+    harms=HARMS,
+)
+def folders(bench: Bench) -> Found:
     """Try all situations, each in a process of its own."""
     names, found = SAMPLE if bench.quick else tuple(SITUATIONS), list[str]()
     for name in names:
         folder = bench.out / "disk" / name.replace(": ", "-")
         found += launch(try_all, [name], folder, num_ranks=1, timeout_s=600, backend=None)[0]
-    print(*found, sep="\n", flush=True)
-    return faults_row(
-        claim="full, read-only, forbidden folders: one line and exit code 2 on each rank, nothing lost, "
-        "and the run goes on",
-        tried=len(names),
-        at_least=16,
-        harms={harm: sum(harm in one for one in found) for harm in HARMS},
-        note="Output folder, tokens, metrics, TensorBoard, checkpoints, summary and export, before a run or within it; "
-        "tmpfs without room, mounts that are read-only, folders without permission.",
-    )
+    return len(names), found, ", ".join(names)
 
 
 def try_all(names: Sequence[str], work: Path) -> list[str]:
@@ -173,7 +168,7 @@ def try_all(names: Sequence[str], work: Path) -> list[str]:
     harms = []
     for number, name in enumerate(names):
         (work / str(number)).mkdir(parents=True)
-        harms += [f"{name}: {harm}" for harm in _try(SITUATIONS[name], work / str(number))]
+        harms += [f"{harm}; {name}" for harm in _try(SITUATIONS[name], work / str(number))]
     return harms
 
 

@@ -37,9 +37,8 @@ from laconic.comm.ring import _CALL, _LENGTH, PeerMessage, PeerRing, _Place
 from laconic.errors import JobError
 from laconic.islands.agreements import Agreements, Outcome, RunEndedError
 from laconic.islands.entrance import Entrance
-from tests.faults.bench import Bench, campaign_row, faults_row
+from tests.faults.bench import Bench, Found, campaign
 from tests.faults.victims import Place, Run, Strategy
-from tests.support.record import Row
 from tests.support.tiers import inside
 
 LIMIT_S = 30.0
@@ -386,8 +385,15 @@ TRAIN_KINDS = ["verdict/{n}", "done/{n}", "call", "beat", "beat/{k}", "arrivals/
 """The kinds of keys that islands read while they train."""
 
 
-@campaign_row("forged", section="mend")
-def row(bench: Bench) -> Row:
+@campaign(
+    "forged",
+    "forged or damaged messages in the store of islands, to watchers and to the rendezvous; islands end with code 2 "
+    "and one line; watchers live, with more than 1,024 open files too",
+    at_least=300,
+    harms=("tracebacks", "dead", "late", "otherwise"),
+    section="mend",
+)
+def messages(bench: Bench) -> Found:
     """Try all of them."""
     found = _try_stores(bench.quick)
     found.add(try_watchers(bench.quick))
@@ -398,16 +404,5 @@ def row(bench: Bench) -> Row:
         found.add(try_train(kind, damages[index % len(damages)], bench.out / f"forged-{index}"))
     script = "import sys; from tests.faults import forged; sys.exit(forged.with_many_files())"
     found.dead += subprocess.run([sys.executable, "-c", script], check=False).returncode != 0
-    return faults_row(
-        claim="forged or damaged messages in the store of islands, to watchers and to the rendezvous; islands end with "
-        "code 2 and one line; watchers live, with more than 1,024 open files too",
-        tried=found.tried,
-        at_least=10 if bench.quick else 300,
-        harms={
-            "tracebacks": found.tracebacks,
-            "dead watchers": found.dead,
-            f"waits above {LIMIT_S:g} s": found.late,
-            "ends without code 2 and one line": found.otherwise,
-        },
-        note="; ".join(found.what),
-    )
+    harms = [name for name in ("tracebacks", "dead", "late", "otherwise") for _ in range(getattr(found, name))]
+    return found.tried, harms, "; ".join(found.what)

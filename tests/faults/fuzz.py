@@ -35,10 +35,9 @@ from laconic.plan.cluster_file import cluster_from_dict, parse_cluster
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.strategies.checks import check_job
 from laconic.train.cli import parse
-from tests.faults.bench import Bench, campaign_row, faults_row, harms_of
+from tests.faults.bench import Bench, Found, campaign
 from tests.support.jobs import corpus
 from tests.support.launch import launch
-from tests.support.record import Row
 
 HARMS = ("foreign tracebacks", "silent differences")
 _RANKS = tuple(
@@ -70,32 +69,24 @@ Values = dict[str, st.SearchStrategy[Any]]
 """What values a key may have."""
 
 
-@campaign_row("config-fuzz")
-def row(bench: Bench) -> Row:
+@campaign("config-fuzz", "random configurations and command lines: a job, or one line", at_least=100_000, harms=HARMS)
+def configurations(bench: Bench) -> Found:
     """Try all kinds of input."""
     share = 500 if bench.quick else 1
     numbers = {try_files: 90_000 // share, try_bytes: 10_000 // share, try_commands: 1_000 // share}
-    return faults_row(
-        claim="random configurations and command lines: a job, or one line",
-        tried=sum(numbers.values()),
-        at_least=100_000,
-        harms=harms_of((harm for try_some, num in numbers.items() for harm in try_some(num)), HARMS),
-        note="Tables of random keys and values, mutated files and command lines, checked against three launches.",
-    )
+    found = [harm for try_some, num in numbers.items() for harm in try_some(num)]
+    return sum(numbers.values()), found, "Tables, mutated files and command lines, checked against three launches."
 
 
-def _sections(
-    values: Callable[[str, str, Any], st.SearchStrategy[Any]], most: int
-) -> dict[str, st.SearchStrategy[Any]]:
-    """For each section a few keys, with `values` of (section, key, type)."""
-    found = {}
-    for name, cls in get_type_hints(Config).items():
-        keys = {key: values(name, key, hint) for key, hint in get_type_hints(cls).items()}
-        found[name] = _some(keys, most)
-    return found
+def _sections(values: Callable[[str, Any], st.SearchStrategy[Any]], most: int) -> Values:
+    """For each section a few keys, with `values` of (section.key, type)."""
+    return {
+        name: _some({key: values(f"{name}.{key}", hint) for key, hint in get_type_hints(cls).items()}, most)
+        for name, cls in get_type_hints(Config).items()
+    }
 
 
-def _some(values: dict[str, st.SearchStrategy[Any]], most: int, least: int = 0) -> st.SearchStrategy[dict[str, Any]]:
+def _some(values: Values, most: int, least: int = 0) -> st.SearchStrategy[dict[str, Any]]:
     chosen = st.lists(st.sampled_from(sorted(values)), min_size=least, max_size=most, unique=True)
     return chosen.flatmap(lambda names: st.fixed_dictionaries({name: values[name] for name in names}))
 
@@ -286,17 +277,16 @@ def _harm_of_cluster(given: str | dict[str, object]) -> str:
     return "" if all(math.isfinite(value) and value > 0 for value in plain) else f"silent: {spec}"
 
 
-@campaign_row("cluster-fuzz")
-def cluster_row(bench: Bench) -> Row:
+@campaign(
+    "cluster-fuzz",
+    "damaged cluster files: read, or refused with one line",
+    at_least=2_000,
+    harms=("foreign", "silent", "no single line"),
+)
+def clusters(bench: Bench) -> Found:
     """Read damaged cluster files."""
     num = 500 if bench.quick else 20_000
-    return faults_row(
-        claim="damaged cluster files: read, or refused with one line",
-        tried=num,
-        at_least=2_000,
-        harms=harms_of(try_clusters(num), ("foreign", "silent", "no single line")),
-        note="Half of them with random characters, half with odd values for random keys.",
-    )
+    return num, try_clusters(num), "Half of them with random characters, half with odd values for random keys."
 
 
 # -- jobs --------------------------------------------------------------------------------------------------------------
@@ -353,8 +343,13 @@ def job_with_path(key: str, path: Path, folder: Path) -> dict[str, Any]:
     return table
 
 
-@campaign_row("prepare-fuzz")
-def jobs_row(bench: Bench) -> Row:
+@campaign(
+    "prepare-fuzz",
+    "random jobs whose configuration is accepted: two steps and a checkpoint, or one line",
+    at_least=1_000,
+    harms=JOB_HARMS,
+)
+def jobs(bench: Bench) -> Found:
     """Try jobs, in processes of their own."""
     found: list[str] = []
     num_trained, num_parts = 0, 1 if bench.quick else 10
@@ -364,13 +359,7 @@ def jobs_row(bench: Bench) -> Row:
         shutil.rmtree(folder)
         found += harms
         num_trained += trained
-    return faults_row(
-        claim="random jobs whose configuration is accepted: two steps and a checkpoint, or one line",
-        tried=num_parts * NUM_PER_PROCESS,
-        at_least=1_000,
-        harms=harms_of(found, JOB_HARMS),
-        note=f"{num_trained:,} of them trained, on one rank; small models of five families, and wrong ones.",
-    )
+    return num_parts * NUM_PER_PROCESS, found, f"{num_trained:,} of them trained, on one rank."
 
 
 def try_jobs(

@@ -15,7 +15,6 @@ from __future__ import annotations
 import multiprocessing
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
@@ -23,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.faults.bench import Bench, campaign_row, faults_row
+from tests.faults.bench import Bench, Found, campaign
 from tests.faults.victims import (
     ISLANDS,
     LIMIT_S,
@@ -38,7 +37,6 @@ from tests.faults.victims import (
     Strategy,
     difference,
 )
-from tests.support.record import Row
 
 KILLS_EACH, EACH_RUN = 40, 5
 """The kills of each strategy, and of each of its runs."""
@@ -46,6 +44,7 @@ _AT_ONCE = 4  # strategies: ranks that wait for a lost one leave the processors 
 
 Attack = tuple[tuple[float, Callable[[Place, int], Iterable[int]]], ...]
 """Pauses in seconds, and who is killed after each, from the place of the run and the rank that has stopped."""
+HARMS = ("hang", "unreadable folder", "end state that differs", "restart that failed")
 _RANK: Attack = ((0.0, lambda place, rank: [rank]),)
 ATTACKS: tuple[Attack, ...] = (
     _RANK,
@@ -64,11 +63,8 @@ class Tally:
 
     kills: int = 0
     """The starts of a run in which at least one rank was killed."""
-    hangs: list[str] = field(default_factory=list)
-    unreadable: list[str] = field(default_factory=list)
-    differing: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    """Starts that ended with an error although nobody disturbed them."""
+    harms: list[str] = field(default_factory=list)
+    """Texts that begin with one of `HARMS`."""
     ends_s: list[float] = field(default_factory=list)
     """The seconds between each kill and the end of the last rank."""
     bounds: list[float] = field(default_factory=list)
@@ -88,16 +84,7 @@ class Tally:
         if not is_exact:
             self.bounds.append(abs(found.eval_loss / expected.eval_loss - 1))
         elif problem := difference(found, expected):
-            self.differing.append(f"{where}: {problem}")
-
-    def harms(self) -> dict[str, int]:
-        """The harms by name; prints them."""
-        for problem in (*self.hangs, *self.unreadable, *self.differing, *self.failed):
-            print(problem, file=sys.stderr, flush=True)
-        return {
-            "hangs": len(self.hangs), "unreadable folders": len(self.unreadable),
-            "end states that differ": len(self.differing), "restarts that failed": len(self.failed),
-        }  # fmt: skip
+            self.harms.append(f"end state that differs: {where}: {problem}")
 
 
 def strike(run: Run, instant: Instant, attack: Attack, tally: Tally, *, is_late: bool = False, **options: Any) -> bool:
@@ -123,7 +110,7 @@ def strike(run: Run, instant: Instant, attack: Attack, tally: Tally, *, is_late:
     victim.send(signal.SIGCONT, others)
     struck_s = time.monotonic()
     if left := victim.wait(LIMIT_S):
-        tally.hangs.append(f"{where}: ranks {left} after {LIMIT_S:g} s")
+        tally.harms.append(f"hang: {where}: ranks {left} after {LIMIT_S:g} s")
     if not victim.killed:
         return False
     tally.kills += 1
@@ -131,9 +118,9 @@ def strike(run: Run, instant: Instant, attack: Attack, tally: Tally, *, is_late:
     try:
         found = run.newest_step()
         if found < newest:
-            tally.unreadable.append(f"{where}: the newest checkpoint was step {newest}, and is step {found}")
+            tally.harms.append(f"unreadable folder: {where}: the newest was step {newest}, and is step {found}")
     except ValueError as error:
-        tally.unreadable.append(f"{where}: {error}")
+        tally.harms.append(f"unreadable folder: {where}: {error}")
     return True
 
 
@@ -154,7 +141,7 @@ def _tally_of(name: str, folder: Path, kills_each: int) -> Tally:
             continue
         starts = 0
         if problem := run.finish():
-            tally.failed.append(f"{name}, {run.folder}: {problem}")
+            tally.harms.append(f"restart that failed: {name}, {run.folder}: {problem}")
             continue
         tally.compare(run.end_state(), expected, f"{name}, {run.folder}", is_exact=strategy.is_exact)
     return tally
@@ -177,8 +164,13 @@ def kill_islands(folder: Path, sync: dict[str, Any], num: int, *, of: int) -> Ta
     return tally
 
 
-@campaign_row("kills")
-def row(bench: Bench) -> Row:
+@campaign(
+    "kills",
+    "kills of ranks, nodes and whole runs at calls of laconic, all strategies",
+    at_least=500,
+    harms=HARMS,
+)
+def kills(bench: Bench) -> Found:
     """Kill runs of every strategy, and islands."""
     root, kills_each = bench.out / "kills", 2 if bench.quick else KILLS_EACH
     shutil.rmtree(root, ignore_errors=True)
@@ -190,14 +182,9 @@ def row(bench: Bench) -> Row:
         for kind, sync in {"whole": {}, "streamed": {"every": 4, "fragments": 2, "overlap": 1}}.items():
             parts.append(pool.submit(kill_islands, root / kind, sync, 5 * kills_each, of=5 * kills_each))
         tally = Tally.of(part.result() for part in parts)
-    return faults_row(
-        claim="kills of ranks, nodes and whole runs at calls of laconic, all strategies",
-        tried=tally.kills,
-        at_least=2 if bench.quick else 500,
-        harms=tally.harms(),
-        note=f"Runs of {STEPS} steps on 2 to 4 ranks, each killed up to {EACH_RUN} times and started again: one rank, "
-        "two in turn, a node, all, or a rank that first stands still. The other ranks ended "
-        f"{max(tally.ends_s):.1f} s after a kill at the latest; a rank waits {PEER_TIMEOUT_S:g} s for its peers. End "
-        "states are equal to the bit in weights, optimizer state and the loss of every step; those of islands, which "
-        f"go on from the last sync, within {max(tally.bounds):.2%} of the undisturbed eval loss.",
+    note = (
+        f"Runs of {STEPS} steps on 2 to 4 ranks, each killed up to {EACH_RUN} times and started again. The other ranks "
+        f"ended {max(tally.ends_s):.1f} s after a kill at the latest; a rank waits {PEER_TIMEOUT_S:g} s for its peers. "
+        f"End states are equal to the bit; those of islands within {max(tally.bounds):.2%} of the undisturbed loss."
     )
+    return tally.kills, tally.harms, note

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from laconic.lab import Lab, LabUnavailable, RunResult
-from tests.faults.bench import Bench, campaign_row, faults_row
-from tests.faults.kills import Tally
+from tests.faults.bench import Bench, Found, campaign
+from tests.faults.kills import HARMS, Tally
 from tests.faults.victims import LIMIT_S, PEER_TIMEOUT_S, STEPS, STRATEGIES, Run
 from tests.support.measure import BenchmarkError
-from tests.support.record import Row
 
 NAMES = ("cache host", "4bit", "islands, streamed", "cyclic")
 CUTS_S = (0.2, 1.5, 2.7, 4.0, PEER_TIMEOUT_S + 10, PEER_TIMEOUT_S + 15)
@@ -30,27 +29,28 @@ CUTS_S = (0.2, 1.5, 2.7, 4.0, PEER_TIMEOUT_S + 10, PEER_TIMEOUT_S + 15)
 _START_S = 60.0  # the time for all processes to start
 
 
-@campaign_row("links")
-def row(bench: Bench) -> Row:
+@campaign(
+    "links",
+    "links of a node that are cut and come back, in the lab",
+    at_least=len(NAMES) * len(CUTS_S),
+    harms=HARMS,
+)
+def links(bench: Bench) -> Found:
     """Cut links in the lab."""
     tally, names = Tally(), NAMES[:1] if bench.quick else NAMES
-    cuts_s = CUTS_S[1::3] if bench.quick else CUTS_S
     try:
         with Lab(nodes=2) as lab:
             for name in names:
-                _cut_under(lab, name, cuts_s, bench.out / "links" / name.replace(", ", "-"), tally)
+                folder = bench.out / "links" / name.replace(", ", "-")
+                _cut_under(lab, name, CUTS_S[1::3] if bench.quick else CUTS_S, folder, tally)
     except LabUnavailable as error:
         raise BenchmarkError(str(error)) from None
-    return faults_row(
-        claim="links of a node that are cut and come back, in the lab",
-        tried=tally.kills,
-        at_least=len(names) * len(cuts_s),
-        harms=tally.harms(),
-        note=f"2 nodes under {', '.join(names)}, cut at the beginning of a step. A cut of {CUTS_S[0]:g} to "
-        f"{CUTS_S[-3]:g} s delays a run; one of more than the {PEER_TIMEOUT_S:g} s that a rank waits ends it on both "
-        "nodes, and it is started again. End states are equal to the bit to those of runs whose link stays; those of "
-        f"islands within {max(tally.bounds, default=0):.2%} of the eval loss.",
+    note = (
+        f"2 nodes under {', '.join(names)}, cut at the beginning of a step for {CUTS_S} s; a rank waits "
+        f"{PEER_TIMEOUT_S:g} s. End states are equal to the bit to those of runs whose link stays; those of islands "
+        f"within {max(tally.bounds, default=0):.2%} of the eval loss."
     )
+    return tally.kills, tally.harms, note
 
 
 def _cut_under(lab: Lab, name: str, cuts_s: Sequence[float], folder: Path, tally: Tally) -> None:
@@ -64,9 +64,9 @@ def _cut_under(lab: Lab, name: str, cuts_s: Sequence[float], folder: Path, tally
         tally.kills += 1
         result = _train(lab, run, 1 + 2 * number % STEPS, cut_s)
         if result.timed_out:
-            tally.hangs.append(f"{where}: after {result.wall_s:.0f} s")
+            tally.harms.append(f"hang: {where}: after {result.wall_s:.0f} s")
         if result.exit_code and (again := _train(lab, run, 0, 0)).exit_code:
-            tally.failed.append(f"{where}: exit code {again.exit_code}")
+            tally.harms.append(f"restart that failed: {where}: exit code {again.exit_code}")
             continue
         tally.compare(run.end_state(), expected, where, is_exact=strategy.is_exact)
 

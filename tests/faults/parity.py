@@ -6,7 +6,6 @@ that fails is shrunk and printed.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -16,7 +15,7 @@ import torch
 from laconic import rehearse
 from laconic.comm.speed import AS_IN_A_RACK
 from laconic.shard import choosing
-from tests.faults.bench import Bench, campaign_row, faults_row
+from tests.faults.bench import Bench, Found, campaign
 from tests.faults.fuzz import each_drawn
 from tests.shard.random_trees.case import Case
 from tests.shard.random_trees.explore import Findings, explore
@@ -24,14 +23,18 @@ from tests.shard.random_trees.play import Part
 from tests.shard.random_trees.pool import Pool, play
 from tests.shard.random_trees.strategies import cases
 from tests.support.launch import launch
-from tests.support.record import Row
 
 _WORLDS = (1, 2, 3, 4)
 _NUM_TREES = 2000
 
 
-@campaign_row("module-trees")
-def module_trees(bench: Bench) -> Row:
+@campaign(
+    "module-trees",
+    "random module trees: values and gradients of fully_shard against the unsharded model's",
+    at_least=_NUM_TREES,
+    harms=("trees that differ",),
+)
+def module_trees(bench: Bench) -> Found:
     """Try as many trees on each number of ranks. Those that torch itself cannot run do not count."""
     pools, findings = {world: Pool(world) for world in _WORLDS}, Findings()
     share = -(-(60 if bench.quick else _NUM_TREES) // len(_WORLDS))
@@ -41,15 +44,8 @@ def module_trees(bench: Bench) -> Row:
             explore(pool, min(50, share - found.num_valid), seed, found)
             seed += 1
         findings.merge(found)
-    print(findings.report(pools), file=sys.stderr, flush=True)
-    return faults_row(
-        claim="random module trees: values and gradients of fully_shard against the unsharded model's",
-        tried=findings.num_valid,
-        at_least=60 if bench.quick else _NUM_TREES,
-        harms={"silent differences": findings.kinds.get("differs", 0), "foreign": findings.kinds.get("foreign", 0)},
-        note=f"on {', '.join(map(str, _WORLDS))} ranks; {findings.kinds.get('refused', 0)} refused by name; "
-        f"torch itself could not run {findings.kinds.get('invalid', 0)} more.",
-    )
+    has_harm = any(findings.kinds.get(kind) for kind in ("differs", "foreign"))
+    return findings.num_valid, [f"trees that differ: {findings.report(pools)}"] * has_harm, f"{findings.kinds}"
 
 
 def _played(some: Sequence[Case]) -> list[Any]:
@@ -72,12 +68,18 @@ def _played(some: Sequence[Case]) -> list[Any]:
     return found
 
 
-@campaign_row("in-process", section="suite")
-def in_process(bench: Bench) -> Row:
+@campaign(
+    "in-process",
+    "ranks in one process against processes over Gloo, random module trees with most parts: equal to the bit",
+    at_least=60,
+    harms=("difference",),
+    section="suite",
+)
+def in_process(bench: Bench) -> Found:
     """Scenarios on ranks that are threads, against processes over Gloo."""
     torch.set_num_threads(1)  # as the processes have; products of two threads have other bits
     number, drawn = (2, 15) if bench.quick else (20, 133)
-    equal = tried = 0
+    tried, differing = 0, []
     for world in _WORLDS[1:]:
         chosen: list[Case] = []
         each_drawn(cases(world), chosen.append, drawn, 57)
@@ -86,14 +88,7 @@ def in_process(bench: Bench) -> Row:
             played = [(case, [found for [found] in rehearse.ranks(_played, [case], local=world)]) for case in chosen]
         runs = [(case, ours) for case, ours in played if not isinstance(ours[0], str)][:number]
         by_rank = launch(_played, [case for case, _ in runs], num_ranks=world, timeout_s=600)
-        for (case, ours), theirs in zip(runs, zip(*by_rank, strict=True), strict=True):
-            tried, equal = tried + 1, equal + (ours == list(theirs))
-            if ours != list(theirs):
-                print(f"differs: {case}", file=sys.stderr, flush=True)
-    return Row(
-        claim=f"ranks in one process against processes over Gloo, the {3 * number} scenarios with most parts",
-        required=f"{3 * number} equal to the bit",
-        measured=f"{equal} of {tried}",
-        is_met=equal == tried == 3 * number,
-        note="Random module trees, of all drawn those with the longest description: outputs, gradients, weights.",
-    )
+        pairs = zip(runs, zip(*by_rank, strict=True), strict=True)
+        differing += [f"difference: {case}" for (case, ours), theirs in pairs if ours != list(theirs)]
+        tried += len(runs)
+    return tried, differing, "Outputs, gradients, weights."

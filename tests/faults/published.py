@@ -24,12 +24,11 @@ from laconic.publish.source import VanishedError
 from laconic.publish.upkeep import verify
 from laconic.publish.versions import MANIFEST, version_name
 from laconic.store.folder import _checksum
-from tests.faults.bench import Bench, campaign_row, faults_row
+from tests.faults.bench import Bench, Found, campaign
 from tests.faults.damage import damage, tries
 from tests.faults.power_loss import attached
 from tests.faults.victims import at_call
 from tests.support.published import assert_same, model_with, published, snapshot
-from tests.support.record import Row
 
 MEASURES = ("laconic.publish", "laconic.store")
 _LONGEST_LINE = 500
@@ -95,20 +94,20 @@ def damaged_folders(folder: Path, num_damages: int, *, seed: int = 0) -> Counter
     return found
 
 
-@campaign_row("publish-damage", section="publish")
-def damages(bench: Bench) -> Row:
+@campaign(
+    "publish-damage",
+    "damaged, forged and missing files of published weights; applied, or not told in a line",
+    at_least=1000,
+    harms=("wrong",),
+    section="publish",
+    measures=MEASURES,
+)
+def damages(bench: Bench) -> Found:
     """Damage files, and forge manifests; tests/publish/test_http.py damages messages."""
     num = 20 if bench.quick else 1000
     found = damaged_folders(bench.out / "damaged", num)
     told, harmless = found.pop("told", 0), found.pop("harmless", 0)
-    return faults_row(
-        claim="damaged, forged and missing files of published weights; applied, or not told in a line",
-        tried=num,
-        at_least=1000,
-        harms={"wrong": sum(found.values())},
-        note=f"{told} told, {harmless} in what the reader does not need. " + "; ".join(found),
-        measures=MEASURES,
-    )
+    return num, [f"wrong: {each}" for each in found], f"{told} told, {harmless} in what the reader does not need."
 
 
 # -- kills -------------------------------------------------------------------------------------------------------------
@@ -227,19 +226,18 @@ def lives_of_readers(folder: Path, num_kills: int) -> int:
     return num_halves
 
 
-@campaign_row("publish-kills", section="publish")
-def kills(bench: Bench) -> Row:
-    """Kill publishers while they write, and readers while they read and apply."""
+@campaign(
+    "publish-kills",
+    "kills of publishers and readers at calls of laconic; wrong or half versions served",
+    at_least=500,
+    harms=("wrong",),
+    section="publish",
+    measures=MEASURES,
+)
+def kills(bench: Bench) -> Found:
+    """Kill publishers while they write, and readers while they read and apply. What is wrong fails an assertion."""
     num_publishers, num_readers = (5, 5) if bench.quick else (300, 220)
     updates = lives(bench.out / "publishers", num_publishers)
     repaired = lives_of_readers(bench.out / "readers", num_readers)
-    return faults_row(
-        claim="kills of publishers and readers at calls of laconic; wrong or half versions served",
-        tried=num_publishers + num_readers,
-        at_least=500,
-        harms={"wrong": 0},
-        note=f"{num_publishers} kills of a publisher, after which all versions are whole and the next publisher goes "
-        f"on; {updates} updates of a reader meanwhile. {num_readers} kills of a reader, whose model outlives it: "
-        f"{repaired} left one that is no version, which the next reader found out and mended.",
-        measures=MEASURES,
-    )
+    note = f"{updates} updates of a reader meanwhile; {repaired} models that were no version, and were mended."
+    return num_publishers + num_readers, [], note

@@ -22,9 +22,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import laconic
 from laconic.comm.failure import record_failure
-from tests.faults.bench import Bench, campaign_row, faults_row
+from tests.faults.bench import Bench, Found, campaign
 from tests.support.launch import launch
-from tests.support.record import Row
 from tests.support.sharded_net import Block, shard
 
 WIDTH, HIDDEN = 17, 29
@@ -292,14 +291,14 @@ def try_kind(name: str) -> list[str]:
     return missing(name, [told for told, _ in ends]) + [f"{longest:.1f} s"] * (longest > MOST_S)
 
 
-@campaign_row("ranks-differ", section="mend")
-def row(bench: Bench) -> Row:
+@campaign(
+    "ranks-differ",
+    f"ranks that differ: all end within {MOST_S:g} s with an exception that names rank, unit and difference",
+    at_least=30,
+    harms=("kinds that do not",),
+    section="mend",
+)
+def differences(bench: Bench) -> Found:
     """Try all kinds in processes."""
     found = {name: try_kind(name) for name in (QUICK if bench.quick else KINDS)}
-    return faults_row(
-        claim=f"ranks that differ: all end within {MOST_S:g} s with an exception that names rank, unit and difference",
-        tried=len(found),
-        at_least=len(QUICK) if bench.quick else 30,
-        harms={"kinds that do not": sum(map(bool, found.values()))},
-        note="; ".join(f"{name}: {lacks}" for name, lacks in found.items() if lacks),
-    )
+    return len(found), [f"kinds that do not: {name}, {lacks}" for name, lacks in found.items() if lacks], ""

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 import laconic
 from laconic import rehearse
 from laconic.islands.state_folder import MANIFEST, StateFiles
-from tests.faults.bench import Bench, campaign_row, faults_row
+from tests.faults.bench import Bench, Found, campaign
 from tests.faults.damage import damage, tries
-from tests.support.record import Row
 from tests.support.sharded_net import shard
 
 CASES, QUICK_CASES = 600, 16
@@ -36,23 +35,21 @@ State = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
 """Outer vectors, and the inner optimizer's state by parameter and key."""
 
 
-@campaign_row("recovery-damage")
-def row(bench: Bench) -> Row:
-    """Run the campaign."""
+@campaign(
+    "recovery-damage",
+    "faults in the recovery files of islands: flipped, cut, zeroed, exchanged, older, lost, of another rank",
+    at_least=300,
+    harms=HARMS,
+)
+def recoveries(bench: Bench) -> Found:
+    """Let islands restart from damaged files."""
     cases = QUICK_CASES if bench.quick else CASES
-    counts = campaign(bench.out / "recovery-damage", cases)
-    return faults_row(
-        claim="faults in the recovery files of islands: flipped, cut, zeroed, exchanged, older, lost, of another rank",
-        tried=cases,
-        at_least=300,
-        harms={harm: counts[harm] for harm in HARMS},
-        note=f"{counts['restored newest']} restarts had all of the newest sync, {counts['restored less']} less, with a "
-        f"line, {counts['nothing']} began anew.",
-    )
+    counts, harmed = try_cases(bench.out / "recovery-damage", cases)
+    return cases, harmed, f"Restored: {dict(counts)}."
 
 
-def campaign(folder: Path, cases: int) -> Counter[str]:
-    """Try `cases` faults; count the harms, and what was restored."""
+def try_cases(folder: Path, cases: int) -> tuple[Counter[str], list[str]]:
+    """Try `cases` faults; count what was restored, and list the harms."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     truths = rehearse.ranks(_train, folder / "kept", nodes=ISLANDS, local=LOCAL)
@@ -60,12 +57,9 @@ def campaign(folder: Path, cases: int) -> Counter[str]:
     def use(copy: Path) -> str:
         return _verdict(rehearse.ranks(_restore, copy, truths, nodes=ISLANDS, local=LOCAL))
 
-    counts = Counter[str]()
-    for what, outcome in tries(folder / "kept", cases, spoil, use):
-        counts[outcome.partition(":")[0]] += 1
-        if outcome.startswith(HARMS):
-            print(f"{what}: {outcome}")
-    return counts
+    found = list(tries(folder / "kept", cases, spoil, use))
+    harmed = [f"{outcome}, {what}" for what, outcome in found if outcome.startswith(HARMS)]
+    return Counter(outcome for _, outcome in found if not outcome.startswith(HARMS)), harmed
 
 
 # -- one rank ----------------------------------------------------------------------------------------------------------

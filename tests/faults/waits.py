@@ -29,9 +29,8 @@ from laconic.comm import failure
 from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import make_mesh
 from laconic.cyclic import CyclicDataParallel
-from tests.faults.bench import Bench, campaign_row, faults_row
+from tests.faults.bench import Bench, Found, campaign
 from tests.faults.victims import GRACE_S, Instant, Place, Victim, tell
-from tests.support.record import Row
 from tests.support.sharded_net import shard
 
 Step = Callable[[], Any]
@@ -143,24 +142,20 @@ def lose(strategy: str, kind: str, rank: int, call: int, cause_s: float | None =
     return Loss(kind=kind, hanging=tuple(left), silent=tuple(silent), printed=printed)
 
 
-@campaign_row("waits")
-def row(bench: Bench) -> Row:
+@campaign(
+    "waits",
+    "ranks in library use that lose another rank (SIGKILL, SIGSTOP, an endless loop), all strategies",
+    at_least=210,
+    harms=("hang beyond the timeout", "do not name the rank that was killed"),
+)
+def losses(bench: Bench) -> Found:
     """Lose ranks of all strategies in all ways, each at 37 calls after the one before."""
     num, ways = 7 if bench.quick else 210, list(product(STRATEGIES, TIMEOUTS_S))
     cases = [(*ways[number % len(ways)], number % NUM_RANKS, 1 + 37 * number) for number in range(num)]
+    found = []
     with ThreadPoolExecutor(3) as pool:
-        losses = list(pool.map(lose, *zip(*cases, strict=True)))
-    for case, loss in zip(cases, losses, strict=True):
-        if loss.hanging or loss.silent:
-            print(case, *loss.printed, sep="\n---\n", flush=True)
-    return faults_row(
-        claim="ranks in library use that lose another rank (SIGKILL, SIGSTOP, an endless loop), all strategies",
-        tried=num,
-        at_least=num,
-        harms={
-            "hang beyond the timeout": sum(bool(loss.hanging) for loss in losses),
-            "do not name the rank that was killed": sum(bool(loss.silent) for loss in losses),
-        },
-        note=f"Four ranks; the groups' timeout is {TIMEOUTS_S['stop']:g} s, but 60 s where ranks are killed: there the "
-        f"others must not need it; grace {GRACE_S:g} s.",
-    )
+        for case, loss in zip(cases, pool.map(lose, *zip(*cases, strict=True)), strict=True):
+            printed = "\n---\n".join(loss.printed)
+            found += [f"hang beyond the timeout: {case}\n{printed}"] if loss.hanging else []
+            found += [f"do not name the rank that was killed: {case}\n{printed}"] if loss.silent else []
+    return num, found, f"Four ranks, whose groups have a timeout of {TIMEOUTS_S}; grace {GRACE_S:g} s."
