@@ -1,21 +1,21 @@
 """The checks of accelerate's own scripts, run with our `Accelerator`.
 
-The scripts `test_sync` and `test_script` lie in accelerate's wheel. They run unchanged but for the import of
-`Accelerator`. A check is one function of a script with its arguments, or the script's `main`, which chooses checks by
-the strategy. The kind `laconic-whole` has DDP's mixed precision (param_dtype="float32"), and compares whole tensors:
-torch refuses to compare a DTensor with a plain tensor there, and asks for `.full_tensor()`.
+The scripts `test_sync` and `test_script` lie in accelerate's wheel. They run unchanged, with another `Accelerator`. A
+check is one function of a script with its arguments, or the script's `main`, which chooses checks by the strategy. The
+kind `laconic-whole` has DDP's mixed precision (param_dtype="float32"), and compares whole tensors: torch refuses to
+compare a DTensor with a plain tensor there, and asks for `.full_tensor()`.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 from unittest import mock
 
@@ -27,28 +27,7 @@ from torch.distributed.tensor import DTensor
 from laconic.integrations import LaconicArguments
 from laconic.integrations.accelerate import LaconicAccelerator
 
-
-class AutocastAccelerator(LaconicAccelerator):
-    """Ours with DDP's mixed precision: autocast casts what operations read, and parameters stay in float32."""
-
-    def __init__(self, **settings: Any) -> None:
-        """Start as `LaconicAccelerator` does; the settings are those of accelerate."""
-        super().__init__(LaconicArguments(param_dtype="float32"), **settings)
-
-
 Kind = Literal["laconic", "laconic-whole"]
-
-_ACCELERATORS: dict[Kind, str] = {
-    "laconic": "from laconic.integrations.accelerate import LaconicAccelerator as Accelerator",
-    "laconic-whole": "from tests.faults.accelerate_scripts import AutocastAccelerator as Accelerator",
-}
-"""The import that makes a script's `Accelerator`."""
-
-_IMPORTS = {
-    "test_sync": "from accelerate.accelerator import Accelerator, ",
-    "test_script": "from accelerate import Accelerator\n",
-}
-"""The line of each script that imports `Accelerator`, up to what follows it."""
 
 
 @dataclass(frozen=True)
@@ -86,25 +65,6 @@ CHECKS: tuple[Check, ...] = (
 """Every check that the scripts call on two ranks, in their order, and `main` itself."""
 
 
-def load_script(name: str, kind: Kind) -> ModuleType:
-    """Run the text of one script as a module, with the `Accelerator` of `kind`.
-
-    Raises:
-        RuntimeError: the script imports `Accelerator` in another way.
-    """
-    spec = find_spec(f"accelerate.test_utils.scripts.{name}")
-    assert spec is not None
-    assert spec.origin is not None
-    text = Path(spec.origin).read_text(encoding="utf-8")
-    line = _IMPORTS[name]
-    if text.count(line) != 1:
-        raise RuntimeError(f"{spec.origin} has no line {line!r}: this accelerate imports Accelerator in another way")
-    rest = "" if line.endswith("\n") else "; from accelerate.accelerator import "
-    module = ModuleType(name)
-    exec(compile(text.replace(line, _ACCELERATORS[kind] + (rest or "\n")), spec.origin, "exec"), module.__dict__)
-    return module
-
-
 def run_checks(checks: Sequence[Check], kind: Kind, folder: Path) -> dict[Check, str | None]:
     """Run checks one after another on this rank, each with a new state; return the error of each, None if it passes.
 
@@ -113,32 +73,32 @@ def run_checks(checks: Sequence[Check], kind: Kind, folder: Path) -> dict[Check,
     os.environ["OMP_NUM_THREADS"] = "1"  # or accelerate counts the cores, and warns
     os.environ["ACCELERATE_USE_CPU"] = "true"
     os.chdir(folder)
-    compare = torch.testing.assert_close
+    arguments = LaconicArguments(param_dtype="float32") if kind == "laconic-whole" else LaconicArguments()
+    accelerator, compare = partial(LaconicAccelerator, arguments), torch.testing.assert_close
+
+    def compare_whole(*pair: Any, **how: Any) -> None:
+        compare(*(each.full_tensor() if isinstance(each, DTensor) else each for each in pair), **how)
+
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(None))  # the scripts tell what they do
         # the launcher ends the process group
         stack.enter_context(mock.patch.object(PartialState, "destroy_process_group"))
         if kind == "laconic-whole":
-            stack.enter_context(
-                mock.patch("torch.testing.assert_close", lambda *pair, **how: compare(*map(_whole, pair), **how))
-            )
-        return {check: _error_of(check, kind) for check in checks}
+            stack.enter_context(mock.patch("torch.testing.assert_close", compare_whole))
+        return {check: _error_of(check, accelerator) for check in checks}
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _error_of(check: Check, kind: Kind) -> str | None:
+def _error_of(check: Check, accelerator: Callable[..., Any]) -> str | None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    script = load_script(check.script, kind)
+    script = importlib.import_module(f"accelerate.test_utils.scripts.{check.script}")
     try:
-        given: tuple[Any, ...] = ()
-        if check.function != "main":
-            accelerator = script.Accelerator()  # as `main` makes one first
-            given = {"accelerator": (accelerator,), "dataset": (Dataset,), None: ()}[check.needs]
-        getattr(script, check.function)(*given, *check.arguments)
+        with mock.patch.object(script, "Accelerator", accelerator):
+            given: tuple[Any, ...] = ()
+            if check.function != "main":
+                made = script.Accelerator()  # as `main` makes one first
+                given = {"accelerator": (made,), "dataset": (Dataset,), None: ()}[check.needs]
+            getattr(script, check.function)(*given, *check.arguments)
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        return f"{type(error).__name__}: {error}"
     return None

@@ -186,11 +186,6 @@ class Victim:
         return path.read_text() if path.exists() else ""
 
     @property
-    def calls(self) -> int:
-        """The calls of the rank whose instant did not come, after `wait`."""
-        return int((self.log / _CALLS).read_text())
-
-    @property
     def exit_codes(self) -> list[int]:
         """The exit code of every rank, after `wait`."""
         return [process.exitcode for process in self.processes]
@@ -341,9 +336,9 @@ class Run:
     def count_calls(self, **since: Any) -> int:
         """Let the run go to its end; return the number of rank 0's calls, `since` an instant's `begins`."""
         victim = self.start(instant=Instant(rank=0, call=-1, **since))
-        if victim.wait(3 * LIMIT_S) or any(victim.exit_codes):
-            raise RuntimeError(f"an undisturbed run failed; log: {victim.log}")
-        return victim.calls
+        assert victim.wait(3 * LIMIT_S) == [], f"an undisturbed run hangs; log: {victim.log}"
+        assert not any(victim.exit_codes), f"an undisturbed run failed; log: {victim.log}"
+        return int((victim.log / _CALLS).read_text())
 
     def newest_step(self) -> int:
         """The step of the newest checkpoint, all of whose files are intact; 0 without one. Raises: ValueError."""
@@ -361,10 +356,10 @@ class Run:
         folder = self._checkpoints / f"step-{self.config.train.steps}"
         tensors = storage.entries_of(metadata := storage.read_metadata(folder))
         lines = [json.loads(line) for line in (self.folder / "out" / "metrics.jsonl").read_text().splitlines()]
-        losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
-        evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]
         return EndState(
-            tensors=storage.read_values(folder, metadata, tensors), losses=losses, eval_loss=evaluations[-1]
+            tensors=storage.read_values(folder, metadata, tensors),
+            losses={line["step"]: line["loss"] for line in lines if "loss" in line},
+            eval_loss=[line["eval_loss"] for line in lines if "eval_loss" in line][-1],
         )
 
 

@@ -38,7 +38,7 @@ from laconic.codec import (
 from laconic.codec.blocked import BlockCodec
 from laconic.codec.dynamic_map import DynamicMap
 from laconic.codec.lossless_gradients import BLOCK
-from laconic.codec.patterns import E2M1_PAIRS, pattern_form_of
+from laconic.codec.patterns import pattern_form_of
 from laconic.codec.scaled import SCALED_FORMATS
 from laconic.optim import adamw8bit_triton
 
@@ -111,10 +111,8 @@ def kernels() -> Iterator[tuple[str, Compilation]]:
         yield f"AdamW8bit, {dtype.name}", own
 
 
-_LOSSLESS_FORMS = {
-    "bf16": pattern_form_of(torch.bfloat16), "float8": pattern_form_of(torch.float8_e4m3fn),
-    "plain bytes": pattern_form_of(torch.uint8), "FP4 pairs": E2M1_PAIRS,
-}  # fmt: skip
+_LOSSLESS_FORMS = {"bf16": torch.bfloat16, "float8": torch.float8_e4m3fn, "plain bytes": torch.uint8}
+"""Two patterns a byte, which no wire sends, are left out."""
 
 
 _OF_LAST = frozenset({"reads sizes", "reads defaults", "writes begins", "writes lengths"})
@@ -123,7 +121,8 @@ _OF_LAST = frozenset({"reads sizes", "reads defaults", "writes begins", "writes 
 
 def lossless_kernels() -> Iterator[tuple[str, Compilation]]:
     """Yield the name of each kernel of lossless differences and the kernel."""
-    for name, form in _LOSSLESS_FORMS.items():
+    for name, dtype in _LOSSLESS_FORMS.items():
+        form = pattern_form_of(dtype)
         kind = "*i16" if form.bits == 16 else "*i8"
         types = {**_LOSSLESS_TYPES, "held": kind, "new": kind, "out": kind}
         for uses_last in (False, True):

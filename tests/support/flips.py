@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -44,9 +45,26 @@ def flip_bit(tensor: Tensor, *, bit: int, seed: int) -> None:
     memory[place] ^= 1 << bit % 8
 
 
-def _is_spared(rank: int) -> bool:
-    """True on another rank. Ranks in one process share their functions, so only the victim replaces one."""
-    return dist.is_initialized() and dist.get_rank() != rank
+@contextmanager
+def _replaced(rank: int, owner: type, name: str, damaged: Any) -> Iterator[None]:
+    """Let one rank call `damaged` with the real method before its arguments.
+
+    Ranks in one process share their functions, so only that rank replaces one, and the others call the real one.
+    """
+    real = getattr(owner, name)
+
+    def method(*arguments: Any) -> Any:
+        return (damaged if dist.get_rank() == rank else _plainly)(real, *arguments)
+
+    if dist.is_initialized() and dist.get_rank() != rank:
+        yield
+    else:
+        with mock.patch.object(owner, name, method):
+            yield
+
+
+def _plainly(real: Any, *arguments: Any) -> Any:
+    return real(*arguments)
 
 
 class _Damaging(Pending):
@@ -61,61 +79,45 @@ class _Damaging(Pending):
         flip_bit(self._landing, bit=self._flip.bit, seed=self._flip.seed)
 
 
-@contextmanager
-def flipping(flip: Flip) -> Iterator[None]:
+def flipping(flip: Flip) -> AbstractContextManager[None]:
     """Damage one transfer to one rank. The transfers are those that laconic sends on Gloo."""
-    exchange, has_flipped = Communicator._exchange, False
+    has_flipped = False
 
-    def damaged(self: Communicator, purpose: Purpose, group: Any, landings: Any, messages: Any) -> Pending:
+    def damaged(exchange: Any, self: Communicator, purpose: Purpose, group: Any, landings: Any, sent: Any) -> Pending:
         nonlocal has_flipped
-        pending = exchange(self, purpose, group, landings, messages)
-        is_meant = dist.get_rank() == flip.rank and (purpose, self.level) == (flip.purpose, flip.level)
-        if has_flipped or not is_meant:
+        pending = exchange(self, purpose, group, landings, sent)
+        if has_flipped or (purpose, self.level) != (flip.purpose, flip.level):
             return pending
         has_flipped = True
         return _Damaging(pending, landings[self._peers[flip.seed % len(self._peers)]], flip)
 
-    with nullcontext() if _is_spared(flip.rank) else mock.patch.object(Communicator, "_exchange", damaged):
-        yield
+    return _replaced(flip.rank, Communicator, "_exchange", damaged)
 
 
-@contextmanager
-def flipping_in_use(number: int, *, bit: int, seed: int) -> Iterator[None]:
+def flipping_in_use(number: int, *, bit: int, seed: int) -> AbstractContextManager[None]:
     """Damage gathered weights on one rank, just after the engine's `number`-th look at them."""
-    show, count = UnitGather.show, 0
+    count = itertools.count()
 
-    def damaged(self: UnitGather) -> None:
-        nonlocal count
+    def damaged(show: Any, self: UnitGather) -> None:
         show(self)
-        if _is_spared(VICTIM):
-            return
-        if count == number:
+        if next(count) == number:
             bucket = self.buckets[0]
             _flip_in_slot(bucket, bucket.full.allocate(), bit=bit, seed=seed)
-        count += 1
 
-    with nullcontext() if _is_spared(VICTIM) else mock.patch.object(UnitGather, "show", damaged):
-        yield
+    return _replaced(VICTIM, UnitGather, "show", damaged)
 
 
-@contextmanager
-def flipping_in_gradients(number: int, *, bit: int, seed: int) -> Iterator[None]:
+def flipping_in_gradients(number: int, *, bit: int, seed: int) -> AbstractContextManager[None]:
     """Damage the `number`-th bucket of gradients on one rank before they are summed."""
-    take, count = BucketGradients.take_unreduced, 0
+    count = itertools.count()
 
-    def damaged(self: BucketGradients) -> Held[Tensor]:
-        nonlocal count
-        full = take(self)
-        if _is_spared(VICTIM):
-            return full
-        if count == number:
+    def damaged(take: Any, self: BucketGradients) -> Held[Tensor]:
+        full: Held[Tensor] = take(self)
+        if next(count) == number:
             _flip_in_slot(self.bucket, full.memory, bit=bit, seed=seed)
-        count += 1
         return full
 
-    replaces = mock.patch.object(BucketGradients, "take_unreduced", damaged)
-    with nullcontext() if _is_spared(VICTIM) else replaces:
-        yield
+    return _replaced(VICTIM, BucketGradients, "take_unreduced", damaged)
 
 
 def _flip_in_slot(bucket: Bucket, full: Tensor, *, bit: int, seed: int) -> None:

@@ -36,14 +36,6 @@ class Options(argparse.Namespace):
     """Whether that folder stays, since the command line names it."""
 
 
-def _save_rows(record: Record, bench: object) -> None:
-    record.save()
-
-
-def _no_details(bench: object) -> str:
-    return ""
-
-
 @dataclass(kw_only=True)
 class Benchmark(Generic[B]):
     """A table of claims, and the command that measures them. The functions that measure rows register with `row`."""
@@ -56,9 +48,9 @@ class Benchmark(Generic[B]):
     """The module that `python -m` runs. Default: that of the name below `benchmarks`."""
     measures: tuple[str, ...]
     """The modules and packages whose code the figures hang on: a row is older than a change of it."""
-    save: Callable[[Record, B], None] = _save_rows
+    save: Callable[[Record, B], None] = lambda record, bench: record.save()
     """The function that writes the record, and further measurements if the benchmark has any."""
-    details: Callable[[B], str] = _no_details
+    details: Callable[[B], str] = lambda bench: ""
     """The function that returns text to print below the table."""
     rows: dict[str, Callable[[B], Row]] = field(default_factory=dict)
     """The function that measures each row, by key, in the order of the table."""
@@ -115,15 +107,13 @@ class Benchmark(Generic[B]):
                     continue
                 if not options.quick:
                     section = self.sections.get(key, self.name)
-                    of_section = [row for other, row in rows.items() if self.sections.get(other, self.name) == section]
-                    self.save(self._record(section, of_section, arguments), bench)
+                    own = [row for other, row in rows.items() if self.sections.get(other, self.name) == section]
+                    record = Record(section, own, self.rows, arguments, module=self.module, measures=self.measures)
+                    self.save(record, bench)
             print(f"\n{rows_table(list(rows.values()))}\n\n{self.details(bench)}".rstrip())
         if failed:
             print(f"{self.module}: rows that failed: {', '.join(failed)}", file=sys.stderr)
         return 1 if failed else 0
-
-    def _record(self, section: str, rows: Sequence[Row], arguments: Sequence[str]) -> Record:
-        return Record(section, rows, self.rows, arguments, module=self.module, measures=self.measures)
 
     def _parse(self, arguments: Sequence[str], doc: str | None) -> Options:
         parser = argparse.ArgumentParser(

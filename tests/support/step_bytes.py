@@ -90,29 +90,26 @@ def step_bytes(
     flat_weights, flat_gradients = (_flat(nodes, local, size) for size in (weights_bytes, gradients_bytes))
     across_gradients, inside_gradients = _across(nodes, gradients_bytes), _inside(local, gradients_bytes)
     inside_weights = _inside(local, weights_bytes)
-    if strategy == "fsdp2":
-        return 2 * flat_weights + flat_gradients
-    if strategy == "fsdp2-gloo":
-        return 2 * flat_weights + 2 * flat_gradients
-    if strategy == "fsdp2-hpz":
-        return flat_weights + inside_weights + flat_gradients
-    if strategy == "hsdp":
-        return 2 * inside_weights + inside_gradients + 2 * across_gradients
-    if strategy == "ddp":
-        return 2 * flat_gradients
-    if strategy == "ddp-zero1":
-        return 2 * flat_gradients + _flat(nodes, local, trained_bytes)
-    if strategy == "none":
-        return 2 * (_across(nodes, weights_bytes) + inside_weights) + inside_gradients + across_gradients
-    if strategy in ("host", "device"):
-        return _across(nodes, trained_bytes) + 2 * inside_weights + inside_gradients + across_gradients
-    if strategy in CODED:
-        codecs = CODED[strategy].weight_codec, CODED[strategy].gradient_codec
+    cached = _across(nodes, trained_bytes) + 2 * inside_weights + inside_gradients + across_gradients
+    known = {
+        "fsdp2": 2 * flat_weights + flat_gradients,
+        "fsdp2-gloo": 2 * flat_weights + 2 * flat_gradients,
+        "fsdp2-hpz": flat_weights + inside_weights + flat_gradients,
+        "hsdp": 2 * inside_weights + inside_gradients + 2 * across_gradients,
+        "ddp": 2 * flat_gradients,
+        "ddp-zero1": 2 * flat_gradients + _flat(nodes, local, trained_bytes),
+        "none": 2 * (_across(nodes, weights_bytes) + inside_weights) + inside_gradients + across_gradients,
+        "host": cached,
+        "device": cached,
+    }
+    for name, wire in CODED.items():
+        codecs = wire.weight_codec, wire.gradient_codec
         weights, gradients = (codec.payload_bytes(128) / (128 * itemsize) if codec else 1.0 for codec in codecs)
-        crossing_bytes = weights_bytes if CODED[strategy].frozen else trained_bytes
-        crossing = weights * _across(nodes, crossing_bytes) + gradients * across_gradients
-        return crossing + 2 * inside_weights + inside_gradients
-    raise ValueError(f"no formula for strategy {strategy!r}")
+        crossing = weights * _across(nodes, weights_bytes if wire.frozen else trained_bytes)
+        known[name] = crossing + gradients * across_gradients + 2 * inside_weights + inside_gradients
+    if strategy not in known:
+        raise ValueError(f"no formula for strategy {strategy!r}")
+    return known[strategy]
 
 
 def _flat(nodes: int, local: int, nbytes: float) -> StepBytes:
