@@ -11,6 +11,7 @@ from contextlib import redirect_stderr
 from dataclasses import replace
 from datetime import timedelta
 from io import StringIO
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,81 +78,57 @@ def give_up_soon() -> Any:
 # -- ranks that are elsewhere ------------------------------------------------------------------------------------------
 
 
-def job_evaluates_alone() -> tuple[str, str]:
+def job_elsewhere(how: str) -> tuple[str, str]:
+    """Rank 0 waits in vain for ranks that are in something that is not laconic's. The error, and what was printed."""
     model = sharded()
-    for step in range(2):
+    optimizer = Muon(matrices_and_rest(model))
+    for step in range(2 if how == "evaluates alone" else 1):
         sharded_net.train_step(model, seed=step)
+    waits_in = {
+        "evaluates alone": lambda: model(torch.zeros(2, 5)),
+        "skips a step": optimizer.step,
+        "ends": lambda: sharded_net.train_step(model),
+    }[how]
+    if how == "skips a step":
+        sharded_net.squared_error(model, sharded_net.inputs(0, dist.get_rank())).backward()
     if dist.get_rank() == 0:
-        with redirect_stderr(StringIO()) as printed, torch.no_grad():
-            return error_of(lambda: model(torch.zeros(2, 5))), printed.getvalue()
-    time.sleep(1.5 * TIMEOUT_S)  # it waits for rank 0 in something that is not laconic's
+        with redirect_stderr(StringIO()) as printed, torch.set_grad_enabled(how != "evaluates alone"):
+            return error_of(waits_in), printed.getvalue()
+    if how == "ends":
+        watch._leave_last_word()  # as where its process ends
+        assert not watch._watch._thread.is_alive()  # type: ignore[union-attr]
+    time.sleep(2 * TIMEOUT_S)
     return "", ""
 
 
-def test_a_rank_that_evaluates_alone_names_the_others(watched: None) -> None:
-    (error, printed), _, _ = ranks(job_evaluates_alone, nodes=3)
-    assert "imed out" in error
-    assert printed.count("\n") == 1
-    for text in (error, printed):
-        assert "rank 0 has waited" in text
-        assert (
-            "s for weights of Net in forward 3 of Net: rank 1 never entered forward 3 of Net; it was last seen" in text
-        )
-        assert "; rank 2 never entered forward 3 of Net; it was last seen" in text
-        assert "s ago after backward 2 of Net, and waits for no transfer of laconic" in text
-
-
-def job_fewer_batches() -> str:
-    model = sharded()
-
-    def train() -> None:
-        for step in range(3 - dist.get_rank()):
-            sharded_net.train_step(model, seed=step)
-
-    if dist.get_rank() == 0:
-        return error_of(train)
-    train()
-    return error_of(dist.barrier)  # such as the end of the script
-
-
-def job_ends() -> str:
-    model = sharded()
-    sharded_net.train_step(model)
-    if dist.get_rank() == 0:
-        return error_of(lambda: sharded_net.train_step(model))
-    watch._leave_last_word()  # as where its process ends
-    assert not watch._watch._thread.is_alive()  # type: ignore[union-attr]
-    time.sleep(2 * TIMEOUT_S)
-    return ""
-
-
-def job_skips_a_step() -> str:
-    model = sharded()
-    optimizer = Muon(matrices_and_rest(model))
-    sharded_net.train_step(model)
-    sharded_net.squared_error(model, sharded_net.inputs(0, dist.get_rank())).backward()
-    if dist.get_rank() == 0:
-        return error_of(optimizer.step)
-    time.sleep(1.5 * TIMEOUT_S)
-    return ""
+NO_TRANSFER = "s ago after backward 2 of Net, and waits for no transfer of laconic"
+NEVER = "never entered forward 3 of Net; it was last seen"
 
 
 @pytest.mark.parametrize(
-    ("job", "where", "last"),
+    ("how", "words"),
     [
-        (job_fewer_batches, "rank 1 never entered forward 3 of Net; it was last seen", "after backward 2 of Net, and"),
-        (job_ends, "forward 2 of Net; it ended", "s ago after backward 1 of Net"),
         (
-            job_skips_a_step,
-            "for control after backward 2 of Net: rank 1 does not take part; it was last seen",
-            "after backward 2 of Net, and waits for no transfer of laconic",
+            "evaluates alone",
+            [
+                "rank 0 has waited",
+                f"weights of Net in forward 3 of Net: rank 1 {NEVER}",
+                f"; rank 2 {NEVER}",
+                NO_TRANSFER,
+            ],
+        ),
+        ("ends", ["forward 2 of Net; it ended", "s ago after backward 1 of Net"]),
+        (
+            "skips a step",
+            ["for control after backward 2 of Net: rank 1 does not take part; it was last seen", NO_TRANSFER],
         ),
     ],
 )
-def test_a_rank_that_is_elsewhere_is_named(watched: None, job: Callable[[], str], where: str, last: str) -> None:
-    error, _ = ranks(job, nodes=2)
-    assert where in error
-    assert last in error
+def test_ranks_that_are_elsewhere_are_named(watched: None, how: str, words: list[str]) -> None:
+    error, printed = ranks(job_elsewhere, how, nodes=3 if how == "evaluates alone" else 2)[0]
+    assert printed.count("\n") == (how != "ends")
+    for text, word in product((error, printed or error), words):
+        assert word in text
 
 
 def job_host_goes_on() -> str:
@@ -194,6 +171,9 @@ class CountingBoard:
 
 
 def job_goes_on() -> None:
+    report_waits(0)  # turned off
+    watch.watch_progress()
+    assert watch._watch is None
     report_waits(0.6)
     model = sharded_net.shard(sharded_net.build())
     for step in range(20):
@@ -217,16 +197,6 @@ def test_nothing_is_sent_while_ranks_go_on(watched: None, monkeypatch: pytest.Mo
     run_ranks(job_goes_on, 2, local=1)
 
 
-def job_turned_off() -> None:
-    report_waits(0)
-    sharded_net.shard(sharded_net.build())
-    assert watch._watch is None
-
-
-def test_it_can_be_turned_off(watched: None) -> None:
-    run_ranks(job_turned_off, 2, local=1)
-
-
 # -- records -----------------------------------------------------------------------------------------------------------
 
 
@@ -236,28 +206,44 @@ def record(*counts: tuple[str, int, int] | None, **changes: Any) -> RankRecord:
     return decode(RankRecord, encode(RankRecord(counts=numbered, **(fields | changes))).encode())
 
 
-def test_records_say_who_is_behind() -> None:
-    own = record(("a", 3, 2), ("b", 2, 2))
-    assert reasons_to_wait(own, {1: record(("a", 3, 2), ("b", 2, 2))}) == [], "it waits as well"
-    assert reasons_to_wait(own, {1: record(("a", 2, 2), ("b", 2, 2), action="after backward", awaited=None)}) == [
-        "rank 1 never entered forward 3 of a; it was last seen 0 s ago after backward 2 of a, and waits for no "
-        "transfer of laconic"
-    ]
-    backward = record(("a", 3, 3), last=0, action="in backward")
-    assert "never entered backward 3 of a" in reasons_to_wait(backward, {1: own})[0]
-    assert reasons_to_wait(own, {1: record(("a", 3, 3), awaited=None, has_ended=True)}) == [
-        "rank 1 does not take part; it ended 0 s ago in forward 3 of a"
-    ]
-    no_unit = record(last=None, action=None, awaited=None)
-    assert reasons_to_wait(own, {1: no_unit}) == [
-        "rank 1 does not take part; it was last seen 0 s ago before the first forward, and waits for no transfer of "
-        "laconic"
-    ]
-    other_model = record(("teacher", 0, 0), None)
-    assert reasons_to_wait(own, {1: other_model}) == []
-    without_wait = record(("a", 3, 2), awaited=None)
-    assert reasons_to_wait(without_wait, {1: no_unit}) == [], "the host of a rank with NCCL does not wait"
-    assert len(reasons_to_wait(without_wait, {1: record(("a", 2, 2))})) == 1
+OWN = record(("a", 3, 2), ("b", 2, 2))
+NO_UNIT = record(last=None, action=None, awaited=None)
+NO_WAIT = record(("a", 3, 2), awaited=None)
+"""The host of a rank with NCCL does not wait."""
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "reason"),
+    [
+        (OWN, record(("a", 3, 2), ("b", 2, 2)), None),  # it waits as well
+        (
+            OWN,
+            record(("a", 2, 2), ("b", 2, 2), action="after backward", awaited=None),
+            "rank 1 never entered forward 3 of a; it was last seen 0 s ago after backward 2 of a, and waits for no "
+            "transfer of laconic",
+        ),
+        (record(("a", 3, 3), action="in backward"), OWN, "rank 1 never entered backward 3 of a; it was last seen 0 s"),
+        (
+            OWN,
+            record(("a", 3, 3), awaited=None, has_ended=True),
+            "rank 1 does not take part; it ended 0 s ago in forward 3 of a",
+        ),
+        (
+            OWN,
+            NO_UNIT,
+            "rank 1 does not take part; it was last seen 0 s ago before the first forward, and waits for no transfer "
+            "of laconic",
+        ),
+        (OWN, record(("teacher", 0, 0), None), None),  # another model
+        (NO_WAIT, NO_UNIT, None),
+        (NO_WAIT, record(("a", 2, 2)), "rank 1 never entered forward 3 of a"),
+    ],
+)
+def test_records_say_who_is_behind(own: RankRecord, other: RankRecord, reason: str | None) -> None:
+    own, other = (replace(each, since=time.time()) for each in (own, other))
+    found = reasons_to_wait(own, {1: other})
+    assert len(found) == (reason is not None)
+    assert not reason or found[0].startswith(reason)
 
 
 # -- proof -------------------------------------------------------------------------------------------------------------
@@ -265,11 +251,7 @@ def test_records_say_who_is_behind() -> None:
 
 def told(ticket: Awaited | None, has_ended: bool = False, **groups: Entries) -> RankRecord:
     """A rank that waits for `ticket`, and has issued `groups`."""
-    told = RankRecord(
-        counts={"0": ("a", 1, 0)}, last=0, action="in forward", awaited="weights of a", since=time.time(),
-        has_ended=has_ended, ticket=ticket, groups=groups,
-    )  # fmt: skip
-    return decode(RankRecord, encode(told).encode())
+    return record(("a", 1, 0), awaited="weights of a", has_ended=has_ended, ticket=ticket, groups=groups)
 
 
 CIRCLE = {
@@ -316,24 +298,18 @@ def test_what_never_ends_is_proved(own: int, records: dict[int, RankRecord], wor
 def test_a_thread_of_the_user_proves_nothing() -> None:
     """A saver's thread waits while the program goes on."""
     journal = Journal.__new__(Journal)
-    ticket = Ticket(None, journal, 1, ("a save", ""), None)  # type: ignore[arg-type]
-    is_set, may_end = threading.Event(), threading.Event()
+    ticket, seen = Ticket(None, journal, 1, ("a save", ""), None), list[Any]()  # type: ignore[arg-type]
 
     def wait() -> None:
         waits.swap(ticket)
-        is_set.set()
-        may_end.wait(30)
+        seen.append(waits.of_program())
         waits.swap(None)
 
     thread = threading.Thread(target=wait)
     thread.start()
-    assert is_set.wait(30)
-    assert waits.of_program() is None
-    waits.swap(ticket)
-    assert waits.of_program() is ticket
-    waits.swap(None)
-    may_end.set()
     thread.join()
+    wait()
+    assert seen == [None, ticket]
 
 
 def job_slow() -> float:
