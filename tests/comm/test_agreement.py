@@ -38,110 +38,66 @@ def outcome(function: Callable[[], object]) -> object:
         return str(error)
 
 
-def job_agree(failing: list[int], asked: list[int]) -> object:
-    return outcome(lambda: RankGroup().agree(lambda: action(failing), only=dist.get_rank() in asked))
+CALLS: dict[str, Callable[[RankGroup, Callable[[], int]], object]] = {
+    "all agree": lambda own, act: own.agree(act),
+    "rank 1 is asked": lambda own, act: own.agree(act, only=own.rank == 1),
+    "rank 0 is asked": lambda own, act: own.agree(act, only=own.rank == 0),
+    "all say yes": lambda own, act: own.agree_and_ask(act, lambda value: True),
+    "rank 1 says no": lambda own, act: own.agree_and_ask(act, lambda value: value != 10),
+    "on all": lambda own, act: own.on_all(act, "cannot save"),
+    "on rank 0": lambda own, act: own.on_rank_0(lambda: act() + 7, "cannot commit"),
+}
 
 
 @pytest.mark.parametrize(
-    ("failing", "asked", "expected"),
+    ("call", "failing", "expected"),
     [
-        ([], [0, 1, 2], [0, 10, 20]),
-        ([], [1], [None, 10, None]),
-        ([1], [0, 1, 2], ["no 1 (on rank 1)"] * 3),
-        ([0], [0], ["no 0"] * 3),
-        ([0, 1, 2], [0, 1, 2], ["no 0"] * 3),
-    ],
-)
-def test_agree(failing: list[int], asked: list[int], expected: list[object]) -> None:
-    assert run_ranks(job_agree, 3, failing, asked) == expected
-
-
-def job_agree_and_ask(failing: list[int], saying_no: list[int]) -> object:
-    return outcome(lambda: RankGroup().agree_and_ask(lambda: action(failing), lambda own: own // 10 not in saying_no))
-
-
-@pytest.mark.parametrize(
-    ("failing", "saying_no", "expected"),
-    [
-        ([], [], [(0, True), (10, True), (20, True)]),
-        ([], [1], [(0, False), (10, False), (20, False)]),
-        ([2], [1], ["no 2 (on rank 2)"] * 3),
-    ],
-)
-def test_agree_and_ask(failing: list[int], saying_no: list[int], expected: list[object]) -> None:
-    assert run_ranks(job_agree_and_ask, 3, failing, saying_no) == expected
-
-
-def job_exchange() -> tuple[object, ...]:
-    ranks = RankGroup()
-    return ranks.rank, ranks.size, ranks.gather(f"from {ranks.rank}"), ranks.broadcast(f"from {ranks.rank}")
-
-
-def test_every_rank_learns_the_values_of_all_ranks_or_of_rank_0() -> None:
-    everyone = ["from 0", "from 1", "from 2"]
-    assert run_ranks(job_exchange, 3) == [(rank, 3, everyone, "from 0") for rank in range(3)]
-
-
-def job_on_ranks(failing: list[int], error: type[Exception]) -> tuple[object, object]:
-    ranks = RankGroup()
-    return (
-        outcome(lambda: ranks.on_all(lambda: action(failing, error), "cannot save")),
-        outcome(lambda: ranks.on_rank_0(lambda: action(failing, error) + 7, "cannot commit")),
-    )
-
-
-@pytest.mark.parametrize(
-    ("failing", "on_all", "on_rank_0"),
-    [
-        ([], [0, 10, 20], 7),
-        ([1, 2], "cannot save (rank 1: no 1; rank 2: no 2)", 7),
-        ([0], "cannot save (rank 0: no 0)", "cannot commit (rank 0: no 0)"),
+        ("all agree", [], [0, 10, 20]),
+        ("all agree", [1], ["no 1 (on rank 1)"] * 3),
+        ("all agree", [0, 1, 2], ["no 0"] * 3),
+        ("rank 1 is asked", [], [None, 10, None]),
+        ("rank 0 is asked", [0], ["no 0"] * 3),
+        ("all say yes", [], [(0, True), (10, True), (20, True)]),
+        ("rank 1 says no", [], [(0, False), (10, False), (20, False)]),
+        ("rank 1 says no", [2], ["no 2 (on rank 2)"] * 3),
+        ("on all", [], [[0, 10, 20]] * 3),
+        ("on all", [1, 2], ["cannot save (rank 1: no 1; rank 2: no 2)"] * 3),
+        ("on rank 0", [1, 2], [7] * 3),
+        ("on rank 0", [0], ["cannot commit (rank 0: no 0)"] * 3),
     ],
 )
 @pytest.mark.parametrize("error", [OSError, ValueError])
+@on_ranks(3)
 def test_results_and_reasons_of_all_ranks(
-    failing: list[int], error: type[Exception], on_all: object, on_rank_0: object
+    call: str, failing: list[int], expected: list[object], error: type[Exception]
 ) -> None:
-    assert run_ranks(job_on_ranks, 3, failing, error) == [(on_all, on_rank_0)] * 3
+    if error is ValueError or call.startswith("on"):
+        found = outcome(lambda: CALLS[call](RankGroup(), lambda: action(failing, error)))
+        assert found == expected[dist.get_rank()]
 
 
-def job_own_error() -> None:
-    ranks = RankGroup(error=OwnError)
-    for function in (lambda: ranks.agree(lambda: action([1])), lambda: ranks.on_all(lambda: action([1]), "no")):
+@on_ranks(3)
+def test_a_group_has_its_own_error_and_its_own_ranks() -> None:
+    everyone, rank = RankGroup(error=OwnError), dist.get_rank()
+    assert (everyone.rank, everyone.size, everyone.gather(rank), everyone.broadcast(rank)) == (rank, 3, [0, 1, 2], 0)
+    for function in (lambda: everyone.agree(lambda: action([1])), lambda: everyone.on_all(lambda: action([1]), "no")):
         with pytest.raises(OwnError, match="no 1"):
             function()
-
-
-def job_part_of_the_ranks() -> object:
     group = dist.new_group([1, 2])
-    if dist.get_rank() == 0:
-        return None
-    ranks = RankGroup(group)
-    return ranks.rank, ranks.size, ranks.gather(dist.get_rank()), ranks.broadcast(dist.get_rank())
-
-
-def test_a_group_has_its_own_error_and_its_own_ranks() -> None:
-    run_ranks(job_own_error, 2)
-    assert run_ranks(job_part_of_the_ranks, 3) == [None, (0, 2, [1, 2], 1), (1, 2, [1, 2], 1)]
+    if rank:
+        some = RankGroup(group)
+        assert (some.rank, some.size, some.gather(rank), some.broadcast(rank)) == (rank - 1, 2, [1, 2], 1)
 
 
 def test_one_process_alone_agrees_with_itself() -> None:
     assert not dist.is_initialized()
     ranks = RankGroup()
-    assert (ranks.rank, ranks.size) == (0, 1)
-    assert ranks.gather("value") == ["value"]
-    assert ranks.broadcast("value") == "value"
-    assert ranks.agree(lambda: 3) == 3
-    assert ranks.agree(lambda: 3, only=False) is None
-    assert ranks.on_all(lambda: 3, "cannot save") == [3]
-    assert ranks.on_rank_0(lambda: 3, "cannot save") == 3
-    with pytest.raises(JobError, match=r"^no 0$"):
-        ranks.agree(lambda: action([0]))
-    with pytest.raises(JobError, match=r"^cannot save \(rank 0: no 0\)$"):
-        ranks.on_rank_0(lambda: action([0], OSError), "cannot save")
-
-
-def test_unforeseen_errors_pass_through_and_one_without_a_message_is_an_error() -> None:
+    assert (ranks.rank, ranks.size, ranks.gather("value"), ranks.broadcast("value")) == (0, 1, ["value"], "value")
+    assert (ranks.agree(lambda: 3), ranks.agree(lambda: 3, only=False)) == (3, None)
+    assert (ranks.on_all(lambda: 3, "cannot save"), ranks.on_rank_0(lambda: 3, "cannot save")) == ([3], 3)
+    assert outcome(lambda: ranks.agree(lambda: action([0]))) == "no 0"
+    assert outcome(lambda: ranks.on_rank_0(lambda: action([0], OSError), "no")) == "no (rank 0: no 0)"
+    # unforeseen errors pass through, and one without a message is an error
     for function in (RankGroup().agree, lambda own: RankGroup().on_all(own, "cannot save")):
         with pytest.raises(RuntimeError, match="no 0"):
             function(lambda: action([0], RuntimeError))
@@ -162,15 +118,13 @@ VALUES = [
 @on_ranks(3)
 def test_values_of_every_kind_and_length_arrive() -> None:
     """Every rank sends another value of the list in each round: short and long ones meet."""
-    ranks, found = RankGroup(), []
+    ranks, mine = RankGroup(), ["mine"]
     for shift in range(len(VALUES)):
         sent = [VALUES[(shift + rank) % len(VALUES)] for rank in range(ranks.size)]
-        found.append(ranks.gather(sent[ranks.rank]) == sent)
-        found.append(ranks.broadcast(sent[ranks.rank]) == sent[0])
-    found.append([math.isnan(number) for number in ranks.gather(float("nan"))] == [True] * 3)
-    mine = ["mine"]
-    found.append(all(value is not mine for value in ranks.gather(mine)))
-    assert all(found), found
+        assert ranks.gather(sent[ranks.rank]) == sent
+        assert ranks.broadcast(sent[ranks.rank]) == sent[0]
+    assert all(map(math.isnan, ranks.gather(float("nan"))))
+    assert all(value is not mine for value in ranks.gather(mine))
 
 
 class Named(str):
