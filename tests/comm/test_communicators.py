@@ -24,7 +24,7 @@ from laconic.comm.groups import device_to_bind, new_group, started_bytes
 from laconic.comm.launch import RankInfo, process_group
 from laconic.doctor.cli import _communicator_lines
 from laconic.rehearse import rehearsal
-from tests.support.launch import free_port, launch, on_ranks, run_ranks
+from tests.support.launch import free_port, launch, run_ranks
 
 CUDA = torch.device("cuda", 0)
 
@@ -147,14 +147,10 @@ def test_groups_are_split_along_axes_on_all_ranks_in_one_order(
         assert started == 10**6 * len(split)
         kinds.append([(kind, len(own)) for kind, own in events])
     assert all(theirs == kinds[0] for theirs in kinds), "a split takes all ranks"
-
-
-def test_without_a_bound_device_groups_are_made_and_begin_when_used(start: Callable[..., None]) -> None:
-    for shape in ((1, 2, 3), (2, 3, 1)):
-        groups, events, started = _made_by(start, 1, shape, False)
-        assert list(groups) == SHAPES[shape]
-        assert {kind for kind, _ in events} == {"made"}
-        assert started == 0
+    groups, events, started = _made_by(start, num_ranks - 1, shape, False)
+    assert list(groups) == SHAPES[shape], "where no device is bound, they are made, and begin when used"
+    assert {kind for kind, _ in events} <= {"made"}
+    assert started == 0
 
 
 def test_the_doctor_names_them_and_says_what_they_took(start: Callable[..., None]) -> None:
@@ -180,47 +176,38 @@ def test_a_part_of_a_mesh_makes_its_own_communicator_which_begins_at_once(start:
     assert [kind for kind, _ in made[2:]] == ["made"], "for small messages in host memory"
 
 
-def test_on_gloo_nothing_is_shared() -> None:
-    found = {}
-    for backend in ("nccl", "gloo"):
-        for nodes, local in ((3, 1), (2, 3)):
-            with rehearsal(nodes=nodes, local=local, backend=backend):
-                cluster = laconic.Cluster.of(laconic.init_mesh("cuda", nodes=nodes, local=local))
-                found[backend, nodes] = list(cluster.communicators)
-    assert found["nccl", 3] == SHAPES[1, 3, 1]
-    assert found["gloo", 3] == ["default, all", "gather node", "reduce node"]
-    assert found["nccl", 2] == found["gloo", 2] == SHAPES[1, 2, 3]
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_on_gloo_nothing_is_shared(backend: str) -> None:
+    for nodes, local in ((3, 1), (2, 3)):
+        with rehearsal(nodes=nodes, local=local, backend=backend):
+            cluster = laconic.Cluster.of(laconic.init_mesh("cuda", nodes=nodes, local=local))
+            shared = SHAPES[1, nodes, local]
+            own = ["default, all", "gather node", "reduce node"] if (backend, local) == ("gloo", 1) else shared
+            assert list(cluster.communicators) == own
 
 
-@on_ranks(3, local=1)
-def test_real_ranks_on_gloo_gather_and_sum_in_groups_of_their_own() -> None:
-    cluster = laconic.Cluster.of(laconic.init_mesh("cpu"))
-    groups = cluster.communicators
-    assert list(groups) == ["default, all", "gather node", "reduce node"]
-    for group in groups.values():
-        number = torch.ones(1)
-        dist.all_reduce(number, group=group)
-        assert number == 3
-    assert started_bytes() == 0
-
-
-def job_bound_gloo() -> None:
-    assert dist.group.WORLD is not None
-    dist.group.WORLD.bound_device_id = CUDA
+def job_gloo() -> None:
+    """Gloo says that it can be split, but torch asks of bound groups what Gloo does not have."""
+    world = dist.group.WORLD
+    assert world is not None
+    world.bound_device_id = CUDA
     assert _compat.splitting_device() is None
     group = cluster_module._own_group([[0, 1, 2]])
     assert group is not None
     assert group.bound_device_id is None
-    number = torch.ones(1)
-    dist.all_reduce(number, group=group)
-    assert number == 3
-    dist.group.WORLD.bound_device_id = None  # torch's own messages would go to the device
+    world.bound_device_id = None  # torch's own messages would go to the device
+    groups = laconic.Cluster.of(laconic.init_mesh("cpu")).communicators
+    assert list(groups) == ["default, all", "gather node", "reduce node"]
+    for each in (group, *groups.values()):
+        number = torch.ones(1)
+        dist.all_reduce(number, group=each)
+        assert number == 3
+    assert started_bytes() == 0
 
 
-def test_gloo_bound_to_a_device_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gloo says that it can be split, but torch asks of bound groups what Gloo does not have."""
+def test_ranks_on_gloo_sum_in_groups_of_their_own_which_are_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    run_ranks(job_bound_gloo, 3, local=3)
+    run_ranks(job_gloo, 3, local=1)
 
 
 def test_the_device_is_bound_where_nccl_carries_it() -> None:
@@ -229,7 +216,7 @@ def test_the_device_is_bound_where_nccl_carries_it() -> None:
         assert device_to_bind(backend, device) is None
 
 
-def _bound_by_laconic(by_mesh: bool, num_local: int = 1) -> list[Any]:
+def _bound_by_laconic(by_mesh: bool, num_local: int) -> list[Any]:
     """The devices to which laconic binds the default group that it starts, on a machine with two."""
     bound: list[Any] = []
     start = dist.init_process_group
@@ -257,19 +244,16 @@ def _bound_by_laconic(by_mesh: bool, num_local: int = 1) -> list[Any]:
 
 
 @pytest.mark.machine
-def test_laconic_binds_the_group_that_it_starts() -> None:
-    by_mesh, by_command = (
-        launch(_bound_by_laconic, each, num_ranks=1, timeout_s=60, backend=None)[0] for each in (True, False)
-    )
-    assert by_mesh == [1, ("nccl", torch.device("cuda", 1))], "after the device was selected"
-    assert by_command == [("nccl", CUDA)]
-
-
-@pytest.mark.machine
-def test_ranks_that_share_a_device_talk_over_gloo() -> None:
-    """NCCL refuses two ranks on one device."""
-    (found,) = launch(_bound_by_laconic, False, 3, num_ranks=1, timeout_s=60, backend=None)
-    assert found == [("gloo", None)]
+@pytest.mark.parametrize(
+    ("by_mesh", "num_local", "bound"),
+    [
+        (True, 1, [1, ("nccl", torch.device("cuda", 1))]),  # after the device was selected
+        (False, 1, [("nccl", CUDA)]),
+        (False, 3, [("gloo", None)]),  # NCCL refuses two ranks on one device
+    ],
+)
+def test_laconic_binds_the_group_that_it_starts(by_mesh: bool, num_local: int, bound: list[Any]) -> None:
+    assert launch(_bound_by_laconic, by_mesh, num_local, num_ranks=1, timeout_s=60, backend=None) == [bound]
 
 
 def _sum_on_the_host() -> tuple[bool, float]:

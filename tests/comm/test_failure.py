@@ -25,56 +25,52 @@ from laconic.comm.ring import PeerRing
 from laconic.config import to_toml
 from laconic.errors import JobError
 from tests.support.jobs import job
-from tests.support.launch import free_port, run_ranks, started, torchrun_environment
-
-
-def job_record() -> tuple[str, str, str]:
-    watch_peers()
-    before = first_failure()
-    dist.barrier()
-    if dist.get_rank() == 1:
-        assert record_failure(ValueError("the disk is on fire")) == ""
-    answer = first_failure(patience_s=30.0)
-    later = record_failure(ValueError("me, too"))
-    dist.barrier()
-    return before, answer, later
+from tests.support.launch import free_port, on_ranks, started, torchrun_environment
 
 
 @pytest.mark.machine
+@on_ranks(4)
 def test_the_first_failure_is_the_one_that_every_other_rank_learns() -> None:
-    results = run_ranks(job_record, 5)
-    assert [before for before, _, _ in results] == [""] * 5
-    assert results[1][1:] == ("", ""), "its own failure is no failure of another rank"
-    for rank in (0, 2, 3, 4):
-        _, first, answer = results[rank]
-        assert first == answer
+    watch_peers()
+    assert first_failure() == ""
+    dist.barrier()
+    if dist.get_rank() == 1:
+        assert record_failure(ValueError("the disk is on fire")) == ""
+    first = first_failure(patience_s=30.0 if dist.get_rank() != 1 else 0.5)
+    assert record_failure(ValueError("me, too")) == first
+    dist.barrier()
+    assert bool(first) == (dist.get_rank() != 1), "its own failure is no failure of another rank"
+    if first:
         assert first.startswith("rank 1 failed first:\n")
         assert "ValueError: the disk is on fire" in first
         assert "me, too" not in first
 
 
-def job_fail(kind: str) -> str:
-    """Rank 1 fails; rank 0 then fails because of it."""
+@pytest.mark.machine
+@pytest.mark.parametrize(
+    ("own", "other", "seen"),
+    [
+        (RuntimeError, RuntimeError, "PeerFailedError: rank 1 failed first:.*RuntimeError: the disk is on fire"),
+        (JobError, JobError, "JobError: no corpus"),
+        (RuntimeError, JobError, "JobError: the disk is on fire$"),  # with its message alone
+    ],
+)
+@on_ranks(2)
+def test_a_rank_that_fails_later_shows_the_first_failure_and_job_errors_stay(
+    own: type[Exception], other: type[Exception], seen: str
+) -> None:
+    """Rank 1 fails; rank 0 then fails because of it, or by itself."""
     try:
         with failing_together(2):
             if dist.get_rank() == 1:
-                raise (RuntimeError if kind == "error" else JobError)("the disk is on fire")
+                raise other("the disk is on fire")
             while not first_failure():
                 time.sleep(0.01)
-            raise JobError("no corpus") if kind == "both" else RuntimeError("connection closed by peer")
+            raise own("no corpus")
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-@pytest.mark.machine
-def test_a_rank_that_fails_later_shows_the_first_failure_and_job_errors_stay() -> None:
-    later, first = run_ranks(job_fail, 2, "error")
-    assert first == "RuntimeError: the disk is on fire"
-    assert later.startswith("PeerFailedError: rank 1 failed first:")
-    assert "RuntimeError: the disk is on fire" in later
-    assert run_ranks(job_fail, 2, "both") == ["JobError: no corpus", "JobError: the disk is on fire"]
-    assert run_ranks(job_fail, 2, "job") == ["JobError: the disk is on fire"] * 2, "with its message alone"
+        found = f"{type(error).__name__}: {error}"
+    words = f"{other.__name__}: the disk is on fire$" if dist.get_rank() == 1 else seen
+    assert re.match(words, found, re.DOTALL), found
 
 
 # -- ranks that end the process ----------------------------------------------------------------------------------------
@@ -166,7 +162,9 @@ def test_a_rank_that_is_stuck_ends_and_says_why(
     assert re.search(words, (tmp_path / str(stuck)).read_text())
 
 
-def job_show_slowly() -> str:
+@pytest.mark.machine
+@on_ranks(2)
+def test_a_rank_that_fails_by_itself_shows_all_of_its_error() -> None:
     """Rank 0 fails late, and shows its traceback late; both within the grace, but not together."""
     failure._GRACE_S, shown = 2.0, io.StringIO()
     hook, sys.excepthook = sys.excepthook, lambda *error: (time.sleep(1.5), hook(*error))
@@ -176,19 +174,13 @@ def job_show_slowly() -> str:
     error = RuntimeError("connection closed by peer")
     if dist.get_rank() == 1:
         record_failure(ValueError("the disk is on fire"))
-    else:
-        assert first_failure(patience_s=30.0)
-        time.sleep(1.0)
-        with contextlib.redirect_stderr(shown):
-            sys.excepthook(type(error), error, None)
-    return shown.getvalue()
-
-
-@pytest.mark.machine
-def test_a_rank_that_fails_by_itself_shows_all_of_its_error() -> None:
-    own, _ = run_ranks(job_show_slowly, 2)
-    assert "RuntimeError: connection closed by peer" in own
-    assert "ValueError: the disk is on fire" in own
+        return
+    assert first_failure(patience_s=30.0)
+    time.sleep(1.0)
+    with contextlib.redirect_stderr(shown):
+        sys.excepthook(type(error), error, None)
+    assert "RuntimeError: connection closed by peer" in shown.getvalue()
+    assert "ValueError: the disk is on fire" in shown.getvalue()
 
 
 def test_one_rank_alone_needs_no_process_group() -> None:
