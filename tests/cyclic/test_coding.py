@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from laconic.codec import CODECS
 from laconic.cyclic.coding import RingWire, StageCoding, check_wire
@@ -19,12 +18,11 @@ from laconic.cyclic.placement import VersionError
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.cyclic.schedule import Rule, Schedule, StatePlacement
 from laconic.shard.policies import Wire
-from tests.cyclic.test_snapshot import together
-from tests.cyclic.toys import OPTIMIZERS, assert_equal, make_stages, train, train_oracle
-from tests.reference.cyclic import Oracle, coded_like
+from tests.cyclic.toys import OPTIMIZERS, Course, assert_equals_oracle, make_stages, together, train
+from tests.reference.cyclic import coded_like
 from tests.reference.messages import int8_bytes, message_bytes
 from tests.reference.wire import ROTATED
-from tests.support.launch import on_ranks, run_ranks
+from tests.support.launch import on_ranks
 
 torch.set_num_threads(1)
 
@@ -35,85 +33,70 @@ SUMS = Wire(gradients="int8", feedback=True)
 WIRES: dict[StatePlacement, Wire] = {"replicated": RING, "sharded": VALUES, "shared": SUMS}
 
 
-def widened(stages: list[nn.Module]) -> list[nn.Module]:
-    """The stages, of which one has a matrix of several blocks and an odd size."""
+def widened_stages(count: int, seed: int) -> list[nn.Module]:
+    """Stages of which one has a matrix of several blocks and an odd size."""
+    stages: list[Any] = make_stages(count, seed)
     torch.manual_seed(7)
     stages[0].idle = nn.Parameter(torch.randn(13, 37))  # no batch uses it, so only weight decay changes it
-    stages[-1].linear.register_parameter("wide", nn.Parameter(torch.randn(5, 3, 11)))  # type: ignore[union-attr]
+    stages[-1].linear.register_parameter("wide", nn.Parameter(torch.randn(5, 3, 11)))
     return stages
 
 
-def make(count: int, states: Any, wire: Wire, rule: str) -> CyclicDataParallel:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    stages = widened(make_stages(count))
-    return CyclicDataParallel(stages, loss_fn, OPTIMIZERS["adamw"], mesh, rule=rule, states=states, wire=wire)
-
-
-def oracle_of(count: int, states: str, wire: Wire, rule: str, local: int) -> Oracle:
-    nodes, optimizer = [rank // local for rank in range(dist.get_world_size())], OPTIMIZERS["adamw"]
-    stages = widened(make_stages(count))
-    return Oracle(stages, loss_fn, optimizer, Rule.named(rule, count), wire=wire, nodes=nodes, states=states)
-
-
-def worker_of(states: str) -> int | None:
-    return None if states == "shared" else dist.get_rank()
+def course_of(states: StatePlacement, rule: str, **options: Any) -> Course:
+    fixed: dict[str, Any] = {"states": states, "rule": rule, "optimizer": "adamw", "make": widened_stages}
+    return Course(**{**fixed, "wire": WIRES[states], "local": 1, **options})
 
 
 # -- the same numbers --------------------------------------------------------------------------------------------------
 
 
-def job_trajectory(count: int, local: int, placements: tuple[StatePlacement, ...], rules: tuple[str, ...]) -> None:
-    for states in placements:
-        for rule in rules:
-            assert_run_equals_the_oracle(count, local, states, rule)
-
-
-def assert_run_equals_the_oracle(count: int, local: int, states: StatePlacement, rule: str) -> None:
-    case, wire, rank = f"{states}, {rule}", WIRES[states], dist.get_rank()
-    run, oracle = make(count, states, wire, rule), oracle_of(count, states, wire, rule, local)
-    exact = Oracle(widened(make_stages(count)), loss_fn, OPTIMIZERS["adamw"], Rule.named(rule, count))
-    for steps in (range(4), range(4, 6)):
-        versions, expected = [oracle.newest], []
-        for step in steps:
-            expected += train_oracle(oracle, range(step, step + 1))
-            versions.append(oracle.newest)
-        losses = train(run, steps, worker_of(states))
-        train_oracle(exact, steps)
-        if states != "shared":
-            assert losses == [row[rank] for row in expected], case
-            assert_copies_equal(run, versions, states, case)
-        run.drain()
-        oracle.restart()
-        exact.restart()
-        with run.consistent_parameters() as version:
-            assert version == steps.stop
-            assert_equal(run, oracle, case)
-        if states == "replicated":
-            assert_equal(run, oracle, case)
-    with run.consistent_parameters(), pytest.raises(AssertionError, match="differs"):  # coding changed something
-        assert_equal(run, exact, "")
-    run.close()
-
-
-def assert_copies_equal(run: Any, versions: list[Any], states: str, case: str) -> None:
-    """In the middle of a run, a device computes with the bits that the oracle has for the device's version."""
-    placement = run._placement
-    for stage in range(len(run.stages)) if states == "replicated" else placement.updated:
-        own = placement.layouts[stage].views(placement.buffers[stage])
-        assert all(map(torch.equal, own, versions[placement.version[stage]][stage])), f"{case}, stage {stage}"
-
-
 @pytest.mark.parametrize(
-    ("ranks", "local", "count", "states", "rules"),
+    ("ranks", "local", "count", "courses"),
     [
-        (3, 1, 3, ("replicated", "sharded"), ("v1", "lag2")),
-        (4, 2, 4, ("replicated", "sharded"), ("v2",)),
-        (6, 2, 3, ("shared",), ("v2",)),
+        (3, 1, 3, (("replicated", "v1"), ("replicated", "lag2"), ("sharded", "v1"), ("sharded", "lag2"))),
+        (3, 1, 3, (("replicated", "dp"),)),
+        (4, 2, 4, (("replicated", "v2"), ("sharded", "v2"))),
+        (6, 2, 3, (("shared", "v2"),)),
     ],
 )
-def test_workers_equal_the_oracle(ranks: int, local: int, count: int, states: Any, rules: Any) -> None:
+@on_ranks("ranks", local="local")
+def test_workers_equal_the_oracle(local: int, count: int, courses: Any) -> None:
     """Odd sizes, each worker on a node of its own; or two on each node."""
-    run_ranks(job_trajectory, ranks, count, local, states, rules, local=local)
+    for states, rule in courses:
+        assert_equals_oracle(course_of(states, rule, count=count, local=local))
+
+
+@on_ranks(3, local=1)
+def test_a_resumed_run_goes_on_to_the_same_bits() -> None:
+    cases: tuple[tuple[StatePlacement, str], ...] = (("replicated", "v2"), ("replicated", "dp"), ("sharded", "lag2"))
+    for states, rule in cases:
+        course = course_of(states, rule)
+        run, resumed = course.run(), course.run(seed=1)
+        train(run, range(3), course.worker)
+        state = together(run.state_dict())
+        resumed.load_state_dict(state)
+        resumed.drain()  # without a batch
+        if states == "replicated":
+            assert_all_equal(resumed)
+        for name, p in resumed.stages[0].named_parameters() if rule == "dp" else ():
+            assert torch.equal(p, state[f"stages.0.parameters.{name}"]), "the exact ones of the state"
+        resumed.load_state_dict(state)
+        for which in (run, resumed):
+            train(which, range(3, 6), course.worker)
+            which.drain()
+        with run.consistent_parameters(), resumed.consistent_parameters():
+            for own, other in zip(run.stages, resumed.stages, strict=True):
+                assert all(map(torch.equal, own.parameters(), other.parameters())), course
+        run.close()
+        resumed.close()
+
+
+def assert_all_equal(run: Any) -> None:
+    """All workers have the same parameters."""
+    own = torch.cat([p.detach().flatten() for stage in run.stages for p in stage.parameters()])
+    others = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, own)
+    assert all(torch.equal(own, other) for other in others)
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "int2", "ternary", "bf16"])
@@ -160,7 +143,7 @@ def count_sent(links: Links, peer: int, purpose: str, *, sent_bytes: int = 0, re
 @on_ranks("count", local=1)
 def test_every_link_carries_the_bytes_of_the_formula(count: int) -> None:
     rank, batches, rule = dist.get_rank(), 4, Rule.named("lag2", count)
-    run = make(count, "replicated", Wire(weights="int8", gradients="int8"), "lag2")
+    run = course_of("replicated", "lag2", count=count, wire=Wire(weights="int8", gradients="int8")).run()
     _sent[rank] = Counter()
     dist.barrier()
     Links._count = count_sent  # type: ignore[assignment, method-assign]
@@ -181,45 +164,12 @@ def test_every_link_carries_the_bytes_of_the_formula(count: int) -> None:
     run.close()
 
 
-# -- snapshots and edits -----------------------------------------------------------------------------------------------
-
-
-@on_ranks(3, local=1)
-def test_a_resumed_run_goes_on_to_the_same_bits() -> None:
-    for states, rule in (("replicated", "v2"), ("replicated", "v1"), ("replicated", "dp"), ("sharded", "lag2")):
-        run = make(3, states, WIRES[states], rule)
-        train(run, range(3), dist.get_rank())
-        state = together(run.state_dict())
-        resumed = make(3, states, WIRES[states], rule)
-        resumed.load_state_dict(state)
-        resumed.drain()  # without a batch
-        assert_all_equal(resumed, state if rule == "dp" else None)
-        resumed.load_state_dict(state)
-        for which in (run, resumed):
-            train(which, range(3, 6), dist.get_rank())
-            which.drain()
-        with run.consistent_parameters(), resumed.consistent_parameters():
-            for own, other in zip(run.stages, resumed.stages, strict=True):
-                assert all(map(torch.equal, own.parameters(), other.parameters())), f"{states}, {rule}"
-        run.close()
-        resumed.close()
-
-
-def assert_all_equal(run: Any, state: dict[str, Any] | None) -> None:
-    """All workers have the same parameters and, if given, the exact ones of a state."""
-    if run.schedule.states == "sharded":
-        return
-    own = torch.cat([p.detach().flatten() for stage in run.stages for p in stage.parameters()])
-    others = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(others, own)
-    assert all(torch.equal(own, other) for other in others)
-    for name, p in run.stages[0].named_parameters() if state else ():
-        assert torch.equal(p, state[f"stages.0.parameters.{name}"])  # type: ignore[index]
+# -- edits -------------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2, local=1)
 def test_an_edit_of_copies_is_refused_but_after_a_drain() -> None:
-    run = make(2, "replicated", RING, "v2")
+    run = course_of("replicated", "v2", count=2).run()
     train(run, range(2), dist.get_rank())
     run.drain()
     with torch.no_grad(), run.consistent_parameters():
@@ -228,7 +178,7 @@ def test_an_edit_of_copies_is_refused_but_after_a_drain() -> None:
         run.stages[1].linear.weight.fill_(0.5)
     train(run, range(2, 4), dist.get_rank())
     run.drain()
-    assert_all_equal(run, None)
+    assert_all_equal(run)
     train(run, range(4, 6), dist.get_rank())
     with torch.no_grad():
         run.stages[0].linear.weight.fill_(0.5)

@@ -1,53 +1,51 @@
-"""Every rule and placement equals the oracle to the bit."""
+"""Every rule and placement equals the oracle to the bit, also where it is saved, drained or not, and resumed."""
 
 from __future__ import annotations
 
 from itertools import cycle
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.schedule import RULES, Rule, StatePlacement
-from tests.cyclic.toys import OPTIMIZERS, assert_equal, cases, make_oracle, make_stages, train, train_oracle
-from tests.support.launch import on_ranks, run_ranks
+from laconic.cyclic.schedule import RULES, StatePlacement
+from tests.cyclic.toys import OPTIMIZERS, Course, assert_equal, assert_equals_oracle, train, train_oracle
+from tests.support.launch import on_ranks
 
 torch.set_num_threads(1)
+CLIPS = ("dp", "clip")
+
+
+def run_all(rules: tuple[str, ...], **options: Any) -> None:
+    """Compare each rule, and the clipping of those that can clip, with the oracle."""
+    for rule, optimizer in zip(rules, cycle(OPTIMIZERS), strict=False):
+        assert_equals_oracle(Course(rule=rule, optimizer=optimizer, **options))
+    for rule, optimizer in zip([rule for rule in CLIPS if rule in rules], OPTIMIZERS, strict=False):
+        assert_equals_oracle(Course(rule=rule, optimizer=optimizer, max_grad_norm=0.05, **{**options, "saves": ()}))
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_single_device_equals_the_oracle(count: int) -> None:
-    for rule, optimizer in cases(RULES):
-        run = CyclicDataParallel(
-            make_stages(count), nn.functional.cross_entropy, OPTIMIZERS[optimizer], rule=rule, states="single"
-        )
-        oracle = make_oracle(count, Rule.named(rule, count), optimizer)
-        for steps in (range(4), range(4, 6)):
-            losses = train(run, steps, worker=None)
-            assert losses == [torch.stack(row).mean() for row in train_oracle(oracle, steps)]
-            run.drain()
-            oracle.restart()
-            assert_equal(run, oracle, f"{rule}, {optimizer}")
+    run_all(RULES, states="single", count=count, saves=(0, 3, 5) if count == 3 else ())
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_single_device_clips_by_the_global_norm(count: int) -> None:
-    for rule, optimizer in zip(("dp", "v1", "clip"), cycle(OPTIMIZERS), strict=False):
-        run = CyclicDataParallel(
-            make_stages(count), nn.functional.cross_entropy, OPTIMIZERS[optimizer], rule=rule, max_grad_norm=0.05
-        )
-        oracle = make_oracle(count, Rule.named(rule, count), optimizer, max_grad_norm=0.05)
-        free = make_oracle(count, Rule.named(rule, count), optimizer)
-        for which in (oracle, free):
-            train_oracle(which, range(4))
-        train(run, range(4), worker=None)
-        run.drain()
-        assert_equal(run, oracle, f"{rule}, {optimizer}")
-        with pytest.raises(AssertionError, match="differs"):  # the clipping changed something
-            assert_equal(run, free, "")
+@pytest.mark.parametrize("states", ["replicated", "sharded"])
+@on_ranks(3)
+def test_workers_equal_the_oracle(states: StatePlacement) -> None:
+    run_all(RULES, states=states, saves=(3,))
+
+
+@pytest.mark.parametrize(("ranks", "count", "rules"), [(3, 2, ("v1", "v2", "lag2", "clip")), (6, 3, ("lag2",))])
+@on_ranks("ranks")
+def test_shared_stages_equal_the_oracle(count: int, rules: tuple[str, ...]) -> None:
+    """Model and data parallel on N(N+1)/2 devices: 10 at N = 4, where plain data parallelism needs 16."""
+    run_all(rules, states="shared", count=count, saves=(3,) if count == 2 else ())
 
 
 @on_ranks(2)
@@ -64,53 +62,51 @@ def test_workers_begin_with_the_weights_of_the_first() -> None:
     assert stages[1].running_mean.tolist() == [0.0] * 3
 
 
-def job_trajectory(states: StatePlacement, count: int, rules: tuple[str, ...]) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    worker = None if states == "shared" else dist.get_rank()
-    able = [rule for rule in rules if Rule.named(rule, count).allows_global_norm]
-    clipped = [(rule, "sgd", 0.05) for rule in able if count == 3]
-    every = [(rule, optimizer, None) for rule, optimizer in zip(rules, cycle(OPTIMIZERS), strict=False)]
-    for rule, optimizer, max_grad_norm in [*every, *clipped]:
-        case = f"{states}, {rule}, {optimizer}, {max_grad_norm}"
-        stages = make_stages(
-            count, seed=0 if dist.get_rank() == 0 else 1
-        )  # all begin with the values of the first rank
-        run = CyclicDataParallel(
-            stages,
-            nn.functional.cross_entropy,
-            OPTIMIZERS[optimizer],
-            mesh,
-            rule=rule,
-            states=states,
-            max_grad_norm=max_grad_norm,
-        )
-        oracle = make_oracle(count, Rule.named(rule, count), optimizer, max_grad_norm=max_grad_norm)
-        for steps in (range(4), range(4, 6)):
-            losses, expected = train(run, steps, worker), train_oracle(oracle, steps)
-            for loss, row in zip(losses, expected, strict=True):
-                if worker is not None:
-                    assert loss == row[worker], case
-                elif dist.get_rank() == dist.get_world_size() - 1:
-                    assert loss == torch.stack(row).mean(), case
-                else:
-                    assert loss is None
-            run.drain()
-            oracle.restart()
-            with run.consistent_parameters() as version:
-                assert version == steps.stop
-                assert_equal(run, oracle, case)
-            if states == "replicated":
-                assert_equal(run, oracle, case)
-        run.close()
+@on_ranks(3)
+def test_a_folder_moves_between_placements(tmp_path: Path) -> None:
+    """Save with torch.distributed.checkpoint, and load into other placements."""
+    course = Course(optimizer="adamw", states="sharded")
+    oracle, run = course.oracle(), course.run()
+    train_oracle(oracle, range(5))
+    train(run, range(3), course.worker)
+    dcp.save(run.state_dict(), checkpoint_id=tmp_path)
+    for states in ("replicated", "sharded"):
+        resumed = Course(optimizer="adamw", states=states).run(seed=1)  # type: ignore[arg-type]
+        state = resumed.blank_state_dict()
+        dcp.load(state, checkpoint_id=tmp_path)
+        resumed.load_state_dict(state)
+        assert resumed.optimizer.param_groups[0]["lr"] == run.optimizer.param_groups[0]["lr"]
+        train(resumed, range(3, 5), course.worker)
+        resumed.drain()
+        with resumed.consistent_parameters():
+            assert_equal(resumed, oracle, states)
+    run.drain()
 
 
 @pytest.mark.parametrize("states", ["replicated", "sharded"])
+@pytest.mark.parametrize("rule", ["dp", "v2"])
 @on_ranks(3)
-def test_workers_equal_the_oracle(states: StatePlacement) -> None:
-    job_trajectory(states, 3, RULES)
+def test_evaluation_sees_one_version(states: StatePlacement, rule: str) -> None:
+    """That of the oracle one batch ago. It does not change the run."""
+    course = Course(rule=rule, states=states)
+    run, oracle = course.run(), course.oracle()
+    for step in range(3):
+        train(run, range(step, step + 1), course.worker)
+        train_oracle(oracle, range(step, step + 1))
+        with run.consistent_parameters() as version:
+            assert version == (step + 1 if rule == "dp" else step)
+            for stage, values in zip(run.stages, oracle.newest if rule == "dp" else oracle.older, strict=True):
+                assert all(map(torch.equal, (p for p in stage.parameters() if p.requires_grad), values))
+    run.drain()
+    oracle.restart()
+    with run.consistent_parameters():
+        assert_equal(run, oracle, course)
 
 
-def test_shared_stages_equal_the_oracle() -> None:
-    """Model and data parallel on N(N+1)/2 devices: 10 at N = 4, where plain data parallelism needs 16."""
-    run_ranks(job_trajectory, 3, "shared", 2, ("v1", "v2", "clip"))
-    run_ranks(job_trajectory, 6, "shared", 3, ("lag2",))
+def test_entries_that_do_not_fit_are_named() -> None:
+    run = Course(count=2, states="single").run()
+    state, missing = run.state_dict(), "stages.1.parameters.linear.weight"
+    with pytest.raises(ValueError, match=rf"no '{missing}'.*all ranks' parts"):
+        run.load_state_dict({key: value for key, value in state.items() if key != missing})
+    with pytest.raises(ValueError, match=r"shape \(7,\) in the state, but \(6,\) here"):
+        run.load_state_dict({**state, "stages.0.parameters.linear.bias": torch.zeros(7)})

@@ -1,15 +1,20 @@
-"""Small stages for many ranks."""
+"""Small stages for many ranks, and runs of them beside the oracle."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import product
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.schedule import Rule
+from laconic.cyclic.schedule import Rule, StatePlacement
+from laconic.shard.policies import Wire
 from tests.reference.cyclic import Oracle
 
 WIDTH = 6
@@ -94,8 +99,44 @@ def values(stages: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
             yield f"{number}.{name}", parameter.detach()
 
 
-def make_oracle(count: int, rule: Rule, optimizer: str, max_grad_norm: float | None = None) -> Oracle:
-    return Oracle(make_stages(count), nn.functional.cross_entropy, OPTIMIZERS[optimizer], rule, max_grad_norm)
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """A cyclic run as a row of a table."""
+
+    rule: str = "v2"
+    states: StatePlacement = "replicated"
+    """"single" has no mesh, others that of all ranks."""
+    count: int = 3
+    optimizer: str = "sgd"
+    max_grad_norm: float | None = None
+    wire: Wire = field(default_factory=Wire)
+    local: int | None = None
+    """The ranks of a node. Default: all."""
+    scaler: Callable[[], torch.amp.GradScaler] | None = None
+    loss_fn: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy
+    make: Callable[[int, int], list[nn.Module]] = make_stages
+    end: int = 6
+    saves: tuple[int, ...] = ()
+    """The steps before which the state is saved; a new run resumes each of them."""
+
+    @property
+    def worker(self) -> int | None:
+        return None if self.states in ("single", "shared") else dist.get_rank()
+
+    def run(self, seed: int = 0) -> CyclicDataParallel:
+        mesh = None if self.states == "single" else init_device_mesh("cpu", (dist.get_world_size(),))
+        return CyclicDataParallel(
+            self.make(self.count, seed), self.loss_fn, OPTIMIZERS[self.optimizer], mesh, rule=self.rule,
+            states=self.states, wire=self.wire, max_grad_norm=self.max_grad_norm,
+            grad_scaler=self.scaler() if self.scaler else None,
+        )  # fmt: skip
+
+    def oracle(self) -> Oracle:
+        return Oracle(
+            self.make(self.count, 0), self.loss_fn, OPTIMIZERS[self.optimizer], Rule.named(self.rule, self.count),
+            self.max_grad_norm, grad_scaler=self.scaler() if self.scaler else None, wire=self.wire, states=self.states,
+            nodes=[rank // self.local for rank in range(dist.get_world_size())] if self.local else (),
+        )  # fmt: skip
 
 
 def train(run: CyclicDataParallel, steps: range, worker: int | None) -> list[Tensor | None]:
@@ -115,10 +156,86 @@ def train_oracle(oracle: Oracle, steps: range) -> list[list[Tensor]]:
     return losses
 
 
-def assert_equal(run: CyclicDataParallel, oracle: Oracle, case: str) -> None:
+def assert_equal(run: CyclicDataParallel, oracle: Oracle, case: object) -> None:
     for (name, got), (_, want) in zip(values(run.stages), values(oracle.stages), strict=True):
         assert torch.equal(got, want), f"{case}: {name} differs by {(got - want).abs().max()}"
 
 
-def cases(rules: tuple[str, ...]) -> list[tuple[str, str]]:
-    return list(product(rules, OPTIMIZERS))
+def together(state: dict[str, Any]) -> dict[str, Any]:
+    """The parts of all ranks, as in a checkpoint folder, which holds copies."""
+    parts = [state]
+    if dist.is_initialized():
+        parts = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(parts, state)
+    keys = [key for part in parts for key in part if key.startswith("stages.")]
+    assert len(keys) == len(set(keys)), "a tensor is saved twice"
+    whole = {key: value for part in parts for key, value in part.items()}
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in whole.items()}
+
+
+def assert_equals_oracle(course: Course) -> list[float]:
+    """Assert that a run, and those that resume it, equal the oracle to the bit: losses, scales, parameters.
+
+    All drain in the middle and at the end. Returns the loss scales after each step.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    run, oracle = course.run(seed=rank), course.oracle()  # all begin with the values of the first rank
+    drains, saved, scales, versions = (4, course.end), {}, [], [oracle.newest]
+    for step in range(course.end):
+        if step in course.saves:
+            saved[step] = together(run.state_dict())
+        (loss,) = train(run, range(step, step + 1), course.worker)
+        (row,) = train_oracle(oracle, range(step, step + 1))
+        versions.append(oracle.newest)
+        if course.worker is not None:
+            assert loss == row[course.worker], course
+            if step + 1 in drains and course.rule != "dp":
+                _assert_copies_equal(run, versions, course)
+        elif course.states == "single" or rank == dist.get_world_size() - 1:
+            assert loss == torch.stack(row).mean(), course
+        else:
+            assert loss is None
+        assert run.loss_scale == oracle.scale
+        scales.append(oracle.scale)
+        if step + 1 in drains:
+            run.drain()
+            oracle.restart()
+            versions = [oracle.newest]
+            with run.consistent_parameters() as version:
+                assert version == step + 1
+                assert_equal(run, oracle, course)
+            if course.states == "replicated":
+                assert_equal(run, oracle, course)
+    plain = replace(course, wire=Wire(), max_grad_norm=None).oracle()
+    if course.wire != Wire() or course.max_grad_norm:
+        for steps in (range(4), range(4, course.end)):
+            train_oracle(plain, steps)
+            plain.restart()
+        with run.consistent_parameters(), pytest.raises(AssertionError, match="differs"):  # it changed something
+            assert_equal(run, plain, "")
+    run.close()
+    if saved:
+        resumed = course.run(seed=1)
+        for step, state in saved.items():
+            resumed.load_state_dict(state)
+            assert resumed.num_batches == step
+            again = together(resumed.state_dict()) if course.scaler is None else {}  # before anything has run
+            held = [(value, again[key]) for key, value in state.items() if key.startswith("stages.") and key in again]
+            assert all(torch.equal(*pair) for pair in held if isinstance(pair[0], Tensor))
+            for steps in (range(step, 4), range(max(step, 4), course.end)):
+                if steps:
+                    train(resumed, steps, course.worker)
+                    resumed.drain()
+            assert resumed.loss_scale == oracle.scale
+            with resumed.consistent_parameters():
+                assert_equal(resumed, oracle, f"{course}, resumed at {step}")
+        resumed.close()
+    return scales
+
+
+def _assert_copies_equal(run: Any, versions: list[Any], course: Course) -> None:
+    """In the middle of a run, a device computes with the bits that the oracle has for the device's version."""
+    placement = run._placement
+    for stage in range(len(run.stages)) if course.states == "replicated" else placement.updated:
+        own = placement.layouts[stage].views(placement.buffers[stage])
+        assert all(map(torch.equal, own, versions[placement.version[stage]][stage])), f"{course}, stage {stage}"
