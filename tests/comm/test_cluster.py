@@ -203,12 +203,13 @@ def test_groups_inherit_the_timeout_of_the_job() -> None:
 
 @on_ranks(3, local=3)
 def test_meshes_that_do_not_fit_the_ranks_are_refused() -> None:
-    for sizes, words in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"nodes": 2, "local": 2}, "1 islands x 2 nodes x 2 local ranks make 4 ranks, but the job has 3"),
         ({"local": 2}, "make 2 ranks, but the job has 3; start every node with the same"),
         ({"islands": 0}, "positive sizes, got islands=0"),
         ({"nodes": -1}, "positive sizes, got islands=1, nodes=-1"),
-    ):
+    ]
+    for sizes, words in refused:
         with pytest.raises(ValueError, match=words):
             laconic.init_mesh("cpu", **sizes)
     rank = dist.get_rank()

@@ -62,7 +62,8 @@ def test_gathers_and_reductions_over_two_levels_equal_one_process(is_unequal: bo
     numels = [3 + 2 * (shard * 5 % 7) if is_unequal else C for shard in range(cluster.size)]
     peers = numels[me[1] * n : (me[1] + 1) * n]
     by_node_shard = [sum(numels[first : first + n]) for first in range(0, len(numels), n)]
-    of_peers, of_node_shards = ({"numels": each} if is_unequal else {} for each in (peers, by_node_shard))
+    options: list[Any] = [{"numels": each} if is_unequal else {} for each in (peers, by_node_shard)]
+    of_peers, of_node_shards = options
 
     for dtype, in_place in product(DTYPES, (False, True)):
         bucket = data_of_ranks(sum(numels), dtype, cluster)[0, 0]
@@ -337,8 +338,8 @@ def test_flags_are_united(islands: int) -> None:
 def test_rows_are_swapped_and_tensors_passed_on() -> None:
     cluster = laconic.Cluster.of(laconic.init_mesh("cpu", islands=2))
     place = cluster.node_rank * cluster.num_local + cluster.local_rank
-    kinds = {False: (place, cluster.size, "node"), True: (cluster.island_rank, cluster.num_islands, "island")}
-    for across_islands, (own, size, level) in kinds.items():
+    inside: tuple[Any, ...] = (place, cluster.size, "node")
+    for across_islands, (own, size, level) in ((False, inside), (True, (cluster.island_rank, 2, "island"))):
         before = cluster.traffic.snapshot()
         rows = torch.arange(size)[:, None] * 10 + own + torch.tensor([0, 2**40])
         got = swap_rows(cluster, rows, across_islands=across_islands)

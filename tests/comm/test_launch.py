@@ -32,20 +32,19 @@ def test_the_node_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [node_of_rank(rank) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
 
 
-def test_a_missing_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: None)
-    ranks = RankInfo(rank=0, world_size=1, local_rank=0, num_local=1, num_nodes=1)
-    assert pick_device("auto", ranks).type == "cpu"
-    with pytest.raises(JobError, match=r"'cuda', but torch finds no accelerator here; set train.device to 'cpu'"):
-        pick_device("cuda", ranks)
-
-
-def test_an_accelerator_is_chosen_by_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_is_chosen_by_the_local_rank_and_a_missing_one_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     chosen: list[int] = []
-    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: torch.device("xpu"))
+    found: list[torch.device | None] = [None]
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: found[0])
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
     monkeypatch.setattr("torch.accelerator.set_device_index", chosen.append)
     ranks = RankInfo(rank=3, world_size=6, local_rank=3, num_local=6, num_nodes=1)
+    assert pick_device("auto", ranks).type == "cpu"
+    with pytest.raises(JobError, match=r"'cuda', but torch finds no accelerator here; set train.device to 'cpu'"):
+        pick_device("cuda", ranks)
+    found[0] = torch.device("xpu")
     assert [pick_device(name, ranks) for name in ("auto", "xpu")] == [torch.device("xpu", 1)] * 2
     assert chosen == [1, 1]
     assert pick_device("cpu", ranks).type == "cpu"

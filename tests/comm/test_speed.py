@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -57,38 +58,34 @@ def test_seconds_grow_with_bytes_and_nothing_takes_no_time() -> None:
     assert Speed().seconds(10**15) == 0.0
 
 
-def _on_clock(monkeypatch: pytest.MonkeyPatch, seconds_of: Callable[[int, int], float]) -> Speed:
-    """The speed of transfers, of 1,064 bytes at most, by a clock on which the nth takes `seconds_of(bytes, n)`."""
+def slow_at_times(nbytes: int, number: int) -> float:
+    return 0.0 if number == 0 else 2.0 + nbytes / 64 + (0.0 if number == 3 else 5.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds_of", "latency_s", "bytes_per_s"),
+    [
+        (slow_at_times, 3.0, 3 * 64),  # the fastest counts, but never the first; a rank gets three times what it gives
+        (lambda nbytes, number: 9.0 if nbytes == 64 else 4.0, 4.0, 3 * 1000 / 0.4),  # on a busy machine
+    ],
+)
+def test_speeds_are_finite_and_those_of_the_fastest_transfers(
+    monkeypatch: pytest.MonkeyPatch, seconds_of: Callable[[int, int], float], latency_s: float, bytes_per_s: float
+) -> None:
+    """By a clock on which the nth transfer of 64 or 1,064 bytes takes `seconds_of(bytes, n)`."""
     clock = [100.0]
     monkeypatch.setattr(speed_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
     def make(nbytes: int) -> Callable[[], object]:
-        count = [0]
+        numbers = count()
 
         def transfer() -> None:
-            clock[0] += seconds_of(nbytes, count[0])
-            count[0] += 1
+            clock[0] += seconds_of(nbytes, next(numbers))
 
         return transfer
 
-    return _speed(make, CPU, 1064, factor=3)
-
-
-def test_the_fastest_transfers_count_but_never_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Latency and rate are those of the clock, though the first transfer is the fastest and others take longer."""
-
-    def seconds(nbytes: int, number: int) -> float:
-        return 0.0 if number == 0 else 2.0 + nbytes / 64 + (0.0 if number == 3 else 5.0)
-
-    speed = _on_clock(monkeypatch, seconds)
-    assert speed.latency_s == pytest.approx(3.0)
-    assert speed.bytes_per_s == pytest.approx(3 * 64), "a rank gets three times what it gives"
-
-
-def test_a_busy_machine_gives_finite_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There a small transfer may take longer than a large one."""
-    speed = _on_clock(monkeypatch, lambda nbytes, number: 9.0 if nbytes == 64 else 4.0)
-    assert speed == Speed(latency_s=4.0, bytes_per_s=3 * 1000 / 0.4)
+    speed = _speed(make, CPU, 1064, factor=3)
+    assert (speed.latency_s, speed.bytes_per_s) == (pytest.approx(latency_s), pytest.approx(bytes_per_s))
 
 
 def test_a_device_is_waited_for_before_and_after_each_copy(monkeypatch: pytest.MonkeyPatch) -> None:

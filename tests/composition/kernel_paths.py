@@ -43,14 +43,8 @@ UNAVAILABLE = {
 NO_LAYER = "no attention and no mlp layer of MambaForCausalLM is known; declare its class with patterns="
 REFUSED = {
     ("partial updates", "state space"): NO_LAYER,
-    (
-        "cyclic",
-        "bart|encoder and decoder",
-    ): r"is neither a sequence of modules nor a transformers causal language model",
-    (
-        "cyclic",
-        "tied weights",
-    ): r"are one parameter.* untie them \(transformers: tie_word_embeddings=False\), or cut so",
+    ("cyclic", "bart|encoder and"): r"is neither a sequence of modules nor a transformers causal language model",
+    ("cyclic", "tied"): r"are one parameter.* untie them \(transformers: tie_word_embeddings=False\), or cut so",
 }
 """What laconic refuses by name before the first step, by patterns of the strategy and the path."""
 
@@ -95,35 +89,36 @@ def _names(registry: Iterable[str]) -> list[str]:
     return ["eager", *registry]  # eager is the model's own code, which no registry holds
 
 
-def _configured(path: Path) -> Any:
-    options = {f"{path.registry}_implementation": path.implementation} if path.registry else {}
-    if path.model == "mixtral":
-        return hf.MixtralForCausalLM(hf.MixtralConfig(**_SIZES, **_EXPERTS, **options))
-    if path.model == "gpt-oss":  # transposed weights, biases, and gates that alternate with up projections
-        rope = {"rope_type": "default", "rope_theta": 10000.0}
-        return hf.GptOssForCausalLM(hf.GptOssConfig(**_SIZES, **_EXPERTS, head_dim=4, rope_parameters=rope, **options))
-    if path.model == "llama":
-        return hf.LlamaForCausalLM(hf.LlamaConfig(**_SIZES, **options))
-    if path.model == "bart":
-        widths = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in _HALF.items()}
-        none = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
-        tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
-        config = hf.BartConfig(
-            d_model=32, vocab_size=50, max_position_embeddings=64, **widths, **none, **tokens, **options
-        )
-        return hf.BartForConditionalGeneration(config)
-    if path.model == "tied weights":
-        return hf.Qwen2ForCausalLM(hf.Qwen2Config(**_SIZES, tie_word_embeddings=True))
-    if path.model == "encoder and decoder":
-        sizes = {"d_model": 32, "d_kv": 4, "d_ff": 48, "num_layers": 2, "num_heads": 8}
-        return hf.T5ForConditionalGeneration(
-            hf.T5Config(vocab_size=50, **sizes, dropout_rate=0.0, decoder_start_token_id=0)
-        )
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "conv_kernel": 3}
-    return hf.MambaForCausalLM(hf.MambaConfig(vocab_size=50, tie_word_embeddings=False, **sizes))
-
-
 _HALF = {"layers": 2, "attention_heads": 8, "ffn_dim": 48}
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+_MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "mixtral": (hf.MixtralForCausalLM, {**_SIZES, **_EXPERTS}),
+    # transposed weights, biases, and gates that alternate with up projections
+    "gpt-oss": (
+        hf.GptOssForCausalLM,
+        {**_SIZES, **_EXPERTS, "head_dim": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    ),
+    "llama": (hf.LlamaForCausalLM, _SIZES),
+    "bart": (
+        hf.BartForConditionalGeneration,
+        {
+            **{f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in _HALF.items()},
+            **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0),
+            **_TOKENS, "d_model": 32, "vocab_size": 50, "max_position_embeddings": 64,
+        },
+    ),
+    "tied weights": (hf.Qwen2ForCausalLM, {**_SIZES, "tie_word_embeddings": True}),
+    "encoder and decoder": (
+        hf.T5ForConditionalGeneration,
+        {"d_model": 32, "d_kv": 4, "d_ff": 48, "num_layers": 2, "num_heads": 8, "vocab_size": 50, "dropout_rate": 0.0,
+         "decoder_start_token_id": 0},
+    ),
+    "state space": (
+        hf.MambaForCausalLM,
+        {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "conv_kernel": 3, "vocab_size": 50,
+         "tie_word_embeddings": False},
+    ),
+}  # fmt: skip
 
 
 def build(path: Path) -> Any:
@@ -133,7 +128,9 @@ def build(path: Path) -> Any:
         AssertionError: transformers took another implementation than the one asked for.
     """
     torch.manual_seed(0)
-    model = _configured(path)
+    kind, sizes = _MODELS[path.model]
+    options = {f"{path.registry}_implementation": path.implementation} if path.registry else {}
+    model = kind(kind.config_class(**sizes, **options))
     assert not path.registry or getattr(model.config, f"_{path.registry}_implementation") == path.implementation, path
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
@@ -311,14 +308,10 @@ def _cyclic(path: Path, strategy: str) -> tuple[dict[str, Tensor], dict[str, Ten
 
 def sort_out(found: Iterable[Path]) -> tuple[list[Path], dict[Path, str], list[str]]:
     """The paths that run here, the reasons against the others, and the faults: reasons that nobody has listed."""
-    runs: list[Path] = []
-    reasons: dict[Path, str] = {}
-    for path in found:
-        if reason := reason_against(path):
-            reasons[path] = reason
-        else:
-            runs.append(path)
-    return runs, reasons, [f"{path}: {reason}" for path, reason in reasons.items() if not _is_known(path, reason)]
+    reasons = {path: reason_against(path) for path in found}
+    runs = [path for path, reason in reasons.items() if not reason]
+    against = {path: reason for path, reason in reasons.items() if reason}
+    return runs, against, [f"{path}: {reason}" for path, reason in against.items() if not _is_known(path, reason)]
 
 
 def _is_known(path: Path, reason: str) -> bool:

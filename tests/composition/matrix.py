@@ -27,8 +27,7 @@ CODED = (
 LOSSLESS = tuple(name for name, wire in _WIRES.items() if wire.weights == "lossless")
 """The strategies that refuse weights of 32 bits: all their cells have mixed precision."""
 THIN = tuple(name for name, wire in _WIRES.items() if wire != Wire())
-EXACT = tuple(name for name in CACHES if name not in THIN)
-"""The strategies of `CACHES` with and without coded crossings."""
+"""The strategies of `CACHES` with coded crossings."""
 CYCLIC = ("cyclic", "cyclic, 8bit", "cyclic, sharded", "local steps around cyclic")
 STRATEGIES = (*CACHES, *ISLANDS, *CYCLIC)
 WELL_TESTED = ("host", "cyclic")
@@ -174,11 +173,13 @@ def cells() -> list[Cell]:
 
 
 def sample() -> list[Cell]:
-    """Every strategy with all features that fit, one of each kind with every optimizer, and all that is refused."""
+    """Every strategy, one of each kind with all features that fit and with every optimizer, and all that is refused."""
     tried = cells()
-    largest = [max((c for c in tried if c.strategy == name and works(c)), key=_num_features) for name in STRATEGIES]
+    kinds = ("host", THIN[0], "local steps", "cyclic")
+    largest = [max((c for c in tried if c.strategy == name and works(c)), key=_num_features) for name in kinds]
     by_optimizer = [cell_of(*pair) for pair in product(("host", "local steps", "cyclic"), OPTIMIZERS)]
-    return list(dict.fromkeys([*largest, *by_optimizer, *(cell for cell in tried if not works(cell))]))
+    alone = [cell_of(name) for name in STRATEGIES if name not in kinds]
+    return list(dict.fromkeys([*largest, *by_optimizer, *alone, *(cell for cell in tried if not works(cell))]))
 
 
 def cells_of(strategy: str, *, in_sample: bool) -> list[Cell]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from typing import Any
 
 import pytest
 
-from tests.composition import page, test_caches, test_coded, test_cyclic, test_islands
+from tests.composition import page, test_caches, test_islands_and_cyclic
 from tests.composition.compare import assert_right, differences, oracle_on
 from tests.composition.job import batch, build, error, num_steps, optimizer_of
 from tests.composition.matrix import (
@@ -24,22 +22,16 @@ from tests.composition.matrix import (
     works,
 )
 
-ROOMS = (test_caches, test_coded, test_islands, test_cyclic)
-
-
-def strategies_of(test: Any, markers: set[str]) -> list[str]:
-    """The strategies that a test tries. It must have these markers, and its file none."""
-    marks = {mark.name: mark for mark in test.pytestmark}
-    assert marks.keys() == {"parametrize", *markers}
-    assert not hasattr(sys.modules[test.__module__], "pytestmark")
-    return list(marks["parametrize"].args[1])
-
 
 def test_each_cell_has_its_tier() -> None:
-    """In `make test` are each strategy, optimizer, feature and refusal, all features of each strategy at once."""
-    light = [name for room in ROOMS for name in strategies_of(room.test_a_sample_of_its_cells, set())]
-    heavy = [name for room in ROOMS for name in strategies_of(room.test_all_its_other_cells, {"heavy", "timeout"})]
-    assert sorted(light) == sorted(heavy) == sorted(STRATEGIES)
+    """In `make test` are each strategy, optimizer, feature and refusal, all features of each kind at once."""
+    for name, markers in (("test_a_sample_of_its_cells", set()), ("test_all_its_other_cells", {"heavy", "timeout"})):
+        marks = [
+            {mark.name: mark for mark in getattr(room, name).pytestmark}
+            for room in (test_caches, test_islands_and_cyclic)
+        ]
+        assert all(each.keys() == {"parametrize", *markers} for each in marks)
+        assert Counter(strategy for each in marks for strategy in each["parametrize"].args[1]) == Counter(STRATEGIES)
     tried, left = ([cell for name in STRATEGIES for cell in cells_of(name, in_sample=it)] for it in (True, False))
     compiled = [cell for cell in cells() if "compile" in cell.features]
     assert Counter([*tried, *left, *compiled]) == Counter(cells())

@@ -6,6 +6,7 @@ import time
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from laconic.cyclic.meter import Report, peak_together
 from laconic.cyclic.program import messages_per_step
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.schedule import Rule, Schedule
-from tests.support.launch import run_ranks
+from laconic.cyclic.schedule import Rule, Schedule, StatePlacement
+from tests.support.launch import on_ranks, run_ranks
 
 COUNT = 4
 
@@ -83,117 +84,74 @@ def test_live_activations_stay_flat() -> None:
     assert max(peaks(reports)) == COUNT**2
 
 
-def job_durations() -> tuple[int, int]:
+@on_ranks(COUNT)
+def test_the_baton_is_passed_after_a_share_of_the_measured_time() -> None:
+    """An N-th of a batch's time is two of 2 N equal ops; here it is N short ones, and one of N long ones."""
     mesh = init_device_mesh("cpu", (COUNT,))
     run = CyclicDataParallel(
         [Slow(0.0, 0.05) for _ in range(COUNT)], loss_fn, lambda p: torch.optim.SGD(p, lr=0.1), mesh, rule="v2"
     )
     baton = run._worker.baton
-    before = baton._pass_after
+    assert baton._pass_after == 2
     for _ in range(2):
         run.step((torch.randn(2, 8), torch.randn(2, 8)))
     run.drain()
-    return before, baton._pass_after
+    assert baton._pass_after == COUNT + 1
 
 
-def test_the_baton_is_passed_after_a_share_of_the_measured_time() -> None:
-    """An N-th of a batch's time is two of 2 N equal ops; here it is N short ones, and one of N long ones."""
-    assert run_ranks(job_durations, COUNT) == [(2, COUNT + 1)] * COUNT
+STAGE_BYTES = 16 * 16 * 4
 
 
-def job_bytes(states: str) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (COUNT,))
+def make_run(rule: str = "v2", states: StatePlacement = "replicated") -> CyclicDataParallel:
     stages = [nn.Linear(16, 16, bias=False) for _ in range(COUNT)]
-    run = CyclicDataParallel(stages, loss_fn, lambda p: torch.optim.SGD(p, lr=0.1), mesh, states=states)  # type: ignore[arg-type]
-    by_step = []
+    mesh = init_device_mesh("cpu", (COUNT,))
+    return CyclicDataParallel(stages, loss_fn, lambda p: torch.optim.SGD(p, lr=0.1), mesh, rule=rule, states=states)
+
+
+@pytest.mark.parametrize(
+    ("rule", "states"), [*((rule, "replicated") for rule in ("v1", "v2", "lag2", "clip")), ("v2", "sharded")]
+)
+@on_ranks(COUNT)
+def test_bytes_are_those_of_the_schedule_time_step_by_time_step(rule: str, states: StatePlacement) -> None:
+    """Counted bytes are the schedule's messages times a stage's bytes; a worker sends one stage between two ops."""
+    run, worker = make_run(rule, states), dist.get_rank()
+    by_op = [0]
     for _ in range(4):
         before = run.traffic.snapshot()
         run.step((torch.randn(2, 16), torch.randn(2, 16)))
-        by_step.append(run.traffic.snapshot() - before)
+        sent = run.traffic.snapshot() - before
+        first, *rest = run.report.bytes_per_step
+        by_op[-1] += first
+        by_op += rest
     held = {stage: run._placement.buffers[stage].untyped_storage().nbytes() for stage in range(COUNT)}
-    owned = run.rule.switch.index(dist.get_rank() or 0)
-    passing = 16 * 16 * 4 if states == "replicated" else 0
-    assert held == {stage: 16 * 16 * 4 if stage == owned else passing for stage in range(COUNT)}
-    steady, burst = by_step[-1], run.report.largest_burst
-    by_op = run.report.bytes_per_step
-    run.drain()
-    return {
-        "sent": {purpose: steady.total("local", purpose, "sent") for purpose in ("weights", "gradients", "control")},  # type: ignore[arg-type]
-        "batons": steady.total("local", "control", "received"),
-        "burst": burst,
-        "by_op": by_op,
-        "is_first": dist.get_rank() == 0,
-    }
+    passing = STAGE_BYTES if states == "replicated" else 0
+    assert held == {stage: STAGE_BYTES if run.rule.owner(stage) == worker else passing for stage in range(COUNT)}
+    planned = messages_per_step(Schedule(Rule.named(rule, COUNT), states), 9)
+    own = [m for step in planned for m in step if m.source == worker and m.sent_in == 3]
+    weights = sum(m.kind in ("weights", "rear weights") for m in own) * STAGE_BYTES
+    assert sent.total("local", "weights", "sent") == weights
+    assert sent.total("local", "gradients", "sent") == len(own) * STAGE_BYTES - weights
+    assert sum(run.report.bytes_per_step) == len(own) * STAGE_BYTES
+    assert sent.total("local", "control", "sent") == (8 if worker < COUNT - 1 else 0), "the baton"
+    assert sent.total("local", "control", "received") == (8 if worker > 0 else 0)
+    assert max(run.report.bytes_per_step) <= 2 * STAGE_BYTES
+    if states == "replicated":
+        assert run.report.largest_burst == max(by_op) == STAGE_BYTES
+        begin = run.schedule.forward_step(worker, 0, 0)
+        counts = [sum(m.source == worker for m in step) for step in planned[begin : begin + len(by_op) - 1]]
+        assert by_op[:-1] == [count * STAGE_BYTES for count in counts]
+    run.close()
 
 
-def test_bytes_are_those_of_the_schedule() -> None:
-    """Counted bytes are the schedule's messages times a stage's bytes."""
-    stage_bytes = 16 * 16 * 4
-    for states in ("replicated", "sharded"):
-        results = run_ranks(job_bytes, COUNT, states)
-        schedule = Schedule(Rule.named("v2", COUNT), states)  # type: ignore[arg-type]
-        for worker, result in enumerate(results):
-            own = [m for step in messages_per_step(schedule, 9) for m in step if m.source == worker and m.sent_in == 3]
-            weights = sum(m.kind in ("weights", "rear weights") for m in own) * stage_bytes
-            assert result["sent"]["weights"] == weights
-            assert result["sent"]["gradients"] == (len(own) * stage_bytes - weights)
-            assert sum(result["by_op"]) == weights + result["sent"]["gradients"]
-            assert result["sent"]["control"] == (8 if worker < COUNT - 1 else 0)
-            assert result["batons"] == (8 if worker > 0 else 0)
-            assert max(result["by_op"]) <= (1 if states == "replicated" else 2) * stage_bytes
-        if states == "replicated":  # a ring all-reduce also sends 2 (N - 1) / N of the model
-            assert {r["burst"] for r in results} == {stage_bytes}
-            total = sum(r["sent"]["weights"] + r["sent"]["gradients"] for r in results)
-            assert total == (2 * COUNT * (COUNT - 1) + COUNT - 1) * stage_bytes
-
-
-def job_bursts() -> dict[str, list[int]]:
-    """The bytes that this worker sends between two ops of three batches, by rule."""
-    mesh, found = init_device_mesh("cpu", (COUNT,)), {}
-    for rule in ("v1", "v2", "lag2", "clip"):
-        stages = [nn.Linear(16, 16, bias=False) for _ in range(COUNT)]
-        run = CyclicDataParallel(stages, loss_fn, lambda p: torch.optim.SGD(p, lr=0.1), mesh, rule=rule)
-        sent = [0]
-        for _ in range(3):
-            run.step((torch.randn(2, 16), torch.randn(2, 16)))
-            first, *rest = run.report.bytes_per_step
-            sent[-1] += first
-            sent += rest
-        assert run.report.largest_burst == max(sent)
-        found[rule] = sent
-        run.close()
-    return found
-
-
-def test_a_worker_sends_one_stage_between_two_ops() -> None:
-    """Every worker, under every rule: as the schedule says, time step by time step."""
-    for worker, found in enumerate(run_ranks(job_bursts, COUNT)):
-        for rule, sent in found.items():
-            schedule = Schedule(Rule.named(rule, COUNT))
-            planned = [sum(m.source == worker for m in step) for step in messages_per_step(schedule, 9)]
-            begin = schedule.forward_step(worker, 0, 0)
-            assert sent[:-1] == [count * 16 * 16 * 4 for count in planned[begin : begin + len(sent) - 1]], rule
-            assert max(sent) == 16 * 16 * 4
-
-
-def job_levels() -> dict[str, int]:
-    mesh = init_device_mesh("cpu", (COUNT,))
-    stages = [nn.Linear(16, 16, bias=False) for _ in range(COUNT)]
-    run = CyclicDataParallel(stages, loss_fn, lambda p: torch.optim.SGD(p, lr=0.1), mesh)
+@on_ranks(COUNT, local=2)
+def test_only_messages_between_nodes_count_as_such() -> None:
+    """On two nodes of two ranks worker 1 sends gradients to the other node, workers 0 and 2 to the same node."""
+    run, worker = make_run(), dist.get_rank()
     for _ in range(3):
         run.step((torch.randn(2, 16), torch.randn(2, 16)))
     run.drain()
-    traffic = run.traffic.snapshot()
-    return {level: traffic.total(level, "gradients", "sent") for level in ("local", "node")}  # type: ignore[arg-type]
-
-
-def test_only_messages_between_nodes_count_as_such() -> None:
-    """On two nodes of two ranks worker 1 sends gradients to the other node, workers 0 and 2 to the same node."""
-    first, second, third, last = run_ranks(job_levels, COUNT, local=2)
-    sum_bytes = 3 * COUNT * 16 * 16 * 4  # of three batches
-    assert first == third == {"local": sum_bytes, "node": 0}
-    assert second == {"local": 0, "node": sum_bytes}
-    owners = Rule.named("v2", COUNT).owner
-    totals = [owners(stage) // 2 for stage in range(COUNT) if owners(stage) != COUNT - 1]
-    stage_bytes = sum_bytes // COUNT
-    assert last == {"local": totals.count(1) * stage_bytes, "node": totals.count(0) * stage_bytes}
+    found = [run.traffic.snapshot().total(level, "gradients", "sent") for level in ("local", "node")]  # type: ignore[arg-type]
+    owner = Rule.named("v2", COUNT).owner
+    totals = [owner(stage) // 2 for stage in range(COUNT) if owner(stage) != COUNT - 1]
+    stages = {0: [COUNT, 0], 1: [0, COUNT], 2: [COUNT, 0], 3: [totals.count(1), totals.count(0)]}[worker]
+    assert found == [3 * count * STAGE_BYTES for count in stages], "of three batches"

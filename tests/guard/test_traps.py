@@ -18,6 +18,9 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import laconic
+from laconic.comm.cluster import Cluster
+from laconic.errors import RanksDifferError
+from laconic.guard.comparison import IssuedProgram, compare
 from tests.support import sharded_net
 from tests.support.launch import on_ranks
 
@@ -66,14 +69,15 @@ def test_a_parameter_added_afterwards_is_named() -> None:
 @on_ranks("world", local="local")
 def test_ranks_must_begin_with_equal_weights(broadcast: bool, islands: int) -> None:
     mesh = laconic.init_mesh("cpu", islands=islands)
-    model = build_apart()
+    model: Any = sharded_net.build(lambda: sharded_net.Net(2), seed=dist.get_rank())
     model.blocks[1].up.weight.requires_grad_(False)
     sharded_net.shard(model, mesh=mesh, broadcast=broadcast)
     if broadcast:
+        first = sharded_net.build(lambda: sharded_net.Net(2))
         with torch.no_grad():
             model(BATCH)
         for name, whole in sharded_net.full_parameters(model).items():
-            assert torch.equal(whole, sharded_net.build(seed=0).get_parameter(name)), name
+            assert torch.equal(whole, first.get_parameter(name)), name
     else:
         with pytest.raises(ValueError, match=r"different weights: rank 1 .*, as of .*manual_seed.*broadcast=True"):
             model(BATCH)
@@ -156,3 +160,56 @@ def test_what_cannot_go_together_is_refused() -> None:
                 save(value)
     with pytest.raises(AssertionError, match="copy the model before fully_shard"):
         copy.deepcopy(model)
+
+
+# -- ranks compare what they are and what they issue -------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_all_ranks_learn_the_first_difference() -> None:
+    group = dist.group.WORLD
+    rank = dist.get_rank()
+    equal = {"a": {"x": "1", "wire of the island": str(rank // 2)}, "b": {}}
+    compare(group, "a test", equal, island=rank // 2)
+    odd = {"a": {"x": "1", "wire of the island": "0" if rank == 3 else str(rank // 2)}, "b": {}}
+    with pytest.raises(RanksDifferError, match=r"rank 3 differs from rank 2: a has wire of the island 0 here, and 1"):
+        compare(group, "a test", odd, island=rank // 2)
+    with pytest.raises(RanksDifferError, match=r"^rank 2 differs from rank 0: it has no b, which rank 0 has"):
+        compare(group, "a test", equal if rank != 2 else {"a": equal["a"]}, island=rank // 2)
+    with pytest.raises(RanksDifferError, match=r"rank 1 differs from rank 0: it runs another call where rank 0 runs a"):
+        compare(group, "another call" if rank == 1 else "a test", equal, island=rank // 2)
+
+
+@on_ranks(2, local=1)
+def test_an_optimizer_never_uses_gradients_of_programs_that_differ() -> None:
+    cluster = Cluster.of(laconic.init_mesh("cpu"))
+    program, rank = IssuedProgram(cluster), dist.get_rank()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    for step in range(3):
+        program.note("the gather of a")
+        program.start_comparison(diverges=False)
+        if step:
+            program.settle()
+        optimizer.step()
+    program.note("the gather of a")
+    program.note("the gather of b" if rank == 1 else "the gather of c")
+    program.start_comparison(diverges=False)
+    words = "rank 1 differs from rank 0 at transfer 5, .* it issued the gather of b where rank 0 issued the gather of c"
+    with pytest.raises(RanksDifferError, match=words):
+        optimizer.step()  # not with these gradients
+    program.note("the gather of a")
+    program.start_comparison(diverges=False)
+    program.settle()
+
+
+@on_ranks(2, local=1)
+def test_the_engine_notes_all_that_it_issues() -> None:
+    """The names of both passes reach the comparison. Messages that fit would otherwise be mixed without a word."""
+    model: Any = sharded_net.shard(sharded_net.build())
+    program = model._laconic_unit.root.observer._program
+    noted: list[str] = []
+    program.note = noted.append
+    sharded_net.train_step(model)
+    gathers = [f"the gather of {name}" for name in ("Net", "blocks.0", "blocks.1", "blocks.2")]
+    reductions = [f"the reduction of {name}" for name in ("blocks.2", "blocks.1", "blocks.0", "Net")]
+    assert sorted(noted) == sorted([*gathers, *gathers[1:], *reductions])

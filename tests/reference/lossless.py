@@ -116,7 +116,6 @@ ENTRIES = [
     *(Entry("bucket", m) for m in BUCKETS),
 ]
 PREDICTING = [Entry("rice", k, flips, True) for flips in (False, True) for k in RICE]
-BY_BYTE = {entry.byte: entry for entry in [*ENTRIES, *PREDICTING]}
 
 
 def _default(context: tuple[int, int]) -> Entry:

@@ -2,7 +2,7 @@
 
 Weights are rounded to the compute dtype; every rank's gradient is rounded to the reduce dtype; gradients are summed
 over a node's ranks for each micro-batch, then over micro-batches, then over nodes, and divided once by the number of
-ranks. Clipping and AdamW act on the whole model. Nothing is sharded, cached or overlapped.
+ranks. AdamW acts on the whole model. Nothing is sharded, cached or overlapped.
 """
 
 from __future__ import annotations
@@ -77,33 +77,16 @@ class Oracle:
     def _rounded(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: g if self.reduce_dtype is None else g.to(self.reduce_dtype) for name, g in gradients.items()}
 
-    def adamw(
-        self,
-        gradients: dict[str, Tensor],
-        *,
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        max_norm: float | None = None,
-    ) -> Tensor:
-        """Clip to `max_norm`, then take one AdamW step. Returns the norm before clipping."""
-        norm = torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt()
-        if max_norm is not None:
-            scale = min(1.0, max_norm / (float(norm) + 1e-6))
-            gradients = {name: g * scale for name, g in gradients.items()}
+    def adamw(self, gradients: dict[str, Tensor], *, lr: float, eps: float) -> None:
+        """Take one step of AdamW with torch's default betas and weight decay."""
         self.num_steps += 1
-        for name, parameter in self.parameters().items():
-            if name not in gradients:
-                continue
-            g = gradients[name]
+        for name, g in gradients.items():
             m, v = self.moments.get(name, (torch.zeros_like(g), torch.zeros_like(g)))
-            m, v = betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g * g
-            self.moments[name] = m, v
-            m_hat, v_hat = m / (1 - betas[0] ** self.num_steps), v / (1 - betas[1] ** self.num_steps)
+            m, v = self.moments[name] = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+            m_hat, v_hat = m / (1 - 0.9**self.num_steps), v / (1 - 0.999**self.num_steps)
             with torch.no_grad():
-                parameter.copy_(parameter * (1 - lr * weight_decay) - lr * m_hat / (v_hat.sqrt() + eps))
-        return norm
+                parameter = self.parameters()[name]
+                parameter.copy_(parameter * (1 - lr * 0.01) - lr * m_hat / (v_hat.sqrt() + eps))
 
 
 def _sum(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

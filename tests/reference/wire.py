@@ -177,11 +177,6 @@ class Twin:
         self.lost[place] = whole - sent
         return sent
 
-    def forget(self) -> None:
-        """Begin the next crossing exactly, as after a checkpoint."""
-        self.copies.clear()
-        self.lost.clear()
-
 
 def sum_in_order(values: Sequence[Tensor]) -> Tensor:
     total = values[0].clone()

@@ -1,4 +1,4 @@
-"""Each cell of the cyclic schedule trains by its rule, or it is refused by name before the first step."""
+"""Each cell of islands and of the cyclic schedule trains as its oracle, or is refused before the first step."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from torch.distributed.device_mesh import init_device_mesh
 import laconic
 from tests.composition.compare import assert_right
 from tests.composition.job import build, error, stage_optimizer, stages_of
-from tests.composition.matrix import CYCLIC, Cell, cells_of
+from tests.composition.matrix import CYCLIC, ISLANDS, Cell, cells_of
 from tests.support.launch import on_ranks
 
 
-@pytest.mark.parametrize("strategy", CYCLIC)
+@pytest.mark.parametrize("strategy", [*ISLANDS, *CYCLIC])
 def test_a_sample_of_its_cells(strategy: str) -> None:
     assert_right(cells_of(strategy, in_sample=True))
 
 
 @pytest.mark.heavy
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("strategy", CYCLIC)
+@pytest.mark.parametrize("strategy", [*ISLANDS, *CYCLIC])
 def test_all_its_other_cells(strategy: str) -> None:
     assert_right(cells_of(strategy, in_sample=False))
 
