@@ -16,7 +16,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import laconic
 from laconic.ragged.tensor import RaggedTensor
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 from tests.support.sharded_net import Net, build
 
 SHAPES = [(7, 5), (13,), (2, 3, 4), (1,)]
@@ -31,7 +31,8 @@ def make() -> tuple[nn.ParameterList, list[Tensor]]:
     return laconic.fully_shard(model, mesh=laconic.init_mesh("cpu"), granularity=whole_elements), values  # type: ignore[return-value]
 
 
-def job_placements() -> None:
+@on_ranks(3, local=1)
+def test_placements_and_redistribution_as_of_a_dtensor() -> None:
     model, values = make()
     for parameter, value in zip(model, values, strict=True):
         assert isinstance(parameter, DTensor)
@@ -70,7 +71,8 @@ def job_placements() -> None:
             assert torch.equal(parameter.full_tensor(), value)
 
 
-def job_operands() -> None:
+@on_ranks(3, local=1)
+def test_operands_averages_and_flattening_as_of_a_dtensor() -> None:
     model, values = make()
     for parameter, value in zip(model, values, strict=True):
         mesh, tensor = parameter.device_mesh, parameter.detach()
@@ -92,12 +94,7 @@ def job_operands() -> None:
         assert torch.equal(again.full_tensor(), value)
 
 
-@pytest.mark.parametrize("job", [job_placements, job_operands])
-def test_a_ragged_tensor_is_a_dtensor(job: Any) -> None:
-    run_ranks(job, 3, local=1)
-
-
-# -- lists of parameters, of which some are ignored --------------------------------------------------------------------
+# -- a GradScaler, with parameters of which some are ignored -----------------------------------------------------------
 
 
 def give_gradients(model: nn.Module, scale: float = 1.0) -> None:
@@ -119,32 +116,8 @@ def whole(tensor: Any) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, RaggedTensor) else tensor
 
 
-def job_clip() -> None:
-    model, reference = partly_sharded(), build()
-    for order in (2.0, float("inf")):
-        for foreach in (True, False):
-            give_gradients(model)
-            give_gradients(reference)
-            want = nn.utils.clip_grad_norm_(reference.parameters(), 0.5, order, foreach=foreach)
-            got = nn.utils.clip_grad_norm_(model.parameters(), 0.5, order, foreach=foreach)
-            torch.testing.assert_close(got, want)
-            for a, b in zip(model.parameters(), reference.parameters(), strict=True):
-                torch.testing.assert_close(whole(a.grad), b.grad)
-
-
-def job_step() -> None:
-    for kernel in ({"foreach": True}, {"fused": True}, {"foreach": False}):
-        model, reference = partly_sharded(), build()
-        for each in (model, reference):
-            optimizer = torch.optim.AdamW(each.parameters(), lr=0.1, **kernel)  # type: ignore[arg-type]
-            for _ in range(2):
-                give_gradients(each)
-                optimizer.step()
-        for a, b in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(whole(a), b)
-
-
-def job_scale() -> None:
+@on_ranks(2, local=1)
+def test_a_scaler_of_gradients_sees_what_other_ranks_hold() -> None:
     for poisoned in (False, True):
         model = partly_sharded()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -163,8 +136,3 @@ def job_scale() -> None:
         for a, b in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(whole(a), b)
         assert scaler.get_scale() == (2.0 if poisoned else 4.0)
-
-
-@pytest.mark.parametrize("job", [job_clip, job_step, job_scale])
-def test_ignored_parameters_may_stand_among_sharded_ones(job: Any) -> None:
-    run_ranks(job, 2, local=1)

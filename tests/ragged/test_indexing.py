@@ -47,6 +47,7 @@ PIECES: dict[str, Callable[[Tensor], Any]] = {
     "iteration": lambda x: tuple(x),
     "narrow": lambda x: (x.narrow(0, 1, 4),),
     "unsafe_chunk": lambda x: torch.unsafe_chunk(x, 2),
+    "slices": lambda x: (x[2:5], x[-1], x[4:2], x[3]),
 }
 
 

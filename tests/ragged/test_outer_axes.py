@@ -1,4 +1,4 @@
-"""DTensors over several outer axes (experts x tensors) or over the axes of fully_shard; context parallelism."""
+"""DTensors over several outer axes (experts x tensors) or over the axes of fully_shard."""
 
 from __future__ import annotations
 
@@ -90,17 +90,20 @@ def mixture(mesh: DeviceMesh, cut: dict[str, tuple[Placement, ...]], *, seed: in
 
 
 def assert_equal_steps(
-    models: list[nn.Module], optimizers: list[torch.optim.Optimizer], losses: list[Callable[[int], Tensor]]
+    models: list[nn.Module],
+    optimizers: list[torch.optim.Optimizer],
+    losses: list[Callable[[int], Tensor]],
+    steps: int = 1,
 ) -> None:
-    """Train the sharded and the plain model for two steps; compare gradients, norms and parameters."""
+    """Train the sharded and the plain model for `steps`; compare gradients, norms and parameters."""
     model, plain = models
-    for step in range(2):
+    for step in range(steps):
         for loss in losses:
             loss(step).backward()
         for name, value in full_gradients(model).items():
             want = plain.get_parameter(name).grad
             torch.testing.assert_close(value, want, msg=lambda text, name=name: f"{name}: {text}")
-        for settings in ({"norm_type": float("inf")}, {}):
+        for settings in ({"norm_type": float("inf"), "foreach": True}, {"foreach": False}):
             norms = [nn.utils.clip_grad_norm_(net.parameters(), 0.1, **settings) for net in models]  # type: ignore[arg-type]
             torch.testing.assert_close(norms[0], norms[1])
         for optimizer in optimizers:
@@ -158,20 +161,6 @@ def check_random_fills(model: Any) -> None:
         assert torch.equal(parameter.full_tensor(), want)
 
 
-def check_named_axes(mesh: DeviceMesh) -> None:
-    """The places of this rank among those that cut and those that replicate, for axes in any order."""
-    dp, ep = mesh.get_local_rank("dp"), mesh.get_local_rank("ep")
-    for shard, replicate, want in (
-        (("dp", "ep"), None, (1, 0, 4, 2 * dp + ep)),
-        ("ep", "dp", (2, dp, 2, ep)),
-        ("dp", "ep", (2, ep, 2, dp)),
-    ):
-        dims = SimpleNamespace(shard=shard, replicate=replicate)
-        module: Any = laconic.fully_shard(nn.Linear(3, 3), mesh=mesh, dp_mesh_dims=dims)
-        cluster = module._laconic_unit.cluster
-        assert (cluster.num_islands, cluster.island_rank, cluster.size, cluster.shard_index) == want
-
-
 MESSAGES: list[tuple[int, str, int]] = []
 """(rank, call, elements for each peer) of collectives of all ranks."""
 
@@ -211,7 +200,6 @@ def job_experts(tmp_path: Path) -> None:
     check_messages(model, MESSAGES)
     check_found_inf(model)
     check_random_fills(model)
-    check_named_axes(mesh)
 
     again = mixture(mesh, OTHER_CUT, seed=1)
     optimizer = torch.optim.AdamW(again.parameters(), lr=0.01)
@@ -220,59 +208,6 @@ def job_experts(tmp_path: Path) -> None:
     for parameter, want in zip(again.parameters(), plain.parameters(), strict=True):
         moment = optimizer.state[parameter]["exp_avg"].full_tensor()
         torch.testing.assert_close(moment, optimizers[1].state[want]["exp_avg"])
-
-
-# -- context parallelism -----------------------------------------------------------------------------------------------
-
-
-class _Sequence(torch.autograd.Function):
-    """The whole sequences from the parts that the ranks of a group have, (batch, tokens, d); dim 1 is cut."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(part) for _ in range(group.size())]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts, 1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient.chunk(ctx.group.size(), 1)[ctx.group.rank()], None
-
-
-class Attention(nn.Module):
-    group: dist.ProcessGroup | None = None
-
-    def __init__(self, d: int = 7) -> None:
-        super().__init__()
-        self.qkv, self.block, self.out = nn.Linear(5, 3 * d), Block(d, 10), nn.Linear(d, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(x).chunk(3, -1)
-        if self.group is not None:
-            key, value = _Sequence.apply(key, self.group), _Sequence.apply(value, self.group)
-        return self.out(self.block((query @ key.transpose(1, 2)).softmax(-1) @ value))
-
-
-@on_ranks(4, local=2)
-def test_context_parallelism_is_one_of_the_axes_of_fully_shard() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    model, plain = build(Attention), build(Attention)
-    model.group = mesh.get_group("cp")  # type: ignore[assignment]
-    laconic.fully_shard(model.block, mesh=mesh)  # type: ignore[arg-type]
-    laconic.fully_shard(model, mesh=mesh)
-    cluster = model._laconic_unit.cluster  # type: ignore[union-attr]
-    assert (cluster.num_islands, cluster.num_nodes, cluster.num_local) == (2, 1, 2)
-    dp, cp = mesh.get_local_rank("dp"), mesh.get_local_rank("cp")
-    # not AdamW: softmax ignores the bias of the keys, whose gradient is noise that AdamW would enlarge
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, plain)]
-    losses: list[Callable[[int], Tensor]] = [
-        lambda step: model(rows(step, dp, 3, 6, 5)[:, 3 * cp : 3 * cp + 3]).square().mean(),
-        lambda step: plain_loss(plain, step, 2, 3, 6, 5),
-    ]
-    assert_equal_steps([model, plain], optimizers, losses)
 
 
 # -- DTensors over the axes of fully_shard -----------------------------------------------------------------------------
@@ -321,7 +256,9 @@ def test_dtensors_over_the_axes_that_dp_mesh_dims_names(tmp_path: Path, case: st
         return output.redistribute(placements=batch_cut).to_local().square().mean()
 
     optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (model, plain)]
-    assert_equal_steps([model, plain], optimizers, [loss, lambda step: plain_loss(plain, step, num_replicas, 4, 5)])
+    assert_equal_steps(
+        [model, plain], optimizers, [loss, lambda step: plain_loss(plain, step, num_replicas, 4, 5)], steps=2
+    )
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
     other = laconic.fully_shard(build(TwoBlocks, seed=1), mesh=laconic.init_mesh("cpu", local=1))
     dcp.load({"model": other.state_dict()}, checkpoint_id=tmp_path)
@@ -329,7 +266,7 @@ def test_dtensors_over_the_axes_that_dp_mesh_dims_names(tmp_path: Path, case: st
 
 
 @on_ranks(4, local=1)
-def test_dtensors_that_cannot_be_cut_are_refused_by_name() -> None:
+def test_axes_by_name_and_dtensors_that_cannot_be_cut() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     shard_dp = SimpleNamespace(shard="dp", replicate=None)
     for placements in ([R, Partial()], [Partial(), Shard(0)], [R, _StridedShard(0, split_factor=2)]):
@@ -352,3 +289,15 @@ def test_dtensors_that_cannot_be_cut_are_refused_by_name() -> None:
             laconic.fully_shard(module, mesh=mesh, dp_mesh_dims=SimpleNamespace(**names))
     laconic.fully_shard(module, mesh=mesh, dp_mesh_dims=shard_dp)
     assert torch.equal(module.weight.full_tensor(), whole)  # type: ignore[operator]
+    # the places of this rank among those that cut and those that replicate, for axes in any order
+    first, second = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
+    for shard, replicate, want in (
+        (("dp", "tp"), None, (1, 0, 4, 2 * first + second)),
+        ("tp", "dp", (2, first, 2, second)),
+        ("dp", "tp", (2, second, 2, first)),
+    ):
+        cut = laconic.fully_shard(
+            nn.Linear(3, 3), mesh=mesh, dp_mesh_dims=SimpleNamespace(shard=shard, replicate=replicate)
+        )
+        cluster = cut._laconic_unit.cluster  # type: ignore[union-attr]
+        assert (cluster.num_islands, cluster.island_rank, cluster.size, cluster.shard_index) == want

@@ -45,15 +45,10 @@ def test_it_has_the_global_shape_and_holds_its_extent() -> None:
     assert held == [Extent(0, 6), Extent(6, 12), Extent(12, 15), None]
     assert parts[3].to_local().numel() == 0
     assert torch.equal(whole(parts), value)
-    assert "extent=Extent(start=0, stop=6)" in repr(parts[0])
-
-
-def test_specs_are_equal_if_they_cut_alike_over_one_cluster() -> None:
     a, b, other = (ragged(random(shape), RANKS)[0] for shape in ((5, 3), (5, 3), (3, 5)))
     assert a.spec == a.clone().spec == a.detach().spec
     assert a.spec != b.spec, "another cluster object is another cluster"
     assert a.spec != other.spec
-    assert hash(a.spec) == hash(a.clone().spec)
 
 
 # -- operations on parts -----------------------------------------------------------------------------------------------
@@ -67,12 +62,10 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "where": lambda x, y: torch.where(x > y, x, y),
     "clamp": lambda x, y: x.clamp(-0.5, 0.5),
     "maximum": lambda x, y: torch.maximum(x, y),
-    "sqrt_abs": lambda x, y: x.abs().sqrt(),
     "isfinite": lambda x, y: torch.isfinite(x),
     "nan_to_num": lambda x, y: torch.nan_to_num(x),
     "zeros_like": lambda x, y: torch.zeros_like(x),
     "full_like": lambda x, y: torch.full_like(x, 3.0),
-    "clone": lambda x, y: x.clone(),
     "to_double": lambda x, y: x.to(torch.float64),
     "new_zeros": lambda x, y: x.new_zeros(x.shape),
     "in_place_chain": lambda x, y: x.clone().mul_(0.9).add_(y, alpha=0.1).div_(2),
@@ -137,17 +130,14 @@ def test_other_operations_raise_and_say_what_to_call(operation: Callable[[Tensor
         operation(part)
 
 
-def test_operands_of_other_shapes_and_layouts_are_refused() -> None:
+def test_operands_of_other_shapes_and_layouts_and_pickles_are_refused() -> None:
     part, other = ragged(random((5, 3)), RANKS)[0], ragged(random((3, 5)), RANKS)[0]
     with pytest.raises(ValueError, match=r"shape \(5, 3\) and a tensor of shape \(3,\): shapes must be equal"):
         _ = part + torch.zeros(3)
     with pytest.raises(ValueError, match=r"cut differently.*full_tensor"):
         _ = part + other
-
-
-def test_it_cannot_be_pickled() -> None:
     with pytest.raises(TypeError, match=r"cannot be pickled.*torch.distributed.checkpoint.*full_tensor"):
-        pickle.dumps(ragged(random(), RANKS)[0])
+        pickle.dumps(part)
 
 
 def test_copies_share_no_memory() -> None:
@@ -175,30 +165,13 @@ def test_edits_through_any_alias_are_reported() -> None:
     assert len(edits) == 4
 
 
-def test_rows_are_views() -> None:
-    value = random((6, 3))
-    parts = ragged(value, RANKS, block=3)
-    rows = [part[2:5] for part in parts]
-    assert torch.equal(whole(rows), value[2:5])
-    assert torch.equal(whole([part[-1] for part in parts]), value[-1])
-    assert torch.equal(whole([part[4:2] for part in parts]), value[4:2])
-    for part in parts:
-        part[3].fill_(9)
-    value[3] = 9
-    assert torch.equal(whole(parts), value)
-
-
 # -- random numbers ----------------------------------------------------------------------------------------------------
 
 FILLS: dict[str, Callable[[Tensor], Any]] = {
     "normal_": lambda t: t.normal_(0.5, 2),
     "uniform_": lambda t: t.uniform_(-1, 3),
-    "bernoulli_": lambda t: t.bernoulli_(0.3),
-    "exponential_": lambda t: t.exponential_(2.0),
     "random_": lambda t: t.random_(0, 100),
-    "log_normal_": lambda t: t.log_normal_(),
     "kaiming_uniform_": lambda t: nn.init.kaiming_uniform_(t, a=math.sqrt(5)),
-    "xavier_normal_": lambda t: nn.init.xavier_normal_(t),
     "constant_": lambda t: nn.init.constant_(t, 0.1),
     "generator": lambda t: t.normal_(generator=torch.Generator().manual_seed(7)),
 }
@@ -223,7 +196,7 @@ def test_random_fills_equal_the_unsharded_ones(name: str, shape: tuple[int, int]
 
 
 class Odd(nn.Module):
-    """Parameters of every awkward kind: a scalar, one element, none, a vector, matrices, a cube."""
+    """Parameters of every awkward kind: a scalar, one element, none, a vector, a matrix, a cube, one left whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,10 +206,16 @@ class Odd(nn.Module):
         self.vector = nn.Parameter(torch.randn(13))
         self.matrix = nn.Parameter(torch.randn(7, 5))
         self.cube = nn.Parameter(torch.randn(3, 2, 5))
+        self.ignored = nn.Parameter(torch.randn(4))
 
 
 def make_odd() -> Any:
-    return shard(build(Odd), [])
+    model = build(Odd)
+    return shard(model, [], ignored_params=[model.ignored])
+
+
+def whole_of(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, RaggedTensor) else tensor.detach()
 
 
 def with_gradients(model: nn.Module, scale: float = 1.0, seed: int = 5) -> None:
@@ -247,13 +226,12 @@ def with_gradients(model: nn.Module, scale: float = 1.0, seed: int = 5) -> None:
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
     "adamw_fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "adamw_amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, maximize=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
     "sgd_fused": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
     "adagrad_fused": lambda p: torch.optim.Adagrad(p, lr=1e-2, fused=True),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.9, centered=True),
 }
 
 
@@ -262,17 +240,16 @@ def test_optimizers_step_ragged_parameters_as_plain_ones() -> None:
     for name, make in OPTIMIZERS.items():
         plain, sharded = build(Odd), make_odd()
         optimizers = [make(model.parameters()) for model in (plain, sharded)]
-        for step in range(3):
+        for step in range(2):
             for model in (plain, sharded):
                 with_gradients(model, seed=10 * step)
             for optimizer in optimizers:
                 optimizer.step()
         for (key, want), got in zip(plain.named_parameters(), sharded.parameters(), strict=True):
-            torch.testing.assert_close(got.full_tensor(), want.detach(), rtol=1e-6, atol=1e-7, msg=f"{name}: {key}")
+            torch.testing.assert_close(whole_of(got), want.detach(), rtol=1e-6, atol=1e-7, msg=f"{name}: {key}")
 
 
-@pytest.mark.parametrize(("world_size", "local"), [(3, 3), (4, 2)])
-@on_ranks("world_size", local="local")
+@on_ranks(4, local=2)
 def test_norms_and_clipping_use_the_whole_tensors() -> None:
     plain, sharded = build(Odd), make_odd()
     ragged_parameters = [p for p in sharded.parameters() if p.numel()]  # torch has no infinity norm of an empty tensor
@@ -286,7 +263,7 @@ def test_norms_and_clipping_use_the_whole_tensors() -> None:
             assert type(got) is Tensor
             torch.testing.assert_close(got, want)
             for p, q in zip(parameters, ragged_parameters, strict=True):
-                torch.testing.assert_close(q.grad.full_tensor(), p.grad)
+                torch.testing.assert_close(whole_of(q.grad), p.grad)
         many = torch._foreach_norm([q.grad for q in ragged_parameters], order)
         for norm, p, q in zip(many, parameters, ragged_parameters, strict=True):
             want = torch.linalg.vector_norm(p.grad, order)  # type: ignore[arg-type]
@@ -303,14 +280,13 @@ def test_norms_and_clipping_use_the_whole_tensors() -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @on_ranks(2, local=1)
-def test_norms_of_half_precision_do_not_overflow(dtype: torch.dtype) -> None:
+def test_norms_of_half_precision_do_not_overflow() -> None:
     """fp16 cannot hold the square of 640; bf16 would add squares with eight bits."""
-    model = laconic.fully_shard(nn.Linear(64, 64, bias=False).to(dtype), mesh=laconic.init_mesh("cpu"))
-    model.weight.grad = torch.zeros_like(model.weight).fill_(10.0)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    assert float(norm) == 640.0
+    for dtype in (torch.float16, torch.bfloat16):
+        model = laconic.fully_shard(nn.Linear(64, 64, bias=False).to(dtype), mesh=laconic.init_mesh("cpu"))
+        model.weight.grad = torch.zeros_like(model.weight).fill_(10.0)
+        assert float(nn.utils.clip_grad_norm_(model.parameters(), 1e9)) == 640.0
 
 
 def test_clipping_costs_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +306,7 @@ NORMS_BYTES = 4 * 6
 
 
 def job_clip() -> None:
-    model = shard(build(Odd), [])
+    model = make_odd()
     with_gradients(model)
     with moved(model) as m:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -340,7 +316,7 @@ def job_clip() -> None:
 
 @on_ranks(4, local=2)
 def test_full_tensor_moves_each_element_once() -> None:
-    model = shard(build(Odd), [])
+    model = make_odd()
     with moved(model) as m:
         gathered = model.matrix.full_tensor()
     assert torch.equal(gathered, build(Odd).matrix)
@@ -385,12 +361,8 @@ def state_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return state
 
 
-def job_save(folder: Path, asynchronous: bool) -> None:
-    state = state_of(*make_trained(2))
-    if asynchronous:
-        dcp.async_save(state, checkpoint_id=folder).result()  # type: ignore[union-attr]
-    else:
-        dcp.save(state, checkpoint_id=folder)
+def job_save(folder: Path) -> None:
+    dcp.async_save(state_of(*make_trained(2)), checkpoint_id=folder).result()  # type: ignore[union-attr]
 
 
 def job_load(folder: Path) -> None:
@@ -412,8 +384,7 @@ def job_load(folder: Path) -> None:
     assert all(bucket.version != old for bucket, old in zip(model._laconic_unit.buckets, versions, strict=True))
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_checkpoint_loads_on_other_numbers_of_ranks(tmp_path: Path, asynchronous: bool) -> None:
-    run_ranks(job_save, 4, tmp_path, asynchronous, local=2)
-    for world_size in (3, 1)[: 1 if asynchronous else 2]:
+def test_a_checkpoint_loads_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    run_ranks(job_save, 4, tmp_path, local=2)
+    for world_size in (3, 1):
         run_ranks(job_load, world_size, tmp_path, local=1)
