@@ -58,16 +58,6 @@ def _dangle(path: Path) -> None:
     path.symlink_to(path.with_name("gone"))
 
 
-def _spoil_all(folder: Path) -> None:
-    for step in (1, 2):
-        _flip(folder / f"step-{step}" / "__0_0.distcp", 0.5)
-
-
-def _lose_folders(folder: Path) -> None:
-    for step in (1, 2):
-        shutil.rmtree(folder / f"step-{step}")
-
-
 def _copy_over(source: Path, target: Path) -> None:
     shutil.rmtree(target)
     shutil.copytree(source, target)
@@ -80,16 +70,12 @@ def _swap(folder: Path) -> None:
 
 
 LOSSES: dict[str, tuple[Any, int]] = {
-    "a bit": (lambda folder: _flip(folder / "step-2" / "__0_0.distcp", 0.5), 1),
-    "manifest": (lambda folder: (folder / "step-2" / "manifest.json").unlink(), 1),
-    "manifest of the step before": (lambda f: shutil.copy(f / "step-1" / "manifest.json", f / "step-2"), 1),
     "folder": (lambda folder: shutil.rmtree(folder / "step-2"), 1),
     "folder dangles": (lambda folder: _dangle(folder / "step-2"), 1),
     "folder of the step before": (lambda folder: _copy_over(folder / "step-1", folder / "step-2"), 1),
     "latest is nonsense": (lambda folder: (folder / "latest").write_bytes(b"\xff"), 2),
     "latest names nothing": (lambda folder: (folder / "latest").write_text("step-8\n"), 2),
-    "all values": (_spoil_all, 0),
-    "all folders": (_lose_folders, 0),
+    "all values": (lambda folder: [_flip(each, 0.5) for each in folder.glob("step-*/__0_0.distcp")], 0),
     "all names": (_swap, 0),
     "everything dangles": (_dangle, 0),
 }
@@ -179,32 +165,20 @@ def test_save_keeps_the_newest_and_leaves_no_rubbish(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-3", "step-4", "step-5"]
     with pytest.raises(CheckpointError, match="keep=1"):
         checkpoint.save_checkpoint(tmp_path, 6, model=model, optimizer=None, extra={}, keep=1)
-
-
-def test_unwritable_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="not writable"):
-        checkpoint.save_checkpoint(tmp_path / "file" / "run", 1, model=make_small(), optimizer=None, extra={})
+        checkpoint.save_checkpoint(tmp_path / "file" / "run", 1, model=model, optimizer=None, extra={})
 
 
-def test_folder_that_the_nodes_do_not_share_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_any_folder_is_loaded_itself_and_one_that_the_nodes_do_not_share_refused(saved: Path, tmp_path: Path) -> None:
     """Rank 0 must see the other ranks' files before it commits a checkpoint."""
-    temporary = commit.begin(tmp_path, 3)
-    with pytest.raises(CheckpointError, match="file system that all nodes share"):
-        commit.commit(
-            tmp_path,
-            temporary,
-            commit.CheckpointManifest.read(saved / "step-1" / commit.MANIFEST),
-            keep=2,
-            patience_s=0,
-        )
-    assert commit.candidates(tmp_path) == []
-
-
-def test_a_folder_that_is_a_checkpoint_is_loaded_itself(saved: Path, tmp_path: Path) -> None:
     assert _load(saved / "step-1")["step"] == 1  # type: ignore[index]
-    assert _load(tmp_path) is None
-    assert _load(tmp_path / "absent") is None
+    assert _load(tmp_path) is _load(tmp_path / "absent") is None
+    temporary = commit.begin(tmp_path, 3)
+    manifest = commit.CheckpointManifest.read(saved / "step-1" / commit.MANIFEST)
+    with pytest.raises(CheckpointError, match="file system that all nodes share"):
+        commit.commit(tmp_path, temporary, manifest, keep=2, patience_s=0)
+    assert commit.candidates(tmp_path) == []
 
 
 def test_absurd_metadata_is_refused(saved: Path, tmp_path: Path) -> None:
@@ -332,6 +306,6 @@ def test_extra_and_random_numbers_come_back(tmp_path: Path) -> None:
 def test_any_damage_is_noticed_and_the_checkpoint_before_is_used(saved: Path, tmp_path: Path) -> None:
     """A sample of `python -m tests.faults --rows checkpoint-damage`."""
     shutil.copytree(saved, tmp_path / "run")
-    kinds, harmed = damage.tally(tmp_path / "run", 120)
+    kinds, harmed = damage.tally(tmp_path / "run", 80)
     assert set(kinds) == set(damage.KINDS)
     assert harmed == []

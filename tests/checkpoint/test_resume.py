@@ -159,15 +159,6 @@ def test_kill_during_save_resumes_bit_equal(
         assert_resumed(run_ranks(train, 2, str(folder), "laconic", 3), unbroken[1], (2, 3))
 
 
-def test_first_save_killed_starts_anew(tmp_path: Path) -> None:
-    crash = Crash(rank=0, step=1, point=CrashPoint.LISTED)
-    with pytest.raises(RuntimeError, match=r"died with exit code|failed"):
-        run_ranks(train, 2, str(tmp_path), "laconic", 1, 1, None, crash)
-    again = run_ranks(train, 2, str(tmp_path), "laconic", 1)
-    assert again[0].started_from == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1"]
-
-
 def test_going_back_makes_the_new_future_the_one_to_resume(tmp_path: Path) -> None:
     """Back at step 2 of a run that has reached 4, step 3 is saved: the next resume goes on from 3."""
     run_ranks(train, 1, str(tmp_path), "laconic", 4, 2)

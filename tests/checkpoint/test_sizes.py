@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from laconic import checkpoint, rehearse
-from laconic.optim.adamw8bit import AdamW8bit
-from laconic.optim.muon import Muon
 from laconic.rehearse.mail import Letter
 from laconic.shard.unit import unit_of
 from tests.checkpoint import zoo
@@ -49,10 +46,10 @@ def test_any_number_of_ranks_loads_it(world_size: int, local: int, saved: tuple[
 
 
 def test_fsdp2_reads_and_is_read(tmp_path: Path) -> None:
-    """FSDP2 on 4 ranks -> laconic on 3, and laconic on 4 -> FSDP2 on 3, in every usual layout."""
-    expected = run_ranks(save_both_ways, 4, str(tmp_path), local=2)[0]
-    for seen in run_ranks(load_both_ways, 3, str(tmp_path)):
-        assert len(seen) == 9
+    """FSDP2 on 3 ranks -> laconic on 2, and laconic on 3 -> FSDP2 on 2, in every usual layout."""
+    expected = run_ranks(save_both_ways, 3, str(tmp_path), local=1)[0]
+    for seen in run_ranks(load_both_ways, 2, str(tmp_path)):
+        assert len(seen) == 6
         for (what, who), found in seen.items():
             assert_same(found, expected["fsdp2" if "fsdp2" in what else "laconic"], f"{what} by {who}")
 
@@ -77,28 +74,13 @@ def assert_same(seen: Seen, expected: Seen, what: str) -> None:
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 
-def _muon(model: nn.Module) -> torch.optim.Optimizer:
-    parameters = list(model.parameters())
-    matrices = [parameter for parameter in parameters if parameter.ndim == 2 and parameter.numel()]
-    rest = [parameter for parameter in parameters if all(parameter is not matrix for matrix in matrices)]
-    return Muon([{"params": matrices}, {"params": rest, "algorithm": "adamw"}], lr=0.05)
-
-
-_MIN_8BIT_SIZE = 8
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "foreach": lambda model: torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True),
     "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=0.05, fused=True),
     "own state": lambda model: zoo.Hoarder(model.parameters(), lr=0.05),
-    "adamw8bit": lambda model: AdamW8bit(model.parameters(), lr=0.05, min_8bit_size=_MIN_8BIT_SIZE),
-    "muon": _muon,
 }
-LOADED_BY = {"foreach": "fused", "own state": "own state", "adamw8bit": "adamw8bit", "muon": "muon"}
+LOADED_BY = {"foreach": "fused", "own state": "own state"}
 """The optimizers that are saved, and those that load: `step` of another kernel may be elsewhere."""
-
-
-def _sharded_for(name: str, *, seed: int) -> zoo.Zoo:
-    granularity = partial(AdamW8bit.granularity, min_8bit_size=_MIN_8BIT_SIZE) if name == "adamw8bit" else None
-    return zoo.shard(zoo.make_zoo(seed=seed), granularity)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +115,7 @@ def save_each(folder: str) -> dict[str, Seen]:
     """Save one checkpoint for each optimizer."""
     seen = {}
     for name in LOADED_BY:
-        model = _sharded_for(name, seed=0)
+        model = zoo.shard(zoo.make_zoo(seed=0))
         optimizer = OPTIMIZERS[name](model)
         optimizer.param_groups[0]["lr"] = 0.125
         zoo.train(model, optimizer)
@@ -146,7 +128,7 @@ def load_each(folder: str) -> dict[str, Seen]:
     """Load into models with other values, some gathered or cached, and into optimizers with other kernels."""
     seen = {}
     for name, kernels in LOADED_BY.items():
-        model = _sharded_for(name, seed=1)
+        model = zoo.shard(zoo.make_zoo(seed=1))
         optimizer = OPTIMIZERS[kernels](model)
         zoo.train(model, optimizer, steps=1)
         assert checkpoint.load_checkpoint(f"{folder}/{name}", model=model, optimizer=optimizer) == {"step": 2}
@@ -174,7 +156,7 @@ def torch_load(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 def save_both_ways(folder: str) -> dict[str, Seen]:
-    """Save FSDP2's state in three layouts, and laconic's state by its own function and by torch's."""
+    """Save FSDP2's state in two layouts, and laconic's state by its own function and by torch's."""
     fsdp2, fsdp2_optimizer = _trained(zoo.shard_fsdp2)
     dcp.save(torch_state(fsdp2, fsdp2_optimizer), checkpoint_id=f"{folder}/fsdp2")
     flattened = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -184,8 +166,6 @@ def save_both_ways(folder: str) -> dict[str, Seen]:
         "train_state": {"step": 2},
     }
     dcp.save(titan, checkpoint_id=f"{folder}/fsdp2 flattened")
-    deeper = {"app": torch_state(fsdp2, fsdp2_optimizer)}
-    dcp.save(deeper, checkpoint_id=f"{folder}/fsdp2 deeper")
     sharded, sharded_optimizer = _trained(zoo.shard)
     checkpoint.save_checkpoint(f"{folder}/laconic", 2, model=sharded, optimizer=sharded_optimizer, extra={})
     dcp.save(torch_state(sharded, sharded_optimizer), checkpoint_id=f"{folder}/laconic by torch")
@@ -195,17 +175,12 @@ def save_both_ways(folder: str) -> dict[str, Seen]:
 def load_both_ways(folder: str) -> dict[tuple[str, str], Seen]:
     """Load each folder by laconic and by torch. Returns what was loaded by (folder, loader)."""
     seen = {}
-    for saved in ("fsdp2", "fsdp2 flattened", "fsdp2 deeper", "laconic/step-2", "laconic by torch"):
+    for saved in ("fsdp2 flattened", "fsdp2", "laconic by torch"):
         model, optimizer = _fresh(zoo.shard)
         assert not checkpoint.load_dcp(f"{folder}/{saved}", model=model, optimizer=optimizer)
         seen[saved, "laconic"] = look(model, optimizer)
         assert optimizer.param_groups[0]["lr"] == 0.125
-    for saved, name in (
-        ("laconic/step-2", "fsdp2"),
-        ("laconic by torch", "fsdp2"),
-        ("fsdp2", "laconic by torch"),
-        ("laconic/step-2", "laconic by torch"),
-    ):
+    for saved, name in (("laconic/step-2", "fsdp2"), ("laconic by torch", "fsdp2"), ("fsdp2", "laconic by torch")):
         model, optimizer = _fresh(zoo.shard_fsdp2 if name == "fsdp2" else zoo.shard)
         torch_load(f"{folder}/{saved}", model, optimizer)
         seen[saved, name] = look(model, optimizer)

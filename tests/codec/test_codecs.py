@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laconic.codec import CODECS, WEIGHT_CODECS, BlockCodec, Codec, codec_named
-from laconic.codec.bits import pack_bits, pack_fives, unpack, unpack_fives
+from laconic.codec.bits import pack_bits, unpack
 from laconic.codec.blocked import NF4
 from laconic.codec.rotation import rotate
 
@@ -113,17 +113,6 @@ def test_packed_codes_come_back(bits: int) -> None:
     assert torch.equal(unpack(packed, bits), codes)
     number = sum(int(code) << (bits * place) for place, code in enumerate(codes))
     assert bytes(packed.tolist()) == number.to_bytes(len(packed), "little"), "the first code in the lowest bits"
-
-
-def test_five_numbers_of_three_levels_come_back_from_a_byte() -> None:
-    digits = torch.randint(3, (48,), generator=torch.Generator().manual_seed(0))
-    packed = pack_fives(digits - 1.0)
-    assert (packed.dtype, packed.shape) == (torch.uint8, (10,))
-    assert torch.equal(unpack_fives(packed), torch.cat([digits - 1.0, torch.zeros(2)])), "zeros fill up the last byte"
-    for byte, five in zip(packed.tolist(), [*digits.tolist(), 1, 1][::5], strict=True):
-        assert byte % 3 == five, "the first in the lowest digit"
-    assert packed[0] == sum(digit * 3**place for place, digit in enumerate(digits[:5].tolist()))
-    assert unpack_fives(torch.arange(256, dtype=torch.uint8)).abs().max() == 1, "bytes that no message has, too"
 
 
 def test_wrong_shapes_and_names_are_refused() -> None:

@@ -11,7 +11,7 @@ import torch
 from laconic.codec import lossless, lossless_gradients
 from laconic.codec.contexts import TILE
 from laconic.codec.lossless import decode, decode_in_pieces, encode, encode_in_pieces, last_difference
-from tests.support.patterns import DTYPES, WILD, bits_of, form_of, random_patterns, trained, with_outside
+from tests.support.patterns import DTYPES, WILD, bits_of, form_of, gradients, random_patterns, trained
 
 pytestmark = [
     pytest.mark.cuda,
@@ -97,18 +97,6 @@ def test_a_gpu_refuses_damaged_payloads_or_gives_other_values() -> None:
             refused += 1
     assert refused > 100
     assert torch.equal(bits_of(decode(on_gpu, payload, last).cpu()), bits_of(new))
-
-
-def gradients(dtype: torch.dtype, numel: int) -> Iterator[torch.Tensor]:
-    """Yield gradients as they are, of many scales, with blocks of zeros, zeros alone, a block, and any patterns."""
-    draw = torch.Generator().manual_seed(numel)
-    normal = torch.randn(numel, generator=draw) * 1e-3
-    yield normal.to(dtype)
-    yield (normal * torch.exp(4 * torch.randn(numel, generator=draw))).to(dtype)
-    yield torch.where(torch.arange(numel) // 300 % 3 == 1, normal, 0.0).to(dtype)
-    yield torch.zeros(numel, dtype=dtype)
-    yield with_outside(158 + numel % 2).to(dtype)
-    yield torch.randint(256, (numel * dtype.itemsize,), generator=draw, dtype=torch.uint8).view(dtype)
 
 
 @pytest.mark.parametrize("dtype", lossless_gradients.CODED_DTYPES, ids=str)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from laconic.codec import lossless
-from laconic.codec.contexts import BLOCK, IDLE, MAX_EVENTS, MAX_QUOTIENT, RARE, TILE
+from laconic.codec.contexts import BLOCK, IDLE, TILE
 from laconic.codec.fused import kernels_for
 from laconic.codec.lossless import (
     decode,
@@ -122,7 +122,7 @@ def test_few_wild_values_among_calm_ones() -> None:
     assert check("bfloat16", held, new, last_difference(before, held)) <= calm + bytes_of_blocks
 
 
-@settings(max_examples=6)
+@settings(max_examples=5)
 @given(data=st.data(), name=st.sampled_from(list(DTYPES)))
 def test_odd_mixtures(data: st.DataObject, name: str) -> None:
     numel, seed = 2 * data.draw(st.integers(1, 400)), data.draw(st.integers(0, 2**16))
@@ -137,8 +137,7 @@ def test_odd_mixtures(data: st.DataObject, name: str) -> None:
     check(name, held, new, data.draw(st.sampled_from([None, last_difference(before, held, form=form_of(name))])))
 
 
-def all_patterns(dtype: torch.dtype) -> Tensor:
-    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+ALL_PATTERNS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
 
 
 def check_pairs(held: Tensor, new: Tensor, *, ways: Sequence[str] = WAYS) -> None:
@@ -153,17 +152,16 @@ def check_pairs(held: Tensor, new: Tensor, *, ways: Sequence[str] = WAYS) -> Non
             assert torch.equal(bits_of(decode(old_part, payload)), bits_of(new_part))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_new_pattern_after_some_held_ones(dtype: torch.dtype) -> None:
-    new = all_patterns(dtype)
-    check_pairs(new[torch.tensor([0, 12_345, 2**15 - 1, 2**15, 2**16 - 1])], new)
+def test_every_new_pattern_after_some_held_ones() -> None:
+    new = ALL_PATTERNS.view(torch.float16)
+    check_pairs(new[torch.tensor([0, 12_345, 2**15, 2**16 - 1])], new)
 
 
 @pytest.mark.campaign(seconds=160)
 @pytest.mark.timeout(1800)
 def test_every_new_pattern_after_every_held_one() -> None:
     """All 65,536 x 65,536 pairs in loops or in a GPU's kernels, and each sixteenth held pattern in plain torch."""
-    new = all_patterns(torch.bfloat16).to("cuda" if torch.cuda.is_available() else "cpu")
+    new = ALL_PATTERNS.view(torch.bfloat16).to("cuda" if torch.cuda.is_available() else "cpu")
     for number, held in enumerate(new.split(64)):
         check_pairs(held, new, ways=("loops",))
         check_pairs(held[number % 16 :: 16], new, ways=("plain",))
@@ -187,9 +185,9 @@ def test_what_does_not_change_costs_four_bits_a_block() -> None:
         assert check(name, held, new, None, by_naive=False) <= unchanged + 160
 
 
-@pytest.mark.parametrize(("step", "most"), [(1e-2, 0.25), (1e-3, 0.25), (1e-4, 0.15), (1e-5, 0.05)])
+@pytest.mark.parametrize(("step", "most"), [(1e-3, 0.25), (1e-5, 0.05)])
 def test_bits_are_near_the_entropy_under_the_same_contexts(step: float, most: float) -> None:
-    before, held, new = trained("bfloat16", 1 << 18, step)
+    before, held, new = trained("bfloat16", 1 << 17, step)
     last = last_difference(before, held)
     contexts, differences = differences_by_context(held, new, last)
     _, counts = (contexts.long() * 2**20 + differences).unique(return_counts=True)
@@ -251,11 +249,9 @@ def test_damaged_payloads_are_refused_or_give_other_values(numel: int, has_last:
     payload = encode(held, new, last)
     refused, generator = 0, torch.Generator().manual_seed(0)
     for _ in range(60):
-        bad = payload.clone()
-        bad[int(torch.randint(len(bad), (1,), generator=generator))] ^= 1 << int(
-            torch.randint(8, (1,), generator=generator)
-        )
-        results = []
+        bad, results = payload.clone(), []
+        place, bit = (int(torch.randint(most, (1,), generator=generator)) for most in (len(bad), 8))
+        bad[place] ^= 1 << bit
         for way in WAYS:
             try:
                 with coded_by(way):
@@ -300,8 +296,3 @@ def test_numbers_are_in_the_order_of_values() -> None:
             ascending = ascending[~ascending.isnan()]
             assert (ascending.diff() >= 0).all()
     assert pattern_form_of(torch.float8_e8m0fnu) is PLAIN_BYTES
-
-
-def test_constants_are_those_of_the_oracle() -> None:
-    of_oracle = (naive.BLOCK, naive.TILE, naive.MAX_QUOTIENT, naive.MAX_EVENTS, naive.RARE)
-    assert of_oracle == (BLOCK, TILE, MAX_QUOTIENT, MAX_EVENTS, RARE)

@@ -30,6 +30,11 @@ class Held:
         self.nbytes += nbytes
 
 
+def way() -> tuple[Communicator, Cluster]:
+    cluster = Cluster(laconic.init_mesh("cpu"))
+    return Communicator(cluster, "node"), cluster
+
+
 def terms(step: int, numel: int, dtype: torch.dtype) -> Tensor:
     """A rank's term: some steps are of zeros, some of patterns that no code makes shorter."""
     draw = torch.Generator().manual_seed(10 * step + dist.get_rank())
@@ -47,13 +52,11 @@ def finished(way: Communicator | LosslessSum, whole: Tensor, numels: Sequence[in
     return way.start_reduce_scatter(whole, numels=numels).finish()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @on_ranks(3, local=1)
 def test_a_reduce_scatter_has_the_bits_of_exact_terms(dtype: torch.dtype) -> None:
     """Of equal parts and of others, one of them empty, while lengths jump."""
-    cluster = Cluster(laconic.init_mesh("cpu"))
-    exact = Communicator(cluster, "node")
-    held, draw = Held(), random.Random(0)
+    (exact, _), held, draw = way(), Held(), random.Random(0)
     coded = LosslessSum(exact, held)
     for step in range(8):
         numels = draw.choice([None, [1000, 0, 517], [300, 5000, 1]])
@@ -68,8 +71,7 @@ def test_a_reduce_scatter_has_the_bits_of_exact_terms(dtype: torch.dtype) -> Non
 
 @on_ranks(3, local=1)
 def test_unequal_parts_take_bytes_in_proportion_and_what_came_is_what_was_sent() -> None:
-    cluster = Cluster(laconic.init_mesh("cpu"))
-    node, rank = Communicator(cluster, "node"), dist.get_rank()
+    (node, cluster), rank = way(), dist.get_rank()
     coded, numels = LosslessSum(node, Held()), [20_000, 10_000, 100]
     for _ in range(3):
         before = cluster.traffic.snapshot()
@@ -88,20 +90,16 @@ def test_unequal_parts_take_bytes_in_proportion_and_what_came_is_what_was_sent()
     assert torch.equal(transfer.finish(), parts[0] + parts[1] + parts[2])
 
 
-@pytest.mark.parametrize("islands", [2, 3])
-@on_ranks("islands", local=1)
-def test_an_all_reduce_over_islands_gives_all_ranks_the_sum_in_the_order_of_ranks(islands: int) -> None:
-    mesh = laconic.init_mesh("cpu", islands=islands, nodes=1, local=1)
-    held = Held()
+@on_ranks(3, local=1)
+def test_an_all_reduce_over_islands_gives_all_ranks_the_sum_in_the_order_of_ranks() -> None:
+    mesh, held = laconic.init_mesh("cpu", islands=3, nodes=1, local=1), Held()
     coded = LosslessSum(Communicator(Cluster(mesh), "island"), held)
     for step in range(4):
         for numel in (1, 2, 7, 5000):
             own = terms(step, numel, torch.bfloat16)
-            gathered = [torch.empty_like(own) for _ in range(islands)]
+            gathered = [torch.empty_like(own) for _ in range(3)]
             dist.all_gather(gathered, own)
-            want = gathered[0].clone()
-            for each in gathered[1:]:
-                want.add_(each)
+            want = gathered[0] + gathered[1] + gathered[2]
             assert sum(1 for _ in coded.sum_in_place(own)) == 2, "trips"
             assert torch.equal(own.view(torch.int16), want.view(torch.int16)), (step, numel)
     assert held.nbytes == 0
@@ -110,9 +108,8 @@ def test_an_all_reduce_over_islands_gives_all_ranks_the_sum_in_the_order_of_rank
 @on_ranks(3, local=1)
 def test_a_head_with_a_wrong_bit_is_an_error() -> None:
     """Also in the rate, by which a rank would begin a transfer alone."""
-    node = Communicator(Cluster(laconic.init_mesh("cpu")), "node")
-    coded = LosslessSum(node, Held())
-    for bit in range(0, 128, 5):
+    coded = LosslessSum(way()[0], Held())
+    for bit in range(0, 128, 9):
         transfer = coded.start_reduce_scatter(terms(0, 900, torch.bfloat16))
         transfer._under_way._pending.wait()
         transfer._under_way._arriving[1, bit // 8] ^= 1 << bit % 8
@@ -122,9 +119,8 @@ def test_a_head_with_a_wrong_bit_is_an_error() -> None:
 
 @on_ranks(2, local=1)
 def test_steady_terms_take_one_transfer_and_the_bytes_of_the_longest() -> None:
-    cluster = Cluster(laconic.init_mesh("cpu"))
-    coded = LosslessSum(Communicator(cluster, "node"), Held())
-    numel = 64 * BLOCK
+    node, cluster = way()
+    coded, numel = LosslessSum(node, Held()), 64 * BLOCK
 
     def sent(step: int) -> int:
         before = cluster.traffic.snapshot()
@@ -178,11 +174,6 @@ def test_in_a_rehearsal_messages_have_the_typical_length(monkeypatch: pytest.Mon
 def body_of(rank: int, step: int, length: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randint(256, (length,), generator=generator, dtype=torch.uint8)
-
-
-def way() -> tuple[Communicator, Cluster]:
-    cluster = Cluster(laconic.init_mesh("cpu"))
-    return Communicator(cluster, "node"), cluster
 
 
 def start(messages: VaryingMessages, body: torch.Tensor) -> None:

@@ -144,8 +144,8 @@ def test_the_device_gets_codes_and_scales_as_it_wants_them(name: str) -> None:
     assert weight_format in _RECIPES
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (130, 6), (256, 8)])
-def test_scales_are_swizzled_as_cublas_says(shape: tuple[int, int]) -> None:
+def test_scales_are_swizzled_as_cublas_says() -> None:
+    shape = (130, 6)
     scales = torch.arange(1, shape[0] * shape[1] + 1).remainder(251).to(torch.uint8).view(shape)
     num_tiles = -(-shape[0] // 128) * -(-shape[1] // 4)
     wanted = torch.zeros(512 * num_tiles, dtype=torch.uint8)

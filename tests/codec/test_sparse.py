@@ -9,7 +9,7 @@ from torch import Tensor
 from laconic.codec import TopK
 from tests.reference import sparse as naive
 
-KEEPS = [1, 3, 4, 8, 12, 60, 64, 65, 100, 128, 1020, 1024, 1028, 1366, 2044, 2048, 2052, 4092, 4095, 4096]
+KEEPS = [1, 3, 4, 60, 64, 65, 128, 1020, 1024, 1028, 2048, 2052, 4095, 4096]
 """Around the borders at which one more low bit of each place is sent, and odd ones."""
 
 
@@ -22,18 +22,6 @@ def shuffled(numel: int, order: str = "random") -> Tensor:
         chunk = chunk if order == "random" else chunk.sort(descending=order == "descending").values
         chunks.append(chunk * (1 - 2 * torch.randint(2, chunk.shape, generator=generator)))
     return torch.cat(chunks)
-
-
-def test_the_largest_values_are_kept_with_two_magnitudes() -> None:
-    codec = TopK(keep=4)
-    x = torch.full((5000,), 1e-3)
-    for place, value in {7: 8.0, 4095: -2.0, 256: 2.0, 4000: -8.0, 4097: 1.0}.items():
-        x[place] = value
-    decoded = codec.decode(codec.encode(x), 5000)
-    first = {7: 8.0, 4095: -2.0, 256: 2.0, 4000: -8.0}
-    assert {place: float(decoded[place]) for place in decoded[:4096].nonzero().flatten().tolist()} == first
-    assert decoded[4097] == 1.0
-    assert int(decoded.count_nonzero()) == 8, "four of each chunk, also of the last, which is short"
 
 
 @pytest.mark.parametrize("keep", KEEPS)

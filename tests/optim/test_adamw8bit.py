@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import laconic.optim
-from laconic.codec import tiles
 from laconic.codec.tiles import Tiling
 from laconic.layout.granularity import elements
 from laconic.optim import AdamW8bit, adamw8bit
@@ -61,7 +60,6 @@ def stepped(parameters: list[Any], steps: int = 4, **options: Any) -> AdamW8bit:
 @pytest.mark.parametrize(
     ("dtype", "block"),
     [
-        (torch.float32, Tiling()),
         (torch.bfloat16, Tiling()),
         (torch.bfloat16, Tiling(tile=None, flat=60)),
         (torch.float32, Tiling(tile=5, flat=17)),
@@ -91,14 +89,18 @@ def test_equals_the_reference_to_the_bit(dtype: torch.dtype, block: Tiling) -> N
                 assert torch.equal(state[f"{moment}_scale"].view(-1)[index], scale), shape
 
 
-@pytest.mark.parametrize(("num_ranks", "block"), [(2, Tiling()), (3, Tiling()), (7, Tiling()), (7, FLAT)])
+@pytest.mark.parametrize(("num_ranks", "block"), [(3, Tiling()), (7, FLAT)])
 def test_the_number_of_ranks_changes_no_bit(num_ranks: int, block: Tiling) -> None:
-    """Parameters, codes and scales are equal when they are joined from all ranks, of which some hold nothing."""
+    """Parameters, codes and scales are equal when they are joined from all ranks, of which some hold nothing.
+
+    Those count the changes, too: all ranks must agree on whether gathered weights are stale.
+    """
     for shape in SHAPES[:-1]:
+        bumps: list[int] = []
         alone = nn.Parameter(initial(shape))
         expected = stepped([alone], block=block).state[alone]
         uncut = elements(256).numel(shape) if block is FLAT else AdamW8bit.granularity("", alone)
-        parts = ragged(initial(shape), num_ranks, block=uncut)
+        parts = ragged(initial(shape), num_ranks, block=uncut, bump=lambda bumps=bumps: bumps.append(1))  # type: ignore[misc]
         states = []
         for part in parts:
             optimizer = AdamW8bit([part], **HYPER, block=block)
@@ -108,6 +110,7 @@ def test_the_number_of_ranks_changes_no_bit(num_ranks: int, block: Tiling) -> No
                 optimizer.step()
             states.append(optimizer.state[part])
         assert torch.equal(whole(parts), alone), shape
+        assert len(bumps) == 4 * num_ranks, shape
         for key, value in expected.items():
             joined = whole([state[key] for state in states]) if key != "step" else states[-1][key]
             assert torch.equal(joined, value), (shape, key)
@@ -148,23 +151,6 @@ def test_a_cut_block_is_refused_with_the_remedy() -> None:
         AdamW8bit([vector])
     AdamW8bit([matrix, vector], block=Tiling(tile=None, flat=1))
     AdamW8bit([matrix], min_8bit_size=6721)
-
-
-def test_settings_out_of_range() -> None:
-    wrong: dict[str, Any]
-    for wrong, part in (
-        ({"lr": -1.0}, "lr must be at least 0, got -1.0"),
-        ({"betas": (0.9, 1.0)}, r"betas must be at least 0 and below 1, got \(0.9, 1.0\)"),
-        ({"eps": -1e-8}, "eps"),
-        ({"weight_decay": -0.1}, "weight_decay"),
-        ({"min_8bit_size": -1}, "min_8bit_size"),
-    ):
-        with pytest.raises(ValueError, match=part):
-            AdamW8bit([nn.Parameter(torch.zeros(2))], **wrong)
-    optimizer = AdamW8bit([nn.Parameter(torch.zeros(2))])
-    with pytest.raises(ValueError, match="lr"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "lr": -1})
-    assert len(optimizer.param_groups) == 1, "a refused group leaves no trace"
 
 
 @on_ranks(1)
@@ -213,18 +199,6 @@ def test_cuts_of_other_axes_between_blocks_are_accepted_and_others_refused() -> 
             check_outer_cut(shard_of(shape, *axes), Tiling(), "w")  # type: ignore[arg-type]
 
 
-def test_a_step_is_seen_on_every_rank() -> None:
-    """A rank that holds nothing counts the change too: all ranks must agree on whether gathered weights are stale."""
-    bumps = [0, 0, 0]
-    parts = ragged(initial((32, 128)), 3, block=32 * 128)
-    for rank, part in enumerate(parts):
-        part._bump = lambda rank=rank: bumps.__setitem__(rank, bumps[rank] + 1)
-        optimizer = AdamW8bit([part])
-        part.grad = part.like(torch.zeros_like(part.to_local()))
-        optimizer.step()
-    assert bumps == [1, 1, 1]
-
-
 def test_state_dicts_keep_their_types() -> None:
     """Codes and scales keep their types, where torch takes the parameter's. The loaded state is a copy, and works."""
     parameters = [nn.Parameter(initial(shape).bfloat16()) for shape in SHAPES]
@@ -259,17 +233,6 @@ def test_parameters_without_gradient_do_not_change() -> None:
     assert not optimizer.state[two]
     assert torch.equal(two, initial((70, 96)))
     assert not torch.equal(one, initial((70, 96)))
-
-
-def test_working_memory_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = [(70, 96), (3, 40, 35), (4097,), (7,)]
-    expected = [nn.Parameter(initial(shape)) for shape in shapes]
-    stepped(expected)
-    for panel in (1, 5000, 2**30):
-        monkeypatch.setattr(tiles, "_PANEL_NUMEL", panel)
-        parameters = [nn.Parameter(initial(shape)) for shape in shapes]
-        stepped(parameters)
-        assert all(torch.equal(one, two) for one, two in zip(parameters, expected, strict=True))
 
 
 def test_without_triton_a_device_takes_the_torch_version(monkeypatch: pytest.MonkeyPatch) -> None:

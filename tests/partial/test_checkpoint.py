@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import laconic
-from laconic.checkpoint import CheckpointError, load_checkpoint, open_checkpoint, save_checkpoint
+from laconic.checkpoint import load_checkpoint, open_checkpoint, save_checkpoint
 from laconic.hf.layers import layers_to_shard
 from laconic.partial.updates import partial_updates, unsliced_state_dict
 from laconic.ragged.parts import sliced_parts
@@ -136,12 +135,3 @@ def test_an_unsliced_checkpoint_loads_into_slices(tmp_path: Path) -> None:
     optimizer.step()
     save_checkpoint(tmp_path, 1, model=plain, optimizer=optimizer, extra={})
     assert_loaded(tmp_path, plain, 4, 2, "llama")
-
-
-def test_another_models_checkpoint_is_still_refused(tmp_path: Path) -> None:
-    model, optimizer = trained("llama", 0, 2)
-    other = copy.deepcopy(build("llama"))
-    other.lm_head = nn.Linear(3, 3)
-    save_checkpoint(tmp_path, 1, model=other, optimizer=adamw(other.parameters()), extra={})
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight is float32\[3, 3\] in the checkpoint"):
-        load_checkpoint(tmp_path, model=model, optimizer=optimizer)

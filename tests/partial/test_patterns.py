@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -43,60 +44,59 @@ def test_every_matrix_of_mlps_and_attention_is_sliced_and_nothing_else() -> None
         assert not any(word in name for name in names for word in ("norm", "embed", "head", "ln_", "wte")), kind
     names = sliced_parameters(partial_updates(build("gpt-oss-eager"), slice_index=0, num_slices=4))
     assert {name.split(".", 3)[3] for name in names} == {
-        "self_attn.q_proj.weight",
-        "self_attn.q_proj.bias",
-        "self_attn.k_proj.weight",
-        "self_attn.k_proj.bias",
-        "self_attn.v_proj.weight",
-        "self_attn.v_proj.bias",
+        *(f"self_attn.{letter}_proj.{kind}" for letter in "qkv" for kind in ("weight", "bias")),
         "self_attn.o_proj.weight",
-        "mlp.experts.gate_up_proj",
-        "mlp.experts.gate_up_proj_bias",
-        "mlp.experts.down_proj",
+        *(f"mlp.experts.{name}" for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj")),
     }
+    for include, word in ((["mlp"], ".mlp."), (["attention"], ".self_attn.")):
+        chosen = sliced_parameters(partial_updates(build("llama"), slice_index=0, num_slices=2, include=include))  # type: ignore[arg-type]
+        assert chosen
+        assert all(word in name for name in chosen)
 
 
-def test_grouped_heads_stay_with_their_keys() -> None:
-    model = partial_updates(build("qwen3"), slice_index=1, num_slices=4)  # 8 heads of 6, 4 groups
-    mask = active_mask(model)
-    layer = "model.layers.0.self_attn"
-    heads, group = list(range(2 * 6, 4 * 6)), list(range(6, 12))
-    assert torch.equal(mask[f"{layer}.q_proj.weight"], mask_by_hand((48, 32), 0, heads))
-    assert torch.equal(mask[f"{layer}.k_proj.weight"], mask_by_hand((24, 32), 0, group))
-    assert torch.equal(mask[f"{layer}.v_proj.weight"], mask_by_hand((24, 32), 0, group))
-    assert torch.equal(mask[f"{layer}.o_proj.weight"], mask_by_hand((32, 48), 1, heads))
-    assert mask[f"{layer}.q_norm.weight"].all()
+GPT2, GPT_OSS = "transformer.h.0", "model.layers.0.mlp.experts"
+THIRDS = [third * 32 + i for third in range(3) for i in range(24, 32)]
+HALVES = [*range(12, 24), *range(48 + 12, 48 + 24)]
+MASKS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "qwen3": (1, 4, {  # 8 heads of 6 in 4 groups, which stay with their keys
+        "model.layers.0.self_attn.q_proj.weight": ((48, 32), 0, range(12, 24)),
+        "model.layers.0.self_attn.k_proj.weight": ((24, 32), 0, range(6, 12)),
+        "model.layers.0.self_attn.v_proj.weight": ((24, 32), 0, range(6, 12)),
+        "model.layers.0.self_attn.o_proj.weight": ((32, 48), 1, range(12, 24)),
+        "model.layers.0.self_attn.q_norm.weight": None,
+    }),
+    "llama": (5, 8, {  # keys are shared where there are fewer groups than slices
+        "model.layers.1.self_attn.k_proj.weight": None,
+        "model.layers.1.self_attn.q_proj.weight": ((32, 32), 0, range(20, 24)),
+    }),
+    "phi3": (5, 8, {"model.layers.1.self_attn.qkv_proj.weight": ((64, 32), 0, [*range(20, 24), *range(32, 64)])}),
+    "gpt2": (3, 4, {  # fused matrices are cut in each of the matrices that they hold
+        f"{GPT2}.attn.c_attn.weight": ((32, 96), 1, THIRDS),
+        f"{GPT2}.attn.c_attn.bias": ((96,), 0, THIRDS),
+        f"{GPT2}.mlp.c_proj.weight": ((128, 32), 0, range(96, 128)),
+        f"{GPT2}.mlp.c_proj.bias": None,
+    }),
+    "mixtral-eager": (1, 4, {
+        f"{GPT_OSS}.gate_up_proj": ((4, 96, 32), 1, HALVES),
+        f"{GPT_OSS}.down_proj": ((4, 32, 48), 2, range(12, 24)),
+        "model.layers.0.mlp.gate.weight": None,
+    }),
+    "gpt-oss-eager": (1, 4, {  # side by side
+        f"{GPT_OSS}.gate_up_proj": ((4, 32, 96), 2, range(24, 48)),
+        f"{GPT_OSS}.gate_up_proj_bias": ((4, 96), 1, range(24, 48)),
+    }),
+}  # fmt: skip
+"""Slice, number of slices, and what trains: the shape, a dim and places along it; None is all."""
 
 
-def test_keys_are_shared_when_there_are_fewer_groups_than_slices() -> None:
-    model = partial_updates(build("llama"), slice_index=5, num_slices=8)
-    mask = active_mask(model)
-    assert mask["model.layers.1.self_attn.k_proj.weight"].all()
-    assert torch.equal(mask["model.layers.1.self_attn.q_proj.weight"], mask_by_hand((32, 32), 0, [20, 21, 22, 23]))
-    fused = active_mask(partial_updates(build("phi3"), slice_index=5, num_slices=8))[
-        "model.layers.1.self_attn.qkv_proj.weight"
-    ]
-    assert torch.equal(fused, mask_by_hand((64, 32), 0, [20, 21, 22, 23, *range(32, 64)]))
-
-
-def test_fused_matrices_are_cut_in_each_of_the_matrices_they_hold() -> None:
-    gpt2 = active_mask(partial_updates(build("gpt2"), slice_index=3, num_slices=4))
-    thirds = [third * 32 + i for third in range(3) for i in range(24, 32)]
-    assert torch.equal(gpt2["transformer.h.0.attn.c_attn.weight"], mask_by_hand((32, 96), 1, thirds))
-    assert torch.equal(gpt2["transformer.h.0.attn.c_attn.bias"], mask_by_hand((96,), 0, thirds))
-    assert torch.equal(gpt2["transformer.h.0.mlp.c_proj.weight"], mask_by_hand((128, 32), 0, list(range(96, 128))))
-    assert gpt2["transformer.h.0.mlp.c_proj.bias"].all()
-    mixtral = active_mask(partial_updates(build("mixtral-eager"), slice_index=1, num_slices=4))
-    halves = [*range(12, 24), *range(48 + 12, 48 + 24)]
-    assert torch.equal(mixtral["model.layers.0.mlp.experts.gate_up_proj"], mask_by_hand((4, 96, 32), 1, halves))
-    assert torch.equal(
-        mixtral["model.layers.0.mlp.experts.down_proj"], mask_by_hand((4, 32, 48), 2, list(range(12, 24)))
-    )
-    assert mixtral["model.layers.0.mlp.gate.weight"].all()
-    side_by_side = active_mask(partial_updates(build("gpt-oss-eager"), slice_index=1, num_slices=4))
-    pairs = list(range(24, 48))
-    assert torch.equal(side_by_side["model.layers.0.mlp.experts.gate_up_proj"], mask_by_hand((4, 32, 96), 2, pairs))
-    assert torch.equal(side_by_side["model.layers.0.mlp.experts.gate_up_proj_bias"], mask_by_hand((4, 96), 1, pairs))
+@pytest.mark.parametrize("kind", MASKS)
+def test_slices_have_the_right_heads_and_units(kind: str) -> None:
+    slice_index, num_slices, wanted = MASKS[kind]
+    masks = active_mask(partial_updates(build(kind), slice_index=slice_index, num_slices=num_slices))
+    for name, own in wanted.items():
+        mask = masks[name]
+        expected = torch.ones_like(mask) if own is None else mask_by_hand(own[0], own[1], list(own[2]))
+        assert torch.equal(mask, expected), name
 
 
 def test_experts_that_are_modules_are_sliced_one_by_one() -> None:
@@ -114,13 +114,6 @@ def test_experts_that_are_modules_are_sliced_one_by_one() -> None:
             assert torch.equal(mask[f"{expert}.{name}.bias"], mask_by_hand((8,), 0, [4, 5, 6, 7]))
         assert torch.equal(mask[f"{expert}.w2.weight"], mask_by_hand((6, 8), 1, [4, 5, 6, 7]))
         assert mask[f"{expert}.w2.bias"].all()
-
-
-def test_include_chooses_the_kinds() -> None:
-    for include, word in ((["mlp"], ".mlp."), (["attention"], ".self_attn.")):
-        names = sliced_parameters(partial_updates(build("llama"), slice_index=0, num_slices=2, include=include))  # type: ignore[arg-type]
-        assert names
-        assert all(word in name for name in names)
 
 
 def test_users_declare_their_own_modules() -> None:

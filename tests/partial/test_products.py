@@ -67,20 +67,11 @@ def test_outputs_and_input_gradients_are_the_whole_layers_to_the_bit(
     torch.testing.assert_close(sliced.up.bias_slice1.grad, whole.up.bias.grad[16:32])
 
 
-def test_one_slice_changes_nothing() -> None:
+def test_one_slice_changes_nothing_and_frozen_layers_stay_as_they_are() -> None:
     plain, model = build("llama"), build("llama")
     assert partial_updates(model, slice_index=0, num_slices=1) is model
     assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
-    for each in (plain, model):
-        lm_loss(each, tokens()).backward()
-    for (name, p), (other_name, q) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
-        assert name == other_name
-        assert q.requires_grad
-        assert torch.equal(p.grad, q.grad)
-
-
-def test_frozen_layers_stay_as_they_are() -> None:
-    model = build("llama")
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == dict.fromkeys(plain.state_dict(), True)
     model.model.layers[0].requires_grad_(False)
     partial_updates(model, slice_index=0, num_slices=2)
     assert all(name.startswith("model.layers.1.") for name in sliced_parameters(model))
@@ -107,7 +98,7 @@ def saved_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
     return sum(nbytes for nbytes, _ in kept.values())
 
 
-@pytest.mark.parametrize("num_slices", [1, 2, 4])
+@pytest.mark.parametrize("num_slices", [1, 4])
 def test_frozen_columns_inputs_are_not_kept(num_slices: int) -> None:
     d, h, rows = 8, 48, 5
     whole, sliced = partial_mlp(0, num_slices, d=d, h=h)
@@ -136,9 +127,8 @@ def flops(run: Callable[[], Tensor]) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("num_slices", [2, 4, 8])
-def test_gradients_of_frozen_parts_are_not_computed(num_slices: int) -> None:
-    d, h, rows = 8, 64, 5
+def test_gradients_of_frozen_parts_are_not_computed() -> None:
+    d, h, rows, num_slices = 8, 64, 5, 4
     whole, model = partial_mlp(num_slices - 1, num_slices, d=d, h=h)
     x = torch.randn(rows, d, requires_grad=True)
     once = 2 * rows * 2 * d * h  # a product with each of the matrices
@@ -146,7 +136,7 @@ def test_gradients_of_frozen_parts_are_not_computed(num_slices: int) -> None:
     assert flops(lambda: model(x)) == 2 * once + once // num_slices
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral-eager", "gpt-oss-eager"])
+@pytest.mark.parametrize("kind", ["llama", "gpt-oss-eager"])
 def test_flops_of_a_model_fall_by_the_formula(kind: str) -> None:
     # torch's counter does not know grouped_mm, so experts are counted in the eager implementation
     batch, num_slices = tokens(), 4
@@ -219,26 +209,3 @@ def test_other_functions_than_products_are_refused_for_a_weight_and_computed_for
     assert torch.equal(x + model.up.bias, x + model.up.bias.whole())  # type: ignore[operator]
     assert torch.equal(x @ weight, x @ weight.whole())
     assert torch.equal(x[:, :6] @ weight.t(), x[:, :6] @ weight.whole().t())
-
-
-def test_batches_of_products_with_fused_experts() -> None:
-    class Experts(nn.Module):
-        """The experts of Llama 4: transposed weights, and one product for all experts."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate_up_proj = nn.Parameter(torch.randn(3, 8, 24))
-            self.down_proj = nn.Parameter(torch.randn(3, 12, 8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            gate, up = torch.bmm(x, self.gate_up_proj).chunk(2, dim=-1)
-            return torch.bmm(up * nn.functional.silu(gate), self.down_proj)
-
-    torch.manual_seed(0)
-    whole = Experts()
-    model = partial_updates(copy.deepcopy(whole), slice_index=2, num_slices=4, include=["mlp"])
-    x = torch.randn(3, 5, 8)
-    for each in (whole, model):
-        each(x).square().sum().backward()
-    for name, gradient in whole_gradients(model).items():
-        torch.testing.assert_close(gradient, whole.get_parameter(name).grad * active_mask(model)[name])

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -17,7 +15,6 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 import laconic
 from laconic.ragged.tensor import RaggedTensor
 from tests.support.launch import on_ranks
-from tests.support.sharded_net import Net, build
 
 SHAPES = [(7, 5), (13,), (2, 3, 4), (1,)]
 
@@ -92,47 +89,3 @@ def test_operands_averages_and_flattening_as_of_a_dtensor() -> None:
         inner = {name: getattr(parameter, name) for name in names}
         again = RaggedTensor.__tensor_unflatten__(inner, context, parameter.shape, parameter.stride())
         assert torch.equal(again.full_tensor(), value)
-
-
-# -- a GradScaler, with parameters of which some are ignored -----------------------------------------------------------
-
-
-def give_gradients(model: nn.Module, scale: float = 1.0) -> None:
-    for index, parameter in enumerate(model.parameters()):
-        gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
-        parameter.grad = torch.zeros_like(parameter).copy_(scale * gradient)
-
-
-def partly_sharded() -> Net:
-    model = build()
-    ignored = [model.inp.weight, model.blocks[1].down.bias, model.out.bias]  # type: ignore[union-attr, index]
-    for unit in (model.blocks[1], model):  # type: ignore[index]
-        laconic.fully_shard(unit, mesh=laconic.init_mesh("cpu"), ignored_params=ignored)  # type: ignore[arg-type]
-    assert sum(isinstance(parameter, RaggedTensor) for parameter in model.parameters()) == 13
-    return model  # type: ignore[return-value]
-
-
-def whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, RaggedTensor) else tensor
-
-
-@on_ranks(2, local=1)
-def test_a_scaler_of_gradients_sees_what_other_ranks_hold() -> None:
-    for poisoned in (False, True):
-        model = partly_sharded()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        scaler.scale(torch.zeros(()))
-        give_gradients(model, 4.0)
-        if poisoned and dist.get_rank() == 1:
-            held = next(p for p in model.parameters() if isinstance(p, RaggedTensor) and p.extent is not None)
-            held.grad.to_local()[0] = float("nan")  # type: ignore[union-attr]
-        scaler.step(optimizer)
-        scaler.update()
-        reference = build()
-        if not poisoned:
-            give_gradients(reference)
-            torch.optim.SGD(reference.parameters(), lr=1.0).step()
-        for a, b in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(whole(a), b)
-        assert scaler.get_scale() == (2.0 if poisoned else 4.0)

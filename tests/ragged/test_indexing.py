@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from laconic.layout.bucket import Extent
 from laconic.ragged.tensor import RaggedTensor
@@ -212,90 +211,16 @@ def test_masks_that_are_cut_themselves() -> None:
 # -- what cannot work says what to do in its place ---------------------------------------------------------------------
 
 
-def optimizers() -> list[type[torch.optim.Optimizer]]:
-    found = [each for _, each in inspect.getmembers(torch.optim, inspect.isclass)]
-    return [each for each in found if issubclass(each, torch.optim.Optimizer) and each is not torch.optim.Optimizer]
-
-
-@on_ranks(2, local=1)
-def test_optimizers_step_or_say_what_to_use() -> None:
-    """Every optimizer of torch steps sharded parameters as plain ones, or says what to use instead."""
-    refused = set()
-    for kind in optimizers():
-        if kind is torch.optim.SparseAdam:  # takes sparse gradients only
-            continue
-        models: list[Any] = [nn.Sequential(nn.Linear(5, 3, bias=False)), nn.Sequential(nn.Linear(5, 3, bias=False))]
-        models[1].load_state_dict(models[0].state_dict())
-        torch.nn.init.constant_(models[0][0].weight, 0.3)
-        models[1].load_state_dict(models[0].state_dict())
-        shard(models[0], [])
-        batch = random((4, 5))
-        for model in models:
-            optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
-
-            def closure(model: Any = model, optimizer: Any = optimizer, batch: Tensor = batch) -> Tensor:
-                optimizer.zero_grad()
-                loss = (model(batch) ** 2).mean()
-                loss.backward()
-                return loss
-
-            refusal = ""
-            try:
-                for _ in range(2):
-                    optimizer.step(closure)
-            except NotImplementedError as error:
-                refusal = str(error)
-            if refusal:
-                assert f"{kind.__name__} needs whole tensors" in refusal
-                assert "full_tensor" in refusal
-                refused.add(kind.__name__)
-                break
-        else:
-            torch.testing.assert_close(models[0][0].weight.full_tensor(), models[1][0].weight.detach())
-    assert "LBFGS" in refused
-    assert not refused & {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam"}
-
-
-def initialisers() -> list[str]:
-    names = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
-    return [name for name in names if name != "trunc_normal_"]  # which asks all ranks: see test_tensor.py
-
-
-@pytest.mark.parametrize("name", initialisers())
-def test_initialisers_fill_as_unsharded_or_say_what_to_do(name: str) -> None:
-    extra = {"constant_": (0.3,), "sparse_": (0.5,)}.get(name, ())
-    shape = (4, 3, 2) if name == "dirac_" else SHAPE
-    value = random(shape)
-    parts = ragged(value, RANKS)
-    torch.manual_seed(3)
-    getattr(nn.init, name)(value, *extra)
-    for part in parts:
-        torch.manual_seed(3)
-        refusal = ""
-        try:
-            getattr(nn.init, name)(part, *extra)
-        except NotImplementedError as error:
-            refusal = str(error)
-        if refusal:
-            assert f"nn.init.{name} needs the whole tensor" in refusal
-            assert "before fully_shard" in refusal
-            assert name in ("orthogonal_", "eye_", "sparse_")
-            return
-    assert torch.equal(whole(parts), value)
-
-
-@pytest.mark.parametrize(
-    "count",
-    [
+def test_histograms_and_arrays_say_what_to_give_them() -> None:
+    part = ragged(random(), RANKS)[0]
+    counts: list[Callable[[Any], Any]] = [
         lambda x: torch.histc(x, 5),
         lambda x: torch.histogram(x, 5),
         lambda x: np.histogram(x),
         lambda x: x.detach().cpu().numpy(),  # as TensorBoard's add_histogram does
         lambda x: x.tolist(),
-    ],
-)
-def test_histograms_and_arrays_say_what_to_give_them(count: Callable[[Any], Any]) -> None:
-    part = ragged(random(), RANKS)[0]
-    with pytest.raises(NotImplementedError, match=r"full_tensor\(\).*every rank.*to_local\(\)"):
-        count(part)
-    count(part.to_local())
+    ]
+    for count in counts:
+        with pytest.raises(NotImplementedError, match=r"full_tensor\(\).*every rank.*to_local\(\)"):
+            count(part)
+        count(part.to_local())

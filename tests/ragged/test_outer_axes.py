@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -216,53 +217,45 @@ def job_experts(tmp_path: Path) -> None:
 # torch 2.11 has no such class
 DataParallelMeshDims = getattr(torch.distributed.fsdp, "DataParallelMeshDims", SimpleNamespace)
 BLOCK_CUT = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1), "down.bias": R}
-NAMED = {
-    "beside_tensor_parallelism": {"shard": "data", "replicate": None},
-    "replicated": {"shard": "data", "replicate": "other"},
-}
 
 
-class TwoBlocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Block(5, 9), Block(5, 9)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
+def two_blocks() -> nn.Module:
+    return nn.Sequential(Block(5, 9), Block(5, 9))
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("case", list(NAMED))
 @on_ranks(4, local=1)
-def test_dtensors_over_the_axes_that_dp_mesh_dims_names(tmp_path: Path, case: str) -> None:
+def test_dtensors_over_the_axes_that_dp_mesh_dims_names(tmp_path: Path) -> None:
     """Blocks whose parameters and inputs are DTensors over the whole mesh; the axis "other" cuts rows or matrices."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "data"))
-    is_parallel = case == "beside_tensor_parallelism"
-    batch_cut = (R if is_parallel else Shard(0), Shard(0))
-    replica, num_replicas = (mesh.get_local_rank("data"), 2) if is_parallel else (dist.get_rank(), 4)
-    model: Any = build(TwoBlocks)
-    plain, dims = build(TwoBlocks), DataParallelMeshDims(**NAMED[case])
-    for block in (model.first, model.second):
-        distribute(block, mesh, {name: (cut if is_parallel else R, R) for name, cut in BLOCK_CUT.items()})
-        laconic.fully_shard(block, mesh=mesh, dp_mesh_dims=dims)
-    laconic.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
-    spec = model.first.up.weight.spec
-    assert spec.dtensor.outer_axes == ((0,) if is_parallel else ())
-    shape = spec.cluster.num_islands, spec.cluster.size
-    assert shape == {"beside_tensor_parallelism": (1, 2), "replicated": (2, 2)}[case]
+    for replicate in (None, "other"):
+        is_parallel = replicate is None
+        batch_cut = (R if is_parallel else Shard(0), Shard(0))
+        replica, num_replicas = (mesh.get_local_rank("data"), 2) if is_parallel else (dist.get_rank(), 4)
+        model: Any = build(two_blocks)
+        plain = copy.deepcopy(model)
+        for unit in (*model, model):
+            if unit is not model:
+                distribute(unit, mesh, {name: (cut if is_parallel else R, R) for name, cut in BLOCK_CUT.items()})
+            dims = DataParallelMeshDims(shard="data", replicate=replicate)
+            laconic.fully_shard(unit, mesh=mesh, dp_mesh_dims=dims)
+        spec = model[0].up.weight.spec
+        assert spec.dtensor.outer_axes == ((0,) if is_parallel else ())
+        assert (spec.cluster.num_islands, spec.cluster.size) == ((1, 2) if is_parallel else (2, 2))
 
-    def loss(step: int) -> Tensor:
-        output = model(DTensor.from_local(rows(step, replica, 4, 5), mesh, batch_cut, run_check=False))
-        return output.redistribute(placements=batch_cut).to_local().square().mean()
+        def loss(step: int, model: Any = model, replica: int = replica, cut: Any = batch_cut) -> Tensor:
+            output = model(DTensor.from_local(rows(step, replica, 4, 5), mesh, cut, run_check=False))
+            return output.redistribute(placements=cut).to_local().square().mean()
 
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (model, plain)]
-    assert_equal_steps(
-        [model, plain], optimizers, [loss, lambda step: plain_loss(plain, step, num_replicas, 4, 5)], steps=2
-    )
-    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
-    other = laconic.fully_shard(build(TwoBlocks, seed=1), mesh=laconic.init_mesh("cpu", local=1))
-    dcp.load({"model": other.state_dict()}, checkpoint_id=tmp_path)
-    assert_equal_parameters(other, plain)
+        def wanted(step: int, plain: Any = plain, num_replicas: int = num_replicas) -> Tensor:
+            return plain_loss(plain, step, num_replicas, 4, 5)
+
+        optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (model, plain)]
+        assert_equal_steps([model, plain], optimizers, [loss, wanted], steps=2)
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / str(is_parallel))
+        other = laconic.fully_shard(build(two_blocks, seed=1), mesh=laconic.init_mesh("cpu", local=1))
+        dcp.load({"model": other.state_dict()}, checkpoint_id=tmp_path / str(is_parallel))
+        assert_equal_parameters(other, plain)
 
 
 @on_ranks(4, local=1)

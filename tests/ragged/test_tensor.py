@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import pickle
 from collections.abc import Callable
@@ -171,25 +172,31 @@ FILLS: dict[str, Callable[[Tensor], Any]] = {
     "normal_": lambda t: t.normal_(0.5, 2),
     "uniform_": lambda t: t.uniform_(-1, 3),
     "random_": lambda t: t.random_(0, 100),
-    "kaiming_uniform_": lambda t: nn.init.kaiming_uniform_(t, a=math.sqrt(5)),
-    "constant_": lambda t: nn.init.constant_(t, 0.1),
     "generator": lambda t: t.normal_(generator=torch.Generator().manual_seed(7)),
 }
+ARGUMENTS = {"constant_": (0.3,), "sparse_": (0.5,), "kaiming_uniform_": (math.sqrt(5),)}
+for each in dir(nn.init):
+    if each.endswith("_") and each[0] != "_" and each != "trunc_normal_":  # which asks all ranks: see below
+        FILLS[f"init.{each}"] = lambda t, name=each: getattr(nn.init, name)(t, *ARGUMENTS.get(name, ()))  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("shape", [(5, 3), (37, 11)])  # short and long enough for vectorised sampling
 @pytest.mark.parametrize("name", FILLS)
-def test_random_fills_equal_the_unsharded_ones(name: str, shape: tuple[int, int]) -> None:
-    want, follow_up = torch.empty(shape), torch.empty(4)
-    torch.manual_seed(3)
-    FILLS[name](want)
-    follow_up.normal_()
-    parts = ragged(torch.zeros(shape), RANKS, block=shape[1])
-    for part in parts:
+def test_fills_equal_the_unsharded_ones_or_say_what_to_do(name: str) -> None:
+    for shape in ((5, 3, 2),) if name == "init.dirac_" else ((5, 3), (37, 11)):  # long enough for vectorised sampling
+        want, follow_up = torch.empty(shape), torch.empty(4)
         torch.manual_seed(3)
-        assert FILLS[name](part) is part
-        assert torch.equal(torch.empty(4).normal_(), follow_up), "the generator must end where it would have ended"
-    assert torch.equal(whole(parts), want)
+        FILLS[name](want)
+        follow_up.normal_()
+        parts = ragged(torch.zeros(shape), RANKS, block=shape[1])
+        if name in ("init.orthogonal_", "init.eye_", "init.sparse_"):
+            with pytest.raises(NotImplementedError, match=f"nn.{name} needs the whole tensor.*before fully_shard"):
+                FILLS[name](parts[0])
+            return
+        for part in parts:
+            torch.manual_seed(3)
+            assert FILLS[name](part) is part
+            assert torch.equal(torch.empty(4).normal_(), follow_up), "the generator ends where it would have ended"
+        assert torch.equal(whole(parts), want)
 
 
 # -- over ranks --------------------------------------------------------------------------------------------------------
@@ -225,28 +232,58 @@ def with_gradients(model: nn.Module, scale: float = 1.0, seed: int = 5) -> None:
         parameter.grad = torch.zeros_like(parameter).copy_(value)
 
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
-    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "adamw_amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, maximize=True),
-    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "sgd_fused": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
-    "adagrad_fused": lambda p: torch.optim.Adagrad(p, lr=1e-2, fused=True),
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "AdamW": [{"foreach": True}, {"fused": True}, {"foreach": False}, {"amsgrad": True, "maximize": True}],
+    "SGD": [{"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"momentum": 0.9, "fused": True}],
+    "Adagrad": [{"fused": True}],
 }
 
 
 @on_ranks(3, local=1)
-def test_optimizers_step_ragged_parameters_as_plain_ones() -> None:
-    for name, make in OPTIMIZERS.items():
-        plain, sharded = build(Odd), make_odd()
-        optimizers = [make(model.parameters()) for model in (plain, sharded)]
-        for step in range(2):
-            for model in (plain, sharded):
-                with_gradients(model, seed=10 * step)
-            for optimizer in optimizers:
-                optimizer.step()
-        for (key, want), got in zip(plain.named_parameters(), sharded.parameters(), strict=True):
-            torch.testing.assert_close(whole_of(got), want.detach(), rtol=1e-6, atol=1e-7, msg=f"{name}: {key}")
+def test_every_optimizer_of_torch_steps_as_without_sharding_or_says_what_to_use() -> None:
+    refused, others = set(), (torch.optim.Optimizer, torch.optim.SparseAdam)  # this one takes sparse gradients only
+    for name, kind in inspect.getmembers(torch.optim, inspect.isclass):
+        if not issubclass(kind, torch.optim.Optimizer) or kind in others:
+            continue
+        for options in SETTINGS.get(name, [{}]):
+            models = [build(Odd), make_odd()]
+            if name not in SETTINGS:  # of a matrix, since some take nothing else
+                models = [nn.ParameterList([model.matrix]) for model in models]
+            optimizers = [kind(model.parameters(), lr=1e-2, **options) for model in models]
+            try:
+                for step in range(2):
+                    for model, optimizer in zip(models, optimizers, strict=True):
+                        with_gradients(model, seed=10 * step)
+                        optimizer.step(lambda: torch.zeros(()))
+            except NotImplementedError as error:
+                assert f"{name} needs whole tensors" in str(error)  # noqa: PT017
+                assert "full_tensor" in str(error)  # noqa: PT017
+                refused.add(name)
+                continue
+            for (key, want), got in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+                torch.testing.assert_close(whole_of(got), want.detach(), rtol=1e-6, atol=1e-6, msg=f"{name}: {key}")
+    assert "LBFGS" in refused
+    assert not refused & {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam"}
+
+
+@on_ranks(2, local=1)
+def test_a_scaler_of_gradients_sees_what_other_ranks_hold() -> None:
+    for poisoned in (False, True):
+        model, plain = make_odd(), build(Odd)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.zeros(()))
+        with_gradients(model, 4.0)
+        if poisoned and dist.get_rank() == 1:
+            held = next(p for p in model.parameters() if isinstance(p, RaggedTensor) and p.extent is not None)
+            held.grad.to_local()[0] = float("nan")  # type: ignore[union-attr]
+        scaler.step(optimizer)
+        scaler.update()
+        if not poisoned:
+            with_gradients(plain)
+            torch.optim.SGD(plain.parameters(), lr=1.0).step()
+        for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole_of(got), want.detach())
+        assert scaler.get_scale() == (2.0 if poisoned else 4.0)
 
 
 @on_ranks(4, local=2)

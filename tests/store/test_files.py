@@ -16,22 +16,8 @@ from laconic.store import files, folder, tensors
 from laconic.store.folder import DamagedError, damage, describe
 
 
-def test_a_reader_sees_the_old_file_until_the_new_one_is_whole(tmp_path: Path) -> None:
+def test_a_file_is_the_old_one_until_the_new_one_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "index.json"
-    files.write_text(path, "old")
-    with files.replacing(path) as temporary:
-        temporary.write_text("new")
-        assert path.read_text() == "old"
-        assert temporary.parent == tmp_path, "a rename between file systems is a copy"
-    assert path.read_text() == "new"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("existed", [True, False])
-def test_a_failed_write_changes_nothing(tmp_path: Path, existed: bool) -> None:
-    path = tmp_path / "index.json"
-    if existed:
-        path.write_text("old")
 
     def fail() -> None:
         with files.replacing(path) as temporary:
@@ -40,23 +26,21 @@ def test_a_failed_write_changes_nothing(tmp_path: Path, existed: bool) -> None:
 
     with pytest.raises(OSError, match="disk is full"):
         fail()
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("index.json", "old")] * existed
-
-
-def test_writers_do_not_share_a_temporary_file(tmp_path: Path) -> None:
-    path = tmp_path / "index.json"
+    with pytest.raises(FileNotFoundError), files.replacing(path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    files.write_text(path, "zwölf")
+    assert path.read_bytes() == "zwölf".encode()
+    with pytest.raises(OSError, match="disk is full"):
+        fail()
     with files.replacing(path) as first, files.replacing(path) as second:
-        assert first != second
+        assert first != second, "writers do not share a temporary file"
+        assert first.parent == tmp_path, "a rename between file systems is a copy"
         first.write_text("first")
         second.write_text("second")
+        assert path.read_text() == "zwölf"
     assert path.read_text() == "first", "the outer block ends last"
-
-
-def test_a_file_must_be_written_and_text_is_utf_8(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), files.replacing(tmp_path / "text"):
-        pass
-    files.write_text(tmp_path / "text", "zwölf")
-    assert (tmp_path / "text").read_bytes() == "zwölf".encode()
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("durable", [True, False])
@@ -102,24 +86,18 @@ TENSORS = [
 VALUES: dict[str, Any] = {"a": TENSORS, "b": {"c": [1, 2.5, None, "x", True], "0.weight": torch.ones(2)}}
 
 
-def test_every_value_comes_back(tmp_path: Path) -> None:
+def test_every_value_comes_back_and_other_programs_read_the_tensors(tmp_path: Path) -> None:
     record = tensors.write(tmp_path / "file", VALUES)
     data = (tmp_path / "file").read_bytes()
     assert (record.name, record.size_bytes, record.sha256) == ("file", len(data), hashlib.sha256(data).hexdigest())
-    got = tensors.parse(data)
+    got, loaded = tensors.parse(data), load_file(tmp_path / "file")
     assert got["b"]["c"] == VALUES["b"]["c"]
-    for value, want in zip(got["a"], TENSORS, strict=True):
-        assert value.dtype == want.dtype
-        assert value.shape == want.shape
-        assert torch.equal(value.view(-1).view(torch.uint8), want.contiguous().view(-1).view(torch.uint8))
-
-
-def test_other_programs_read_the_tensors(tmp_path: Path) -> None:
-    tensors.write(tmp_path / "file", VALUES)
-    found = load_file(tmp_path / "file")
-    assert sorted(found) == [*(f"a.{index}" for index in range(len(TENSORS))), "b.0.weight"]
-    assert torch.equal(found["a.3"], TENSORS[3])
-    assert torch.equal(found["b.0.weight"], torch.ones(2))
+    assert torch.equal(loaded.pop("b.0.weight"), torch.ones(2))
+    assert loaded.keys() == {f"a.{index}" for index in range(len(TENSORS))}
+    for index, (value, want) in enumerate(zip(got["a"], TENSORS, strict=True)):
+        for each in (value, loaded[f"a.{index}"]):
+            assert (each.dtype, each.shape) == (want.dtype, want.shape)
+            assert torch.equal(each.reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8))
 
 
 def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:

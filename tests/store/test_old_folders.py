@@ -31,18 +31,15 @@ def _warnings_are_errors() -> None:
     warnings.simplefilter("error")
 
 
-def test_checkpoints() -> None:
+def test_checkpoints(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters())
     found = checkpoint.load_checkpoint(OLD / "checkpoints", model=model, optimizer=optimizer)
     assert found == {"number": 2, "step": 2}
     assert model.weight.tolist() == [[2.0, 2.0]]
     assert optimizer.param_groups[0]["lr"] == 0.5
-
-
-def test_a_new_checkpoint_beside_old_ones(tmp_path: Path) -> None:
     shutil.copytree(OLD / "checkpoints", tmp_path / "run")
-    checkpoint.save_checkpoint(tmp_path / "run", 3, model=nn.Linear(2, 1), optimizer=None, extra={})
+    checkpoint.save_checkpoint(tmp_path / "run", 3, model=model, optimizer=None, extra={})
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["latest", "step-2", "step-3"]
 
 

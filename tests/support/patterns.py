@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,21 @@ def with_outside(num: int) -> Tensor:
     values = torch.full((256,), 2.0**-10)
     values[:num] = torch.where(torch.arange(num) % 2 == 0, 2.0**50, 2.0**-70)
     return values.to(torch.bfloat16)
+
+
+def gradients(dtype: torch.dtype, numel: int) -> Iterator[Tensor]:
+    """Yield gradients as they are, with rows of zeros, of many scales, odd ones, zeros, a block, and any patterns."""
+    draw = torch.Generator().manual_seed(numel)
+    normal, places = torch.randn(numel, generator=draw) * 1e-3, torch.arange(numel)
+    odd = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-7, -1e-7, 6e4])
+    yield normal.to(dtype)
+    yield torch.where(places // 300 % 3 == 1, normal, 0.0).to(dtype)
+    yield (normal * torch.exp(4 * torch.randn(numel, generator=draw))).to(dtype)
+    yield torch.where(places % 7 == 3, odd[places % 8], normal).to(dtype)
+    yield torch.where(places % 2 == 1, -0.0, 0.0).to(dtype)
+    yield torch.zeros(numel, dtype=dtype)
+    yield with_outside(158 + numel % 2).to(dtype)
+    yield torch.randint(256, (numel * dtype.itemsize,), generator=draw, dtype=torch.uint8).view(dtype)
 
 
 def with_mean(num: int) -> Tensor:
