@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,10 +18,9 @@ from torch.distributed.fsdp import fully_shard
 
 import laconic
 from laconic import checkpoint
-from laconic.checkpoint import state
 from laconic.store import folder as store
 from laconic.store.folder import CrashPoint
-from tests.checkpoint.zoo import make_small, optimizer_tensors
+from tests.checkpoint.zoo import make_small, whole
 from tests.support.launch import run_ranks
 
 
@@ -95,12 +94,9 @@ def train(
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    tensors: dict[str, Any] = state.model_tensors(model) | optimizer_tensors(model, optimizer)
     hasher = hashlib.sha256()
-    for key in sorted(tensors):
-        whole = tensors[key].full_tensor() if hasattr(tensors[key], "full_tensor") else tensors[key]
-        hasher.update(f"{key}{list(whole.shape)}".encode())
-        hasher.update(whole.detach().contiguous().reshape(-1).numpy().tobytes())
+    for name, tensor in sorted(whole(model, optimizer).items()):
+        hasher.update(f"{name}{list(tensor.shape)}".encode() + tensor.contiguous().view(-1).numpy().tobytes())
     return hasher.hexdigest()
 
 
@@ -113,9 +109,9 @@ def assert_resumed(found: list[Outcome], expected: list[Outcome], started_from: 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("ddp", marks=pytest.mark.machine)])
 def test_resumed_run_equals_unbroken_run(strategy: str, tmp_path: Path) -> None:
-    whole = run_ranks(train, 2, str(tmp_path / "whole"), strategy, 4, 0)
+    expected = run_ranks(train, 2, str(tmp_path / "whole"), strategy, 4, 0)
     run_ranks(train, 2, str(tmp_path / "cut"), strategy, 2)
-    assert_resumed(run_ranks(train, 2, str(tmp_path / "cut"), strategy, 4), whole, (2,))
+    assert_resumed(run_ranks(train, 2, str(tmp_path / "cut"), strategy, 4), expected, (2,))
 
 
 @pytest.fixture(scope="module")
@@ -123,15 +119,6 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Outco
     """Three steps under laconic on two ranks, each saved, of which 2 and 3 are kept."""
     folder = tmp_path_factory.mktemp("unbroken")
     return folder, run_ranks(train, 2, str(folder), "laconic", 3)
-
-
-@pytest.mark.parametrize(("strategy", "world_size"), [("laconic", 3), ("fsdp2", 2), ("plain", 1)])
-def test_other_strategies_and_numbers_of_ranks_load_it(
-    strategy: str, world_size: int, unbroken: tuple[Path, list[Outcome]]
-) -> None:
-    for outcome in run_ranks(train, world_size, str(unbroken[0]), strategy, 3):
-        assert outcome.started_from == 3
-        assert outcome.digest == unbroken[1][0].digest
 
 
 def overwrite(unbroken: Path, folder: Path, crash: Crash | None) -> list[Outcome]:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import laconic.optim
+from laconic.codec import tiles
 from laconic.codec.tiles import Tiling
 from laconic.layout.granularity import elements
 from laconic.optim import AdamW8bit, adamw8bit
@@ -58,14 +59,18 @@ def stepped(parameters: list[Any], steps: int = 4, **options: Any) -> AdamW8bit:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "block"),
+    ("dtype", "block", "panel"),
     [
-        (torch.bfloat16, Tiling()),
-        (torch.bfloat16, Tiling(tile=None, flat=60)),
-        (torch.float32, Tiling(tile=5, flat=17)),
+        (torch.bfloat16, Tiling(), 2**18),
+        (torch.bfloat16, Tiling(tile=None, flat=60), 500),
+        (torch.float32, Tiling(tile=5, flat=17), 1),
     ],
 )
-def test_equals_the_reference_to_the_bit(dtype: torch.dtype, block: Tiling) -> None:
+def test_equals_the_reference_to_the_bit(
+    dtype: torch.dtype, block: Tiling, panel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any working memory: `panel` is its elements."""
+    monkeypatch.setattr(tiles, "_PANEL_NUMEL", panel)
     shapes = [(40, 35), (3, 8, 9), (300,), (32, 33), (7,), (2, 9, 2), (1, 140), (130, 1), ()]
     parameters = [nn.Parameter(initial(shape).to(dtype)) for shape in shapes]
     optimizer = stepped(parameters, block=block, min_8bit_size=100)

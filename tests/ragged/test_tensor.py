@@ -59,11 +59,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "radd": lambda x, y: 1 - x,
     "mul_scalar_tensor": lambda x, y: x * torch.tensor(2.5),
     "addcdiv": lambda x, y: torch.addcdiv(x, y, y.abs() + 1, value=0.5),
-    "lerp": lambda x, y: torch.lerp(x, y, 0.3),
     "where": lambda x, y: torch.where(x > y, x, y),
-    "clamp": lambda x, y: x.clamp(-0.5, 0.5),
-    "maximum": lambda x, y: torch.maximum(x, y),
-    "isfinite": lambda x, y: torch.isfinite(x),
     "nan_to_num": lambda x, y: torch.nan_to_num(x),
     "zeros_like": lambda x, y: torch.zeros_like(x),
     "full_like": lambda x, y: torch.full_like(x, 3.0),
@@ -74,7 +70,6 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "foreach_add": lambda x, y: torch._foreach_add([x], [y], alpha=2)[0],
     "foreach_lerp": lambda x, y: torch._foreach_lerp([x], [y], 0.2)[0],
     "foreach_addcmul_scalars": lambda x, y: torch._foreach_addcmul([x], [y], [y], [0.5])[0],
-    "foreach_sqrt": lambda x, y: torch._foreach_sqrt(torch._foreach_abs([x]))[0],
 }
 
 

@@ -117,15 +117,16 @@ def partial_net(slice_index: int, num_slices: int = 4) -> nn.Module:
 
 def active_mask(model: nn.Module) -> dict[str, Tensor]:
     """Return the mask of trained coordinates for every parameter of the unsliced model."""
-    return _unslice(model, lambda parameter: torch.full(parameter.shape, parameter.requires_grad))
+    return unslice(model, lambda parameter: torch.full(parameter.shape, parameter.requires_grad))
 
 
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Return gradients with the names and shapes of the unsliced model; zero where frozen."""
-    return _unslice(model, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
+    return unslice(model, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
 
 
-def _unslice(model: nn.Module, value_of: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
+def unslice(model: nn.Module, value_of: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
+    """Return what `value_of` gives for each parameter, by the names of the unsliced model."""
     values = {name: value_of(parameter) for name, parameter in model.named_parameters()}
     for name, sliced in sliced_parameters(model).items():
         prefix = name.removesuffix(sliced.name)
