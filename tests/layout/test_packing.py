@@ -132,7 +132,7 @@ def test_tensors_of_whole_quanta_start_aligned_at_no_cost(tensors: list[tuple[in
     assert packed.shard_numel == reference.smallest_shard(tensors, num_shards, 8)
 
 
-# -- default blocks -------------------------------------------------------------------------------------------
+# -- default blocks ----------------------------------------------------------------------------------------------------
 
 
 def test_default_rows_give_way_where_they_pad() -> None:
@@ -171,12 +171,6 @@ def test_padding_of_whole_layers(layer: str, num_shards: int, num_rows: int, per
     assert len(plan.buckets) <= packing.MAX_BUCKETS
 
 
-def test_everyday_layers_are_one_bucket() -> None:
-    for num_shards in (1, 2, 3, 4, 6, 8, 16):
-        for shapes in LAYERS.values():
-            assert len(plan_layer(shapes, num_shards, 1).buckets) == 1
-
-
 def test_a_plan_for_many_ranks_holds_nothing_as_long_as_the_world() -> None:
     plan = plan_layer(LAYERS["deepseek"], 16384, 1)
     assert len(plan.buckets) <= packing.MAX_BUCKETS
@@ -184,6 +178,9 @@ def test_a_plan_for_many_ranks_holds_nothing_as_long_as_the_world() -> None:
     assert padding_share(plan) < 0.02
     bucket = plan.buckets[0]
     assert bucket.extent(0, 16383) is None or bucket.extent(0, 0) is None
+    for num_shards in (1, 3, 6, 16):  # everyday layers are one bucket
+        for shapes in LAYERS.values():
+            assert len(plan_layer(shapes, num_shards, 1).buckets) == 1
 
 
 def test_equal_layers_have_equal_plans_whose_buckets_stand_alone_and_are_explained() -> None:
@@ -209,18 +206,17 @@ def test_equal_layers_have_equal_plans_whose_buckets_stand_alone_and_are_explain
 @pytest.mark.parametrize(
     ("tensors", "num_shards", "cause", "named", "block", "words"),
     [
-        ([(4200, 7), (6600, 11), (5, 1)], 10, Cause.MULTIPLE, ("b", "a"), 77, "b, a"),
-        ([(4410, 14), (4202, 11), (6601, 7)], 10, Cause.MULTIPLE, ("a", "b"), 154, ""),  # 7 divides 14
-        ([(30, 30), (300, 1)], 20, Cause.FLOOR, ("a",), 30, "a block of a has 30 elements"),
-        ([(5, 5), (5, 5), (5, 5)], 2, Cause.GAPS, ("a",), 0, ""),
-        ([(16, 2), (20, 1)], 4, Cause.GAPS, ("a",), 0, "whole blocks of a do not fill the shards evenly"),
+        ([(4200, 7), (6600, 11), (5, 1)], 10, Cause.MULTIPLE, ("t1", "t0"), 77, "t1, t0"),
+        ([(4410, 14), (4202, 11), (6601, 7)], 10, Cause.MULTIPLE, ("t0", "t1"), 154, ""),  # 7 divides 14
+        ([(30, 30), (300, 1)], 20, Cause.FLOOR, ("t0",), 30, "a block of t0 has 30 elements"),
+        ([(5, 5), (5, 5), (5, 5)], 2, Cause.GAPS, ("t0",), 0, ""),
+        ([(16, 2), (20, 1)], 4, Cause.GAPS, ("t0",), 0, "whole blocks of t0 do not fill the shards evenly"),
     ],
 )
 def test_the_cause_of_padding_is_named(
     tensors: list[tuple[int, int]], num_shards: int, cause: Cause, named: tuple[str, ...], block: int, words: str
 ) -> None:
-    names, shapes, blocks = list("abc"[: len(tensors)]), [(numel,) for numel, _ in tensors], [g for _, g in tensors]
-    layout = packing.plan_bucket(names, shapes, blocks, num_shards=num_shards, itemsize=16)
+    layout = plan(tensors, num_shards)
     found = explain_bucket(layout, itemsize=16)
     assert (found.cause, found.tensors, found.block) == (cause, named, block)
     assert (found.padding, found.shard_numel) == (layout.padding, layout.shard_numel)
@@ -230,9 +226,7 @@ def test_the_cause_of_padding_is_named(
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 9)), min_size=1, max_size=3), st.integers(1, 5))
 def test_a_floor_or_a_multiple_is_a_proof(tensors: list[tuple[int, int]], num_shards: int) -> None:
-    names = [f"t{index}" for index in range(len(tensors))]
-    shapes = [(numel,) for numel, _ in tensors]
-    layout = packing.plan_bucket(names, shapes, [g for _, g in tensors], num_shards=num_shards, itemsize=16)
+    layout = plan(tensors, num_shards)
     found = explain_bucket(layout, itemsize=16)
     if found.cause is not Cause.GAPS:
         assert layout.shard_numel == reference.smallest_shard_of_any_order(tensors, num_shards, 1)
@@ -241,7 +235,7 @@ def test_a_floor_or_a_multiple_is_a_proof(tensors: list[tuple[int, int]], num_sh
 # -- warnings ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_of_twice_the_memory_is_warned_about() -> None:
+def test_a_plan_of_twice_the_memory_is_warned_about_and_one_of_nothing_refused() -> None:
     plan = plan_unit(["w", "b"], [(64, 64), (64,)], [4096, 1], num_shards=4, itemsize=4)
     with pytest.warns(UserWarning, match=r"unit of w take 3\.9x .* on 4 ranks: 65,536 bytes for 16,640.*fewer ranks"):
         warn_if_wasteful(plan, 4)
@@ -249,9 +243,6 @@ def test_a_plan_of_twice_the_memory_is_warned_about() -> None:
         warnings.simplefilter("error")
         warn_if_wasteful(plan_unit(["w"], [(10,)], [10], num_shards=2, itemsize=16), 16)  # exactly twice
         warn_if_wasteful(plan_unit(["w"], [(3,)], [1], num_shards=64, itemsize=4), 4)  # alignment alone
-
-
-def test_a_block_without_elements_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="w: a block needs at least one element, got 0"):
         plan_unit(["w"], [(4,)], [0], num_shards=2, itemsize=4)
 

@@ -147,7 +147,8 @@ def test_granularity() -> None:
     assert AdamW8bit.granularity("", torch.empty(100, 70), block=Tiling(tile=None, flat=64)) == 64
 
 
-def test_a_cut_block_is_refused_with_the_remedy() -> None:
+@on_ranks(1)
+def test_a_cut_block_and_other_sharding_are_refused_with_the_remedy() -> None:
     matrix = ragged(initial((70, 96)), 3, block=96)[0]
     with pytest.raises(ValueError, match=r"t of shape \(70, 96\) is cut .* 3072 .*granularity=laconic\.rows\(32\)"):
         AdamW8bit([matrix])
@@ -156,10 +157,6 @@ def test_a_cut_block_is_refused_with_the_remedy() -> None:
         AdamW8bit([vector])
     AdamW8bit([matrix, vector], block=Tiling(tile=None, flat=1))
     AdamW8bit([matrix], min_8bit_size=6721)
-
-
-@on_ranks(1)
-def test_other_sharding_is_refused() -> None:
     with pytest.raises(ValueError, match="not contiguous"):
         AdamW8bit([nn.Parameter(torch.zeros(4, 4).t()[:, :2])])
     foreign = distribute_tensor(torch.zeros(4, 4), init_device_mesh("cpu", (1,)), [Shard(0)])

@@ -21,7 +21,7 @@ from laconic.partial.updates import (
 from laconic.ragged.parts import sliced_parameters
 from laconic.shard.reduce import BucketGradients
 from tests.reference.partial import MaskedTraining
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 from tests.support.partial_models import (
     MLPS,
     MODELS,
@@ -162,60 +162,47 @@ def _count_products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return written
 
 
-def _train_sharded() -> list[Any]:
-    """Take two steps with slice 1 and two with slice 2. Returns frozen buckets, norms, and the state read in 3 ways."""
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_a_sharded_model_trains_as_the_plain_one() -> None:
+    """Two steps with slice 1, and two with slice 2."""
     model: Any = partial_net(1)
-    mesh = laconic.init_mesh("cpu")
+    mesh, ranks = laconic.init_mesh("cpu"), dist.get_world_size()
+    for unit in (*model.blocks, model):
+        laconic.fully_shard(unit, mesh=mesh)
     for block in model.blocks:
-        laconic.fully_shard(block, mesh=mesh)
-    laconic.fully_shard(model, mesh=mesh)
-    optimizer = sgd(model.parameters())
-    kinds = [[bucket.is_frozen for bucket in block._laconic_unit.buckets] for block in model.blocks]
-    norms = []
-    if dist.get_world_size() == 1:  # ranks in one process share the class
+        # The shared part and one slice train. Each slice has a bucket, so that all islands have the same buckets.
+        kinds = [bucket.is_frozen for bucket in block._laconic_unit.buckets]
+        assert sorted(kinds) == [False, False, True, True, True]
+    if ranks == 1:  # ranks in one process share the class
         with pytest.MonkeyPatch.context() as patch:
             written = _count_products(patch)
             patch.setattr("laconic.shard.bucket._TINY_NUMEL", 0)  # as if the matrices were large
-            squared_error(model, inputs(0, dist.get_rank())).backward()
-            assert sorted(written) == sorted(
-                ["down.weight_slice1", "up.weight_slice1"] * 2 + ["inp.weight", "out.weight"]
-            )
+            squared_error(model, inputs(0, 0)).backward()
+            products = [*["down.weight_slice1", "up.weight_slice1"] * 2, "inp.weight", "out.weight"]
+            assert sorted(written) == sorted(products)
             model.zero_grad()
+    masks, optimizer = [active_mask(partial_net(slice_index)) for slice_index in (1, 2)], sgd(model.parameters())
+    oracle = MaskedTraining(plain_net(), masks[0], squared_error, make_optimizer=sgd, max_norm=0.1)
     for step in range(4):
         if step == 2:
             assign_slice(model, slice_index=2, optimizer=optimizer)
+            oracle.hand_over(masks[1])
         squared_error(model, inputs(step, dist.get_rank())).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
         optimizer.step()
         optimizer.zero_grad()
+        wanted = oracle.step([inputs(step, rank) for rank in range(ranks)]).item()
+        assert norm == pytest.approx(wanted, rel=1e-4)
     state = unsliced_state_dict(model)
+    for name, parameter in oracle.model.named_parameters():
+        torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-4, atol=1e-5)
     with unsliced(model.blocks[0]):
-        shown = model.blocks[0].up.weight.clone()
+        assert torch.equal(model.blocks[0].up.weight, state["blocks.0.up.weight"])
     other: Any = partial_net(3)
     for parameter in other.parameters():
         nn.init.zeros_(parameter)
     laconic.fully_shard(other, mesh=mesh)
     other.load_state_dict(state)
     again = unsliced_state_dict(other)
-    same = all(torch.equal(again[name], value) for name, value in state.items())
-    return [kinds, norms, state, shown, same]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_sharded_model_trains_as_the_plain_one(ranks: int) -> None:
-    results = run_ranks(_train_sharded, ranks)
-    masks = [active_mask(partial_net(slice_index)) for slice_index in (1, 2)]
-    oracle = MaskedTraining(plain_net(), masks[0], squared_error, make_optimizer=sgd, max_norm=0.1)
-    norms = []
-    for step in range(4):
-        if step == 2:
-            oracle.hand_over(masks[1])
-        norms.append(oracle.step([inputs(step, rank) for rank in range(ranks)]).item())
-    for kinds, got_norms, state, shown, same in results:
-        # The shared part and one slice train. Each slice has a bucket, so that all islands have the same buckets.
-        assert all(sorted(kind) == [False, False, True, True, True] for kind in kinds)
-        assert got_norms == pytest.approx(norms, rel=1e-4)
-        for name, parameter in oracle.model.named_parameters():
-            torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-4, atol=1e-5)
-        assert torch.equal(shown, state["blocks.0.up.weight"])
-        assert same
+    assert all(torch.equal(again[name], value) for name, value in state.items())

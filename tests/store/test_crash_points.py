@@ -11,9 +11,8 @@ import io
 import shutil
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from laconic.publish import FolderSource, Publisher, Reader
 from laconic.store import folder as store
 from laconic.store.folder import CrashPoint
 from tests.faults.crash_states import on_disk
-from tests.faults.power_loss import Recorder, State, attached, crash_states
+from tests.faults.power_loss import Recorder, attached, crash_states
 
 
 class Client(ABC):
@@ -187,26 +186,14 @@ LIMIT = 4
 """States of one instant that are all built; see `power_loss.crash_states`."""
 
 
-@dataclass(frozen=True)
-class Passed:
-    """A client got to a point."""
-
-    version: int
-    """The version that it was writing."""
-    point: CrashPoint
-    committed: int
-    """The newest version that must survive."""
-
-
 @contextmanager
-def writing(client: Client, reached: Any) -> Iterator[None]:
-    """Call `reached` with what is passed, in the block, in which `write_all` writes."""
+def writing(client: Client, reached: Callable[[CrashPoint, int], None]) -> Iterator[None]:
+    """Call `reached` with each point that is passed in the block, and the newest version that must survive there."""
     commits: list[int] = []
 
     def note(point: CrashPoint) -> None:
         commits.append(1) if point == CrashPoint.COMMITTED else None
-        committed = len(commits) // client.commits_per_write
-        reached(Passed(min(committed + 1, VERSIONS[-1]), point, committed))
+        reached(point, len(commits) // client.commits_per_write)
 
     store.on_crash_point = note
     try:
@@ -222,77 +209,42 @@ def _warnings_are_errors() -> Iterator[None]:
         yield
 
 
-def loads(client: Client, folder: Path, committed: int) -> bool:
+def loads(name: str, folder: Path, committed: int) -> bool:
     """Whether the newest committed version loads, or the one that follows."""
-    return client.read(folder / RUN) in (committed, committed + 1)
+    return CLIENTS[name]().read(folder / RUN) in (committed, committed + 1)
 
 
-# -- kills -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", CLIENTS)
+def test_a_kill_leaves_the_newest_version_or_the_one_before(name: str, tmp_path: Path) -> None:
+    client, live, copies = CLIENTS[name](), tmp_path / "live", list[tuple[CrashPoint, int, Path]]()
+    live.mkdir()
+    with writing(client, lambda point, committed: copies.append((point, committed, _copy(live, len(copies))))):
+        for version in VERSIONS:
+            client.write(live / RUN, version)
+    assert client.read(live / RUN) == VERSIONS[-1]
+    assert CrashPoint.COMMITTED in {point for point, *_ in copies}
+    for point, committed, folder in copies:
+        assert loads(name, folder, committed), (point, committed)
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[Passed, Path]]]:
-    """What a kill at each point leaves on the disk, by client: a copy of the folder at that instant."""
-    found: dict[str, list[tuple[Passed, Path]]] = {}
-    for name, make in CLIENTS.items():
-        root, client = tmp_path_factory.mktemp("killed"), make()
-        (root / "live").mkdir()
-        copies = found[name] = []
-
-        def keep(passed: Passed, root: Path = root, copies: list[Any] = copies) -> None:
-            copies.append((passed, root / str(len(copies))))
-            shutil.copytree(root / "live", copies[-1][1])
-
-        with writing(client, keep):
-            for version in VERSIONS:
-                client.write(root / "live" / RUN, version)
-        assert client.read(root / "live" / RUN) == VERSIONS[-1]
-    return found
+def _copy(live: Path, number: int) -> Path:
+    return shutil.copytree(live, live.with_name(f"copy-{number}"))
 
 
-@pytest.mark.parametrize("point", CrashPoint)
-def test_a_kill_leaves_the_newest_version_or_the_one_before(
-    point: CrashPoint, killed: dict[str, list[tuple[Passed, Path]]]
-) -> None:
-    tried = 0
-    for name, copies in killed.items():
-        for passed, folder in copies:
-            if passed.point == point:
-                tried += 1
-                assert loads(CLIENTS[name](), folder, passed.committed), (name, passed)
-    assert tried, "a client passes each point"
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", CLIENTS)
+def test_a_power_cut_leaves_the_newest_version_or_the_one_before(name: str, tmp_path: Path) -> None:
+    client, recorder, passed = CLIENTS[name](), Recorder(tmp_path, only=RUN), list[tuple[CrashPoint, int]]()
 
-
-# -- power cuts --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def cut(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[Passed, State]]]:
-    """What a power cut may leave between a point and the next one, by client."""
-    return {name: cut_states(make(), tmp_path_factory.mktemp("cut")) for name, make in CLIENTS.items()}
-
-
-def cut_states(client: Client, root: Path) -> list[tuple[Passed, State]]:
-    """The states that a power cut may leave."""
-    recorder, passed = Recorder(root, only=RUN), list[Passed]()
-
-    def mark(point: Passed) -> None:
-        passed.append(point)
+    def mark(*point: Any) -> None:
+        passed.append(point)  # type: ignore[arg-type]
         recorder.announce(mark=str(len(passed)))
 
     with attached(recorder.announce), writing(client, mark):
         for version in VERSIONS:
-            client.write(root / RUN, version)
-    return [(passed[int(state.marks[-1]) - 1], state) for state in crash_states(recorder, limit=LIMIT) if state.marks]
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("point", CrashPoint)
-def test_a_power_cut_leaves_the_newest_version_or_the_one_before(
-    point: CrashPoint, cut: dict[str, list[tuple[Passed, State]]]
-) -> None:
-    for name, states in cut.items():
-        for passed, state in states:
-            if passed.point == point:
-                with on_disk(state) as folder:
-                    assert loads(CLIENTS[name](), folder, passed.committed), (name, passed, state.folders)
+            client.write(tmp_path / RUN, version)
+    for state in crash_states(recorder, limit=LIMIT):
+        if state.marks:
+            point, committed = passed[int(state.marks[-1]) - 1]
+            with on_disk(state) as folder:
+                assert loads(name, folder, committed), (point, committed, state.folders)
