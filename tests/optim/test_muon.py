@@ -149,7 +149,7 @@ def test_settings_out_of_range_for_all_or_for_a_group() -> None:
     for make, settings, message in WRONG:
         optimizer: Any = make([parameter])  # type: ignore[call-arg]
         with pytest.raises(ValueError, match=message):
-            make([parameter], **settings)  # type: ignore[call-arg]
+            make([parameter], **settings)
         with pytest.raises(ValueError, match=message):
             make([{"params": [parameter], **settings}])  # type: ignore[call-arg]
         with pytest.raises(ValueError, match=message):

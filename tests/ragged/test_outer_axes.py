@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,7 +92,7 @@ def mixture(mesh: DeviceMesh, cut: dict[str, tuple[Placement, ...]], *, seed: in
 
 def assert_equal_steps(
     models: list[nn.Module],
-    optimizers: list[torch.optim.Optimizer],
+    optimizers: Sequence[torch.optim.Optimizer],
     losses: list[Callable[[int], Tensor]],
     steps: int = 1,
 ) -> None:
@@ -292,5 +292,5 @@ def test_axes_by_name_and_dtensors_that_cannot_be_cut() -> None:
         cut = laconic.fully_shard(
             nn.Linear(3, 3), mesh=mesh, dp_mesh_dims=SimpleNamespace(shard=shard, replicate=replicate)
         )
-        cluster = cut._laconic_unit.cluster  # type: ignore[union-attr]
+        cluster: Any = cut._laconic_unit.cluster  # type: ignore[union-attr]
         assert (cluster.num_islands, cluster.island_rank, cluster.size, cluster.shard_index) == want

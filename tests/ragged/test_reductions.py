@@ -104,7 +104,7 @@ def compare(name: str, x: Tensor, ragged: Any, cases: Iterable[str] = ALL) -> No
             assert isinstance(got, RaggedTensor)
             got = got.full_tensor()
         assert not isinstance(got, DTensor)
-        tolerance = {} if case in ROUNDED else {"rtol": 0, "atol": 0}
+        tolerance: Any = {} if case in ROUNDED else {"rtol": 0, "atol": 0}
         got = got + 0 if case in ("norm", "norm kept") else got  # a norm is a tensor of its own kind
         torch.testing.assert_close(got, want, equal_nan=True, msg=lambda m, c=case: f"{name} {c}: {m}", **tolerance)
 

@@ -244,7 +244,7 @@ def test_every_optimizer_of_torch_steps_as_without_sharding_or_says_what_to_use(
             models = [build(Odd), make_odd()]
             if name not in SETTINGS:  # of a matrix, since some take nothing else
                 models = [nn.ParameterList([model.matrix]) for model in models]
-            optimizers = [kind(model.parameters(), lr=1e-2, **options) for model in models]
+            optimizers: list[Any] = [kind(model.parameters(), lr=1e-2, **options) for model in models]  # type: ignore[call-arg]
             try:
                 for step in range(2):
                     for model, optimizer in zip(models, optimizers, strict=True):

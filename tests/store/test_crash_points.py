@@ -237,7 +237,7 @@ def test_a_power_cut_leaves_the_newest_version_or_the_one_before(name: str, tmp_
     client, recorder, passed = CLIENTS[name](), Recorder(tmp_path, only=RUN), list[tuple[CrashPoint, int]]()
 
     def mark(*point: Any) -> None:
-        passed.append(point)  # type: ignore[arg-type]
+        passed.append(point)
         recorder.announce(mark=str(len(passed)))
 
     with attached(recorder.announce), writing(client, mark):
