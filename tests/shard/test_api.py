@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
 from laconic.layout.bucket import BucketLayout
-from laconic.shard.api import BucketKind, group_by_kind
+from laconic.shard.api import BucketKind
 from laconic.shard.gather import GatherState
 from laconic.shard.policies import Wire
 from tests.support.launch import on_ranks
@@ -280,15 +280,3 @@ def test_trained_matrices_alone_are_coded(
 ) -> None:
     found = kind(**own).wire(Wire.of("4bit"), layout, num_nodes=nodes, num_islands=islands)
     assert (found.weights, found.gradients) == coded
-
-
-def test_parameters_that_differ_in_dtype_trainability_or_slice_are_apart() -> None:
-    """Kinds and their members stay in the order in which they appear."""
-    half = {"dtype": torch.bfloat16}
-    parameters: dict[str, dict[str, Any]] = {
-        "base": {"is_trained": False}, "half": half, "up_slice0": {"part": 0}, "up_slice1": {"part": 1}, "adapter": {},
-        "other": {"is_trained": False}, "down_slice0": {"part": 0}, "last": half,
-    }  # fmt: skip
-    assert list(group_by_kind(parameters, lambda name: kind(**parameters[name])).values()) == [
-        ["base", "other"], ["half", "last"], ["up_slice0", "down_slice0"], ["up_slice1"], ["adapter"],
-    ]  # fmt: skip

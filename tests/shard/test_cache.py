@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from laconic.config import Config, from_dict
 from laconic.shard import cache as cache_module
-from laconic.shard.cache import NodeShard, Slab, choose_device_shards, free_slab, make_slab
+from laconic.shard.cache import NodeShard, Slab, make_slab
 from laconic.shard.policies import Cache
 from laconic.shard.unit import unit_of
 from tests.support.launch import on_ranks
@@ -70,22 +69,6 @@ def test_only_the_host_cache_can_do_without_page_locking() -> None:
     assert not from_dict(Config, {"shard": {"pin_memory": False}}).shard.policy.cache.pin_memory
 
 
-@pytest.mark.parametrize(
-    ("options", "crossings"),
-    [({}, 8), ({"where": "host"}, 1), ({"where": "device"}, 1), ({"where": "device", "until": "backward"}, 4)],
-)
-def test_a_policy_knows_its_cost(options: dict[str, Any], crossings: int) -> None:
-    assert Cache(**options).node_gathers_per_step(num_micro_batches=4) == crossings
-
-
-@pytest.mark.parametrize(
-    ("budget", "chosen"),
-    [(0, set()), (3, set()), (4, {3}), (9, {3}), (10, {3, 2}), (12, {3, 2, 1}), (99, {0, 1, 2, 3})],
-)
-def test_a_budget_keeps_the_last_node_shards(budget: int, chosen: set[int]) -> None:
-    assert choose_device_shards([5, 2, 6, 4], budget) == chosen
-
-
 # -- host memory -------------------------------------------------------------------------------------------------------
 
 
@@ -103,39 +86,6 @@ def page_lock_returning(error: int, monkeypatch: pytest.MonkeyPatch) -> list[tup
     cudart = SimpleNamespace(cudaHostRegister=lambda *arguments: calls.append(arguments) or error)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     return calls
-
-
-@pytest.mark.parametrize(
-    ("device", "message"),
-    [
-        ("cuda", ""),
-        ("cuda", r"CUDA error 2; `ulimit -l` is 8.0 MB.*slower.*ulimit -l unlimited"),
-        ("xpu", ""),
-        ("xpu", r"could not page-lock.*\(no pinned memory here;"),
-    ],
-)
-def test_a_slab_is_page_locked_or_says_why_not(
-    device: str, message: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
-    """By CUDA's driver, and by torch for another accelerator."""
-    calls, empty = page_lock_returning(2 if message else 0, monkeypatch), torch.empty
-    monkeypatch.setattr(cache_module.resource, "getrlimit", lambda _: (8_000_000, 8_000_000))
-
-    def pretend(*size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        if pin_memory:
-            calls.append(size)
-            if message:
-                raise RuntimeError("no pinned memory here")
-        return empty(*size, **options)
-
-    monkeypatch.setattr(torch, "empty", pretend)
-    slab = make_slab(4096, torch.device(device))
-    assert calls == [(slab.data_ptr(), 4096, 0) if device == "cuda" else (4096,)]
-    assert slab.fill_(3).sum() == 3 * 4096
-    assert len(recwarn) == bool(message)
-    assert all(re.search(message, str(warning.message)) for warning in recwarn)
-    if device == "xpu":
-        free_slab(slab, torch.device(device))  # calls nothing of CUDA's
 
 
 @pytest.mark.parametrize("pins", [True, False])

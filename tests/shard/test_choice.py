@@ -23,7 +23,7 @@ from laconic.shard.placement import (
     choose_placements,
 )
 from laconic.shard.policies import Placement
-from tests.reference.placement import least_step_seconds, most_seconds, step_seconds, taken_bytes
+from tests.reference.placement import least_step_seconds, step_seconds, taken_bytes
 
 RACK = Speeds(node=AS_IN_A_RACK["node"], local=AS_IN_A_RACK["local"], copy=AS_IN_A_RACK["copy"])
 EVEN = Speeds(node=Speed(bytes_per_s=1e9), local=Speed(bytes_per_s=1e9), copy=Speed(bytes_per_s=1e12))
@@ -54,49 +54,11 @@ def _weights(choice: Chosen) -> list[str]:
 # -- the best set ------------------------------------------------------------------------------------------------------
 
 
-def _random_options(draw: random.Random, *, has_host: bool, is_coarse: bool) -> list[list[Saving]]:
-    """Some units' options. Coarse ones are small numbers, with many ties; host options may cost seconds."""
-    most = 4 if is_coarse else 1000
-
-    def option() -> Saving:
-        seconds = draw.randint(-most, most) if is_coarse else draw.uniform(-0.3, 1) * 10 ** draw.randint(-3, 3)
-        host_bytes = draw.choice((0, draw.randint(0, most))) if has_host else 0
-        return Saving(float(seconds), draw.randint(0, most), host_bytes)
-
-    def unit() -> list[Saving]:
-        nothing = [Saving(0.0, 0, 0)] if draw.random() < 0.7 else []
-        return nothing + [option() for _ in range(draw.randint(1 - len(nothing), 4))]
-
-    return [unit() for _ in range(draw.randint(0, 5))]
-
-
 def _total(options: Sequence[Sequence[Saving]], numbers: Sequence[int]) -> tuple[float, int, int]:
     """The seconds, device bytes and host bytes of a set."""
     chosen = [unit[index] for unit, index in zip(options, numbers, strict=True)]
     seconds, device, host = (sum(each[place] for each in chosen) for place in range(3))
     return seconds, int(device), int(host)
-
-
-@pytest.mark.parametrize("has_host", [False, True])
-@pytest.mark.parametrize("is_coarse", [False, True])
-def test_the_best_set_is_the_best_of_all_sets(has_host: bool, is_coarse: bool) -> None:
-    draw, infeasible = random.Random(f"{has_host} {is_coarse}"), 0
-    for number in range(400):
-        options = _random_options(draw, has_host=has_host, is_coarse=is_coarse)
-        most = sum(max((each.device_bytes for each in unit), default=0) for unit in options)
-        device_bytes, host_bytes = draw.randint(0, most + 1), draw.randint(0, most + 1)
-        want, numbers = most_seconds(options, device_bytes, host_bytes), best_set(options, device_bytes, host_bytes)
-        where = f"case {number}: {options}, {device_bytes}, {host_bytes}"
-        if want is None:
-            infeasible += 1
-            assert numbers is None, where
-            continue
-        assert numbers is not None, where
-        total = _total(options, numbers)
-        assert total[0] == pytest.approx(want, rel=1e-7, abs=1e-9), where
-        assert total[1] <= device_bytes, where
-        assert total[2] <= host_bytes, where
-    assert 10 < infeasible < 300, "both kinds are tried"
 
 
 def test_of_sets_that_save_equally_one_takes_less_of_the_device() -> None:
@@ -217,16 +179,6 @@ def test_copies_without_room_are_refused() -> None:
     message = r"0.00 GB on each rank, but device_bytes=599 and host_bytes=599 have no room for them; raise one, or use"
     with pytest.raises(ValueError, match=message):
         choose_placements([PLAIN, COPIES], EVEN, device_bytes=599, host_bytes=599)
-
-
-def test_of_units_alike_the_last_get_the_memory() -> None:
-    """Backward begins with them."""
-    units = [PLAIN] * 12
-    for speeds in (EVEN, RACK):
-        for num_fitting in range(13):
-            choice = choose_placements(units, speeds, device_bytes=1200 * num_fitting + 100, host_bytes=0)
-            ranks = {"none": 0, "device": 1, "rank": 2}
-            assert [ranks[each] for each in _weights(choice)] == sorted(ranks[each] for each in _weights(choice))
 
 
 def test_what_passes_in_any_case_is_free_once_all_of_its_kind_rest_whole() -> None:

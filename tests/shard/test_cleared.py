@@ -25,6 +25,8 @@ from tests.support.sharded_net import (
     squared_error,
 )
 
+WHOLE = laconic.Cache(gradients="rank")
+
 
 def set_to_none(model: Any, optimizer: Any = None) -> None:
     for parameter in model.parameters():
@@ -97,11 +99,12 @@ def assert_cleared(model: Any, oracle: Any, seeds: tuple[int, ...], cleared: Map
 @pytest.mark.parametrize(
     ("world", "local", "ways", "policies"),
     [
-        (3, 1, list(WAYS), {"cache": "host"}),
-        (4, 2, ["p.grad = None", "p.grad.zero_()"], {"offload_policy": CPUOffloadPolicy()}),
+        (2, 1, list(WAYS), {"cache": "host"}),
+        (2, 1, ["p.grad = None", "p.grad.zero_()"], {"offload_policy": CPUOffloadPolicy()}),
         (2, 2, ["p.grad = None", "p.grad.zero_()"], {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)}),
+        (2, 2, list(WAYS), {"cache": WHOLE}),
     ],
-    ids=["all", "offload", "mixed precision"],
+    ids=["all", "offload", "mixed precision", "whole"],
 )
 @on_ranks("world", local="local")
 def test_every_way_to_clear(ways: list[str], policies: dict[str, Any]) -> None:
@@ -131,19 +134,17 @@ def test_every_way_to_clear(ways: list[str], policies: dict[str, Any]) -> None:
     sharded_net.assert_gradients(model, oracle, batches(1, 2, 3))
 
 
+@pytest.mark.parametrize("cache", ["none", WHOLE], ids=["in the node", "whole"])
 @on_ranks(4, local=2)
-def test_clearing_one_parameter_leaves_the_others_alone() -> None:
-    model = shard(build())
+def test_clearing_some_leaves_others_alone_and_what_no_rank_uses_then_has_no_gradient(cache: Any) -> None:
+    model = shard(build(), cache=cache)
     backward(model, 1, syncs=False)
     model.blocks[1].up.weight.grad = None
     model.out.bias.grad.zero_()
     backward(model, 2)
     assert_cleared(model, oracle_of(model), (1, 2), {"blocks.1.up.weight": (2,), "out.bias": (2,)})
-
-
-@on_ranks(4, local=2)
-def test_a_parameter_that_was_cleared_and_then_used_by_no_rank_has_no_gradient() -> None:
-    model = shard(build())
+    model.zero_grad()
+    held = model.memory().device_bytes
     backward(model, 1, syncs=False)
     model.zero_grad()
     skipped, model.blocks[2] = model.blocks[2], nn.Identity()
@@ -151,12 +152,15 @@ def test_a_parameter_that_was_cleared_and_then_used_by_no_rank_has_no_gradient()
     model.blocks[2] = skipped
     assert all(parameter.grad is None for parameter in model.blocks[2].parameters())
     assert all(parameter.grad is not None for parameter in model.blocks[1].parameters())
+    model.zero_grad()
+    assert model.memory().device_bytes == held
 
 
-@on_ranks(4, local=2)
-def test_ranks_that_clear_different_things_go_on_together() -> None:
+@pytest.mark.parametrize("cache", ["none", WHOLE], ids=["in the node", "whole"])
+@on_ranks(3, local=3)
+def test_ranks_that_clear_different_things_go_on_together(cache: Any) -> None:
     """No rank waits for a message that others do not send."""
-    model = shard(build())
+    model = shard(build(), cache=cache)
     rank = dist.get_rank()
     for clear in (set_to_none, zero_in_place):
         for syncs in (False, True):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method, share_comm_ctx
@@ -18,14 +17,10 @@ from tests.support import sharded_net
 from tests.support.launch import on_ranks
 
 
-def public_methods() -> list[str]:
-    return [name for name, _ in inspect.getmembers(FSDPModule, inspect.isfunction) if not name.startswith("_")]
-
-
-@pytest.mark.parametrize("name", public_methods())
-def test_every_method_of_fsdp2_is_ours(name: str) -> None:
+def test_every_method_of_fsdp2_is_ours() -> None:
     """FSDP2's own implementation would look for its own state."""
-    assert getattr(ShardedModule, name) is not getattr(FSDPModule, name)
+    names = [name for name, _ in inspect.getmembers(FSDPModule, inspect.isfunction) if not name.startswith("_")]
+    assert [name for name in names if getattr(ShardedModule, name) is getattr(FSDPModule, name)] == []
 
 
 @on_ranks(1)
@@ -188,28 +183,3 @@ def test_reduced_shards_pass_a_hook() -> None:
         torch.testing.assert_close(gradient, want[name] * (1 if name.startswith("blocks") else 2), msg=name)
     with pytest.raises(NotImplementedError, match="stream"):
         model.set_all_reduce_hook(double, stream=object())
-
-
-@pytest.mark.parametrize("cache", ["host", "device"])
-@on_ranks(2, local=1)
-def test_a_user_can_say_that_weights_changed(cache: str) -> None:
-    model: Any = sharded_net.shard(sharded_net.build(), cache=cache)
-    plain, x = sharded_net.build(), torch.ones(1, 5)
-    with torch.no_grad():
-        model(x)
-        for bucket in sharded_net.buckets(model):
-            bucket.shard.data.mul_(2)
-        model.invalidate()
-        for parameter in plain.parameters():
-            parameter.mul_(2)
-        torch.testing.assert_close(model(x), plain(x))
-
-
-@on_ranks(2, local=1)
-def test_the_last_backward_completes_the_gradients() -> None:
-    """With set_is_last_backward(False), gradients are complete after the last backward."""
-    model, batches = sharded_net.shard(sharded_net.build()), sharded_net.micro_batches(3)
-    for number, batch in enumerate(batches):
-        model.set_is_last_backward(number == 2)
-        sharded_net.squared_error(model, batch[dist.get_rank()]).backward()
-    sharded_net.assert_gradients(model, sharded_net.oracle_of(model), batches)

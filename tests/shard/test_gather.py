@@ -253,16 +253,6 @@ def _assert_equal_on_all_ranks(events: list[str]) -> None:
 
 
 @on_ranks(3, local=1)
-def test_small_units_are_gathered_together_on_all_ranks_alike() -> None:
-    model, events = _trained(cache="none")
-    _assert_equal_on_all_ranks(events)
-    assert gathered_before(events, "forward blocks.0") == {"blocks.1"}
-    assert gathered_before(events, "forward blocks.1") == {"blocks.2", "blocks.3", "blocks.4"}
-    assert gathered_before(events, "forward blocks.4") == {"blocks.5"}
-    sharded_net.assert_nothing_gathered(model)
-
-
-@on_ranks(3, local=1)
 def test_a_policy_sets_a_number_of_units_or_of_bytes() -> None:
     model, events = _trained(cache="host", prefetch=Prefetch(units=3))
     _assert_equal_on_all_ranks(events)

@@ -13,19 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import laconic
-from laconic.shard.unit import UnitPhase
 from tests.support import sharded_net
 from tests.support.launch import on_ranks
 from tests.support.scenario import Scenario, assert_equals_oracle
-
-
-class Shared(sharded_net.Net):
-    """One block that is used before and after another, and one that is used twice side by side."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        x = self.blocks[0](self.blocks[1](self.blocks[0](x)))
-        return self.out(x + self.blocks[2](x) + self.blocks[2](2 * x))
 
 
 class Unused(sharded_net.Net):
@@ -52,23 +42,8 @@ class Normed(sharded_net.Net):
             nn.utils.parametrizations.weight_norm(block.up)  # type: ignore[arg-type]
 
 
-class WithoutGraph(sharded_net.Net):
-    """Each unit runs with a graph and without one in the same forward, as teachers and momentum encoders do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
-            with torch.no_grad():
-                target = block(x)
-            x = block(x) + target
-        return self.out(x)
-
-
 GRAPHS: list[Scenario] = [
-    Scenario(make=Shared, cache="host", local=2),
-    Scenario(make=Unused),
     Scenario(make=Normed, cache="device"),
-    Scenario(make=WithoutGraph, cache="host"),
     Scenario(units=[f"blocks.{i}{part}" for i in range(3) for part in (".up", ".down", "")], local=2),
 ]
 """Random trees (test_random_trees.py) have many more."""
@@ -148,10 +123,8 @@ class InnerCheckpoint(sharded_net.Block):
 @pytest.mark.parametrize(
     ("kind", "reentrant", "cache"),
     [
-        ("each", False, "host"),
         ("each", True, "host"),
         ("pair", False, "none"),
-        ("pair", True, "none"),
         ("inner", False, "device"),
     ],
 )
@@ -163,19 +136,3 @@ def test_activation_checkpointing_gathers_no_more_often(kind: str, reentrant: bo
         recomputed, other = runs[0].sent[step], plain.sent[step]
         assert (recomputed.weights, recomputed.gradients) == (other.weights, other.gradients)
         assert runs[0].memory[step].device_peak_bytes <= plain.memory[step].device_peak_bytes
-
-
-@on_ranks(2, local=1)
-def test_a_recomputed_forward_is_part_of_backward() -> None:
-    model = sharded_net.shard(sharded_net.build(partial(Checkpointed, "each", False)))
-    states: list[bool] = []
-
-    for block in model.blocks:
-        unit = block._laconic_unit
-        look = partial(lambda unit, *_: states.append(unit.phase is UnitPhase.BACKWARD), unit)
-        block.up.register_full_backward_hook(look)
-    for _ in range(2):
-        states.clear()
-        sharded_net.train_step(model)
-        assert states == [True] * len(model.blocks), "a recomputed forward took a unit out of its backward"
-        sharded_net.assert_nothing_gathered(model)

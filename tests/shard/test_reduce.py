@@ -21,7 +21,6 @@ from tests.support.sharded_net import (
     assert_gradients,
     buckets,
     build,
-    full_gradients,
     gather_bytes,
     inputs,
     micro_batches,
@@ -64,59 +63,6 @@ def test_weights_cross_once_per_optimizer_step_and_gradients_once(
         assert m.sent("local", "gradients") == num_micro_batches * reduce_bytes("local", every)
 
 
-class Line(nn.Module):
-    """Linear layers of small integers without bias: sums of products are exact in fp32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(7, 7, bias=False) for _ in range(2))
-        self.out = nn.Linear(7, 3, bias=False)
-        with torch.no_grad():
-            for p in self.parameters():
-                p.copy_(torch.randint(-2, 3, p.shape).float())
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.relu(block(x))
-        return self.out(x)
-
-
-def integer_batch(seed: int, rank: int) -> Tensor:
-    return torch.randint(-3, 4, (4, 7), generator=torch.Generator().manual_seed(100 * seed + rank)).float()
-
-
-@on_ranks(4, local=2)
-def test_partial_sums_of_a_unit_the_last_micro_batch_skips_are_sent() -> None:
-    model, batches = shard(build(), cache="host"), micro_batches(2)
-    model.set_requires_gradient_sync(False)
-    squared_error(model, batches[0][dist.get_rank()]).backward()
-    assert not any(p.grad is not None and p.grad.has_memory for p in model.parameters())
-    model.set_requires_gradient_sync(True)
-    oracle = oracle_of(model)
-    _, first = oracle.gradients(batches[:1])
-    last, model.blocks[2] = model.blocks[2], nn.Identity()
-    squared_error(model, batches[1][dist.get_rank()]).backward()
-    model.blocks[2] = last
-    oracle.model.blocks[2] = nn.Identity()  # type: ignore[operator, index]
-    _, second = oracle.gradients(batches[1:])
-    got = full_gradients(model)
-    assert set(got) == set(first)
-    for name, value in first.items():
-        torch.testing.assert_close(got[name], value + second.get(name, 0), msg=name)
-
-
-@on_ranks(4, local=2)
-def test_accumulating_with_synchronisation_on_gives_the_same_gradients() -> None:
-    """Without turning synchronisation off, gradients add up as well, at the cost of sending each time."""
-    model, batches = shard(build(), cache="host"), micro_batches(2)
-    with moved(model) as m:
-        for batch in batches:
-            squared_error(model, batch[dist.get_rank()]).backward()
-    assert m.gradients == 2 * reduce_bytes("node", buckets(model))
-    assert m.weights == gather_bytes("node", buckets(model))
-    assert_gradients(model, oracle_of(model), batches)
-
-
 class Routed(nn.Module):
     """A block with two buckets, one for each dtype. All ranks use the first, some ranks the second."""
 
@@ -145,16 +91,20 @@ def routed_error(model: nn.Module, batch: tuple[Tensor, bool]) -> Tensor:
     return model(*batch).square().mean()
 
 
-@pytest.mark.parametrize("cache", ["none", "host"])
-@on_ranks(4, local=2, timeout_s=60)
-def test_a_bucket_that_only_some_ranks_use(cache: str) -> None:
+@pytest.mark.parametrize("cache", ["host", laconic.Cache(gradients="rank")], ids=["host", "whole"])
+@on_ranks(4, local=2)
+def test_a_bucket_that_only_some_ranks_use(cache: Any) -> None:
+    """Also in some micro-batches only; what no rank uses has no gradient."""
     model = shard(build(Router), cache=cache)
     oracle = oracle_of(model, Router, routed_error)
-    for chosen in ({0}, {1, 3}):
-        batches = [[(inputs(0, rank)[0], rank in chosen) for rank in range(4)]]
-        accumulate(model, batches, routed_error)
-        assert_gradients(model, oracle, batches)
+    for chosen in ([{0}], [{0}, set()], [{1, 3}, {0}], [set(), set()]):
+        batches = [[(inputs(number, rank)[0], rank in some) for rank in range(4)] for number, some in enumerate(chosen)]
         model.zero_grad()
+        accumulate(model, batches, routed_error)
+        if any(chosen):
+            assert_gradients(model, oracle, batches)
+    assert all(block.sometimes.weight.grad is None for block in model.blocks)
+    assert all(block.always.weight.grad is not None for block in model.blocks)
 
 
 @on_ranks(1)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import laconic
@@ -152,18 +152,3 @@ def test_weights_that_another_axis_cuts_are_refused() -> None:
         laconic.fully_shard(layer, mesh=mesh["dp"])
     with pytest.raises(ValueError, match=r"is cut over ranks already"):
         laconic.convert_to_scaled_training(sharded_net.shard(make()), "mxfp8")
-
-
-@on_ranks(2, local=1)
-def test_scaled_weights_start_on_the_meta_device() -> None:
-    with torch.device("meta"):
-        model: Any = converted(make(), "nvfp4")
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    sharded_net.shard(model, mp_policy=policy, cache="host")
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for name, value in sharded_net.build(make).state_dict().items():
-            model.get_parameter(name).copy_(value)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = [float(sharded_net.train_step(model, optimizer)) for _ in range(3)]
-    assert losses[-1] < losses[0]

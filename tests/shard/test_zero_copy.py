@@ -143,15 +143,3 @@ def test_the_plain_path_is_taken_where_the_product_cannot_be_written() -> None:
     per_row = torch.func.vmap(torch.func.grad(lambda row: twin(row).sum()))(x)
     torch.testing.assert_close(per_row, twin.weight.detach().sum(0).expand(4, 5))
     assert sink.written == 0
-
-
-@on_ranks(3, local=1)
-def test_gradients_of_several_steps_are_added_by_bucket() -> None:
-    """Every micro-batch is reduced, and added to `.grad` in one operation."""
-    model, bases = sharded_net.shard(sharded_net.build(), cache="host"), []
-    for batch in sharded_net.micro_batches(2):
-        sharded_net.squared_error(model, batch[dist.get_rank()]).backward()
-        found = sharded_net.buckets(model.blocks[0])
-        bases.append({id(parameter.grad.base) for bucket in found for parameter in bucket.sharded})
-    assert bases[0] == bases[1]
-    assert len(bases[0]) == len(found)
