@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import laconic
@@ -31,8 +31,6 @@ from laconic.shard.bucket import Bucket
 from tests.reference.gather import shard_of
 from tests.shard.test_conversion import BF16InChunks
 from tests.shard.test_scaled import converted, make
-from tests.shard.test_wire_twin import WIRES, assert_equals_twin, sgd, twin_of
-from tests.shard.wire_helpers import Toy
 from tests.support import sharded_net
 from tests.support.flips import Flip, flipping
 from tests.support.launch import on_ranks, run_ranks
@@ -52,28 +50,85 @@ def lora() -> nn.Module:
     return net
 
 
-def unequal(scenario: Scenario) -> Scenario:
-    shares = SHARES[: scenario.nodes * scenario.local // scenario.islands]
-    return replace(scenario, options={**scenario.options, "shares": shares})
-
-
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "scenario",
     [
-        Scenario(nodes=2, local=2, cache="host", precision=HALF),
-        Scenario(nodes=3, cache=Cache(where="auto", device_bytes=9_000, host_bytes=3_000), make=lora),
-        Scenario(cache=Cache(where="device", gradients="rank"), micro_batches=2),
-        Scenario(options={"offload_policy": CPUOffloadPolicy()}, optimizer=adamw),
-        Scenario(nodes=1, local=3, cache="rank", make=lora),
+        Scenario(local=2, cache="host", precision=HALF, make=lora),
+        Scenario(cache=Cache(where="device", gradients="rank"), micro_batches=2, optimizer=adamw),
         Scenario(nodes=4, islands=2),
     ],
 )
 def test_unequal_shards_train_as_equal_ones_to_the_bit(scenario: Scenario) -> None:
-    (equal, *_), (other, *_) = scenario.run(), unequal(scenario).run()
+    """Random trees have shares, too, and are compared with the unsharded model."""
+    shares = SHARES[: scenario.nodes * scenario.local // scenario.islands]
+    (equal, *_), (other, *_) = (replace(scenario, options={"shares": each}).run() for each in (None, shares))
     assert_same_bits(equal, other)
+
+
+def under_local_steps(shares: Sequence[float] | None) -> dict[str, Tensor]:
+    mesh = laconic.init_mesh("cpu", islands=2, nodes=1, local=2)
+    model = shard(build(), mesh=mesh, shares=shares)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    local = LocalSteps(model, optimizer, mesh=mesh, every=2, codec="fp32")
+    for step in range(2):
+        sharded_net.squared_error(model, sharded_net.inputs(step, dist.get_rank())).backward()
+        local.step()
+        local.zero_grad()
+    return full_parameters(model)
+
+
+def with_owners_of_matrices(shares: Sequence[float] | None) -> dict[str, Tensor]:
+    model = shard(build(), shares=shares, cache="host")
+    optimizer = Muon(matrices_and_rest(model), lr=0.05)
+    for step in range(2):
+        train_step(model, optimizer, step)
+    return full_parameters(model)
+
+
+def in_scaled_formats(shares: Sequence[float] | None) -> dict[str, Tensor]:
+    """Packed shards: messages of one length, whose sections are as long as a rank's blocks need."""
+    model: Any = shard(converted(build(make), "fp8_1x128"), cache="host", shares=shares)
+    assert any(bucket.form.is_packed and (bucket.layout.stops or not shares) for bucket in buckets(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    losses = {str(step): train_step(model, optimizer, step) for step in range(2)}
+    return losses | full_parameters(model)
+
+
+def beside_tensor_parallelism(shares: Sequence[float] | None) -> dict[str, Tensor]:
+    """Ranks hold halves of a matrix by tensor parallelism, and shares cut each half."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Linear(14, 22, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(0)]))
+    laconic.fully_shard(model, mesh=mesh["dp"], shares=shares)
+    optimizer = Muon(model.parameters(), lr=0.05)
+    [bucket] = buckets(model)
+    [parameter], extent = bucket.sharded, bucket.specs[0].extent
+    assert extent is not None
+    for _ in range(2):
+        whole = distribute_tensor(torch.randn(22, 14), mesh["tp"], [Shard(0)]).to_local()
+        parameter.grad = parameter.like(whole.reshape(-1)[extent.start : extent.stop].clone())  # type: ignore[attr-defined]
+        optimizer.step()
+    return full_parameters(model)
+
+
+@pytest.mark.parametrize(
+    ("run", "shares"),
+    [
+        (under_local_steps, [1, 3]),
+        (with_owners_of_matrices, SHARES[:4]),
+        (in_scaled_formats, SHARES[:4]),
+        (beside_tensor_parallelism, [1, 4]),
+    ],
+)
+@on_ranks(4, local=2)
+def test_what_works_on_shards_has_the_bits_of_equal_ones(run: Any, shares: list[float]) -> None:
+    equal, other = run(None), run(shares)
+    for name, value in equal.items():
+        assert torch.equal(value, other[name]), name
 
 
 @pytest.mark.parametrize(
@@ -81,10 +136,11 @@ def test_unequal_shards_train_as_equal_ones_to_the_bit(scenario: Scenario) -> No
 )
 def test_bytes_gradients_and_norms(nodes: int, local: int, cache: str, of_root: int, of_blocks: int) -> None:
     """Two micro-batches: gathers and sums inside the node run in each, those across nodes as the cache says."""
-    scenario = unequal(Scenario(nodes=nodes, local=local, cache=cache, micro_batches=2, max_norm=0.1, steps=1))
+    options = {"shares": SHARES[: nodes * local]}
+    scenario = Scenario(nodes=nodes, local=local, cache=cache, micro_batches=2, max_norm=0.1, steps=1, options=options)
     runs = scenario.run()
     assert_equals_oracle(scenario, runs)
-    for rank, step in itertools.product(runs, range(scenario.steps)):
+    for rank in runs:
         root, blocks = rank.model._laconic_unit.buckets, buckets(rank.model.blocks)
         for level, purpose, which in (
             ("node", "weights", [*root * of_root, *blocks * of_blocks]),
@@ -93,7 +149,7 @@ def test_bytes_gradients_and_norms(nodes: int, local: int, cache: str, of_root: 
             ("local", "gradients", [*root, *blocks] * 2),
         ):
             for direction in ("sent", "received"):
-                found = rank.sent[step].snapshot.total(level, purpose, direction)  # type: ignore[arg-type]
+                found = rank.sent[0].snapshot.total(level, purpose, direction)  # type: ignore[arg-type]
                 expected = sum(_bytes_of(bucket, level, purpose)[direction] for bucket in which)
                 assert found == expected, (level, direction, purpose)
 
@@ -107,36 +163,6 @@ def _bytes_of(bucket: Bucket, level: str, purpose: str) -> dict[str, int]:
     ranks, own, whole = (n, peers[node], sum(peers)) if level == "node" else (loc, sum(peers), sum(sizes))
     alike, others = 4 * (ranks - 1) * own, 4 * (whole - own)  # to each other rank this one's part; all other parts
     return {"sent": alike, "received": others} if purpose == "weights" else {"sent": others, "received": alike}
-
-
-@pytest.mark.parametrize(("world", "local", "wire_name", "cache"), [(4, 2, "4bit", "host")])
-@on_ranks("world", local="local")
-def test_crossings_in_few_bits_equal_their_twin(world: int, wire_name: str, cache: str) -> None:
-    """Messages are as long as the longest shard's codes; what they stand for does not depend on that."""
-    wire = WIRES[wire_name]
-    model = shard(build(Toy), cache=cache, wire=wire, shares=SHARES[:world])
-    assert_equals_twin(model, twin_of(model, wire), sgd(model.parameters()), steps=2, accumulation=1, exactly=set())
-
-
-@on_ranks(4, local=2)
-def test_islands_of_unequal_ranks_sync_as_islands_of_equal_ones() -> None:
-    mesh = laconic.init_mesh("cpu", islands=2)
-    runs = []
-    for shares in (None, [1, 3]):
-        model = shard(build(), mesh=mesh, shares=shares)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        local = LocalSteps(model, optimizer, mesh=mesh, every=2, codec="fp32")
-        for step in range(2):
-            sharded_net.squared_error(model, sharded_net.inputs(step, dist.get_rank())).backward()
-            local.step()
-            local.zero_grad()
-        runs.append(full_parameters(model))
-    assert_equal(*runs)
-
-
-def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
 
 
 @on_ranks(4, local=2)
@@ -211,44 +237,6 @@ def test_a_checkpoint_of_unequal_shards_loads_on_other_ones(tmp_path: Path) -> N
     torch.testing.assert_close(found, always.run()[0].parameters)
 
 
-@on_ranks(4, local=2)
-def test_owners_of_matrices_work_on_unequal_shards() -> None:
-    runs = []
-    for shares in (None, SHARES[:4]):
-        model = shard(build(), shares=shares, cache="host")
-        optimizer = Muon(matrices_and_rest(model), lr=0.05)
-        for step in range(2):
-            train_step(model, optimizer, step)
-        runs.append(full_parameters(model))
-    assert_equal(*runs)
-
-
-@on_ranks(6, local=6)
-def test_shards_of_tensor_parallelism_are_cut_unequally() -> None:
-    """Two ranks hold halves of a matrix by tensor parallelism, and shares cut each half over three ranks."""
-    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
-    runs = []
-    for shares in (None, [1, 4, 2]):
-        torch.manual_seed(0)
-        model = nn.Linear(14, 22, bias=False)
-        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(0)]))
-        laconic.fully_shard(model, mesh=mesh["dp"], shares=shares)
-        optimizer = Muon(model.parameters(), lr=0.05)
-        for step in range(2):
-            generator = torch.Generator().manual_seed(step)
-            gradient = torch.randn(22, 14, generator=generator)
-            whole = distribute_tensor(gradient, mesh["tp"], [Shard(0)]).to_local()
-            bucket = buckets(model)[0]
-            (parameter,) = bucket.sharded
-            extent = bucket.specs[0].extent
-            assert extent is not None
-            parameter.grad = parameter.like(whole.reshape(-1)[extent.start : extent.stop].clone())  # type: ignore[attr-defined]
-            optimizer.step()
-        runs.append(full_parameters(model)["weight"])
-    assert buckets(model)[0].layout.stops
-    assert torch.equal(runs[0], runs[1])
-
-
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -279,10 +267,6 @@ def test_shares_that_make_no_sense_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             laconic.fully_shard(nn.Linear(3, 5), shares=shares)  # type: ignore[arg-type]
-
-
-@on_ranks(2, local=1)
-def test_ranks_with_other_shares_are_found_before_the_first_transfer() -> None:
     model = shard(build(), shares=[1, 2 + dist.get_rank()])
     with pytest.raises(RanksDifferError, match=r"rank 1 differs from rank 0.*layout"):
         train_step(model)
@@ -304,17 +288,3 @@ def test_what_has_no_shares() -> None:
     model.out.weight = nn.Parameter(BF16InChunks(model.out.weight.detach()))
     with pytest.raises(NotImplementedError, match=r"does not go with out.weight, whose conversion needs FSDP2's"):
         shard(model, shares=[1, 2])
-
-
-@on_ranks(2, local=1)
-def test_weights_in_scaled_formats_train_as_with_equal_shards() -> None:
-    """Their shards are packed: messages of one length, whose sections are as long as a rank's blocks need."""
-    runs = []
-    for shares in (None, [1, 3]):
-        torch.manual_seed(0)
-        model: Any = shard(converted(make(), "fp8_1x128"), cache="host", shares=shares)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-        losses = {str(step): train_step(model, optimizer, step) for step in range(2)}
-        runs.append(losses | full_parameters(model))
-    assert any(bucket.form.is_packed and bucket.layout.stops for bucket in buckets(model))
-    assert_equal(*runs)

@@ -33,6 +33,8 @@ class Unit:
     checks: int | None = None
     """The interval of checksums; odd ones also look for edits without notice, and gather damaged caches again."""
     precision: Precision | None = None
+    offloads: bool = False
+    """Shards rest in host memory."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,8 @@ class Case:
     width: int = 3
     seed: int = 0
     optimizer: str = "sgd"
+    shares: tuple[int, ...] | None = None
+    """The shares of an island's ranks."""
     ties: bool = False
     """Tie the first two equal linear layers of each unit."""
     ignored: int | None = None

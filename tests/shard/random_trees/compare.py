@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,17 +90,3 @@ def _differ(got: Any, want: Any, scale: float, allowed: float) -> str:
         return ""
     ratio = float((got * want).sum() / (want * want).sum()) if bool(want.any()) else float("inf")
     return f"differs by {error:.3g} of {size:.3g}, {ratio:.4g} times the oracle's"
-
-
-def shown(value: Any) -> str:
-    """The `repr` of a case without fields that have their defaults."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        given = [
-            f"{field.name}={shown(getattr(value, field.name))}"
-            for field in dataclasses.fields(value)
-            if getattr(value, field.name) != field.default
-        ]
-        return f"{type(value).__name__}({', '.join(given)})"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(shown, value))}{',' if len(value) == 1 else ''})"
-    return repr(value)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, find, given, seed, settings
+from hypothesis.errors import NoSuchExample
 
 from tests.shard.random_trees.case import Case
-from tests.shard.random_trees.compare import shown
 from tests.shard.random_trees.pool import Outcome, Pool
 from tests.shard.random_trees.strategies import cases
 
-_SHRINK_S = 60.0
+_OPTIONS = settings(database=None, deadline=None, suppress_health_check=list(HealthCheck), max_examples=400)
 
 
 @dataclass
@@ -47,11 +46,11 @@ class Findings:
         """Describe each class with its smallest case, which is shrunk if there are pools to do so."""
         lines = [", ".join(f"{number} {kind}" for kind, number in sorted(self.kinds.items()))]
         for signature, found in sorted(self.failures.items(), key=lambda item: -len(item[1])):
-            case, outcome = min(found, key=lambda pair: len(shown(pair[0])))
+            case, outcome = min(found, key=lambda pair: len(repr(pair[0])))
             if pools is not None and outcome.kind != "invalid":
                 case, outcome = shrink(pools[case.world], signature, case, outcome)
             worlds = sorted({case.world for case, _ in found})
-            lines += [f"\n{len(found)}x {signature} (worlds {worlds})", f"    {shown(case)}"]
+            lines += [f"\n{len(found)}x {signature} (worlds {worlds})", f"    {case}"]
             lines += [f"    {detail}" for detail in outcome.details[:5]]
             lines += [f"    | {line}" for line in outcome.text.splitlines()[-40:]]
         return "\n".join(lines)
@@ -63,39 +62,19 @@ def explore(pool: Pool, num_cases: int, first_seed: int, findings: Findings) -> 
     def body(case: Case) -> None:
         findings.add(case, pool.check(case))
 
-    _draw(body, pool.world, num_cases, first_seed, (Phase.generate,))
+    options = settings(_OPTIONS, max_examples=num_cases, phases=(Phase.generate,))
+    seed(first_seed)(options(given(cases(pool.world))(body)))()
 
 
 def shrink(pool: Pool, signature: str, case: Case, outcome: Outcome) -> tuple[Case, Outcome]:
-    """Look for a smaller case with the same signature, for a minute."""
-    best = case, outcome
-    deadline = time.monotonic() + _SHRINK_S
-
-    def body(case: Case) -> None:
-        nonlocal best
-        if time.monotonic() > deadline:
-            return
-        outcome = pool.check(case)
-        if outcome.signature == signature:
-            if len(shown(case)) < len(shown(best[0])):
-                best = case, outcome
-            raise AssertionError(signature)
-
+    """Look for a smaller case with the same signature."""
     try:
-        _draw(body, pool.world, 400, case.seed, (Phase.generate, Phase.shrink))
-    except BaseException as error:  # hypothesis raises what it found, or says that the deadline made it flaky
-        if isinstance(error, KeyboardInterrupt):
-            raise
-    return best
-
-
-def _draw(body: Callable[[Case], None], world: int, num_cases: int, first_seed: int, phases: tuple[Phase, ...]) -> None:
-    options = settings(
-        max_examples=num_cases,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        phases=phases,
-        report_multiple_bugs=False,
-    )
-    seed(first_seed)(options(given(cases(world))(body)))()
+        found = find(
+            cases(pool.world),
+            lambda case: pool.check(case).signature == signature,
+            settings=_OPTIONS,
+            random=Random(case.seed),
+        )
+    except NoSuchExample:
+        return case, outcome
+    return min((case, outcome), (found, pool.check(found)), key=lambda pair: len(repr(pair[0])))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import laconic
@@ -128,10 +128,6 @@ class Tree(nn.Module):
     def build(self) -> None:
         """Make the parts; containers get their children later."""
 
-    def adopt(self, children: list[nn.Module]) -> None:
-        """Take the children."""
-        self.parts = nn.ModuleList(children)
-
     def forward(self, x: Any, ids: Any = None, turn: int = 0) -> Any:
         if isinstance(x, dict):
             x, ids = x["x"], x["ids"]
@@ -162,76 +158,53 @@ class Tree(nn.Module):
     def compute(self, x: Tensor, ids: Tensor, turn: int) -> Tensor:
         raise NotImplementedError
 
-    def run_child(self, index: int, x: Tensor, ids: Tensor, turn: int) -> Tensor:
-        index %= len(self.parts)
-        return run(self.node.children[index], self.parts[index], x, ids, turn)
+
+CONTAINERS = {
+    "chain": "runs its children one after the other",
+    "residual": "adds what they return to its input",
+    "branches": "adds up what each returns",
+    "twice": "runs its child twice",
+    "alias": "has its child under two names",
+    "gate": "runs one child in each call, as the call's turn says",
+    "spare": "runs its first child only",
+    "inplace": "changes its child's output in place",
+}
 
 
-class Chain(Tree):
-    def compute(self, x: Tensor, ids: Tensor, turn: int) -> Tensor:
-        for index in range(len(self.parts)):
-            x = self.run_child(index, x, ids, turn)
-        return x
-
-
-class Residual(Chain):
-    def compute(self, x: Tensor, ids: Tensor, turn: int) -> Tensor:
-        return x + torch.tanh(super().compute(x, ids, turn))
-
-
-class Branches(Tree):
-    def adopt(self, children: list[nn.Module]) -> None:
-        self.parts_by_name = nn.ModuleDict({f"part{index}": child for index, child in enumerate(children)})
-
-    @property
-    def parts(self) -> Any:
-        return list(self.parts_by_name.values())
-
-    def compute(self, x: Tensor, ids: Tensor, turn: int) -> Tensor:
-        results = [self.run_child(index, x, ids, turn) for index in range(len(self.parts))]
-        return sum(map(torch.tanh, results[1:]), results[0])
-
-
-class Twice(Tree):
-    """Runs its child twice."""
-
-    def compute(self, x: Tensor, ids: Tensor, turn: int) -> Tensor:
-        return self.run_child(0, torch.tanh(self.run_child(0, x, ids, turn)), ids, turn)
-
-
-class Alias(Tree):
-    """Has its child under two names."""
+class Container(Tree):
+    """A module with children: `CONTAINERS`."""
 
     def adopt(self, children: list[nn.Module]) -> None:
-        self.first = self.second = children[0]
-
-    @property
-    def parts(self) -> Any:
-        return [self.first]
-
-    def compute(self, x: Tensor, ids: Tensor, turn: int) -> Tensor:
-        return self.run_child(0, x, ids, turn)
-
-
-class Gate(Tree):
-    """Runs one child in each call, as the call's turn says."""
+        """Take the children."""
+        self.in_order = children  # a plain list, which registers nothing
+        match self.node.kind:
+            case "branches":
+                self.by_name = nn.ModuleDict({f"part{index}": child for index, child in enumerate(children)})
+            case "alias":
+                self.first = self.second = children[0]
+            case _:
+                self.parts = nn.ModuleList(children)
 
     def compute(self, x: Tensor, ids: Tensor, turn: int) -> Tensor:
-        return self.run_child(turn, x, ids, turn)
+        def run_child(index: int, x: Tensor) -> Tensor:
+            index %= len(self.in_order)
+            return run(self.node.children[index], self.in_order[index], x, ids, turn)
 
-
-class Spare(Tree):
-    """Runs its first child only."""
-
-    def compute(self, x: Tensor, ids: Tensor, turn: int) -> Tensor:
-        return self.run_child(0, x, ids, turn)
-
-
-class Inplace(Tree):
-    """Changes its child's output in place."""
-
-    def compute(self, x: Tensor, ids: Tensor, turn: int) -> Tensor:
-        return self.run_child(0, x * 1.0, ids, turn).mul_(0.5)
+        places = range(len(self.in_order))
+        match self.node.kind:
+            case "chain" | "residual":
+                y = functools.reduce(lambda y, index: run_child(index, y), places, x)
+                return y if self.node.kind == "chain" else x + torch.tanh(y)
+            case "branches":
+                results = [run_child(index, x) for index in places]
+                return sum(map(torch.tanh, results[1:]), results[0])
+            case "twice":
+                return run_child(0, torch.tanh(run_child(0, x)))
+            case "gate":
+                return run_child(turn, x)
+            case "inplace":
+                return run_child(0, x * 1.0).mul_(0.5)
+        return run_child(0, x)
 
 
 class Expert(Tree):
@@ -281,10 +254,6 @@ class Custom(Tree):
         return x * self.scale + self.cube.sum((0, 1)) + self.empty.sum()
 
 
-CONTAINERS = {
-    "chain": Chain, "residual": Residual, "branches": Branches, "twice": Twice, "alias": Alias, "gate": Gate,
-    "spare": Spare, "inplace": Inplace,
-}  # fmt: skip
 OWN_LEAVES = {"expert": Expert, "tied": Tied, "custom": Custom}
 
 
@@ -350,15 +319,18 @@ class Model:
 
     def shard(self, mesh: Any) -> None:
         """Call `fully_shard` on the units."""
+        granularities = {"rows": laconic.rows(2), "elements": laconic.elements(3), "whole": laconic.whole(), None: None}
         for module, unit in self.units():
             laconic.fully_shard(
                 module,
                 mesh=mesh,
                 cache=_cache(unit),
                 reshard_after_forward=unit.reshard_after_forward,
-                granularity=_granularity(unit.granularity),
+                granularity=granularities[unit.granularity],
                 checks=_checks(unit.checks),
                 mp_policy=policy(unit.precision),
+                offload_policy=CPUOffloadPolicy() if unit.offloads else None,
+                shares=self.case.shares,
                 ignored_params=self.ignored,
             )
 
@@ -411,7 +383,7 @@ def _make_module(node: Node, width: int, children: list[nn.Module]) -> nn.Module
             return nn.Sequential(*children)
     if node.kind in OWN_LEAVES:
         return OWN_LEAVES[node.kind](node, width)
-    tree = CONTAINERS[node.kind](node, width)
+    tree = Container(node, width)
     tree.adopt(children)
     return tree
 
@@ -421,10 +393,6 @@ def _own_parameters(module: nn.Module, of_nodes: set[nn.Module]) -> Iterator[nn.
     for child in module.children():
         if child not in of_nodes:
             yield from _own_parameters(child, of_nodes)
-
-
-def _granularity(name: str | None) -> Any:
-    return {None: None, "rows": laconic.rows(2), "elements": laconic.elements(3), "whole": laconic.whole()}[name]
 
 
 def _cache(unit: Unit) -> laconic.Cache:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -107,6 +108,7 @@ class _Trees:
             reshard_after_forward=draw(st.sampled_from((None, False) if cache == "rank" else (None, True, False))),
             granularity=_seldom(draw, st.sampled_from(("rows", "elements", "whole")), None),
             checks=_seldom(draw, st.integers(0, 3), None, 2),
+            offloads=_seldom(draw, st.just(True), False),
             precision=None if is_plain or self.precision is None or not draw(st.booleans()) else self.precision,
         )
 
@@ -163,11 +165,13 @@ def cases(draw: Callable[[Any], Any], world: int) -> Case:
     trees = _Trees(draw)
     root = trees.node()
     steps = _Steps(draw, is_reentrant=any(node.style == "reentrant" for node in root.walk()))
+    axes = draw(st.sampled_from(AXES[world]))
     return Case(
         world=world,
         root=root,
         steps=tuple(steps.step() for _ in range(draw(st.integers(1, 3)))),
-        axes=draw(st.sampled_from(AXES[world])),
+        axes=axes,
+        shares=_seldom(draw, st.tuples(*[st.integers(1, 5)] * math.prod((axes or (world,))[-2:])), None),
         width=draw(st.sampled_from((3, 5, 6, 7))),
         seed=draw(st.integers(0, 1000)),
         optimizer=draw(
