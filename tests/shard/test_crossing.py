@@ -7,6 +7,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 import laconic
 from laconic.checkpoint import load_checkpoint, save_checkpoint
 from laconic.optim import AdamW8bit
+from laconic.shard import crossing
 from laconic.shard.crossing import CopyState
 from tests.shard.wire_helpers import assert_nodes_agree, crossings, crossings_after, is_exact, states
 from tests.support.launch import on_ranks
@@ -33,6 +35,8 @@ from tests.support.sharded_net import (
     squared_error,
     train_step,
 )
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def small_net() -> Any:
@@ -98,9 +102,6 @@ def test_an_overflow_reaches_every_rank_and_passes() -> None:
     crossings_after(model, optimizer, steps=3)
     assert all(bool(value.isfinite().all()) for value in full_parameters(model).values())
     assert_nodes_agree(model)
-
-
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -213,14 +214,16 @@ def test_weights_cross_exactly_for_each_cause() -> None:
     assert m.weights == 0
 
 
+@pytest.mark.parametrize("weights", ["int4", "lossless"])
 @on_ranks(2, local=1)
-def test_copies_that_differ_are_made_equal_once_and_then_named() -> None:
-    model, optimizer = coded(wire=laconic.Wire(weights="int4", exact_every=4))
+def test_copies_that_differ_are_made_equal_once_and_then_named(weights: Any) -> None:
+    wire = laconic.Wire(weights=weights, exact_every=4, prediction=weights == "lossless")
+    model, optimizer = coded(wire=wire, mp_policy=BF16)
     damaged = next(each for each in crossings_after(model, optimizer) if "up" in each.bucket.layout.slots[0].name)
 
     def flip_a_bit() -> None:
         if dist.get_rank() == 0:
-            damaged.bucket.node_shard.buffer()[0] += 1
+            damaged.bucket.node_shard.buffer().view(torch.int16)[0] ^= 1  # by an ulp, which no size tells
 
     flip_a_bit()
     with warnings.catch_warnings(record=True) as seen:
@@ -233,46 +236,58 @@ def test_copies_that_differ_are_made_equal_once_and_then_named() -> None:
         crossings_after(model, optimizer, steps=8)
 
 
-class Interrupted(Exception):
+class Interrupted(BaseException):
     """Stands for what may arrive while a difference is added."""
 
 
+@pytest.mark.parametrize("wire", ["4bit", laconic.Wire(weights="lossless", prediction=True)], ids=["4bit", "lossless"])
 @on_ranks(2, local=1)
-def test_a_difference_that_is_added_in_part_is_never_a_base() -> None:
-    """An exception comes in the middle of adding a difference. The weights cross exactly next time, on all ranks."""
-    model, optimizer = coded(units=[])
+def test_a_difference_that_is_read_in_part_is_never_a_base(wire: Any) -> None:
+    """One rank is interrupted in the middle of a difference. Next time the weights cross exactly, on all ranks."""
+    model, optimizer = coded(units=[], wire=wire, mp_policy=BF16)
     (victim,) = crossings_after(model, optimizer)
-    payload = victim._messages._payload
-    decode_into, decoded = payload.decode_into, []
+    decoders = (crossing, "decode_in_pieces") if wire != "4bit" else (victim._messages._payload, "decode_into")
+    decode, decoded = getattr(*decoders), []
 
-    def interrupted(index: int, *arguments: Any, **options: Any) -> None:
-        if decoded:
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        if decoded or wire != "4bit":
             raise Interrupted
-        decoded.append(index)
-        decode_into(index, *arguments, **options)
+        decoded.append(1)
+        return decode(*arguments, **options)
 
-    payload.decode_into = interrupted
-    with pytest.raises(Interrupted):
+    if dist.get_rank() == 0:
+        with mock.patch.object(*decoders, interrupted), pytest.raises(Interrupted):
+            model.unshard()
+        assert victim.state is CopyState.LOST
+    else:
         model.unshard()
-    payload.decode_into = decode_into
-    assert victim.state is CopyState.LOST
     model.reshard()
-    assert is_exact(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    assert is_exact(model, torch.bfloat16)
     assert victim.state is CopyState.EXACT
     crossings_after(model, optimizer)
     assert_nodes_agree(model)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"wire": laconic.Wire(weights="int4", gradients="int2", feedback=True)},
+        {"wire": "lossless-4bit", "mp_policy": BF16},
+    ],
+    ids=["feedback", "lossless"],
+)
 @on_ranks(2, local=1)
-def test_a_resumed_run_has_the_bits_of_the_one_that_saved(tmp_path: Path) -> None:
-    """A run that saves, and one that resumes from what it saved, go on with the same bits."""
-    wire = laconic.Wire(weights="int4", gradients="int2", feedback=True)
-    model, optimizer = coded(wire=wire)
+def test_a_resumed_run_has_the_bits_of_the_one_that_saved(options: dict[str, Any], tmp_path: Path) -> None:
+    model, optimizer = coded(**options)
     crossings_after(model, optimizer, steps=3)
     lost = sum(4 * bucket.layout.shard_numel for bucket in buckets(model) if bucket.wire.feedback)
-    assert model.memory().device_bytes == held_bytes(model) + lost > held_bytes(model), "what a codec lost is counted"
+    assert model.memory().device_bytes == held_bytes(model) + lost, "what a codec lost is counted"
+    assert bool(lost) == ("mp_policy" not in options)
     save_checkpoint(tmp_path, 3, model=model, optimizer=optimizer, extra={})
-    resumed, second = coded(build(small_net, seed=1), cache="device", wire=wire)
+    resumed, second = coded(build(small_net, seed=1), cache="device", **options)
     assert load_checkpoint(tmp_path, model=resumed, optimizer=second) is not None
     for each in ((model, optimizer), (resumed, second)):
         crossings_after(*each, steps=3)

@@ -7,9 +7,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,14 +17,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import laconic
 import laconic.optim
-from laconic.checkpoint import load_checkpoint, save_checkpoint
-from laconic.shard import crossing
 from laconic.shard.crossing import CopyState, LosslessDifferences
 from laconic.shard.policies import Precision, ShardPolicy
 from tests.shard.test_scaled import converted
 from tests.shard.test_scaled import make as make_wide
-from tests.shard.wire_helpers import computed_weights, crossings, states
-from tests.support.launch import on_ranks, run_ranks
+from tests.shard.wire_helpers import computed_weights, crossings, is_exact, states
+from tests.support.launch import on_ranks
 from tests.support.partial_models import partial_net
 from tests.support.sharded_net import (
     FailsInBackward,
@@ -40,6 +36,7 @@ from tests.support.sharded_net import (
     squared_error,
 )
 
+FLOAT16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 Program = Callable[[Any, torch.optim.Optimizer], Iterator[Any]]
 """Trains a model, and yields what must be equal: losses, and weights with which it computes."""
@@ -72,12 +69,14 @@ def assert_bits(
     make_optimizer: Any = adamw,
     make: Any = Small,
     wire: Any = PREDICTED,
+    islands: int = 1,
     **policies: Any,
 ) -> Any:
     """Assert that a program yields the same bits with lossless crossings, and return the model that had them."""
     seen = []
     for each in ("exact", wire):
-        model = shard(build(make), **{"cache": "host", "mp_policy": HALF, **policies, "wire": each})
+        mesh = laconic.init_mesh("cpu", islands=islands)
+        model = shard(build(make), **{"mesh": mesh, "cache": "host", "mp_policy": HALF, **policies, "wire": each})
         seen.append(list(program(model, make_optimizer(model))))
     for number, (want, got) in enumerate(zip(*seen, strict=True)):
         assert_equal(got, want, str(number))
@@ -94,11 +93,30 @@ def assert_equal(got: Any, want: Any, where: str) -> None:
         assert torch.equal(got, want), where
 
 
-def train(model: Any, optimizer: torch.optim.Optimizer, *, steps: int = 3) -> Iterator[Any]:
-    for seed in range(steps):
+def train(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """An evaluation in inference mode comes first, and where it brings new weights."""
+    for seed in range(3):
+        with torch.inference_mode():
+            yield squared_error(model, inputs(seed, dist.get_rank())).clone()
         yield step(model, optimizer, seed)
         yield computed_weights(model)
-    assert all(each.number >= steps - 1 for each in crossings(model)), "all but the first crossing are differences"
+    assert all(each.number >= 2 for each in crossings(model)), "all but the first crossing are differences"
+
+
+def train_alone(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    for seed in range(3):
+        yield step(model, optimizer, seed)
+    assert any(each.bucket.form.is_packed for each in crossings(model)) or not crossings(model)
+    assert all(each.number == 2 for each in crossings(model))
+
+
+def between_syncs(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    local = laconic.LocalSteps(model, optimizer, mesh=laconic.init_mesh("cpu", islands=2), every=2)
+    for seed in range(3):
+        yield backward(model, seed)
+        local.step()
+        optimizer.zero_grad()
+        yield computed_weights(model)
 
 
 def muon(model: nn.Module) -> torch.optim.Optimizer:
@@ -109,24 +127,22 @@ def eight_bits(model: nn.Module) -> torch.optim.Optimizer:
     return laconic.optim.AdamW8bit(model.parameters(), lr=1e-2)
 
 
-def precision(param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> dict[str, Any]:
-    return {"mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)}
-
-
 @pytest.mark.parametrize(
-    "options",
+    ("world", "program", "options"),
     [
-        {"cache": "rank"},
-        {"offload_policy": CPUOffloadPolicy(pin_memory=False), "shares": [3.0, 1.0]},
-        {"cache": "device", "wire": "lossless", "make_optimizer": muon, **precision(torch.float16, torch.float16)},
-        {"make_optimizer": eight_bits, "granularity": laconic.optim.AdamW8bit.granularity},
-        {"make": partial(partial_net, slice_index=1, num_slices=2)},
+        (2, train, {"cache": "rank", "offload_policy": CPUOffloadPolicy(pin_memory=False), "shares": [3.0, 1.0]}),
+        (2, train, {"cache": "device", "wire": "lossless", "make_optimizer": muon, "mp_policy": FLOAT16}),
+        (2, train, {"make_optimizer": eight_bits, "granularity": laconic.optim.AdamW8bit.granularity}),
+        (2, train, {"make": partial(partial_net, slice_index=1, num_slices=2)}),
+        (2, train_alone, {"make": lambda: converted(make_wide(), "nvfp4")}),
+        (4, between_syncs, {"islands": 2}),
     ],
-    ids=lambda options: " ".join(options),
+    ids=lambda given: " ".join(given) if isinstance(given, dict) else "",
 )
-@on_ranks(2, local=1)
-def test_every_placement_and_optimizer_has_the_bits_of_exact_crossings(options: dict[str, Any]) -> None:
-    assert_bits(train, **options)
+@on_ranks("world", local=1)
+def test_training_has_the_bits_of_exact_crossings(program: Program, options: dict[str, Any]) -> None:
+    """Scaled formats cross as bytes of nibbles with their scales, and tensors that convert themselves in chunks."""
+    assert_bits(program, **options)
 
 
 ODD_VALUES = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-40, -1e-40, 3e38, 1.0])
@@ -169,93 +185,37 @@ def walk(model: Any, optimizer: torch.optim.Optimizer, *, steps: int) -> Iterato
             model.forget_copies()
         yield step(model, optimizer, seed)
         yield computed_weights(model)
-        assert is_exact_in_bf16(model), (seed, event)
+        assert is_exact(model, torch.bfloat16), (seed, event)
 
 
-def is_exact_in_bf16(model: Any) -> bool:
-    exact = full_parameters(model)
-    return all(torch.equal(value, exact[name].bfloat16()) for name, value in computed_weights(model).items())
-
-
-@on_ranks(2, local=1)
-def test_whatever_happens_between_steps_the_bits_are_the_same() -> None:
-    job_walk(7)
-
-
-@pytest.mark.campaign(seconds=200)
 @pytest.mark.timeout(600)
-def test_the_bits_are_the_same_for_500_steps() -> None:
-    run_ranks(job_walk, 4, 500, local=2, timeout_s=500)
-
-
-def job_walk(steps: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "local", "steps"), [(2, 1, 7), pytest.param(4, 2, 500, marks=pytest.mark.campaign(seconds=200))]
+)
+@on_ranks("world", local="local", timeout_s=500)
+def test_whatever_happens_between_steps_the_bits_are_the_same(steps: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # an edit is as good as a step: nothing warns of it
         assert_bits(partial(walk, steps=steps))
 
 
-@on_ranks(4, local=1)
-def test_islands_have_the_bits_of_exact_crossings() -> None:
-    mesh = laconic.init_mesh("cpu", islands=2, nodes=2, local=1)
-
-    def between_syncs(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-        local = laconic.LocalSteps(model, optimizer, mesh=mesh, every=2)
-        for seed in range(3):
-            yield backward(model, seed)
-            local.step()
-            optimizer.zero_grad()
-            yield computed_weights(model)
-
-    assert_bits(between_syncs, mesh=mesh)
-
-
-class RunsOften(nn.Module):
-    """A unit that runs several times, so that sums of one bucket are under way together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.block, self.last = (nn.Linear(40, 40) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for _ in range(3):
-            x = torch.tanh(self.block(x))
-        return self.last(x)
-
-
-@on_ranks(4, local=1)
-def test_sums_of_one_bucket_that_are_under_way_together_have_the_bits_of_exact_ones() -> None:
-    mesh = laconic.init_mesh("cpu", islands=2, nodes=2, local=1)
-    seen = []
-    for gradients in ("exact", "lossless"):
-        net: Any = build(RunsOften)
-        units = [net.first, net.block, net.last]
-        model = shard(net, units=units, mesh=mesh, wire=laconic.Wire(gradients=gradients))  # type: ignore[arg-type]
-        draw = torch.Generator().manual_seed(dist.get_rank())
-        for number in range(2):
-            model.set_is_last_backward(number % 2 == 1)
-            model(torch.randn(8, 40, generator=draw)).square().mean().backward()
-        seen.append({name: each.grad.to_local().clone() for name, each in model.named_parameters()})
-    assert_equal(seen[1], seen[0], "gradients")
-
-
-@on_ranks(2, local=1)
-def test_weights_in_scaled_formats_cross_without_loss() -> None:
-    """Bytes of nibbles with their scales, and tensors that convert themselves in chunks."""
-    model = assert_bits(train_alone, make=lambda: converted(make_wide(), "nvfp4"))
-    packed = [each for each in crossings(model) if each.bucket.form.is_packed]
-    assert packed
-    assert all(each.number == 2 for each in packed)
-
-
-def train_alone(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for seed in range(3):
-        yield step(model, optimizer, seed)
-
-
 @on_ranks(2, local=1)
 def test_it_sends_fewer_bytes_the_smaller_the_steps_are() -> None:
     """Of a net with matrices that are large enough for tables and scales to be few."""
+
+    def bits_of_a_step(wire: Any, lr: float, *, seeds: Sequence[int]) -> float:
+        """The bits that a weight takes in the last of some steps."""
+        model = shard(build(lambda: Net(1, 96, 384)), cache="host", mp_policy=HALF, wire=wire)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        for seed in seeds:
+            with moved(model) as m:
+                step(model, optimizer, seed)
+        return (
+            8
+            * m.snapshot.total("node", "weights", "sent")
+            / sum(bucket.layout.shard_numel for bucket in buckets(model))
+        )
+
     bits = {lr: bits_of_a_step("lossless", lr, seeds=range(2)) for lr in (1e-3, 1e-6)}
     assert bits[1e-3] < 7
     assert bits[1e-6] < 0.28 * bits[1e-3]
@@ -266,72 +226,26 @@ def test_it_sends_fewer_bytes_the_smaller_the_steps_are() -> None:
 @pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float32], ids=str)
 @on_ranks(3, local=1)
 def test_gradients_cross_without_loss_in_fewer_bits_and_need_no_cache(reduce_dtype: torch.dtype) -> None:
-    """Weights may be of 32 bits, too."""
+    """Weights may be of 32 bits, too. The unit runs twice, so that sums of one bucket are under way together."""
     seen = {}
     for gradients in ("exact", "lossless"):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(96, 320), nn.Tanh(), nn.Linear(320, 96))
+        net: Any = build(lambda: nn.Sequential(nn.Linear(96, 320), nn.Tanh(), nn.Linear(320, 96)))
+        net.forward = lambda x, net=net: net[2](net[1](net[0](net[2](net[1](net[0](x))))))
         wire = laconic.Wire(gradients=gradients)  # type: ignore[arg-type]
-        model = shard(net, units=[], mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype), wire=wire)
+        model = shard(net, units=list(net), mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype), wire=wire)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         draw = torch.Generator().manual_seed(dist.get_rank())
         for _ in range(3):
             with moved(model) as m:
-                model(torch.randn(16, 96, generator=draw)).square().mean().backward()
+                for is_last in (False, True):
+                    model.set_is_last_backward(is_last)
+                    model(torch.randn(16, 96, generator=draw)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         seen[gradients] = m.snapshot.total("node", "gradients", "sent"), full_parameters(model)
     (exact_bytes, exact_weights), (coded_bytes, weights) = seen.values()
     assert_equal(weights, exact_weights, "weights")
     assert coded_bytes < {torch.bfloat16: 0.75, torch.float32: 0.88}[reduce_dtype] * exact_bytes
-
-
-def bits_of_a_step(wire: Any, lr: float, *, seeds: Sequence[int]) -> float:
-    """The bits that a weight takes in the last of some steps."""
-    model = shard(build(lambda: Net(1, 96, 384)), cache="host", mp_policy=HALF, wire=wire)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    *before, last = seeds
-    for seed in before:
-        step(model, optimizer, seed)
-    with moved(model) as m:
-        step(model, optimizer, last)
-    numel = sum(bucket.layout.shard_numel for bucket in buckets(model))
-    return 8 * m.snapshot.total("node", "weights", "sent") / numel
-
-
-@on_ranks(2, local=1)
-def test_an_evaluation_in_inference_mode_takes_nothing_from_later_steps() -> None:
-    """Also where it comes first, and where it brings new weights."""
-
-    def evaluate_between_steps(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-        for seed in range(3):
-            with torch.inference_mode():
-                yield squared_error(model, inputs(seed, dist.get_rank())).clone()
-            yield step(model, optimizer, seed)
-
-    assert_bits(evaluate_between_steps)
-
-
-@on_ranks(2, local=1)
-def test_a_copy_that_is_lost_or_damaged_crosses_exactly() -> None:
-    wire = laconic.Wire(weights="lossless", prediction=True, exact_every=3)
-    model = shard(build(), cache="host", mp_policy=HALF, wire=wire)
-    optimizer = adamw(model)
-    for seed in range(2):
-        step(model, optimizer, seed)
-    by_name = {each.bucket.unit_name: each for each in crossings(model)}
-    lost, damaged = by_name["blocks.0"], by_name["blocks.1"]
-    if dist.get_rank() == 1:
-        lost.forget()
-        damaged.bucket.node_shard.buffer().view(torch.int16)[0] ^= 1  # by an ulp, which no size tells
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        step(model, optimizer, 2)
-        assert lost.number == 0
-        assert damaged.number == 2
-        step(model, optimizer, 3)
-    assert any("different copies of 1 buckets" in str(each.message) for each in seen)
-    assert is_exact_in_bf16(model)
 
 
 @on_ranks(2, local=1)
@@ -355,53 +269,7 @@ def test_a_message_that_did_not_fit_is_told_before_a_run_is_saved() -> None:
         step(model, optimizer, 3)
         assert victim.number == 0, "the weights crossed exactly"
         step(model, optimizer, 4)
-        assert is_exact_in_bf16(model)
-
-
-@on_ranks(2, local=1)
-def test_a_difference_that_is_read_in_part_is_never_a_base() -> None:
-    """One rank is interrupted while it reads a difference. All ranks begin anew with an exact crossing."""
-    model = shard(build(), units=[], cache="host", mp_policy=HALF, wire=PREDICTED)
-    optimizer, decode = adamw(model), crossing.decode_in_pieces
-    for seed in range(3):
-        step(model, optimizer, seed)
-    (victim,) = crossings(model)
-
-    def reading(*args: Any, **options: Any) -> Any:
-        if dist.get_rank() == 0:
-            raise KeyboardInterrupt
-        return decode(*args, **options)
-
-    if dist.get_rank() == 0:
-        with mock.patch.object(crossing, "decode_in_pieces", reading), pytest.raises(KeyboardInterrupt):
-            model.unshard()
-        assert victim.state is CopyState.LOST
-    else:
-        model.unshard()
-    model.reshard()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
-    assert is_exact_in_bf16(model)
-    assert victim.number == 0
-    step(model, optimizer, 3)
-    assert is_exact_in_bf16(model)
-    assert victim.number > 0
-
-
-@on_ranks(2, local=1)
-def test_a_resumed_run_has_the_bits_of_the_one_that_saved(tmp_path: Path) -> None:
-    runs = []
-    for seed in (0, 7):
-        model = shard(build(seed=seed), cache="host", mp_policy=HALF, wire="lossless-4bit")
-        runs.append((model, adamw(model)))
-    for seed in range(2):
-        step(*runs[0], seed)
-    save_checkpoint(tmp_path, 2, model=runs[0][0], optimizer=runs[0][1], extra={})
-    assert load_checkpoint(tmp_path, model=runs[1][0], optimizer=runs[1][1]) is not None
-    for seed in range(2, 4):
-        assert torch.equal(*(step(*run, seed) for run in runs))
-    assert_equal(*(full_parameters(model) for model, _ in runs), "resumed")
+        assert is_exact(model, torch.bfloat16)
 
 
 @on_ranks(2, local=1)

@@ -121,10 +121,10 @@ def assert_nodes_agree(model: Any) -> None:
         assert torch.equal(theirs, weights), f"rank {rank} computes with other weights"
 
 
-def is_exact(model: Any) -> bool:
-    """Whether the weights of the next forward are those of the optimizer. Collective."""
+def is_exact(model: Any, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether the weights of the next forward are those of the optimizer, in a dtype. Collective."""
     exact = full_parameters(model)
-    return all(torch.equal(value, exact[name]) for name, value in computed_weights(model).items())
+    return all(torch.equal(value, exact[name].to(dtype)) for name, value in computed_weights(model).items())
 
 
 def crossings_after(model: Any, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[Any]:
