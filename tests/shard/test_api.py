@@ -115,12 +115,18 @@ def test_unshard_and_reshard_by_hand() -> None:
         model.reshard()
     assert isinstance(model.inp.weight, laconic.RaggedTensor)
     assert m.weights == gather_bytes("node", model._laconic_unit.buckets)
+    sharded = model.blocks[1].up.bias
     model.blocks[1].unshard()
+    sharded.requires_grad_(False)
     assert torch.equal(model.blocks[1].up.weight, plain.get_parameter("blocks.1.up.weight"))
     with moved(model) as m:
         model.unshard()
-        torch.testing.assert_close(model(x), plain(x))
+        y = model(x)
+    torch.testing.assert_close(y, plain(x))
     assert m.weights == gather_bytes("node", buckets(model)) - gather_bytes("node", buckets(model.blocks[1]))
+    y.sum().backward()
+    assert sharded.grad is None, "it was frozen while gathered"
+    assert model.blocks[1].down.bias.grad is not None
 
 
 @on_ranks(4, local=2)

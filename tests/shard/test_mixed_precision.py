@@ -28,7 +28,7 @@ def error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize(
     ("nodes", "local", "cache", "reduce_dtype"),
-    [(2, 2, "host", FP32), (2, 2, "none", None), (3, 1, "device", FP32), (1, 2, "none", BF16)],
+    [(2, 2, "host", FP32), (3, 1, "none", None)],
 )
 def test_bf16_compute_trains_fp32_masters(nodes: int, local: int, cache: str, reduce_dtype: torch.dtype | None) -> None:
     """With fp32 masters and bf16 compute, accumulated over two micro-batches."""
@@ -63,7 +63,6 @@ class Weighted(nn.Module):
 @pytest.mark.parametrize(
     ("param_dtype", "reduce_dtype", "total"),
     [
-        (None, None, 257.0),
         (BF16, FP32, 257.0),
         (BF16, None, 256.0),  # 256 + 1 in bf16; the same rule on every torch release
         (None, BF16, 256.0),
@@ -138,11 +137,10 @@ class Mixed(nn.Module):
         return y * self.scale.sum().float() + self.table.sum()
 
 
-@pytest.mark.parametrize("cache", ["none", "host", "rank"])
-@on_ranks(4, local=2)
-def test_a_unit_may_mix_dtypes(cache: str) -> None:
+@on_ranks(2, local=1)
+def test_a_unit_may_mix_dtypes() -> None:
     plain = build(Mixed)
-    model: Any = laconic.fully_shard(build(Mixed), mesh=laconic.init_mesh("cpu"), cache=cache)  # type: ignore[arg-type]
+    model: Any = laconic.fully_shard(build(Mixed), mesh=laconic.init_mesh("cpu"), cache="host")
     assert sorted(str(bucket.dtype) for bucket in buckets(model)) == [
         "torch.bfloat16", "torch.float32", "torch.float64", "torch.int64",
     ]  # fmt: skip

@@ -37,11 +37,6 @@ def qwen2() -> nn.Module:
     return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**DECODER | {"tie_word_embeddings": True}))
 
 
-def qwen3() -> nn.Module:
-    """Norms of queries and keys."""
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**DECODER))
-
-
 def gpt2() -> nn.Module:
     """Embeddings tied to the head; matrices stored the other way round."""
     config = transformers.GPT2Config(
@@ -61,14 +56,6 @@ def t5() -> nn.Module:
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 28, "num_layers": 2, "num_heads": 4}
     config = transformers.T5Config(vocab_size=VOCAB, **sizes, dropout_rate=0.0, decoder_start_token_id=0)
     return transformers.T5ForConditionalGeneration(config)
-
-
-def vit() -> nn.Module:
-    config = transformers.ViTConfig(
-        hidden_size=20, num_hidden_layers=2, num_attention_heads=2, intermediate_size=36, image_size=8, patch_size=4,
-        num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return transformers.ViTForImageClassification(config)
 
 
 class OddMLP(nn.Module):
@@ -103,11 +90,6 @@ def text_batch(generator: torch.Generator) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def image_batch(generator: torch.Generator) -> dict[str, Tensor]:
-    pixels = torch.randn(ROWS, 3, 8, 8, generator=generator)
-    return {"pixel_values": pixels, "labels": torch.randint(0, 5, (ROWS,), generator=generator)}
-
-
 def vector_batch(generator: torch.Generator) -> dict[str, Tensor]:
     x = torch.randn(ROWS, 11, generator=generator)
     return {"x": x, "labels": torch.randint(0, 3, (ROWS,), generator=generator)}
@@ -116,31 +98,22 @@ def vector_batch(generator: torch.Generator) -> dict[str, Tensor]:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], dict[str, Tensor]]]] = {
     "llama": (llama, text_batch),
     "qwen2": (qwen2, text_batch),
-    "qwen3": (qwen3, text_batch),
     "gpt2": (gpt2, text_batch),
     "mixtral": (mixtral, text_batch),
     "t5": (t5, text_batch),
-    "vit": (vit, image_batch),
     "odd": (OddMLP, vector_batch),
     "adapted": (adapted_llama, text_batch),
 }
 COVER = """
-1x1  llama:none qwen2:host qwen3:device gpt2:none mixtral:host t5:device vit:none odd:host adapted:device
-2x1  llama:host odd:none mixtral:device t5:rank qwen3:rank
-1x2  gpt2:none vit:host qwen2:none adapted:device
-3x1  gpt2:host vit:none qwen2:device adapted:host t5:device
-1x3  llama:rank odd:host mixtral:none qwen3:none
+1x1  llama:none qwen2:host gpt2:none mixtral:host t5:device odd:host adapted:device
+2x1  llama:host odd:none mixtral:device t5:rank
+1x3  llama:rank odd:host mixtral:none
 2x2  llama:device gpt2:none t5:host mixtral:rank adapted:rank
-4x1  vit:host odd:rank
-1x4  qwen2:none qwen3:device
-3x2  gpt2:device mixtral:none qwen3:device adapted:host
-2x3  llama:none vit:device qwen2:host
-6x1  odd:device
-1x6  t5:none
+3x2  gpt2:device mixtral:none qwen2:device adapted:host
 """
-"""The (model, cache) pairs for each mesh (nodes x local ranks): every model on every number of ranks."""
+"""The (model, cache) pairs for each mesh (nodes x local ranks)."""
 RUNS = {
-    tuple(map(int, mesh.split("x"))): [(name, cache) for name, cache in (run.split(":") for run in runs)]
+    tuple(map(int, mesh.split("x"))): [run.split(":") for run in runs]
     for mesh, *runs in (line.split() for line in COVER.strip().splitlines())
 }
 

@@ -31,24 +31,17 @@ from tests.support.sharded_net import (
 )
 
 
-@pytest.mark.parametrize(("world", "cache"), [(3, "none"), (2, "host")])
-@on_ranks("world", local=1)
-def test_offloaded_shards_take_no_device_memory(cache: str) -> None:
+def test_offloaded_shards_take_no_device_memory() -> None:
     """Shards and gradients are counted in host memory; the numbers are those of a model without offloading."""
-    models: list[Any] = [shard(build(), cache=cache, offload_policy=policy) for policy in (None, CPUOffloadPolicy())]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
-    for seed in range(2):
-        losses = [train_step(*pair, seed=seed) for pair in zip(models, optimizers, strict=True)]
-        assert torch.equal(*losses)
-    for parameter, offloaded in zip(*(model.parameters() for model in models), strict=True):
-        assert offloaded.device.type == "cpu"
-        assert torch.equal(parameter.to_local(), offloaded.to_local())
-    memory, offloaded = (model.memory() for model in models)
-    shards = sum(bucket.shard.nbytes for bucket in buckets(models[0]))
+    scenario = Scenario(cache="host", optimizer=adamw)
+    run, offloaded = (replace(scenario, options={"offload_policy": it}).run()[0] for it in (None, CPUOffloadPolicy()))
+    assert_same_bits(run, offloaded)
+    memory, elsewhere = run.memory[-1], offloaded.memory[-1]
+    shards = sum(bucket.shard.nbytes for bucket in buckets(run.model))
     assert memory.device_bytes == shards
-    assert offloaded.device_bytes == 0
-    assert offloaded.host_bytes == memory.host_bytes + shards
-    assert offloaded.device_peak_bytes <= memory.device_peak_bytes - shards
+    assert elsewhere.device_bytes == 0
+    assert elsewhere.host_bytes == memory.host_bytes + shards
+    assert elsewhere.device_peak_bytes <= memory.device_peak_bytes - shards
 
 
 @on_ranks(4, local=1)
@@ -123,9 +116,7 @@ def _edit(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"local": 2, "make": _partly_frozen, "precision": _BF16},
-        {"nodes": 3, "options": {"offload_policy": CPUOffloadPolicy()}},
-        {"options": {"reshard_after_forward": False, "checks": _CHECKS}},
+        {"local": 2, "make": _partly_frozen, "precision": _BF16, "options": {"checks": _CHECKS}},
         {"options": {"wire": "4bit"}},
         {"options": {"wire": laconic.Wire(weights="int8", as_values=True)}},
         {"own": {"blocks.0": {"cache": "host"}, "blocks.1": {"cache": "none"}}},

@@ -16,18 +16,6 @@ from tests.support import sharded_net
 from tests.support.launch import on_ranks
 
 
-@on_ranks(2, local=1)
-def test_freezing_works_while_gathered() -> None:
-    """A parameter that is frozen while its unit is gathered gets no gradient in the next backward."""
-    model = sharded_net.shard(sharded_net.build())
-    frozen = model.inp.weight
-    model.unshard()
-    frozen.requires_grad_(False)
-    sharded_net.squared_error(model, sharded_net.inputs(0, dist.get_rank())).backward()
-    assert frozen.grad is None
-    assert model.inp.bias.grad is not None
-
-
 @pytest.mark.parametrize("cache", ["none", "device"])
 @on_ranks(4, local=2)
 def test_forward_without_gradients_leaves_nothing_gathered(cache: str) -> None:
@@ -57,7 +45,7 @@ def test_forward_without_gradients_leaves_nothing_gathered(cache: str) -> None:
     assert model.memory().device_bytes == sharded_net.held_bytes(model)
 
 
-@pytest.mark.parametrize("cache", ["none", "host", "rank"])
+@pytest.mark.parametrize("cache", ["host", "rank"])
 @on_ranks(2, local=1)
 def test_a_model_without_references_is_freed(cache: str) -> None:
     model = sharded_net.shard(sharded_net.build(), cache=cache)
@@ -116,44 +104,22 @@ def test_a_forward_without_backward_leaves_no_trace() -> None:
     assert seen[0] == seen[1]
 
 
-class Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise RuntimeError("out of memory, for example")
+def _fail_in_forward(x: Tensor) -> Tensor:
+    raise ZeroDivisionError
 
 
-class Fragile(sharded_net.Net):
-    """A model that fails on request, in forward or in backward."""
-
-    fail = ""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for index, block in enumerate(self.blocks):
-            x = block(x)
-            if index == 1 and self.fail == "forward":
-                raise RuntimeError("out of memory, for example")
-            if index == 1 and self.fail == "backward":
-                x = Raises.apply(x)
-        return self.out(x)
-
-
-@pytest.mark.parametrize(("cache", "resets"), [("none", False), ("host", False), ("none", True)])
+@pytest.mark.parametrize(("cache", "resets"), [("host", False), ("none", True)])
 @on_ranks(4, local=2)
 def test_a_step_after_an_exception_is_an_ordinary_step(cache: str, resets: bool) -> None:
-    model = sharded_net.shard(sharded_net.build(Fragile), cache=cache)
+    model = sharded_net.shard(sharded_net.build(), cache=cache)
     oracle, batches = sharded_net.oracle_of(model), sharded_net.micro_batches(1)
     x, _ = batches[0][0]
     sharded_net.train_step(model)
-    for fail in ("forward", "backward"):
-        model.fail = fail
-        with pytest.raises(RuntimeError, match="out of memory, for example"):
+    for fail in (_fail_in_forward, sharded_net.FailsInBackward.apply):
+        handle = model.blocks[1].register_forward_hook(lambda module, args, output, fail=fail: fail(output))
+        with pytest.raises(ZeroDivisionError):
             sharded_net.accumulate(model, batches)
-        model.fail = ""
+        handle.remove()
         if resets:
             model.reset_iter_state()
             sharded_net.assert_nothing_gathered(model)
@@ -163,10 +129,10 @@ def test_a_step_after_an_exception_is_an_ordinary_step(cache: str, resets: bool)
         sharded_net.assert_nothing_gathered(model)
         model.zero_grad()
         assert model.memory().device_bytes == sum(bucket.shard.nbytes for bucket in sharded_net.buckets(model))
+    handle = model.blocks[1].register_forward_hook(lambda module, args, output: _fail_in_forward(output))
     with torch.no_grad():
-        model.fail = "forward"
-        with pytest.raises(RuntimeError, match="out of memory, for example"):
+        with pytest.raises(ZeroDivisionError):
             model(x)
-        model.fail = ""
+        handle.remove()
         model(x)
     sharded_net.assert_nothing_gathered(model)
