@@ -85,22 +85,6 @@ def test_the_next_unit_is_gathered_while_this_one_computes() -> None:
 
 
 @on_ranks(4, local=2)
-def test_with_a_cache_two_units_are_gathered_ahead() -> None:
-    """Node shards that arrive in the cache take no memory early, so two gathers across nodes begin ahead."""
-    model = sharded_net.shard(sharded_net.build(lambda: sharded_net.Net(4)), cache="host")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        sharded_net.train_step(model, optimizer)
-    forward = events_of(model, lambda: sharded_net.squared_error(model, sharded_net.inputs(0, dist.get_rank())))
-    for index in range(4):
-        ahead = {f"blocks.{i}" for i in (index + 1, index + 2) if i < 4}
-        assert gathered_before(forward, f"forward blocks.{index}") == ahead
-    assert [event for event in forward if event.startswith("gather")] == ["gather root"] + [
-        f"gather blocks.{index}" for index in range(4)
-    ]
-
-
-@on_ranks(4, local=2)
 def test_another_order_than_the_recorded_one_is_only_slower() -> None:
     """An order that differs from the recorded one makes prefetching useless; the numbers stay right."""
 
@@ -236,43 +220,33 @@ class Uneven(sharded_net.Net):
         self.blocks = nn.ModuleList(sharded_net.Block(17, h) for h in (61, 3, 3, 3, 3, 61, 5))
 
 
-def _trained(**options: Any) -> tuple[Any, list[str]]:
-    model = sharded_net.shard(sharded_net.build(Uneven), **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sharded_net.train_step(model, optimizer)
-    batch = sharded_net.inputs(0, dist.get_rank())
-    events = events_of(model, lambda: sharded_net.squared_error(model, batch).backward())
-    return model, events
-
-
-def _assert_equal_on_all_ranks(events: list[str]) -> None:
-    by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, events)
-    assert all(theirs == events for theirs in by_rank)
-    assert sum(event.startswith("gather") for event in events) == 2 * 7 + 1, "each unit once each way, and the root"
-
-
 @on_ranks(3, local=1)
-def test_a_policy_sets_a_number_of_units_or_of_bytes() -> None:
-    model, events = _trained(cache="host", prefetch=Prefetch(units=3))
-    _assert_equal_on_all_ranks(events)
-    for index in range(7):
-        following = {f"blocks.{i}" for i in range(index + 1, min(index + 4, 7))}
-        assert gathered_before(events, f"forward blocks.{index}") == following, index
-    model.zero_grad()
-    micro_batches = sharded_net.micro_batches(1)
-    sharded_net.accumulate(model, micro_batches)
-    oracle = sharded_net.oracle_of(model, Uneven)
-    with torch.no_grad():
-        for name, value in sharded_net.full_parameters(model).items():
-            oracle.parameters()[name].copy_(value)
-    sharded_net.assert_gradients(model, oracle, micro_batches)
-    sharded_net.assert_nothing_gathered(model)
-    size = model.blocks[1]._laconic_unit.gather.whole_bytes
-    _, events = _trained(prefetch=Prefetch(budget_bytes=2 * size))
-    _assert_equal_on_all_ranks(events)
-    assert gathered_before(events, "forward blocks.0") == {"blocks.1", "blocks.2"}
-    assert gathered_before(events, "forward blocks.4") == {"blocks.5"}, "one at least"
+def test_the_policy_decides_alike_on_all_ranks() -> None:
+    """A number of units, of bytes, or neither: small units go together, and a cache takes node shards early."""
+
+    def events_with(**options: Any) -> list[str]:
+        model = sharded_net.shard(sharded_net.build(Uneven), **options)
+        sharded_net.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        batch = sharded_net.inputs(0, dist.get_rank())
+        events = events_of(model, lambda: sharded_net.squared_error(model, batch).backward())
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, events)
+        assert all(theirs == events for theirs in by_rank)
+        assert sum(event.startswith("gather") for event in events) == 2 * 7 + 1, "each unit once each way, and the root"
+        sharded_net.assert_nothing_gathered(model)
+        return events
+
+    sized = Prefetch(budget_bytes=1300)  # two small blocks, of some 500 bytes each
+    for options, ahead_of in (
+        ({"cache": "none"}, {0: [1], 1: [2, 3, 4], 4: [5]}),
+        ({"cache": "host"}, {0: [1, 2], 5: [6]}),
+        ({"cache": "host", "prefetch": Prefetch(units=3)}, {0: [1, 2, 3], 1: [2, 3, 4], 5: [6]}),
+        ({"prefetch": sized}, {0: [1, 2], 4: [5]}),
+    ):
+        events = events_with(**options)  # type: ignore[arg-type]
+        for index, following in ahead_of.items():
+            expected = {f"blocks.{each}" for each in following}
+            assert gathered_before(events, f"forward blocks.{index}") == expected, (options, index)
 
 
 @on_ranks(2, local=1)

@@ -24,10 +24,8 @@ from tests.support.sharded_net import (
     gather_bytes,
     held_bytes,
     inputs,
-    moved,
     shard,
     squared_error,
-    train_step,
 )
 
 
@@ -131,40 +129,17 @@ def test_whole_weights_train_to_the_bits_of_gathered_ones(changes: dict[str, Any
     assert whole.looks == gathered.looks
 
 
-@on_ranks(4, local=2)
 def test_weights_are_gathered_once_a_step_and_frozen_ones_once_in_a_run() -> None:
-    model = shard(build(_partly_frozen), cache="rank")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trained = [bucket for bucket in buckets(model) if not bucket.is_frozen]
-    for step in range(3):
-        for number in range(2):
-            batch = inputs(2 * step + number, dist.get_rank())
-            model.set_requires_gradient_sync(number == 1)
-            with moved(model) as forward:
-                loss = squared_error(model, batch)
-            which = [] if number else buckets(model) if step == 0 else trained
-            for level in ("node", "local"):
-                assert forward.sent(level, "weights") == gather_bytes(level, which)
-            with moved(model) as backward:
-                loss.backward()
-            assert backward.sent("node", "weights") == backward.sent("local", "weights") == 0
-        optimizer.step()
-        optimizer.zero_grad()
-    assert model.memory().device_bytes == held_bytes(model)
-    whole = sum(bucket.form.numel * bucket.layout.num_shards * 4 for bucket in buckets(model))
+    run = Scenario(local=2, cache="rank", make=_partly_frozen, micro_batches=2, steps=3).run()[0]
+    trained, every = [bucket for bucket in buckets(run.model) if not bucket.is_frozen], buckets(run.model)
+    for sent, which in zip(run.sent, (every, trained, trained), strict=True):
+        for level in ("node", "local"):
+            assert sent.sent(level, "weights") == gather_bytes(level, which)
+    whole = sum(bucket.form.numel * bucket.layout.num_shards * 4 for bucket in every)
     kept = sum(bucket.shard.nbytes for bucket in trained)
-    assert held_bytes(model) == whole + kept, "a frozen shard lies in the whole buffer"
-
-
-@on_ranks(4, local=2)
-def test_a_run_goes_on_with_another_placement() -> None:
-    model, other, back = (shard(build(seed=seed), cache=cache) for seed, cache in enumerate(("rank", "host", "rank")))
-    train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    other.load_state_dict(model.state_dict())
-    train_step(back)  # what it has gathered is stale after the load
-    back.load_state_dict(other.state_dict())
-    batch = inputs(5, dist.get_rank())
-    assert len({squared_error(each, batch).item() for each in (model, other, back)}) == 1
+    assert run.memory[-1].device_bytes == held_bytes(run.model) == whole + kept, (
+        "a frozen shard lies in the whole buffer"
+    )
 
 
 @on_ranks(1)

@@ -79,16 +79,11 @@ def test_losses_are_those_of_whole_weights(weight_format: str, world: int, local
         bytes_of_value = max(scaled.nbytes(slot.shape) / slot.numel for slot in slots)
         least = sum(scaled.nbytes(slot.shape) for slot in slots) / world
         assert least <= bucket.form.numel <= layout.shard_numel * bytes_of_value + 32 * len(slots)
-        is_cached = options.get("cache", "none") != "none"
-        assert bucket.node_shard.nbytes == (nodes * bucket.form.numel if is_cached else 0), "the cache has few bits"
-    is_kept = options.get("cache", "none") != "none" or options.get("reshard_after_forward") is False
-    of_blocks = sharded_net.buckets(*model.blocks)
-    gathers = {id(bucket): 1 if is_kept else 2 for bucket in of_blocks}
-    wanted = sum(
-        gathers.get(id(bucket), 1) * (nodes - 1) * bucket.form.numel * bucket.form.dtype.itemsize
-        for bucket in sharded_net.buckets(model)
-    )
-    assert seen[-1].weights == wanted
+        assert bucket.node_shard.nbytes == nodes * bucket.form.numel * ("cache" in options), "the cache has few bits"
+    gathers = 2 - ("cache" in options or "reshard_after_forward" in options)
+    of_blocks, of_root = sharded_net.buckets(*model.blocks), model._laconic_unit.buckets
+    crossing = [(nodes - 1) * each.form.numel * each.form.dtype.itemsize for each in of_blocks * gathers + of_root]
+    assert seen[-1].weights == sum(crossing)
     if options.get("reshard_after_forward", True):
         sharded_net.assert_nothing_gathered(model)
 

@@ -80,16 +80,7 @@ class Player:
         set_sync: Callable[[bool], None] | None = None,
         move: Callable[[int], None] | None = None,
     ) -> None:
-        """Make the optimizer.
-
-        Args:
-            case: the case.
-            rank: the rank whose data the model sees.
-            module: the sharded model, or the oracle's copy of the unsharded one.
-            managed: the names of the parameters that units take.
-            set_sync: sets whether the next backward sends gradients; None on the oracle.
-            move: lets units rest elsewhere; None on the oracle.
-        """
+        """`set_sync` says whether the next backward sends gradients; on the oracle it is None, as is `move`."""
         self.case, self.rank, self.module = case, rank, module
         self.managed, self.set_sync, self.move = managed, set_sync, move
         self.named = dict(module.named_parameters())
@@ -146,20 +137,11 @@ class Player:
     def _forward_before(self, step: Step) -> None:
         forward = step.micros[0].forwards[0]
         x, ids = self._draw(forward, needs_grad=forward.needs_grad)
-        match step.before:
-            case "abandoned":
-                self._outputs(forward, x, ids)
-            case "inference_mode":
-                with torch.inference_mode():
-                    self._outputs(forward, x, ids)
-            case "no_grad":
-                with torch.no_grad():
-                    self._outputs(forward, x, ids)
-            case "eval":
-                self.module.eval()
-                with torch.no_grad():
-                    self._outputs(forward, x, ids)
-                self.module.train()
+        modes = {"abandoned": torch.enable_grad, "inference_mode": torch.inference_mode}
+        self.module.train(step.before != "eval")
+        with modes.get(step.before, torch.no_grad)():
+            self._outputs(forward, x, ids)
+        self.module.train()
 
     # -- backward ------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import linecache
 import re
 import traceback
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,48 +28,33 @@ _REFUSALS = (ValueError, RuntimeError, TypeError, NotImplementedError)
 
 
 @dataclass(frozen=True)
-class Failure:
-    """An exception on a rank."""
-
-    is_refusal: bool
-    """True if laconic raised it with words of its own."""
-    summary: str
-    """The exception and, if it is foreign, where it was raised."""
-    text: str
-    """The whole traceback."""
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        """Classify an exception that is being handled."""
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        line = linecache.getline(frame.filename, frame.lineno or 0).strip()
-        is_ours = frame.filename.startswith(_LIBRARY) and line.startswith("raise ")
-        is_refusal = is_ours and isinstance(error, _REFUSALS)
-        message = " ".join(str(error).split())[:300]
-        summary = f"{type(error).__name__}: {message}"
-        if not is_refusal:
-            ours = [each for each in traceback.extract_tb(error.__traceback__) if each.filename.startswith(_LIBRARY)]
-            places = [f"{Path(each.filename).name}:{each.name}" for each in (*ours[-1:], frame)]
-            summary += f" at {' > '.join(dict.fromkeys(places))}"
-        return cls(is_refusal, summary, "".join(traceback.format_exception(error)))
-
-
-@dataclass(frozen=True)
 class Outcome:
     """The result of a case: "equal", "differs", "refused", "foreign", or "invalid" if torch itself cannot run it."""
 
     kind: str
     details: tuple[str, ...] = ()
     text: str = ""
+    """The whole traceback."""
 
     @property
     def signature(self) -> str:
         """The class of the failure: the first detail without what is particular to the case."""
-        detail = self.details[0] if self.details else ""
-        detail = re.sub(r"^(output|x)\s?\d+", r"\1", detail)
-        detail = re.sub(r"^[\w.]+\.grad \(", "p.grad (", detail)
-        detail = re.sub(r"\d+(\.\d+)?(e[-+]\d+)?", "#", detail)
-        return f"{self.kind}: {detail}"
+        detail = re.sub(r"^[\w.]+\.grad \(", "p.grad (", self.details[0] if self.details else "")
+        return f"{self.kind}: " + re.sub(r"\d+(\.\d+)?(e[-+]\d+)?", "#", detail)
+
+    @classmethod
+    def of(cls, error: BaseException) -> Outcome:
+        """That of a rank's exception: refused, if laconic raised it with words of its own."""
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = [frame for frame in frames if frame.filename.startswith(_LIBRARY)]
+        summary = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        line = linecache.getline(frames[-1].filename, frames[-1].lineno or 0).strip()
+        is_refusal = frames[-1] in ours and line.startswith("raise ") and isinstance(error, _REFUSALS)
+        if not is_refusal:
+            places = [f"{Path(frame.filename).name}:{frame.name}" for frame in (*ours[-1:], frames[-1])]
+            summary += f" at {' > '.join(dict.fromkeys(places))}"
+        text = "".join(traceback.format_exception(error))
+        return cls("refused" if is_refusal else "foreign", (summary,), text)
 
 
 class Pool:
@@ -85,15 +70,12 @@ class Pool:
             try:
                 wanted = play_oracle(case)
             except Exception as error:
-                problem = Failure.of(error)
-                return Outcome("invalid", (problem.summary,), problem.text)
+                return replace(Outcome.of(error), kind="invalid")
             with mock.patch.object(choosing, "measure_gathers", _as_in_a_rack):  # a case has one choice
                 found = rehearse.ranks(play, case, local=self.world, goes_on=True)
-        failures = [Failure.of(answer) for answer in found if isinstance(answer, BaseException)]
+        failures = [Outcome.of(answer) for answer in found if isinstance(answer, BaseException)]
         if failures:
-            foreign = [failure for failure in failures if not failure.is_refusal]
-            first = min(foreign or failures, key=lambda failure: "peer" in failure.summary)
-            return Outcome("foreign" if foreign else "refused", (first.summary,), first.text)
+            return min(failures, key=lambda failure: (failure.kind == "refused", "peer" in failure.details[0]))
         details = tuple(differences(case, found, wanted))
         return Outcome("differs" if details else "equal", details)
 
