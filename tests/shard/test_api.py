@@ -174,7 +174,6 @@ def test_on_one_rank_the_shard_is_the_bucket() -> None:
     model = shard(build())
     model.unshard()
     assert model.memory().device_peak_bytes == sum(bucket.shard.nbytes for bucket in buckets(model))
-    assert model.inp.weight.data_ptr() == model._laconic_unit.buckets[0].shard.data_ptr()
 
 
 @on_ranks(3, local=1)

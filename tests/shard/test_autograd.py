@@ -1,9 +1,10 @@
-"""Autograd as FSDP2's users use it: several forwards, gradients of inputs, hooks, unused parameters."""
+"""Autograd as FSDP2's users use it: several forwards, gradients of inputs, hooks; unused and recomputed units."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
 
 import laconic
 from tests.support import sharded_net
@@ -147,3 +149,118 @@ def test_sums_in_half_precision_do_not_overflow() -> None:
     model = laconic.fully_shard(nn.Linear(1, 1, bias=False), mp_policy=policy)
     model(torch.full((1, 1), 30_000.0)).sum().backward()
     assert model.weight.grad.full_tensor().item() == pytest.approx(30_000, rel=1e-3)  # type: ignore[union-attr]
+
+
+# -- unusual graphs ---------------------------------------------------------------------------------------------------
+
+
+class Unused(Net):
+    """A block that is never used, one whose output is not used, and a parameter without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(5)
+        self.blocks[2].idle = nn.Linear(3, 3)  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for index in (0, 2, 3):
+            x = self.blocks[index](x)
+        self.blocks[4](x)
+        return self.out(x)
+
+
+class Normed(Net):
+    """Weights that are computed from parameters inside the unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            nn.utils.parametrizations.weight_norm(block.up)  # type: ignore[arg-type]
+
+
+def test_weights_may_be_computed_from_parameters() -> None:
+    """Random trees (test_random_trees.py) have many other graphs."""
+    scenario = Scenario(make=Normed, cache="device", micro_batches=2)
+    assert_equals_oracle(scenario, scenario.run())
+
+
+@on_ranks(2, local=1)
+def test_unused_units_send_nothing() -> None:
+    """An unused unit sends nothing, and its parameters get no gradient."""
+    model = shard(build(Unused), cache="host")
+    with moved(model) as m:
+        squared_error(model, inputs(0, dist.get_rank())).backward()
+    used = [b for i in (0, 2, 3) for b in sharded_net.buckets(model.blocks[i])] + model._laconic_unit.buckets
+    assert m.gradients == sharded_net.reduce_bytes("node", used)
+    assert m.weights == sharded_net.gather_bytes("node", used + sharded_net.buckets(model.blocks[4]))
+    assert all(p.grad is None for i in (1, 4) for p in model.blocks[i].parameters())
+    assert model.blocks[2].idle.weight.grad is None
+
+
+@on_ranks(4, local=2)
+def test_two_models_share_a_mesh() -> None:
+    """A teacher without a graph, then both in one loss."""
+    mesh, batches = laconic.init_mesh("cpu"), [inputs(0, rank)[0] for rank in range(4)]
+    plain = build(), build(seed=1)
+    student = shard(build(), mesh=mesh, cache="host")
+    teacher = shard(build(seed=1), mesh=mesh)
+    assert student.traffic is teacher.traffic, "one mesh has one set of counters"
+
+    def distilled(one: Any, two: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = two(x)
+        return (one(x) - target).square().mean()
+
+    for loss in (distilled, lambda one, two, x: (one(x) * two(x)).mean()):
+        loss(student, teacher, batches[dist.get_rank()]).backward()
+        for x in batches:
+            (loss(*plain, x) / 4).backward()
+        for model, whole in zip((student, teacher), plain, strict=True):
+            for name, gradient in full_gradients(model).items():
+                torch.testing.assert_close(gradient, whole.get_parameter(name).grad, msg=name)
+            sharded_net.assert_nothing_gathered(model)
+            model.zero_grad()
+            whole.zero_grad()
+
+
+class Checkpointed(Net):
+    """Blocks are recomputed: each in a checkpoint, or two in one."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = self.blocks
+        runs = [lambda h: second(first(h)), third] if self.kind == "pair" else list(self.blocks)
+        x = self.inp(x)
+        for run in runs:
+            x = checkpoint(run, x, use_reentrant=self.kind == "reentrant")
+        return self.out(x)
+
+
+class InnerCheckpoint(sharded_net.Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(lambda h: self.down(torch.relu(self.up(h))), x, use_reentrant=False)
+
+
+class CheckpointedInside(Net):
+    make_block = InnerCheckpoint
+
+
+@pytest.mark.parametrize(
+    ("make", "cache"),
+    [
+        (partial(Checkpointed, "reentrant"), "host"),
+        (partial(Checkpointed, "pair"), "none"),
+        (CheckpointedInside, "device"),
+    ],
+)
+def test_activation_checkpointing_gathers_no_more_often(make: Callable[[], nn.Module], cache: str) -> None:
+    scenario = Scenario(make=make, cache=cache, micro_batches=2)
+    runs, (plain, _) = scenario.run(), replace(scenario, make=Net).run()
+    assert_equals_oracle(scenario, runs)
+    for step in range(scenario.steps):
+        recomputed, other = runs[0].sent[step], plain.sent[step]
+        assert (recomputed.weights, recomputed.gradients) == (other.weights, other.gradients)
+        assert runs[0].memory[step].device_peak_bytes <= plain.memory[step].device_peak_bytes

@@ -81,17 +81,13 @@ def test_too_little_host_memory_warns_once_with_the_numbers(monkeypatch: pytest.
         make_slab(10_000_000, CPU, num_local=3)
 
 
-def page_lock_returning(error: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    calls: list[tuple[int, ...]] = []
-    cudart = SimpleNamespace(cudaHostRegister=lambda *arguments: calls.append(arguments) or error)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    return calls
-
-
 @pytest.mark.parametrize("pins", [True, False])
 def test_the_user_says_whether_the_host_cache_is_page_locked(pins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of slabs that are page-locked if the ranks have GPUs, which are pretended while a slab is made."""
-    calls, fill = page_lock_returning(0, monkeypatch), Slab.fill
+    calls: list[tuple[int, ...]] = []
+    cudart = SimpleNamespace(cudaHostRegister=lambda *arguments: calls.append(arguments) or 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    fill = Slab.fill
 
     def fill_on_gpu(slab: Slab, shards: Sequence[NodeShard]) -> None:
         with pytest.MonkeyPatch.context() as pretended:
@@ -137,14 +133,10 @@ def test_a_budget_keeps_the_last_layers_on_the_device() -> None:
     assert model.memory().device_bytes == 4 * sum(b.layout.shard_numel for b in buckets(model)) + 2 * unit_bytes
 
 
-@on_ranks(2, local=2)
 def test_on_one_node_nothing_is_cached() -> None:
-    model = shard(build(), cache="host")
-    with moved(model) as m:
-        train_step(model)
-    assert m.weights == m.gradients == 0
-    assert model.memory().host_bytes == 0
-    assert not any(bucket.node_shard.is_kept for bucket in buckets(model))
+    run = Scenario(nodes=1, local=2, cache="host", steps=1).run()[0]
+    assert run.sent[0].weights == run.sent[0].gradients == run.memory[0].host_bytes == 0
+    assert not any(bucket.node_shard.is_kept for bucket in buckets(run.model))
 
 
 # -- what is stale -----------------------------------------------------------------------------------------------------
@@ -167,8 +159,8 @@ def assert_output(model: Any, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("world", "cache"),
-    [(3, "host"), (2, "device"), (2, "rank"), (2, Cache(where="host", device_budget_bytes=4000))],
-    ids=["host", "device", "rank", "budget"],
+    [(3, "host"), (2, "rank"), (2, Cache(where="host", device_budget_bytes=4000))],
+    ids=["host", "rank", "budget"],
 )
 @on_ranks("world", local=1)
 def test_node_shards_become_stale_exactly_when_parameters_change(cache: Any) -> None:
@@ -294,7 +286,7 @@ def test_until_backward_a_forward_without_gradients_is_the_end_too(where: Any) -
     assert [forward_bytes(model), forward_bytes(model)] == [gather_bytes("node", buckets(model))] * 2
 
 
-@pytest.mark.parametrize("cache", ["host", "device"])
+@pytest.mark.parametrize("cache", ["host", "rank"])
 @on_ranks(2, local=1)
 def test_unfreezing_loading_and_merging_into_frozen_weights(cache: Any) -> None:
     """Frozen, used, edited, loaded, unfrozen, trained: the values always equal those of a plain model."""

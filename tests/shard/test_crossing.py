@@ -119,12 +119,16 @@ def test_frozen_weights_stay_exact() -> None:
     assert all(torch.equal(value, exact[name]) for name, value in full_parameters(model).items())
 
 
+@torch.no_grad()
+def edit(model: Any, factor: float = 0.5) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(factor)
+
+
 def train_by_hand(model: Any) -> None:
     for seed in range(12):
         train_step(model, seed=seed)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.99)
+        edit(model, 0.99)
 
 
 @on_ranks(2, local=1)
@@ -159,15 +163,10 @@ def test_weights_cross_exactly_for_each_cause() -> None:
         step()
         assert states(model) == {CopyState.DECODED}, f"differences again after {cause}"
 
-    def edit() -> None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.25)
-
-    edit()
+    edit(model)
     expect_exact("an edit")
     squared_error(model, inputs(6, dist.get_rank())).backward()
-    edit()
+    edit(model)
     optimizer.step()
     model.zero_grad()
     expect_exact("an edit between a backward and its step")
@@ -244,9 +243,7 @@ def test_a_difference_that_is_read_in_part_is_never_a_base(wire: Any) -> None:
     else:
         model.unshard()
     model.reshard()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
+    edit(model)
     assert is_exact(model, torch.bfloat16)
     assert victim.state is CopyState.EXACT
     crossings_after(model, optimizer)

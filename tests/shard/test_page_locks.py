@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from laconic.shard import cache as cache_module
 from laconic.shard.cache import free_slab, make_slab
 
 GPU = torch.device("cuda", 1)
@@ -43,10 +44,13 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_the_error_of_a_lock_that_fails_is_taken_from_torch(told: list[Any]) -> None:
+def test_the_error_of_a_lock_that_fails_is_taken_from_torch(told: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver keeps it, and torch would raise it at its next kernel."""
-    with pytest.warns(UserWarning, match=r"could not page-lock the host cache of 0.00 GB \(CUDA error 2;"):
+    monkeypatch.setattr(cache_module.resource, "getrlimit", lambda _: (8_000_000, 8_000_000))
+    message = r"page-lock the host cache of 0.00 GB \(CUDA error 2; `ulimit -l` is 8.0 MB.*slower.*ulimit -l unlimited"
+    with pytest.warns(UserWarning, match=message):
         slab = make_slab(4096, GPU)
+    assert slab.fill_(3).sum() == 3 * 4096
     assert told == [("lock", slab.data_ptr()), "a kernel"]
 
 

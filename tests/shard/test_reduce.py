@@ -35,12 +35,11 @@ from tests.support.sharded_net import (
 @pytest.mark.parametrize(
     ("nodes", "local", "cache", "num_micro_batches"),
     [
-        (2, 2, "none", 3),
-        (2, 2, "host", 3),
-        (2, 2, "device", 1),
-        (2, 2, "rank", 3),
-        (1, 1, "host", 2),
+        (2, 2, "none", 2),
         (3, 1, "host", 2),
+        (2, 2, "device", 1),
+        (2, 2, "rank", 2),
+        (1, 1, "host", 2),
     ],
 )
 def test_weights_cross_once_per_optimizer_step_and_gradients_once(
@@ -154,18 +153,14 @@ def test_no_sync_restores_what_it_found() -> None:
     assert_gradients(model, oracle_of(model), batches)
 
 
-@pytest.mark.parametrize(
-    ("world", "names", "accumulation"), [(4, ("outer", "inner"), 1), (6, ("dp_replicate", "dp_shard"), 3)]
-)
-@on_ranks("world", local=1)
-def test_replicas_train_as_one_model(names: tuple[str, str], accumulation: int) -> None:
+@on_ranks(6, local=1)
+def test_replicas_train_as_one_model() -> None:
     """Train a step as the mean over all ranks, and count the bytes between the replicas."""
-    world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=names)
+    mesh, accumulation = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp_replicate", "dp_shard")), 2
     other = shard(build(), mesh=mesh)
     laconic.LocalSteps(other, torch.optim.SGD(other.parameters()), mesh=mesh)  # islands of another model change nothing
     model = shard(build(), mesh=mesh, cache="host")
-    oracle, batches = Oracle(build(), squared_error, num_nodes=2, num_local=world // 2), micro_batches(accumulation)
+    oracle, batches = Oracle(build(), squared_error, num_nodes=2, num_local=3), micro_batches(accumulation)
     replicate, cut = model.inp.weight.placements
     assert replicate.is_replicate()
     assert not cut.is_replicate()

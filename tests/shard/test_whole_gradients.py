@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import laconic
 from laconic import Cache
 from tests.support.launch import on_ranks
-from tests.support.scenario import Scenario
+from tests.support.scenario import Scenario, assert_equals_oracle
 from tests.support.sharded_net import (
     Moved,
     Net,
@@ -70,8 +70,7 @@ def _partly_frozen() -> nn.Module:
     return net
 
 
-@pytest.mark.parametrize(("world_size", "local"), [(3, 1), (4, 2)])
-@on_ranks("world_size", local="local")
+@on_ranks(4, local=2)
 def test_gradients_cross_once_a_step_inside_the_node_too() -> None:
     """Two steps of three micro-batches. In between a rank holds whole gradients, and afterwards nothing more."""
     model = shard(build(_partly_frozen), cache=WHOLE)
@@ -122,8 +121,8 @@ def _sum_of(net: nn.Module, x: Tensor) -> Tensor:
     return net(x).sum()
 
 
-@pytest.mark.parametrize(("world_size", "local", "where"), [(4, 2, "host"), (2, 2, "rank")])
-@on_ranks("world_size", local="local")
+@pytest.mark.parametrize("where", ["host", "rank"])
+@on_ranks(2, local=2)
 def test_gradients_of_integers_are_exact_wherever_weights_rest(where: Any) -> None:
     """Also if a micro-batch between others syncs: `.grad` then has a part, and the rest waits."""
     for pattern in ((False, True), (False, True, False, True)):
@@ -236,13 +235,14 @@ def test_an_audit_between_micro_batches_disturbs_nothing() -> None:
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
-@on_ranks(4, local=2)
 def test_units_may_let_gradients_wait_in_different_forms_and_sync_at_different_times() -> None:
     forms = {"blocks.0": WHOLE, "blocks.1": Cache(where="host"), "blocks.2": Cache(where="rank", gradients="rank")}
-    model = Scenario(cache=WHOLE, own={name: {"cache": cache} for name, cache in forms.items()}).sharded()
-    batches = micro_batches(3)
-    for number, batch in enumerate(batches):
-        model.set_requires_gradient_sync(number == 2)
-        model.blocks[0].set_requires_gradient_sync(number > 0)
-        squared_error(model, batch[dist.get_rank()]).backward()
-    assert_gradients(model, oracle_of(model), batches)
+    own = {name: {"cache": cache} for name, cache in forms.items()}
+
+    def early(model: Any) -> None:
+        """The first block sends its gradients one micro-batch before the others."""
+        sync = model.set_requires_gradient_sync
+        model.set_requires_gradient_sync = lambda syncs: (sync(syncs), model.blocks[0].set_requires_gradient_sync(True))
+
+    scenario = Scenario(local=2, cache=WHOLE, own=own, micro_batches=3, max_norm=0.5, events={0: early})
+    assert_equals_oracle(scenario, scenario.run())

@@ -180,8 +180,7 @@ def message_runs(bucket: Bucket, shard: int) -> list[Run]:
     return found
 
 
-@pytest.mark.parametrize(("world", "local"), [(4, 2), (3, 1)])
-@on_ranks("world", local="local")
+@on_ranks(4, local=2)
 def test_bytes_are_those_of_the_codes() -> None:
     model = shard(build(), cache="host", wire="4bit")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from laconic.shard import linear
+import laconic
 from laconic.shard.bucket import _TINY_NUMEL
+from laconic.shard.reduce import BucketGradients
 from tests.support import sharded_net
 from tests.support.launch import on_ranks
 
@@ -79,67 +83,51 @@ def test_nothing_as_large_as_a_bucket_is_allocated_or_copied(cache: str) -> None
     assert sum(nbytes for _, nbytes in watches[3].copied) <= gathers + vectors, watches[3].copied
 
 
-class Sink:
-    """A gradient sink for one parameter."""
+class Uses(nn.Module):
+    """Uses a layer three times. A smaller one would be copied."""
 
-    def __init__(self, weight: nn.Parameter, dtype: torch.dtype = torch.float32) -> None:
-        self.gradient = torch.zeros_like(weight, dtype=dtype)
-        self.written = 0
-        linear.set_sink(weight, self, 0)
+    def __init__(self, *, bias: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 65, bias=bias)
 
-    def accepts(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> bool:
-        return linear.is_gradient(shape, self.gradient.shape) and dtype == self.gradient.dtype
-
-    def collect(self, index: int, parameter: nn.Parameter) -> None:
-        raise AssertionError("not under test")
-
-    def add_product(self, index: int, left: Tensor, right: Tensor) -> None:
-        self.written += 1
-        self.gradient.addmm_(left, right)
+    def forward(self, x: Tensor) -> Tensor:
+        again = self.layer(self.layer(x).sum(-1, keepdim=True).expand(*x.shape))
+        return again.square().sum() + self.layer(x).sum()
 
 
-def layer(bias: bool = True) -> tuple[nn.Linear, nn.Linear]:
-    """A plain layer, and its twin that writes in place."""
-    torch.manual_seed(0)
-    plain, twin = nn.Linear(5, 3, bias=bias), nn.Linear(5, 3, bias=bias)
-    twin.load_state_dict(plain.state_dict())
-    linear.write_gradient_in_place(twin)
-    return plain, twin
-
-
-@pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 3, 5), (0, 5)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_gradients_are_those_of_a_plain_linear_layer(shape: tuple[int, ...], bias: bool) -> None:
-    plain, twin = layer(bias)
-    sink = Sink(twin.weight)
-    x = torch.randn(shape)
-    xs = [x.clone().requires_grad_() for _ in range(2)]
-    for module, value in zip((plain, twin), xs, strict=True):
-        (module(module(value).sum(-1, keepdim=True).expand(*shape)).square().sum() + module(value).sum()).backward()
-    assert sink.written == 3, "three uses, three products"
-    assert twin.weight.grad is None
-    torch.testing.assert_close(sink.gradient, plain.weight.grad)
-    torch.testing.assert_close(xs[1].grad, xs[0].grad)
-    if bias:
-        torch.testing.assert_close(twin.bias.grad, plain.bias.grad)
-
-
-def test_the_plain_path_is_taken_where_the_product_cannot_be_written() -> None:
-    plain, twin = layer()
-    x = torch.randn(4, 5)
-    sink = Sink(twin.weight, torch.bfloat16)
-    twin(x).square().sum().backward()
-    plain(x).square().sum().backward()
-    assert sink.written == 0
-    assert torch.equal(twin.weight.grad, plain.weight.grad)  # type: ignore[arg-type]
-
-    twin.weight.grad = None
-    sink = Sink(twin.weight)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert twin(x).dtype == torch.bfloat16
-    twin(x).square().sum()
-    with torch.no_grad():
-        assert not twin(x).requires_grad
-    per_row = torch.func.vmap(torch.func.grad(lambda row: twin(row).sum()))(x)
-    torch.testing.assert_close(per_row, twin.weight.detach().sum(0).expand(4, 5))
-    assert sink.written == 0
+@on_ranks(1)
+def test_gradients_are_those_of_a_plain_linear_layer(bias: bool) -> None:
+    """Products are written where they are reduced, three for three uses, unless they cannot be."""
+    make, mesh, add_product = partial(Uses, bias=bias), laconic.init_mesh("cpu"), BucketGradients.add_product
+    half = partial(torch.autocast, "cpu", torch.bfloat16)
+    summed_in_64_bits = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    with mock.patch.object(BucketGradients, "add_product", autospec=True, side_effect=add_product) as written:
+        for shape, policy, mode, num_written in (
+            ((64,), None, nullcontext, 3),
+            ((4, 64), None, nullcontext, 3),
+            ((2, 3, 64), None, nullcontext, 3),
+            ((0, 64), None, nullcontext, 3),
+            ((4, 64), None, half, 0),
+            ((4, 64), summed_in_64_bits, nullcontext, 0),
+        ):
+            plain, model = sharded_net.build(make), sharded_net.build(make)
+            laconic.fully_shard(model, mesh=mesh, mp_policy=policy)
+            written.reset_mock()
+            xs = [torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2)]
+            for module, x in zip((plain, model), xs, strict=True):
+                with mode():
+                    loss = module(x)
+                loss.backward()
+            assert written.call_count == num_written, (shape, policy, mode)
+            if mode is half:
+                continue  # rounding hides the rest
+            torch.testing.assert_close(xs[1].grad, xs[0].grad, rtol=1e-4, atol=1e-4)
+            want = {name: parameter.grad for name, parameter in plain.named_parameters()}
+            torch.testing.assert_close(sharded_net.full_gradients(model), want, rtol=1e-4, atol=1e-4)
+        written.reset_mock()
+        model.unshard()  # type: ignore[operator]
+        layer: Any = model.layer
+        per_row = torch.func.vmap(torch.func.grad(lambda row: layer(row).sum()))(torch.randn(4, 64))
+        torch.testing.assert_close(per_row, layer.weight.detach().sum(0).expand(4, 64))
+        assert not written.called
