@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from laconic import Prefetch
-from laconic.shard.gather import GatherState, Order
+from laconic.shard.gather import GatherState
 from laconic.shard.unit import unit_of
 from tests.reference.prefetch import ahead
 from tests.support import sharded_net
@@ -146,107 +145,64 @@ def test_a_gather_that_is_cut_short_is_begun_anew(cache: str) -> None:
 # -- how far: the sizes of units decide, alike on all ranks, or a policy -----------------------------------------------
 
 
-class _Sized(SimpleNamespace):
-    """A unit's gather of which only sizes are known."""
-
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
-    is_late = False
-
-    def begin(self, *, is_early: bool = False) -> None:
-        self.begun.append((self.place, is_early))
-
-    def start_local(self) -> None:
-        pass
-
-
-def _order_of(
-    sizes: list[tuple[int, int]], outer: bool, policy: Prefetch, at_home: Collection[int] = ()
-) -> list[tuple[list[int], list[int]]]:
-    """Return the gathers that an `Order` begins in its second forward, whole and early, for each unit.
-
-    With `outer` the forward of unit 0 contains those of all others.
-    """
-    begun: list[tuple[int, bool]] = []
-    gathers: list[Any] = [
-        _Sized(
-            place=i,
-            whole_bytes=whole,
-            node_bytes=node,
-            can_begin_early=True,
-            begins_without_memory=i in at_home,
-            stays_whole=False,
-            prefetch=policy,
-            begun=begun,
-        )
-        for i, (whole, node) in enumerate(sizes)
-    ]
-    order, found = Order(), []
-    for _ in range(2):
-        found.clear()
-        order.begin_forward(keeps=False)
-        for gather in gathers:
-            begun.clear()
-            order.enter_forward(gather, None)
-            others = [each for each in begun if each[0] != gather.place]
-            found.append(([i for i, early in others if not early], [i for i, early in others if early]))
-            if gather.place or not outer:
-                order.leave_forward(gather, returns=True)
-        if outer:
-            order.leave_forward(gathers[0], returns=True)
-        order.end_forward()
-    return found
-
-
-@pytest.mark.parametrize("outer", [False, True])
-def test_the_choice_equals_that_of_the_reference(outer: bool) -> None:
-    sample = random.Random(0)
-    for _ in range(200):
-        sizes = [
-            (sample.choice((0, 1, 2, 7, 30, 31)), sample.choice((0, 1, 3, 8))) for _ in range(sample.randint(1, 9))
-        ]
-        around = {0} if outer and len(sizes) > 1 else set()
-        budget = sample.choice((None, 1, 7, 40, 500))
-        at_home = {i for i in range(len(sizes)) if sample.random() < 0.5}
-        want = ahead([w for w, _ in sizes], [n for _, n in sizes], around, at_home=at_home, budget_bytes=budget)
-        assert _order_of(sizes, outer, Prefetch(budget_bytes=budget), at_home) == want, (sizes, budget, at_home)
-
-
 class Uneven(sharded_net.Net):
     """Large and small blocks, of odd sizes."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sequence[int] = (61, 3, 3, 3, 3, 61, 5)) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(sharded_net.Block(17, h) for h in (61, 3, 3, 3, 3, 61, 5))
+        self.blocks = nn.ModuleList(sharded_net.Block(17, h) for h in sizes)
 
 
-@on_ranks(3, local=1)
-def test_the_policy_decides_alike_on_all_ranks() -> None:
-    """A number of units, of bytes, or neither: small units go together, and a cache takes node shards early."""
+def _ahead_of_each(model: Any) -> list[set[str]]:
+    """The units whose gathers begin with the forward of each unit, in a step after one that recorded the order."""
+    batch = sharded_net.inputs(0, dist.get_rank())
+    events = events_of(model, lambda: sharded_net.squared_error(model, batch).backward())
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, events)
+    assert all(theirs == events for theirs in by_rank)
+    num_gathers = sum(event.startswith("gather") for event in events)
+    assert num_gathers == 2 * len(model.blocks) + 1, "each unit once each way, and the root"
+    sharded_net.assert_nothing_gathered(model)
+    found: list[set[str]] = [set()]
+    for kind, name in (event.split() for event in events[: 2 * len(model.blocks) + 2]):
+        if kind == "gather":
+            found[-1].add(name)
+        else:
+            found[-1].discard(name)
+            found.append(set())
+    return found[:-1]
 
-    def events_with(**options: Any) -> list[str]:
-        model = sharded_net.shard(sharded_net.build(Uneven), **options)
+
+@pytest.mark.parametrize(("world", "local", "cache"), [(3, 1, "none"), (4, 2, "host")])
+@on_ranks("world", local="local")
+def test_as_many_units_are_gathered_ahead_as_the_reference_says(cache: str) -> None:
+    """Small units go together; a cache takes node shards early."""
+    sample = random.Random(cache)
+    for budget in (None, None, 1, 600, 1300, 9000, 40_000):
+        sizes = [sample.choice((3, 5, 30, 61)) for _ in range(sample.randint(1, 8))]
+        model = sharded_net.build(partial(Uneven, sizes))
+        sharded_net.shard(model, cache=cache, prefetch=Prefetch(budget_bytes=budget))
         sharded_net.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        batch = sharded_net.inputs(0, dist.get_rank())
-        events = events_of(model, lambda: sharded_net.squared_error(model, batch).backward())
-        by_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, events)
-        assert all(theirs == events for theirs in by_rank)
-        assert sum(event.startswith("gather") for event in events) == 2 * 7 + 1, "each unit once each way, and the root"
-        sharded_net.assert_nothing_gathered(model)
-        return events
+        gathers = [unit._laconic_unit.gather for unit in (model, *model.blocks)]  # type: ignore[union-attr, misc]
+        at_home = {place for place, gather in enumerate(gathers) if gather.begins_without_memory}
+        whole, node = ([getattr(gather, name) for gather in gathers] for name in ("whole_bytes", "node_bytes"))
+        want = ahead(whole, node, {0}, at_home=at_home, budget_bytes=budget)
+        names = ["root", *(f"blocks.{index}" for index in range(len(sizes)))]
+        begun: set[str] = set()
+        for place, found in enumerate(_ahead_of_each(model)):
+            early = [each for each in want[place][1] if gathers[each].can_begin_early]
+            expected = {names[each] for each in (*want[place][0], *early)} - begun
+            assert found == expected, (sizes, budget, place)
+            begun |= found
 
-    sized = Prefetch(budget_bytes=1300)  # two small blocks, of some 500 bytes each
-    for options, ahead_of in (
-        ({"cache": "none"}, {0: [1], 1: [2, 3, 4], 4: [5]}),
-        ({"cache": "host"}, {0: [1, 2], 5: [6]}),
-        ({"cache": "host", "prefetch": Prefetch(units=3)}, {0: [1, 2, 3], 1: [2, 3, 4], 5: [6]}),
-        ({"prefetch": sized}, {0: [1, 2], 4: [5]}),
-    ):
-        events = events_with(**options)  # type: ignore[arg-type]
-        for index, following in ahead_of.items():
-            expected = {f"blocks.{each}" for each in following}
-            assert gathered_before(events, f"forward blocks.{index}") == expected, (options, index)
+
+@on_ranks(2, local=1)
+def test_a_policy_may_set_a_number_of_units() -> None:
+    model = sharded_net.shard(sharded_net.build(Uneven), cache="host", prefetch=Prefetch(units=3))
+    sharded_net.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    root, first, *others = _ahead_of_each(model)
+    assert root | first == {"blocks.0", "blocks.1", "blocks.2", "blocks.3"}
+    assert others == [{"blocks.4"}, {"blocks.5"}, {"blocks.6"}, set(), set(), set()]
 
 
 @on_ranks(2, local=1)
