@@ -270,7 +270,11 @@ def test_where_one_rank_has_no_memory_all_choose_within_half(
 
 
 def test_where_a_rank_never_has_memory_nothing_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of little is nothing, and the choice ends there."""
+    """Half of little is nothing, and the choice ends there. Other errors are not taken for a lack of memory."""
+    with monkeypatch.context() as patched:
+        _let_rank_1_lack_memory(1, RuntimeError("something else"), patched)
+        with pytest.raises(RuntimeError, match="something else"):
+            replace(PLAIN, local=1, steps=2, cache=_auto()).run()
     tried = _let_rank_1_lack_memory(100, torch.OutOfMemoryError("no memory"), monkeypatch)
     runs = replace(PLAIN, local=1, steps=2, cache=_auto()).run()
     for rank, run in enumerate(runs):

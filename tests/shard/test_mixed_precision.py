@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
 
@@ -99,7 +100,7 @@ class Probe(nn.Module):
         self.linear = nn.Linear(5, 5)
         self.register_buffer("table", torch.ones(5))
 
-    def forward(self, x: Tensor, ids: Tensor, *, extra: dict[str, Tensor]) -> tuple[list[torch.dtype], Tensor]:
+    def forward(self, x: Tensor, ids: Tensor, *, extra: dict[str, Any]) -> tuple[list[torch.dtype], Tensor]:
         seen = [each.dtype for each in (x, ids, extra["e"], self.linear.weight, self.table)]
         return seen, self.linear(x.to(self.linear.weight.dtype))
 
@@ -116,7 +117,7 @@ def test_only_floating_point_inputs_and_parameters_are_cast() -> None:
     ):
         policy = MixedPrecisionPolicy(**options)  # type: ignore[arg-type]
         model: Any = laconic.fully_shard(Probe(), mesh=mesh, mp_policy=policy)
-        seen, y = model(torch.ones(2, 5), ids, extra={"e": torch.ones(1)})
+        seen, y = model(torch.ones(2, 5), ids, extra=OrderedDict(e=torch.ones(1), name="text"))
         assert [*seen, y.dtype] == [inputs, torch.long, inputs, weight, FP32, output]
         y.sum().backward()
         assert model.linear.weight.dtype == model.linear.weight.grad.dtype == FP32

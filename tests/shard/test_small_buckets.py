@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from laconic.shard.api import _SMALL_BYTES
 from laconic.shard.unit import unit_of
 from tests.support import sharded_net
 from tests.support.launch import on_ranks
+from tests.support.scenario import Scenario, adamw, assert_equals_oracle
 
 
 class Adapted(nn.Module):
@@ -50,10 +53,6 @@ class AdaptedNet(nn.Module):
         return self.out(x)
 
 
-def _sharded(width: int = 67, rank: int = 3, **options: Any) -> Any:
-    return sharded_net.shard(sharded_net.build(lambda: AdaptedNet(width, rank)), **options)
-
-
 def _trained_names(module: Any) -> list[str]:
     """The names of the trained parameters of the unit of `module`."""
     unit = unit_of(module)
@@ -61,66 +60,48 @@ def _trained_names(module: Any) -> list[str]:
     return [slot.name for bucket in unit.buckets if not bucket.is_frozen for slot in bucket.layout.slots]
 
 
-def _train(model: Any, steps: int = 2) -> list[Tensor]:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
-    for step in range(steps):
-        for number in range(2):
-            model.set_requires_gradient_sync(number == 1)
-            loss = sharded_net.squared_error(model, sharded_net.inputs(2 * step + number, dist.get_rank()))
-            loss.backward()
-            losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-    sharded_net.assert_nothing_gathered(model)
-    return losses
+def _norm(model: Any) -> tuple[Tensor, int]:
+    """The norm of the trained parameters, and the bytes that it takes."""
+    with sharded_net.moved(model) as sent:
+        norm = torch.nn.utils.get_total_norm([p.detach() for p in model.parameters() if p.requires_grad])
+    return norm, sent.snapshot.total()
 
 
 @pytest.mark.parametrize("cache", ["none", "rank"])
-@on_ranks(4, local=2)
-def test_adapters_of_all_blocks_train_whole_in_one_bucket_as_if_cut(cache: Any) -> None:
-    together, apart = _sharded(cache=cache), _sharded(cache=cache, granularity=laconic.rows(1))
-    for block in together.blocks:
+def test_adapters_of_all_blocks_train_whole_in_one_bucket(cache: Any) -> None:
+    scenario = Scenario(local=2, make=AdaptedNet, cache=cache, micro_batches=2, optimizer=adamw)
+    runs = scenario.run()
+    assert_equals_oracle(scenario, runs)
+    model, *others = (run.model for run in runs)
+    for block in model.blocks:
         assert _trained_names(block) == []
         assert [bucket.is_frozen for bucket in sharded_net.buckets(block)] == [True]
-    assert _trained_names(together) == [f"blocks.{i}.{name}.weight" for i in range(3) for name in ("down", "up")]
-    assert sum(not bucket.is_frozen for bucket in unit_of(together).buckets) == 1  # type: ignore[union-attr]
+    assert _trained_names(model) == [f"blocks.{i}.{name}.weight" for i in range(3) for name in ("down", "up")]
+    assert sum(not bucket.is_frozen for bucket in unit_of(model).buckets) == 1  # type: ignore[union-attr]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.to_local().shape == (parameter.numel(),), "the parameter is whole"
+            assert all(torch.equal(parameter.to_local(), other.get_parameter(name).to_local()) for other in others)
+    apart = replace(scenario, options={"granularity": laconic.rows(1)}, steps=0).run()[0].model
     assert all(_trained_names(block) == ["down.weight", "up.weight"] for block in apart.blocks), "a granularity stays"
-    torch.testing.assert_close(torch.stack(_train(together)), torch.stack(_train(apart)), rtol=1e-6, atol=1e-6)
-    assert list(together.state_dict()) == list(apart.state_dict())
-    for name, value in sharded_net.full_parameters(together).items():
-        torch.testing.assert_close(value, sharded_net.full_parameters(apart)[name], rtol=1e-5, atol=1e-6)
-    for parameter in [p for p in together.parameters() if p.requires_grad]:
-        assert parameter.to_local().shape == (parameter.numel(),), "the parameter is whole"
-        _assert_equal_on_all_ranks(parameter.to_local())
-
-
-def _assert_equal_on_all_ranks(value: Tensor) -> None:
-    ends = torch.stack([value, -value])
-    dist.all_reduce(ends, dist.ReduceOp.MAX)
-    assert torch.equal(ends[0], -ends[1])
+    assert list(model.state_dict()) == list(apart.state_dict())
 
 
 @pytest.mark.parametrize("is_small", [True, False])
-@on_ranks(6, local=2)
 def test_nothing_but_adapters_moves(is_small: bool) -> None:
     """Small ones need one sum of gradients; the bucket of larger ones is gathered in each step, too."""
-    model = _sharded(rank=3 if is_small else 16, cache="rank")
-    assert is_small or all(_trained_names(block) for block in model.blocks), "more than an eighth of the unit"
-    _train(model, steps=1)
-    trained = [bucket for bucket in sharded_net.buckets(model) if not bucket.is_frozen]
-    with sharded_net.moved(model) as bytes_moved:
-        _train(model, steps=1)
+    make = partial(AdaptedNet, rank=3 if is_small else 16)
+    run = Scenario(nodes=3, local=2, make=make, cache="rank", micro_batches=2, look=_norm).run()[0]
+    assert is_small or all(_trained_names(block) for block in run.model.blocks), "more than an eighth of the unit"
+    trained = [bucket for bucket in sharded_net.buckets(run.model) if not bucket.is_frozen]
     levels: tuple[Level, ...] = ("node", "local")
     for level in levels:
-        weights = 0 if is_small else sharded_net.gather_bytes(level, trained)
-        assert bytes_moved.sent(level, "weights") == weights
+        assert run.sent[1].sent(level, "weights") == (0 if is_small else sharded_net.gather_bytes(level, trained))
     for level in levels if is_small else levels[:1]:
-        assert bytes_moved.sent(level, "gradients") == sharded_net.reduce_bytes(level, trained)
-    with sharded_net.moved(model) as bytes_moved:
-        norm = torch.nn.utils.get_total_norm([p.detach() for p in model.parameters() if p.requires_grad])
+        assert run.sent[1].sent(level, "gradients") == sharded_net.reduce_bytes(level, trained)
+    norm, nbytes = run.looks[-1]
     assert norm > 0
-    assert not is_small or bytes_moved.snapshot.total() == 0, "each rank has all of the norm"
+    assert (nbytes == 0) == is_small, "each rank has all of the norm"
 
 
 @on_ranks(2, local=1)
@@ -129,31 +110,31 @@ def test_what_stays_with_its_unit() -> None:
     width = 600
     assert 2 * 14 * width * 4 > _SMALL_BYTES > 2 * 13 * width * 4
     for rank, is_small in ((13, True), (14, False)):
-        large = _sharded(width, rank)
+        large: Any = sharded_net.shard(sharded_net.build(partial(AdaptedNet, width, rank)))
         assert (_trained_names(large.blocks[0]) == []) == is_small
-    edited = sharded_net.build(AdaptedNet)
-    laconic.fully_shard(edited.blocks[0], mesh=mesh)  # type: ignore[index]
-    laconic.fully_shard(edited.blocks[1], mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))  # type: ignore[index]
-    laconic.fully_shard(edited.blocks[2], mesh=mesh)  # type: ignore[index]
+    edited: Any = sharded_net.build(AdaptedNet)
+    laconic.fully_shard(edited.blocks[0], mesh=mesh)
+    laconic.fully_shard(edited.blocks[1], mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    laconic.fully_shard(edited.blocks[2], mesh=mesh)
     with torch.no_grad():
-        edited.blocks[2].up.weight.mul_(2)  # type: ignore[index, union-attr]
-    value = edited.blocks[2].up.weight.full_tensor()  # type: ignore[index, union-attr]
+        edited.blocks[2].up.weight.mul_(2)
+    value = edited.blocks[2].up.weight.full_tensor()
     laconic.fully_shard(edited, mesh=mesh)
-    names = [_trained_names(block) for block in edited.blocks]  # type: ignore[union-attr]
+    names = [_trained_names(block) for block in edited.blocks]
     assert names == [[], ["down.weight", "up.weight"], ["down.weight", "up.weight"]]
-    assert torch.equal(edited.blocks[2].up.weight.full_tensor(), value)  # type: ignore[index, union-attr]
-    alone = sharded_net.build(AdaptedNet)
-    laconic.fully_shard(alone.blocks[0], mesh=mesh)  # type: ignore[index]
-    assert _trained_names(alone.blocks[0]) == ["down.weight", "up.weight"], "nobody is around it"  # type: ignore[index]
-    alone.blocks[0](torch.randn(2, 67)).sum().backward()  # type: ignore[index]
-    assert unit_of(alone.blocks[0]).buckets[1]._managed == []  # type: ignore[union-attr, index]
+    assert torch.equal(edited.blocks[2].up.weight.full_tensor(), value)
+    alone: Any = sharded_net.build(AdaptedNet)
+    laconic.fully_shard(alone.blocks[0], mesh=mesh)
+    assert _trained_names(alone.blocks[0]) == ["down.weight", "up.weight"], "nobody is around it"
+    alone.blocks[0](torch.randn(2, 67)).sum().backward()
+    assert unit_of(alone.blocks[0]).buckets[1]._managed == []
 
 
 @on_ranks(2, local=1)
 def test_an_optimizer_that_was_made_before_the_outer_call_is_told() -> None:
     mesh = laconic.init_mesh("cpu")
     model = sharded_net.build(AdaptedNet)
-    for block in model.blocks:  # type: ignore[union-attr]
+    for block in model.blocks:
         laconic.fully_shard(block, mesh=mesh)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     laconic.fully_shard(model, mesh=mesh)
