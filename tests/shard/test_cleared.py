@@ -65,7 +65,6 @@ WAYS: dict[str, Callable[[Any, torch.optim.Optimizer], Any]] = {
     "optimizer.zero_grad": lambda model, optimizer: optimizer.zero_grad(),
     "optimizer.zero_grad, zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
     "zeros one by one": lambda model, optimizer: torch.optim.SGD(model.parameters(), foreach=False).zero_grad(False),
-    "a new optimizer": lambda model, optimizer: torch.optim.SGD(model.parameters()).zero_grad(),
     "p.grad = None": set_to_none,
     "p.grad.zero_()": zero_in_place,
     "p.grad.data.zero_()": zero_the_data,

@@ -218,19 +218,6 @@ class Expert(Tree):
         return call(self.layers[(self.rank + turn) % 2], x, ids, turn, "args")
 
 
-class Tied(Tree):
-    """An encoder and a decoder with one weight."""
-
-    def build(self) -> None:
-        dtype = getattr(torch, self.node.dtype)
-        self.encoder = nn.Linear(self.width, self.width, bias=self.node.bias, dtype=dtype)
-        self.decoder = nn.Linear(self.width, self.width, dtype=dtype)
-        self.decoder.weight = self.encoder.weight
-
-    def compute(self, x: Tensor, ids: Tensor, turn: int) -> Tensor:
-        return call(self.decoder, torch.tanh(call(self.encoder, x, ids, turn, "args")), ids, turn, "args")
-
-
 class Custom(Tree):
     """Parameters of odd shapes: none, one and no dims' elements, three dims, two dtypes, and one that is never used."""
 
@@ -254,7 +241,7 @@ class Custom(Tree):
         return x * self.scale + self.cube.sum((0, 1)) + self.empty.sum()
 
 
-OWN_LEAVES = {"expert": Expert, "tied": Tied, "custom": Custom}
+OWN_LEAVES = {"expert": Expert, "custom": Custom}
 
 
 class Model:
