@@ -227,8 +227,9 @@ def test_a_difference_that_is_read_in_part_is_never_a_base(wire: Any) -> None:
     """One rank is interrupted in the middle of a difference. Next time the weights cross exactly, on all ranks."""
     model, optimizer = coded(units=[], wire=wire, mp_policy=BF16)
     (victim,) = crossings_after(model, optimizer)
-    decoders = (crossing, "decode_in_pieces") if wire != "4bit" else (victim._messages._payload, "decode_into")
-    decode, decoded = getattr(*decoders), []
+    decoders: Any = (crossing, "decode_in_pieces") if wire != "4bit" else (victim._messages._payload, "decode_into")
+    decode = getattr(*decoders)
+    decoded: list[int] = []
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
         if decoded or wire != "4bit":

@@ -181,9 +181,9 @@ def test_as_many_units_are_gathered_ahead_as_the_reference_says(cache: str) -> N
     for budget in (None, None, 1, 1300, 9000, 13_800, 22_000):
         sizes = [sample.choice((3, 5, 61, 61)) for _ in range(sample.randint(1, 8))]
         model = sharded_net.build(partial(Uneven, sizes))
-        sharded_net.shard(model, cache=cache, prefetch=Prefetch(budget_bytes=budget))
+        model = sharded_net.shard(model, cache=cache, prefetch=Prefetch(budget_bytes=budget))
         sharded_net.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        gathers = [unit._laconic_unit.gather for unit in (model, *model.blocks)]  # type: ignore[union-attr, misc]
+        gathers = [unit._laconic_unit.gather for unit in (model, *model.blocks)]
         at_home = {place for place, gather in enumerate(gathers) if gather.begins_without_memory}
         whole, node = ([getattr(gather, name) for gather in gathers] for name in ("whole_bytes", "node_bytes"))
         want = ahead(whole, node, {0}, at_home=at_home, budget_bytes=budget)

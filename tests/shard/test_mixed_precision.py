@@ -100,7 +100,7 @@ class Probe(nn.Module):
         self.linear = nn.Linear(5, 5)
         self.register_buffer("table", torch.ones(5))
 
-    def forward(self, x: Tensor, ids: Tensor, *, extra: dict[str, Any]) -> tuple[list[torch.dtype], Tensor]:
+    def forward(self, x: Tensor, ids: Tensor, *, extra: dict[str, Any]) -> tuple[list[Any], Tensor]:
         seen = [each.dtype for each in (x, ids, extra["e"], self.linear.weight, self.table)]
         return seen, self.linear(x.to(self.linear.weight.dtype))
 

@@ -96,7 +96,8 @@ def test_a_bucket_that_only_some_ranks_use(cache: Any) -> None:
     """Also in some micro-batches only; what no rank uses has no gradient."""
     model = shard(build(Router), cache=cache)
     oracle = oracle_of(model, Router, routed_error)
-    for chosen in ([{0}], [{0}, set()], [{1, 3}, {0}], [set(), set()]):
+    by_micro_batch: list[list[set[int]]] = [[{0}], [{0}, set()], [{1, 3}, {0}], [set(), set()]]
+    for chosen in by_micro_batch:
         batches = [[(inputs(number, rank)[0], rank in some) for rank in range(4)] for number, some in enumerate(chosen)]
         model.zero_grad()
         accumulate(model, batches, routed_error)
