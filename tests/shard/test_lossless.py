@@ -280,7 +280,6 @@ def test_refusals_name_the_remedy() -> None:
     double = {"wire": laconic.Wire(gradients="lossless")}
     for model, options, message in (
         (build(), {"cache": "host"}, r"is gathered in torch\.float32.*mp_policy=MixedPrecisionPolicy"),
-        (build(), {"mp_policy": HALF}, r"sends differences to the copies.*cache='none' keeps none; use cache='host'"),
         (frozen, {"cache": "host"}, r"out\.weight is gathered in torch\.float32"),
         (build().double(), double, r"is reduced in torch.float64; pass mp_policy=MixedPrecisionPolicy\(reduce_"),
         (build().double(), {"mesh": replicas, **double}, r"is reduced in torch.float64"),

@@ -167,14 +167,15 @@ def buckets(*modules: nn.Module) -> list[Bucket]:
     return [bucket for unit in units for bucket in unit.buckets]
 
 
+def _piece_numel(level: Level, bucket: Bucket) -> int:
+    """The elements that one rank sends on `level`: (R - 1) pieces, each a shard or a node shard."""
+    n, loc, c = bucket.cluster.num_nodes, bucket.cluster.num_local, bucket.layout.shard_numel
+    return {"node": (n - 1) * c, "local": (loc - 1) * n * c}[level]
+
+
 def gather_bytes(level: Level, which: list[Bucket]) -> int:
-    """Bytes one rank sends on `level` per gather of the buckets: (R - 1) pieces, each a shard or a node shard."""
-    total = 0
-    for bucket in which:
-        n, loc, c = bucket.cluster.num_nodes, bucket.cluster.num_local, bucket.layout.shard_numel
-        piece = {"node": (n - 1) * c, "local": (loc - 1) * n * c}[level]
-        total += piece * bucket.form.dtype.itemsize
-    return total
+    """Bytes one rank sends on `level` per gather of the buckets."""
+    return sum(_piece_numel(level, bucket) * bucket.form.dtype.itemsize for bucket in which)
 
 
 def reduce_bytes(level: Level, which: list[Bucket]) -> int:
@@ -184,17 +185,13 @@ def reduce_bytes(level: Level, which: list[Bucket]) -> int:
     """
     total = 0
     for bucket in which:
-        if bucket.is_frozen:
-            continue
-        cut = bucket.cluster.cut
-        if cut is not None:
-            nbytes = 2 * (cut.size - 1) * bucket.layout.numel * bucket.reduce_dtype.itemsize // cut.size
+        itemsize, cut = bucket.reduce_dtype.itemsize, bucket.cluster.cut
+        if cut is not None and not bucket.is_frozen:
+            nbytes = 2 * (cut.size - 1) * bucket.layout.numel * itemsize // cut.size
             crossing = nbytes * (cut.size - cut.num_local) // (cut.size - 1)
             total += crossing if level == "node" else nbytes - crossing
-            continue
-        n, loc, c = bucket.cluster.num_nodes, bucket.cluster.num_local, bucket.layout.shard_numel
-        piece = {"node": (n - 1) * c, "local": (loc - 1) * n * c}[level]
-        total += piece * bucket.reduce_dtype.itemsize
+        elif not bucket.is_frozen:
+            total += _piece_numel(level, bucket) * itemsize
     return total
 
 
