@@ -18,6 +18,7 @@ from laconic.shard import cache as cache_module
 from laconic.shard.cache import NodeShard, Slab, make_slab
 from laconic.shard.policies import Cache
 from laconic.shard.unit import unit_of
+from tests.shard.test_small_buckets import Adapted
 from tests.support.launch import on_ranks
 from tests.support.scenario import Scenario, assert_same_bits
 from tests.support.sharded_net import (
@@ -229,21 +230,8 @@ def test_node_shards_become_stale_exactly_when_parameters_change(cache: Any) -> 
 # -- frozen weights ----------------------------------------------------------------------------------------------------
 
 
-class Adapted(nn.Module):
-    """A frozen linear layer and a low-rank correction that trains."""
-
-    def __init__(self, d: int = 64, rank: int = 6) -> None:
-        super().__init__()
-        self.base = nn.Linear(d, d).requires_grad_(False)
-        self.down = nn.Linear(d, rank, bias=False)
-        self.up = nn.Linear(rank, d, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.base(x) + self.up(self.down(x)))
-
-
 def adapted() -> nn.Sequential:
-    return nn.Sequential(*(Adapted() for _ in range(3)))
+    return nn.Sequential(*(Adapted(64, 6) for _ in range(3)))
 
 
 def rows(number: int, rank: int) -> torch.Tensor:
