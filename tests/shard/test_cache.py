@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from laconic.config import Config, from_dict
 from laconic.shard import cache as cache_module
-from laconic.shard.cache import NodeShard, Slab, make_slab
+from laconic.shard.cache import NodeShard, Slab, choose_device_shards, make_slab
 from laconic.shard.policies import Cache
 from laconic.shard.unit import unit_of
 from tests.shard.test_small_buckets import Adapted
@@ -68,6 +68,11 @@ def test_only_the_host_cache_can_do_without_page_locking() -> None:
     with pytest.raises(ValueError, match=message):
         from_dict(Config, {"shard": {"cache": "none", "pin_memory": False}})
     assert not from_dict(Config, {"shard": {"pin_memory": False}}).shard.policy.cache.pin_memory
+
+
+@pytest.mark.parametrize(("budget", "chosen"), [(3, set()), (4, {3}), (9, {3}), (10, {3, 2}), (12, {3, 2, 1})])
+def test_a_budget_keeps_the_last_node_shards(budget: int, chosen: set[int]) -> None:
+    assert choose_device_shards([5, 2, 6, 4], budget) == chosen
 
 
 # -- host memory -------------------------------------------------------------------------------------------------------
