@@ -158,11 +158,7 @@ GOOD, TEXT = {"messages": [USER, ASSISTANT]}, {"text": "x"}
         ({"messages": "hello"}, {}, "it must be a list of messages"),
         ({"messages": ["hello"]}, {}, "message 1 is 'hello'"),
         (TEXT, {}, "line 2 has no field 'messages': it has only ['text']"),
-        (
-            {"messages": [ASSISTANT]},
-            {"template": STRICT},
-            "line 2 is refused by the chat template: the user must begin",
-        ),
+        ({"messages": [ASSISTANT]}, {"template": STRICT}, "is refused by the chat template: the user must begin"),
         ({"messages": [ASSISTANT, USER]}, {"template": UNMARKED}, "line 2 begins with the assistant"),
         ({"messages": [USER, ASSISTANT, USER]}, {"template": FORGETFUL}, "line 1 changes when message 2 follows"),
         (GOOD, {"template": "hello"}, "line 1 loses message 1: the chat template does not"),
@@ -197,11 +193,9 @@ def test_bad_documents_and_keys_that_do_not_fit_are_refused(
 
 
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path, folder: Path) -> None:
-    lone = tmp_path / "lone"
-    lone.mkdir()
-    (lone / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     with pytest.raises(JobError, match="no chat template, so messages cannot become text"):
-        rows_of(write(tmp_path, [GOOD]).parent, tokenizer=str(lone))
+        rows_of(write(tmp_path, [GOOD]).parent, tokenizer=str(tmp_path))
 
 
 def test_the_documents_are_prepared_once_until_something_changes(
@@ -212,12 +206,12 @@ def test_the_documents_are_prepared_once_until_something_changes(
     with monkeypatch.context() as patch:
         patch.setattr(Chat, "render", None)  # would fail if anything were encoded
         assert len(rows_of(tmp_path).train) == 2
-        changes: list[dict[str, Any]] = [{"loss": "all"}, {"packing": True}, {"sequence_length": 399}]
         template = tmp_path / "template.jinja"
         template.write_text(UNMARKED)
-        for change in (*changes, {"chat_template": str(template)}, {"too_long": "drop"}):
+        changes = {"loss": "all", "packing": True, "sequence_length": 399, "chat_template": str(template)}
+        for key, value in (changes | {"too_long": "drop"}).items():
             with pytest.raises(TypeError):
-                rows_of(tmp_path, **change)
+                rows_of(tmp_path, **{key: value})
 
 
 def test_long_documents_are_cut_or_left_out_and_counted(tmp_path: Path) -> None:

@@ -18,21 +18,14 @@ from laconic.hf.tokenizer import ByteTokenizer
 from tests.support.jobs import SMALL_LLAMA
 
 
-def naive_pack(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Best fit, longest first: look at all rows for each document."""
-    rows: list[list[int]] = []
+def naive_pack(lengths: list[int], capacity: int) -> list[int]:
+    """The tokens of each row by best fit, longest first: look at all rows for each document."""
     used: list[int] = []
-    for document in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-        fitting = [row for row in range(len(rows)) if used[row] + lengths[document] <= capacity]
-        if fitting:
-            row = max(fitting, key=used.__getitem__)
-        else:
-            row = len(rows)
-            rows.append([])
-            used.append(0)
-        rows[row].append(document)
-        used[row] += lengths[document]
-    return rows
+    for length in sorted(lengths, reverse=True):
+        fitting = [row for row in range(len(used)) if used[row] + length <= capacity]
+        row = max(fitting, key=used.__getitem__, default=len(used))
+        used[row : row + 1] = [length + (used[row] if fitting else 0)]
+    return used
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -40,11 +33,11 @@ def test_packing_is_best_fit_decreasing(seed: int) -> None:
     generator = np.random.default_rng(seed)
     capacity = int(generator.integers(5, 60))
     lengths = generator.integers(1, capacity + 1, size=int(generator.integers(1, 200))).tolist()
-    rows, expected = pack_rows(lengths, capacity), naive_pack(lengths, capacity)
+    rows = pack_rows(lengths, capacity)
     totals = [sum(lengths[document] for document in row) for row in rows]
     assert sorted(document for row in rows for document in row) == list(range(len(lengths)))
     assert max(totals) <= capacity
-    assert sorted(totals) == sorted(sum(lengths[document] for document in row) for row in expected)
+    assert sorted(totals) == sorted(naive_pack(lengths, capacity))
     assert pack_rows(lengths, capacity) == rows
 
 
@@ -114,16 +107,10 @@ def test_every_rank_knows_the_targets_of_its_optimizer_step(tmp_path: Path) -> N
     assert [rank[0][1] for rank in alone] == [pytest.approx(sum(count for count, _ in rank) / 2) for rank in alone]
     batches = corpus.batches(Division(num_workers=2), 0, 2)  # 3 steps per epoch
     assert [batches.tokens_after(steps) for steps in (0, 3, 6)] == [0, 28, 56]
-    assert batches.tokens_after(4) - 28 == sum(own_tokens(corpus, rank) for rank in range(2))
-    assert corpus.steps_per_epoch(6) == 1
-    assert corpus.steps_per_epoch(2) == 3
-
-
-def own_tokens(corpus: TrainingData, rank: int) -> int:
-    """The tokens of this rank's row of step 3; they are not zero, but padding is."""
-    division = Division(num_workers=2, workers=range(rank, rank + 1))
-    (batch,) = corpus.batches(division, rank, 2).step(3)
-    return int((batch.input_ids != 0).sum()) + 1  # and the separator
+    pair = [corpus.batches(Division(num_workers=2, workers=range(r, r + 1)), r, 2).step(3) for r in range(2)]
+    found = [int((batch.input_ids != 0).sum()) + 1 for (batch,) in pair]  # padding is zero, as is the separator
+    assert batches.tokens_after(4) - 28 == sum(found)
+    assert [corpus.steps_per_epoch(rows) for rows in (6, 2)] == [1, 3]
 
 
 def test_every_held_out_target_counts_once(tmp_path: Path) -> None:
@@ -187,9 +174,8 @@ def test_the_global_batch_does_not_depend_on_how_it_is_cut(
 
 def test_every_position_is_drawn_and_none_beyond_the_end() -> None:
     """All starts from 0 to num_tokens - sequence_length, about equally often."""
-    counts = np.bincount(
-        np.concatenate([sampler(num_tokens=17, micro_batch_size=500).offsets(step) for step in range(10)], axis=None)
-    )
+    drawn = [sampler(num_tokens=17, micro_batch_size=500).offsets(step) for step in range(10)]
+    counts = np.bincount(np.concatenate(drawn, axis=None))
     assert len(counts) == 10
     assert counts.min() > 400
     assert counts.max() < 600

@@ -26,21 +26,21 @@ def text(tokens: np.ndarray) -> str:
     return bytes(tokens).decode()
 
 
-def test_a_text_file_and_a_folder_in_byte_order(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    (source / "sub").mkdir(parents=True)
-    for name, content in {"b.txt": "bee", "a.txt": "ä", "sub/c.md": "sea", ".hidden": "no"}.items():
-        (source / name).write_text(content)
-    assert text(tokens_of(tmp_path, path=str(source / "b.txt")).train) == "bee\0"
-    assert text(tokens_of(tmp_path, path=str(source)).train) == "ä\0bee\0sea\0"
-
-
-def test_jsonl(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"text": "one", "body": "1"}\n\n{"text": "twö", "body": "2"}\n')
-    for settings, wanted in (({}, "one\0twö\0"), ({"text_field": "body"}, "1\0002\0")):
-        assert text(tokens_of(tmp_path, kind="jsonl", path=str(path), **settings).train) == wanted
-    assert text(tokens_of(tmp_path, kind="jsonl", path=str(tmp_path)).train) == "one\0twö\0"
+def test_texts_and_jsonl_of_a_file_and_of_a_folder_in_byte_order(tmp_path: Path) -> None:
+    (tmp_path / "source" / "sub").mkdir(parents=True)
+    (tmp_path / "lines").mkdir()
+    lines = '{"text": "one", "body": "1"}\n\n{"text": "twö", "body": "2"}\n'
+    files = {"b.txt": "bee", "a.txt": "ä", "sub/c.md": "sea", ".hidden": "no", "../lines/x.jsonl": lines}
+    for name, content in files.items():
+        (tmp_path / "source" / name).write_text(content)
+    for path, settings, wanted in [
+        ("source/b.txt", {}, "bee\0"),
+        ("source", {}, "ä\0bee\0sea\0"),
+        ("lines/x.jsonl", {"kind": "jsonl"}, "one\0twö\0"),
+        ("lines/x.jsonl", {"kind": "jsonl", "text_field": "body"}, "1\0002\0"),
+        ("lines", {"kind": "jsonl"}, "one\0twö\0"),
+    ]:
+        assert text(tokens_of(tmp_path, path=str(tmp_path / path), **settings).train) == wanted
 
 
 def test_datasets_on_disk(tmp_path: Path) -> None:
@@ -60,9 +60,6 @@ def test_datasets_on_disk(tmp_path: Path) -> None:
         with pytest.raises(JobError) as refused:
             tokens_of(tmp_path, kind="datasets", path=str(tmp_path / name), text_field=field)
         assert part in str(refused.value)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(JobError, match="save_to_disk"):
-        tokens_of(tmp_path, kind="datasets", path=str(tmp_path / "empty"))
 
 
 def test_the_standard_library_needs_nothing(tmp_path: Path) -> None:
@@ -91,11 +88,6 @@ def test_a_local_tokenizer_folder(tmp_path: Path) -> None:
         found = tokens_of(tmp_path, path=str(path), tokenizer=str(tmp_path / name)).train
         assert found.tolist() == [2, 3, 1, 4, *separator]
     assert load_tokenizer(str(lone)).vocab_size == 5
-    with pytest.raises(JobError, match="neither 'bytes' nor a folder"):
-        load_tokenizer(str(tmp_path / "nowhere"))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(JobError, match="does not hold a tokenizer"):
-        load_tokenizer(str(tmp_path / "empty"))
 
 
 @pytest.mark.parametrize(
@@ -123,15 +115,18 @@ def test_bad_corpora_are_refused(tmp_path: Path, kind: str, content: bytes, part
 
 
 def test_missing_paths_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="does not exist"):
-        tokens_of(tmp_path, path=str(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(JobError, match="holds no file"):
-        tokens_of(tmp_path, path=str(tmp_path / "empty"))
     (tmp_path / "a").write_text("abcdef")
-    (tmp_path / "tokens").write_text("a file where the folder should be")
-    with pytest.raises(JobError, match="cannot create the folder"):
-        tokens_of(tmp_path, path=str(tmp_path / "a"))
+    refusals = [({"path": "nowhere"}, "does not exist"), ({"path": "empty"}, "holds no file")]
+    refusals += [({"path": "empty", "kind": "datasets"}, "save_to_disk"), ({"path": "a"}, "cannot create the folder")]
+    for settings, part in refusals:
+        if settings["path"] == "a":
+            (tmp_path / "tokens").write_text("a file where the folder should be")
+        with pytest.raises(JobError, match=part):
+            tokens_of(tmp_path, **{**settings, "path": str(tmp_path / settings["path"])})
+    for name, part in (("nowhere", "neither 'bytes' nor a folder"), ("empty", "does not hold a tokenizer")):
+        with pytest.raises(JobError, match=part):
+            load_tokenizer(str(tmp_path / name))
 
 
 def test_tokenised_once_until_the_corpus_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +180,6 @@ def test_one_document_is_split_at_its_tail(tmp_path: Path) -> None:
 
 
 def test_rows() -> None:
-    tokens = np.arange(10, dtype=np.uint8)
-    rows = data.rows_at(tokens, np.array([[0, 7], [3, 4]]), 3)
+    rows = data.rows_at(np.arange(10, dtype=np.uint8), np.array([[0, 7], [3, 4]]), 3)
     assert rows.dtype == np.int64
     assert rows.tolist() == [[[0, 1, 2], [7, 8, 9]], [[3, 4, 5], [4, 5, 6]]]

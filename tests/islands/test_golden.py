@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -79,13 +78,8 @@ def test_trajectories_are_the_golden_ones() -> None:
     first = torch.tensor(golden["diloco"])
     assert not torch.equal(first[0, 2], first[1, 2]), "islands differ between syncs"
     assert torch.equal(first[0, 3], first[1, 3]), "islands are equal after a sync"
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].get("codec") != "fp32"])
-def test_codecs_change_the_golden_numbers(name: str) -> None:
-    """A codec without effect would keep the trajectory of fp32."""
-    golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
-    assert (torch.tensor(golden[name]) - torch.tensor(golden["diloco"])).abs().max() > 1e-4
+    for name in {name for name in CASES if CASES[name].get("codec") != "fp32"}:
+        assert (torch.tensor(golden[name]) - first).abs().max() > 1e-4, "a codec has an effect"
 
 
 if __name__ == "__main__":

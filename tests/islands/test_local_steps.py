@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,11 +22,12 @@ from tests.support.launch import on_ranks, run_ranks
 from tests.support.partial_models import partial_net
 from tests.support.sharded_net import Net, build, shard, squared_error
 
-Job = dict[str, Any]
+PLAIN = partial(torch.optim.SGD, lr=1.0)
+"""An outer step that is the mean."""
 
 
 def make() -> nn.Module:
-    return Net(3, 9, 11)
+    return Net(2, 5, 7)
 
 
 def batch(step: int, island: int, rank: int = 0) -> tuple[Tensor, Tensor]:
@@ -39,6 +41,35 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def take(model: nn.Module, stepper: Any, steps: Iterable[int], local: int = 1) -> None:
+    """Take these steps, of `LocalSteps` or of an optimizer, on the rows of this rank, one of `local` of its island."""
+    for step in steps:
+        squared_error(model, batch(step, *divmod(dist.get_rank(), local))).backward()
+        stepper.step()
+        stepper.zero_grad()
+
+
+def loss_over(model: nn.Module, places: Sequence[tuple[int, int]], step: int) -> Tensor:
+    """The mean loss over the rows of these islands and ranks."""
+    return torch.stack([squared_error(model, batch(step, *place)) for place in places]).mean()
+
+
+def local_part(value: Any) -> Any:
+    return value.to_local() if isinstance(value, laconic.RaggedTensor) else value
+
+
+def flat(model: nn.Module) -> Tensor:
+    """All parameters, whole, in one vector. Collective where they are sharded."""
+    whole = [p.full_tensor() if isinstance(p, laconic.RaggedTensor) else p.detach() for p in model.parameters()]
+    return torch.cat([value.reshape(-1) for value in whole])
+
+
+def assert_same_everywhere(vector: Tensor) -> None:
+    everyone = [torch.empty_like(vector) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, vector)
+    assert all(torch.equal(theirs, vector) for theirs in everyone)
 
 
 def coarse(values: Tensor) -> Tensor:
@@ -60,173 +91,183 @@ class Coarse(Codec):
         return payload.view(torch.int8).to(torch.float32) / 256
 
 
-ENDS_WHOLE: Job = {"codec": Coarse(), "error_feedback": 0.5, "last_codec": "fp32"}
-ENDED_WHOLE: Job = {"code": coarse, "feedback": 0.5, "last_code": torch.clone}
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run of islands; `both` are options of LocalSteps and of the oracle, `own` and `oracle` of one of them."""
+
+    islands: int = 2
+    local: int = 1
+    sharded: bool = False
+    both: dict[str, Any]
+    own: dict[str, Any] = field(default_factory=dict)
+    oracle: dict[str, Any] = field(default_factory=dict)
+    held: list[set[int]] | None = None
+    """The slices that each island trains, of `num_slices`; None if the model has none."""
+    num_slices: int = 0
+
+    @property
+    def steps(self) -> range:
+        return range(2 * self.both["every"] + 1)
+
+    def trains(self, name: str, island: int) -> bool:
+        return self.held is None or "_slice" not in name or int(name[-1]) in self.held[island]
+
+    def model(self, island: int) -> nn.Module:
+        model = build(make) if self.held is None else partial_net(min(self.held[island]), self.num_slices)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(self.trains(name, island))
+        return model
+
+    def start(self, **options: Any) -> tuple[nn.Module, LocalSteps]:
+        """The model of this rank, and its steps."""
+        mesh = laconic.init_mesh("cpu", islands=self.islands, nodes=1, local=self.local)
+        model = self.model(dist.get_rank() // self.local)
+        if self.sharded:
+            shard(model, None if self.held is None else [], mesh=mesh, cache="host")
+        return model, LocalSteps(
+            model, adamw(model), mesh=mesh, **{"codec": "fp32", **self.both, **self.own, **options}
+        )
 
 
-def whole(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor() if isinstance(parameter, laconic.RaggedTensor) else parameter.detach()
-
-
-def values(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(parameter).clone() for name, parameter in model.named_parameters()}
-
-
-def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor], **tolerance: Any) -> None:
-    for name, value in want.items():
-        torch.testing.assert_close(got[name], value, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
-
-
-def job_trajectory(islands: int, local: int, sharded: bool, options: Job, oracle_options: Job) -> None:
-    """Take eight or more steps and compare every step with the oracle."""
-    mesh = laconic.init_mesh("cpu", islands=islands, nodes=1, local=local)
-    island, rank = dist.get_rank() // local, dist.get_rank() % local
-    model = shard(build(make), mesh=mesh, cache="host") if sharded else build(make)
-    local_steps = LocalSteps(model, adamw(model), mesh=mesh, **{"codec": "fp32", **options})
-    names = dict(model.named_parameters())
-    fragments = fragment_of(names, options.get("fragments", 1))
-    oracle = Islands(build(make), islands, adamw, every=options["every"], fragments=fragments, **oracle_options)
-
-    def losses(own: nn.Module, which: int, step: int) -> Tensor:
-        return torch.stack([squared_error(own, batch(step, which, r)) for r in range(local)]).mean()
-
-    for step in range(2 * options["every"] + 1):
-        squared_error(model, batch(step, island, rank)).backward()
-        local_steps.step()
-        local_steps.zero_grad()
-        oracle.step(partial(losses, step=step))
-        assert_equal(values(model), values(oracle.models[island]), atol=2e-5, rtol=1e-4)
+def job_path(case: Case) -> Tensor:
+    """The parameters after each step, and the outer ones after the last."""
+    model, local_steps = case.start()
+    path = []
+    for step in case.steps:
+        take(model, local_steps, [step], case.local)
+        path.append(flat(model))
         for report in local_steps.reports:
             assert report.step == step + 1
-            assert 0 < report.mean_norm <= report.drift_norm * islands**0.5 * 1.01
-            assert -1.001 <= report.cosine <= 1.001
+            if case.held is None:
+                assert 0 < report.mean_norm <= report.drift_norm * case.islands**0.5 * 1.01
+                assert -1.001 <= report.cosine <= 1.001
     with local_steps.outer_parameters():
-        assert_equal(values(model), oracle.outer, atol=2e-5, rtol=1e-4)
-        digest = hashlib.sha256(b"".join(v.numpy().tobytes() for v in values(model).values())).hexdigest()
-    assert_equal(values(model), values(oracle.models[island]), atol=2e-5, rtol=1e-4)
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, digest)
-    assert len(set(digests)) == 1, "islands hold equal outer parameters, to the bit"
+        outer = flat(model)
+    assert torch.equal(flat(model), path[-1])
+    assert_same_everywhere(outer)
+    return torch.stack([*path, outer])
+
+
+ROUNDED: dict[str, Any] = {
+    "own": {"codec": Coarse(), "error_feedback": 0.5},
+    "oracle": {"code": coarse, "feedback": 0.5},
+}
+ENDS_WHOLE: dict[str, Any] = {
+    "own": {**ROUNDED["own"], "last_codec": "fp32"}, "oracle": {**ROUNDED["oracle"], "last_code": torch.clone}
+}  # fmt: skip
+BY_HOLDERS: dict[str, Any] = {
+    "both": {"every": 4, "fragments": 2, "overlap": 1},
+    "own": {"outer": laconic.OuterSGD(lr=0.7, momentum=0.9, sliced_lr=0.5, sliced_momentum=0.0)},
+    "oracle": {"sliced_lr": 0.5, "sliced_momentum": 0.0},
+}
 
 
 @pytest.mark.parametrize(
-    ("islands", "local", "sharded", "options", "oracle"),
+    "case",
     [
-        (3, 1, False, {"every": 4}, {}),
-        (2, 2, True, {"every": 6, "fragments": 3, "overlap": 1, "mixing": 0.5}, {"overlap": 1, "mixing": 0.5}),
-        (2, 1, False, {"every": 3, "overlap": 2, "mixing": 0.25}, {"overlap": 2, "mixing": 0.25}),
-        (3, 1, False, {"every": 2, "codec": Coarse(), "error_feedback": 0.5}, {"code": coarse, "feedback": 0.5}),
-        (3, 1, False, {"every": 2, **ENDS_WHOLE, "total_steps": 5}, {**ENDED_WHOLE, "total_steps": 5}),
-        (
-            2,
-            1,
-            True,
-            {"every": 4, "fragments": 2, "overlap": 1, **ENDS_WHOLE, "total_steps": 9},
-            {"overlap": 1, **ENDED_WHOLE, "total_steps": 9},
-        ),
+        Case(islands=3, both={"every": 4}),
+        Case(local=2, sharded=True, both={"every": 4, "fragments": 2, "overlap": 1, "mixing": 0.5}),
+        Case(both={"every": 3, "overlap": 2, "mixing": 0.25}),
+        Case(islands=3, both={"every": 2}, **ROUNDED),
+        Case(islands=3, both={"every": 2, "total_steps": 5}, **ENDS_WHOLE),
+        Case(sharded=True, both={"every": 4, "fragments": 2, "overlap": 1, "total_steps": 9}, **ENDS_WHOLE),
+        Case(islands=3, held=[{0}, {1}, {1}], num_slices=2, **BY_HOLDERS),
+        Case(held=[{0, 1}, {1}], num_slices=2, **BY_HOLDERS),
+        Case(local=2, sharded=True, held=[{1, 0, 3}, {3, 2}], num_slices=4, **BY_HOLDERS),
     ],
 )
-def test_islands_move_as_in_one_process(islands: int, local: int, sharded: bool, options: Job, oracle: Job) -> None:
-    run_ranks(job_trajectory, islands * local, islands, local, sharded, options, oracle, local=local)
+def test_islands_move_as_in_one_process(case: Case) -> None:
+    """After every step. Slices take outer steps of their own, by the islands that hold them."""
+    names = [name for name, _ in case.model(0).named_parameters()]
+    options = {**case.both, **case.oracle, "fragments": fragment_of(names, case.both.get("fragments", 1))}
+    oracle = Islands(case.model(0), case.islands, adamw, trains=case.trains, **options)
+    expected: list[list[Tensor]] = [[] for _ in range(case.islands)]
+    for step in case.steps:
+        oracle.step(lambda own, island, step=step: loss_over(own, [(island, rank) for rank in range(case.local)], step))
+        for island, model in enumerate(oracle.models):
+            expected[island].append(flat(model))
+    outer = torch.cat([value.reshape(-1) for value in oracle.outer.values()])
+    for rank, path in enumerate(run_ranks(job_path, case.islands * case.local, case, local=case.local)):
+        want = torch.stack([*expected[rank // case.local], outer])
+        torch.testing.assert_close(path, want, atol=2e-5, rtol=1e-4)
 
 
 @on_ranks(2, local=2)
 def test_local_steps_equal_plain_training_in_the_limits() -> None:
-    rank = dist.get_rank()
-    # One island, outer lr 1, no momentum: plain training, to rounding.
-    mesh = laconic.init_mesh("cpu", islands=1, nodes=1, local=2)
-    model, plain = shard(build(make), mesh=mesh), build(make)
-    alone = LocalSteps(model, adamw(model), mesh=mesh, every=2, outer=partial(torch.optim.SGD, lr=1.0))
-    optimizer = adamw(plain)
-    for step in range(4):
-        squared_error(model, batch(step, 0, rank)).backward()
-        torch.stack([squared_error(plain, batch(step, 0, r)) for r in range(2)]).mean().backward()
-        for stepper in (alone, optimizer):
-            stepper.step()
-            stepper.zero_grad()
-        assert_equal(values(model), values(plain), atol=1e-5, rtol=1e-5)
-
-    # every = 1 with SGD inside, outer lr 1 and no momentum: data-parallel SGD, to rounding.
-    mesh = laconic.init_mesh("cpu", islands=2, nodes=1, local=1)
-    model, plain = build(make), build(make)
-    local = LocalSteps(model, sgd(model), mesh=mesh, every=1, codec="fp32", outer=partial(torch.optim.SGD, lr=1.0))
-    optimizer = sgd(plain)
-    for step in range(4):
-        squared_error(model, batch(step, rank)).backward()
-        torch.stack([squared_error(plain, batch(step, island)) for island in range(2)]).mean().backward()
-        for stepper in (local, optimizer):
-            stepper.step()
-            stepper.zero_grad()
-        assert_equal(values(model), values(plain), atol=1e-6, rtol=1e-5)
+    """With outer lr 1 and no momentum, to rounding: one island; and SGD with a sync after every step."""
+    for mesh_of, every, inner, places in (
+        ({"islands": 1, "local": 2}, 2, adamw, [(0, 0), (0, 1)]),
+        ({"islands": 2, "local": 1}, 1, sgd, [(0, 0), (1, 0)]),
+    ):
+        mesh = laconic.init_mesh("cpu", nodes=1, **mesh_of)
+        model, plain = build(make), build(make)
+        if mesh_of["islands"] == 1:
+            shard(model, mesh=mesh)
+        local = LocalSteps(model, inner(model), mesh=mesh, every=every, outer=PLAIN, codec="fp32")
+        optimizer = inner(plain)
+        for step in range(4):
+            take(model, local, [step], mesh_of["local"])
+            loss_over(plain, places, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.testing.assert_close(flat(model), flat(plain), atol=5e-6, rtol=1e-5)
 
 
 @on_ranks(3, local=1)
 def test_every_codec_keeps_islands_equal_and_its_bytes() -> None:
+    """To the bit, whatever the codec loses, though islands build their models with different seeds."""
     mesh = laconic.init_mesh("cpu", islands=3, nodes=1, local=1)
+    counter = laconic.Cluster.of(mesh).traffic
     for name, codec in CODECS.items():
-        # Islands build their models with different seeds, and all start from island 0's parameters.
         model = build(make, seed=dist.get_rank())
-        local = LocalSteps(
-            model, adamw(model), mesh=mesh, every=2, codec=name, error_feedback=name in ("e3m0", "top64")
-        )
-        first = build(make, seed=0)
-        assert_equal(values(model), values(first), atol=0, rtol=0)
-        counter = laconic.Cluster.of(mesh).traffic
+        feedback = name in ("e3m0", "top64")
+        local = LocalSteps(model, adamw(model), mesh=mesh, every=2, codec=name, error_feedback=feedback)
+        assert torch.equal(flat(model), flat(build(make))), "all start from island 0's parameters"
         before = counter.snapshot()
-        for step in range(6):
-            squared_error(model, batch(step, dist.get_rank())).backward()
-            local.step()
-            local.zero_grad()
-        numel = sum(p.numel() for p in model.parameters())
+        take(model, local, range(4))
+        numel = flat(model).numel()
         trips = codec.payload_bytes(numel) if codec.is_sparse else 2 * codec.payload_bytes(-(-numel // 3))
-        want = 3 * 2 * trips  # syncs, other islands
+        want = 2 * 2 * trips  # syncs, other islands
         assert (counter.snapshot() - before).total("island", "outer", "sent") == want
         (report,) = local.reports
         assert report.codec_error <= codec.max_relative_error
         assert (report.codec_error == 0) == (name == "fp32")
-        digests: list[Any] = [None] * 3
-        flat = torch.cat([value.view(-1) for value in values(model).values()])
-        dist.all_gather_object(digests, hashlib.sha256(flat.numpy().tobytes()).hexdigest())
-        assert len(set(digests)) == 1, "equal to the bit, whatever the codec loses"
+        assert_same_everywhere(flat(model))
 
 
 @on_ranks(3, local=1)
 def test_the_mean_of_islands_that_stay_weighs_by_tokens() -> None:
-    """Islands that stay, with other numbers of tokens: the mean weighs by all tokens since the last sync."""
+    """By all tokens since the last sync, which differ from island to island."""
     mesh = laconic.init_mesh("cpu", islands=3, nodes=1, local=1)
-    island = dist.get_rank()
-    model = build(make)
-    plain = partial(torch.optim.SGD, lr=1.0)  # the outer step is the mean
-    local = LocalSteps(model, adamw(model), mesh=mesh, every=2, outer=plain, codec="fp32")
+    island, model = dist.get_rank(), build(make)
+    local = LocalSteps(model, adamw(model), mesh=mesh, every=2, outer=PLAIN, codec="fp32")
+    tokens = [100 + 0, 10 + 1, 1 + 2]
     for round_ in range(2):
-        before = values(model)
+        start = flat(model)
         for step in range(2):
             squared_error(model, batch(2 * round_ + step, island)).backward()
             if step == 1:
                 local.optimizer.step()
-                own = values(model)
+                own = flat(model)
                 local.advance(tokens=10 ** (2 - island))
             else:
                 local.step(tokens=island)
             local.zero_grad()
-        everywhere: list[Any] = [None] * 3
-        dist.all_gather_object(everywhere, own)
-        tokens = [100 + 0, 10 + 1, 1 + 2]
-        for name, start in before.items():
-            drifts = [weight * (start - each[name]) for weight, each in zip(tokens, everywhere, strict=True)]
-            want = start - torch.stack(drifts).sum(0) / sum(tokens)
-            torch.testing.assert_close(values(model)[name], want, atol=1e-6, rtol=1e-5, msg=name)
+        ends = [torch.empty_like(own) for _ in range(3)]
+        dist.all_gather(ends, own)
+        drift = torch.stack([weight * (start - end) for weight, end in zip(tokens, ends, strict=True)]).sum(0)
+        torch.testing.assert_close(flat(model), start - drift / sum(tokens), atol=1e-6, rtol=1e-5)
 
 
 @on_ranks(4, local=2)
 def test_a_resumed_run_equals_the_unbroken_one() -> None:
-    options: Job = {"every": 4, "fragments": 2, "overlap": 1, "codec": "e3m0", "error_feedback": True}
     mesh = laconic.init_mesh("cpu", islands=2, nodes=1, local=2)
-    rank, island = dist.get_rank() % 2, dist.get_rank() // 2
+    island, rank = divmod(dist.get_rank(), 2)
 
     def start(seed: int) -> tuple[Any, LocalSteps]:
-        model = shard(build(make, seed=seed), mesh=mesh)
-        return model, LocalSteps(model, adamw(model), mesh=mesh, **options)
+        model = shard(build(make, seed=seed), [], mesh=mesh)
+        options: dict[str, Any] = {"fragments": 2, "overlap": 1, "codec": "e3m0", "error_feedback": True}
+        return model, LocalSteps(model, adamw(model), mesh=mesh, every=4, **options)
 
     def run(model: Any, local: LocalSteps, steps: range) -> None:
         for step in steps:
@@ -234,73 +275,67 @@ def test_a_resumed_run_equals_the_unbroken_one() -> None:
             local.step(tokens=1 + (2 + 3 * island) * step)  # the next sync weighs by all of them
             local.zero_grad()
 
+    def inner(model: Any, local: LocalSteps) -> list[Tensor]:
+        states = [value for p in model.parameters() for value in local.optimizer.state[p].values()]
+        return [*map(local_part, [*model.parameters(), *states])]
+
+    def like(model: Any, live: dict[str, Any], key: str, value: Any) -> Any:
+        if isinstance(live.get(key), laconic.RaggedTensor):
+            return live[key].like(value)
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            return value
+        return model.get_parameter(key.split(".", 1)[1].removesuffix(".momentum_buffer")).like(value)
+
     model, unbroken = start(0)
     run(model, unbroken, range(7))
-    saved = {
-        k: v.to_local().clone() if isinstance(v, laconic.RaggedTensor) else v for k, v in unbroken.state_dict().items()
-    }
-    inner = {name: p.to_local().clone() for name, p in model.named_parameters()}
-    states = [
-        {key: value.to_local().clone() if isinstance(value, laconic.RaggedTensor) else value.clone()
-         for key, value in unbroken.optimizer.state[p].items()}
-        for p in model.parameters()
-    ]  # fmt: skip
+    with torch.no_grad():
+        saved = {
+            key: local_part(value).clone() if isinstance(value, laconic.RaggedTensor) else value
+            for key, value in unbroken.state_dict().items()
+        }
+        kept = [value.clone() for value in inner(model, unbroken)]
     run(model, unbroken, range(7, 11))
-    want = values(model)
+    want = flat(model)
     unbroken.finish()  # what is in flight, before another exchange begins
 
     again, resumed = start(1)
     run(again, resumed, range(1))  # creates the optimizer state that is filled below
     live = resumed.state_dict()
-    resumed.load_state_dict(
-        {
-            k: live[k].like(v) if isinstance(live.get(k), laconic.RaggedTensor) else _like(again, k, v)
-            for k, v in saved.items()
-        }
-    )
+    resumed.load_state_dict({key: like(again, live, key, value) for key, value in saved.items()})
     with torch.no_grad():
-        for name, parameter in again.named_parameters():
-            parameter.to_local().copy_(inner[name])
-    for parameter, state in zip(again.parameters(), states, strict=True):
-        for key, value in state.items():
-            live_state = resumed.optimizer.state[parameter][key]
-            (live_state.to_local() if isinstance(live_state, laconic.RaggedTensor) else live_state).copy_(value)
+        for value, was in zip(inner(again, resumed), kept, strict=True):
+            value.copy_(was)
     run(again, resumed, range(7, 11))
     assert resumed.steps == unbroken.steps == 11
-    assert_equal(values(again), want, atol=0, rtol=0)
+    assert torch.equal(flat(again), want)
     resumed.finish()
     with pytest.raises(ValueError, match="it is another model's"):
         resumed.load_state_dict({"steps": 1})
 
 
-def _like(model: Any, key: str, value: Any) -> Any:
-    if not isinstance(value, Tensor) or value.ndim == 0:
-        return value
-    name = key.split(".", 1)[1].removesuffix(".momentum_buffer")
-    return model.get_parameter(name).like(value)
+MEETS = laconic.Membership(islands=2, rendezvous="127.0.0.1:1")
 
 
 @on_ranks(1, local=1)
 def test_bad_input_is_refused_by_name() -> None:
     mesh = laconic.init_mesh("cpu")
-    model = build(make)
-    with pytest.raises(ValueError, match=r"mixing=1.0\) must lie in \[0, 1\)"):
-        LocalSteps(model, adamw(model), mesh=mesh, mixing=1.0)
-    with pytest.raises(ValueError, match=r"error_feedback=1.5\) must be true, false or in \[0, 1\]"):
-        LocalSteps(model, adamw(model), mesh=mesh, error_feedback=1.5)
-    with pytest.raises(ValueError, match=r"last_codec='int4' needs total_steps, the inner steps of the whole run"):
-        LocalSteps(model, adamw(model), mesh=mesh, last_codec="int4")
-    meets = laconic.Membership(islands=2, rendezvous="127.0.0.1:1")
-    with pytest.raises(ValueError, match=r"last_codec='int4' does not go with a rendezvous.*leave last_codec out"):
-        LocalSteps(model, adamw(model), mesh=mesh, last_codec="int4", total_steps=9, membership=meets)
-    model.requires_grad_(False)
-    with pytest.raises(ValueError, match="no parameter of the model is trainable"):
-        LocalSteps(model, sgd(model), mesh=mesh)
-    sliced = partial_net(0)
-    adapters = nn.ModuleList([sliced.requires_grad_(False), nn.Linear(2, 2)])  # as peft adds them
-    with pytest.raises(ValueError, match="no slice is trainable"):
-        LocalSteps(adapters, sgd(adapters), mesh=mesh)
-    model.requires_grad_(True)
+    model, frozen = build(make), build(make).requires_grad_(False)
+    adapters = nn.ModuleList([partial_net(0).requires_grad_(False), nn.Linear(2, 2)])  # as peft adds them
+    refusals: list[tuple[nn.Module, dict[str, Any], str]] = [
+        (model, {"mixing": 1.0}, r"mixing=1.0\) must lie in \[0, 1\)"),
+        (model, {"error_feedback": 1.5}, r"error_feedback=1.5\) must be true, false or in \[0, 1\]"),
+        (model, {"last_codec": "int4"}, "last_codec='int4' needs total_steps, the inner steps of the whole run"),
+        (
+            model,
+            {"last_codec": "int4", "total_steps": 9, "membership": MEETS},
+            "last_codec='int4' does not go with a rendezvous.*leave last_codec out",
+        ),
+        (frozen, {}, "no parameter of the model is trainable"),
+        (adapters, {}, "no slice is trainable"),
+    ]
+    for refused, options, message in refusals:
+        with pytest.raises(ValueError, match=message):
+            LocalSteps(refused, sgd(refused), mesh=mesh, **options)
     local = LocalSteps(model, adamw(model), mesh=mesh, every=1)
     with torch.no_grad():
         next(model.parameters()).fill_(float("nan"))
@@ -323,9 +358,7 @@ def job_diverged(values: list[float]) -> list[str]:
         with pytest.raises(JobError) as raised:
             local.advance()
         assert local.steps == 3, "sent after step 2, and known when it would be applied"
-        assert not any("outer" in key for key in local.cluster.traffic.snapshot().sizes), (
-            "nothing has been sent to other islands"
-        )
+        assert not any("outer" in key for key in local.cluster.traffic.snapshot().sizes), "nothing has been sent"
         messages.append(str(raised.value))
     return messages
 

@@ -7,16 +7,15 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from laconic.islands.saved_state import Place, SavedState, Sync, make_plan
 from laconic.islands.state_folder import StateFolder
 
 
-def state(
-    steps: int, island: int, shard: int, of: int, *, start: int = 1, token: str = "a", slices: int = 0
-) -> SavedState:
-    sync = Sync(start=start, steps=steps, token=token)
-    return SavedState(sync=sync, island=island, shard=shard, num_shards=of, slices=(slices,), sizes=(3, 5))
+def state(steps: int, island: int, shard: int, of: int, *, slices: int = 0, **sync: Any) -> SavedState:
+    key = Sync(**{"start": 1, "token": "a", **sync}, steps=steps)
+    return SavedState(sync=key, island=island, shard=shard, num_shards=of, slices=(slices,), sizes=(3, 5))
 
 
 def places(
@@ -33,9 +32,8 @@ def places(
 
 def test_the_newest_sync_of_which_all_shards_are_there_is_restored() -> None:
     # Rank 0 has steps 4 and 6, rank 1 was killed before it wrote step 6: never 6 beside 4.
-    plan = make_plan(
-        places((1, 2), {0: [state(4, 0, 0, 2), state(6, 0, 0, 2)], 1: [state(2, 0, 1, 2), state(4, 0, 1, 2)]})
-    )
+    held = {0: [state(4, 0, 0, 2), state(6, 0, 0, 2)], 1: [state(2, 0, 1, 2), state(4, 0, 1, 2)]}
+    plan = make_plan(places((1, 2), held))
     assert plan is not None
     assert {fetch.state.sync.steps for fetch in plan.fetches} == {plan.sync.steps} == {4}
     assert plan.notes == ("the sync after step 6 is not used: no machine has its shards 1",)
@@ -68,9 +66,8 @@ def test_islands_without_a_state_get_the_outer_one() -> None:
     assert plan is not None
     assert plan.lead == 1
     assert [(fetch.rank, fetch.holder) for fetch in plan.fetches] == [(2, 2), (3, 3)]
-    assert plan.notes == (
-        "island 0 has no state of its own from the sync after step 4: the inner optimizer starts afresh",
-    )
+    [note] = plan.notes
+    assert note == "island 0 has no state of its own from the sync after step 4: the inner optimizer starts afresh"
     # An island that trains another slice takes no inner state; somebody must still bring the outer one.
     plan = make_plan(places((1, 1), {0: [state(4, 0, 0, 1, slices=1)]}, slices={0: 0}))
     assert plan is not None
@@ -78,10 +75,8 @@ def test_islands_without_a_state_get_the_outer_one() -> None:
     # Two half islands are left, and together they have every shard.
     plan = make_plan(places((1, 2), {0: [state(4, 1, 1, 2)], 1: [state(4, 0, 0, 2)]}))
     assert plan is not None
-    assert [(f.rank, f.holder, f.state.shard, f.has_inner) for f in plan.fetches] == [
-        (0, 1, 0, False),
-        (1, 0, 1, False),
-    ]
+    got = [(fetch.rank, fetch.holder, fetch.state.shard, fetch.has_inner) for fetch in plan.fetches]
+    assert got == [(0, 1, 0, False), (1, 0, 1, False)]
 
 
 def test_every_plan_is_of_one_sync_and_complete() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +15,9 @@ from torch import Tensor
 
 from laconic.checkpoint import load_dcp, open_checkpoint
 from laconic.comm.launch import RankInfo
-from laconic.config import Config, ConfigError, JobError, ScheduleConfig, from_dict
+from laconic.config import Config, JobError
 from laconic.cyclic import Rule, cut
 from laconic.cyclic.meter import Report
-from laconic.cyclic.schedule import RULES
 from laconic.data import tokens as data
 from laconic.data.batches import Sampler
 from laconic.hf.export import export
@@ -32,103 +29,28 @@ from laconic.strategies.cyclic_metrics import DeviceTimeline, combine
 from laconic.strategies.optimizers import lr_at, make_stage_optimizer
 from tests.hf.zoo import TINY, differing
 from tests.reference.cyclic import Oracle
-from tests.support.jobs import job, refusal, train, train_all
+from tests.support.jobs import job, metrics, refusal, tags, train, train_all, train_and_listen
 from tests.support.launch import run_ranks
 
-CYCLIC: dict[str, Any] = {"kind": "cyclic", "cut_by": "parameters"}
 MODEL = {**TINY["llama"], "num_hidden_layers": 3, "vocab_size": 256, "tie_word_embeddings": False}
 STEPS = 4
-
-
-@pytest.mark.parametrize(
-    ("schedule", "part"),
-    [
-        ({"rule": "v2"}, "schedule.rule = 'v2' is for schedule.kind = 'cyclic', got 'simultaneous'"),
-        ({"states": "shared"}, "schedule.states = 'shared' is for schedule.kind = 'cyclic'"),
-        ({"workers": 4}, "schedule.workers = 4 is for schedule.kind = 'cyclic'"),
-        ({"cut_by": "memory"}, "schedule.cut_by = 'memory' is for schedule.kind = 'cyclic'"),
-        ({"stagger": 0.5}, "schedule.stagger = 0.5 is for schedule.kind = 'cyclic'"),
-        ({"wire": "8bit"}, "schedule.wire = '8bit' is for schedule.kind = 'cyclic'"),
-        ({**CYCLIC, "wire": "6bit"}, "wire='6bit' is not known"),
-        ({"kind": "cyclical"}, '"simultaneous", "cyclic"'),
-        ({**CYCLIC, "rule": "v3"}, '"lag2"'),
-        ({**CYCLIC, "workers": 1}, "schedule.workers = 1 must lie in [2, 4096]"),
-        ({**CYCLIC, "stagger": 1.5}, "schedule.stagger = 1.5 must lie in [0, 1]"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused_by_name(schedule: dict[str, Any], part: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        from_dict(Config, {"schedule": schedule})
-    assert part in str(refused.value)
-
-
-TWO = {**CYCLIC, "workers": 2}
-FOUR = {**CYCLIC, "workers": 4}
-FREE = {"max_grad_norm": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("sections", "part"),
-    [
-        ({"schedule": TWO, "sync": {"mode": "local"}}, "sync.mode = 'local' and schedule.kind = 'cyclic'"),
-        ({"schedule": TWO, "shard": {"strategy": "ddp"}}, "shard.strategy = 'ddp' and schedule.kind = 'cyclic'"),
-        ({"schedule": TWO, "shard": {"cache": "none"}}, "shard.cache = 'none' and schedule.kind = 'cyclic'"),
-        ({"schedule": TWO, "train": {"accumulation": 2}}, "train.accumulation = 2 and schedule.kind = 'cyclic'"),
-        ({"schedule": FOUR}, "optimizer.max_grad_norm = 1.0 (default: 1.0)"),
-        ({"schedule": FOUR}, "set optimizer.max_grad_norm = 0, or schedule.rule to 'clip' or 'v1' or 'dp'"),
-        ({"schedule": {**TWO, "rule": "v2"}}, "under schedule.rule = 'v2' some stages are updated before"),
-        ({"schedule": {**TWO, "rule": "dp", "states": "shared"}}, "under schedule.rule = 'dp' all are at the same"),
-        ({"schedule": CYCLIC}, "set schedule.workers to the micro-batches to interleave"),
-        ({"schedule": TWO, "optimizer": {"name": "muon"}}, "optimizer.name = 'muon' and schedule.kind = 'cyclic'"),
-        (
-            {"schedule": {**TWO, "states": "sharded", "wire": "8bit"}, "optimizer": FREE},
-            "schedule.wire: Wire(weights='int8') sends differences to the copies",
-        ),
-        ({"schedule": {**TWO, "workers": 9}, "optimizer": FREE}, "9 stages need at least as many blocks"),
-        (
-            {"schedule": TWO, "optimizer": FREE, "model": {"config": {**MODEL, "tie_word_embeddings": True}}},
-            "tie_word_embeddings=False",
-        ),
-        (
-            {
-                "schedule": TWO,
-                "optimizer": FREE,
-                "model": {"config": {**TINY["mixtral"], "vocab_size": 256, "output_router_logits": True}},
-            },
-            "model.config.output_router_logits = true",
-        ),
-        (
-            {"schedule": {**TWO, "workers": 4}, "optimizer": FREE, "lora": {"enabled": True}},
-            "cannot be cut into 4 stages with a trainable parameter each",
-        ),
-    ],
-)
-def test_jobs_that_cannot_be_cyclic_are_refused(
-    tmp_path: Path, sections: dict[str, Any], part: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert part in refusal(job(tmp_path, **sections))
-    assert "step 1/4" not in capsys.readouterr().out
-
-
-def test_every_rule_can_be_asked_for() -> None:
-    assert set(get_args(get_type_hints(ScheduleConfig)["rule"])) == set(RULES)
 
 
 def test_workers_come_from_the_launch(tmp_path: Path) -> None:
     def workers(launched: int, **schedule: Any) -> int:
         ranks = RankInfo(rank=0, world_size=launched, local_rank=0, num_local=1, num_nodes=launched)
-        return num_workers(job(tmp_path, schedule=schedule, optimizer=FREE).schedule, ranks)
+        return num_workers(cyclic_job(tmp_path, "out", schedule=schedule).schedule, ranks)
 
-    assert workers(4) == 0
-    assert workers(4, **CYCLIC) == workers(4, **CYCLIC, workers=4) == 4
-    assert workers(1, **CYCLIC, workers=3) == 3
-    assert workers(10, **CYCLIC, states="shared") == workers(10, **CYCLIC, states="shared", workers=4) == 4
+    assert num_workers(job(tmp_path).schedule, RankInfo.from_environment()) == 0
+    assert workers(4) == workers(4, workers=4) == 4
+    assert workers(1, workers=3) == 3
+    assert workers(10, states="shared") == workers(10, states="shared", workers=4) == 4
     with pytest.raises(JobError, match=r"schedule\.workers = 3, but there are 4 ranks"):
-        workers(4, **CYCLIC, workers=3)
+        workers(4, workers=3)
     with pytest.raises(JobError, match="start 15 ranks for 5 workers"):
-        workers(12, **CYCLIC, states="shared")
+        workers(12, states="shared")
     with pytest.raises(JobError, match="start 6 ranks, or leave"):
-        workers(10, **CYCLIC, states="shared", workers=3)
+        workers(10, states="shared", workers=3)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -136,13 +58,13 @@ def test_workers_come_from_the_launch(tmp_path: Path) -> None:
 
 def cyclic_job(folder: Path, name: str, **sections: Any) -> Config:
     """A job with a small Llama of five blocks."""
-    sections = {"schedule": {}, "optimizer": {}, "train": {}, "model": {"config": MODEL}, **sections}
-    optimizer = {"max_grad_norm": 0.0, "lr_schedule": "cosine", "warmup_steps": 1}
-    output = {"steps": STEPS, "output": str(folder / name), "save_every": 2}
-    sections["schedule"] = {**CYCLIC, **sections["schedule"]}
-    sections["optimizer"] = {**optimizer, **sections["optimizer"]}
-    sections["train"] = {**output, **sections["train"]}
-    return job(folder, **sections)
+    given: dict[str, dict[str, Any]] = {
+        "model": {"config": MODEL},
+        "schedule": {"kind": "cyclic", "cut_by": "parameters"},
+        "optimizer": {"max_grad_norm": 0.0, "lr_schedule": "cosine", "warmup_steps": 1},
+        "train": {"steps": STEPS, "output": str(folder / name), "save_every": 2},
+    }
+    return job(folder, **{key: {**given.get(key, {}), **sections.get(key, {})} for key in given | sections})
 
 
 def trained(output: Path) -> dict[str, Tensor]:
@@ -246,25 +168,17 @@ def test_a_resumed_run_repeats_the_unbroken_one(tmp_path: Path) -> None:
     """Equal to the bit, from a checkpoint with a pending gradient, and with copies of weights if they cross coded."""
     configs = [cyclic_job(tmp_path, name, **sections) for name, sections in RESUMED.items()]
     broken = [
-        cyclic_job(
-            tmp_path, f"{name}-resumed", **{**sections, "train": {**sections.get("train", {}), "resume": "auto"}}
-        )
-        for name, sections in RESUMED.items()
+        replace(each, train=replace(each.train, resume="auto", output=f"{each.train.output}-resumed"))
+        for each in configs
     ]
     for name, unbroken, rest in zip(RESUMED, *run_ranks(train_and_resume, 2, configs, broken, local=1)[0], strict=True):
         assert rest["start_step"] == 2, name
         assert rest["losses"] == unbroken["losses"][2:], name
         assert differing(trained(tmp_path / f"{name}-resumed"), trained(tmp_path / name)) == [], name
-        assert pending(tmp_path / name, 2) == (name != "dp"), name
-        assert not pending(tmp_path / name, STEPS), name
+        assert has_state(tmp_path / name, 2, "pending_gradient") == (name != "dp"), name
+        assert not has_state(tmp_path / name, STEPS, "pending_gradient"), name
         assert has_state(tmp_path / name, 2, "copy_of_weights") == (name == "lag2"), name
-        rows = [json.loads(line) for line in (tmp_path / f"{name}-resumed" / "metrics.jsonl").read_text().splitlines()]
-        assert [row["loss"] for row in rows] == unbroken["losses"], name
-
-
-def pending(output: Path, step: int) -> bool:
-    """Whether a checkpoint has a pending gradient."""
-    return has_state(output, step, "pending_gradient")
+        assert [row["loss"] for row in metrics(tmp_path / f"{name}-resumed")] == unbroken["losses"], name
 
 
 def has_state(output: Path, step: int, state: str) -> bool:
@@ -306,20 +220,15 @@ def test_checkpoints_are_of_the_model(tmp_path: Path) -> None:
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
-def train_and_listen(config: Config) -> tuple[dict[str, Any], str]:
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        return train(config), printed.getvalue()
-
-
 def test_the_schedule_is_logged(tmp_path: Path) -> None:
     config = cyclic_job(tmp_path, "out", log={"tensorboard": True}, train={"save_every": -1})
-    summary, printed = run_ranks(train_and_listen, 3, config)[0]
+    [summary], printed = run_ranks(train_and_listen, 3, [config])[0]
     assert "3 workers one after the other by lag2" in printed
     assert "cut into stages of [" in printed
     assert " stage activations, " in printed
     assert summary["strategy"] == "cyclic"
     assert summary["cache"] is None
-    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics(tmp_path / "out")
     assert [row["cyclic"] for row in rows] == summary["cyclic"]
     assert all("grad_norm" not in row for row in rows)
     for step, figures in list(enumerate(summary["cyclic"]))[:-1]:  # the last one drains, too
@@ -329,12 +238,8 @@ def test_the_schedule_is_logged(tmp_path: Path) -> None:
         sent = sum(size for kind, size in summary["traffic_bytes"][step].items() if not kind.endswith("/control"))
         assert figures["bytes_per_time_step"] * 3 * 6 == pytest.approx(sent) != 0
         assert figures["bytes_per_time_step"] < figures["largest_burst_bytes"] < 4 * summary["num_parameters"]
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
-    events.Reload()
-    tags = {tag for tag in events.Tags()["scalars"] if tag.startswith("cyclic/")}
-    assert tags == {f"cyclic/{name}" for name in summary["cyclic"][0]}
+    told = {tag for tag in tags(tmp_path / "out" / "tensorboard") if tag.startswith("cyclic/")}
+    assert told == {f"cyclic/{name}" for name in summary["cyclic"][0]}
 
 
 def test_figures_of_workers_are_combined() -> None:
@@ -361,18 +266,15 @@ def report(times: list[float], sizes: list[int], *, waited: bool = False) -> Dev
     return DeviceTimeline.of(done)
 
 
-def ranks(num_local: int) -> RankInfo:
-    return RankInfo(rank=0, world_size=2, local_rank=0, num_local=num_local, num_nodes=2 // num_local)
-
-
 def test_memory_is_measured_on_one_rank(tmp_path: Path) -> None:
     log = {"memory_step": 4}  # by when all stages have been updated
     summary = train(cyclic_job(tmp_path, "one", schedule={"workers": 2}, log=log, train={"save_every": -1}))
     assert summary["step_peak_bytes"] > 0
     assert summary["resting_bytes"] > 3 * 4 * summary["num_parameters"]  # weights, two moments
     job = cyclic_job(tmp_path, "two", log=log)
+    ranks = RankInfo(rank=0, world_size=2, local_rank=0, num_local=2, num_nodes=1)
     with pytest.raises(JobError, match=r"log\.memory_step = 4 and schedule\.kind = 'cyclic' on 2 ranks"):
-        check_workers(job.schedule, job.optimizer, job.log, ranks(num_local=2))
+        check_workers(job.schedule, job.optimizer, job.log, ranks)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:

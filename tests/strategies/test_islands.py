@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import shutil
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -16,79 +13,18 @@ from torch import Tensor
 import laconic
 from laconic.codec import CODECS
 from laconic.comm.launch import RankInfo
-from laconic.config import Config, ConfigError, JobError, ModelConfig, SyncConfig, from_dict
+from laconic.config import Config, JobError, ModelConfig
 from laconic.hf.models import build_model
 from laconic.islands.recovery import trained_slices
-from laconic.policy import keys_of
 from laconic.strategies.islands import assign_slices, num_islands
 from laconic.strategies.parallelize import parallelize
 from laconic.strategies.stepper import Setup
 from tests.hf.zoo import TINY, differing
-from tests.support.jobs import job, refusal, train, train_all
+from tests.support.jobs import job, metrics, tags, train, train_and_listen
 from tests.support.launch import run_ranks
 
 LOCAL: dict[str, Any] = {"mode": "local"}
 ALONE = {"mode": "local", "every": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("sync", "part"),
-    [
-        ({"every": 50}, "sync.every = 50 is for sync.mode = 'local', got 'every-step'"),
-        ({"slices": 2}, "sync.slices = 2 is for sync.mode = 'local'"),
-        ({"recovery": "x"}, "sync.recovery = 'x' is for sync.mode = 'local'"),
-        ({**LOCAL, "every": 6, "fragments": 4}, "sync.fragments = 4 does not divide sync.every = 6"),
-        ({**LOCAL, "every": 4, "overlap": 4}, "sync.overlap = 4 must be less than"),
-        ({**LOCAL, "every": 0}, "sync.every = 0 must be at least 1"),
-        ({**LOCAL, "islands": 0}, "sync.islands = 0 must be at least 1"),
-        ({**LOCAL, "mixing": 1.0}, "sync.mixing = 1.0 must lie in [0, 1)"),
-        ({**LOCAL, "codec": "fp8"}, '"e2m1"'),
-        ({**LOCAL, "codec": "fp32", "error_feedback": True}, "sync.codec = 'fp32' loses nothing"),
-        ({**LOCAL, "error_feedback": 1.5}, "sync.error_feedback = 1.5 must be true, false or in [0, 1]"),
-        ({**LOCAL, "error_feedback": "all"}, "`sync.error_feedback` must be true or false or a number"),
-        ({**LOCAL, "outer_sliced_lr": 0.5}, "sync.outer_sliced_lr = 0.5 needs sync.slices of at least 2"),
-        ({**LOCAL, "slices": 2, "outer_sliced_momentum": 1.0}, "sync.outer_sliced_momentum = 1.0 must lie in [0, 1)"),
-        ({**LOCAL, "outer_lr": 0.0}, "sync.outer_lr = 0.0 must be a positive number"),
-        ({**LOCAL, "outer_momentum": 1.0}, "sync.outer_momentum = 1.0 must lie in [0, 1)"),
-        ({**LOCAL, "slices": 0}, "sync.slices = 0 must be at least 1"),
-        ({**LOCAL, "slice_include": ["mlp"]}, "needs sync.slices of at least 2"),
-        ({**LOCAL, "slices": 2, "slice_include": []}, "sync.slice_include is empty"),
-        ({**LOCAL, "slices": 2, "slice_include": ["norms"]}, "`sync.slice_include` must be a list"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused_by_name(sync: dict[str, Any], part: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        from_dict(Config, {"sync": sync})
-    assert part in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("sections", "part"),
-    [
-        (
-            {"sync": LOCAL, "shard": {"strategy": "ddp"}},
-            "needs shard.strategy = 'laconic', got 'ddp'",
-        ),
-        ({"sync": LOCAL, "shard": {"strategy": "fsdp2"}}, "got 'fsdp2'"),
-        (
-            {"sync": {**LOCAL, "slices": 2}, "lora": {"enabled": True}},
-            "only adapters train, and adapters are not sliced",
-        ),
-        ({"sync": {**LOCAL, "recovery": "x"}}, "set train.resume = 'auto'"),
-        ({"sync": {**LOCAL, "islands": 2}}, "sync.islands = 2 does not divide the 1 nodes"),
-        (
-            {"sync": {**LOCAL, "slices": 2}},
-            "sync.slices = 2 on 1 islands: no island trains slice 1 of 2; use at most as many",
-        ),
-        ({"sync": {**LOCAL, "every": 6, "fragments": 3}}, "fragments=3, but the model has 2 numbered layers"),
-    ],
-)
-def test_jobs_that_cannot_have_islands_are_refused(tmp_path: Path, sections: dict[str, Any], part: str) -> None:
-    assert part in refusal(job(tmp_path, **sections))
-
-
-def test_every_codec_is_a_choice() -> None:
-    assert set(get_args(keys_of(SyncConfig)["codec"].hint)) == set(CODECS)
 
 
 def test_an_island_is_made_of_whole_nodes(tmp_path: Path) -> None:
@@ -157,20 +93,14 @@ def test_one_island_that_syncs_with_itself_trains_as_without_islands(tmp_path: P
         assert all(sync["sent_bytes"] == 0 and sync["cosine"] == pytest.approx(1.0) for sync in alone["syncs"])
 
 
-def train_and_listen(configs: list[Config]) -> tuple[list[dict[str, Any]], str]:
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        return train_all(configs), printed.getvalue()
-
-
 @pytest.mark.heavy
 def test_syncs_are_logged(tmp_path: Path) -> None:
     """4 nodes: four islands, or two of two nodes. The last exchange, in flight after step 8, is applied too."""
-    sync = {**LOCAL, "every": 4, "fragments": 2, "overlap": 1, "codec": "int8"}
-    tensorboard = {"tensorboard": True}
+    local = {**LOCAL, "every": 4, "fragments": 2, "overlap": 1, "codec": "int8"}
+    settings, log = {"steps": 8, "eval_every": 4}, {"tensorboard": True}
     configs = [
-        job(tmp_path, train={"steps": 8, "eval_every": 4, "output": str(tmp_path / "0")}),
-        job(tmp_path, sync=sync, log=tensorboard, train={"steps": 8, "eval_every": 4, "output": str(tmp_path / "1")}),
-        job(tmp_path, sync={**sync, "islands": 2}, train={"steps": 8, "eval_every": 4, "output": str(tmp_path / "2")}),
+        job(tmp_path, sync=sync, log=log, train={**settings, "output": str(tmp_path / str(number))})
+        for number, sync in enumerate(({}, local, {**local, "islands": 2}))
     ]
     (every_step, four, two), printed = run_ranks(train_and_listen, 4, configs, local=1)[0]
     assert "4 islands that sync every 4 steps in int8" in printed
@@ -195,21 +125,10 @@ def test_syncs_are_logged(tmp_path: Path) -> None:
         counted = sum(sizes.get("island/outer", 0) for sizes in summary["traffic_bytes"])
         assert counted == sent
     assert all(bytes_ == 0 for step, bytes_ in enumerate(four["wire_bytes"], 1) if step in (1, 2))
-    rows = [json.loads(line) for line in (tmp_path / "1" / "metrics.jsonl").read_text().splitlines()]
-    assert [sync for row in rows for sync in row.get("syncs", [])] == four["syncs"]
-    assert sync_tags(tmp_path / "1") == {
-        f"sync/{name}/fragment-{fragment}"
-        for fragment in (0, 1)
-        for name in set(four["syncs"][0]) - {"step", "fragment"}
-    }
-
-
-def sync_tags(run: Path) -> set[str]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run / "tensorboard"))
-    events.Reload()
-    return {tag for tag in events.Tags()["scalars"] if tag.startswith("sync/")}
+    assert [sync for row in metrics(tmp_path / "1") for sync in row.get("syncs", [])] == four["syncs"]
+    names = set(four["syncs"][0]) - {"step", "fragment"}
+    told = {tag for tag in tags(tmp_path / "1" / "tensorboard") if tag.startswith("sync/")}
+    assert told == {f"sync/{name}/fragment-{fragment}" for fragment in (0, 1) for name in names}
 
 
 @pytest.mark.heavy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -22,7 +23,7 @@ from laconic.config import Config, JobError, ModelConfig, ShardConfig
 from laconic.strategies import ring
 from laconic.strategies.checks import check_job
 from laconic.strategies.ring import RingReduceScatter, pass_around, use_rings
-from tests.support.jobs import job, train_all
+from tests.support.jobs import assert_resumed, interrupted, train_all
 from tests.support.launch import on_ranks, run_ranks
 
 SIZES = (1, 2, 7, 1001)
@@ -111,12 +112,6 @@ def test_parts_of_all_sizes_go_around() -> None:
         assert sent.total - before == 4 * (sum(sizes) - (sizes[(rank + 1) % size] if size > 1 else sum(sizes)))
 
 
-def give_waiting_rings(units: list[Any]) -> None:
-    """The same ring, for which FSDP2 waits."""
-    for unit in units:
-        unit.set_custom_reduce_scatter(RingReduceScatter())
-
-
 def trained(
     shape: tuple[int, ...], way: str, *, reduce_dtype: torch.dtype | None = None, syncs_all: bool = False,
     dtype: torch.dtype = torch.float32,
@@ -133,8 +128,9 @@ def trained(
         fully_shard(module, mesh=mesh["shard"] if replicas else mesh, reshard_after_forward=True, mp_policy=policy)
     if way == "behind backward":
         use_rings([model, *layers], replicas)
-    elif way == "waiting":
-        give_waiting_rings([model, *layers])
+    else:  # the same ring, for which FSDP2 waits
+        for unit in (model, *layers):
+            unit.set_custom_reduce_scatter(RingReduceScatter())  # type: ignore[operator]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(dist.get_rank())
     for _ in range(3):
@@ -226,21 +222,12 @@ def test_backward_goes_on_while_a_reduction_is_under_way(num_replicas: int) -> N
 @pytest.mark.timeout(300)
 def test_hsdp_resumes_to_the_same_bits(tmp_path: Path) -> None:
     """On CPU each replica's shards are on a mesh of their own. Its checkpoints go on under FSDP2, too."""
-
-    def run(name: str, strategy: str = "hsdp", **settings: Any) -> Any:
-        return job(tmp_path, shard={"strategy": strategy}, train={"output": str(tmp_path / name), **settings})
-
-    configs = [
-        run("whole"),
-        *(run(name, steps=2, save_every=0) for name in ("broken", "moved")),
-        run("broken", resume="auto"),
-        run("moved", "fsdp2", resume="auto"),
-    ]
-    unbroken, start, _, rest, moved = run_ranks(train_all, 4, configs, local=2)[0]
-    assert rest["start_step"] == moved["start_step"] == 2
-    assert moved["losses"] == pytest.approx(rest["losses"], rel=1e-5)
-    assert start["losses"] + rest["losses"] == unbroken["losses"]
-    assert start["grad_norms"] + rest["grad_norms"] == unbroken["grad_norms"]
+    own, moved = (interrupted(tmp_path, name, 2, shard={"strategy": "hsdp"}) for name in ("own", "moved"))
+    resumed = replace(moved[2], shard=ShardConfig(strategy="fsdp2"))
+    *summaries, _, elsewhere = run_ranks(train_all, 4, [*own, moved[1], resumed], local=2)[0]
+    assert_resumed(*summaries)
+    assert elsewhere["start_step"] == 2
+    assert elsewhere["losses"] == pytest.approx(summaries[2]["losses"], rel=1e-5)
 
 
 @on_ranks(2)

@@ -15,7 +15,7 @@ from laconic.config import JobError, OptimizerConfig
 from laconic.strategies.memory import state_nbytes
 from laconic.strategies.optimizers import make_optimizer
 from laconic.strategies.zero1 import make_cut_optimizer
-from tests.support.jobs import job, refusal, train_all
+from tests.support.jobs import job, train_all
 from tests.support.launch import on_ranks, run_ranks
 
 
@@ -82,17 +82,3 @@ def test_a_job_trains_as_under_ddp_with_fewer_states(tmp_path: Path) -> None:
     assert cut["grad_norms"] == whole["grad_norms"]
     states = 8 * whole["num_parameters"]
     assert states / 2 < whole["resting_bytes"] - cut["resting_bytes"] < states
-
-
-@pytest.mark.parametrize(
-    ("sections", "part"),
-    [
-        (
-            {"optimizer": {"name": "adamw8bit"}},
-            "set shard.strategy to 'ddp' or 'laconic', or optimizer.name to 'adamw'",
-        ),
-        ({"train": {"save_every": 0}}, "set train.save_every = -1 and train.resume = 'never'"),
-    ],
-)
-def test_what_it_does_not_take_is_refused(tmp_path: Path, sections: dict[str, Any], part: str) -> None:
-    assert part in refusal(job(tmp_path, shard={"strategy": "ddp-zero1"}, **sections))

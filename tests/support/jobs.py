@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -70,6 +73,48 @@ def train(config: Config) -> dict[str, Any]:
 def _needs_ranks() -> bool:
     """True in a test of `make test` that is no rank: Gloo would leave the process."""
     return is_inside() and not dist.is_initialized()
+
+
+def train_and_listen(configs: list[Config]) -> tuple[list[dict[str, Any]], str]:
+    """Run several jobs; return their summaries and what this rank has printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        return train_all(configs), printed.getvalue()
+
+
+def interrupted(folder: Path, name: str, at: int, **sections: Any) -> list[Config]:
+    """A job whole, below `name`-whole; and below `name` up to step `at`, and resumed from there."""
+    given = sections.pop("train", {})
+
+    def one(output: str, **settings: Any) -> Config:
+        return job(folder, **sections, train={**given, "output": str(folder / output), **settings})
+
+    return [one(f"{name}-whole"), one(name, steps=at, save_every=0), one(name, resume="auto")]
+
+
+def assert_resumed(whole: dict[str, Any], start: dict[str, Any], rest: dict[str, Any]) -> None:
+    """Assert that the summaries of `interrupted` have the same figures, to the bit."""
+    assert rest["start_step"] == len(start["losses"]) > 0
+    assert start["losses"] + rest["losses"] == whole["losses"]
+    assert start["grad_norms"] + rest["grad_norms"] == whole["grad_norms"]
+
+
+def metrics(output: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics."""
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def events_of(folder: Path) -> Any:
+    """A folder of TensorBoard, read."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
+def tags(folder: Path) -> set[str]:
+    """The names of the figures in a folder of TensorBoard."""
+    return set(events_of(folder).Tags()["scalars"])
 
 
 def train_all(configs: list[Config]) -> list[dict[str, Any]]:

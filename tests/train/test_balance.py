@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,15 +22,14 @@ from laconic.rehearse.tape import Wait
 from laconic.strategies import parallelize
 from laconic.train import meter as meters
 from laconic.train.balance import LayerClock, RowBalance, is_compared
-from tests.support.jobs import job, refusal, train_all
+from tests.support.jobs import SMALL_LLAMA, job, metrics, train_all
 from tests.support.launch import run_ranks
 
 
 class FakeTime:
     """A clock that moves when it is told to."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    now = 0.0
 
     def perf_counter(self) -> float:
         """The present moment."""
@@ -93,21 +93,16 @@ def test_the_clock_sees_layers_without_the_waits_around_them(clock: FakeTime) ->
     assert [len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in layers] == [2, 2]
 
 
-def test_a_forward_without_an_end_is_forgotten(clock: FakeTime) -> None:
+def test_a_forward_without_an_end_and_one_slow_step_of_three_do_not_count(clock: FakeTime) -> None:
     """Recomputation leaves a layer by an exception as soon as it has all that backward needs."""
-    broken, whole = Layer(clock, ends=False), Layer(clock)
-    measured = LayerClock([broken, whole], torch.device("cpu"))
+    broken, layer = Layer(clock, ends=False), Layer(clock)
+    measured = LayerClock([broken, layer], torch.device("cpu"))
     measured.begin_step()
     with pytest.raises(RuntimeError):
         broken("x", torch.ones(4, 5, 3))
     clock.now += 100
-    whole("x", torch.ones(2, 5, 3))
+    layer("x", torch.ones(2, 5, 3))
     assert measured.seconds_per_token() == 1.0
-
-
-def test_one_slow_step_of_three_does_not_count(clock: FakeTime) -> None:
-    layer = Layer(clock)
-    measured = LayerClock([layer], torch.device("cpu"))
     for stall_s in (0, 500, 0):
         measured.begin_step()
         handle = layer.register_forward_pre_hook(lambda *_, s=stall_s: setattr(clock, "now", clock.now + s))
@@ -137,17 +132,6 @@ def test_on_an_accelerator_no_layer_waits_for_the_device() -> None:
 # -- what ranks make of it ---------------------------------------------------------------------------------------------
 
 
-class Told:
-    """Ranks whose figures are given."""
-
-    def __init__(self, seconds: Sequence[float | None]) -> None:
-        self.seconds = seconds
-
-    def gather(self, own: Any) -> list[float | None]:
-        """The figures of all ranks."""
-        return list(self.seconds)
-
-
 def balance_of(rank: int = 0, *, size: int = 4, lines: list[str] | None = None, **train: Any) -> RowBalance:
     settings = TrainConfig(**{"rows": "by-speed", "micro_batch_size": 3, "accumulation": 3, **train})
     ranks = RankInfo(rank=rank, world_size=4, local_rank=rank % 2, num_local=2, num_nodes=2)
@@ -158,7 +142,9 @@ def balance_of(rank: int = 0, *, size: int = 4, lines: list[str] | None = None, 
 
 
 def compared(balance: RowBalance, *seconds: float | None, taken: int = 4) -> bool:
-    return balance.compare(taken, taken, Told(seconds))  # type: ignore[arg-type]
+    """Compare with ranks whose figures are given."""
+    group: Any = SimpleNamespace(gather=lambda own: list(seconds))
+    return balance.compare(taken, taken, group)
 
 
 def test_slower_ranks_get_fewer_rows_and_the_user_a_line() -> None:
@@ -195,11 +181,11 @@ def test_ranks_compare_now_and_then_and_measure_just_before() -> None:
 
 def test_each_island_divides_its_own_rows_if_that_helps_it() -> None:
     """The first island's ranks are alike, if slow; those of the second are not."""
-    for rank in range(4):
+    for rank, own in enumerate([(9, 9), (9, 9), (12, 6), (12, 6)]):
         balance = balance_of(rank, size=2)
         assert compared(balance, 5.0, 5.1, 1.0, 2.0)
         assert balance.rows == (9, 9, 12, 6)
-        assert balance.own_rows() == ((9, 9) if rank < 2 else (12, 6))
+        assert balance.own_rows() == own
 
 
 def test_a_saved_division_is_for_the_same_cluster_and_batch() -> None:
@@ -224,6 +210,7 @@ def test_a_saved_division_is_for_the_same_cluster_and_batch() -> None:
 
 # -- whole jobs --------------------------------------------------------------------------------------------------------
 
+ONE_LAYER = {"config": {"model_type": "llama", **SMALL_LLAMA, "num_hidden_layers": 1}}
 STREAM = {"micro_batch_size": 2, "accumulation": 2, "steps": 5}
 
 
@@ -250,8 +237,7 @@ def train_at_speeds(configs: list[Config], seconds: list[list[float]]) -> list[d
 
 def rows_of(folder: Path) -> dict[int, list[int]]:
     """The rows of each rank, by step, as the metrics have them."""
-    found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {row["step"]: row["rows"] for row in found if "rows" in row}
+    return {row["step"]: row["rows"] for row in metrics(folder) if "rows" in row}
 
 
 @pytest.mark.machine
@@ -299,12 +285,10 @@ def test_islands_train_on_their_own_rows(tmp_path: Path) -> None:
     """Two islands of two ranks: the same losses and syncs with equal rows and with others."""
     sync = {"mode": "local", "every": 2}
 
-    def one(name: str, rows: Any) -> Config:
-        return job(
-            tmp_path, sync=sync, train={**STREAM, "rows": rows, "output": str(tmp_path / name)}
-        )  # fmt: skip
-
-    configs = [one("equal", "equal"), one("list", [1, 7, 5, 3]), one("speed", "by-speed")]
+    configs = [
+        job(tmp_path, sync=sync, train={**STREAM, "rows": rows, "output": str(tmp_path / str(number))})
+        for number, rows in enumerate(("equal", [1, 7, 5, 3], "by-speed"))
+    ]
     equal, unequal, by_speed = run_ranks(train_at_speeds, 4, configs, [[1.0, 1.0, 1.0, 3.0]] * 3, local=2)[0]
     assert unequal["losses"] == pytest.approx(equal["losses"], rel=1e-5)
     assert by_speed["losses"] == pytest.approx(equal["losses"], rel=1e-5)
@@ -315,41 +299,21 @@ def test_islands_train_on_their_own_rows(tmp_path: Path) -> None:
 
 
 def test_compiled_layers_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        parallelize, "compile_layers", lambda model, real=parallelize.compile_layers: real(model, backend="aot_eager")
-    )
     seen: list[Any] = []
-    monkeypatch.setattr(
-        RowBalance, "compare", lambda self, *_: seen.append(self._clock.seconds_per_token()) and False
-    )  # fmt: skip
-    train_all([job(tmp_path, train={"steps": 3, "rows": "by-speed", "compile": True})])
+    monkeypatch.setattr(parallelize, "compile_layers", partial(parallelize.compile_layers, backend="aot_eager"))
+    monkeypatch.setattr(RowBalance, "compare", lambda self, *_: seen.append(self._clock.seconds_per_token()))
+    train_all([job(tmp_path, model=ONE_LAYER, train={"steps": 3, "rows": "by-speed", "compile": True})])
     assert seen[0] is None
     assert all(each > 0 for each in seen[1:])
 
 
 @pytest.mark.parametrize(
-    ("sections", "part"),
+    ("rows", "message"),
     [
-        ({"train": {"rows": [2, 2]}}, "train.rows = [2, 2] has rows for 2 ranks, and there are 1; give the rows of"),
-        ({"train": {"rows": [3]}}, "adds up to 3; it must be 2: 1 ranks x train.micro_batch_size = 2 x train.accum"),
-        (
-            {"train": {"rows": "by-speed"}, "shard": {"cache": "auto", "device_bytes": 5}},
-            "set shard.device_bytes and shard.host_bytes, or give the rows of each rank as a list",
-        ),
-        (
-            {"train": {"rows": [2]}, "schedule": {"kind": "cyclic", "workers": 2}},
-            "train.rows = (2,) and schedule.kind = 'cyclic': its messages have one size",
-        ),
+        ("sped", r"train\.rows = 'sped' is not known; use 'equal', 'by-speed' or the rows of each"),
+        ((2, 0), r"train\.rows = \[2, 0\] must give each rank a whole number of rows"),
     ],
 )
-def test_rows_that_do_not_fit_are_refused(tmp_path: Path, sections: dict[str, Any], part: str) -> None:
-    assert part in refusal(job(tmp_path, **sections))
-
-
-def test_values_that_are_no_rows_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"train\.rows = 'sped' is not known; use 'equal', 'by-speed' or the rows of each"
-    ):
-        TrainConfig(rows="sped")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"train\.rows = \[2, 0\] must give each rank a whole number of rows"):
-        TrainConfig(rows=(2, 0))
+def test_values_that_are_no_rows_are_refused(rows: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(rows=rows)

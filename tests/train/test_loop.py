@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ import torch
 from transformers import AutoTokenizer
 
 from laconic import registry
-from laconic.config import Config, load, to_toml
+from laconic.config import Config, OptimizerConfig, load, to_toml
 from laconic.strategies.optimizers import make_optimizer
 from laconic.train.cli import main
 from laconic.train.loop import Trainer
 from laconic.train.prepare import differences
-from tests.support.jobs import command, job, refusal, train, train_all
+from tests.support.jobs import assert_resumed, command, interrupted, job, metrics, refusal, train, train_all
 from tests.support.launch import run_ranks
 
 EACH = {
@@ -82,28 +83,20 @@ def test_lossless_crossings_train_the_bits_of_exact_ones(tmp_path: Path) -> None
 @pytest.mark.heavy
 def test_a_resumed_run_repeats_the_unbroken_one(tmp_path: Path) -> None:
     """Losses bit for bit under each strategy, with LoRA, dropout, a schedule and the metrics file carried on."""
-    configs = []
-    for strategy in ("laconic", "fsdp2"):
-        settings: dict[str, Any] = {
-            "lora": {"enabled": True, "rank": 2, "dropout": 0.3},
-            "optimizer": {"lr_schedule": "cosine", "decay_steps": 4, "warmup_steps": 1},
-            "shard": {"strategy": strategy},
-        }
-        whole, broken = str(tmp_path / f"{strategy}-whole"), str(tmp_path / strategy)
-        configs += [
-            job(tmp_path, **settings, train={"output": whole}),
-            job(tmp_path, **settings, train={"steps": 2, "output": broken, "save_every": 0}),
-            job(tmp_path, **settings, train={"output": broken, "resume": "auto"}),
-        ]
-    summaries = run_ranks(train_all, 2, configs, local=1)[0]
-    for strategy, (unbroken, start, rest) in {"laconic": summaries[:3], "fsdp2": summaries[3:]}.items():
-        assert rest["start_step"] == 2
-        assert start["losses"] + rest["losses"] == unbroken["losses"]
-        assert start["grad_norms"] + rest["grad_norms"] == unbroken["grad_norms"]
-        rows = [json.loads(line) for line in (tmp_path / strategy / "metrics.jsonl").read_text().splitlines()]
-        assert [row["loss"] for row in rows] == unbroken["losses"]
+    settings: dict[str, Any] = {
+        "lora": {"enabled": True, "rank": 2, "dropout": 0.3},
+        "optimizer": {"lr_schedule": "cosine", "decay_steps": 4, "warmup_steps": 1},
+    }
+    wholes = []
+    for name in ("laconic", "fsdp2"):
+        configs = interrupted(tmp_path, name, 2, shard={"strategy": name}, **settings)
+        summaries = run_ranks(train_all, 2, configs, local=1)[0]
+        assert_resumed(*summaries)
+        rows = metrics(tmp_path / name)
+        assert [row["loss"] for row in rows] == summaries[0]["losses"]
         assert [row["tokens"] for row in rows] == [64, 128, 192, 256]
-    laconic, fsdp2 = summaries[0], summaries[3]
+        wholes.append(summaries[0])
+    laconic, fsdp2 = wholes
     assert laconic["losses"] == pytest.approx(fsdp2["losses"], rel=1e-5)
     assert laconic["num_trainable"] < laconic["num_parameters"] / 4
     assert laconic["wire_bytes"][1] < laconic["wire_bytes"][0]  # the frozen weights crossed in the first step
@@ -129,7 +122,7 @@ def test_a_run_leaves_its_records(tmp_path: Path, capsys: pytest.CaptureFixture[
         *("step 4/4", "step 4/4"),
     ]
     assert json.loads((out / "summary.json").read_text()) == summary
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics(out)
     assert [row["loss"] for row in rows if "loss" in row] == summary["losses"]
     assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4]
     assert summary["evaluations"][0]["eval_perplexity"] == math.exp(summary["evaluations"][0]["eval_loss"])
@@ -155,11 +148,36 @@ def test_a_run_leaves_its_records(tmp_path: Path, capsys: pytest.CaptureFixture[
         ({"model": {"config": {"model_type": "lama"}}}, "llama"),
         ({"shard": {"strategy": "fsdp2-hpz"}}, "at least 2 ranks per node"),
         ({"shard": {"audit_every": 5}}, "each island has one rank"),
+        ({"train": {"rows": [2, 2]}}, "train.rows = [2, 2] has rows for 2 ranks, and there are 1; give the rows of"),
+        ({"train": {"rows": [3]}}, "adds up to 3; it must be 2: 1 ranks x train.micro_batch_size = 2 x train.accum"),
+        (
+            {"train": {"rows": "by-speed"}, "shard": {"cache": "auto", "device_bytes": 5}},
+            "set shard.device_bytes and shard.host_bytes, or give the rows of each rank as a list",
+        ),
+        (
+            {"train": {"rows": [2]}, "schedule": {"kind": "cyclic", "workers": 2}},
+            "train.rows = (2,) and schedule.kind = 'cyclic': its messages have one size",
+        ),
+        (
+            {"train": {"compile": True}, "schedule": {"kind": "cyclic", "workers": 2}},
+            "train.compile = true and schedule.kind = 'cyclic'",
+        ),
+        (
+            {"train": {"compile": True}, "sync": {"mode": "local", "slices": 2}},
+            "sync.slices = 2 and train.compile = true",
+        ),
+        (
+            {"shard": {"param_dtype": "float16"}, "sync": {"mode": "local", "every": 2}},
+            "islands would skip different steps",
+        ),
+        ({"train": {"resume": "/nowhere"}}, "nowhere' holds no checkpoint; give the output folder"),
+        ({"log": {"wandb": True}}, "log.wandb = true needs the package wandb"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_first_step(
-    tmp_path: Path, settings: dict[str, Any], part: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, settings: Any, part: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
     assert part in refusal(job(tmp_path, **settings))
     assert "step 1/4" not in capsys.readouterr().out
 
@@ -219,8 +237,6 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_nothing_is_lost(tmp
     stopped, resumed = ends[0]
     assert resumed["stopped_by"] is None
     assert stopped["losses"] + resumed["losses"] == unbroken["losses"]
-    nowhere = job(tmp_path, train={"resume": str(tmp_path / "nowhere")})
-    assert "nowhere' holds no checkpoint; give the output folder" in refusal(nowhere)
 
 
 @pytest.mark.machine
@@ -247,14 +263,13 @@ def test_a_loss_that_is_not_finite_stops_all_ranks(tmp_path: Path) -> None:
     """And the steps before it are on record."""
     messages = run_ranks(refusal, 2, job(tmp_path, optimizer={"lr": 1e30, "max_grad_norm": 0.0}), local=1)
     assert all("training stopped before the optimizer of step" in message for message in messages)
-    rows = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(rows[0])["step"] == 1
+    assert metrics(tmp_path / "out")[0]["step"] == 1
 
 
-def test_matrices_decay_and_vectors_do_not(tmp_path: Path) -> None:
+def test_matrices_decay_and_vectors_do_not() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3), torch.nn.Linear(3, 1))
     model[2].requires_grad_(False)
-    optimizer = make_optimizer(model, job(tmp_path, optimizer={"weight_decay": 0.3}).optimizer)
+    optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.3))
     shapes = {group["weight_decay"]: [tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups}
     assert shapes == {0.3: [(3, 2)], 0.0: [(3,), (3,), (3,)]}
 

@@ -13,7 +13,7 @@ from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Traffic
 from laconic.rehearse import Machine
 from laconic.rehearse.modes import accelerator
-from laconic.rehearse.tape import Record, Step, Wait
+from laconic.rehearse.tape import Record, Wait
 from laconic.shard.ledger import Ledger
 from laconic.strategies.stepper import StepResult
 from laconic.train import meter as meters
@@ -75,31 +75,19 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 
 def test_no_step_waits_for_the_device(machine: Machine) -> None:
-    with machine.recording():
-        records = list(measured(torch.device("cuda", 0)))
-        assert host_waits(machine) == []
-        assert [record.step_s for record in records] == [0.0] * NUM_STEPS
-        assert len(host_waits(machine)) == NUM_STEPS
-    assert [record.traffic.total(direction="sent") for record in records if record.traffic] == [7, 14, 21]
-    assert [record.memory.device_bytes for record in records if record.memory] == [1, 2, 3]
-    assert [record.allocated_peak_bytes for record in records] == [11] * NUM_STEPS
-
-
-def test_events_enclose_the_work_of_their_step(machine: Machine) -> None:
     """Each step has two events on the stream that computes, and its product lies between them."""
     with machine.recording():
         records = list(measured(torch.device("cuda", 0)))
+        assert host_waits(machine) == []
         entries = [entry for entry in machine.tape.entries if entry.timeline == machine.compute.timeline]
-        order = [
-            "event" if isinstance(entry, Record) else entry.name
-            for entry in entries
-            if isinstance(entry, Record) or (isinstance(entry, Step) and entry.name == "aten::mm")
-        ]
-        assert order == ["event", "aten::mm", "event"] * NUM_STEPS
-        for record in records:
-            assert record.step_s == 0.0
-        events = [entry.event for entry in entries if isinstance(entry, Record)]
+        kept = [each for each in entries if isinstance(each, Record) or getattr(each, "name", "") == "aten::mm"]
+        assert [isinstance(each, Record) for each in kept] == [True, False, True] * NUM_STEPS
+        assert [record.step_s for record in records] == [0.0] * NUM_STEPS
+        events = [each.event for each in kept if isinstance(each, Record)]
         assert [wait.event for wait in host_waits(machine)] == events[1::2], "a record waits for its own last event"
+    assert [record.traffic.total(direction="sent") for record in records if record.traffic] == [7, 14, 21]
+    assert [record.memory.device_bytes for record in records if record.memory] == [1, 2, 3]
+    assert [record.allocated_peak_bytes for record in records] == [11] * NUM_STEPS
 
 
 def test_the_host_measures_the_time_of_cpu_steps(monkeypatch: pytest.MonkeyPatch) -> None:

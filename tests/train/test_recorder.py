@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from laconic.strategies.stepper import StepResult
 from laconic.train.loggers import JsonlLogger, LineLogger, TensorBoardLogger, describe_step
 from laconic.train.recorder import reduce_records
 from laconic.train.records import ClusterStep, StepRecord
+from tests.support.jobs import events_of, metrics
 from tests.support.launch import run_ranks
 
 
@@ -103,38 +103,28 @@ def test_jsonl_continues_where_the_run_does(tmp_path: Path) -> None:
     resumed = JsonlLogger(path, after_step=2)
     resumed.step(step_at(3))
     resumed.close()
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = metrics(tmp_path)
     assert [(row["step"], row.get("loss")) for row in rows] == [(1, 1.0), (2, 0.5), (2, None), (3, 1.0 / 3)]
     assert rows[0]["traffic_bytes"] == {"node/weights": 3_000_000}
 
 
 def test_tensorboard(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     logger = TensorBoardLogger(tmp_path, after_step=0)
     logger.step(step_at(1))
     logger.step(step_at(2))
     logger.evaluation(2, {"eval_loss": 0.5})
     logger.close()
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
+    events = events_of(tmp_path)
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 0.5)]
-    assert set(events.Tags()["scalars"]) == {
-        "train/loss",
-        "train/perplexity",
-        "train/grad_norm",
-        "train/lr",
-        "train/tokens",
-        "speed/step_s",
-        "speed/data_s",
-        "speed/tokens_per_s",
-        "wire/wait_s",
-        "wire/wire_bytes",
-        "traffic_bytes/node/weights",
-        "memory/device_bytes",
-        "memory/resident_bytes",
-        "eval/eval_loss",
+    groups = {
+        "train": ("loss", "perplexity", "grad_norm", "lr", "tokens"),
+        "speed": ("step_s", "data_s", "tokens_per_s"),
+        "wire": ("wait_s", "wire_bytes"),
+        "traffic_bytes": ("node/weights",),
+        "memory": ("device_bytes", "resident_bytes"),
+        "eval": ("eval_loss",),
     }
+    assert set(events.Tags()["scalars"]) == {f"{group}/{name}" for group, names in groups.items() for name in names}
 
 
 def test_plain_lines() -> None:
@@ -144,13 +134,7 @@ def test_plain_lines() -> None:
         logger.step(step_at(number))
     logger.evaluation(12, {"eval_loss": 0.5})
     lines = stream.getvalue().splitlines()
-    assert [line.split(" |")[0] for line in lines] == [
-        "step  1/12",
-        "step  5/12",
-        "step 10/12",
-        "step 12/12",
-        "step 12/12",
-    ]
+    assert [line.split(" |")[0] for line in lines] == [f"step {step:2}/12" for step in (1, 5, 10, 12, 12)]
     assert "loss 0.2000 | perplexity 1.221 | grad norm 0.500" in lines[1]
     assert "for data" not in lines[1]
     rich = replace(step_at(5), mfu=0.4, data_s=0.1, device_peak_bytes=3 * 10**9, loss_scale=1024.0, skipped_steps=2)
