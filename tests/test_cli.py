@@ -35,15 +35,12 @@ def test_hands_over_arguments_and_exit_code(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen == [["--help", "--", "x"]]
 
 
-def test_missing_package_says_what_to_install(
+def test_a_missing_package_is_named_and_a_missing_module_of_laconic_is_a_bug(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(cli.COMMANDS, "echo", ("package_that_is_not_there:main", "a test"))
     assert cli.main(["echo"]) == 2
     assert "'package_that_is_not_there'; pip install '.[train]' in a clone" in capsys.readouterr().err
-
-
-def test_a_missing_module_of_laconic_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cli.COMMANDS, "echo", ("laconic.no_such_room:main", "a test"))
     with pytest.raises(ModuleNotFoundError):
         cli.main(["echo"])

@@ -28,21 +28,16 @@ def _names(node: ast.AST) -> set[str]:
     return {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
 
 
-def _of_the_file(tree: ast.Module) -> set[str]:
-    """The names in the assignment of `pytestmark`."""
-    marks = [each.value for each in tree.body if isinstance(each, ast.Assign) and "pytestmark" in ast.unparse(each)]
-    return set().union(*map(_names, marks))
-
-
 @functools.cache
-def inside(path: Path) -> list[ast.AST]:
+def inside(path: Path) -> list[ast.stmt]:
     """A file's statements without the tests of other tiers; [] if no test is left for `make test`."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    if _of_the_file(tree) & ELSEWHERE:
+    marks = [each for each in tree.body if isinstance(each, ast.Assign) and "pytestmark" in ast.unparse(each)]
+    if any(_names(each) & ELSEWHERE for each in marks):
         return []
     kept = [each for each in tree.body if not _is_elsewhere(each)]
     has_test = any(isinstance(each, ast.FunctionDef) and each.name.startswith("test_") for each in kept)
-    return list(kept) if has_test else []
+    return kept if has_test else []
 
 
 def _is_elsewhere(statement: ast.stmt) -> bool:

@@ -41,20 +41,6 @@ def test_what_is_public_has_a_name_of_its_own(kind: type[ast.stmt], known: str) 
     assert {name: files for name, files in found.items() if len(files) > 1 and name not in VERBS | SAME} == {}
 
 
-def test_few_functions_take_the_whole_job() -> None:
-    """The others take the sections, or the values, that they read."""
-    takers = [
-        f"{path.relative_to(ROOT)}:{node.name}"
-        for path, tree in trees().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-        for argument in (*node.args.args, *node.args.kwonlyargs)
-        if argument.annotation is not None and ast.unparse(argument.annotation).strip("'") == "Config"
-    ]
-    assert "train/loop.py:run" in takers, "the walk finds functions"
-    assert len(takers) <= 28, takers
-
-
 def test_type_checkers_and_the_reference_see_every_public_name() -> None:
     """The imports of `laconic/__init__.py` that only type checkers and the documentation read."""
     tree = ast.parse(Path(laconic.__file__).read_text(encoding="utf-8"))

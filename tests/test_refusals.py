@@ -36,19 +36,15 @@ def sharded(module: nn.Module) -> Any:
     return laconic.fully_shard(module, mesh=laconic.init_mesh("cpu"))
 
 
-def mesh_of_three_axes() -> None:
-    laconic.fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c")))
-
-
-def sparse_gradient() -> None:
-    sharded(nn.Embedding(8, 2, sparse=True))(torch.tensor([1])).sum().backward()
-
-
 ON_RANKS: dict[str, Callable[[], Any]] = {
     "ModuleList has no forward, so nothing would ever gather it": lambda: sharded(nn.ModuleList([nn.Linear(2, 2)])),
     "returns a Hidden, in which its tensors cannot be found": lambda: sharded(Wrapped(2, 2))(torch.ones(1, 2)),
-    "fully_shard needs a mesh with axes": mesh_of_three_axes,
-    "got a sparse gradient, which cannot be reduced in a flat bucket": sparse_gradient,
+    "fully_shard needs a mesh with axes": lambda: laconic.fully_shard(
+        nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c"))
+    ),
+    "got a sparse gradient, which cannot be reduced in a flat bucket": lambda: (
+        sharded(nn.Embedding(8, 2, sparse=True))(torch.tensor([1])).sum().backward()
+    ),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,18 @@ def test_a_record_is_complete_names_code_that_exists_and_gives_a_job_its_keys(st
         assert job.schedule.is_cyclic is (strategy.schedule is not None)
 
 
-def test_a_new_record_is_a_strategy_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """The registry is read again in the test, and after it."""
+    registry.strategies.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    registry.strategies.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("newcomers")]:
+        del sys.modules[name]
+
+
+def test_a_new_record_is_a_strategy_everywhere(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One file in one of the packages is enough; no other list has its name."""
     (tmp_path / "newcomers" / "known").mkdir(parents=True)
     for package in ("newcomers", "newcomers/known"):
@@ -42,32 +54,20 @@ def test_a_new_record_is_a_strategy_everywhere(monkeypatch: pytest.MonkeyPatch, 
         "from laconic.strategies.known.pytorch import FSDP2\n"
         "STRATEGIES = (FSDP2.variant(name='new', label='New', shard={'strategy': 'new'}),)\n"
     )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(registry, "SOURCES", ("newcomers.known", *registry.SOURCES))
-    registry.strategies.cache_clear()
-    try:
-        assert "new" in registry.ways_to_train()
-        assert ShardConfig(strategy="new").strategy == "new"
-        assert [name for name in registry.strategies() if name.startswith("new")] == ["new"]
-    finally:
-        monkeypatch.undo()
-        registry.strategies.cache_clear()
-        for name in [name for name in sys.modules if name.startswith("newcomers")]:
-            del sys.modules[name]
+    fresh.syspath_prepend(str(tmp_path))
+    fresh.setattr(registry, "SOURCES", ("newcomers.known", *registry.SOURCES))
+    assert "new" in registry.ways_to_train()
+    assert ShardConfig(strategy="new").strategy == "new"
+    assert [name for name in registry.strategies() if name.startswith("new")] == ["new"]
 
 
-def test_without_contestants_their_strategies_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_contestants_their_strategies_are_unknown(fresh: pytest.MonkeyPatch) -> None:
     """As after an installation of laconic's wheel alone."""
-    monkeypatch.setattr(registry, "SOURCES", ("laconic.no_such_room.known", "laconic.strategies.known"))
-    registry.strategies.cache_clear()
-    try:
-        assert "deepspeed" not in registry.strategies()
-        assert "fsdp2" in registry.ways_to_train()
-        with pytest.raises(ConfigError, match=r"'deepspeed' is not known; .*pip install ./contestants"):
-            ShardConfig(strategy="deepspeed")
-    finally:
-        monkeypatch.undo()
-        registry.strategies.cache_clear()
+    fresh.setattr(registry, "SOURCES", ("laconic.no_such_room.known", "laconic.strategies.known"))
+    assert "deepspeed" not in registry.strategies()
+    assert "fsdp2" in registry.ways_to_train()
+    with pytest.raises(ConfigError, match=r"'deepspeed' is not known; .*pip install ./contestants"):
+        ShardConfig(strategy="deepspeed")
 
 
 def test_an_unknown_value_is_refused_with_those_there_are() -> None:

@@ -8,14 +8,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from laconic.rehearse.turns import player
 from tests.support import tiers
 from tests.support.launch import run_ranks
 from tests.support.tiers import LeftProcessError, is_inside
@@ -29,10 +27,7 @@ from tests.support.tiers import LeftProcessError, is_inside
         (lambda: os.system("true"), "os.system"),
         (os.fork, "os.fork"),
         (lambda: dist.TCPStore("localhost", 0, 1, True), "TCPStore"),
-        (
-            lambda: dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1),
-            "ProcessGroupGloo",
-        ),
+        (lambda: dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1), "ProcessGroupGloo"),
         (lambda: Path("/proc/net/dev").read_text(), "read /proc/net/dev"),
     ],
     ids=["socket", "process", "shell", "fork", "store", "gloo", "counters"],
@@ -50,55 +45,15 @@ def test_the_clock_goes_on_by_waits() -> None:
     assert 3600 <= time.time() - epoch < 3601
 
 
-def test_threads_take_turns() -> None:
-    ended = []
-
-    def wait_then_end() -> None:
-        time.sleep(5)
-        ended.append(player())
-
-    helper = threading.Thread(target=wait_then_end)
-    helper.start()
-    assert not ended
-    assert helper.is_alive()
-    helper.join()
-    assert ended[0] is not player()
-    assert not helper.is_alive()
-
-
-def test_the_first_wait_that_is_over_ends_first() -> None:
-    order = []
-
-    def end_after(seconds: int) -> int:
-        time.sleep(seconds)
-        order.append(seconds)
-        return seconds
-
-    with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(end_after, [3, 1, 2])) == [3, 1, 2]
-    assert order == [1, 2, 3]
-
-
-def test_a_thread_that_waits_for_ever_ends_with_its_test() -> None:
-    threading.Thread(target=threading.Event().wait, daemon=True).start()
-
-
 def _sleep_by_rank() -> tuple[int, float]:
+    tiers.OUTSIDE = ()
     time.sleep(dist.get_rank())
     return threading.get_ident(), time.monotonic()
 
 
-def test_ranks_are_threads_of_this_process() -> None:
+def test_ranks_are_threads_of_this_process_and_constants_that_they_replace_come_back() -> None:
+    before = tiers.OUTSIDE
     threads, clocks = zip(*run_ranks(_sleep_by_rank, 3), strict=True)
     assert len(set(threads)) == 3
     assert [int(each) for each in clocks] == [0, 1, 2]
-
-
-def _replace_a_constant() -> None:
-    tiers.OUTSIDE = ()
-
-
-def test_a_constant_that_a_rank_replaces_comes_back() -> None:
-    before = tiers.OUTSIDE
-    run_ranks(_replace_a_constant, 2)
     assert tiers.OUTSIDE == before == ("machine", "campaign", "cuda")

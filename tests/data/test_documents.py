@@ -15,7 +15,7 @@ from laconic.data.batches import IGNORED, Division, EpochSampler, Sampler, Train
 from laconic.data.documents import check_model
 from laconic.hf.models import build_model
 from laconic.hf.tokenizer import ByteTokenizer
-from tests.support.jobs import SMALL_LLAMA
+from tests.support.jobs import SMALL_LLAMA, job
 
 
 def naive_pack(lengths: list[int], capacity: int) -> list[int]:
@@ -62,6 +62,11 @@ def texts(folder: Path, lengths: list[int], **settings: Any) -> TrainingData:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     table = {"kind": "jsonl", "path": str(path), "sequence_length": 12, "eval_fraction": 0.0}
     config = DataConfig(**{**table, **settings})
+    return data.open_data(data.prepare(config, ByteTokenizer(), folder / "tokens"), config)
+
+
+def stream(folder: Path) -> TrainingData:
+    config = job(folder).data
     return data.open_data(data.prepare(config, ByteTokenizer(), folder / "tokens"), config)
 
 
@@ -132,12 +137,15 @@ def test_attention_stays_inside_documents() -> None:
         check_model(lambda batch: model(**batch.arguments(), use_cache=False), is_packed=True)
 
 
-def test_models_that_mix_documents_or_divide_for_themselves_are_refused() -> None:
+def test_models_that_mix_documents_or_divide_for_themselves_are_refused(tmp_path: Path) -> None:
     tiny = {"hidden_size": 16, "vocab_size": 16, "num_hidden_layers": 1, "state_size": 4}
     mamba: Any = build_model(ModelConfig(config={"model_type": "mamba", **tiny}, dtype="bfloat16"), device="cpu")
 
     def run(batch: Any) -> Any:
         return mamba(**{key: value for key, value in batch.arguments().items() if key != "position_ids"})
+
+    def divide(batch: Any) -> Any:
+        return mamba(input_ids=batch.input_ids, labels=batch.labels)
 
     check_model(run, is_packed=False)
     with pytest.raises(JobError, match="lets a document see the ones before it"):
@@ -145,7 +153,12 @@ def test_models_that_mix_documents_or_divide_for_themselves_are_refused() -> Non
     with pytest.raises(JobError, match=r"unexpected keyword argument 'position_ids'; set data\.packing = false"):
         check_model(lambda batch: mamba.get_input_embeddings().forward(position_ids=batch.position_ids), is_packed=True)
     with pytest.raises(JobError, match="takes no num_items_in_batch"):
-        check_model(lambda batch: mamba(input_ids=batch.input_ids, labels=batch.labels), is_packed=False)
+        check_model(divide, is_packed=False)
+    files = stream(tmp_path)
+    files.check_model(divide)
+    with pytest.raises(JobError, match=r"with few of them would weigh too much; leave train\.rows out"):
+        files.check_model(divide, is_unequal=True)
+    files.check_model(run, is_unequal=True)
 
 
 # -- sampler -----------------------------------------------------------------------------------------------------------

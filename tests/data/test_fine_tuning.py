@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -29,24 +29,21 @@ RANKS, STEPS, LENGTH = 3, 3, 300
 def chat_job(folder: Path, name: str, **sections: dict[str, Any]) -> Config:
     path = folder / "chat.jsonl"
     path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in CONVERSATIONS))
-    table = {"kind": "jsonl", "path": str(path), "sequence_length": LENGTH, "eval_fraction": 0.2}
-    sections["data"] = {**table, **sections.get("data", {})}
-    sections["train"] = {"steps": STEPS, "eval_every": STEPS, "output": str(folder / name), **sections.get("train", {})}
-    sections["model"] = {
-        "config": {"model_type": "llama", **SMALL_LLAMA, "max_position_embeddings": LENGTH, "vocab_size": 256}
+    sizes = {**SMALL_LLAMA, "max_position_embeddings": LENGTH, "vocab_size": 256}
+    given: dict[str, dict[str, Any]] = {
+        "data": {"kind": "jsonl", "path": str(path), "sequence_length": LENGTH, "eval_fraction": 0.2},
+        "train": {"steps": STEPS, "eval_every": STEPS, "output": str(folder / name)},
+        "model": {"config": {"model_type": "llama", **sizes}},
     }
-    return job(folder, **sections)
+    return job(folder, **{key: {**given.get(key, {}), **sections.get(key, {})} for key in given | sections})
 
 
 class Oracle:
     """One process with the documents of a job."""
 
     def __init__(self, config: Config) -> None:
-        assert config.data.cache is not None
-        index = data.prepare(config.data, ByteTokenizer(), Path(config.data.cache))
-        files = data.open_data(index, config.data)
-        assert isinstance(files, RowFiles)
-        self.files, self.config = files, config
+        index = data.prepare(config.data, ByteTokenizer(), Path(str(config.data.cache)))
+        self.config, self.files = config, cast("RowFiles", data.open_data(index, config.data))
         self.model = build_model(config.model, device="cpu")
         self.by_tokens = {tuple(naive.chatml(messages)[0]): messages for messages in CONVERSATIONS}
 

@@ -11,15 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic.config import JobError, ModelConfig
-from laconic.data import tokens as data
+from laconic.config import ModelConfig
 from laconic.data.batches import IGNORED, LEAST_TOKENS, Batch, Division, TrainingData
 from laconic.data.unequal import fastest_rows, last_end
 from laconic.hf.models import build_model
-from laconic.hf.tokenizer import ByteTokenizer
-from tests.data.test_documents import texts
+from tests.data.test_documents import stream, texts
 from tests.reference import unequal as naive
-from tests.support.jobs import SMALL_LLAMA, job
+from tests.support.jobs import SMALL_LLAMA
 
 
 def test_no_division_ends_earlier() -> None:
@@ -70,11 +68,6 @@ def test_an_island_divides_its_own_rows() -> None:
         pair = [Division(workers=range(rank, rank + 1), rows=rows, **fields) for rank in peers]
         found = np.concatenate([micro_batch for each in pair for micro_batch in each.own(global_batch)])
         assert found.tolist() == global_batch[:, peers.start : peers.stop].ravel().tolist()
-
-
-def stream(folder: Path) -> TrainingData:
-    config = job(folder).data
-    return data.open_data(data.prepare(config, ByteTokenizer(), folder / "tokens"), config)
 
 
 LENGTHS = [5, 7, 4, 9, 3, 6, 12, 8, 5, 11, 10, 7, 6, 4, 9, 12, 5, 8, 3, 7, 9, 10]
@@ -151,17 +144,3 @@ def apart(batch: Batch) -> list[tuple[Tensor, Tensor]]:
             if (labels[begin:end] != IGNORED).any():
                 found.append((ids[begin:end], labels[begin:end] != IGNORED))
     return found
-
-
-def test_a_model_that_divides_for_itself_trains_on_equal_rows_only(tmp_path: Path) -> None:
-    tiny = {"hidden_size": 16, "vocab_size": 16, "num_hidden_layers": 1, "state_size": 4}
-    mamba: Any = build_model(ModelConfig(config={"model_type": "mamba", **tiny}), device="cpu")
-    files = stream(tmp_path)
-
-    def run(batch: Batch) -> Any:
-        return mamba(input_ids=batch.input_ids, labels=batch.labels)
-
-    files.check_model(run)
-    with pytest.raises(JobError, match=r"with few of them would weigh too much; leave train\.rows out"):
-        files.check_model(run, is_unequal=True)
-    files.check_model(lambda batch: mamba(**batch.arguments()), is_unequal=True)

@@ -128,13 +128,8 @@ def _check_laconic(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
     with monkeypatch.context() as patch:
         patch.setattr("laconic.plan.early.load", lambda _: None)  # the reader's own job
         patch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
-        try:
-            code = main(arguments)
-        except _Parsed:
-            return
-        except SystemExit as error:
-            code = error.code
-    raise AssertionError(f"laconic {' '.join(arguments)} ended with {code} before its arguments were parsed")
+        with pytest.raises(_Parsed):
+            main(arguments)
 
 
 def check_job(arguments: list[str]) -> None:

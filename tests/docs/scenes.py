@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,17 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import laconic
 from laconic.comm.agreement import RankGroup
+from tests.support.sharded_net import Block
 
-
-class Layer(nn.Module):
-    """A residual MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(48, 96), nn.Linear(96, 48)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x).relu())
+Layer = partial(Block, 48, 96)
 
 
 class Model(nn.Module):
@@ -42,7 +35,7 @@ class Model(nn.Module):
 def scene(page: str) -> dict[str, Any]:
     """The given names of a page, the same weights on all ranks and other batches on each."""
     torch.manual_seed(0)
-    scenes = {"docs/cyclic.md": _cyclic, "docs/layouts.md": _layers, "docs/publish.md": _publish}
+    scenes = {"docs/cyclic.md": _cyclic, "docs/layouts.md": _FreshLayers, "docs/publish.md": _publish}
     names = scenes.get(page, _model)()
     names.update(torch=torch, laconic=laconic, device="cpu")
     return names
@@ -64,14 +57,13 @@ def _publish() -> dict[str, Any]:
 class _FreshLayers(dict[str, Any]):
     """The name `layer` stands for a new layer wherever it is used."""
 
+    def __init__(self) -> None:
+        super().__init__(mesh=laconic.init_mesh("cpu"))
+
     def __missing__(self, name: str) -> Any:
         if name != "layer":
             raise KeyError(name)
         return Layer()
-
-
-def _layers() -> dict[str, Any]:
-    return _FreshLayers(mesh=laconic.init_mesh("cpu"))
 
 
 def _cyclic() -> dict[str, Any]:
@@ -82,11 +74,5 @@ def _cyclic() -> dict[str, Any]:
     def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    batches = [(tokens, tokens.roll(-1, 1))] * 3
-    return {
-        "model": model,
-        "tokens": tokens,
-        "world_size": dist.get_world_size(),
-        "loss_fn": loss_fn,
-        "batches": batches,
-    }
+    names = {"model": model, "tokens": tokens, "loss_fn": loss_fn, "batches": [(tokens, tokens.roll(-1, 1))] * 3}
+    return {**names, "world_size": dist.get_world_size()}

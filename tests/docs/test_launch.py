@@ -6,7 +6,6 @@ SkyPilot, Ray and Slurm are too large for every test run: `python -m benchmarks.
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,11 +24,9 @@ VENV = Path(sys.executable).parents[1]
 MINIMAL = ["examples/minimal.py"]
 
 
-def test_each_file_says_what_to_change_and_is_on_the_page() -> None:
+def test_each_file_is_on_the_page() -> None:
     page = (ROOT / "docs" / "launch.md").read_text(encoding="utf-8")
-    for name, text in FILES.items():
-        assert "Change: " in "\n".join(text.splitlines()[:12]), name
-        assert f"../examples/launch/{name})" in page, name
+    assert [name for name in FILES if f"../examples/launch/{name})" not in page] == []
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -38,18 +35,10 @@ def test_shellcheck_finds_nothing(name: str) -> None:
     assert os.access(FOLDER / name, os.X_OK)
 
 
-# -- Kubernetes --------------------------------------------------------------------------------------------------------
-
-
-def test_kubernetes_takes_every_object() -> None:
+def test_kubernetes_takes_every_object_and_no_wrong_key() -> None:
     found = {given["kind"]: object_fault(given) for given in objects()}
     assert found == dict.fromkeys(KINDS, "")
-
-
-def test_a_wrong_key_is_found() -> None:
-    for given in objects():
-        given["spec"]["parallelsim"] = 1
-        assert object_fault(given)
+    assert all(object_fault({**given, "spec": {**given["spec"], "parallelsim": 1}}) for given in objects())
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -116,25 +105,6 @@ def test_the_pods_of_a_trainjob_train(lab: Lab) -> None:
     assert_two_ranks_trained(launch(lab, pod(added, "")))
 
 
-@pytest.mark.campaign
-def test_skypilots_run_trains(lab: Lab, tmp_path: Path) -> None:
-    task = yaml.safe_load(FILES["skypilot.yaml"])
-    (tmp_path / ".venv").symlink_to(VENV)  # what `setup` makes
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    assert "python3 -m venv .venv" in task["setup"]
-    start, _, job = task["run"].rpartition(" -m ")
-    run = f"cd {tmp_path}\n{start} {shlex.join(shorter(['-m', *shlex.split(job)]))}"
-    given = {
-        **task["envs"],
-        "NETWORK": "wire0",
-        "SKYPILOT_NUM_NODES": str(task["num_nodes"]),
-        "SKYPILOT_NODE_IPS": "10.77.0.1\n10.77.0.2",
-        "SKYPILOT_NUM_GPUS_PER_NODE": "1",
-    }
-    commands = [["env", f"SKYPILOT_NODE_RANK={node}", "bash", "-c", run] for node in range(2)]
-    assert_two_ranks_trained(launch(lab, commands, **given))
-
-
 SSH = """#!/bin/bash
 # ssh, between nodes of the lab: it hands the command to the node's `serve`, and waits for the exit code.
 [ "$1" = -n ] && shift
@@ -158,26 +128,25 @@ serve() { # what this host is told, until the launcher ends
 """
 
 
+def program(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 def ssh_commands(tmp_path: Path, head: str) -> tuple[list[list[str]], dict[str, str]]:
     """A command for each node that serves orders by `ssh`; node 0 runs `head`, too."""
-    (tmp_path / "ssh").write_text(SSH)
-    (tmp_path / "ssh").chmod(0o755)
+    program(tmp_path / "ssh", SSH)
     (tmp_path / "mail").mkdir()
     first = f'{SERVE}serve node0 & code=0; {{ {head}; }} || code=$?; touch "$MAIL/end"; wait; exit $code'
-    env = {
-        "MAIL": str(tmp_path / "mail"),
-        "FOLDER": str(ROOT),
-        "PATH": f"{tmp_path}:{VENV / 'bin'}:{os.environ['PATH']}",
-    }
+    path = f"{tmp_path}:{VENV / 'bin'}:{os.environ['PATH']}"
+    env = {"MAIL": str(tmp_path / "mail"), "FOLDER": str(ROOT), "PATH": path}
     return [["bash", "-c", first], ["bash", "-c", f"{SERVE}serve node1; wait"]], env
 
 
 @pytest.mark.campaign
 def test_ssh_trains_and_a_signal_saves_and_ends_it(lab: Lab, tmp_path: Path) -> None:
-    options = ["--train.steps", "100000", "--train.output", str(tmp_path / "run"), "--train.log_every", "1"]
-    job = shlex.join(
-        ["examples/launch/ssh.sh", "node0,node1", "-m", "laconic.train", "examples/pretrain.toml", *options]
-    )
+    options = f"--train.steps 100000 --train.output {tmp_path}/run --train.log_every 1"
+    job = f"examples/launch/ssh.sh node0,node1 -m laconic.train examples/pretrain.toml {options}"
     until_a_step = f"until [ -s {tmp_path}/run/metrics.jsonl ]; do sleep 0.1; done"
     head = f"{job} & launcher=$!; {until_a_step}; kill -TERM $launcher; ! wait $launcher"
     commands, env = ssh_commands(tmp_path, head)
@@ -188,8 +157,7 @@ def test_ssh_trains_and_a_signal_saves_and_ends_it(lab: Lab, tmp_path: Path) -> 
 @pytest.mark.campaign
 def test_two_desktops(lab: Lab, tmp_path: Path) -> None:
     """`cable` gives the addresses over which `train` meets; the lab's link has frames of 1500 bytes."""
-    (tmp_path / "ping").write_text('#!/bin/sh\necho "$@" >> "$PINGS"\n')
-    (tmp_path / "ping").chmod(0o755)
+    program(tmp_path / "ping", '#!/bin/sh\necho "$@" >> "$PINGS"\n')
     script = "examples/launch/two_desktops.sh"
     env = {"MTU": "1500", "PINGS": str(tmp_path / "pings"), "PATH": f"{tmp_path}:{VENV / 'bin'}:{os.environ['PATH']}"}
     cabled = launch(lab, [[script, "cable", "0"], [script, "cable", "1"]], **env)
@@ -201,8 +169,7 @@ def test_two_desktops(lab: Lab, tmp_path: Path) -> None:
 
 
 def test_two_desktops_without_a_cable_says_so(lab: Lab, tmp_path: Path) -> None:
-    (tmp_path / "ping").write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / "ping").chmod(0o755)
+    program(tmp_path / "ping", "#!/bin/sh\nexit 1\n")
     env = {"NETWORK": "wire0", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     result = lab.execute([["examples/launch/two_desktops.sh", "train", "0"]] * 2, env=env, timeout_s=60, show=False)
     assert result.exit_code == 1

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import tomllib
+from pathlib import Path
 
 import laconic
 import laconic.integrations
@@ -12,7 +14,7 @@ import laconic.optim
 from tests.docs import strategies
 from tests.docs.blocks import ROOT
 from tests.faults.__main__ import BENCHMARK
-from tests.support.first_screens import MOST_LINES, PROCESSES, pictures, readme_lacks, readme_lines
+from tests.support.record import RESULTS, write_head
 
 
 def test_the_reference_has_every_public_name() -> None:
@@ -26,12 +28,6 @@ def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
     pages = {path.name for path in (ROOT / "docs").glob("*.md")}
     assert set(re.findall(r"[a-z0-9-]+\.md", navigation)) == pages
-
-
-def test_the_first_screen_answers_what_how_and_where_and_processes_have_pictures() -> None:
-    assert readme_lacks() == []
-    assert readme_lines() <= MOST_LINES
-    assert all(map(pictures, PROCESSES.values()))
 
 
 def test_the_list_of_strategies_is_the_registrys() -> None:
@@ -114,3 +110,10 @@ def test_the_two_wheels_share_out_the_package() -> None:
     version = own["project"]["version"]
     assert theirs["project"]["version"] == version
     assert theirs["project"]["dependencies"] == [f"laconic[train]=={version}"]
+
+
+def test_the_head_is_of_the_rows_that_are_on_record(tmp_path: Path) -> None:
+    page = tmp_path / "RESULTS.md"
+    shutil.copy(RESULTS, page)
+    write_head(page)
+    assert page.read_text() == RESULTS.read_text(), "python -c 'from tests.support.record import *; write_head()'"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -26,9 +27,9 @@ from tests.reference.local_steps import ChangingIslands
 from tests.support import launch
 
 
-def assert_equal_rounds(islands: list[Island]) -> dict[int, int]:
+def assert_equal_rounds(*islands: Island) -> dict[int, int]:
     """All islands have equal outer parameters after each round, to the bit. Returns the members of each round."""
-    members, different = equal_rounds(islands)
+    members, different = equal_rounds([*islands])
     assert different == []
     return members
 
@@ -44,10 +45,8 @@ def test_an_island_dies_and_another_comes(tmp_path: Path) -> None:
         coming = start(policy=policy, last=rounds, step_s=0.08, tokens=3)
         results = [island.result() for island in (*staying, coming)]
         assert dying.processes[0].exitcode == -signal.SIGKILL
-    members = assert_equal_rounds([*staying, coming, dying])
-    assert members[2] == 3
-    assert members[3] == 2, "the one that has died is missing, and the round is repeated without it"
-    assert members[rounds] == 3
+    members = assert_equal_rounds(*staying, coming, dying)
+    assert [members[number] for number in (2, 3, rounds)] == [3, 2, 3], "round 3 is repeated without the dead one"
     for island in staying:
         assert [each.step for each in island.rounds()] == [EVERY * (n + 1) for n in range(rounds)], "no step is lost"
     numbers = [result["number"] for result in results]
@@ -73,19 +72,18 @@ def test_stuck_and_diverging_islands_are_left_behind(tmp_path: Path) -> None:
     options = {"every": 6, "fragments": 3, "overlap": 1, "codec": "int4", "error_feedback": 0.5, "mixing": 0.25}
     with meeting(tmp_path) as (address, start):
         policy = Membership(rendezvous=address, islands=3, timeout_s=3.0)
-        staying = start(policy=policy, options=options, last=12, size=2)
-        stuck = start(policy=policy, options=options, last=12, size=2, stops_at=6)
-        diverging = start(policy=policy, options=options, last=12, size=2, fails_at=14)
+        staying, stuck, diverging = (
+            start(policy=policy, options=options, last=12, size=2, **fault)
+            for fault in ({}, {"stops_at": 6}, {"fails_at": 14})
+        )
         stuck.wait_for("stopped")
         staying.wait_for_round(4)
         stuck.send(signal.SIGCONT)
         result = staying.result()
         assert "JobError: the other islands have gone on without this one" in stuck.result()
         assert "NaN, infinite or too large on this island; the others go on without it" in diverging.result()
-    members = assert_equal_rounds([staying, stuck, diverging])
-    assert [members[number] for number in (1, 2)] == [3, 3]
-    assert [members[number] for number in (3, 4, 5)] == [2, 2, 2]
-    assert members[11] == 1
+    members = assert_equal_rounds(staying, stuck, diverging)
+    assert [members[number] for number in (1, 2, 3, 4, 5, 11)] == [3, 3, 2, 2, 2, 1]
     assert all(torch.tensor(values).isfinite().all() for values in result["outer"].values())
 
 
@@ -97,14 +95,14 @@ def test_a_quorum_does_not_wait_and_ended_runs_begin_anew(tmp_path: Path) -> Non
         slow = start(policy=policy, last=4, step_s=1.0)
         assert isinstance(fast.result(), dict)
         assert isinstance(slow.result(), dict)
-        assert set(assert_equal_rounds([fast, slow]).values()) == {2}
+        assert set(assert_equal_rounds(fast, slow).values()) == {2}
         steps = [island.rounds()[-1].step for island in (fast, slow)]
         assert steps[0] >= 4 * EVERY > steps[1], "the slow one joins with the steps that it has"
 
         again = Membership(rendezvous=address, islands=2, timeout_s=6.0)
         resumed = [start(policy=again, last=6) for _ in range(2)]
         assert {island.result()["number"] for island in resumed} == {0, 1}, "the numbers of a new generation"
-        assert set(assert_equal_rounds(resumed)) == {5, 6}, "from the checkpoint's rounds on"
+        assert set(assert_equal_rounds(*resumed)) == {5, 6}, "from the checkpoint's rounds on"
 
 
 def test_a_newcomer_waits_for_the_state_of_the_first_roster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,61 +140,48 @@ class LongerFloats(FloatCodec):
         return super().payload_bytes(numel) + 4
 
 
-def refused(address: str) -> list[str]:
-    """The messages of bad settings."""
+def job_refused(address: str) -> None:
+    """Bad settings, in this order; then an island that is not inside."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model, messages = make_model(), []
-    mesh = laconic.init_mesh("cpu", islands=1, nodes=1, local=1)
+    model, mesh = make_model(), laconic.init_mesh("cpu", islands=1, nodes=1, local=1)
+    refusals: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("this run has no name", {}, {"run_id": None}),
+        ("no rendezvous answers at 127.0.0.1:9", {"rendezvous": "127.0.0.1:9"}, {}),
+        (f"1 of 2 islands have come to {address}", {}, {}),
+        ("every is 6 on this island and 3 on the islands", {}, {"every": 2 * EVERY}),
+        (
+            "bytes of 4,096 values is 16388 on this island and 16384 on the islands",
+            {},
+            {"codec": LongerFloats("fp32", torch.float32)},
+        ),
+        ("leave it out, and save checkpoints", {}, {"recovery": "/tmp"}),
+        ("must be HOST:PORT", {"rendezvous": "here"}, {}),
+        ("Membership(islands=0) must be at least 1", {"islands": 0}, {}),
+        ("Membership(quorum=0) must be at least 1", {"quorum": 0}, {}),
+        ("timeout_s=0", {"timeout_s": 0}, {}),
+    ]
 
-    def attempt(run_id: str | None = "test", policy: dict[str, Any] | None = None, **options: Any) -> None:
-        membership = {"rendezvous": address, "islands": 2, "timeout_s": 2.0, "start_timeout_s": 0.5, **(policy or {})}
-        try:
-            options = {"codec": "fp32", "every": EVERY, **options}
-            LocalSteps(
-                model, adamw(model), mesh=mesh, run_id=run_id, membership=Membership(**membership), **options
-            ).enter()
-        except ValueError as error:
-            messages.append(str(error))
+    def start(policy: dict[str, Any], **options: Any) -> LocalSteps:
+        membership = Membership(**{"rendezvous": address, "timeout_s": 2.0, "start_timeout_s": 0.5, **policy})
+        given = {"codec": "fp32", "every": EVERY, "run_id": "test", **options}
+        return LocalSteps(model, adamw(model), mesh=mesh, membership=membership, **given)
 
-    attempt(run_id=None)
-    attempt(policy={"rendezvous": "127.0.0.1:9"})
-    attempt()
-    attempt(every=2 * EVERY)
-    attempt(codec=LongerFloats("fp32", torch.float32))
-    attempt(recovery="/tmp")
-    for policy in ({"rendezvous": "here"}, {"islands": 0}, {"quorum": 0}, {"timeout_s": 0}):
-        attempt(policy=policy)
-    local = LocalSteps(
-        model, adamw(model), mesh=mesh, run_id="other", membership=Membership(rendezvous=address, islands=1)
-    )
+    for message, policy, options in refusals:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            start({"islands": 2, **policy}, **options).enter()
+    local = start({"islands": 1}, run_id="other")
     with pytest.raises(RuntimeError, match=r"call LocalSteps.enter\(\) before the first forward"):
         local.step()
     assert local.enter() == local.enter() == 0
     local.leave()
     with pytest.raises(RuntimeError, match="has not entered"):
         local.step()  # it is outside again
-    return messages
 
 
 @pytest.mark.machine
 def test_bad_settings_are_refused(tmp_path: Path) -> None:
     with meeting(tmp_path) as (address, _):
-        [messages] = launch.launch(refused, address, num_ranks=1, timeout_s=60, backend=None)
-    expected = [
-        "this run has no name",
-        "no rendezvous answers at 127.0.0.1:9",
-        f"1 of 2 islands have come to {address}",
-        "every is 6 on this island and 3 on the islands",
-        "bytes of 4,096 values is 16388 on this island and 16384 on the islands",
-        "leave it out, and save checkpoints",
-        "must be HOST:PORT",
-        "Membership(islands=0) must be at least 1",
-        "Membership(quorum=0) must be at least 1",
-        "timeout_s=0",
-    ]
-    assert len(messages) == len(expected), messages
-    for message, part in zip(messages, expected, strict=True):
-        assert part in message
+        launch.launch(job_refused, address, num_ranks=1, timeout_s=60, backend=None)
 
 
 def vote_all(store: dist.Store, outcomes: Sequence[Outcome], patience_s: float, dice: random.Random) -> set[Verdict]:

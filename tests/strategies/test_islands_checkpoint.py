@@ -46,22 +46,15 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def island_job(folder: Path, name: str, **settings: Any) -> Config:
+def island_job(folder: Path, name: str) -> Config:
     """A model whose layers have four heads, and matrices large enough for 8 bits where they are asked for."""
     given = RUNS[name]
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 4}
     if name == "adamw8bit":
         sizes |= {"hidden_size": 64, "intermediate_size": 128}
-    sections = {section: {**given.get(section, {})} for section in ("sync", "lora", "optimizer")}
-    model = {**given.get("model", {}), "config": table(folder)["model"]["config"] | sizes}
     run = {"steps": STEPS, "eval_every": STEPS, "save_every": KEPT_AT, "keep": 9, "output": str(folder / name)}
-    return job(folder, model=model, **sections, train={**run, **given.get("train", {}), **settings})
-
-
-def on_rank_0(action: Any) -> None:
-    if dist.get_rank() == 0:
-        action()
-    dist.barrier()
+    own = {"model": {"config": table(folder)["model"]["config"] | sizes}, "train": {**run, **given.get("train", {})}}
+    return job(folder, **{**given, **own})
 
 
 def interrupted(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -70,11 +63,10 @@ def interrupted(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     whole = Path(config.train.output)
     broken = whole.with_name(f"{whole.name}-broken")
 
-    def copy() -> None:
+    if dist.get_rank() == 0:
         shutil.copytree(whole, broken)
         shutil.rmtree(broken / "checkpoints" / f"step-{STEPS}")
-
-    on_rank_0(copy)
+    dist.barrier()
     return unbroken, train(replace(config, train=replace(config.train, output=str(broken), resume="auto")))
 
 
@@ -137,7 +129,7 @@ def test_a_checkpoint_has_the_outer_parameters_unsliced(runs: tuple[Path, dict[s
 
 
 def look(config: Config) -> dict[str, Any]:
-    """Resume without training: the model, whole, where it differs from the folder's, and the optimizer's too."""
+    """Resume without training: what differs from the folder, and which parameters have no inner state."""
     ranks = RankInfo.from_environment()
     assert dist.group.WORLD is not None
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -164,27 +156,21 @@ def look(config: Config) -> dict[str, Any]:
             if sliced is not None and saved.shape == sliced.shape:
                 saved = sliced.split(saved)[index]
             wrong += [] if torch.equal(held, saved) else [f"{name}.{key}"]
+    state = stepper.local.state_dict() if stepper.local else {}
+    momenta = {key: value.full_tensor() for key, value in state.items() if key.startswith("outer_optimizer.")}
+    pairs = [(name, value, stored[f"model.{name}"]) for each in (outer, inner) for name, value in each.items()]
+    pairs += [  # the outer momentum of whole parameters; zero if the folder has none
+        (key, value, stored.get(f"outer.optimizer.{key.partition('.')[2]}", torch.zeros_like(value)))
+        for key, value in momenta.items()
+        if "_slice" not in key and "_shared" not in key
+    ]
     return {
         "printed": printed.getvalue(),
         "start": trainer.start_step,
-        "outer": [name for name, value in outer.items() if not torch.equal(value, stored[f"model.{name}"])],
-        "inner": [name for name, value in inner.items() if not torch.equal(value, stored[f"model.{name}"])],
-        "momentum": _momentum(stepper, stored),
+        "agreed": [name for name, value, saved in pairs if not torch.equal(value, saved)],
         "wrong": wrong,
         "without": without,
     }
-
-
-def _momentum(stepper: Simultaneous, stored: dict[str, Tensor]) -> list[str]:
-    """The parameters, parts aside, whose outer momentum differs from the folder's (zero if the folder has none)."""
-    state = stepper.local.state_dict() if stepper.local else {}
-    momenta = {key: value.full_tensor() for key, value in state.items() if key.startswith("outer_optimizer.")}
-    return [
-        key
-        for key, value in momenta.items()
-        if "_slice" not in key and "_shared" not in key
-        if not torch.equal(value, stored.get(f"outer.optimizer.{key.partition('.')[2]}", torch.zeros_like(value)))
-    ]
 
 
 def look_all(configs: list[Config]) -> list[dict[str, Any]]:
@@ -220,7 +206,7 @@ def test_any_islands_go_on_from_the_agreed_parameters(runs: tuple[Path, dict[str
         for rank in range(4):
             found = by_rank[rank][number]
             assert found["start"] == STEPS, name
-            assert found["outer"] == found["inner"] == found["momentum"] == [], name
+            assert found["agreed"] == [], name
             if cases[name][0] is four or name == "no islands":
                 assert found["wrong"] == found["without"] == [], name
             if "same" in name:
@@ -235,12 +221,9 @@ def test_any_islands_go_on_from_the_agreed_parameters(runs: tuple[Path, dict[str
 
 
 def test_a_run_without_islands_becomes_one_with(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"steps": 2, "save_every": 0, "output": str(tmp_path / "out")}
-    plain = job(tmp_path, train=settings)
-    run_ranks(train, 2, plain, local=1)
-    sliced = replace(
-        job(tmp_path, sync={"mode": "local", "every": 2, "slices": 2}, train={**settings, "resume": "auto"})
-    )
+    settings: dict[str, Any] = {"steps": 2, "save_every": 0}
+    run_ranks(train, 2, job(tmp_path, train=settings), local=1)
+    sliced = job(tmp_path, sync={"mode": "local", "every": 2, "slices": 2}, train={**settings, "resume": "auto"})
     for found in run_ranks(look, 2, sliced, local=1):
         assert found["start"] == 2
-        assert found["outer"] == found["inner"] == found["wrong"] == found["without"] == []
+        assert found["agreed"] == found["wrong"] == found["without"] == []

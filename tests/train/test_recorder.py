@@ -28,19 +28,17 @@ def record(step: int, rank: int, *, counted: bool) -> StepRecord:
         ("local", "weights", "sent"): 5,
         ("node", "weights", "received"): 7,
     }
-    return StepRecord(
-        step=step,
-        lr=0.1,
-        result=StepResult(loss=1.0 + rank, grad_norm=0.5),
-        data_s=0.0,
-        measured_s=lambda: 2.0,
-        traffic=Snapshot(sizes=sizes, waits={"node": 0.25, "local": 9.0}) if counted else None,
-        interface=InterfaceBytes(sent=100, received=50) if counted and rank % 2 == 0 else None,
-        loopback=InterfaceBytes(sent=30, received=30) if counted and rank % 2 == 0 else None,
-        memory=Ledger(device_bytes=step, device_peak_bytes=10 * step + rank, host_bytes=6) if counted else None,
-        allocated_peak_bytes=100 * step + rank if counted else 0,
-        resident_bytes=1000 * step - rank,
-    )
+    figures: dict[str, Any] = {
+        "traffic": Snapshot(sizes=sizes, waits={"node": 0.25, "local": 9.0}),
+        "interface": InterfaceBytes(sent=100, received=50) if rank % 2 == 0 else None,
+        "loopback": InterfaceBytes(sent=30, received=30) if rank % 2 == 0 else None,
+        "memory": Ledger(device_bytes=step, device_peak_bytes=10 * step + rank, host_bytes=6),
+        "allocated_peak_bytes": 100 * step + rank,
+    }
+    if not counted:
+        figures = dict.fromkeys(figures) | {"allocated_peak_bytes": 0}
+    figures |= {"data_s": 0.0, "measured_s": lambda: 2.0, "resident_bytes": 1000 * step - rank}
+    return StepRecord(step=step, lr=0.1, result=StepResult(loss=1.0 + rank, grad_norm=0.5), **figures)
 
 
 def reduced(counted: bool) -> list[ClusterStep]:
@@ -75,20 +73,9 @@ def test_what_nobody_counts_is_absent() -> None:
 
 
 def step_at(number: int) -> ClusterStep:
-    return ClusterStep(
-        step=number,
-        tokens=8 * number,
-        loss=1.0 / number,
-        grad_norm=0.5,
-        lr=0.1,
-        step_s=2.0,
-        data_s=0.0,
-        tokens_per_s=4.0,
-        wait_s=0.25,
-        wire_bytes=3_000_000,
-        traffic_bytes={"node/weights": 3_000_000},
-        device_bytes=5,
-    )
+    figures: dict[str, Any] = {"grad_norm": 0.5, "lr": 0.1, "step_s": 2.0, "data_s": 0.0, "tokens_per_s": 4.0}
+    figures |= {"wait_s": 0.25, "wire_bytes": 3_000_000, "traffic_bytes": {"node/weights": 3_000_000}}
+    return ClusterStep(step=number, tokens=8 * number, loss=1.0 / number, device_bytes=5, **figures)
 
 
 def test_jsonl_continues_where_the_run_does(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from laconic.train import loop, stopping
 from laconic.train.loop import Trainer
 from laconic.train.stopping import StopAtFurthest
 from tests.support.jobs import job, train
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 AHEAD, BEHIND = 9, 5
 """The steps in which the ranks are when the signal comes."""
@@ -76,33 +76,28 @@ def test_a_signal_stops_islands_where_the_furthest_is_and_no_bit_is_lost(tmp_pat
     assert stopped["losses"] + resumed["losses"] == unbroken["losses"]
 
 
-def stop_after_others_ended() -> Any:
+@pytest.mark.timeout(60)
+@on_ranks(2)
+def test_a_signal_after_the_last_step_of_another_rank_lets_the_run_end() -> None:
     """Rank 1 takes its last step and leaves; then rank 0, in an earlier step, gets the signal."""
     done = dist.distributed_c10d._get_default_store()
     with StopAtFurthest(1) as signals:
-        if dist.get_rank() == 1:
-            found = [signals.end_step(step) for step in range(1, 7)]
-        else:
-            assert signals.end_step(1) is None
-            done.wait(["rank 1 has ended"])
-            signals._received = signal.SIGTERM
-            signals._thread.join(_PATIENCE_S)
-            found = [signals.end_step(step) for step in range(2, 7)]
+        for step in range(1, 7):
+            if dist.get_rank() == 0 and step == 2:
+                done.wait(["rank 1 has ended"])
+                signals._received = signal.SIGTERM
+                signals._thread.join(_PATIENCE_S)
+            assert signals.end_step(step) is None
     if dist.get_rank() == 1:
         done.set("rank 1 has ended", "")
-    return found, signals._last
+    else:
+        assert signals._last == (7, signal.SIGTERM)
 
 
-@pytest.mark.timeout(60)
-def test_a_signal_after_the_last_step_of_another_rank_lets_the_run_end() -> None:
-    (late, last), (early, _) = run_ranks(stop_after_others_ended, 2)
-    assert early == [None] * 6
-    assert last == (7, signal.SIGTERM)
-    assert late == [None] * 5
-
-
-def tell_at_random() -> list[int]:
-    """Take steps of random length in pairs that overtake each other; one gets a signal. Return the last step."""
+@pytest.mark.timeout(120)
+@on_ranks(3)
+def test_ranks_that_never_meet_stop_at_the_same_step() -> None:
+    """They take steps of random length, and overtake each other; one gets a signal."""
     stopping._LOOK_S = 0.001
     rank, ends = dist.get_rank(), []
     pauses = torch.rand(10_000, generator=torch.Generator().manual_seed(rank)) * 0.002
@@ -115,28 +110,20 @@ def tell_at_random() -> list[int]:
                 if signals.end_step(step):
                     break
         ends.append(step)
-    return ends
+    by_rank: list[Any] = [None] * 3
+    dist.all_gather_object(by_rank, ends)
+    assert by_rank == [ends] * 3
+    assert all(20 + 3 * number <= end < 9_999 for number, end in enumerate(ends))
 
 
-@pytest.mark.timeout(120)
-def test_ranks_that_never_meet_stop_at_the_same_step() -> None:
-    ends = run_ranks(tell_at_random, 3)
-    assert ends[0] == ends[1] == ends[2]
-    assert all(20 + 3 * number <= end < 9_999 for number, end in enumerate(ends[0]))
-
-
-def stop_with_a_damaged_store() -> tuple[list[Any], str]:
+@pytest.mark.timeout(60)
+@on_ranks(2)
+def test_a_damaged_signal_is_told_in_one_line_and_the_run_goes_on() -> None:
     """A stranger writes a signal that is none."""
     with StopAtFurthest(1) as signals, contextlib.redirect_stderr(io.StringIO()) as shown:
         signals._store.set(stopping._SIGNAL, b"TERM, now!")
         signals._thread.join(_PATIENCE_S)
-        return [signals.end_step(step) for step in range(1, 4)], shown.getvalue()
-
-
-@pytest.mark.timeout(60)
-def test_a_damaged_signal_is_told_in_one_line_and_the_run_goes_on() -> None:
-    for ends, shown in run_ranks(stop_with_a_damaged_store, 2):
-        assert ends == [None] * 3
-        assert "cannot agree with the others to stop" in shown
-        assert "does not match its checksum" in shown
-        assert len(shown.splitlines()) == 1
+        assert [signals.end_step(step) for step in range(1, 4)] == [None] * 3
+    [line] = shown.getvalue().splitlines()
+    assert "cannot agree with the others to stop" in line
+    assert "does not match its checksum" in line
