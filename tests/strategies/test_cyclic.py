@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,17 @@ from laconic.strategies.cyclic_metrics import DeviceTimeline, combine
 from laconic.strategies.optimizers import lr_at, make_stage_optimizer
 from tests.hf.zoo import TINY, differing
 from tests.reference.cyclic import Oracle
-from tests.support.jobs import job, metrics, refusal, tags, train, train_all, train_and_listen
+from tests.support.jobs import (
+    job,
+    metrics,
+    refusal,
+    resumed_from,
+    tags,
+    train,
+    train_all,
+    train_and_listen,
+    train_and_resume,
+)
 from tests.support.launch import run_ranks
 
 MODEL = {**TINY["llama"], "num_hidden_layers": 3, "vocab_size": 256, "tie_word_embeddings": False}
@@ -147,31 +155,12 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
-def train_and_resume(configs: list[Config], broken: list[Config]) -> list[list[dict[str, Any]]]:
-    """The summaries of all jobs, unbroken; and again, resumed from a copy of the output after step 2."""
-    whole = train_all(configs)
-    if torch.distributed.get_rank() == 0:
-        for config, resumed in zip(configs, broken, strict=True):
-            copy_until(Path(config.train.output), Path(resumed.train.output), step=2)
-    torch.distributed.barrier()
-    return [whole, train_all(broken)]
-
-
-def copy_until(output: Path, copy: Path, *, step: int) -> None:
-    shutil.copytree(output, copy)
-    for later in range(step + 1, STEPS + 1):
-        shutil.rmtree(copy / "checkpoints" / f"step-{later}", ignore_errors=True)
-
-
 @pytest.mark.heavy
 def test_a_resumed_run_repeats_the_unbroken_one(tmp_path: Path) -> None:
     """Equal to the bit, from a checkpoint with a pending gradient, and with copies of weights if they cross coded."""
     configs = [cyclic_job(tmp_path, name, **sections) for name, sections in RESUMED.items()]
-    broken = [
-        replace(each, train=replace(each.train, resume="auto", output=f"{each.train.output}-resumed"))
-        for each in configs
-    ]
-    for name, unbroken, rest in zip(RESUMED, *run_ranks(train_and_resume, 2, configs, broken, local=1)[0], strict=True):
+    pairs = run_ranks(train_and_resume, 2, configs, 2, local=1)[0]
+    for name, (unbroken, rest) in zip(RESUMED, pairs, strict=True):
         assert rest["start_step"] == 2, name
         assert rest["losses"] == unbroken["losses"][2:], name
         assert differing(trained(tmp_path / f"{name}-resumed"), trained(tmp_path / name)) == [], name
@@ -188,15 +177,12 @@ def has_state(output: Path, step: int, state: str) -> bool:
 
 
 def test_one_rank_resumes_and_refuses_other_checkpoints(tmp_path: Path) -> None:
-    unbroken = train(cyclic_job(tmp_path, "whole", schedule={"workers": 3}))
-    for name in ("resumed", "other"):
-        copy_until(tmp_path / "whole", tmp_path / name, step=2)
-    resume = {"resume": "auto"}
-    rest = train(cyclic_job(tmp_path, "resumed", schedule={"workers": 3}, train=resume))
-    assert rest["losses"] == unbroken["losses"][2:]
-    assert differing(trained(tmp_path / "resumed"), trained(tmp_path / "whole")) == []
-    other = cyclic_job(tmp_path, "other", schedule={"workers": 2}, train=resume)
+    whole, resume = cyclic_job(tmp_path, "whole", schedule={"workers": 3}), {"resume": "auto"}
+    unbroken, resumed = train(whole), resumed_from(whole, 2)
+    other = cyclic_job(tmp_path, "whole-resumed", schedule={"workers": 2}, train=resume)
     assert "the checkpoint of step 2 has 3 stages, and this launch 2 workers" in refusal(other)
+    assert train(resumed)["losses"] == unbroken["losses"][2:]
+    assert differing(trained(tmp_path / "whole-resumed"), trained(tmp_path / "whole")) == []
     train(job(tmp_path, model={"config": MODEL}, train={"save_every": 0, "output": str(tmp_path / "plain")}))
     plain = cyclic_job(tmp_path, "plain", schedule={"workers": 2}, train=resume)
     assert "was written with schedule.kind = 'simultaneous'" in refusal(plain)

@@ -25,7 +25,7 @@ from laconic.policy import to_keys
 from laconic.ragged.parts import sliced_parts
 from laconic.strategies.simultaneous import Simultaneous
 from laconic.train.loop import Trainer
-from tests.support.jobs import job, table, train
+from tests.support.jobs import job, table, train, train_and_resume
 from tests.support.launch import run_ranks
 
 pytestmark = [pytest.mark.machine, pytest.mark.timeout(300)]  # a dozen runs of four ranks, on however few cores
@@ -57,23 +57,6 @@ def island_job(folder: Path, name: str) -> Config:
     return job(folder, **{**given, **own})
 
 
-def interrupted(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The summaries of an unbroken run, and of one that goes on from its checkpoint after step 4."""
-    unbroken = train(config)
-    whole = Path(config.train.output)
-    broken = whole.with_name(f"{whole.name}-broken")
-
-    if dist.get_rank() == 0:
-        shutil.copytree(whole, broken)
-        shutil.rmtree(broken / "checkpoints" / f"step-{STEPS}")
-    dist.barrier()
-    return unbroken, train(replace(config, train=replace(config.train, output=str(broken), resume="auto")))
-
-
-def interrupted_all(configs: list[Config]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    return [interrupted(config) for config in configs]
-
-
 def everything(folder: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint by their keys, whole."""
     entries = storage.entries_of(storage.read_metadata(folder))
@@ -87,7 +70,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     """Four ranks, each a node, run the jobs of RUNS, and again from the middle."""
     folder = tmp_path_factory.mktemp("runs")
     configs = [island_job(folder, name) for name in RUNS]
-    return folder, dict(zip(RUNS, run_ranks(interrupted_all, 4, configs, local=1, timeout_s=280)[0], strict=True))
+    return folder, dict(
+        zip(RUNS, run_ranks(train_and_resume, 4, configs, KEPT_AT, local=1, timeout_s=280)[0], strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -103,7 +88,7 @@ def test_a_resumed_run_repeats_the_unbroken_one(runs: tuple[Path, dict[str, Any]
     assert expected
     for got, want in zip(rest["syncs"], expected, strict=True):
         assert {key: got[key] for key in numbers} == pytest.approx(want, rel=1e-12)  # sums over ranks, in any order
-    whole, broken = (everything(folder / run / "checkpoints" / f"step-{STEPS}") for run in (name, f"{name}-broken"))
+    whole, broken = (everything(folder / run / "checkpoints" / f"step-{STEPS}") for run in (name, f"{name}-resumed"))
     assert whole.keys() == broken.keys()
     assert [key for key in whole if not torch.equal(whole[key], broken[key])] == []
 

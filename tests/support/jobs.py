@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,24 @@ def assert_resumed(whole: dict[str, Any], start: dict[str, Any], rest: dict[str,
     assert rest["start_step"] == len(start["losses"]) > 0
     for key in ("losses", "grad_norms"):
         assert str(start[key] + rest[key]) == str(whole[key])  # norms may be NaN
+
+
+def resumed_from(config: Config, step: int) -> Config:
+    """The job resumed in a copy of its output, `...-resumed`, without the checkpoints after `step`. Collective."""
+    output = Path(config.train.output)
+    copy = output.with_name(f"{output.name}-resumed")
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        shutil.copytree(output, copy)
+        for later in range(step + 1, config.train.steps + 1):
+            shutil.rmtree(copy / "checkpoints" / f"step-{later}", ignore_errors=True)
+    if dist.is_initialized():
+        dist.barrier()
+    return replace(config, train=replace(config.train, output=str(copy), resume="auto"))
+
+
+def train_and_resume(configs: list[Config], step: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The summaries of each job, unbroken and resumed from its checkpoint after `step`."""
+    return [(train(config), train(resumed_from(config, step))) for config in configs]
 
 
 def metrics(output: Path) -> list[dict[str, Any]]:
