@@ -17,7 +17,7 @@ from laconic.islands.saved_state import SavedState
 from tests.faults import forged
 
 ENDED = {"RunEndedError"}
-DAMAGE = forged.ENTRY_DAMAGE | {"no number": forged.COUNTER_DAMAGE["no number"]}
+DAMAGE = {**forged.ENTRY_DAMAGE, "no number": forged.COUNTER_DAMAGE["no number"]}
 FORGED = [
     *((kind, name, ENDED) for kind in forged.ENTRIES if kind not in ("terms", "come/{k}", "answer/{k}")
       for name in ("a flipped bit", "deep brackets, signed", "other fields", "true")),

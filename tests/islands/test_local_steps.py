@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -49,11 +49,6 @@ def take(model: nn.Module, stepper: Any, steps: Iterable[int], local: int = 1) -
         squared_error(model, batch(step, *divmod(dist.get_rank(), local))).backward()
         stepper.step()
         stepper.zero_grad()
-
-
-def loss_over(model: nn.Module, places: Sequence[tuple[int, int]], step: int) -> Tensor:
-    """The mean loss over the rows of these islands and ranks."""
-    return torch.stack([squared_error(model, batch(step, *place)) for place in places]).mean()
 
 
 def local_part(value: Any) -> Any:
@@ -182,8 +177,13 @@ def test_islands_move_as_in_one_process(case: Case) -> None:
     options = {**case.both, **case.oracle, "fragments": fragment_of(names, case.both.get("fragments", 1))}
     oracle = Islands(case.model(0), case.islands, adamw, trains=case.trains, **options)
     expected: list[list[Tensor]] = [[] for _ in range(case.islands)]
+
+    def losses(own: nn.Module, island: int, step: int) -> Tensor:
+        """The mean over the rows of the island's ranks."""
+        return torch.stack([squared_error(own, batch(step, island, rank)) for rank in range(case.local)]).mean()
+
     for step in case.steps:
-        oracle.step(lambda own, island, step=step: loss_over(own, [(island, rank) for rank in range(case.local)], step))
+        oracle.step(partial(losses, step=step))
         for island, model in enumerate(oracle.models):
             expected[island].append(flat(model))
     outer = torch.cat([value.reshape(-1) for value in oracle.outer.values()])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ def state(steps: int, island: int, shard: int, of: int, *, slices: int = 0, **sy
 
 
 def places(
-    shape: tuple[int, int], held: dict[int, Iterable[SavedState]], slices: dict[int, int] | None = None
+    shape: tuple[int, int], held: Mapping[int, Iterable[SavedState]], slices: dict[int, int] | None = None
 ) -> list[Place]:
     """Ranks island by island; rank r offers held[r]."""
     islands, shards = shape
