@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import laconic
 from laconic.integrations import LaconicArguments
 from laconic.integrations.accelerate import LaconicAccelerator
 from laconic.integrations.options import ArgumentError
+from laconic.integrations.sharding import find_units
 from tests.faults.accelerate_scripts import CHECKS, Check, run_checks
 from tests.support.accelerate_jobs import Loop, train
 from tests.support.language_model import loss_of, make_model, make_rows
@@ -122,18 +124,11 @@ def other_states(folder: Path) -> None:
 
 
 def whole_models(folder: Path) -> None:
-    """A model without layers is one unit, by itself or by its name; it comes without an optimizer, too."""
-    for named in (False, True):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        arguments = LaconicArguments(units=["RegressionModel"] if named else None)
-        accelerator = LaconicAccelerator(arguments)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model = accelerator.prepare(RegressionModel())
-        said = [str(each.message) for each in caught if "one unit" in str(each.message)]
-        assert [text.split()[0] for text in said] == ([] if named else ["RegressionModel"])
-        assert isinstance(model, laconic.ShardedModule)
-        assert accelerator._optimizers == []
+    """A model that is one unit comes without an optimizer, too."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = LaconicAccelerator(LaconicArguments(units=["RegressionModel"]))
+    assert isinstance(accelerator.prepare(RegressionModel()), laconic.ShardedModule)
+    assert accelerator._optimizers == []
 
 
 @pytest.mark.machine
@@ -141,6 +136,15 @@ def whole_models(folder: Path) -> None:
 def test_a_loop_its_checkpoints_and_its_weights(tmp_path: Path) -> None:
     for check in (same_as_ddp, no_sync, checkpoints, whole_weights, bf16, evaluation, whole_models, other_states):
         check(tmp_path / check.__name__)
+
+
+def test_a_model_without_layers_is_one_unit_by_itself_or_by_its_name() -> None:
+    message = "RegressionModel names no layers (_no_split_modules) and has no ModuleList, so it is one unit"
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        assert find_units(RegressionModel()) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find_units(RegressionModel(), ["RegressionModel"]) == []
 
 
 def test_settings_that_do_not_go_with_laconic(monkeypatch: pytest.MonkeyPatch) -> None:

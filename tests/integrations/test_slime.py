@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
@@ -130,6 +130,40 @@ def test_large_tensors_are_never_overwritten_and_squashed_versions_are_full(
     assert_same(pulled(tmp_path / "again", tmp_path / "squashed", 2), weights)
     with pytest.raises(AssertionError):  # a version that a publisher wrote needs the relay
         assert_same(pulled(tmp_path / "other", tmp_path / "weights", 2), weights)
+
+
+class Engine:
+    """An engine with a checkpoint on its own disk."""
+
+    def __init__(self, base: Path) -> None:
+        self.base, self.weights = base, dict[str, Tensor]()
+
+    def post(self, address: str, body: dict[str, Any]) -> None:
+        if address == "/pull_weights":
+            places = (body["local_checkpoint_dir"], self.base, body["source_dir"])
+            pull_stand_in.pull(*map(str, places), body["target_version"])
+        else:
+            assert address == "/update_weights_from_disk"
+            self.weights = load_file(Path(body["model_path"]) / "model.safetensors")
+
+
+def relayed(weights: Path, pull_folder: Path, base: Path, local: Path, engines: list[Engine], timeout_s: float) -> None:
+    """The loop of docs/publish.md, until no version comes."""
+    relay = PullFolder(Reader(weights), pull_folder, model_folder=base)
+    while relay.reader.wait(timeout_s):
+        body = {"source_dir": pull_folder, "target_version": relay.update(), "local_checkpoint_dir": local}
+        for engine in engines:
+            engine.post("/pull_weights", body)
+            engine.post("/update_weights_from_disk", {"model_path": local})
+
+
+def test_engines_that_are_told(tmp_path: Path) -> None:
+    base, engines = tmp_path / "base", [Engine(tmp_path / "base")] * 2
+    base.mkdir()
+    weights = once(Run(tmp_path / "weights").step())
+    relayed(tmp_path / "weights", tmp_path / "pull", base, tmp_path / "local", engines, 0.0)
+    for engine in engines:
+        assert_same(engine.weights, weights)
 
 
 def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,10 +112,6 @@ def test_predicted_bytes_are_the_counted_ones(tmp_path: Path, nodes: int, local:
 
 WIDTH = 48
 TRACE = trace([[spec("weight", WIDTH, WIDTH)] for _ in range(3)])
-CACHES: dict[str, dict[str, Any]] = {
-    "host": {"cache": "host"},
-    "kept": {"cache": "none", "reshard_after_forward": False},
-}  # fmt: skip
 
 
 def converted(layer: Any, weight_format: str) -> nn.Module:
@@ -153,12 +149,15 @@ def job_counted(nodes: int, weight_format: str, keys: dict[str, Any]) -> dict[st
 
 
 @pytest.mark.parametrize(
-    ("nodes", "local", "weight_format", "cache"),
-    [*((2, 2, "float8", cache) for cache in CACHES), (2, 1, "nvfp4", "host"), (3, 1, "fp8_128x128", "host")],
+    ("nodes", "local", "weight_format", "keys"),
+    [
+        (2, 2, "float8", {"cache": "none", "reshard_after_forward": False}),
+        (2, 1, "nvfp4", {"cache": "host"}),
+        (3, 1, "fp8_128x128", {"cache": "host"}),
+    ],
 )
 def test_predicted_bytes_of_gathers_in_few_bits_are_the_counted_ones(
-    nodes: int, local: int, weight_format: str, cache: str
+    nodes: int, local: int, weight_format: str, keys: dict[str, Any]
 ) -> None:
-    keys = CACHES[cache]
     counted = run_ranks(job_counted, nodes * local, nodes, weight_format, keys, local=local)[0]
     assert predicted_in_few_bits(keys, nodes, local, weight_format) == pytest.approx(counted)

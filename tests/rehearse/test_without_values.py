@@ -21,7 +21,6 @@ from tests.rehearse.programs import PROGRAMS
 _NAMES = [
     "cache budget",
     "LoRA, cache host",
-    "clipping",
     "feedback",
     "replicas, 4 bits",
     "LocalSteps",
