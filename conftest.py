@@ -47,28 +47,19 @@ import unpickled_audit  # noqa: E402
 unpickled_audit.install()
 sys.path.remove(str(_AUDIT))
 
-# A worker takes a whole file, so a long one that begins last is run alone. Files that compute and files that wait take
-# turns here, so that the two workers seldom do the same.
+# A worker takes a whole file, so a long one that begins last is run alone. These take a minute or more in
+# `make test-all`; in `make test` no file takes long.
 LONGEST_FIRST = (
+    "kernels/test_kernels.py",
+    "composition/test_caches.py",
     "strategies/test_islands_checkpoint.py",
-    "islands/test_membership.py",
-    "compare/test_run.py",
-    "comm/test_failure.py",
-    "cyclic/test_runtime.py",
-    "islands/test_recovery.py",
-    "shard/test_cleared.py",
-    "train/test_stopping.py",
-    "shard/test_models.py",
-    "lab/test_torchrun.py",
     "train/test_loop.py",
-    "strategies/test_cyclic.py",
-    "strategies/test_membership.py",
-    "plan/test_step_bytes.py",
-    "strategies/test_islands.py",
-    "cyclic/test_refusals.py",
-    "integrations/test_transformers.py",
-    "strategies/test_ring.py",
-    "train/test_auto.py",
+    "composition/test_islands_and_cyclic.py",
+    "lab/test_torchrun.py",
+    "rehearse/test_order.py",
+    "integrations/test_examples.py",
+    "islands/test_membership.py",
+    "composition/test_matrix.py",
 )
 
 
