@@ -102,6 +102,11 @@ def test_payloads_and_results_are_those_of_one_value_at_a_time(name: str) -> Non
     calm = check(name, held, new, last, by_naive=False)
     bits_of(new)[nbytes : 2 * nbytes] = bits_of(random_patterns(name, TILE, 1))
     assert nbytes < check(name, held, new, last, by_naive=False) < calm + nbytes, "a tile as it is"
+    bits_of(new)[nbytes : 2 * nbytes] = bits_of(held)[nbytes : 2 * nbytes]
+    assert check(name, held, new, last, by_naive=False) < calm, "a tile that rests"
+    for each in (held, new):
+        bits_of(each)[2 * nbytes + 1 :] = 0
+    check(name, held, new, last, by_naive=False)
 
 
 def test_codes_are_chosen_by_every_second_of_nine_tiles() -> None:

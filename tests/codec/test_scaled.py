@@ -120,6 +120,7 @@ def test_autocast_and_other_operations_than_linear() -> None:
     weight: Any = model[0].weight
     scaled = weight.scaled()
     assert torch.equal(x @ scaled.t(), x @ torch.from_numpy(rounded(weight + 0, "mxfp8").numpy()).t())
+    assert scaled.sum(dtype=torch.float64).dtype == torch.float64
     assert torch.equal(weight.sum(), (weight + 0).sum()), "a weight that trains shows its exact elements"
     with pytest.raises(RuntimeError, match=r"writes into a weight in mxfp8.*Edit the sharded parameter"):
         scaled.mul_(2)

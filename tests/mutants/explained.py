@@ -27,6 +27,11 @@ EXPLAINED: dict[str, str] = {
     "codec/varying:PartsUnderWay.finish: 0 -> 1 #2": "a byte more of memory",
     "codec/varying:_numbers: -1 -> 1": "a message has at least its head",
     "codec/varying:_numbers: 1 -> 2": "the same",
+    "codec/contexts_numba:turned: 31 -> 32": "numba widens to 64 bits, whose sign is the same",
+    "layout/bucket:DerivedLayout.slots: 0 -> 1": "a derived tensor has no place in a bucket",
+    "cyclic/meter:Report: 0 -> 1 #4": "a burst has more than a byte",
+    "shard/extension:_no_guard: return Observer -> return None": "the package sets another one at once",
+    "store/folder:not_seen: time.sleep(_POLL_S) -> pass": "it looks more often",
     "codec/base:Codec: 1 -> 2": "all codecs but FloatCodec set their block, and nothing asks FloatCodec for its",
 }
 """By the mutant's name: why it changes no result."""
@@ -37,6 +42,7 @@ MISSED: dict[str, str] = {
     " tests/rehearse/test_order.py, which is not near, finds the races",
     "shard/unit:Unit.begin_backward: self.awaited.outputs.discard(hook) -> pass": "the hooks go with their graph; only"
     " a forward inside a backward, after the unit's own, could tell",
+    "cyclic/cut:_time_s: synchronize(values) -> pass": "there is nothing to wait for on a CPU",
     "islands/elastic:ElasticExchange._waiting: self._agreements.look_for_end() -> pass": "the watcher looks as often,"
     " and a try ends with its peers: it ends later",
 }

@@ -45,12 +45,14 @@ def test_a_file_is_the_old_one_until_the_new_one_is_whole(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("durable", [True, False])
 def test_only_durable_files_are_synced(tmp_path: Path, durable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[str] = []
+    synced, open_before = list[str](), len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
     files.write_text(tmp_path / "text", "text", durable=durable)
     assert [Path(name).suffix for name in synced] == [".tmp"] * durable, "synced before the rename"
     files.sync(tmp_path)
-    assert synced[durable:] == [str(tmp_path)]
+    tensors.write(tmp_path / "tensors", {"weight": torch.ones(2)})
+    assert synced[durable:] == [str(tmp_path), str(tmp_path / "tensors")]
+    assert len(os.listdir("/proc/self/fd")) == open_before
 
 
 def test_damage_is_told_file_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
