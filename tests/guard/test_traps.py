@@ -203,6 +203,22 @@ def test_an_optimizer_never_uses_gradients_of_programs_that_differ() -> None:
 
 
 @on_ranks(2, local=1)
+def test_a_rank_that_is_ahead_when_it_hears_the_others_compares_the_rest_too() -> None:
+    """Or it would leave the next comparison out, for which the others wait."""
+    program = IssuedProgram(Cluster.of(laconic.init_mesh("cpu")))
+    program.note("the gather of a")
+    program.start_comparison(diverges=False)
+    if dist.get_rank() == 0:
+        program.settle()
+    program.note("the gather of b")
+    program.settle()
+    program.note("the gather of c" if dist.get_rank() == 0 else "the gather of d")
+    program.start_comparison(diverges=False)
+    with pytest.raises(RanksDifferError, match="at transfer 3, number 2 since .* the gather of d where"):
+        program.settle()
+
+
+@on_ranks(2, local=1)
 def test_the_engine_notes_all_that_it_issues() -> None:
     """The names of both passes reach the comparison. Messages that fit would otherwise be mixed without a word."""
     model: Any = sharded_net.shard(sharded_net.build())

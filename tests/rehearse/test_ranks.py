@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import io
 import itertools
 import os
@@ -16,6 +17,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import laconic
-from laconic.rehearse import DeadlockError, Kill, RankError, ranks
+from laconic.rehearse import DeadlockError, Kill, RankError, in_process, ranks
 from laconic.rehearse.in_process import Letter
 from tests.support import sharded_net
 from tests.support.flips import flip_bit
@@ -383,6 +385,22 @@ def seed_with(number: int) -> None:
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)
+
+
+def test_what_a_rank_imports_first_belongs_to_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "imported_late.py").write_text("seen = []")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(in_process, "_PER_PROCESS", [*in_process._PER_PROCESS, ("imported_late", "seen")])
+
+    def job() -> list[int]:
+        rank, _ = begin()
+        late = importlib.import_module("imported_late")
+        dist.barrier()
+        late.seen.append(rank)
+        dist.barrier()
+        return list(late.seen)
+
+    assert ranks(job, nodes=3) == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -255,7 +255,8 @@ class IssuedProgram:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._count = self._agreed = 0
+        self._count = self._compared = self._agreed = 0
+        """The transfers issued, those that the ranks compare or have compared, and those on which they agree."""
         self._digest = 0
         self._names: list[str] = []  # since the ranks last agreed
         self._arriving: Tensor | None = None
@@ -274,6 +275,7 @@ class IssuedProgram:
         self._group = self._cluster.flag_group if diverges else self._cluster.all_flag_group
         if self._group is None or self._count == self._agreed:
             return
+        self._compared = self._count
         own = torch.tensor([self._count, self._digest], dtype=torch.int64)
         sent = own.repeat(self._group.size())
         self._arriving = sent.clone()
@@ -296,21 +298,21 @@ class IssuedProgram:
         with waiting_for(_WHAT, self._ticket):
             self._work.wait()
         self._work = None
-        first, names, self._names = self._agreed, self._names, []
-        self._agreed = self._count
+        first, self._agreed = self._agreed, self._compared
+        names, self._names = self._names[: self._agreed - first], self._names[self._agreed - first :]
         own = arriving.view(-1, 2)
         if bool((own == own[0]).all()):
             return
         assert self._group is not None
         by_rank = RankGroup(self._group).gather(names)
-        self._digest = 0
-        self._count = self._agreed = 0
+        self.forget()
         raise RanksDifferError(_described(by_rank, dist.get_process_group_ranks(self._group), first))
 
     def forget(self) -> None:
         """Begin anew after a forward or backward that raised."""
         self._arriving = self._work = None
-        self._names, self._count, self._agreed, self._digest = [], 0, 0, 0
+        self._names, self._digest = [], 0
+        self._count = self._compared = self._agreed = 0
         _unsettled.discard(self)
 
 

@@ -14,6 +14,7 @@ a rank that replaces a function replaces it for all.
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 import os
 import random
@@ -94,10 +95,9 @@ class _Processes:
     """The states of all ranks, of which one is in place."""
 
     def __init__(self, environments: Sequence[dict[str, str]]) -> None:
-        self._modules = [(sys.modules[module], name) for module, name in _PER_PROCESS if module in sys.modules]
-        self._objects = [
-            getattr(sys.modules[module], name) for module, name in _PER_PROCESS_OBJECTS if module in sys.modules
-        ]
+        # a rank may be the first to need a module: all of them are imported before
+        self._modules = [(importlib.import_module(module), name) for module, name in _PER_PROCESS]
+        self._objects = [getattr(importlib.import_module(module), name) for module, name in _PER_PROCESS_OBJECTS]
         self.are_over = False
         self._states, self._in_place = {-1: self._now()}, -1
         for rank, environment in enumerate(environments):
