@@ -214,7 +214,7 @@ def test_a_rank_that_is_ahead_when_it_hears_the_others_compares_the_rest_too() -
     program.settle()
     program.note("the gather of c" if dist.get_rank() == 0 else "the gather of d")
     program.start_comparison(diverges=False)
-    with pytest.raises(RanksDifferError, match="at transfer 3, number 2 since .* the gather of d where"):
+    with pytest.raises(RanksDifferError, match=r"at transfer 3, number 2 since .* the gather of d where"):
         program.settle()
 
 
