@@ -66,7 +66,7 @@ _ANY = st.recursive(
 )
 
 Values = dict[str, st.SearchStrategy[Any]]
-"""What values a key may have."""
+"""A strategy of hypothesis for the values of each key."""
 
 
 @campaign("config-fuzz", "random configurations and command lines: a job, or one line", at_least=100_000, harms=HARMS)

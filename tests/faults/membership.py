@@ -66,7 +66,7 @@ def _go_on(living: list[Island], num_islands: int) -> None:
 
 
 def _harms(living: list[Island], seen: list[int]) -> Iterator[str]:
-    """What islands suffered after the rounds that they had seen."""
+    """The harms of the living islands, in words; `seen` has the last round that each had seen."""
     for island, before in zip(living, seen, strict=True):
         rounds = island.rounds()[max(0, before - 1) :]
         pairs = list(itertools.pairwise(rounds))

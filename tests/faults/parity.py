@@ -49,7 +49,7 @@ def module_trees(bench: Bench) -> Found:
 
 
 def _played(some: Sequence[Case]) -> list[Any]:
-    """What cases give on this rank: the name of an error, or all values as plain data, tensors as their bytes."""
+    """The outcome of each case on this rank: the name of an error, or its values as plain data, tensors as bytes."""
     choosing.measure_gathers = lambda cluster, level: AS_IN_A_RACK[level]
 
     def plain(value: Any) -> Any:

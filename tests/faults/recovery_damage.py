@@ -28,7 +28,7 @@ from tests.faults.bench import Bench, Found, campaign
 from tests.faults.damage import damage, tries
 from tests.support.sharded_net import shard
 
-CASES, QUICK_CASES = 600, 16
+CASES = 600
 HARMS = ("blocks", "altered", "foreign", "silent")
 ISLANDS, LOCAL, SYNCS = 2, 2, (2, 4, 6, 8)
 State = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
@@ -43,7 +43,7 @@ State = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
 )
 def recoveries(bench: Bench) -> Found:
     """Let islands restart from damaged files."""
-    cases = QUICK_CASES if bench.quick else CASES
+    cases = 16 if bench.quick else CASES
     counts, harmed = try_cases(bench.out / "recovery-damage", cases)
     return cases, harmed, f"Restored: {dict(counts)}."
 

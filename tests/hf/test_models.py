@@ -153,7 +153,7 @@ BREAKS: dict[str, tuple[str, Any]] = {
         INDEX, json.dumps({"weight_map": {NORM: "gone.safetensors"}})
     ),
 }  # fmt: skip
-"""What a folder lacks; and by which text or tensors of a file, or by which file that is gone."""
+"""By the message: the file of the folder that is changed, and its new text or tensors; None takes the file away."""
 
 
 @pytest.mark.parametrize("message", BREAKS)

@@ -285,7 +285,7 @@ def test_a_loader_of_verl_has_what_was_published(most: int, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("convert", [checkpoint_patches, partial(sparse_patches, device="cpu"), delta_flushes])
 def test_patches_that_no_engine_takes(convert: Any) -> None:
-    """They are told before the first that it takes."""
+    """The error comes before the first patch."""
     good = WeightPatch("a", (2, 3), torch.float32, torch.tensor([4]), torch.ones(1))
     for shape, value, message in (
         ((2, 3), torch.tensor([torch.nan]), "b has NaN among its new values, which stands for what stays; let a new"),

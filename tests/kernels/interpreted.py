@@ -40,7 +40,7 @@ _TIES = {"int8": 127, "int4": 7, "int3": 3, "int2": 3, "e2m1": 12, "e3m0": 64, "
 """The largest whole number of a code, which gives a block a step of one; halves between are ties."""
 
 Comparisons = Iterator[tuple[str, bool]]
-"""What is compared, and whether a kernel and its twin agree."""
+"""The name of each comparison, and whether the kernel and its twin agree."""
 
 
 def on_device(stack: ExitStack) -> None:
@@ -49,7 +49,7 @@ def on_device(stack: ExitStack) -> None:
 
 
 def both(run: Callable[[], Any]) -> tuple[Any, Any]:
-    """What a function returns, and what it returns with kernels."""
+    """The result of a function with its plain chain, and its result with kernels."""
     plain = run()
     with ExitStack() as stack:
         on_device(stack)
@@ -110,7 +110,7 @@ def _coded(codec: BlockCodec, numel: int, case: str, dtype: torch.dtype, *, rota
 
 
 def _other_calls(codec: BlockCodec) -> Comparisons:
-    """What else a codec offers: codes without a payload, checks, and no values at all."""
+    """Compare the rest of a codec: codes without a payload, checks, and tensors without values."""
     values = torch.randn(1000)
 
     def run() -> list[Tensor]:

@@ -445,7 +445,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_each_new_version_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], network: Network) -> None:
-    """An address that does not answer holds up no other; after three attempts a line says so, and the next is told.
+    """A silent address holds up no other one. After three attempts a line names it, and the next version is told.
 
     The folder comes later than the first announcer; the second one does not tell what was there before it.
     """
