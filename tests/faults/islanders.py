@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,6 +29,7 @@ from tests.support.sharded_net import full_parameters, shard
 EVERY = 3
 _WIDTH, _LAYERS = 11, 3
 _WAIT_S = 90.0
+STUCK_S = 30.0
 CHECKPOINT = "checkpoint.pt"
 """The state that island 0 leaves as it ends, and that later islands begin with."""
 STRIKE = "strike"
@@ -66,8 +68,12 @@ class Life:
     tokens: int = 1
     dies_at: int = 0
     """The step in which it is killed."""
-    stops_at: int = 0
-    """The step in which it is stopped, until somebody lets it go on."""
+    comes_after: int = 0
+    """The round of the first island after which it comes, where islands take turns."""
+    resumes: bool = False
+    """True if it comes when the others have left, where islands take turns."""
+    is_stuck_at: int = 0
+    """The step in which it does nothing, for `STUCK_S`."""
     fails_at: int = 0
     """The step in which its loss is NaN."""
 
@@ -85,19 +91,33 @@ class Round(NamedTuple):
 
 
 def live(life: Life, rank: int, size: int, folder: Path, queue: Any) -> None:
-    """Be one rank of an island."""
+    """Be one rank of an island, in a process of its own."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     try:
-        queue.put((rank, _live(life, rank, size, folder)))
+        queue.put((rank, _train(life, folder)))
     except Exception as error:
         queue.put((rank, f"{type(error).__name__}: {error}"))
         raise
 
 
-def _live(life: Life, rank: int, size: int, folder: Path) -> dict[str, Any]:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+def live_by_turns(lives: Sequence[Life], folder: Path) -> dict[str, Any]:
+    """Be one rank of the island that has the number of this job: [Note: Turns] in laconic/rehearse/turns.py."""
+    job = int(os.environ["LACONIC_JOB"])
+    life, folders = lives[job], [folder / f"island-{number}" for number in range(len(lives))]
+    folders[job].mkdir(exist_ok=True)
+    dist.init_process_group("gloo")
+    _wait(lambda: len(rounds_in(folders[0])) >= life.comes_after, f"round {life.comes_after}")
+    if life.resumes:
+        before = [each / "left" for each, its in zip(folders, lives, strict=True) if not its.resumes]
+        _wait(lambda: all(left.exists() for left in before), "the end of the others")
+    return _train(life, folders[job])
+
+
+def _train(life: Life, folder: Path) -> dict[str, Any]:
+    rank, size = dist.get_rank(), dist.get_world_size()
     mesh, model = laconic.init_mesh("cpu", islands=1, nodes=1, local=size), make_model()
     if size > 1:
         shard(model, list(model.children()), mesh=mesh)
@@ -117,9 +137,7 @@ def _live(life: Life, rank: int, size: int, folder: Path) -> dict[str, Any]:
                 at_call(call, functools.partial(os.kill, os.getpid(), number_))
             if step == life.dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if step == life.stops_at:
-                (folder / "stopped").touch()
-                os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(STUCK_S if step == life.is_stuck_at else 0)
             value = loss(model, number, step, rank)
             (value * float("nan") if step == life.fails_at else value).backward()
             local.step(tokens=life.tokens)
@@ -137,7 +155,15 @@ def _live(life: Life, rank: int, size: int, folder: Path) -> dict[str, Any]:
         outer = {name: value.tolist() for name, value in whole.items()}
     if size == 1 and number == 0:
         torch.save(local.state_dict(), checkpoint)
+    (folder / "left").touch()
     return {"number": number, "slot": slot, "begun": begun, "outer": outer}
+
+
+def rounds_in(folder: Path) -> list[Round]:
+    """The rounds so far on rank 0 of the island with this folder."""
+    path = folder / "rounds-0.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [Round(*json.loads(line)) for line in lines]
 
 
 class Island:
@@ -155,16 +181,14 @@ class Island:
 
     def rounds(self) -> list[Round]:
         """The rounds so far, on rank 0."""
-        path = self.folder / "rounds-0.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [Round(*json.loads(line)) for line in lines]
+        return rounds_in(self.folder)
 
     def wait_for_round(self, number: int) -> None:
         """Wait until a round has been applied."""
         _wait(lambda: any(each.number >= number for each in self.rounds()), f"round {number} in {self.folder}")
 
     def wait_for(self, name: str) -> None:
-        """Wait for a file of the island: "entered" or "stopped"."""
+        """Wait for a file of the island, such as "entered"."""
         _wait((self.folder / name).exists, f"{self.folder / name}")
 
     def send(self, number: signal.Signals) -> None:
@@ -216,12 +240,12 @@ def meeting(folder: Path) -> Iterator[tuple[str, Callable[..., Island]]]:
             island.kill()
 
 
-def equal_rounds(islands: list[Island]) -> tuple[dict[int, int], list[int]]:
+def equal_rounds(rounds_of_islands: Iterable[list[Round]]) -> tuple[dict[int, int], list[int]]:
     """Compare the outer parameters of islands after each round, to the bit.
 
     Returns the number of members in each round, and the rounds in which islands differ.
     """
     found: dict[int, set[tuple[int, str]]] = {}
-    for each in (each for island in islands for each in island.rounds()):
+    for each in itertools.chain.from_iterable(rounds_of_islands):
         found.setdefault(each.number, set()).add((each.num_islands, each.digest))
     return {number: min(same)[0] for number, same in found.items()}, [n for n, same in found.items() if len(same) > 1]

@@ -51,7 +51,7 @@ def _change(options: dict[str, object], size: int, folder: Path, num: int) -> It
             yield from _harms(living, seen)
             living.append(newcomer)
             everyone.append(newcomer)
-        yield from (f"{HARMS[1]}: {number}" for number in equal_rounds(everyone)[1])
+        yield from (f"{HARMS[1]}: {number}" for number in equal_rounds(island.rounds() for island in everyone)[1])
 
 
 def _go_on(living: list[Island], num_islands: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import time
 from pathlib import Path
 
 import pytest
@@ -45,7 +44,6 @@ def test_what_is_forged_ends_all_islands(kind: str, name: str, ended: set[str]) 
     ids=str,
 )  # fmt: skip
 def test_a_roster_that_contradicts_itself_is_refused(fields: dict[str, object]) -> None:
-    time.sleep(1.0)  # after which an island looks whether the run has ended
     store = dist.HashStore()
     agreements = Agreements(store, "test", "here")
     for _ in range(2):

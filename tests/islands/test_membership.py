@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import signal
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,89 +22,104 @@ import torch.distributed as dist
 import laconic
 from laconic import LocalSteps, Membership
 from laconic.codec import FloatCodec
+from laconic.errors import JobError
 from laconic.islands import elastic
 from laconic.islands.agreements import Agreements, Outcome, Roster, Verdict
-from tests.faults.islanders import EVERY, Island, adamw, equal_rounds, loss, make_model, meeting
+from laconic.rehearse import ranks
+from tests.faults.islanders import EVERY, Life, adamw, equal_rounds, live_by_turns, loss, make_model, meeting, rounds_in
 from tests.reference.local_steps import ChangingIslands
-from tests.support import launch
 
 
-def assert_equal_rounds(*islands: Island) -> dict[int, int]:
-    """All islands have equal outer parameters after each round, to the bit. Returns the members of each round."""
-    members, different = equal_rounds([*islands])
+def islands(
+    folder: Path, lives: Sequence[Life], *, local: int = 1, seed: int | None = None
+) -> tuple[list[Any], dict[int, int]]:
+    """Let islands live, and assert that all have equal outer parameters after each round, to the bit.
+
+    Returns the results of their first ranks, and the members of each round.
+    """
+    results = ranks(live_by_turns, lives, folder, jobs=len(lives), local=local, seed=seed, goes_on=True)
+    members, different = equal_rounds(rounds_in(folder / f"island-{job}") for job in range(len(lives)))
     assert different == []
-    return members
+    return results[::local], members
 
 
-@pytest.mark.machine
-def test_an_island_dies_and_another_comes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", [None, 1])
+def test_an_island_dies_and_another_comes(tmp_path: Path, seed: int | None) -> None:
     rounds, dies_at = 16, 2 * EVERY + 2
-    with meeting(tmp_path) as (address, start):
-        policy = Membership(rendezvous=address, islands=3, timeout_s=4.0)
-        staying = [start(policy=policy, last=rounds, step_s=0.08, tokens=tokens) for tokens in (1, 5)]
-        dying = start(policy=policy, last=rounds, step_s=0.08, tokens=2, dies_at=dies_at)
-        staying[0].wait_for_round(1)
-        coming = start(policy=policy, last=rounds, step_s=0.08, tokens=3)
-        results = [island.result() for island in (*staying, coming)]
-        assert dying.processes[0].exitcode == -signal.SIGKILL
-    members = assert_equal_rounds(*staying, coming, dying)
+    life = Life(policy=Membership(rendezvous="meeting:1", islands=3, timeout_s=4.0), last=rounds, step_s=0.08)
+    lives = [
+        replace(life, tokens=1),
+        replace(life, tokens=5),
+        replace(life, tokens=2, dies_at=dies_at),
+        replace(life, tokens=3, comes_after=1),
+    ]
+    (*staying, dead, coming), members = islands(tmp_path, lives, seed=seed)
+    assert dead is None
     assert [members[number] for number in (2, 3, rounds)] == [3, 2, 3], "round 3 is repeated without the dead one"
-    for island in staying:
-        assert [each.step for each in island.rounds()] == [EVERY * (n + 1) for n in range(rounds)], "no step is lost"
+    for job in (0, 1):
+        steps = [each.step for each in rounds_in(tmp_path / f"island-{job}")]
+        assert steps == [EVERY * (n + 1) for n in range(rounds)], "no step is lost"
+    results = [*staying, coming]
     numbers = [result["number"] for result in results]
     assert {result["slot"] for result in results} == {0, 1, 2}, "the one that comes gets the free slot"
     tokens = dict(zip(numbers, (1, 5, 3), strict=True))
-    [dead] = set(range(3)) - set(numbers)
+    [number_of_dead] = set(range(4)) - set(numbers)
     oracle = ChangingIslands(make_model(), adamw, every=EVERY)
-    begun = {result["number"]: result["begun"] for result in results} | {dead: 0}
+    begun = {result["number"]: result["begun"] for result in results} | {number_of_dead: 0}
     assert EVERY < begun[3] < EVERY * (rounds - 1)
     for step in range(1, EVERY * rounds + 1):
         for number in [number for number, at in begun.items() if at + 1 == step]:
             oracle.come(number)
         if step == dies_at:
-            del oracle.members[dead]
-        oracle.step(partial(loss, step=step), lambda number: (tokens | {dead: 2})[number])
+            del oracle.members[number_of_dead]
+        oracle.step(partial(loss, step=step), lambda number: (tokens | {number_of_dead: 2})[number])
     for result in results:
         for name, value in oracle.outer.items():
             torch.testing.assert_close(torch.tensor(result["outer"][name]), value, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.machine
+def test_an_island_of_processes_dies_and_another_comes(tmp_path: Path) -> None:
+    with meeting(tmp_path) as (address, start):
+        policy = Membership(rendezvous=address, islands=3, timeout_s=4.0)
+        staying = [start(policy=policy, last=16, step_s=0.08) for _ in range(2)]
+        dying = start(policy=policy, last=16, step_s=0.08, dies_at=2 * EVERY + 2)
+        staying[0].wait_for_round(1)
+        islands_ = [*staying, start(policy=policy, last=16, step_s=0.08)]
+        assert {island.result()["slot"] for island in islands_} == {0, 1, 2}
+        assert dying.processes[0].exitcode == -signal.SIGKILL
+    members, different = equal_rounds(island.rounds() for island in (*islands_, dying))
+    assert different == []
+    assert [members[number] for number in (2, 3, 16)] == [3, 2, 3]
+
+
 def test_stuck_and_diverging_islands_are_left_behind(tmp_path: Path) -> None:
     options = {"every": 6, "fragments": 3, "overlap": 1, "codec": "int4", "error_feedback": 0.5, "mixing": 0.25}
-    with meeting(tmp_path) as (address, start):
-        policy = Membership(rendezvous=address, islands=3, timeout_s=3.0)
-        staying, stuck, diverging = (
-            start(policy=policy, options=options, last=12, size=2, **fault)
-            for fault in ({}, {"stops_at": 6}, {"fails_at": 14})
-        )
-        stuck.wait_for("stopped")
-        staying.wait_for_round(4)
-        stuck.send(signal.SIGCONT)
-        result = staying.result()
-        assert "JobError: the other islands have gone on without this one" in stuck.result()
-        assert "NaN, infinite or too large on this island; the others go on without it" in diverging.result()
-    members = assert_equal_rounds(staying, stuck, diverging)
+    policy = Membership(rendezvous="meeting:1", islands=3, timeout_s=3.0)
+    life = Life(policy=policy, options=options, last=12)
+    lives = [life, replace(life, is_stuck_at=6), replace(life, fails_at=14)]
+    (staying, stuck, diverging), members = islands(tmp_path, lives, local=2)
+    assert isinstance(stuck, JobError)
+    assert "the other islands have gone on without this one" in str(stuck)
+    assert isinstance(diverging, JobError)
+    assert "NaN, infinite or too large on this island; the others go on without it" in str(diverging)
     assert [members[number] for number in (1, 2, 3, 4, 5, 11)] == [3, 3, 2, 2, 2, 1]
-    assert all(torch.tensor(values).isfinite().all() for values in result["outer"].values())
+    assert all(torch.tensor(values).isfinite().all() for values in staying["outer"].values())
 
 
-@pytest.mark.machine
 def test_a_quorum_does_not_wait_and_ended_runs_begin_anew(tmp_path: Path) -> None:
-    with meeting(tmp_path) as (address, start):
-        policy = Membership(rendezvous=address, islands=2, timeout_s=6.0, quorum=1)
-        fast = start(policy=policy, last=4, step_s=0.3)
-        slow = start(policy=policy, last=4, step_s=1.0)
-        assert isinstance(fast.result(), dict)
-        assert isinstance(slow.result(), dict)
-        assert set(assert_equal_rounds(fast, slow).values()) == {2}
-        steps = [island.rounds()[-1].step for island in (fast, slow)]
-        assert steps[0] >= 4 * EVERY > steps[1], "the slow one joins with the steps that it has"
-
-        again = Membership(rendezvous=address, islands=2, timeout_s=6.0)
-        resumed = [start(policy=again, last=6) for _ in range(2)]
-        assert {island.result()["number"] for island in resumed} == {0, 1}, "the numbers of a new generation"
-        assert set(assert_equal_rounds(*resumed)) == {5, 6}, "from the checkpoint's rounds on"
+    policy = Membership(rendezvous="meeting:1", islands=2, timeout_s=6.0, quorum=1)
+    again = Life(policy=replace(policy, quorum=None), last=6, resumes=True)
+    first = Life(policy=policy, last=4)
+    (_, _, *resumed), members = islands(
+        tmp_path, [replace(first, step_s=0.3), replace(first, step_s=1.0), again, again]
+    )
+    assert members == dict.fromkeys(range(1, 7), 2)
+    rounds = [rounds_in(tmp_path / f"island-{job}") for job in range(4)]
+    fast, slow = rounds[0][-1].step, rounds[1][-1].step
+    assert fast >= 4 * EVERY > slow, "the slow one joins with the steps that it has"
+    assert {result["number"] for result in resumed} == {0, 1}, "the numbers of a new generation"
+    assert [each.number for each in rounds[2]] == [5, 6], "from the checkpoint's rounds on"
 
 
 def test_a_newcomer_waits_for_the_state_of_the_first_roster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,14 +157,12 @@ class LongerFloats(FloatCodec):
         return super().payload_bytes(numel) + 4
 
 
-def job_refused(address: str) -> None:
+def job_refused() -> None:
     """Bad settings, in this order; then an island that is not inside."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model, mesh = make_model(), laconic.init_mesh("cpu", islands=1, nodes=1, local=1)
     refusals: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("this run has no name", {}, {"run_id": None}),
-        ("no rendezvous answers at 127.0.0.1:9", {"rendezvous": "127.0.0.1:9"}, {}),
-        (f"1 of 2 islands have come to {address}", {}, {}),
+        ("1 of 2 islands have come to meeting:1", {}, {}),
         ("every is 6 on this island and 3 on the islands", {}, {"every": 2 * EVERY}),
         (
             "bytes of 4,096 values is 16388 on this island and 16384 on the islands",
@@ -162,10 +177,15 @@ def job_refused(address: str) -> None:
     ]
 
     def start(policy: dict[str, Any], **options: Any) -> LocalSteps:
-        membership = Membership(**{"rendezvous": address, "timeout_s": 2.0, "start_timeout_s": 0.5, **policy})
+        membership = Membership(**{"rendezvous": "meeting:1", "timeout_s": 2.0, "start_timeout_s": 0.5, **policy})
         given = {"codec": "fp32", "every": EVERY, "run_id": "test", **options}
         return LocalSteps(model, adamw(model), mesh=mesh, membership=membership, **given)
 
+    with (
+        mock.patch.object(dist, "TCPStore", side_effect=dist.DistNetworkError("refused")),
+        pytest.raises(JobError, match="no rendezvous answers at meeting:1"),
+    ):
+        start({"islands": 1})
     for message, policy, options in refusals:
         with pytest.raises(ValueError, match=re.escape(message)):
             start({"islands": 2, **policy}, **options).enter()
@@ -178,31 +198,25 @@ def job_refused(address: str) -> None:
         local.step()  # it is outside again
 
 
-@pytest.mark.machine
-def test_bad_settings_are_refused(tmp_path: Path) -> None:
-    with meeting(tmp_path) as (address, _):
-        launch.launch(job_refused, address, num_ranks=1, timeout_s=60, backend=None)
+def test_bad_settings_are_refused() -> None:
+    ranks(job_refused)
 
 
-def vote_all(store: dist.Store, outcomes: Sequence[Outcome], patience_s: float, dice: random.Random) -> set[Verdict]:
-    """The verdicts that ranks get which vote at random moments."""
-    everyone = tuple(range(len(outcomes)))
+def vote(outcomes: Sequence[Outcome], delays_s: Sequence[float], patience_s: float) -> Verdict:
+    """Vote as one of the ranks."""
+    everyone, number = tuple(range(len(outcomes))), int(os.environ["LACONIC_JOB"])
     roster = Roster(number=0, members=everyone, slots=everyone, num_seen=len(outcomes), round=1)
-
-    def vote(outcome: Outcome, delay_s: float) -> Verdict:
-        time.sleep(delay_s)
-        agreements = Agreements(store, "test", "here")
-        return agreements.vote(roster, 1, outcome, num_ranks=len(outcomes), patience_s=patience_s)
-
-    with ThreadPoolExecutor(len(outcomes)) as pool:
-        return set(pool.map(vote, outcomes, [dice.random() * 0.02 for _ in outcomes]))
+    time.sleep(delays_s[number])
+    agreements = Agreements(dist.TCPStore("meeting", 1), "test", "here")
+    return agreements.vote(roster, 1, outcomes[number], num_ranks=len(outcomes), patience_s=patience_s)
 
 
 def test_there_is_one_verdict_on_each_try() -> None:
     dice, seen = random.Random(5), set()
-    for _ in range(60):
+    for seed in range(60):
         outcomes = [Outcome.LOST if dice.random() < 0.1 else Outcome.DONE for _ in range(5)]
-        verdicts = vote_all(dist.HashStore(), outcomes, dice.choice([0.0, 20.0]), dice)
+        delays_s, patience_s = [dice.random() * 0.02 for _ in outcomes], dice.choice([0.0, 20.0])
+        verdicts = set(ranks(vote, outcomes, delays_s, patience_s, jobs=5, seed=seed))
         assert len(verdicts) == 1, "all ranks get the same"
         [verdict] = verdicts
         assert verdict.outcome is not Outcome.DONE or Outcome.LOST not in outcomes

@@ -31,6 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import laconic
+from laconic import _compat
 from laconic.rehearse import DeadlockError, Kill, RankError, in_process, ranks
 from laconic.rehearse.in_process import Letter
 from tests.support import sharded_net
@@ -314,10 +315,44 @@ def test_nccl_and_ranks_in_a_rank_are_refused(body: Callable[[], Any], message: 
         ranks(body, nodes=2)
 
 
-@pytest.mark.parametrize("cluster", [{"nodes": 0}, {"local": 2, "faults": [Kill(rank=2, turn=0)]}])
+@pytest.mark.parametrize("cluster", [{"nodes": 0}, {"jobs": 0}, {"local": 2, "faults": [Kill(rank=2, turn=0)]}])
 def test_a_cluster_or_a_fault_that_cannot_be_is_refused(cluster: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"at least one node|never happens: ranks are 0 to 1"):
+    with pytest.raises(ValueError, match=r"at least one job has one node|never happens: ranks are 0 to 1"):
         ranks(lambda: None, **cluster)
+
+
+# -- jobs --------------------------------------------------------------------------------------------------------------
+
+
+def test_jobs_have_groups_of_their_own_and_meet_in_a_store() -> None:
+    def job() -> Any:
+        own, number = begin(), int(os.environ["LACONIC_JOB"])
+        total = torch.tensor(float(number))
+        dist.all_reduce(total)
+        store = dist.TCPStore("meeting", 1, is_master=False)
+        links = dist.PrefixStore(f"place {own[0]}", store)
+        link = _compat.gloo_group(links, number, 3, 5.0)  # of one rank of each job
+        _compat.all_gather(found := [torch.zeros(2) for _ in range(3)], torch.tensor([number, *own[:1]]).float(), link)
+        assert not dist.TCPStore("elsewhere", 1).check(["place 0"])
+        return own, float(total), [each.tolist() for each in found]
+
+    for rank, (own, total, found) in enumerate(ranks(job, jobs=3, nodes=2)):
+        job_number, place = divmod(rank, 2)
+        assert (own, total) == ((place, 2), 2.0 * job_number)
+        assert found == [[number, place] for number in range(3)]
+
+
+@pytest.mark.parametrize("dies_at", [0, 3])
+def test_a_job_that_is_gone_is_lost_to_the_others(dies_at: int) -> None:
+    def job() -> None:
+        link = _compat.gloo_group(dist.TCPStore("meeting", 1), int(os.environ["LACONIC_JOB"]), 2, 5.0)
+        while True:
+            _compat.all_gather([torch.zeros(1), torch.zeros(1)], torch.ones(1), link)
+
+    lost, dead = ranks(job, jobs=2, faults=[Kill(rank=1, turn=dies_at)])
+    assert dead is None
+    message = "Connection closed by peer: rank 1 is gone" if dies_at else "wait timeout after 0:00:05"
+    assert message in str(lost)
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------

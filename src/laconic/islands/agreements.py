@@ -29,6 +29,7 @@ is a new one: of this store nothing is sure.
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -195,7 +196,7 @@ class Agreements:
         self._where = where
         self._run_store = dist.PrefixStore(f"laconic/{run}", store)
         self._run = TypedStore(self._run_store, self._run_store, where)
-        self._looked_at = 0.0
+        self._looked_at = -math.inf
         self._open(self.newest_generation() if generation is None else generation)
 
     def _open(self, generation: int) -> None:

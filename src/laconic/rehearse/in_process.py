@@ -1,4 +1,4 @@
-"""All ranks of a job in this process, as threads that take turns: multi-node logic in a plain test.
+"""All ranks of a job, or of some jobs, in this process, as threads that take turns: multi-node logic in a plain test.
 
 `ranks` calls a function as torchrun would start a script, once for each rank. The function may start the process group
 itself, or let `laconic.init_mesh` do so. Values are real; nothing opens a socket, and nothing waits for a clock.
@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from laconic import _compat
 from laconic.comm.groups import REHEARSED
 from laconic.rehearse.blocking import cooperating
 from laconic.rehearse.mail import MAIL, Letter, MailGroup, Post
@@ -171,6 +172,7 @@ def _fresh(value: Any) -> Any:
 def ranks(
     function: Callable[..., Any],
     *arguments: Any,
+    jobs: int = 1,
     nodes: int = 1,
     local: int = 1,
     seed: int | None = None,
@@ -179,7 +181,7 @@ def ranks(
     goes_on: bool = False,
     timeout_s: float = 120.0,
 ) -> list[Any]:
-    """Call `function(*arguments)` on all ranks of a cluster, in this process, and return the results by rank.
+    """Call `function(*arguments)` on all ranks of jobs, in this process, and return the results by rank.
 
     Every rank is a thread with torchrun's environment, and thinks that it is a process: [Note: State of a process].
     The backend is Gloo to whoever asks; tensors are on the CPU. Ranks take turns, in one order, so each run has the
@@ -188,7 +190,10 @@ def ranks(
     Args:
         function: what each rank runs, as the main function of a script.
         arguments: the same objects for all ranks, so what a rank changes is made in the function.
-        nodes: the number of nodes.
+        jobs: the number of jobs, such as islands that come and go. Each has a default group of its own, and the
+            number of its job as LACONIC_JOB. Jobs meet in a `dist.TCPStore` of any address. Faults and results
+            number the ranks through all jobs.
+        nodes: the number of nodes of a job.
         local: the number of ranks on each node.
         seed: of another order of turns, in which nothing should come out differently.
         faults: which ranks die, and when. Then, too, the others go on.
@@ -207,9 +212,10 @@ def ranks(
     """
     if dist.is_initialized() or _posts:
         raise RuntimeError("this process is a rank already: call `ranks` outside of ranks and of process groups")
-    if nodes < 1 or local < 1:
-        raise ValueError(f"a cluster has at least one node of one rank, got nodes={nodes}, local={local}")
-    size = nodes * local
+    if jobs < 1 or nodes < 1 or local < 1:
+        raise ValueError(f"at least one job has one node of one rank, got jobs={jobs}, nodes={nodes}, local={local}")
+    job_size = nodes * local
+    size = jobs * job_size
     for fault in faults:
         if not 0 <= fault.rank < size or fault.turn < 0:
             raise ValueError(f"{fault} never happens: ranks are 0 to {size - 1}, and turns begin with 0")
@@ -218,7 +224,7 @@ def ranks(
     num_turns = [0] * size
     deaths = {(fault.rank, fault.turn) for fault in faults}
     goes_on = goes_on or bool(deaths)
-    processes = _Processes([_environment(rank, size, local) for rank in range(size)])
+    processes = _Processes([_environment(*divmod(rank, job_size), job_size, local) for rank in range(size)])
 
     def at_turn(rank: int) -> None:
         number, num_turns[rank] = num_turns[rank], num_turns[rank] + 1
@@ -230,7 +236,7 @@ def ranks(
             torch._C._distributed_c10d._register_process_group(name, group)
 
     turns = Turns(change=processes.change, begin_thread=begin_thread, at_turn=at_turn, seed=seed)
-    post = Post(turns, on_message)
+    post = Post(turns, job_size, on_message)
 
     def body(rank: int) -> None:
         try:
@@ -261,11 +267,11 @@ def ranks(
     return [errors.get(rank, result) for rank, result in enumerate(results)]
 
 
-def _environment(rank: int, size: int, local: int) -> dict[str, str]:
+def _environment(job: int, rank: int, size: int, local: int) -> dict[str, str]:
     """The variables that torchrun sets for a rank."""
     numbers = {
         "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local,
-        "GROUP_RANK": rank // local, "GROUP_WORLD_SIZE": size // local, "MASTER_PORT": 1,
+        "GROUP_RANK": rank // local, "GROUP_WORLD_SIZE": size // local, "MASTER_PORT": 1, "LACONIC_JOB": job,
     }  # fmt: skip
     return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
 
@@ -276,6 +282,7 @@ def _groups_of(post: Post) -> Iterator[None]:
     if MAIL.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(MAIL, _make_group, extended_api=True, devices=["cpu"])
     make, hook = c10d._new_process_group_helper, sys.excepthook
+    real_store, real_connect = dist.TCPStore, _compat.gloo_group
 
     def make_group(size: int, rank: int, members: Any, backend: Any, *rest: Any, **options: Any) -> Any:
         if player() is None or str(backend) in ("fake", REHEARSED):  # one rank of a cluster that is not there
@@ -290,7 +297,15 @@ def _groups_of(post: Post) -> Iterator[None]:
         return group, store
 
     def meet(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-        yield post.store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = dist.PrefixStore(f"job {post.job()}", post.store)
+        yield store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    class StoreAt(dist.TCPStore):  # a class, since others ask for instances of it
+        def __new__(cls, host: str, port: int, *rest: Any, **options: Any) -> Any:
+            return real_store(host, port, *rest, **options) if player() is None else post.store_at(host, port)
+
+    def connect(*arguments: Any) -> dist.ProcessGroup:
+        return real_connect(*arguments) if player() is None else post.connect(*arguments)
 
     handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     _posts.append(post)
@@ -298,6 +313,8 @@ def _groups_of(post: Post) -> Iterator[None]:
     try:
         with ExitStack() as patches:
             patches.enter_context(mock.patch.object(c10d, "_new_process_group_helper", make_group))
+            patches.enter_context(mock.patch.object(dist, "TCPStore", StoreAt))
+            patches.enter_context(mock.patch.object(_compat, "gloo_group", connect))
             patches.enter_context(mock.patch.object(DeviceMesh, "__init__", _of_rank(DeviceMesh.__init__, next(_runs))))
             patches.enter_context(mock.patch.dict(handlers, {"env": meet}))
             yield
@@ -328,4 +345,4 @@ _posts: list[Post] = []
 
 
 def _make_group(options: Any, backend_options: Any) -> MailGroup:
-    return MailGroup(_posts[-1], options)
+    return _posts[-1].group(options)

@@ -8,6 +8,8 @@ and collectives of two kinds under one number, are errors that name the ranks; G
 
 A rank that has died, or has ended, sends nothing more: who waits for it gets the error of a lost connection. A group
 whose receive has taken too long has lost its connections, as with Gloo.
+
+Ranks are numbered through all jobs of a run. Jobs meet in the store that "listens" at an address, each in its own.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from laconic.comm.journal import described, last_label
-from laconic.rehearse.turns import Turns
+from laconic.rehearse.turns import Turns, player
 
 MAIL = "mail"
 """The name of the plug. To torch.distributed and to whoever asks a group, its backend is Gloo."""
@@ -37,9 +39,9 @@ class Letter:
 
     group: str
     source: int
-    """The rank of the job that sends."""
+    """The rank that sends. Ranks are numbered through all jobs."""
     target: int | None
-    """The rank of the job that receives; None for a collective."""
+    """The rank that receives; None for a collective."""
     number: int
     """The number of messages, or collectives, of this rank in this group (to this target) before."""
     label: str
@@ -53,6 +55,8 @@ class Post:
     """The messages of one run that are on their way."""
 
     turns: Turns
+    job_size: int
+    """The number of ranks of a job."""
     on_message: Callable[[Letter], None] | None = None
     letters: dict[Any, Tensor] = field(default_factory=dict)
     """Messages that nobody has taken yet, by group, source, target, tag and number."""
@@ -61,9 +65,42 @@ class Post:
     broken: set[str] = field(default_factory=set)
     """Groups that have lost their connections."""
     store: MailStore = field(init=False)
+    """Each job and each address has its keys in it."""
+    _connected: itertools.count[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         self.store = MailStore(self.turns)
+
+    def job(self) -> int:
+        """The job of the rank whose turn it is."""
+        me = player()
+        assert me is not None
+        return me.rank // self.job_size
+
+    def group(self, options: Any) -> MailGroup:
+        """A group of ranks of one job, with the options of `torch.distributed.Backend.register_backend`."""
+        job, name = self.job(), options.group_id
+        ranks = [job * self.job_size + rank for rank in options.global_ranks_in_group or range(options.group_size)]
+        key = f"{name} of job {job}" if job else name
+        return MailGroup(self, name, key, ranks, options.group_rank, getattr(options, "timeout", None))
+
+    def store_at(self, host: str, port: int) -> dist.Store:
+        """The store that listens at an address: one does at each."""
+        return dist.PrefixStore(f"{host}:{port}", self.store)
+
+    def connect(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> MailGroup:
+        """A group of ranks that need not be of one job, as of `laconic._compat.gloo_group`.
+
+        Raises:
+            DistStoreError: they are not there in time.
+        """
+        me, keys = player(), [f"mail/{each}" for each in range(size)]
+        assert me is not None
+        store.set(keys[rank], str(me.rank))
+        store.wait(keys, timedelta(seconds=timeout_s))
+        ranks = [int(store.get(key)) for key in keys]
+        key = store.compare_set("mail", "", f"connection {next(self._connected)}").decode()
+        return MailGroup(self, key, key, ranks, rank, timedelta(seconds=timeout_s))
 
 
 @dataclass
@@ -171,7 +208,7 @@ class MailWork(dist.Work):
         limit = timeout if timeout else self._group.timeout
         seconds = None if limit == default_pg_timeout else limit.total_seconds()
         if not self._group.post.turns.wait(self._is_there, self._name, seconds):
-            self._group.post.broken.add(self._group.group_name)
+            self._group.post.broken.add(self._group.key)
             raise RuntimeError(f"Timed out waiting {int(seconds * 1e3)}ms for {self._name}")  # type: ignore[operator]
         finish, self._finish = self._finish, None
         finish()
@@ -245,11 +282,13 @@ class MailGroup(_ProcessGroup):
     Its methods are those that torch.distributed calls, under the names of torch 2.11 to 2.15.
     """
 
-    def __init__(self, post: Post, options: Any) -> None:
-        super().__init__(options.group_rank, options.group_size)
-        self.post, self.timeout = post, getattr(options, "timeout", None) or default_pg_timeout
-        self._name, self._rank, self._size = options.group_id, options.group_rank, options.group_size
-        self._ranks = list(options.global_ranks_in_group) or list(range(self._size))
+    def __init__(
+        self, post: Post, name: str, key: str, ranks: Sequence[int], rank: int, timeout: timedelta | None
+    ) -> None:
+        """Take the name that torch.distributed knows, the key in the mail, the ranks of the run, and the own place."""
+        super().__init__(rank, len(ranks))
+        self.post, self.timeout = post, timeout or default_pg_timeout
+        self._name, self.key, self._rank, self._size, self._ranks = name, key, rank, len(ranks), ranks
         self._collectives = itertools.count()
         self._letters: dict[Any, itertools.count[int]] = {}
 
@@ -289,14 +328,14 @@ class MailGroup(_ProcessGroup):
 
     def abort(self) -> None:
         """Let nobody wait in this group any more."""
-        self.post.broken.add(self._name)
+        self.post.broken.add(self.key)
 
     # -- collectives -----------------------------------------------------------------------------------------------
 
     def _collect(self, op: str, given: Any, finish: Callable[[list[Any]], None], opts: Any = None) -> MailWork | None:
         """Take part in a collective: `finish` gets what all ranks have given, in their order."""
         number, post = next(self._collectives), self.post
-        gathering = post.gatherings.setdefault((self._name, number), _Gathering(op))
+        gathering = post.gatherings.setdefault((self.key, number), _Gathering(op))
         name = self._described(f"{op} {number}")
         if gathering.op != op:
             others = ", ".join(str(self._ranks[rank]) for rank in gathering.parts)
@@ -320,7 +359,7 @@ class MailGroup(_ProcessGroup):
                 raise RuntimeError(f"{name}: {error}; {self._given(parts)}") from error
             gathering.num_finished += 1
             if gathering.num_finished == self._size:
-                del post.gatherings[self._name, number]
+                del post.gatherings[self.key, number]
 
         work = MailWork(self, is_there, end, name)
         if opts is None or getattr(opts, "asyncOp", True):
@@ -445,7 +484,7 @@ class MailGroup(_ProcessGroup):
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> MailWork:
         """Leave a copy for another rank."""
-        key = (self._name, self._rank, rank, tag)
+        key = (self.key, self._rank, rank, tag)
         number, copies = next(self._letters.setdefault(key, itertools.count())), _copies(tensors)
         name = self._described(f"message {number} to rank {self._ranks[rank]}")
         if not self._is_lost(rank):
@@ -455,7 +494,7 @@ class MailGroup(_ProcessGroup):
 
     def recv(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> MailWork:
         """Take what another rank has left, or will leave, for this one."""
-        key = (self._name, rank, self._rank, tag)
+        key = (self.key, rank, self._rank, tag)
         number = next(self._letters.setdefault((key, "received"), itertools.count()))
         place, letters, landing = (*key, number), self.post.letters, tensors[0]
         name = self._described(f"message {number} from rank {self._ranks[rank]}")
@@ -475,7 +514,7 @@ class MailGroup(_ProcessGroup):
 
     def _described(self, transfer: str) -> str:
         label = last_label(self)
-        return f"{transfer} of group {self._name}" + (f" ({described(*label)})" if label else "")
+        return f"{transfer} of group {self.key}" + (f" ({described(*label)})" if label else "")
 
     def _given(self, parts: Sequence[Any]) -> str:
         """The parts of all ranks in a collective, in words."""
@@ -487,11 +526,11 @@ class MailGroup(_ProcessGroup):
             target = None if rank is None else self._ranks[rank]
             label = last_label(self)
             words = described(*label) if label else ""
-            self.post.on_message(Letter(self._name, self._ranks[self._rank], target, number, words, given))
+            self.post.on_message(Letter(self.key, self._ranks[self._rank], target, number, words, given))
 
     @property
     def _is_broken(self) -> bool:
-        return self._name in self.post.broken
+        return self.key in self.post.broken
 
     def _is_lost(self, rank: int) -> bool:
         return self._is_broken or self.post.turns.is_gone(self._ranks[rank])
