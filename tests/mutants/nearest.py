@@ -5,8 +5,11 @@ As a plugin of pytest (`-p tests.mutants.nearest`) this module records both in t
 
 from __future__ import annotations
 
+import ast
+import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -99,13 +102,33 @@ class Nearest:
     def inside(self, module: str, line: int) -> list[str]:
         """The tests of `make test` that pass a line of a module, the cheapest first.
 
-        No test passes a line on its own that belongs to a longer statement, or that runs at the import: then those of
-        the lines before it, or of the whole module, do.
+        No test passes a line on its own that belongs to a longer statement: then those of the line before it in its
+        function do. Of what runs at the import, or is compiled, coverage tells nothing: then those of the whole module
+        do, or those of the modules that name it.
         """
-        lines = self._data.contexts_by_lineno(self._path(module))
-        names = next((found for number in range(line, 0, -1) if (found := self._known(lines.get(number, [])))), set())
-        names = names or self._known([name for found in lines.values() for name in found])
+        functions = _functions(self._path(module))
+        before = next((range(line, body.start - 1, -1) for body in functions if line in body), range(0))
+        contexts = self._contexts(module)
+        names = next((found for number in before if (found := contexts.get(number, set()))), set())
+        names = names or set().union(*contexts.values()) or set().union(*self._of_those_that_name(module))
         return sorted(names, key=lambda name: (self._costs[name], name))
+
+    def _contexts(self, module: str) -> dict[int, set[str]]:
+        """The tests that pass each line of the module's functions."""
+        functions = _functions(self._path(module))
+        lines = self._data.contexts_by_lineno(self._path(module))
+        inner = {
+            number: self._known(found) for number, found in lines.items() if any(number in body for body in functions)
+        }
+        return {number: found for number, found in inner.items() if found}
+
+    def _of_those_that_name(self, module: str) -> Iterator[set[str]]:
+        name = re.compile(rf"\b{module.rpartition('/')[2]}\b")
+        source = _ROOT / "src" / "laconic"
+        for file in sorted(source.rglob("*.py")):
+            other = str(file.relative_to(source).with_suffix(""))
+            if other != module and name.search(file.read_text("utf-8")):
+                yield from self._contexts(other).values()
 
     def outside(self, module: str) -> list[str]:
         """The arguments that make pytest run the other tests near a module: of its room, and of files that pass it."""
@@ -120,3 +143,12 @@ class Nearest:
 
     def _known(self, names: list[str]) -> set[str]:
         return {name for name in names if name in self._costs}
+
+
+@functools.cache
+def _functions(path: str) -> list[range]:
+    """The lines of the bodies of functions, the inner ones before those around them."""
+    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    bodies = (range(node.body[0].lineno, (node.end_lineno or node.lineno) + 1) for node in found)
+    return sorted(bodies, key=len)
