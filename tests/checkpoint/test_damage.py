@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -291,13 +292,14 @@ def test_extra_and_random_numbers_come_back(tmp_path: Path) -> None:
     tensors = {"bf16": torch.randn(3).bfloat16(), "empty": torch.empty(0, 2), "flag": torch.tensor(True)}
     extra = {"n": 3, "x": 0.1, "none": None, "list": [1, "two"], "rng": checkpoint.rng_state(), "tensors": tensors}
     checkpoint.save_checkpoint(tmp_path, 7, model=model, optimizer=None, extra=extra)
-    expected = torch.rand(3)
+    expected, of_numpy = torch.rand(3), np.random.random(3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loaded = checkpoint.load_checkpoint(tmp_path, model=model, optimizer=None)
     assert loaded is not None
     checkpoint.set_rng_state(loaded.pop("rng"))
     assert torch.equal(torch.rand(3), expected)
+    assert np.array_equal(np.random.random(3), of_numpy)
     for key, tensor in loaded.pop("tensors").items():
         assert tensor.dtype == tensors[key].dtype
         assert torch.equal(tensor, tensors[key])

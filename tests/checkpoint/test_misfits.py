@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 from laconic import checkpoint
 from laconic.checkpoint import CheckpointError, Differences
-from laconic.checkpoint.keys import Keys
+from laconic.checkpoint.keys import Keys, _nested_groups
 from laconic.checkpoint.storage import TensorMeta
 from tests.checkpoint import zoo
 
@@ -210,6 +210,13 @@ def test_names_with_equal_ends_are_distinguished(root: str) -> None:
     entry = TensorMeta((1,), torch.float32)
     assert found.model_entries(dict.fromkeys(saved, entry)).keys() == names
     assert found.state_entries({k: entry for k in saved if "groups" not in k}).keys() == names
+
+
+def test_groups_come_in_the_order_of_their_numbers() -> None:
+    entries = {
+        f"groups.{number}.{key}": value for number in (0, 10, 2) for key, value in (("params", []), ("lr", number))
+    }
+    assert [group["settings"]["lr"] for group in _nested_groups(entries, "groups.")] == [0, 2, 10]
 
 
 def test_a_folder_that_dcp_did_not_write_is_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -21,11 +22,26 @@ from torch.distributed.rendezvous import rendezvous
 from laconic.comm import failure
 from laconic.comm.failure import failing_together, first_failure, record_failure, watch_peers, watch_peers_early
 from laconic.comm.launch import start_process_group
-from laconic.comm.ring import PeerRing
+from laconic.comm.ring import PeerMessage, PeerRing, _Link
 from laconic.config import to_toml
 from laconic.errors import JobError
 from tests.support.jobs import job
 from tests.support.launch import free_port, on_ranks, started, torchrun_environment
+
+
+def test_a_message_that_comes_in_pieces_is_read_whole() -> None:
+    sent = bytearray()
+    link = _Link(mock.Mock(sendall=sent.extend), 5.0)
+    message = PeerMessage(rank=3, text="the disk is on fire", has_failed=True)
+    for each in (message, None, message):
+        link.tell(each)
+    found = []
+    for octet in sent:
+        link._arrived += bytes([octet])
+        found += link.messages()
+    assert found == [message, None, message]
+    link._arrived = bytes(sent)
+    assert link.messages() == found
 
 
 @pytest.mark.machine

@@ -348,12 +348,18 @@ def test_the_exception_itself_names_the_ranks(
     watched: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_told: bool
 ) -> None:
     """Told: rank 1 looks for no proof, and is slow to read that of rank 0, which hosts the store and ends at once."""
-    prove, told_verdict = watch._Watch._prove, watch._Watch.told_verdict
+    prove, told_verdict, settle = watch._Watch._prove, watch._Watch.told_verdict, watch._Watch.settle
+    settled: list[int] = []
 
     def slowly(self: watch._Watch) -> str:
         time.sleep(2.0 * self._rank)
         return told_verdict(self)
 
+    def settle_and_note(self: watch._Watch) -> None:
+        settle(self)
+        settled.append(self._rank)
+
+    monkeypatch.setattr(watch._Watch, "settle", settle_and_note)
     if is_told:
         monkeypatch.setattr(watch._Watch, "_prove", lambda self, own: None if self._rank else prove(self, own))
         monkeypatch.setattr(watch._Watch, "told_verdict", slowly)
@@ -361,6 +367,7 @@ def test_the_exception_itself_names_the_ranks(
         assert "rank 0" in text
         assert "rank 1" in text
         assert "the whole of inp.weight" in text
+    assert {*settled} == {0, 1}, "each says that it has read the verdict before it ends"
 
 
 @pytest.mark.machine

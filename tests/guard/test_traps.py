@@ -135,6 +135,13 @@ INSIDE: list[tuple[Callable[[nn.Module], Any], str]] = [
 ]
 
 
+@on_ranks(2, local=1)
+def test_what_is_wrapped_already_is_refused() -> None:
+    for wrap, error in INSIDE[1::2]:  # the others need a group of torch's own
+        with pytest.raises(ValueError, match=error):
+            laconic.fully_shard(wrap(sharded_net.build()))
+
+
 @pytest.mark.machine
 @on_ranks(2, local=1)
 def test_what_cannot_go_together_is_refused() -> None:

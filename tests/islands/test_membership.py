@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,13 +20,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import laconic
 from laconic import LocalSteps, Membership
 from laconic.codec import FloatCodec
 from laconic.errors import JobError
 from laconic.islands import elastic
-from laconic.islands.agreements import Agreements, Outcome, Roster, Verdict
+from laconic.islands.agreements import Agreements, Outcome, Roster, RunEndedError, Verdict
 from laconic.rehearse import ranks
 from tests.faults.islanders import EVERY, Life, adamw, equal_rounds, live_by_turns, loss, make_model, meeting, rounds_in
 from tests.reference.local_steps import ChangingIslands
@@ -76,6 +79,65 @@ def test_an_island_dies_and_another_comes(tmp_path: Path, seed: int | None) -> N
     for result in results:
         for name, value in oracle.outer.items():
             torch.testing.assert_close(torch.tensor(result["outer"][name]), value, atol=2e-5, rtol=1e-4)
+
+
+def test_a_round_that_always_fails_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = Counter[int]()
+
+    def fail(exchange: elastic.ElasticExchange, *_: object) -> None:
+        tries[exchange.number] += 1
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(elastic.ElasticExchange, "_reduce", fail)
+    life = Life(policy=Membership(rendezvous="meeting:1", islands=2, timeout_s=4.0), last=2)
+    for result in islands(tmp_path, [life, life])[0]:
+        assert "round 1 of the islands has failed again and again, although all 2 live" in str(result)
+    assert tries == dict.fromkeys(range(2), elastic._MOST_TRIES)
+
+
+def test_a_watcher_hears_that_the_run_has_ended_while_its_island_computes() -> None:
+    def job() -> None:
+        agreements = [Agreements(dist.TCPStore("meeting", 1), "test", "here") for _ in range(2)]
+        roster = Roster(number=0, members=(0,), slots=(0,), num_seen=1, round=1)
+        watcher = elastic._Watcher(agreements[0], Membership(rendezvous="meeting:1", islands=1), 0, roster)
+        with pytest.raises(RunEndedError):
+            agreements[1]._run.damaged("come", "it is no number")
+        watcher.raise_end()
+        time.sleep(2)
+        with pytest.raises(RunEndedError, match="damaged entry, come"):
+            watcher.raise_end()
+
+    ranks(job)
+
+
+def test_what_was_in_flight_is_applied_before_an_island_enters() -> None:
+    """As of a checkpoint that was saved between the sync and its application."""
+
+    def job() -> None:
+        mesh = laconic.init_mesh("cpu", islands=1, nodes=1, local=1)
+
+        def begin(run: str, state: dict[str, Any] | None = None) -> tuple[nn.Module, LocalSteps]:
+            model = make_model()
+            policy = Membership(rendezvous="meeting:1", islands=1)
+            given: dict[str, Any] = {"every": 6, "fragments": 3, "overlap": 1, "codec": "fp32", "run_id": run}
+            local = LocalSteps(model, adamw(model), mesh=mesh, membership=policy, **given)
+            if state is not None:
+                local.load_state_dict(state)
+            local.enter()
+            return model, local
+
+        model, local = begin("one")
+        for step in range(1, 3):
+            loss(model, 0, step).backward()
+            local.step()
+            local.zero_grad()
+        _, resumed = begin("two", copy.deepcopy(local.state_dict()))
+        local.finish()
+        for own, other in zip(local.fragments, resumed.fragments, strict=True):
+            assert torch.equal(own.flat, other.flat)
+        assert resumed.rounds == local.rounds == 1
+
+    ranks(job)
 
 
 @pytest.mark.machine

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import laconic
+from laconic.islands.exchange import Presence
 from laconic.islands.local_steps import LocalSteps
 from tests.islands.test_local_steps import adamw, flat, make, sgd, take
 from tests.support.launch import on_ranks, run_ranks
@@ -65,6 +66,7 @@ def test_a_run_that_was_rewound_is_restored_as_it_went_on(tmp_path: Path) -> Non
     steps.finish()
     _, restored = begin(1)
     assert restored.steps == 2
+    assert restored._exchange.presence is Presence.TRAINING
     for before, after in zip(steps.fragments, restored.fragments, strict=True):
         assert all(map(torch.equal, before.vectors(), after.vectors()))
 

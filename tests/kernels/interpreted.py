@@ -12,7 +12,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -307,15 +307,15 @@ def kernels_a_piece() -> dict[str, int]:
 # -- AdamW8bit ---------------------------------------------------------------------------------------------------------
 
 
-def _stepped(dtype: torch.dtype, *, by_kernel: bool) -> list[Tensor]:
+def _stepped(dtype: torch.dtype, *, by_kernel: bool, shapes: Sequence[tuple[int, ...]] = _SHAPES) -> list[Tensor]:
     torch.manual_seed(1)
-    parameters = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in _SHAPES]
+    parameters = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
     optimizer = AdamW8bit(parameters, lr=1e-2)
     for step in range(3):
         for parameter in parameters:
             parameter.grad = (torch.randn(parameter.shape) * 10 ** torch.randn(parameter.shape)).to(dtype)
         if step == 1:
-            parameters[1].grad = None  # its number of steps then differs, and so its launch
+            parameters[-1].grad = None  # its number of steps then differs, and so its launch
         with mock.patch.object(Tensor, "is_cuda", by_kernel):
             optimizer.step()
     moments = [value for parameter in parameters for value in optimizer.state[parameter].values()]
@@ -328,10 +328,34 @@ def _optimizers() -> Comparisons:
             yield f"AdamW8bit, {dtype}, {index}", torch.equal(*pair)
 
 
+# -- a sample ----------------------------------------------------------------------------------------------------------
+
+
+def sample() -> Comparisons:
+    """A comparison of each kind, or a few, in some seconds."""
+    torch.manual_seed(0)
+    for name in ("int4", "int3", "ternary", "int2", "e2m1", "nf4 of weights"):
+        codec = _CODECS[name]
+        assert isinstance(codec, BlockCodec)
+        for rotates in {False, name == "int4"}:
+            yield from _named(name, _coded(codec, 1000, "usual", torch.float32, rotates=rotates))
+    for name, form in SCALED_FORMATS.items():
+        yield from _named(name, _scaled_both(form, _MATRICES[1], "ties", torch.bfloat16))
+    shapes = ((5000,), (5, 3))
+    pair = (_stepped(torch.float32, by_kernel=own, shapes=shapes) for own in (False, True))
+    yield "AdamW8bit", all(map(torch.equal, *pair))
+
+
+@contextmanager
+def as_a_device_does() -> Iterator[None]:
+    """Let the interpreter round and warn as a device does."""
+    with np.errstate(all="ignore"), mock.patch.object(InterpreterBuilder, "create_dot", dot_in_order):
+        yield  # quotients of NaN and infinity are meant, and whole numbers may overflow
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    np.seterr(all="ignore")  # quotients of NaN and infinity are meant
-    with mock.patch.object(InterpreterBuilder, "create_dot", dot_in_order):
+    with as_a_device_does():
         results = [*_blocked(), *_scaled(), *_optimizers()]
     different = [name for name, is_same in results if not is_same]
     print(json.dumps({"compared": len(results), "different": different, "kernels_a_piece": kernels_a_piece()}))

@@ -7,11 +7,11 @@ kernels of triton, the operations of torch that are kernels, too, and the times 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from itertools import islice
 from unittest import mock
 
-import numpy as np
 import torch
 from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
@@ -19,7 +19,7 @@ from triton.runtime.interpreter import interpreter_builder
 from laconic.codec import lossless, lossless_triton
 from laconic.codec.contexts import TILE
 from laconic.codec.lossless import decode, decode_in_pieces, encode, encode_in_pieces, last_difference
-from tests.kernels.interpreted import Comparisons, both, on_device, takes
+from tests.kernels.interpreted import Comparisons, as_a_device_does, both, on_device, takes
 from tests.support.patterns import DTYPES, WILD, bits_of, form_of, random_patterns, trained
 
 KERNELS = ("_sample", "_choose", "_write", "_gather", "_find", "_read")
@@ -52,8 +52,8 @@ def _versions() -> Iterator[tuple[str, str, Versions]]:
         yield "bfloat16", f"wild values among {step:g}", (held, new, last_difference(before, held))
 
 
-def _both() -> Comparisons:
-    for name, case, (held, new, last) in _versions():
+def _compared(versions: Iterable[tuple[str, str, Versions]]) -> Comparisons:
+    for name, case, (held, new, last) in versions:
         form = form_of(name)
         payload, own = both(lambda h=held, n=new, a=last, f=form: encode(h, n, a, form=f))  # type: ignore[misc]
         yield f"{name}, {case}, encode", torch.equal(own, payload)
@@ -124,8 +124,13 @@ def takes_a_piece() -> dict[str, dict[str, int]]:
     return {way: takes(run, {lossless_triton: KERNELS}) for way, run in runs.items()}
 
 
+def sample() -> Comparisons:
+    """A comparison of each kind, in some seconds."""
+    return _compared(islice(_versions(), 1))
+
+
 if __name__ == "__main__":
-    np.seterr(all="ignore")  # whole numbers may overflow, as those of a device do
-    results = [pair for sort in (_both(), _backwards(), _pieces(), _damaged()) for pair in sort]
+    with as_a_device_does():
+        results = [pair for sort in (_compared(_versions()), _backwards(), _pieces(), _damaged()) for pair in sort]
     different = [name for name, is_same in results if not is_same]
     print(json.dumps({"compared": len(results), "different": different, "takes": takes_a_piece()}))

@@ -32,6 +32,19 @@ EXPLAINED: dict[str, str] = {
     "cyclic/meter:Report: 0 -> 1 #4": "a burst has more than a byte",
     "shard/extension:_no_guard: return Observer -> return None": "the package sets another one at once",
     "store/folder:not_seen: time.sleep(_POLL_S) -> pass": "it looks more often",
+    "codec/contexts_numba:find_exponents: 1 -> 2 #6": "entries behind the last value are of no value",
+    "islands/saved_state:_plan: sorted({place.island for place in places}) -> list({place.island for place in places})"
+    "": "islands have the numbers from 0 on, which a set lists in order",
+    "shard/ledger:Ledger.reset_peak: 0 -> 1 #2": "a byte more of a peak",
+    "checkpoint/islands:IslandSlices: 0 -> 1 #2": "nobody asks which island's own the slices of a checkpoint are",
+    "checkpoint/fill:Source.read: not self.is_uneven -> self.is_uneven": "torch plans a read over all ranks, or each"
+    " rank its own: they read the same",
+    "ragged/packing:ShardPacking.write: own.zero_() -> pass": "nobody reads what lies between sections",
+    "guard/comparison:IssuedProgram.__init__: 0 -> 1 #2": "any first digest serves that is the same on all ranks",
+    "guard/checksum:_sum_of_long_words: memory[:end].view(torch.int64).sum() + memory[end:].sum(dtype=torch.int64) ->"
+    " memory[:end].view(torch.int64).sum() - memory[end:].sum(dtype=torch.int64)": "any sum serves that is the same on"
+    " all ranks",
+    "optim/adamw8bit:_step_8bit: 0 -> 1": "both moments have scales of one shape",
     "codec/base:Codec: 1 -> 2": "all codecs but FloatCodec set their block, and nothing asks FloatCodec for its",
 }
 """By the mutant's name: why it changes no result."""

@@ -35,6 +35,10 @@ def matrices_of(shapes: list[tuple[int, ...]], cluster: Any, **kwargs: Any) -> l
     return [Matrix(spec=spec, cost=cost_of(*spec.shape, steps=5), itemsize=2) for spec in specs]
 
 
+def test_a_matrix_costs_what_its_transpose_does() -> None:
+    assert cost_of(3, 5, steps=2) == cost_of(5, 3, steps=2) == 2 * 9 * (2 * 5 + 3)
+
+
 # -- the rule ----------------------------------------------------------------------------------------------------------
 
 

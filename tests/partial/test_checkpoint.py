@@ -65,6 +65,7 @@ def assert_loaded(
     for name, value in moments(other, optimizer).items():
         assert torch.equal(value, torch.where(trains[name], saved[name], 0.0)), name
     assert {p for p in other.parameters() if p.requires_grad} == set(optimizer.state)
+    assert all(each.shape in ((), p.shape) for p, held in optimizer.state.items() for each in held.values())
 
 
 def unsliced_moments(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:

@@ -189,6 +189,10 @@ def test_other_functions_than_products_are_refused_for_a_weight_and_computed_for
     x = torch.randn(3, 24)
     assert torch.equal(x + model.up.bias, x + model.up.bias.whole())  # type: ignore[operator]
     assert torch.equal(x @ weight, x @ weight.whole())
+    bias = torch.ones(())
+    assert torch.equal(torch.addmm(bias, x, weight), torch.addmm(bias, x, weight.whole()))
+    with pytest.raises(NotImplementedError, match="addmm"):  # a scaled one is no product of a layer
+        torch.addmm(bias, x, weight, beta=2)
     assert torch.equal(x[:, :6] @ weight.t(), x[:, :6] @ weight.whole().t())
 
 

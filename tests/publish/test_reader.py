@@ -338,7 +338,7 @@ def test_versions_that_registered_readers_need_stay(tmp_path: Path) -> None:
     """Without readers, the newest whole version and its successors stay. A reader keeps what follows its own."""
     net = make()
     model = make(seed=1).bfloat16()
-    with Publisher(net, tmp_path, base_every=4, keep=2, patience=10) as publisher:
+    with Publisher(net, tmp_path, base_every=4, patience=10) as publisher:
         publisher.publish()
         publisher.wait()
         reader = Reader(tmp_path, name="slow")

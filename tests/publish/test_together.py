@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import laconic
-from laconic.publish import PublishError, Reader, ReaderGroup, together
+from laconic.publish import FolderSource, PublishError, Reader, ReaderGroup, together
 from laconic.publish.forms import CodedWeight
 from laconic.publish.source import VersionSource
 from laconic.publish.staging import StagedTensor
@@ -108,6 +108,12 @@ def test_a_version_that_all_name(folder: Path) -> None:
     assert group.update(model) == 6
     if model is not None:
         assert_same(snapshot(model), weights[6])
+
+
+def test_manifests_that_are_known_are_not_read_again(folder: Path) -> None:
+    versions, texts = together._new_manifests(FolderSource(folder), known={1, 5})
+    assert versions[-1] == 6
+    assert texts.keys() == {*versions} - {1, 5}
 
 
 @on_ranks(4)

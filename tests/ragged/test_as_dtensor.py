@@ -57,6 +57,7 @@ def test_placements_and_redistribution_as_of_a_dtensor() -> None:
         with torch.no_grad():
             parameter.copy_(cut)
         assert torch.equal(parameter.full_tensor(), 2 * value)
+        assert placements[1]._local_shard_size_and_offset(7, 2, 0) == (7, 0), "the last axis alone cuts"
         sizes, offsets = compute_local_shape_and_global_offset(value.shape, mesh, placements)
         box = value[tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))]
         for source in (box, value, parameter.spec.part_of(value)):
@@ -76,6 +77,9 @@ def test_operands_averages_and_flattening_as_of_a_dtensor() -> None:
         two = DTensor.from_local(torch.tensor(2.0), mesh)
         everywhere = distribute_tensor(value, mesh)
         assert torch.equal((tensor * two).full_tensor(), value * 2)  # type: ignore[attr-defined]
+        rows = torch.tensor([0, value.shape[0] - 1])
+        if tensor.dim() > 1:
+            assert torch.equal(tensor[distribute_tensor(rows, mesh)].full_tensor(), value[rows])
         assert torch.equal((everywhere + tensor).full_tensor(), value * 2)  # type: ignore[attr-defined]
         if value.numel() > 1:
             rows = distribute_tensor(value, mesh, [Replicate(), Shard(0), Replicate()])

@@ -66,6 +66,9 @@ EXACT: dict[str, Callable[[Tensor], Any]] = {
     "inf-norm": lambda x: torch.linalg.vector_norm(x, math.inf, -1),
     "bfloat16": lambda x: x.bfloat16().max(),
     "nan": lambda x: torch.where(x > 0.5, math.nan, x).max(),
+    "infinities": lambda x: torch.stack(
+        [f(torch.where(x > 0, x, sign * math.inf)) for sign in (1, -1) for f in (torch.amax, torch.amin)]
+    ),
     "isnan": lambda x: torch.isnan(x / x.sign().clamp(min=0)).any(),
     "item": lambda x: torch.tensor(float(x.amax())),
 }

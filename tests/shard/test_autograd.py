@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import laconic
+from laconic.ragged.tensor import RaggedTensor
 from tests.support import sharded_net
 from tests.support.launch import on_ranks
 from tests.support.scenario import Scenario, assert_equals_oracle, sgd
@@ -102,6 +103,58 @@ def test_several_forwards_take_the_memory_of_one() -> None:
     assert peak_bytes["together"] <= peak_bytes["one by one"] < peak_bytes["reduced once"]
     assert alone / 3 < reduced_bytes["together"] <= alone
     assert reduced_bytes["reduced once"] == alone / 3
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@on_ranks(2, local=1)
+def test_a_unit_that_is_reduced_once_is_freed_at_its_first_input(raises: bool) -> None:
+    """Before backward goes on below it, though its graph lives on; and so after a backward that raised."""
+    first, twice, last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+    model: Any = nn.Sequential(first, twice, twice, last)
+    shard(model, [first, twice, last], reshard_after_forward=True)
+    model.set_reduce_once_per_backward(True)
+    seen: list[bool] = []
+
+    def fail(gradient: Tensor) -> None:
+        raise ArithmeticError
+
+    if raises:
+        raising = twice.register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+        loss = model(torch.ones(2, 5)).sum()  # keeps its graph
+        with pytest.raises(ArithmeticError):
+            loss.backward()
+        raising.remove()
+    first.register_full_backward_pre_hook(lambda *_: seen.append(isinstance(twice.weight, RaggedTensor)))
+    model(torch.ones(2, 5)).sum().backward()
+    assert seen == [True]
+
+
+class WithAside(nn.Module):
+    """Two layers and one aside, whose output nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside, self.first, self.last = (nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, x: Tensor, kept: list[Tensor] | None) -> Tensor:
+        if kept is not None:
+            kept.append(self.aside(x))
+        return self.last(self.first(x))
+
+
+@on_ranks(2, local=1)
+def test_a_unit_whose_output_was_left_unused_is_not_gathered_in_the_next_backward() -> None:
+    model: Any = WithAside()
+    shard(model, [*model.children()], reshard_after_forward=True)
+    x, kept = torch.ones(2, 5), list[Tensor]()
+    model(x, kept).sum().backward()
+    model(x, None).sum().backward()  # from now on no forward expects it
+    with moved(model) as with_graph:
+        model(x, None).sum().backward()
+    kept.clear()
+    with moved(model) as without:
+        model(x, None).sum().backward()
+    assert with_graph.weights == without.weights
 
 
 @on_ranks(2, local=1)

@@ -6,6 +6,9 @@ beside others. So a file's seconds are told in those of a yardstick, a piece of 
 the machine where the budgets were made. It runs before and after each file. What a test imports first is booked to
 nobody, since another test would import it otherwise. The seconds count all processes that a file starts, ranks too. A
 measurement still strays, so what fails is a file that takes half as long again as its budget.
+
+Where processes wait for each other's processors, caches are cold and seconds mean nothing. So a file has no budget
+while the kernel says that somebody has waited for more than half of the time.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from tests.support.tiers import is_outside
 
 FILE_S, SUITE_S = 5.0, 480.0
 """The budgets of a file of `make test`, and of all of them together, in seconds of the processors."""
-_STRAYS = 1.5
+_STRAYS, _CALM = 1.5, 0.5
+_PRESSURE = Path("/proc/pressure/cpu")
 _YARDSTICK_S, _ROUNDS = 0.005, 200
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _NUM_FILES = 10
@@ -42,6 +46,8 @@ class _Cost:
     """In those of the yardstick."""
     is_inside: bool = True
     """True if all its tests are those of `make test`, so that it has a budget."""
+    is_calm: bool = True
+    """True if nobody took its processors: [Note: A second of the processors]."""
 
 
 _costs: dict[str, _Cost] = defaultdict(_Cost)
@@ -54,10 +60,12 @@ class _Clocks(NamedTuple):
     clock_s: float
     processors_s: float
     imports_s: float
+    waited_s: float
+    """The time in which any process of the machine has waited for a processor."""
 
     @classmethod
     def now(cls) -> _Clocks:
-        return cls(time.perf_counter(), processors_s(), _imports_s)
+        return cls(time.perf_counter(), processors_s(), _imports_s, _waited_s())
 
 
 _begin: _Clocks
@@ -80,6 +88,11 @@ def processors_s() -> float:
         total += sum(used[process] for process in own)
         own = {process for process, parent in parents.items() if parent in own}
     return total
+
+
+def _waited_s() -> float:
+    """As `_Clocks.waited_s`; 0 where the kernel does not say."""
+    return int(_PRESSURE.read_text("utf-8").split("\n")[0].rpartition("total=")[2]) / 1e6 if _PRESSURE.exists() else 0.0
 
 
 def _yardstick() -> float:
@@ -128,9 +141,10 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     cost = _costs[item.nodeid.partition("::")[0]]
     cost.is_inside &= not is_outside(item) and item.get_closest_marker("heavy") is None
     if nextitem is None or nextitem.path != item.path:
-        clock_s, used_s, imports_s = (end - begin for end, begin in zip(_Clocks.now(), _begin, strict=True))
+        clock_s, used_s, imports_s, waited_s = (end - begin for end, begin in zip(_Clocks.now(), _begin, strict=True))
         before_s, _yardstick_s = _yardstick_s, _yardstick()
         cost.clock_s += clock_s
+        cost.is_calm &= waited_s <= _CALM * clock_s
         cost.processors_s += max(0.0, used_s - imports_s) * 2 * _YARDSTICK_S / (before_s + _yardstick_s)
         _begin = _Clocks.now()
     return result
@@ -142,9 +156,9 @@ def _above() -> list[str]:
     lines = [
         f"{file} takes {cost_s:.1f} s of the processors, and its budget is {FILE_S:g}: make its tests smaller"
         for file, cost_s in inside.items()
-        if cost_s > FILE_S * _STRAYS
+        if cost_s > FILE_S * _STRAYS and _costs[file].is_calm
     ]
-    if sum(inside.values()) > SUITE_S * _STRAYS:
+    if sum(inside.values()) > SUITE_S * _STRAYS and all(cost.is_calm for cost in _costs.values()):
         lines.append(f"all files take {sum(inside.values()):.0f} s of the processors; their budget is {SUITE_S:g}")
     return lines
 
@@ -166,6 +180,7 @@ def pytest_testnodedown(node: Any) -> None:
         cost.clock_s += part["clock_s"]
         cost.processors_s += part["processors_s"]
         cost.is_inside &= part["is_inside"]
+        cost.is_calm &= part["is_calm"]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -178,5 +193,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             terminalreporter.line(f"{cost.clock_s:8.2f}s {cost.processors_s:8.2f}s of the processors  {file}")
         clock_s, used_s = (sum(getattr(each, of) for each in _costs.values()) for of in ("clock_s", "processors_s"))
         terminalreporter.line(f"{clock_s:8.2f}s {used_s:8.2f}s of the processors  all {len(slowest)} files")
+    disturbed = sum(cost.is_inside and not cost.is_calm for cost in _costs.values())
+    if disturbed:
+        terminalreporter.line(f"{disturbed} files are not held to their budgets: others took the processors meanwhile")
     for line in _above():
         terminalreporter.line(f"FAILED {line}")

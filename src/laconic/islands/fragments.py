@@ -23,11 +23,11 @@ _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 class Position:
     """How far an island is."""
 
-    steps: int = 0
+    steps: int
     """The inner steps that it has taken."""
-    rounds: int = 0
+    rounds: int
     """The fragments that it has sent."""
-    since: int = 0
+    since: int
     """The inner steps since it sent the last one."""
 
 

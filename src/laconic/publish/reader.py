@@ -171,10 +171,8 @@ class Reader:
             name, shape, dtype = each.published.name, each.published.shape, each.published.torch_dtype
             if each.full is not None:
                 yield WeightPatch(name, shape, dtype, None, each.full)
-                continue
-            places, values = each.changes
-            if len(places):
-                yield WeightPatch(name, shape, dtype, places, values)
+            elif len(each.changes[0]):
+                yield WeightPatch(name, shape, dtype, *each.changes)
         self._has(target)
 
     # -- an update -----------------------------------------------------------------------------------------------------

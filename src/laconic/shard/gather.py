@@ -545,9 +545,10 @@ class Order:
         gather.begin()
         following: Sequence[UnitGather] = []
         if prefetch is None:
-            position = next((i for i in reversed(range(len(self._left))) if self._left[i] is gather), 0)
-            following = self._left[:position][::-1]
-            del self._left[position:]
+            position = next((i for i in reversed(range(len(self._left))) if self._left[i] is gather), None)
+            if position is not None:  # else it ends where the unit before it does, whose backward began just now
+                following = self._left[:position][::-1]
+                del self._left[position:]
         self._begin_others(gather, following, prefetch)
 
     def end_backward(self) -> None:

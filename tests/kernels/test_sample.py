@@ -1,0 +1,45 @@
+"""A sample of the kernels of triton, in its interpreter, beside their twins; test_kernels.py runs all in processes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from laconic.codec import fused
+from laconic.optim import adamw8bit
+from tests.kernels.apart import TRITON
+
+MODULES = ("interpreted", "lossless", "gradients")
+
+
+def _forget() -> None:
+    """Let kernels be imported anew: what they are is settled at the import."""
+    for name in [name for name in sys.modules if name.startswith("laconic.") and name.endswith("_triton")]:
+        del sys.modules[name]
+    for name in MODULES:
+        sys.modules.pop(f"tests.kernels.{name}", None)
+    fused._kernels.cache_clear()
+    adamw8bit._kernels.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Any]:
+    """The module tests.kernels.interpreted, with triton on the path and kernels that the interpreter runs."""
+    _forget()
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"), mock.patch.object(sys, "path", [str(TRITON), *sys.path]):
+        yield importlib.import_module("tests.kernels.interpreted")
+    _forget()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_kernels_have_the_bits_of_their_twins(module: str, interpreter: Any) -> None:
+    with interpreter.as_a_device_does():
+        compared = dict(importlib.import_module(f"tests.kernels.{module}").sample())
+    assert len(compared) > 1
+    assert [name for name, is_same in compared.items() if not is_same] == []
