@@ -17,7 +17,7 @@ from laconic.plan.remedies import Remedy, advise, most_padding
 from laconic.rehearse.tape import Free, Step, Tape
 from laconic.shard.unit import units_below
 
-UNIT_BYTES = 10.5
+UNIT_BYTES = 12
 ROWS = 16
 
 
@@ -175,4 +175,4 @@ def _peak_bytes(tape: Tape) -> int:
 
 
 def test_a_unit_takes_as_many_bytes_as_a_remedy_costs() -> None:
-    assert _peak_of(2) - _peak_of(1) == pytest.approx(UNIT_BYTES, rel=0.05)
+    assert _peak_of(2) - _peak_of(1) == pytest.approx(UNIT_BYTES, rel=0.01)

@@ -36,10 +36,9 @@ _SHARD_BYTES = 4 + 4 + 2
 """Bytes of an element that a rank holds: the weight and its gradient in fp32, and AdamW8bit's two moments."""
 _SCALES_BYTES = 2 * 4
 """Bytes of a block's scales, one for each moment."""
-_UNIT_BYTES = 2 + 2 * 4 + 4 / _NODE
-"""Bytes of an element of the largest unit, at the peak in backward: its weight in bf16, its gradient and that of the
-unit before in fp32, and the part of the latter that the ranks of a node have summed. tests/plan/test_remedies.py reads
-this off a rehearsed step."""
+_UNIT_BYTES = 2 * 2 + 2 * 4
+"""Bytes of an element of the largest unit, at the peak in backward: its weight and that of the next one in bf16, its
+gradient and that of the unit before in fp32. tests/plan/test_remedies.py reads this off a rehearsed step."""
 
 
 def most_padding(num_ranks: int) -> float:
