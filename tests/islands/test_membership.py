@@ -81,6 +81,15 @@ def test_an_island_dies_and_another_comes(tmp_path: Path, seed: int | None) -> N
             torch.testing.assert_close(torch.tensor(result["outer"][name]), value, atol=2e-5, rtol=1e-4)
 
 
+def test_those_that_wait_for_islands_that_have_died_begin_without_them(tmp_path: Path) -> None:
+    life = Life(policy=Membership(rendezvous="meeting:1", islands=2, timeout_s=4.0), last=3)
+    dying, coming = replace(life, dies_at=EVERY + 1), replace(life, comes_after=1)
+    results, members = islands(tmp_path, [dying, dying, coming, coming])
+    assert results[:2] == [None, None]
+    assert {result["number"] for result in results[2:]} == {0, 1}, "of a new generation"
+    assert members == {1: 2, 2: 2, 3: 2}
+
+
 def test_a_round_that_always_fails_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tries = Counter[int]()
 
