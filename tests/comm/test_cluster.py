@@ -45,15 +45,6 @@ def test_positions_come_from_torchruns_environment_and_groups_run_along_the_axes
     assert levels == {other: "local" if other in own else "node" for other in range(world)}
 
 
-@on_ranks(3, local=1)
-def test_the_cluster_of_some_ranks_is_made_once_in_whatever_order_they_are_named() -> None:
-    beside = laconic.Cluster.of(laconic.init_mesh("cpu"))
-    if dist.get_rank() != 1:
-        joint = laconic.Cluster.over([2, 0], beside)
-        assert joint is laconic.Cluster.over((0, 2), beside)
-        assert (joint.size, joint.shard_index) == (2, dist.get_rank() // 2)
-
-
 @on_ranks(4, local=1)
 def test_an_island_is_a_cluster_of_its_own() -> None:
     mesh, rank = laconic.init_mesh("cpu", islands=2), dist.get_rank()

@@ -46,36 +46,39 @@ def islands(
     return results[::local], members
 
 
-@pytest.mark.parametrize("seed", [None, 1])
-def test_an_island_dies_and_another_comes(tmp_path: Path, seed: int | None) -> None:
-    rounds, dies_at = 16, 2 * EVERY + 2
+@pytest.mark.parametrize(("fault", "seed"), [("dies_at", None), ("dies_at", 1), ("fails_at", None)])
+def test_an_island_goes_and_another_comes(tmp_path: Path, fault: str, seed: int | None) -> None:
+    """It dies, or diverges: then it takes part in its last round with a weight of nothing."""
+    rounds, at = 16, 2 * EVERY + 2
     life = Life(policy=Membership(rendezvous="meeting:1", islands=3, timeout_s=4.0), last=rounds, step_s=0.08)
     lives = [
         replace(life, tokens=1),
         replace(life, tokens=5),
-        replace(life, tokens=2, dies_at=dies_at),
+        replace(life, tokens=2, **{fault: at}),
         replace(life, tokens=3, comes_after=1),
     ]
-    (*staying, dead, coming), members = islands(tmp_path, lives, seed=seed)
-    assert dead is None
-    assert [members[number] for number in (2, 3, rounds)] == [3, 2, 3], "round 3 is repeated without the dead one"
+    (*staying, gone, coming), members = islands(tmp_path, lives, seed=seed)
+    assert gone is None if fault == "dies_at" else isinstance(gone, JobError)
+    in_third = 2 if fault == "dies_at" else 3  # which is repeated without the dead one
+    assert [members[number] for number in (2, 3, rounds)] == [3, in_third, 3]
     for job in (0, 1):
         steps = [each.step for each in rounds_in(tmp_path / f"island-{job}")]
         assert steps == [EVERY * (n + 1) for n in range(rounds)], "no step is lost"
     results = [*staying, coming]
     numbers = [result["number"] for result in results]
-    assert {result["slot"] for result in results} == {0, 1, 2}, "the one that comes gets the free slot"
+    free = 2 if fault == "dies_at" else 3  # the one that diverges leaves after the other has come
+    assert {result["slot"] for result in results} == {0, 1, free}
     tokens = dict(zip(numbers, (1, 5, 3), strict=True))
-    [number_of_dead] = set(range(4)) - set(numbers)
+    [number_of_gone] = set(range(4)) - set(numbers)
     oracle = ChangingIslands(make_model(), adamw, every=EVERY)
-    begun = {result["number"]: result["begun"] for result in results} | {number_of_dead: 0}
+    begun = {result["number"]: result["begun"] for result in results} | {number_of_gone: 0}
     assert EVERY < begun[3] < EVERY * (rounds - 1)
     for step in range(1, EVERY * rounds + 1):
         for number in [number for number, at in begun.items() if at + 1 == step]:
             oracle.come(number)
-        if step == dies_at:
-            del oracle.members[number_of_dead]
-        oracle.step(partial(loss, step=step), lambda number: (tokens | {number_of_dead: 2})[number])
+        if step == at:
+            del oracle.members[number_of_gone]
+        oracle.step(partial(loss, step=step), lambda number: (tokens | {number_of_gone: 2})[number])
     for result in results:
         for name, value in oracle.outer.items():
             torch.testing.assert_close(torch.tensor(result["outer"][name]), value, atol=2e-5, rtol=1e-4)
@@ -83,11 +86,26 @@ def test_an_island_dies_and_another_comes(tmp_path: Path, seed: int | None) -> N
 
 def test_those_that_wait_for_islands_that_have_died_begin_without_them(tmp_path: Path) -> None:
     life = Life(policy=Membership(rendezvous="meeting:1", islands=2, timeout_s=4.0), last=3)
-    dying, coming = replace(life, dies_at=EVERY + 1), replace(life, comes_after=1)
+    dying, coming = replace(life, dies_at=14), replace(life, comes_after=1)
     results, members = islands(tmp_path, [dying, dying, coming, coming])
     assert results[:2] == [None, None]
     assert {result["number"] for result in results[2:]} == {0, 1}, "of a new generation"
     assert members == {1: 2, 2: 2, 3: 2}
+
+
+def test_a_newcomer_hears_that_the_others_are_gone(tmp_path: Path) -> None:
+    """They die after the round with which it has entered, before the one to which it would listen."""
+    life = Life(policy=Membership(rendezvous="meeting:1", islands=1, timeout_s=4.0), last=9, step_s=0.1)
+    _, newcomer = islands(tmp_path, [replace(life, dies_at=14), replace(life, comes_after=1)])[0]
+    assert "islands 0 have given no sign of life for 20 s; start this one again" in str(newcomer)
+
+
+def test_a_newcomer_hears_that_the_state_does_not_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "tell", mock.Mock(side_effect=RuntimeError("Connection closed by peer")))
+    life = Life(policy=Membership(rendezvous="meeting:1", islands=1, timeout_s=4.0), last=9, step_s=0.1)
+    (staying, newcomer), _ = islands(tmp_path, [life, replace(life, comes_after=1)])
+    assert staying["number"] == 0
+    assert "the island that tells this one the state cannot reach it" in str(newcomer)
 
 
 def test_a_round_that_always_fails_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

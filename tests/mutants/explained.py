@@ -44,6 +44,9 @@ EXPLAINED: dict[str, str] = {
     "guard/checksum:_sum_of_long_words: memory[:end].view(torch.int64).sum() + memory[end:].sum(dtype=torch.int64) ->"
     " memory[:end].view(torch.int64).sum() - memory[end:].sum(dtype=torch.int64)": "any sum serves that is the same on"
     " all ranks",
+    "comm/cluster:Cluster.over: sorted(ranks) -> list(ranks)": "torch sorts the ranks of a group, and equal meshes have"
+    " one cluster",
+    "publish/reader:Reader.patches: 0 -> 1": "there are as many values as places",
     "optim/adamw8bit:_step_8bit: 0 -> 1": "both moments have scales of one shape",
     "codec/base:Codec: 1 -> 2": "all codecs but FloatCodec set their block, and nothing asks FloatCodec for its",
 }
