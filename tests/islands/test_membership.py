@@ -86,7 +86,7 @@ def test_an_island_goes_and_another_comes(tmp_path: Path, fault: str, seed: int 
 
 def test_those_that_wait_for_islands_that_have_died_begin_without_them(tmp_path: Path) -> None:
     life = Life(policy=Membership(rendezvous="meeting:1", islands=2, timeout_s=4.0), last=3)
-    dying, coming = replace(life, dies_at=14), replace(life, comes_after=1)
+    dying, coming = replace(life, dies_at=EVERY + 1), replace(life, comes_after=1)
     results, members = islands(tmp_path, [dying, dying, coming, coming])
     assert results[:2] == [None, None]
     assert {result["number"] for result in results[2:]} == {0, 1}, "of a new generation"
