@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import time
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -91,6 +92,15 @@ def test_those_that_wait_for_islands_that_have_died_begin_without_them(tmp_path:
     assert results[:2] == [None, None]
     assert {result["number"] for result in results[2:]} == {0, 1}, "of a new generation"
     assert members == {1: 2, 2: 2, 3: 2}
+
+
+def test_an_island_that_waits_for_others_says_so_once(tmp_path: Path) -> None:
+    policy = Membership(rendezvous="meeting:1", islands=2, timeout_s=4.0, start_timeout_s=60.0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        [(alone, *_), _] = islands(tmp_path, [Life(policy=policy, last=1)])
+    assert "1 of 2 islands have come to meeting:1 after 60 s" in str(alone)
+    assert [str(each.message) for each in said] == ["1 of 2 islands have come to meeting:1; this island waits"]
 
 
 def test_a_newcomer_hears_that_the_others_are_gone(tmp_path: Path) -> None:
