@@ -66,6 +66,9 @@ def _run(target: str, *prefix: str) -> _Run:
     total, counts = _SUM.findall(done.stdout), _COUNTS.findall(done.stdout)
     if not counts:
         raise RuntimeError(f"make {target} ran no test:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    if done.returncode:
+        (_ROOT / "runs").mkdir(exist_ok=True)
+        (_ROOT / "runs" / f"failed-{target}-{time.time():.0f}.txt").write_text(done.stdout, encoding="utf-8")
     failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     print("\n".join([f"  make {target}: {counts[-1][0]} in {counts[-1][1]} s", *failures]), file=sys.stderr, flush=True)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=_ROOT, capture_output=True, text=True).stdout

@@ -144,7 +144,7 @@ def takes_a_piece() -> dict[str, dict[str, int]]:
 
 def sample() -> Comparisons:
     """A comparison of each kind, in some seconds."""
-    found = ((f"{dtype} {case}", values) for dtype in CODED_DTYPES for case, values in cases(dtype, PROGRAM + 1030))
+    found = ((f"{dtype} {case}", values) for dtype in CODED_DTYPES[:2] for case, values in cases(dtype, PROGRAM + 1030))
     return _compared((case, values) for case, values in found if "zeros" in case or "then" in case)
 
 

@@ -334,7 +334,7 @@ def _optimizers() -> Comparisons:
 def sample() -> Comparisons:
     """A comparison of each kind, or a few, in some seconds."""
     torch.manual_seed(0)
-    for name in ("int4", "int3", "ternary", "int2", "e2m1", "nf4 of weights"):
+    for name in ("int4", "ternary", "int2", "e2m1", "nf4 of weights"):
         codec = _CODECS[name]
         assert isinstance(codec, BlockCodec)
         for rotates in {False, name == "int4"}:
