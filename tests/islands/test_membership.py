@@ -86,12 +86,20 @@ def test_an_island_goes_and_another_comes(tmp_path: Path, fault: str, seed: int 
 
 
 def test_those_that_wait_for_islands_that_have_died_begin_without_them(tmp_path: Path) -> None:
-    life = Life(policy=Membership(rendezvous="meeting:1", islands=2, timeout_s=4.0), last=3)
-    dying, coming = replace(life, dies_at=EVERY + 1), replace(life, comes_after=1)
+    life = Life(policy=Membership(rendezvous="meeting:1", islands=2, timeout_s=4.0), last=6, step_s=0.1)
+    dying, coming = replace(life, dies_at=9), replace(life, comes_after=1)  # they queue up, and would enter then
     results, members = islands(tmp_path, [dying, dying, coming, coming])
     assert results[:2] == [None, None]
     assert {result["number"] for result in results[2:]} == {0, 1}, "of a new generation"
-    assert members == {1: 2, 2: 2, 3: 2}
+    assert members == dict.fromkeys(range(1, 7), 2)
+
+
+def test_newcomers_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """Two enter at once, and then all that train die: the two live, and neither will begin a round."""
+    life = Life(policy=Membership(rendezvous="meeting:1", islands=2, timeout_s=4.0), last=6, step_s=0.1)
+    results = islands(tmp_path, [*[replace(life, dies_at=12)] * 2, *[replace(life, comes_after=1)] * 2])[0]
+    for newcomer in results[2:]:
+        assert "islands 0, 1 have given no sign of life for 20 s" in str(newcomer)
 
 
 def test_an_island_that_waits_for_others_says_so_once(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ _put_away: dict[str, ModuleType] = {}
 def _forget() -> None:
     """Let kernels be imported anew: what they are is settled at the import."""
     for name in [name for name in sys.modules if name.startswith("laconic.") and name.endswith("_triton")]:
+        package, _, own = name.rpartition(".")
+        delattr(sys.modules[package], own)  # or `from package import own` would find it
         del sys.modules[name]
     for name in MODULES:
         sys.modules.pop(f"tests.kernels.{name}", None)

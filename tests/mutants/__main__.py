@@ -33,6 +33,8 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from tests.mutants.explained import EXPLAINED, MISSED
 from tests.mutants.mutation import Mutant, mutants
 from tests.mutants.nearest import UNLIMITED, Nearest, is_recorded, record
@@ -242,6 +244,8 @@ def _verdict(child: int, log: Path) -> str:
         return "time"
     if status == 0:
         return ""
+    if os.waitstatus_to_exitcode(status) == pytest.ExitCode.USAGE_ERROR:
+        raise RuntimeError("the map names tests that are not there any more: make it anew with --renew")
     text = log.read_text("utf-8", errors="replace")
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, flags=re.MULTILINE)
     return failed[0] if failed else f"exit status {os.waitstatus_to_exitcode(status)}"

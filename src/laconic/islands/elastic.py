@@ -169,7 +169,7 @@ class ElasticExchange(Exchange):
         before = vector_checksums(vectors)
         link = self._link_to(self._number)
         state = Listening(self._open(self._agreements.generation), link, vectors, self._policy.start_timeout_s)
-        means = () if roster.number == 0 else self._listen(state, roster.lead)
+        means = () if roster.number == 0 else self._listen(state, roster)
         self._wait_for(lambda: self._has_come(state), (roster.lead,))
         told = state.position
         is_known = self._on_all_ranks(not means and told == position and before == vector_checksums(vectors))
@@ -186,16 +186,19 @@ class ElasticExchange(Exchange):
             if found is not None:
                 return found
 
-    def _listen(self, state: Listening, lead: int) -> tuple[Mean, ...]:
-        """Take part in rounds without a weight until the state has arrived, and return their means."""
+    def _listen(self, state: Listening, entered: Roster) -> tuple[Mean, ...]:
+        """Take part in rounds without a weight until the state has arrived, and return their means.
+
+        The islands that have `entered` with this one, or later, begin no round: they listen, too.
+        """
         means: list[Mean] = []
         if self._watcher is not None:
             self._agreements.count_listening(1)
         while not means or not self._on_all_ranks(self._has_come(state)):
-            if means and lead not in self._roster.members:
-                raise JobError(f"island {lead} died while it told this one the state; start this island again")
-            others = [number for number in self._roster.members if number != self._number]
-            self._wait_for(self._has_begun, others)  # they may be far away, and a try has a timeout
+            if means and entered.lead not in self._roster.members:
+                raise JobError(f"island {entered.lead} died while it told this one the state; start this island again")
+            others = {number for number in self._roster.members if number < self._number} - {*entered.newcomers}
+            self._wait_for(self._has_begun, sorted(others))  # they may be far away, and a try has a timeout
             fragment = self._round % len(self._fragments)
             nothing = torch.zeros_like(self._fragments[fragment].flat)
             means.append(self.mean(Contribution(fragment=fragment, step=0, values=nothing)))
@@ -223,7 +226,7 @@ class ElasticExchange(Exchange):
             if now != beats:
                 beats, heard_at = now, time.monotonic()
             if time.monotonic() - heard_at > SILENCE_S:
-                names = ", ".join(map(str, others))
+                names = ", ".join(map(str, others)) or "that train"
                 raise JobError(f"islands {names} have given no sign of life for {SILENCE_S:g} s; start this one again")
             time.sleep(_WATCH_S)
 
