@@ -34,7 +34,7 @@ def _refuse_other_dims(func: Any, source: RaggedTensor, dim: int) -> None:
         )
 
 
-@implements(aten.select.int)
+@implements(aten.select.int, asks_torch=True)
 def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
     source, dim, index = args
     _refuse_other_dims(func, source, dim)
@@ -42,7 +42,7 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedT
     return source.rows(index, index + 1, keep_dim=False)
 
 
-@implements(aten.slice.Tensor)
+@implements(aten.slice.Tensor, asks_torch=True)
 def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
     source, dim, start, stop, step = args + (None, 0, None, None, 1)[len(args) :]  # torch leaves out trailing defaults
     _refuse_other_dims(func, source, dim)
@@ -52,7 +52,9 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTe
     return source.rows(first, max(first, end), keep_dim=True)
 
 
-@implements(aten.split, aten.split_with_sizes, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.unbind)
+@implements(
+    aten.split, aten.split_with_sizes, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.unbind, asks_torch=True
+)
 def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[RaggedTensor]:
     source = args[0]
     dim = kwargs.get("dim", args[-1] if len(args) == len(func._schema.arguments) else 0)
@@ -67,26 +69,28 @@ def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Rag
     return parts
 
 
-@implements(aten.index.Tensor, aten.masked_select, aten.index_select)
+@implements(aten.index.Tensor, aten.masked_select, aten.index_select, asks_torch=True)
 def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
     source: RaggedTensor = _plain_operands_only(func, args[0])
     if func.overloadpacket is aten.index_select:
         _refuse_other_dims(func, source, args[1])
-        chosen = _Selection.of(source, [args[2]])
+        chosen = _Selection.of(source, [_rows_of(source, args[2])])
+    elif func.overloadpacket is aten.masked_select:
+        chosen = _Selection.of(source, [_mask_of(func, source, args[1])])
     else:
-        chosen = _Selection.of(source, args[1] if isinstance(args[1], (list, tuple)) else [args[1]])
+        chosen = _Selection.of(source, args[1])
     layout = chosen.layout(source)
     spec = RaggedSpec(cluster=source.spec.cluster, layout=layout, index=0)
     return RaggedTensor(source._local_tensor[chosen.local], spec, device=source.device)
 
 
-@implements(aten.index_put_, aten._index_put_impl_, aten.index_fill_)
+@implements(aten.index_put_, aten._index_put_impl_, aten.index_fill_, asks_torch=True)
 def _index_put_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
     target: RaggedTensor = _plain_operands_only(func, args[0])
     accumulates = False
     if func.overloadpacket is aten.index_fill_:
         _refuse_other_dims(func, target, args[1])
-        chosen, values = _Selection.of(target, [args[2]]), args[3]
+        chosen, values = _Selection.of(target, [_rows_of(target, args[2])]), args[3]
     else:
         chosen, values = _Selection.of(target, args[1]), args[2]
         accumulates = kwargs.get("accumulate", args[3] if len(args) > 3 else False)
@@ -96,6 +100,25 @@ def _index_put_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rag
     local.index_put_((chosen.local,), chosen.own_values(target, values).to(local.device), accumulates)
     target.note_change()
     return target
+
+
+def _rows_of(tensor: RaggedTensor, index: Any) -> Any:
+    """The rows that an index names. Raises: IndexError, of torch: there is no such row."""
+    index = _plain(index)
+    return torch.arange(tensor.shape[0], device=index.device).index_select(0, index)
+
+
+def _mask_of(func: Any, tensor: RaggedTensor, mask: Any) -> Any:
+    """A mask in the shape of the tensor. Raises: RuntimeError, of torch: it has no booleans."""
+    torch.empty(0).masked_select(torch.empty(0, dtype=mask.dtype))
+    if isinstance(mask, RaggedTensor):
+        return mask
+    if tuple(torch.broadcast_shapes(mask.shape, tensor.shape)) != tuple(tensor.shape):
+        raise NotImplementedError(
+            f"{func}: a mask of shape {tuple(mask.shape)} would repeat a RaggedTensor of shape {tuple(tensor.shape)}; "
+            "gather it with .full_tensor()"
+        )
+    return whole_of(mask).expand(tensor.shape) if is_torch_dtensor(mask) else mask.expand(tensor.shape)
 
 
 def _plain_operands_only(func: Any, operand: Any) -> RaggedTensor:

@@ -11,29 +11,38 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from laconic.comm.collectives import all_reduce
+from laconic.layout.bucket import Extent, boxes
 from laconic.ragged import indexing as indexing  # registers its handlers
 from laconic.ragged import reductions as reductions  # likewise
 from laconic.ragged.dtensor import all_reduce_outer, is_torch_dtensor, whole_of
+from laconic.ragged.on_meta import shapes_on_meta
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import OTHERS, RaggedTensor, implements, remedy_for
 
 aten = torch.ops.aten
 
 # These functions are element-wise, though torch does not tag them so.
-_ALLOCATIONS = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "clone", "_to_copy"}
+_ALLOCATIONS = {"zeros_like", "ones_like", "empty_like", "full_like", "clone", "_to_copy"}
 _UNTAGGED = {"zero_", "fill_", "lerp_", "nan_to_num_", "masked_fill_", "isclose"}
 _ZERO = {aten.zero_.default, aten._foreach_zero_.default}
-_ELEMENTWISE_PREFIXES = ("_foreach_", "_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")
+_FUSED_STEPS = ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")
+_REDUCING = {"_foreach_max"}
+"""Functions on lists that reduce each tensor, though the function of this name on two tensors is element-wise."""
 
 
 @cache
 def _is_elementwise(func: Any) -> bool:
     name = func._schema.name.removeprefix("aten::")
-    return (
-        torch.Tag.pointwise in func.tags
-        or name in _ALLOCATIONS | _UNTAGGED
-        or (name.startswith(_ELEMENTWISE_PREFIXES) and "norm" not in name and name != "_foreach_max")
-    )
+    if name.startswith("_foreach_"):
+        return name not in _REDUCING and _is_pointwise(name.removeprefix("_foreach_").removesuffix("_"))
+    return torch.Tag.pointwise in func.tags or name in _ALLOCATIONS | _UNTAGGED or name.startswith(_FUSED_STEPS)
+
+
+def _is_pointwise(name: str) -> bool:
+    """True if a function on a single tensor is element-wise, or fills it."""
+    packet = getattr(aten, name, None)
+    overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    return name in ("zero", "copy", "clone", "lerp") or any(torch.Tag.pointwise in each.tags for each in overloads)
 
 
 @implements(OTHERS)
@@ -52,14 +61,31 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     else:
         args, kwargs = _gather_for_plain_targets(func, args, kwargs)
         specs = _specs_by_position(args, kwargs)
+        if not all(isinstance(each, RaggedTensor | float | int) for each in (*args, *kwargs.values())):
+            _refuse_other_shapes(func, args, kwargs, specs)
         local_args, local_kwargs = _localize((args, kwargs), specs)
+        local_kwargs.pop("memory_format", None)  # parts are flat
     result = func(*local_args, **local_kwargs)
     changed = _note_changes(func, args, kwargs)
     if changed:  # as the schema says, functions in place return their argument or, for lists, nothing
         return changed[0] if func._schema.returns else None
     if isinstance(result, (list, tuple)):
+        specs = [*specs] * (len(result) // len(specs))  # one function of a tensor may have several results
         return [item if spec is None else RaggedTensor(item, spec) for item, spec in zip(result, specs, strict=True)]
     return RaggedTensor(result, specs[0]) if isinstance(result, Tensor) and specs[0] is not None else result
+
+
+def _refuse_other_shapes(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[RaggedSpec | None]
+) -> None:
+    """Let torch raise its errors, and refuse results of other shapes: [Note: Asked of torch first] in on_meta.py."""
+    shapes = shapes_on_meta(func, args, kwargs)
+    own = specs[0].shape if len(specs) == 1 and specs[0] is not None else None
+    if shapes is not None and own is not None and any(shape not in (own, None) for shape in shapes):
+        raise ValueError(
+            f"{func} would repeat a RaggedTensor of shape {own} to {shapes[0]}: a cut tensor is not repeated; gather "
+            "it with .full_tensor()"
+        )
 
 
 def _specs_of_lists(values: Sequence[Any]) -> Sequence[RaggedSpec | None] | None:
@@ -157,12 +183,22 @@ def _local(value: Any, spec: RaggedSpec | None) -> Any:
         return value
     if value.numel() == 1:
         return value.reshape(1)  # broadcasts over the flat local part, whatever the global shape
-    if tuple(value.shape) != spec.shape:
-        raise ValueError(
-            f"element-wise operation between a RaggedTensor of shape {spec.shape} and a tensor of shape "
-            f"{tuple(value.shape)}: shapes must be equal, broadcasting over a cut tensor is not supported"
-        )
-    return spec.part_of(value)
+    if tuple(value.shape) == spec.shape:
+        return spec.part_of(value)
+    return _repeated(value, spec)
+
+
+def _repeated(value: Tensor, spec: RaggedSpec) -> Tensor:
+    """This rank's part of a plain tensor that is repeated to the global shape, which is never made."""
+    if spec.dtensor is not None:
+        return spec.part_of(value.expand(spec.shape))
+    whole = value.expand(spec.shape)
+    held = boxes(spec.shape, spec.extent or Extent(0, 0))
+    parts = [
+        whole[tuple(slice(begin, begin + size) for begin, size in zip(offset, sizes, strict=True))].reshape(-1)
+        for offset, sizes in held
+    ]
+    return torch.cat(parts) if parts else value.new_empty(0)
 
 
 def _whole_operand(operand: DTensor) -> Tensor:
@@ -184,14 +220,16 @@ def _gather_for_plain_targets(
         ValueError: `func` changes RaggedTensors, too.
     """
     targets = list(_leaves(_changed(func, args, kwargs)))
+    lists = [value for value in (*args, *kwargs.values()) if _is_tensor_list(value)]
     plain = {
         id(target)
         for target in targets
-        if isinstance(target, Tensor) and not isinstance(target, RaggedTensor) and target.dim() > 0
+        if isinstance(target, Tensor)
+        and not isinstance(target, RaggedTensor)
+        and (target.dim() > 0 or not lists)  # in lists a number is a step of an optimizer, which counts
     }
     if not plain:
         return args, kwargs
-    lists = [value for value in (*args, *kwargs.values()) if _is_tensor_list(value)]
     operands = zip(*(each for each in lists if len(each) == len(lists[0])), strict=True) if lists else [targets]
     gathers = [any(id(operand) in plain for operand in position) for position in operands]
     changed = {id(target) for target in targets if isinstance(target, RaggedTensor)}
@@ -273,6 +311,15 @@ def _random_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ra
     local.copy_(target.spec.part_of(whole))
     target.note_change()
     return target
+
+
+@implements(aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype)
+@implements(aten.bernoulli.default, aten.bernoulli.p)
+def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
+    source: RaggedTensor = args[0]
+    given = source.full_tensor() if func is aten.bernoulli.default else source._local_tensor.new_empty(source.shape)
+    kwargs.pop("memory_format", None)
+    return source.like(source.spec.part_of(func(given, *args[1:], **kwargs)).clone())
 
 
 @implements(aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty_strided)

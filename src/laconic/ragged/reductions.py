@@ -105,7 +105,7 @@ def _sums(tensor: RaggedTensor, dims: list[int] | None, dtype: torch.dtype) -> T
     return reduced(tensor, dims, lambda box, over, _: box.sum(over, keepdim=True, dtype=dtype), dtype=dtype)
 
 
-@implements(aten.sum.default, aten.sum.dim_IntList)
+@implements(aten.sum.default, aten.sum.dim_IntList, asks_torch=True)
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     given = arguments_of(func, args, kwargs)
     tensor, (dims, keeps) = args[0], dims_of(args[0], given)
@@ -113,7 +113,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return without(_sums(tensor, dims, wide(dtype)), dims, keeps).to(dtype)
 
 
-@implements(aten.mean.default, aten.mean.dim)
+@implements(aten.mean.default, aten.mean.dim, asks_torch=True)
 def _mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     given = arguments_of(func, args, kwargs)
     tensor, (dims, keeps) = args[0], dims_of(args[0], given)
@@ -126,7 +126,7 @@ def _means(tensor: RaggedTensor, dims: list[int] | None, dtype: torch.dtype) -> 
     return _sums(tensor, dims, dtype).div_(_num_reduced(tensor, dims))
 
 
-@implements(aten.var.correction, aten.std.correction)
+@implements(aten.var.correction, aten.std.correction, asks_torch=True)
 def _var_or_std(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     given = arguments_of(func, args, kwargs)
     tensor, (dims, keeps) = args[0], dims_of(args[0], given)
@@ -145,7 +145,7 @@ def _var_or_std(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     return without(variance.sqrt_() if func is aten.std.correction else variance, dims, keeps).to(tensor.dtype)
 
 
-@implements(aten.max.default, aten.min.default, aten.amax.default, aten.amin.default)
+@implements(aten.max.default, aten.min.default, aten.amax.default, aten.amin.default, asks_torch=True)
 def _max_or_min(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor, (dims, keeps) = args[0], dims_of(args[0], arguments_of(func, args, kwargs))
     if not _num_reduced(tensor, dims):
@@ -180,7 +180,7 @@ def extrema(tensor: RaggedTensor, dims: list[int] | None, *, is_max: bool, of_ab
     return found.masked_fill_(is_nan > 0, math.nan)
 
 
-@implements(aten.any.default, aten.all.default, aten.any.dim, aten.all.dim)
+@implements(aten.any.default, aten.all.default, aten.any.dim, aten.all.dim, asks_torch=True)
 def _any_or_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     # trunc_normal_ asks this about the values it draws, and every rank must draw equally often
     tensor, (dims, keeps) = args[0], dims_of(args[0], arguments_of(func, args, kwargs))
@@ -238,7 +238,7 @@ def _own_norm(tensor: RaggedTensor, order: float, dtype: torch.dtype) -> Tensor:
     return torch.linalg.vector_norm(tensor._local_tensor, order, dtype=dtype)
 
 
-@implements(aten.linalg_vector_norm.default, aten.norm.Scalar)
+@implements(aten.linalg_vector_norm.default, aten.norm.Scalar, asks_torch=True)
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     source, order = (*args, 2.0)[:2]
     dims, keeps = dims_of(source, arguments_of(func, args, kwargs))
@@ -246,7 +246,7 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         norms = without(_norms_over(source, float(order), dims), dims, keeps)
         return norms.to(kwargs.get("dtype") or source.dtype)
     norm = _norms({0: source}, float(order))[0]
-    return (norm.view([1] * source.dim()) if keeps else norm).to(kwargs.get("dtype") or norm.dtype)
+    return (norm.view([1] * source.dim()) if keeps else norm).to(kwargs.get("dtype") or source.dtype)
 
 
 def _norms_over(tensor: RaggedTensor, order: float, dims: list[int]) -> Tensor:

@@ -42,6 +42,7 @@ from laconic import _compat
 from laconic.comm.traffic import Purpose
 from laconic.layout.bucket import BucketLayout, Extent, boxes
 from laconic.ragged.dtensor import is_torch_dtensor, whole_of
+from laconic.ragged.on_meta import checked
 from laconic.ragged.parts import Box, BoxedTensor
 from laconic.ragged.redistribute import Redistribution, TransferPlan, gather_whole
 from laconic.ragged.spec import LocalPart, RaggedSpec, local_shape_on_meta, placements_of
@@ -95,14 +96,15 @@ OTHERS = "others"
 _handlers: dict[Any, Handler] = {}
 
 
-def implements(*functions: Any) -> Callable[[Handler], Handler]:
+def implements(*functions: Any, asks_torch: bool = False) -> Callable[[Handler], Handler]:
     """Make the decorated handler run aten functions that get a RaggedTensor, as in torchao's tensor subclasses.
 
-    Give overloads (`aten.norm.Scalar`), packets (`aten.clone`, which stands for all its overloads), or `OTHERS`.
+    Give overloads (`aten.norm.Scalar`), packets (`aten.clone`, which stands for all its overloads but those that write
+    to `out`), or `OTHERS`. `asks_torch`: see [Note: Asked of torch first] in ragged/on_meta.py.
     """
 
     def register(handler: Handler) -> Handler:
-        _handlers.update(dict.fromkeys(functions, handler))
+        _handlers.update(dict.fromkeys(functions, checked(handler) if asks_torch else handler))
         return handler
 
     return register
@@ -362,6 +364,12 @@ class RaggedTensor(BoxedTensor, _compat.SelfDispatchedDTensor):
         spec, requires_grad = flatten_spec
         return RaggedTensor(inner_tensors["_local_tensor"], spec).requires_grad_(requires_grad)  # type: ignore[return-value]
 
+    def __copy__(self) -> RaggedTensor:
+        copied = self.alias().requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            copied._is_param = True
+        return cast(RaggedTensor, copied)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedTensor:
         copied = RaggedTensor(self._local_tensor.clone(), self.spec, device=self.device)  # with the same process groups
         copied.requires_grad_(self.requires_grad)
@@ -389,7 +397,10 @@ class RaggedTensor(BoxedTensor, _compat.SelfDispatchedDTensor):
     ) -> Any:
         if _waits and func._schema.is_mutable:
             admit_edits()
-        handler = _handlers.get(func) or _handlers.get(func.overloadpacket) or _handlers[OTHERS]
+        handler = _handlers.get(func)
+        if handler is None and not func._schema.overload_name.endswith("out"):
+            handler = _handlers.get(func.overloadpacket)
+        handler = handler or _handlers[OTHERS]
         return handler(func, args, kwargs or {})
 
 
