@@ -137,7 +137,8 @@ def _train(life: Life, folder: Path) -> dict[str, Any]:
                 at_call(call, functools.partial(os.kill, os.getpid(), number_))
             if step == life.dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(STUCK_S if step == life.is_stuck_at else 0)
+            if step == life.is_stuck_at:
+                time.sleep(STUCK_S)
             value = loss(model, number, step, rank)
             (value * float("nan") if step == life.fails_at else value).backward()
             local.step(tokens=life.tokens)

@@ -445,8 +445,9 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_each_new_version_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], network: Network) -> None:
-    """A silent address holds up no other one. After three attempts a line names it, and the next version is told.
+    """An address that does not answer delays no other one. A line names it after three attempts.
 
+    It hears of the next version all the same.
     The folder comes later than the first announcer; the second one does not tell what was there before it.
     """
     hook, net, folder = Server(Stub, news=[], statuses=[500, 500, 404, 500]), make(), tmp_path / "versions"

@@ -24,10 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import laconic
 from laconic.comm.cluster import Cluster
-from laconic.layout.packing import plan_bucket
-from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
 from laconic.rehearse import ranks
+from tests.support.sharded_net import cut
 
 NO_STRIDES = {"sparse.sampled_addmm", "sparse.mm.reduce"}
 """Operations on sparse tensors, which are not cut."""
@@ -43,13 +42,6 @@ _DIMS = (-4, -3, -1, 1, 2, 5, (0, 0), (0, -2), ())
 _WITH_OPERANDS = {"add", "mul", "lt", "where", "masked_select", "copysign"}
 _OPERANDS = ((1, 1, 1), (1, 3), (5, 1), (3,), (2, 5, 3), (1,), (4, 3), ())
 _REFUSALS = ("full_tensor", "to_local", "RaggedTensor")
-
-
-def cut(value: Tensor, cluster: Cluster) -> RaggedTensor:
-    """Cut a tensor over a cluster by elements, so that parts begin and end within rows."""
-    layout = plan_bucket(["t"], [tuple(value.shape)], [1], num_shards=cluster.size, itemsize=16)
-    spec = RaggedSpec(cluster=cluster, layout=layout, index=0)
-    return RaggedTensor(spec.part_of(value.contiguous()).clone(), spec)
 
 
 def sweep(names: Sequence[str], dtype: torch.dtype, num_samples: int) -> tuple[int, list[str]]:

@@ -11,14 +11,11 @@ import torch
 from torch import Tensor
 
 import laconic
-from laconic.comm.cluster import Cluster
-from laconic.layout.packing import plan_bucket
 from laconic.ragged.operations import _is_elementwise
-from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
 from tests.kernels.apart import told
 from tests.support.launch import on_ranks
-from tests.support.sharded_net import ragged
+from tests.support.sharded_net import cut, ragged
 
 SAMPLE = (
     "add", "lt", "masked_select", "sum", "norm", "var", "amax", "any", "select", "index_select", "split", "rand_like",
@@ -60,9 +57,7 @@ def whole(value: Any) -> Any:
 @on_ranks(3)
 def test_calls_are_right_or_raise_as_torch_does() -> None:
     value = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
-    layout = plan_bucket(["t"], [(5, 3)], [1], num_shards=3, itemsize=16)
-    spec = RaggedSpec(cluster=Cluster.of(laconic.init_mesh("cpu")), layout=layout, index=0)
-    tensor = RaggedTensor(spec.part_of(value).clone(), spec)
+    tensor = cut(value, laconic.Cluster.of(laconic.init_mesh("cpu")))
     for name, call in CALLS.items():
         torch.manual_seed(0)
         try:

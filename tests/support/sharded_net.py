@@ -61,6 +61,13 @@ def ragged(
     return [RaggedTensor(spec.part_of(value).clone(), spec, bump=bump) for spec in specs]
 
 
+def cut(value: Tensor, cluster: laconic.Cluster) -> RaggedTensor:
+    """Cut `value` over a cluster by elements, so that parts begin and end within rows; return this rank's part."""
+    layout = plan_bucket(["t"], [tuple(value.shape)], [1], num_shards=cluster.size, itemsize=16)
+    spec = RaggedSpec(cluster=cluster, layout=layout, index=0)
+    return RaggedTensor(spec.part_of(value.contiguous()).clone(), spec)
+
+
 def whole(parts: list[RaggedTensor]) -> Tensor:
     """Join the tensor that `ragged` cut."""
     return torch.cat([part.to_local() for part in parts]).view(parts[0].shape)

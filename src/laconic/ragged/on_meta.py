@@ -1,4 +1,4 @@
-"""What torch itself makes of a call: a run of it on tensors of the global shapes that have no memory.
+"""The shapes of a call's results, and torch's own errors: torch runs the call on tensors without memory.
 
 [Note: Asked of torch first]
 A rank that holds only a part cannot see that a dim is out of range, that shapes do not fit, or that a result has

@@ -9,7 +9,7 @@ and collectives of two kinds under one number, are errors that name the ranks; G
 A rank that has died, or has ended, sends nothing more: who waits for it gets the error of a lost connection. A group
 whose receive has taken too long has lost its connections, as with Gloo.
 
-Ranks are numbered through all jobs of a run. Jobs meet in the store that "listens" at an address, each in its own.
+Ranks are numbered through all jobs of a run. Each address has a store of its own, in which jobs meet.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Post:
     broken: set[str] = field(default_factory=set)
     """Groups that have lost their connections."""
     store: MailStore = field(init=False)
-    """Each job and each address has its keys in it."""
+    """It holds the keys of all jobs and addresses, each under a prefix."""
     _connected: itertools.count[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class Post:
         return MailGroup(self, name, key, ranks, options.group_rank, getattr(options, "timeout", None))
 
     def store_at(self, host: str, port: int) -> dist.Store:
-        """The store that listens at an address: one does at each."""
+        """The store of an address. Every address has one."""
         return dist.PrefixStore(f"{host}:{port}", self.store)
 
     def connect(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> MailGroup:

@@ -546,7 +546,7 @@ class Order:
         following: Sequence[UnitGather] = []
         if prefetch is None:
             position = next((i for i in reversed(range(len(self._left))) if self._left[i] is gather), None)
-            if position is not None:  # else it ends where the unit before it does, whose backward began just now
+            if position is not None:  # a root whose last unit made its output begins after that unit, which left it out
                 following = self._left[:position][::-1]
                 del self._left[position:]
         self._begin_others(gather, following, prefetch)
