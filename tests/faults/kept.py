@@ -39,6 +39,7 @@ from tests.support.sharded_net import Block, Net, shard
 ROUNDS, WARM_UP = 50, 6
 MAX_GROWTH_BYTES = 1_000_000
 _THREAD_S = 10.0
+_WORKERS = ("save step", "laconic-islands", "laconic-ring")
 _RECORDED = 2_000  # collectives that torch's flight recorder keeps, in 800 bytes each
 _WIDTH, _HIDDEN = 48, 96
 
@@ -213,12 +214,20 @@ STRATEGIES: dict[str, Callable[[], Pairs]] = {
 # -- what stays --------------------------------------------------------------------------------------------------------
 
 
+def _join_workers() -> None:
+    """Wait for the threads of executors that are gone: they end soon, but not at once.
+
+    A function of its own: a variable that still held the last thread would count as two weak references.
+    """
+    for thread in threading.enumerate():
+        if thread.name.startswith(_WORKERS):
+            thread.join(_THREAD_S)
+
+
 def _held() -> Counter[str]:
     """Count what this process holds, by kind."""
     gc.collect()
-    for thread in threading.enumerate():
-        if thread.name.startswith("save step"):  # savers that are gone end soon, but not at once
-            thread.join(_THREAD_S)
+    _join_workers()
     for _ in range(3):  # finalizers may free what only the next pass finds
         gc.collect()
     objects = gc.get_objects()
