@@ -83,10 +83,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
-def pytest_collection_finish() -> None:
-    """Keep what is there now out of each collection of garbage: to look at it takes longer than most tests."""
-    gc.collect()
-    gc.freeze()
+_MANY = 100
+_num_modules = 0
+
+
+def pytest_runtest_setup() -> None:
+    """Keep modules out of each collection of garbage, the many too that a test has imported since.
+
+    To look at them takes longer than most tests, and a training collects its garbage.
+    """
+    global _num_modules
+    if len(sys.modules) > _num_modules + _MANY:
+        _num_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

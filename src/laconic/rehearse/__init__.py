@@ -7,6 +7,7 @@ their names. docs/races.md says what the order of a tape proves.
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 _machines: list[Machine] = []
+_CACHED = type(functools.cache(len))
 
 
 @contextmanager
@@ -93,7 +95,7 @@ def _forget_constants() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith(("laconic.codec.", "laconic.optim.")):
             for function in vars(module).values():
-                if hasattr(function, "cache_clear"):
+                if isinstance(function, _CACHED):
                     function.cache_clear()
 
 
