@@ -15,8 +15,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,7 +34,7 @@ _ROOT = Path(__file__).parents[1]
 _SUM = re.compile(r"([\d.]+)s +([\d.]+)s of the processors  all (\d+) files")
 _COUNTS = re.compile(r"=+ (.*) in ([\d.]+)s")
 _STEPS = re.compile(r"make (\S+) took (\d+) s")
-_LAUNCHES = 50
+_LAUNCHES, _WORKERS = 50, 2
 
 
 @dataclass(frozen=True)
@@ -93,24 +95,39 @@ def _spinning(number: int) -> Iterator[None]:
             spinner.wait()
 
 
-def _repeat(bench: Bench, row: str, number: int, target: str, *prefix: str) -> list[_Run]:
-    """Run a part of the suite so many times.
+def _repeat(bench: Bench, row: str, number: int, target: str, *prefix: str, at_once: int = 1) -> list[_Run]:
+    """Run a part of the suite so many times, some runs at once.
 
     Hours pass, so each run is kept in runs/ beside its row, and a call after a break goes on. A call that finds all of
     them begins anew.
     """
     if bench.quick:
-        return [_run(target, *prefix)]
+        with _spinning(_WORKERS * (at_once - 1)):
+            return [_run(target, *prefix)]
     kept = _ROOT / "runs" / f"suite-{row}.jsonl"
     kept.parent.mkdir(exist_ok=True)
     runs = [_Run(**json.loads(line)) for line in kept.read_text("utf-8").splitlines()] if kept.exists() else []
     if len(runs) >= number:
         runs = []
         kept.unlink()
-    while len(runs) < number:
-        runs.append(_run(target, *prefix))
-        with kept.open("a", encoding="utf-8") as file:
-            print(json.dumps(asdict(runs[-1])), file=file)
+    numbers = iter(range(len(runs), number))
+    are_done = threading.Event()
+
+    def repeat() -> None:
+        try:
+            for _ in numbers:
+                runs.append(_run(target, *prefix))
+                with kept.open("a", encoding="utf-8") as file:
+                    print(json.dumps(asdict(runs[-1])), file=file)
+            if len(runs) < number:
+                with _spinning(_WORKERS):  # the last runs have as much company as the first
+                    are_done.wait()
+        finally:
+            are_done.set()
+
+    with ThreadPoolExecutor(at_once) as slots:
+        for slot in [slots.submit(repeat) for _ in range(at_once)]:
+            slot.result()
     return runs
 
 
@@ -141,10 +158,9 @@ def make_test(bench: Bench) -> Row:
 
 @BENCHMARK.row("test-busy")
 def make_test_beside_others(bench: Bench) -> Row:
-    """`make test` beside processes that spin."""
-    with _spinning(4):
-        runs = _repeat(bench, "test-busy", 20, "test")
-    return _repeated("`make test` beside four processes that spin", runs)
+    """`make test` beside the four processes of two other runs of it, which never wait: no second of a core is lost."""
+    runs = _repeat(bench, "test-busy", 20, "test", at_once=3)
+    return _repeated("`make test` beside four processes that spin: those of two other runs of it", runs)
 
 
 @BENCHMARK.row("test-one-core")
