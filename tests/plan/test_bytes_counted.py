@@ -92,8 +92,8 @@ def counted(by_step: list[dict[str, int]], config: Config) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("nodes", "local", "names"),
     [
-        (2, 2, NAMES[:2]),
-        pytest.param(3, 1, NAMES[2:], marks=pytest.mark.campaign),
+        (2, 2, NAMES[1:2]),
+        pytest.param(3, 1, [NAMES[0], *NAMES[2:]], marks=pytest.mark.campaign),
     ],
     ids=["2x2", "3x1"],
 )

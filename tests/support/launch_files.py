@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from kubeflow_trainer_api import models
 
 FOLDER = Path(__file__).parents[2] / "examples" / "launch"
 FILES = {path.name: path.read_text(encoding="utf-8") for path in sorted(FOLDER.iterdir()) if path.is_file()}
 SCRIPTS = [name for name in FILES if name.endswith(".sh")]
 KINDS = {
-    "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
-    "TrainJob": models.TrainerV1alpha1TrainJob,
-    "JobSet": models.JobsetV1alpha2JobSet,
+    "TrainingRuntime": "TrainerV1alpha1TrainingRuntime",
+    "TrainJob": "TrainerV1alpha1TrainJob",
+    "JobSet": "JobsetV1alpha2JobSet",
 }
 VERSIONS = {
     "TrainingRuntime": "trainer.kubeflow.org/v1alpha1",
@@ -48,10 +47,12 @@ def object_fault(given: dict[str, Any]) -> str:
 
     The models check types and required fields, and leave out fields that they do not know.
     """
+    from kubeflow_trainer_api import models  # takes a second
+
     if given["apiVersion"] != VERSIONS[given["kind"]]:
         return f"apiVersion {given['apiVersion']}"
     try:
-        kept = KINDS[given["kind"]].from_dict(given).to_dict()
+        kept = getattr(models, KINDS[given["kind"]]).from_dict(given).to_dict()
     except ValueError as error:
         return str(error)
     return next(_lost(given, kept, given["kind"]), "")

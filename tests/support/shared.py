@@ -21,14 +21,14 @@ _OF_OTHERS = ("os", "time", "torch", *(f"torch.{name}" for name in ("accelerator
 
 @functools.lru_cache(maxsize=1)
 def _places(names: tuple[str, ...]) -> list[Any]:
-    """The modules of these names whose functions come back, and their classes."""
+    """The modules of these names whose functions come back, and the classes of laconic's."""
     found: list[Any] = []
     for name in names:
         module = sys.modules[name]
-        is_ours = name.partition(".")[0] in _ROOMS
-        if isinstance(module, ModuleType) and (is_ours or name in _OF_OTHERS):
+        room = name.partition(".")[0]
+        if isinstance(module, ModuleType) and (room in _ROOMS or name in _OF_OTHERS):
             classes = (each for each in vars(module).values() if isinstance(each, type) and each.__module__ == name)
-            found += [module, *(classes if is_ours else ())]
+            found += [module, *(classes if room == "laconic" else ())]
     return found
 
 

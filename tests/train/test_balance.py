@@ -298,6 +298,7 @@ def test_islands_train_on_their_own_rows(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.heavy
 def test_compiled_layers_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(parallelize, "compile_layers", partial(parallelize.compile_layers, backend="aot_eager"))
