@@ -103,16 +103,15 @@ class Policy:
                     if isinstance(error, PolicyError) and "plain" not in each.metadata:  # it names keys of this policy
                         raise
                     raise PolicyError.of(self, f"{{{_name(each)}}}: {error}") from None
-        hints = _hints(type(self))
-        for each in dataclasses.fields(self):
-            key, hint, value = _name(each), hints[each.name], getattr(self, each.name)
-            for choice in _choices(hint):
+        for rule in _rules(type(self)):
+            key, value = rule.key, getattr(self, rule.field)
+            for choice in rule.choices:
                 if value is not None and value not in choice:
                     raise PolicyError.of(self, f"{{{key}=}} is not known; use one of {', '.join(map(repr, choice))}")
-            if hint is int or get_args(hint)[:1] == (int,):
+            if rule.is_integer:
                 self._check(key, value is None or isinstance(value, Integral), "must be an integer")
             items = value if isinstance(value, tuple) else (value,)
-            for bound in _bounds(hint):
+            for bound in rule.bounds:
                 self._check(key, all(item is None or bound.holds(item) for item in items), f"must {bound.text}")
         self._check_keys()
 
@@ -296,9 +295,29 @@ def _is_flat(hint: Any, each: dataclasses.Field[Any]) -> bool:
     return isinstance(hint, type) and issubclass(hint, Policy) and "plain" not in each.metadata
 
 
+class _Rule(NamedTuple):
+    """What the annotation of a field demands."""
+
+    field: str
+    key: str
+    choices: tuple[tuple[Any, ...], ...]
+    is_integer: bool
+    bounds: tuple[Bound, ...]
+
+
 @_cached
-def _hints(cls: type) -> Mapping[str, Any]:
-    return get_type_hints(cls, include_extras=True)
+def _rules(cls: type) -> tuple[_Rule, ...]:
+    hints = get_type_hints(cls, include_extras=True)
+    return tuple(
+        _Rule(
+            field=each.name,
+            key=_name(each),
+            choices=tuple(_choices(hints[each.name])),
+            is_integer=hints[each.name] is int or get_args(hints[each.name])[:1] == (int,),
+            bounds=tuple(_bounds(hints[each.name])),
+        )
+        for each in dataclasses.fields(cls)
+    )
 
 
 def _bounds(hint: Any) -> Iterator[Bound]:

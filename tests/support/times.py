@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -109,15 +110,15 @@ def _work() -> float:
 
 
 def _timed(real: Callable[..., Any]) -> Callable[..., Any]:
-    """What imports a module that is not there yet, and books its time if it is not a part of another import."""
+    """What imports a module, and books its time if the module is not there yet, and no part of another import."""
 
-    def load(*arguments: Any) -> Any:
+    def load(name: str, *arguments: Any) -> Any:
         global _imports_s, _is_importing
-        if _is_importing:
-            return real(*arguments)
+        if _is_importing or name in sys.modules:
+            return real(name, *arguments)
         _is_importing, begun_s = True, time.thread_time()
         try:
-            return real(*arguments)
+            return real(name, *arguments)
         finally:
             _is_importing = False
             _imports_s += time.thread_time() - begun_s

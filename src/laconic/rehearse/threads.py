@@ -64,9 +64,6 @@ def threads_of(machine: Machine) -> Iterator[None]:
     """Let the library make threads of the machine."""
     with ExitStack() as patches:
         for name, module in list(sys.modules.items()):
-            if (
-                name.startswith("laconic.")
-                and getattr(module, "ThreadPoolExecutor", None) is futures.ThreadPoolExecutor
-            ):
+            if name.startswith("laconic.") and vars(module).get("ThreadPoolExecutor") is futures.ThreadPoolExecutor:
                 patches.enter_context(mock.patch.object(module, "ThreadPoolExecutor", partial(Thread, machine)))
         yield
