@@ -21,12 +21,12 @@ import laconic
 from laconic.integrations import LaconicArguments
 from laconic.integrations.accelerate import LaconicAccelerator
 from laconic.integrations.options import ArgumentError
-from laconic.integrations.sharding import find_units
+from laconic.integrations.sharding import find_units, shard_model
 from tests.faults.accelerate_scripts import CHECKS, Check, run_checks
 from tests.support.accelerate_jobs import Loop, train
 from tests.support.language_model import loss_of, make_model, make_rows
 from tests.support.launch import on_ranks
-from tests.support.sharded_net import full_parameters
+from tests.support.sharded_net import build, full_parameters
 
 
 def assert_equal(got: dict[str, Any], want: dict[str, Any]) -> None:
@@ -131,10 +131,45 @@ def whole_models(folder: Path) -> None:
     assert accelerator._optimizers == []
 
 
+def state_before_prepare(folder: Path) -> None:
+    """An optimizer that has loaded its state before `prepare`, as DDP's scripts do, goes on with it."""
+    found = {}
+    for make in (lambda: Accelerator(cpu=True), LaconicAccelerator):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator: Any = make()
+        model = make_model()
+        earlier, optimizer = (torch.optim.AdamW(model.parameters(), lr=1e-2) for _ in range(2))
+        loss_of(model, make_rows(3)).backward()
+        earlier.step()
+        earlier.zero_grad()
+        optimizer.load_state_dict(earlier.state_dict())
+        model, prepared = accelerator.prepare(model, optimizer)
+        for seed in (1, 2):
+            accelerator.backward(loss_of(model, make_rows(3, seed=seed)))
+            prepared.step()
+            prepared.zero_grad()
+        found[type(accelerator)] = full_parameters(accelerator.unwrap_model(model))
+    torch.testing.assert_close(found[LaconicAccelerator], found[Accelerator])
+    accelerator.save_state(str(folder))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    model = make_model()
+    loss_of(model, make_rows(3)).backward()
+    factored = torch.optim.Adafactor(model.parameters())
+    factored.step()
+    with pytest.raises(ArgumentError, match=r"Adafactor has the state 'row_var' .*shard the model first"):
+        LaconicAccelerator().prepare(model, factored)
+
+
+CHECKS_OF_A_LOOP = (
+    same_as_ddp, no_sync, checkpoints, whole_weights, bf16, evaluation, whole_models, state_before_prepare,
+    other_states,
+)  # fmt: skip
+
+
 @pytest.mark.machine
 @on_ranks(2, local=1)
 def test_a_loop_its_checkpoints_and_its_weights(tmp_path: Path) -> None:
-    for check in (same_as_ddp, no_sync, checkpoints, whole_weights, bf16, evaluation, whole_models, other_states):
+    for check in CHECKS_OF_A_LOOP:
         check(tmp_path / check.__name__)
 
 
@@ -145,6 +180,15 @@ def test_a_model_without_layers_is_one_unit_by_itself_or_by_its_name() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert find_units(RegressionModel(), ["RegressionModel"]) == []
+
+
+@on_ranks(2)
+def test_layers_that_the_user_has_cut_stay() -> None:
+    model: Any = build()
+    laconic.fully_shard(model.blocks[0])
+    shard_model(model, LaconicArguments(units=["Linear"]))
+    sharded = {name for name, each in model.named_modules() if isinstance(each, laconic.ShardedModule)}
+    assert sharded == {"", "blocks.0", "inp", "out", *(f"blocks.{i}.{name}" for i in (1, 2) for name in ("up", "down"))}
 
 
 def test_settings_that_do_not_go_with_laconic(monkeypatch: pytest.MonkeyPatch) -> None:

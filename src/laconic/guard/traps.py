@@ -105,6 +105,7 @@ def _look_at_optimizer(optimizer: Optimizer, *_: Any) -> None:
     if hasattr(optimizer, _LOOKED):
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters += getattr(optimizer, "_params", [])  # LBFGS steps these, although others may be in its group now
     names = [name for parameter in parameters if (name := getattr(parameter, HOME, None)) is not None]
     if names:
         raise RuntimeError(

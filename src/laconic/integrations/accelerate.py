@@ -17,7 +17,7 @@ and `save_state` writes folders of `torch.distributed.checkpoint`, or whole file
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,7 @@ from torch.optim import SGD, Optimizer
 
 from laconic.integrations.options import ArgumentError, LaconicArguments
 from laconic.integrations.sharding import mesh_for, shard_model
+from laconic.ragged.optimizer_state import move_state
 
 _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -86,7 +87,7 @@ class LaconicAccelerator(Accelerator):
         models = [each for each in args if isinstance(each, nn.Module)]
         is_sharded = self.distributed_type is DistributedType.FSDP
         comes_alone = is_sharded and len(models) == 1 and not any(isinstance(each, Optimizer) for each in args)
-        with _in_place_of_fsdp2(self):
+        with _in_place_of_fsdp2(self), _state_moved(args):
             if not comes_alone:
                 return super().prepare(*args, device_placement=device_placement)
             # accelerate's code for FSDP2 asks for an optimizer, which it has to give the sharded parameters
@@ -169,6 +170,34 @@ def _restore_partial_state() -> None:
     if PartialState._shared_state.get("distributed_type") is DistributedType.FSDP:
         state = PartialState()
         state.distributed_type = state._prepare_backend(state._cpu, backend=state.backend)[1]
+
+
+@contextmanager
+def _state_moved(objects: Sequence[Any]) -> Iterator[None]:
+    """Let optimizers keep their state while accelerate puts the sharded parameters in place of the model's.
+
+    accelerate moves the parameters alone. Those without state are not held here, so their memory is free meanwhile.
+
+    Raises:
+        ArgumentError: the state of an optimizer cannot be cut.
+    """
+    held = {
+        each: [
+            (number, index, parameter)
+            for number, group in enumerate(each.param_groups)  # accelerate loads the state anew, which makes new groups
+            for index, parameter in enumerate(group["params"])
+            if each.state.get(parameter)
+        ]
+        for each in objects
+        if isinstance(each, Optimizer)
+    }
+    yield
+    for optimizer, places in held.items():
+        pairs = [(old, optimizer.param_groups[number]["params"][index]) for number, index, old in places]
+        try:
+            move_state(optimizer, [(old, new) for old, new in pairs if old is not new])
+        except ValueError as error:
+            raise ArgumentError(str(error)) from None
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def shard_model(
 
     The model may have peft's adapters. It may be on the CPU while the mesh is for an accelerator: each layer moves to
     the device only before it is cut, so a rank never holds the whole model there. Parameters on the meta device stay
-    there; call `to_empty` and initialise them afterwards. A model that is sharded already stays as it is.
+    there; call `to_empty` and initialise them afterwards. What is sharded already stays as it is: a model, or a layer.
 
     Args:
         model: a transformers model, with or without peft's wrapper, or any module.
@@ -52,7 +52,8 @@ def shard_model(
     device, policy = device_of(mesh), arguments.policy
     if arguments.broadcast_buffers is not None:
         broadcast_buffers = arguments.broadcast_buffers
-    for module in [*(find_units(model, arguments.units) if layers is None else layers), model]:
+    found = find_units(model, arguments.units) if layers is None else layers
+    for module in [*(layer for layer in found if not _is_cut(layer)), model]:
         _move(module, device)
         laconic.fully_shard(
             module,
@@ -63,6 +64,11 @@ def shard_model(
             **policy.arguments(),
         )
     return model
+
+
+def _is_cut(layer: nn.Module) -> bool:
+    """True if the user's own code has sharded a layer, alone or with one around it."""
+    return all(isinstance(parameter, RaggedTensor) for parameter in layer.parameters())
 
 
 def mesh_for(arguments: LaconicArguments, device_type: str | None = None) -> DeviceMesh:

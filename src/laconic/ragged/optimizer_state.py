@@ -9,6 +9,7 @@ Before later steps it looks at the state of one parameter, because not all code 
 `load_state_dict`.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -38,6 +39,31 @@ def cut_state(optimizer: torch.optim.Optimizer) -> None:
             for key, value in state.items():
                 if _is_like(parameter, key, value):
                     state[key] = cut_like(parameter, value)
+
+
+def move_state(optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Give parameters the state of those that they replace, as `fully_shard` replaces a model's, cut as they are.
+
+    Args:
+        optimizer: its groups hold the new parameters already; its state may still belong to the old ones.
+        pairs: (old, new) parameters.
+
+    Raises:
+        ValueError: the optimizer has state that cannot be cut as its parameter is. Nothing has moved then.
+    """
+    moved = [(old, new, optimizer.state[old]) for old, new in pairs if optimizer.state.get(old)]
+    for _, new, state in moved:
+        for key, value in state.items():
+            is_whole = isinstance(value, Tensor) and value.dim() > 0
+            if is_whole and (value.shape != new.shape or getattr(optimizer, "cuts_loaded_state", False)):
+                raise ValueError(
+                    f"{type(optimizer).__name__} has the state {key!r} of shape {tuple(value.shape)} already, which "
+                    f"cannot be cut as its parameter of shape {tuple(new.shape)} is: shard the model first, and load "
+                    "the optimizer's state afterwards"
+                )
+    for old, new, _ in moved:
+        optimizer.state[new] = optimizer.state.pop(old)
+    cut_state(optimizer)
 
 
 def _is_like(parameter: RaggedTensor, key: str, value: Any) -> bool:
