@@ -23,13 +23,13 @@ from torch.distributed.elastic.multiprocessing.errors import record as reported
 
 from laconic.comm import journal, watch
 from laconic.comm.entries import decode, encode
-from laconic.comm.journal import Awaited, Entries, Journal, RankRecord, Ticket, reasons_to_wait, waits
+from laconic.comm.journal import Awaited, Entries, Journal, RankRecord, Ticket, issue, reasons_to_wait, waits
 from laconic.comm.watch import find_proof, report_waits
 from laconic.errors import RanksDifferError
 from laconic.optim import Muon, matrices_and_rest
 from laconic.rehearse import ranks
 from tests.support import sharded_net
-from tests.support.launch import launch, run_ranks
+from tests.support.launch import launch, on_ranks, run_ranks
 
 TIMEOUT_S = 2.0
 
@@ -293,6 +293,14 @@ def test_what_never_ends_is_proved(own: int, records: dict[int, RankRecord], wor
     if proof is not None:
         assert str(words) in proof.line
         assert set(proof.ranks) == ({0, 1, 2} if records is CIRCLE else {0, 1})
+
+
+@on_ranks(3)
+def test_who_sends_waits_for_all_and_who_receives_for_the_senders() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    ticket = issue(group, "buffers", "the first rank", senders=[1])
+    assert ticket.awaited().ranks == ([0, 1, 2] if dist.get_rank() == 1 else [1])
 
 
 def test_a_thread_of_the_user_proves_nothing() -> None:

@@ -103,11 +103,23 @@ def _set(odd: dict[str, Any], *words: str, **common: Any) -> Kind:
     return _built(lambda is_odd: sharded(**common, **(odd if is_odd else {})), *words)
 
 
-def _later(change: Callable[[Any], Any], *words: str) -> Kind:
+def _buffered(**buffers: Tensor) -> Any:
+    model = Net()
+    for name, buffer in buffers.items():
+        model.head.register_buffer(name, buffer)
+    return sharded(model, broadcast_buffers=True)
+
+
+def _buffers(odd: dict[str, Tensor], *words: str) -> Kind:
+    """The odd rank has other buffers, which the first rank gives to all."""
+    return _built(lambda is_odd: _buffered(**odd if is_odd else {"a": torch.ones(2), "b": torch.ones(4)}), *words)
+
+
+def _later(change: Callable[[Any], Any], *words: str, make: Callable[[], Any] = sharded) -> Kind:
     """All take two steps; then the odd rank does something with its model, and all go on."""
 
     def run(is_odd: bool) -> None:
-        model = sharded()
+        model = make()
         train(model, 2)
         if is_odd:
             change(model)
@@ -207,6 +219,16 @@ KINDS: dict[str, Kind] = {
     "trainability": _made(
         lambda model: model.blocks["b"].up.weight.requires_grad_(False), _DIFFERS, "blocks.b", "up.weight", "frozen"
     ),
+    "dtype of a buffer": _buffers(
+        {"a": torch.ones(2).half(), "b": torch.ones(4)}, _DIFFERS, "buffer head.a (2,) torch.float16"
+    ),
+    "shapes of buffers": _buffers({"a": torch.ones(4), "b": torch.ones(2)}, _DIFFERS, "buffer head.a (4,)"),
+    "a buffer more": _buffers(
+        {"a": torch.ones(2), "b": torch.ones(4), "c": torch.ones(1)}, _DIFFERS, "buffer head.c (1,) torch.float32"
+    ),
+    "dtype of a buffer later": _later(
+        lambda model: setattr(model.head, "a", model.head.a.half()), make=lambda: _buffered(a=torch.ones(2)),
+    ),
     "weights": _made(lambda model: model.blocks["b"].up.weight.add_(1), "rank 1 has others", "blocks.b"),
     "mesh": Kind(
         run=lambda odd: train(sharded(mesh=laconic.init_mesh("cpu", nodes=4 if odd else 2, local=1 if odd else 2))),
@@ -225,6 +247,9 @@ KINDS: dict[str, Kind] = {
     "evaluation of another unit": Kind(run=_evaluate_other_unit, words=("rank 1", "blocks.a", "blocks.b")),
     "no_sync": _later(_without_sync),
     "frozen later": _later(lambda model: model.blocks["b"].requires_grad_(False), "blocks."),
+    "frozen later, in a host cache": _later(
+        lambda model: model.blocks["b"].requires_grad_(False), "blocks.", make=lambda: sharded(cache="host")
+    ),
     "evaluation on rank 0": _alone(_evaluate),
     "skipped step": Kind(run=_skip_step, words=("rank 1 ",)),
     "uneven steps": Kind(run=lambda odd: train(sharded(), 2 if odd else 4), words=("rank 1 ", "forward 3")),

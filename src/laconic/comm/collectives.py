@@ -298,8 +298,8 @@ class Communicator:
                 dist.all_reduce(tensor, op=op, group=self._reduce_group)
         return tensor
 
-    def copy_first(self, tensor: Tensor, purpose: Purpose = "control") -> None:
-        """Copy the tensor of the level's first rank to the others, in place, now. `tensor` is contiguous.
+    def copy_first(self, tensor: Tensor) -> None:
+        """Copy a tensor, of buffers, from the level's first rank to the others, in place, now. It is contiguous.
 
         Cost: its bytes into each other rank, counted as if the first rank sent all of them itself.
         """
@@ -308,8 +308,9 @@ class Communicator:
             return
         is_first = self.rank == 0
         sent_bytes, received_bytes = ((self.size - 1) * tensor.nbytes, 0) if is_first else (0, tensor.nbytes)
-        self._traffic.count(self.level, purpose, sent_bytes=sent_bytes, received_bytes=received_bytes)
-        with self._traffic.waiting(self.level, purpose):
+        self._traffic.count(self.level, "control", sent_bytes=sent_bytes, received_bytes=received_bytes)
+        ticket = issue(group, "buffers", "the first rank", senders=[0])
+        with self._traffic.waiting(self.level, described(*ticket.label), ticket):
             dist.broadcast(tensor, group=group, group_src=0)
 
     def _count(

@@ -38,7 +38,7 @@ class Journal:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.name = group.group_name
-        self.ranks = dist.get_process_group_ranks(group)
+        self.ranks, self.own_rank = dist.get_process_group_ranks(group), dist.get_rank()
         self.count = 0
         self.last: deque[Label] = deque(maxlen=_KEPT)
         self.dropped: list[tuple[int, Sequence[dist.Work | None]]] = []
@@ -63,7 +63,7 @@ class Ticket:
     number: int
     label: Label
     senders: Sequence[int] | None
-    """The places, in the group, of the ranks that must issue it; None stands for all."""
+    """The places, in the group, of the ranks that send; None stands for all."""
 
     @property
     def tag(self) -> int:
@@ -71,10 +71,13 @@ class Ticket:
         return zlib.crc32(f"{self.number} {self.label}".encode()) >> 1
 
     def awaited(self) -> Awaited:
-        """Return the ticket in the form that the other ranks read."""
+        """Return the ticket in the form that the other ranks read.
+
+        Who receives waits for the senders. Who sends waits for all: Gloo sends no byte before its receiver is there.
+        """
         ranks = self.journal.ranks
         senders = ranks if self.senders is None else [ranks[place] for place in self.senders]
-        return Awaited(self.journal.name, self.number, senders)
+        return Awaited(self.journal.name, self.number, ranks if self.journal.own_rank in senders else senders)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -86,6 +86,16 @@ class Guard(Inspection):
             self._strays.look_again()
         self._program.settle()
         super().begin_forward()
+
+    def sharing(self, buffers: Mapping[str, str]) -> None:
+        """See `Observer`. Collective over the mesh.
+
+        Raises:
+            RanksDifferError: ranks have other buffers.
+        """
+        name = type(self._root.top.modules[0]).__name__
+        described = {"the model": {f"the buffer {name}": text for name, text in buffers.items()}}
+        compare(self._root.cluster.all_flag_group, f"the exchange of the buffers of {name}", described)
 
     def gather_begun(self, gather: UnitGather) -> None:
         """See `Observer`."""

@@ -6,7 +6,9 @@ so. DDP gives all ranks the first rank's at the start of a forward, if the forwa
 syncs gradients, so also at the start of an evaluation. `broadcast_buffers=True` does the same, by these rules:
 
 - It covers all buffers below the modules of its call of `fully_shard`, those of inner units too.
-- The root sends them, with one message for each dtype, however many units ask for it.
+- The root sends them, with one message for each dtype, however many units ask for it. Ranks compare the names, shapes
+  and dtypes before the first message, and again when this rank's have changed: a message of another length would end
+  processes, and one of another order would fill the wrong buffers.
 - A buffer goes to the ranks that share the parameters of the innermost unit around it, and so sum their gradients. If
   islands train on their own, each island has a first rank.
 """
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -57,15 +59,29 @@ class Buffers:
             if child in covered:
                 self._shared[owners[child].cluster].append(child)
         self._own = [child for child in owners if child not in covered]
+        self._described: dict[str, str] = {}
         self._is_due = True
         self._is_watching = bool(self._own)
         self._before: list[tuple[str, Tensor, Tensor]] = []  # name, buffer, values: BatchNorm changes no version
 
-    def begin_forward(self, *, syncs: bool) -> None:
-        """Share the buffers if it is time. Collective. `syncs` says whether backward will sync gradients."""
-        if self._is_due:
-            for cluster, modules in self._shared.items():
-                _share(cluster, modules, across_islands=not self._diverges(cluster))
+    def begin_forward(self, *, syncs: bool, compare: Callable[[Mapping[str, str]], None]) -> None:
+        """Share the buffers if it is time. Collective.
+
+        Args:
+            syncs: whether backward will sync gradients.
+            compare: called with the shapes and dtypes of the buffers, by name, if they are new. It raises if ranks have
+                others.
+        """
+        if self._is_due and self._shared:
+            shared = {cluster: self._of(modules) for cluster, modules in self._shared.items()}
+            described = {
+                name: f"{tuple(buffer.shape)} {buffer.dtype}" for own in shared.values() for name, buffer in own.items()
+            }
+            if described != self._described:
+                compare(described)
+                self._described = described
+            for cluster, buffers in shared.items():
+                _share(cluster, buffers.values(), across_islands=not self._diverges(cluster))
         self._is_due = torch.is_grad_enabled() and syncs
         if self._is_watching and torch.is_grad_enabled():
             self._before = [(name, buffer, buffer.clone()) for name, buffer in self._watched()]
@@ -87,6 +103,16 @@ class Buffers:
                 stacklevel=2,
             )
 
+    def _of(self, modules: Sequence[nn.Module]) -> dict[str, Tensor]:
+        """What this rank holds of the buffers of modules, by name: each once, without those on the meta device."""
+        found: dict[int, tuple[str, Tensor]] = {}
+        for module in modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    local = buffer._local_tensor if is_torch_dtensor(buffer) else buffer
+                    found.setdefault(id(buffer), (f"{self._names[module]}.{name}".lstrip("."), local))
+        return dict(found.values())
+
     def _diverges(self, cluster: Cluster) -> bool:
         return any(b.replicas_diverge for unit in self._units for b in unit.buckets if b.cluster is cluster)
 
@@ -105,16 +131,15 @@ class Buffers:
 
 
 @torch.no_grad()
-def _share(cluster: Cluster, modules: Sequence[nn.Module], *, across_islands: bool) -> None:
-    found: dict[int, Any] = {id(each): each for module in modules for each in module._buffers.values()}
+def _share(cluster: Cluster, buffers: Iterable[Tensor], *, across_islands: bool) -> None:
     by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-    for buffer in found.values():
-        if buffer is not None and not buffer.is_meta and buffer.numel():
-            by_dtype[buffer.dtype].append(buffer._local_tensor if is_torch_dtensor(buffer) else buffer)
-    for buffers in by_dtype.values():
-        message = torch.cat([buffer.reshape(-1).to(cluster.device) for buffer in buffers])
+    for buffer in buffers:
+        if buffer.numel():
+            by_dtype[buffer.dtype].append(buffer)
+    for equal in by_dtype.values():
+        message = torch.cat([buffer.reshape(-1).to(cluster.device) for buffer in equal])
         copy_first(cluster, message, across_islands=across_islands)
         # as DDP does: a graph that has saved a buffer may still run backward
-        with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
-            for buffer, part in zip(buffers, message.split([each.numel() for each in buffers]), strict=True):
+        with torch.autograd._unsafe_preserve_version_counter(tuple(equal)):
+            for buffer, part in zip(equal, message.split([each.numel() for each in equal]), strict=True):
                 buffer.copy_(part.view(buffer.shape))

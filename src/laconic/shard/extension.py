@@ -5,7 +5,7 @@ This file imports no torch, so that rooms above can add their part before torch 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 overrides: dict[str, Callable[..., Any]] = {}
@@ -45,6 +45,9 @@ class Observer:
 
     def begin_forward(self) -> None:
         """A forward of the root begins."""
+
+    def sharing(self, buffers: Mapping[str, str]) -> None:
+        """Ranks are about to share buffers with these shapes and dtypes, which are new to this rank."""
 
     def before_gather(self, gather: Any) -> Sequence[Any]:
         """A unit is about to be gathered. Returns the buckets whose caches must not be used."""

@@ -631,7 +631,7 @@ class Root:
             self.chooser.begin_forward()
         self.observer.begin_forward()
         self.order.begin_forward(keeps=any(unit.awaited.outputs for unit in self.units))
-        self._buffers.begin_forward(syncs=self.top.requires_gradient_sync)
+        self._buffers.begin_forward(syncs=self.top.requires_gradient_sync, compare=self.observer.sharing)
 
     def end_forward(self) -> None:
         """End a forward, and the step if no backward follows."""
