@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,30 @@ def test_frozen_base_in_host_memory_is_saved_and_loaded(tmp_path: Path) -> None:
 
 ODD = {**TINY["llama"], "attention_bias": True}  # matrices of 50 x 32: their last block is partial
 BASE = {"enabled": True, "rank": 2}
+
+
+@on_ranks(2, local=1)
+def test_adapters_of_stacked_experts() -> None:
+    """Peft registers a parametrization in each forward, which calls `set_` on the gathered experts."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_local_experts": 3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 31}
+    torch.manual_seed(0)
+    model: Any = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
+    experts = [f"mlp.experts.{name}_proj" for name in ("gate_up", "down")]
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=experts))
+    plain, rows, losses = copy.deepcopy(model), torch.arange(20).view(2, 10), []
+    for layer in layers_to_shard(model):
+        laconic.fully_shard(layer, cache="host")
+    laconic.fully_shard(model, cache="host")
+    for each in (plain, model):
+        optimizer = torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(3):
+            loss = each(input_ids=rows, labels=rows).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
 
 
 def test_the_base_is_the_plain_model_rounded(tmp_path: Path) -> None:

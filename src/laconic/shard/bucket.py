@@ -563,7 +563,8 @@ class FullBuffer:
     Modules and autograd keep views of a bucket while its memory is freed. So `free` empties the storage in place,
     `allocate` fills it again, and the views never change. Autograd also remembers the version of every tensor that it
     saves, and a refill with the same values must not look like an edit. So the engine writes through an alias with its
-    own version counter. All parameter views come from the tensor itself, which therefore counts only a user's edits.
+    own version counter. Each gathered parameter has a counter of its own, too, as a parameter that is alone in its
+    memory would: it counts only a user's edits, and only those of this parameter.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -575,7 +576,7 @@ class FullBuffer:
         self._is_shard = False
         self.parameters: list[nn.Parameter] = []
         """The gathered parameters, in the order of `Bucket.sharded`; empty before the first gather."""
-        self._version = 0
+        self._versions: list[int] = []
         self._sink: GradientSink | None = None
 
     @property
@@ -637,6 +638,7 @@ class FullBuffer:
         """Free the memory for good: the next gather makes another buffer, with other gathered parameters."""
         self.free()
         self._tensor = self._alias = None
+        self._versions = []
         self._bucket.form.forget()
 
     def views(self) -> list[Tensor]:
@@ -649,8 +651,8 @@ class FullBuffer:
 
     def _parameter(self, index: int, view: Tensor) -> nn.Parameter:
         if not view.is_floating_point():  # such as a quantised table: it can never train
-            return nn.Parameter(view, requires_grad=False)
-        parameter = nn.Parameter(view)
+            return nn.Parameter(view.data, requires_grad=False)
+        parameter = nn.Parameter(view.data)
         spec = self._bucket.specs[index]
         if self._sink is not None and spec.dtensor is None and spec.slot.numel > _TINY_NUMEL:
             set_sink(parameter, self._sink, index)
@@ -688,7 +690,10 @@ class FullBuffer:
                 )
         self.follow_requires_grad()
         self._bucket.show(self.parameters)
-        self._version = self._tensor._version
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return [parameter._version for parameter in self.parameters]
 
     def follow_requires_grad(self) -> None:
         """Freeze and unfreeze gathered parameters as the sharded ones are now."""
@@ -703,13 +708,30 @@ class FullBuffer:
             RuntimeError: a gathered parameter was edited in place; the edit would be lost.
         """
         self._bucket.show(self._bucket.sharded)
-        if self._tensor is not None and self._tensor._version != self._version:
-            self._version = self._tensor._version
-            names = ", ".join(slot.name for slot in self._bucket.layout.slots)
+        now, before = self._versions_now(), self._versions
+        if not before or now == before:
+            return
+        self._versions = now
+        slots, changed = self._bucket.layout.slots, [index for index in range(len(now)) if now[index] != before[index]]
+        edited = ", ".join(slots[index].name for index in changed if self._is_edited(index))
+        if edited:
             raise RuntimeError(
-                f"one of the gathered parameters {names} was edited in place, which does not change the sharded "
-                "parameter that trains. Edit the sharded parameter under torch.no_grad() while the module is resharded"
+                f"the gathered parameter {edited} was edited in place, which does not change the sharded parameter "
+                "that trains. Edit the sharded parameter under torch.no_grad() while the module is resharded"
             )
+
+    def _is_edited(self, index: int) -> bool:
+        """True if a parameter with a new version has other elements, of this rank's own, than were gathered.
+
+        A new version alone says little: torch's parametrizations, which peft registers in forward, call `set_` with the
+        same memory. Where weights cross in few bits, there is nothing to compare with.
+        """
+        bucket, full = self._bucket, self.allocate()
+        if not bucket.gathers_own_bits:
+            return True
+        own = bucket.part(bucket.form.shards_of(full)[bucket.cluster.shard_index], index)
+        gathered = bucket.part(bucket.shard, index).to(full.device, full.dtype)
+        return not torch.equal(own.view(torch.uint8), gathered.view(torch.uint8))  # a NaN is equal to itself
 
 
 def compute_dtype_of(dtype: torch.dtype, precision: MixedPrecisionPolicy) -> torch.dtype:
