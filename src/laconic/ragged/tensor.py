@@ -216,13 +216,6 @@ class RaggedTensor(BoxedTensor, _compat.SelfDispatchedDTensor):
             "parameters of laconic.fully_shard again"
         )
 
-    @property
-    def _fsdp_flattened(self) -> NoReturn:  # FullyShardedDataParallel asks each parameter for it
-        raise TypeError(
-            "FullyShardedDataParallel cannot wrap a model that laconic.fully_shard has sharded; use the sharded model "
-            "as it is"
-        )
-
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """Return this rank's part, flat: a view. An in-place change of it on any rank must happen on every rank.
 
@@ -328,6 +321,13 @@ class RaggedTensor(BoxedTensor, _compat.SelfDispatchedDTensor):
     def note_zeroing(self) -> None:
         """Count that the tensor has been set to zero."""
         self._zeroings[0] += 1
+
+    def register_hook(self, hook: Any) -> NoReturn:
+        """Refuse: gradients of a sharded parameter come from a reduction, not through autograd."""
+        raise NotImplementedError(
+            "a hook of Tensor.register_hook on a sharded parameter would never run, since its gradient comes from a "
+            "reduction. Use register_post_accumulate_grad_hook: it runs when the sum is in .grad"
+        )
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         """Refuse: this rank holds only a part."""

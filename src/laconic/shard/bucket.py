@@ -577,6 +577,8 @@ class FullBuffer:
         self.parameters: list[nn.Parameter] = []
         """The gathered parameters, in the order of `Bucket.sharded`; empty before the first gather."""
         self._versions: list[int] = []
+        self._trained: list[bool] = []
+        """Of each gathered parameter when it was shown: its version, and whether it trained."""
         self._sink: GradientSink | None = None
 
     @property
@@ -662,7 +664,10 @@ class FullBuffer:
         """Send the gradients of a gathered parameter to the sink, if its sharded one trains."""
         if self._sink is not None:
             parameter.register_post_accumulate_grad_hook(partial(_collect, weakref.ref(self._sink), index))
-        parameter.requires_grad_(self._bucket.sharded[index].requires_grad)
+        sharded = self._bucket.sharded[index]
+        parameter.requires_grad_(sharded.requires_grad)
+        # the user's hooks run on sums, also if they meet the gathered parameter
+        parameter.register_post_accumulate_grad_hook = sharded.register_post_accumulate_grad_hook  # type: ignore[method-assign]
         return parameter
 
     def set_sink(self, sink: GradientSink) -> None:
@@ -696,10 +701,18 @@ class FullBuffer:
         return [parameter._version for parameter in self.parameters]
 
     def follow_requires_grad(self) -> None:
-        """Freeze and unfreeze gathered parameters as the sharded ones are now."""
-        for sharded, gathered in zip(self._bucket.sharded, self.parameters, strict=True):
-            if gathered.requires_grad != sharded.requires_grad:
+        """Freeze and unfreeze gathered parameters as the sharded ones, or these as the gathered ones.
+
+        Users meet either, as the unit is gathered or not: the one that has changed since the last call is right.
+        """
+        for index, (sharded, gathered) in enumerate(zip(self._bucket.sharded, self.parameters, strict=True)):
+            if gathered.requires_grad == sharded.requires_grad:
+                continue
+            if self._trained and gathered.requires_grad != self._trained[index]:
+                sharded.requires_grad_(gathered.requires_grad)
+            else:
                 gathered.requires_grad_(sharded.requires_grad)
+        self._trained = [parameter.requires_grad for parameter in self.parameters]
 
     def hide(self) -> None:
         """Show the sharded parameters in the modules again.
@@ -707,8 +720,10 @@ class FullBuffer:
         Raises:
             RuntimeError: a gathered parameter was edited in place; the edit would be lost.
         """
+        self.follow_requires_grad()
         self._bucket.show(self._bucket.sharded)
         now, before = self._versions_now(), self._versions
+        self._refuse_other_memory()
         if not before or now == before:
             return
         self._versions = now
@@ -718,6 +733,26 @@ class FullBuffer:
             raise RuntimeError(
                 f"the gathered parameter {edited} was edited in place, which does not change the sharded parameter "
                 "that trains. Edit the sharded parameter under torch.no_grad() while the module is resharded"
+            )
+
+    def _refuse_other_memory(self) -> None:
+        """Refuse gathered parameters that have got other memory (`parameter.data = values`), and take it from them."""
+        if self._tensor is None or self._bucket.form.converts:
+            return
+        home = self._tensor.untyped_storage()._cdata
+        moved = [
+            index
+            for index, (each, spec) in enumerate(zip(self.parameters, self._bucket.specs, strict=True))
+            if spec.dtensor is None and each.untyped_storage()._cdata != home
+        ]
+        if moved:
+            views = self.views()
+            for index in moved:
+                self.parameters[index].data = views[index].data
+            names = ", ".join(self._bucket.layout.slots[index].name for index in moved)
+            raise RuntimeError(
+                f"the .data of the gathered parameter {names} was replaced, which does not change the sharded "
+                "parameter that trains. Edit the sharded parameter under torch.no_grad() while the module is resharded"
             )
 
     def _is_edited(self, index: int) -> bool:

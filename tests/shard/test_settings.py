@@ -1,0 +1,106 @@
+"""What a user sets on a parameter, gathered or sharded, holds as in plain torch, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.launch import on_ranks
+from tests.support.sharded_net import build, full_parameters, inputs, shard, squared_error
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "none": {"cache": "none"},
+    "host": {"cache": "host"},
+    "rank": {"cache": "rank"},
+    "gathered until backward": {"reshard_after_forward": False},
+}
+PLACES: dict[str, Callable[[Any], nn.Module]] = {
+    "of the root": lambda model: model.inp,
+    "of a unit": lambda model: model.blocks[1],
+}
+
+
+def loss_of(model: Any) -> torch.Tensor:
+    return squared_error(model, inputs(0, 0))
+
+
+def freeze_at_rest(model: Any, layer: nn.Module) -> None:
+    layer.requires_grad_(False)
+
+
+def freeze_after_a_forward(model: Any, layer: nn.Module) -> None:
+    loss_of(model)
+    layer.requires_grad_(False)
+
+
+def freeze_and_unfreeze(model: Any, layer: nn.Module) -> None:
+    freeze_after_a_forward(model, layer)
+    loss_of(model)
+    layer.requires_grad_(True)
+
+
+def freeze_between_micro_batches(model: Any, layer: nn.Module) -> None:
+    loss_of(model).backward()
+    layer.requires_grad_(False)
+
+
+def clear_gradients_after_a_forward(model: Any, layer: nn.Module) -> None:
+    loss_of(model).backward()
+    loss_of(model)
+    model.zero_grad()
+
+
+def double(parameter: Any) -> None:
+    parameter.grad.mul_(2)
+
+
+def watch_sums_after_a_forward(model: Any, layer: nn.Module) -> None:
+    loss_of(model)
+    for parameter in layer.parameters():
+        parameter.register_post_accumulate_grad_hook(double)
+
+
+DEEDS = (
+    freeze_at_rest, freeze_after_a_forward, freeze_and_unfreeze, freeze_between_micro_batches,
+    clear_gradients_after_a_forward, watch_sums_after_a_forward,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("policy", POLICIES)
+@on_ranks(2, local=1)
+def test_settings_hold_in_each_phase(policy: str, place: str) -> None:
+    for deed in DEEDS:
+        plain, model = build(), shard(build(), **POLICIES[policy])
+        for each in (plain, model):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            for step in range(3):
+                if step == 1:
+                    deed(each, PLACES[place](each))
+                loss_of(each).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        wanted = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+        torch.testing.assert_close(
+            full_parameters(model), wanted, msg=lambda text, deed=deed: f"{deed.__name__}: {text}"
+        )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@on_ranks(2, local=1)
+def test_what_would_be_lost_is_refused(policy: str) -> None:
+    model = shard(build(), **POLICIES[policy])
+    with pytest.raises(NotImplementedError, match=r"never run.*register_post_accumulate_grad_hook"):
+        model.inp.weight.register_hook(print)
+    loss = loss_of(model)
+    weight, before = model.inp.weight, model.inp.weight.detach().clone()
+    weight.data = before * 2
+    with pytest.raises(RuntimeError, match=r"the .data of the gathered parameter inp.weight was replaced"):
+        loss.backward()
+    model.reset_iter_state()
+    loss_of(model).backward()
+    assert torch.equal(full_parameters(model)["inp.weight"], before)
