@@ -8,14 +8,17 @@ loading ask only the functions below about slices, so none of them imports `part
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -38,6 +41,9 @@ class BoxedTensor(torch.Tensor):
         return [_chunk(offset, box) for offset, box in self.held_boxes()]
 
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
+        boxes = self.held_boxes()
+        if len(boxes) > 1:
+            _refuse_one_box_a_name(fqn, len(boxes), sys._getframe(1))
         return [
             WriteItem(
                 index=MetadataIndex(fqn, torch.Size(offset)),
@@ -46,7 +52,7 @@ class BoxedTensor(torch.Tensor):
                     chunk=_chunk(offset, box), properties=TensorProperties.create_from_tensor(box), size=self.size()
                 ),
             )
-            for offset, box in self.held_boxes()
+            for offset, box in boxes
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
@@ -54,6 +60,23 @@ class BoxedTensor(torch.Tensor):
             if index.offset is None or tuple(index.offset) == offset:
                 return box
         raise ValueError(f"this rank does not hold {index} of {self!r}")
+
+
+def _refuse_one_box_a_name(name: str, num_boxes: int, frame: FrameType | None) -> None:
+    """Refuse a storage that would keep one box of several, before it writes. DCP does not say which it plans for.
+
+    Raises:
+        NotImplementedError: a frame above has a storage writer of safetensors, which keeps one tensor a name and file.
+    """
+    while frame is not None:
+        writer = frame.f_locals.get("storage_writer")
+        if getattr(writer, "serialization_format", None) is SerializationFormat.SAFETENSORS:
+            raise NotImplementedError(
+                f"{type(writer).__name__} keeps one tensor a name and file, but this rank's part of {name} is no box: "
+                f"it is {num_boxes} boxes, of which all but one would be lost. Use laconic.save_safetensors, which "
+                "writes such a folder, or dcp.FileSystemWriter, or shard with granularity=laconic.whole()"
+            )
+        frame = frame.f_back if writer is None else None
 
 
 def _chunk(offset: tuple[int, ...], box: Tensor) -> ChunkStorageMetadata:
