@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -14,13 +15,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 import laconic
-from tests.support.launch import run_ranks
-from tests.support.sharded_net import full_parameters
+from tests.support.launch import launch, run_ranks
+from tests.support.sharded_net import full_parameters, ragged
 
 
 class Odd(nn.Module):
@@ -118,3 +121,28 @@ def cells(folder: str) -> int:
 @pytest.mark.parametrize("num_ranks", [2, 5])
 def test_each_storage_keeps_the_bits_or_is_refused(num_ranks: int, tmp_path: Path) -> None:
     assert set(run_ranks(cells, num_ranks, str(tmp_path))) == {len(STORAGES) * len(SAVES) * 2}
+
+
+def save_in_another_process(folder: str) -> dict[str, Tensor]:
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it starts a process
+    model = laconic.fully_shard(Odd(seed=0), granularity=laconic.elements(1))
+    kind = AsyncCheckpointerType.PROCESS
+    state = get_model_state_dict(model)
+    saving: Any = dcp.async_save(state, storage_writer=dcp.FileSystemWriter(folder), async_checkpointer_type=kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()  # the copies are taken
+    saving.result()
+    _async_process_executor._CHECKPOINT_PROCESS = None  # ends it
+    dist.barrier()
+    return read_by("laconic", folder, STORAGES["files"])
+
+
+@pytest.mark.machine
+def test_another_process_saves(tmp_path: Path) -> None:
+    wanted = Odd(seed=0).state_dict()
+    for found in launch(save_in_another_process, str(tmp_path), num_ranks=2, timeout_s=110):
+        for key, value in found.items():
+            assert torch.equal(value, wanted[key]), key
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        torch.save(ragged(torch.ones(3, 2), 2)[0], tmp_path / "file")

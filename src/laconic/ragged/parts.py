@@ -13,6 +13,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from multiprocessing.reduction import ForkingPickler
 from types import FrameType
 from typing import Any
 
@@ -27,7 +28,15 @@ Box = tuple[tuple[int, ...], Tensor]
 
 
 class BoxedTensor(torch.Tensor):
-    """A tensor of which this rank holds axis-aligned boxes. DCP writes them and fills them in place."""
+    """A tensor of which this rank holds axis-aligned boxes. DCP writes them and fills them in place.
+
+    multiprocessing sends copies of the boxes to another process of this machine, which may save them. To pickle the
+    tensor by other means, such as torch.save, stays an error.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        ForkingPickler.register(cls, _send_boxes)
 
     @abstractmethod  # only mypy enforces it: torch.Tensor has a metaclass of its own
     def held_boxes(self) -> list[Box]:
@@ -60,6 +69,12 @@ class BoxedTensor(torch.Tensor):
             if index.offset is None or tuple(index.offset) == offset:
                 return box
         raise ValueError(f"this rank does not hold {index} of {self!r}")
+
+
+def _send_boxes(tensor: BoxedTensor) -> tuple[Any, ...]:
+    """Reduce a tensor to copies of its boxes: their own memory must not become shared, as torch would make it."""
+    boxes = [(offset, box.detach().to("cpu", copy=True)) for offset, box in tensor.held_boxes()]
+    return SentBoxes, (tensor.shape, boxes, tensor.dtype)
 
 
 def _refuse_one_box_a_name(name: str, num_boxes: int, frame: FrameType | None) -> None:
@@ -190,6 +205,36 @@ def slice_of_parameter(module: nn.Module, name: str) -> int | None:
         if name in sliced.part_names:
             return sliced.slice_of(sliced.part_names.index(name))
     return None
+
+
+class SentBoxes(BoxedTensor):
+    """The boxes of a tensor in another process, which saves them: DCP's `AsyncCheckpointerType.PROCESS` sends them.
+
+    Every tensor operation raises NotImplementedError.
+    """
+
+    _boxes: list[Box]
+
+    def __new__(cls, shape: torch.Size, boxes: Sequence[Box], dtype: torch.dtype) -> SentBoxes:
+        """Take the boxes that a rank holds of a tensor of the global shape."""
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        self._boxes = list(boxes)
+        return self
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"SentBoxes(shape={tuple(self.shape)}, dtype={self.dtype}, boxes={len(self._boxes)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # as in ragged/tensor.py
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise NotImplementedError(
+            f"{func} of SentBoxes, which are for checkpoints alone; use .full_tensor() of the model"
+        )
+
+    def held_boxes(self) -> list[Box]:
+        """See `BoxedTensor.held_boxes`."""
+        return self._boxes
 
 
 class JoinedTensor(BoxedTensor):
