@@ -148,6 +148,20 @@ def test_training_has_the_bits_of_exact_crossings(program: Program, options: dic
 ODD_VALUES = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-40, -1e-40, 3e38, 1.0])
 
 
+@on_ranks(4, local=2)
+def test_weights_that_crossed_into_whole_buffers_may_rest_elsewhere() -> None:
+    """The coder's arrays leave the buffers' memory free to go."""
+    model, exact = (shard(build(), cache="rank", wire=wire, mp_policy=HALF) for wire in ("lossless", "exact"))
+    optimizers = [adamw(each) for each in (model, exact)]
+    places: tuple[Any, ...] = ("rank", "device", "host", "rank")
+    for place in places:
+        for each, optimizer in zip((model, exact), optimizers, strict=True):
+            each.set_placements({"blocks.0": laconic.Placement(weights=place)})
+            for seed in range(2):
+                step(each, optimizer, seed)
+    assert_equal(full_parameters(model), full_parameters(exact), "after all placements")
+
+
 def write_odd_values(local: Tensor) -> None:
     places = torch.arange(0, local.numel(), 5)
     local.view(-1)[places] = ODD_VALUES[places % len(ODD_VALUES)]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laconic.codec.loops import compiled
+from laconic.codec.loops import array_of, compiled
 from laconic.codec.lossless_gradients import BLOCK, LOWEST_TOP, OUTSIDE, GradientForm
 
 _BLOCK, _OUTSIDE, _LOWEST_TOP = BLOCK, np.uint8(OUTSIDE), LOWEST_TOP
@@ -33,11 +33,11 @@ def encode(form: GradientForm, values: Tensor) -> Tensor:
 def decode(form: GradientForm, message: Tensor, out: Tensor) -> bool:
     """See `lossless_gradients.decode`. Returns whether the sizes agree."""
     halves = _halves(out)
-    return bool(_decode(message.numpy(), halves, 1 + form.tail_bytes // 2, form.extra_bits, form.row_bytes))
+    return bool(_decode(array_of(message), halves, 1 + form.tail_bytes // 2, form.extra_bits, form.row_bytes))
 
 
 def _halves(values: Tensor) -> np.ndarray:
-    found: np.ndarray = values.view(torch.int16).numpy()
+    found: np.ndarray = array_of(values.view(torch.int16))
     return found
 
 

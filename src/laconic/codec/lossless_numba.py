@@ -60,7 +60,7 @@ from laconic.codec.contexts_numba import (
     signs,
     turned,
 )
-from laconic.codec.loops import compiled
+from laconic.codec.loops import array_of, compiled
 from laconic.codec.patterns import PatternForm
 
 _RICE_CODES, _RAW, _BUCKETS = contexts.RICE_CODES, contexts.RAW, contexts.BUCKETS
@@ -108,20 +108,20 @@ def decode(form: PatternForm, held: Tensor, payload: Tensor, last: Tensor | None
     num_words, new = len(payload) // 4, torch.empty(form.numel(held), dtype=torch.int16)
     words = np.zeros(num_words + SPARE, np.uint32)
     octets = words[:num_words].view(np.uint8)
-    octets[:] = payload.numpy()
+    octets[:] = array_of(payload)
     levels, base, sizes, blocks = _tiles(len(new))
     table, (_, _, defaults) = np.empty(IDLE, np.uint8), options(form.bits)
     head_words = _read_head(octets, defaults, sizes, base, levels[:blocks], table)
     check_sizes(head_words is not None and num_words == head_words + sizes[:, 1].sum())
     olds, runs = _patterns(form, held), words[head_words:]
-    check_sizes(_read(olds, _lasts(last), *_form(form), levels, base, table, runs, sizes, new.numpy()))
+    check_sizes(_read(olds, _lasts(last), *_form(form), levels, base, table, runs, sizes, array_of(new)))
     return new
 
 
 def moved_ulps(form: PatternForm, held: Tensor, new: Tensor) -> Tensor:
     """See `lossless.last_difference`."""
     last = torch.empty(form.numel(held), dtype=torch.int8)
-    contexts_numba.write_last_difference(_patterns(form, held), _patterns(form, new), *_form(form), last.numpy())
+    contexts_numba.write_last_difference(_patterns(form, held), _patterns(form, new), *_form(form), array_of(last))
     return last
 
 
@@ -137,11 +137,11 @@ def _tiles(numel: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
 
 
 def _patterns(form: PatternForm, values: Tensor) -> np.ndarray:
-    return form.patterns(values).to(torch.int16).numpy()
+    return array_of(form.patterns(values).to(torch.int16))
 
 
 def _lasts(last: Tensor | None) -> np.ndarray:
-    return np.empty(0, np.int8) if last is None else last.numpy()
+    return np.empty(0, np.int8) if last is None else array_of(last)
 
 
 def _form(form: PatternForm) -> tuple[int, np.int32]:
