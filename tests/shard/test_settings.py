@@ -104,3 +104,30 @@ def test_what_would_be_lost_is_refused(policy: str) -> None:
     model.reset_iter_state()
     loss_of(model).backward()
     assert torch.equal(full_parameters(model)["inp.weight"], before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@on_ranks(2, local=1)
+def test_another_dtype_keeps_gradients_hooks_and_attributes(dtype: torch.dtype) -> None:
+    plain, model, seen = build(), shard(build()), list[tuple[bool, torch.dtype]]()
+    for each in (plain, model):
+        weight: Any = each.inp.weight
+        weight.mark = 3
+        weight.register_post_accumulate_grad_hook(lambda p, is_ours=each is model: seen.append((is_ours, p.grad.dtype)))
+        loss_of(each).backward()
+        each.to(dtype)
+        squared_error(each, tuple(tensor.to(dtype) for tensor in inputs(0, 0))).backward()  # type: ignore[arg-type]
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+        assert each.inp.weight.mark == 3
+    assert seen == [(is_ours, kind) for is_ours in (False, True) for kind in (torch.float32, dtype)]
+    wanted = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+    torch.testing.assert_close(full_parameters(model), wanted)
+
+
+@on_ranks(2, local=1)
+def test_another_dtype_while_sums_wait_is_refused() -> None:
+    model = shard(build())
+    with model.no_sync():
+        loss_of(model).backward()
+    with pytest.raises(ValueError, match=r"cannot change the dtype of .*, as sums of its gradients wait"):
+        model.double()

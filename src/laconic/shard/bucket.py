@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, pairwise
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -399,6 +400,7 @@ class StoredWeights:
                 old.move_to(new._local_tensor)  # type: ignore[attr-defined]
             else:
                 torch.utils.swap_tensors(old, new)
+                _take_over(old, new)
 
 
 class Form:
@@ -772,6 +774,15 @@ class FullBuffer:
 def compute_dtype_of(dtype: torch.dtype, precision: MixedPrecisionPolicy) -> torch.dtype:
     """The dtype of gathered parameters: that of the policy, if the sharded ones are real numbers, else their own."""
     return (precision.param_dtype if dtype.is_floating_point else None) or dtype
+
+
+def _take_over(parameter: Any, before: Any) -> None:
+    """Give a parameter that was swapped for another the gradient and attributes of the old one. It has the hooks."""
+    if before.grad is not None:
+        parameter.grad = before.grad.like(before.grad._local_tensor.to(parameter.device, parameter.dtype))
+    for name, value in vars(before).items():
+        if name not in vars(parameter):
+            setattr(parameter, name, value)
 
 
 def _collect(sink: weakref.ref[GradientSink], index: int, parameter: nn.Parameter) -> None:

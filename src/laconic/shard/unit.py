@@ -55,6 +55,7 @@ from laconic.shard.cache import NodeShard, Slab, choose_device_shards
 from laconic.shard.choosing import Chooser
 from laconic.shard.crossing import Copies
 from laconic.shard.gather import HostReads, Order, UnitGather
+from laconic.shard.grad import WaitingGradient
 from laconic.shard.hooks import AwaitedHooks, OutputGradients, map_tensors
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import WITHOUT, Held, Ledger
@@ -285,7 +286,18 @@ class Unit:
         self.settle_copies()
 
     def apply(self, function: Callable[[Tensor], Tensor], super_apply: Callable[[], None]) -> None:
-        """Run `nn.Module._apply`, but convert the shard in place of the parameters that are views of it."""
+        """Run `nn.Module._apply`, but convert the shard in place of the parameters that are views of it.
+
+        Raises:
+            ValueError: `function` changes the dtype of gradients whose sums wait elsewhere, or see `StoredWeights`.
+        """
+        for bucket in self.buckets:
+            changes = function(bucket.shard.new_empty(0)).dtype != bucket.dtype
+            if changes and any(isinstance(parameter.grad, WaitingGradient) for parameter in bucket.sharded):
+                raise ValueError(
+                    f"cannot change the dtype of {self.name}, as sums of its gradients wait for a step that syncs: "
+                    "call .to(dtype) after the optimizer's step and zero_grad()"
+                )
         self.reshard()
         admit_edits()
         for bucket in self.buckets:
