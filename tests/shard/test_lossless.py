@@ -148,6 +148,16 @@ def test_training_has_the_bits_of_exact_crossings(program: Program, options: dic
 ODD_VALUES = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-40, -1e-40, 3e38, 1.0])
 
 
+@pytest.mark.filterwarnings("ignore:wire= does nothing here")
+@on_ranks(2, local=1)
+def test_prediction_does_nothing_where_weights_cross_no_wire() -> None:
+    model = shard(
+        build(), cache="host", wire=PREDICTED, mp_policy=HALF, mesh=laconic.init_mesh("cpu", islands=2, nodes=1)
+    )
+    step(model, adamw(model), 0)
+    assert not any(bucket.wire.prediction for bucket in buckets(model))
+
+
 @on_ranks(4, local=2)
 def test_weights_that_crossed_into_whole_buffers_may_rest_elsewhere() -> None:
     """The coder's arrays leave the buffers' memory free to go."""

@@ -131,3 +131,19 @@ def test_another_dtype_while_sums_wait_is_refused() -> None:
         loss_of(model).backward()
     with pytest.raises(ValueError, match=r"cannot change the dtype of .*, as sums of its gradients wait"):
         model.double()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@on_ranks(2, local=1)
+def test_state_dicts_in_inference_mode(policy: str) -> None:
+    """Their tensors have versions, so a model may load them and train."""
+    model, other = (shard(build(seed=seed), **POLICIES[policy]) for seed in (0, 1))
+    with torch.inference_mode():
+        loss_of(model)
+        state = model.state_dict()
+    other.load_state_dict(state)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    loss_of(other).backward()
+    optimizer.step()
+    found, before = full_parameters(other), full_parameters(model)
+    assert all(not torch.equal(found[name], before[name]) for name in ("inp.weight", "blocks.1.up.weight"))

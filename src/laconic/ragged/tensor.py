@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import add
@@ -167,7 +168,11 @@ class RaggedTensor(BoxedTensor, _compat.SelfDispatchedDTensor):
         """
         if isinstance(local, LocalPart):
             local = local.as_subclass(Tensor)
-        self = torch.Tensor._make_wrapper_subclass(cls, spec.shape, dtype=local.dtype, device=device or local.device)
+        is_inference = torch.is_inference_mode_enabled()  # an alias made there would have no version, and torch raises
+        with torch.inference_mode(False) if is_inference else nullcontext():
+            self = torch.Tensor._make_wrapper_subclass(
+                cls, spec.shape, dtype=local.dtype, device=device or local.device
+            )
         self._local_tensor, self.spec, self._bump, self._zeroings = local, spec, bump, [0]
         return self
 

@@ -518,7 +518,7 @@ class BucketKind:
             return Wire()
         if num_nodes > 1 and (not self.converted or policy.keeps_weights):
             return policy
-        return dataclasses.replace(policy, weights="exact", as_values=False, frozen=False)
+        return policy.for_exact_weights()
 
 
 def group_by_kind(

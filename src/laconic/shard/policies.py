@@ -238,6 +238,10 @@ class Wire(Policy):
         is_changed = self.word is not None and self.rotates_gradients and name in ("muon", "shampoo")
         return dataclasses.replace(self, gradients="int8") if is_changed else self
 
+    def for_exact_weights(self) -> Wire:
+        """The policy of weights that cross no wire, or cross it as they are: that of the gradients alone."""
+        return dataclasses.replace(self, weights="exact", as_values=False, frozen=False, prediction=False)
+
     def warn_of_one_node(self, ranks: str, remedy: str) -> None:
         """Warn that the policy has nothing to act on, because these ranks share a node."""
         warnings.warn(
