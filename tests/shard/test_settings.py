@@ -13,7 +13,6 @@ from tests.support.launch import on_ranks
 from tests.support.sharded_net import build, full_parameters, inputs, shard, squared_error
 
 POLICIES: dict[str, dict[str, Any]] = {
-    "none": {"cache": "none"},
     "host": {"cache": "host"},
     "rank": {"cache": "rank"},
     "gathered until backward": {"reshard_after_forward": False},
