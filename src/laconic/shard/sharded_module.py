@@ -358,6 +358,19 @@ class ShardedModule(FSDPModule, nn.Module):
             "options=StateDictOptions(full_state_dict=True))"
         )
 
+    @property
+    def _fsdp_use_orig_params(self) -> bool:
+        """What torch.compile asks of modules that FSDP manages: True, as of FSDP2's."""
+        return True
+
+    @_fsdp_use_orig_params.setter
+    def _fsdp_use_orig_params(self, value: bool) -> None:
+        """Refuse torch's older FSDP, which sets this on all modules that it is about to wrap."""
+        raise TypeError(
+            "FullyShardedDataParallel cannot wrap a model that laconic.fully_shard has sharded; use the sharded model "
+            "as it is"
+        )
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # FSDP2's own _apply is skipped: it would convert the parameters one by one.
         self._laconic_unit.apply(fn, functools.partial(super(FSDPModule, self)._apply, fn, recurse))
