@@ -5,8 +5,6 @@ BIN := $(VENV)/bin
 # pip compiles the modules one by one; COMPILE does so on all cores. It skips templates, which are no Python.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV) > /dev/null || true
-# numba compiles loops when they are first called; here, so that ranks do not all do it in their first step
-LOOPS := $(BIN)/python -m tests.support.loops
 
 # Baselines of other makers, with what they need and the environment lacks. torchft has no wheel for Python 3.14 yet.
 PEERS := deepspeed einops hjson msgpack ninja py-cpuinfo 'torchft; python_version < "3.14"' googleapis-common-protos \
@@ -15,7 +13,7 @@ PEERS := deepspeed einops hjson msgpack ninja py-cpuinfo 'torchft; python_versio
 
 .PHONY: demo test test-all oldest campaigns sample lint docs bench gpu install clean
 
-install: $(VENV)/.installed
+install: $(VENV)/.loops
 
 # The demo needs the trainer alone. torch is installed first and by its exact version: resolving it as somebody's
 # dependency could fetch a CUDA stack.
@@ -34,7 +32,12 @@ $(VENV)/.installed: $(VENV)/.trainer
 	# so would accelerate and Lightning these; DeepSpeed without its CUDA kernels, which it would compile
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) --no-deps --upgrade --target $(VENV)/peers $(PEERS)
 	$(COMPILE)
-	$(LOOPS)
+	touch $@
+
+# numba compiles loops when they are first called; here, so that ranks do not all do it in their first step. Loops that
+# have changed since are compiled anew: a test that waited for the compiler would take more than its seconds.
+$(VENV)/.loops: $(VENV)/.installed src/laconic/codec/loops.py $(wildcard src/laconic/*/*_numba.py)
+	$(BIN)/python -m tests.support.loops
 	touch $@
 
 demo: $(VENV)/.trainer
