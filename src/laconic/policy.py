@@ -296,7 +296,7 @@ def _is_flat(hint: Any, each: dataclasses.Field[Any]) -> bool:
 
 
 class _Rule(NamedTuple):
-    """What the annotation of a field demands."""
+    """The demands of a field's annotation on its value."""
 
     field: str
     key: str

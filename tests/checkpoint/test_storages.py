@@ -72,11 +72,8 @@ SAVES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def whole_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in _state(model)}
-
-
-def _state(model: nn.Module) -> list[tuple[str, Any]]:
-    return list(model.state_dict().items())
+    state: dict[str, Any] = model.state_dict()
+    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
 
 
 def read_by(kind: str, folder: str, storage: Storage) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What a user sets on a parameter, gathered or sharded, holds as in plain torch, or is refused."""
+"""Settings of a parameter, gathered or sharded, hold as in plain torch, or are refused."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def _work() -> float:
 
 
 def _timed(real: Callable[..., Any]) -> Callable[..., Any]:
-    """What imports a module, and books its time if the module is not there yet, and no part of another import."""
+    """Make a function that imports, and books the time of a module that is new and not a part of another import."""
 
     def load(name: str, *arguments: Any) -> Any:
         global _imports_s, _is_importing

@@ -73,7 +73,8 @@ class Ticket:
     def awaited(self) -> Awaited:
         """Return the ticket in the form that the other ranks read.
 
-        Who receives waits for the senders. Who sends waits for all: Gloo sends no byte before its receiver is there.
+        A rank that receives waits for the senders. A rank that sends waits for all, since Gloo sends no byte before the
+        receiver is there.
         """
         ranks = self.journal.ranks
         senders = ranks if self.senders is None else [ranks[place] for place in self.senders]

@@ -104,7 +104,7 @@ class Buffers:
             )
 
     def _of(self, modules: Sequence[nn.Module]) -> dict[str, Tensor]:
-        """What this rank holds of the buffers of modules, by name: each once, without those on the meta device."""
+        """The buffers of modules by their names in the root, of a DTensor this rank's part; none on the meta device."""
         found: dict[int, tuple[str, Tensor]] = {}
         for module in modules:
             for name, buffer in module._buffers.items():

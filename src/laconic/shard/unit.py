@@ -286,7 +286,7 @@ class Unit:
         self.settle_copies()
 
     def apply(self, function: Callable[[Tensor], Tensor], super_apply: Callable[[], None]) -> None:
-        """Run `nn.Module._apply`, but convert the shard in place of the parameters that are views of it.
+        """Run `nn.Module._apply`, but convert the shard, of which the parameters are views.
 
         Raises:
             ValueError: `function` changes the dtype of gradients whose sums wait elsewhere, or see `StoredWeights`.
