@@ -95,15 +95,15 @@ def _spinning(number: int) -> Iterator[None]:
             spinner.wait()
 
 
-def _repeat(bench: Bench, row: str, number: int, target: str, *prefix: str, at_once: int = 1) -> list[_Run]:
-    """Run a part of the suite so many times, some runs at once.
+def _repeat(bench: Bench, row: str, number: int, target: str, slots: Sequence[tuple[str, ...]]) -> list[_Run]:
+    """Run a part of the suite so many times, at once in each slot: a command that runs another one, or none.
 
     Hours pass, so each run is kept in runs/ beside its row, and a call after a break goes on. A call that finds all of
     them begins anew.
     """
     if bench.quick:
-        with _spinning(_WORKERS * (at_once - 1)):
-            return [_run(target, *prefix)]
+        with _spinning(_WORKERS * (len(slots) - 1)):
+            return [_run(target, *slots[0])]
     kept = _ROOT / "runs" / f"suite-{row}.jsonl"
     kept.parent.mkdir(exist_ok=True)
     runs = [_Run(**json.loads(line)) for line in kept.read_text("utf-8").splitlines()] if kept.exists() else []
@@ -113,10 +113,10 @@ def _repeat(bench: Bench, row: str, number: int, target: str, *prefix: str, at_o
     numbers = iter(range(len(runs), number))
     are_done = threading.Event()
 
-    def repeat() -> None:
+    def repeat(slot: tuple[str, ...]) -> None:
         try:
             for _ in numbers:
-                runs.append(_run(target, *prefix))
+                runs.append(_run(target, *slot))
                 with kept.open("a", encoding="utf-8") as file:
                     print(json.dumps(asdict(runs[-1])), file=file)
             if len(runs) < number:
@@ -125,9 +125,8 @@ def _repeat(bench: Bench, row: str, number: int, target: str, *prefix: str, at_o
         finally:
             are_done.set()
 
-    with ThreadPoolExecutor(at_once) as slots:
-        for slot in [slots.submit(repeat) for _ in range(at_once)]:
-            slot.result()
+    with ThreadPoolExecutor(len(slots)) as threads:
+        list(threads.map(repeat, slots))
     return runs
 
 
@@ -159,14 +158,14 @@ def make_test(bench: Bench) -> Row:
 @BENCHMARK.row("test-busy")
 def make_test_beside_others(bench: Bench) -> Row:
     """`make test` beside the four processes of two other runs of it, which never wait: no second of a core is lost."""
-    runs = _repeat(bench, "test-busy", 20, "test", at_once=3)
+    runs = _repeat(bench, "test-busy", 20, "test", [()] * 3)
     return _repeated("`make test` beside four processes that spin: those of two other runs of it", runs)
 
 
 @BENCHMARK.row("test-one-core")
 def make_test_on_one_core(bench: Bench) -> Row:
-    """`make test` where it has one core."""
-    runs = _repeat(bench, "test-one-core", 5, "test", "taskset", "-c", "0")
+    """`make test` where it has one core; another run of it has the other."""
+    runs = _repeat(bench, "test-one-core", 5, "test", [("taskset", "-c", core) for core in "01"])
     return _repeated("`make test` on one core", runs)
 
 
@@ -220,10 +219,9 @@ def lines_of_tests(bench: Bench) -> Row:
 
 @BENCHMARK.row("test-all-busy")
 def make_test_all_beside_others(bench: Bench) -> Row:
-    """`make test-all` beside processes that spin."""
-    with _spinning(2):
-        runs = _repeat(bench, "test-all-busy", 5, "test-all")
-    return _repeated("`make test-all` beside two processes that spin", runs)
+    """`make test-all` beside another run of it: three workers, which wait for a third of their time."""
+    runs = _repeat(bench, "test-all-busy", 5, "test-all", [()] * 2)
+    return _repeated("`make test-all` beside two processes that spin: the workers of another run of it", runs)
 
 
 def _meet() -> float:
