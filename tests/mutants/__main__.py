@@ -69,13 +69,13 @@ class _Slot:
         self._copy, self._log, self._arguments = folder / "copy", folder / "log", folder / "arguments"
         shutil.copytree(_ROOT, self._copy, ignore=_not_of_the_sources)
 
-    def judge(self, mutant: Mutant, nearest: Nearest, *, goes_outside: bool) -> _Verdict:
-        """Run the nearest tests with a mutant."""
+    def judge(self, mutant: Mutant, nearest: Nearest, *, first: str, goes_outside: bool) -> _Verdict:
+        """Run the nearest tests with a mutant, the one named `first` before the others."""
         path = self._copy / "src" / "laconic" / f"{mutant.module}.py"
         original = path.read_text("utf-8")
         path.write_text(mutant.code, encoding="utf-8")
         try:
-            inside = nearest.inside(mutant.module, mutant.line)
+            inside = sorted(nearest.inside(mutant.module, mutant.line), key=lambda test: test != first)
             killer = self._killer(["-m", "", *inside]) if inside else ""
             if killer or not goes_outside:
                 return _Verdict(killer=killer, is_inside=True)
@@ -124,10 +124,11 @@ def _fork(mutants_of_it: list[Mutant], options: argparse.Namespace) -> int:
     status = 1
     try:
         with tempfile.TemporaryDirectory(prefix="laconic-mutants-") as folder:
-            slot, nearest = _Slot(Path(folder)), Nearest(options.nearest)
+            slot, nearest, before = _Slot(Path(folder)), Nearest(options.nearest), _known(options.before)
             for number, mutant in enumerate(mutants_of_it, 1):
                 begin_s = time.monotonic()
-                verdict = slot.judge(mutant, nearest, goes_outside=not options.inside)
+                first = before[mutant.key].killer if mutant.key in before else ""
+                verdict = slot.judge(mutant, nearest, first=first, goes_outside=not options.inside)
                 with options.out.open("a", encoding="utf-8") as file:
                     print(json.dumps([mutant.key, dataclasses.asdict(verdict)]), file=file)
                 taken = f"{number}/{len(mutants_of_it)} {time.monotonic() - begin_s:4.0f}s"
@@ -151,6 +152,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--renew", action="store_true", help="find the nearest tests again")
     parser.add_argument("--nearest", type=Path, default=_ROOT / "runs" / "nearest", help="keep the nearest tests here")
     parser.add_argument("--out", type=Path, default=_ROOT / "runs" / "mutants.jsonl", help="keep what is found here")
+    parser.add_argument(
+        "--before",
+        type=Path,
+        default=_ROOT / "runs" / "before.jsonl",
+        help="an --out of old sources: its killers go first",
+    )
     parser.add_argument("--record", action="store_true", help="write the row of RESULTS.md")
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
