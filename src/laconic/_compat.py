@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -326,6 +327,14 @@ def outside_transforms() -> AbstractContextManager[Any]:
 def in_backward() -> bool:
     """True while the autograd engine runs a graph on this thread, also in a forward that the backward recomputes."""
     return torch._C._current_graph_task_id() != -1
+
+
+def may_pack_saved_tensors(own: type) -> bool:
+    """True if hooks on saved tensors are allowed here, and those that are in force are of the class `own`, or none."""
+    if in_transform() or not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is None or isinstance(inspect.unwrap(hooks[0]), own)
 
 
 def post_accumulate_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:

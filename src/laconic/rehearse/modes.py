@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest import mock
@@ -421,6 +421,7 @@ class _Devices(TorchFunctionMode):
 
 
 def _within(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function, assigned=())
     def call(*args: Any) -> Any:
         with mode:
             return function(*args)

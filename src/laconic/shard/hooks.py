@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from laconic import _compat
@@ -144,6 +144,81 @@ class AwaitedHooks:
                         "or register the type with torch.utils._pytree.register_pytree_node"
                     )
         return output
+
+
+class SavedWeights:
+    """Looks at what autograd saves in the forwards of one unit, so that backward never meets freed weights.
+
+    [Note: Losses past the outputs]
+    Backward gathers a unit when gradients reach its outputs. The loss of a tensor that the forward has kept, or that a
+    hook on an inner layer has taken, reaches operations of the unit without its outputs. They would find freed memory:
+    an error about storages, or a crash of the process. So a unit has what autograd saves in its first forwards packed.
+    Weights that are unpacked while the unit rests gather it, and begin its backward. Such a unit packs in all forwards
+    from then on. The others stop: packing takes two calls in Python for each tensor that is saved.
+
+    Where somebody packs already, as activation checkpointing does, the unit does not.
+    """
+
+    _NUM_FORWARDS = 3
+
+    def __init__(self, modules: Sequence[nn.Module], gather: Callable[[], bool]) -> None:
+        """Look at the forwards of `modules`. `gather` gathers the unit if it rests, and returns whether it did."""
+        self._gather = gather
+        self._num_left = self._NUM_FORWARDS * len(modules)
+        self._open: list[tuple[nn.Module, Any]] = []
+        # the hooks run also after a forward that raised
+        self._leaving = [module.register_forward_hook(self.leave, always_call=True) for module in modules]
+
+    def enter(self, module: nn.Module, weights: Callable[[], Sequence[Tensor]]) -> None:
+        """Begin to pack, in a forward of `module` that has a graph; `weights` are the unit's gathered parameters."""
+        if not self._num_left:
+            for handle in self._leaving:
+                handle.remove()
+            self._leaving.clear()
+        elif _compat.may_pack_saved_tensors(_Packer):
+            self._num_left -= 1
+            hooks = torch.autograd.graph.saved_tensors_hooks(_Packer(self, weights()), _unpack)
+            hooks.__enter__()
+            self._open.append((module, hooks))
+
+    def leave(self, module: nn.Module, *_: Any) -> None:
+        """End to pack: the forward of `module` is over."""
+        if self._open and self._open[-1][0] is module:
+            self._open.pop()[1].__exit__(None, None, None)
+
+    def gather(self) -> None:
+        """Gather the unit, whose weights backward is about to use."""
+        if self._gather():
+            self._num_left = -1  # always
+
+
+class _Packer:
+    """Packs what one forward of a unit saves."""
+
+    def __init__(self, saved: SavedWeights, weights: Sequence[Tensor]) -> None:
+        self._saved = saved
+        self._storages = frozenset[int]().union(*map(_storages, weights))
+
+    def __call__(self, tensor: Tensor) -> Any:
+        alias = tensor.detach()  # an output that its own node holds would never be freed
+        return (self._saved, alias) if self._storages & _storages(tensor) else alias
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    saved, tensor = packed
+    if _compat.in_backward():  # else somebody looks at the graph
+        saved.gather()
+    return tensor
+
+
+def _storages(tensor: Tensor) -> frozenset[int]:
+    """The storages of a tensor, or of those that a wrapping class holds."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return frozenset([tensor.untyped_storage()._cdata])
+    return frozenset[int]().union(*(_storages(getattr(tensor, name)) for name in flatten()[0]))
 
 
 _ATOMS = frozenset({type(None), bool, int, float, str})

@@ -54,9 +54,9 @@ from laconic.shard.buffers import Buffers
 from laconic.shard.cache import NodeShard, Slab, choose_device_shards
 from laconic.shard.choosing import Chooser
 from laconic.shard.crossing import Copies
-from laconic.shard.gather import HostReads, Order, UnitGather
+from laconic.shard.gather import GatherState, HostReads, Order, UnitGather
 from laconic.shard.grad import WaitingGradient
-from laconic.shard.hooks import AwaitedHooks, OutputGradients, map_tensors
+from laconic.shard.hooks import AwaitedHooks, OutputGradients, SavedWeights, map_tensors
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import WITHOUT, Held, Ledger
 from laconic.shard.placement import Passing, UnitUse
@@ -140,6 +140,7 @@ class Unit:
             module.register_state_dict_pre_hook(lambda *_: self._prepare_state_dict())
             module.register_load_state_dict_pre_hook(lambda *_: self.reshard())
             module.register_load_state_dict_post_hook(lambda *_: extension.observer_class().loaded(self.buckets))
+        self._saved = SavedWeights(self.modules, self._reach_weights)
 
     @property
     def name(self) -> str:
@@ -329,8 +330,11 @@ class Unit:
             self.phase = UnitPhase.FORWARD
             self._entered.add(module)
             self.unshard()
-        if begins_pass and torch.is_grad_enabled():
-            args, kwargs = self.awaited.watch_inputs(args, kwargs)
+        if torch.is_grad_enabled():
+            if begins_pass:
+                args, kwargs = self.awaited.watch_inputs(args, kwargs)
+            if not _compat.in_backward():
+                self._saved.enter(module, lambda: [each for bucket in self.buckets for each in bucket.full.parameters])
         return args, kwargs
 
     def _begin_pass(self) -> None:
@@ -357,6 +361,7 @@ class Unit:
 
     @_compat.outside_compilation
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self._saved.leave(module)
         if self.precision.output_dtype is not None:
             output = _cast(output, self.precision.output_dtype)
         if self._is_recomputed():
@@ -396,12 +401,23 @@ class Unit:
     def begin_backward(self, hook: OutputGradients) -> None:
         """Gather the weights: backward reaches the outputs of one of this unit's forwards."""
         self.awaited.outputs.discard(hook)
+        self._enter_backward(gathers=self.unshard_in_backward)
+
+    def _reach_weights(self) -> bool:
+        """Gather the weights if the unit rests: backward reaches one of its forwards past the outputs."""
+        if self.gather.state in (GatherState.FULL, GatherState.SHOWN):
+            return False
+        self._enter_backward(gathers=True)
+        self.unshard()  # also if the unit is in its backward already
+        return True
+
+    def _enter_backward(self, *, gathers: bool) -> None:
         backward = self.root.begin_backward()
         if self._phase is UnitPhase.BACKWARD:
             return
         self.phase = UnitPhase.BACKWARD
         self.progress.note("in backward")
-        if self.unshard_in_backward:
+        if gathers:
             self._num_gathers += not self._stays_for_backward and self.root.probe is None
             self.root.order.enter_backward(self.gather, _gathers(self.backward_prefetch))
             self.unshard()
