@@ -12,11 +12,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import laconic
 from laconic.codec.scaled import SCALED_FORMATS
 from laconic.codec.scaled_linear import ScaledWeight
 from laconic.optim import AdamW8bit
+from laconic.partial.patterns import sliced_layer
+from laconic.partial.updates import partial_updates
 from tests.reference.scaled import rounding
 from tests.reference.step import Oracle
 from tests.support import sharded_net
@@ -134,3 +137,12 @@ def test_weights_that_another_axis_cuts_are_refused() -> None:
         laconic.fully_shard(layer, mesh=mesh["dp"])
     with pytest.raises(ValueError, match=r"is cut over ranks already"):
         laconic.convert_to_scaled_training(sharded_net.shard(make()), "mxfp8")
+    for style in (ColwiseParallel(), RowwiseParallel()):
+        with pytest.raises(ValueError, match=r"weight that trains in few bits is cut by laconic.fully_shard alone"):
+            parallelize_module(converted(make(), "mxfp8").blocks[0].up, mesh["tp"], style)  # type: ignore[arg-type,union-attr]
+
+
+def test_weights_in_few_bits_are_not_sliced() -> None:
+    mlp = sliced_layer(sharded_net.Block, kind="mlp", rows=["up"], columns=["down"])
+    with pytest.raises(ValueError, match=r"weight is a ScaledWeight, .* leave it out of convert_to_scaled_training"):
+        partial_updates(converted(make(), "mxfp8"), slice_index=0, num_slices=2, include=["mlp"], patterns=[mlp])

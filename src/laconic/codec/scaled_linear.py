@@ -41,6 +41,8 @@ _OF_PARAMETER = {
     _aten._pin_memory.default,
 }  # fmt: skip
 """The operations whose result is a `ScaledWeight` again: those that move or cut a parameter."""
+_CUTS = {_aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default, _aten.unbind.int}
+"""The operations by which DTensors and FSDP2 cut a parameter. Parts would be exact from then on, without a word."""
 
 
 class ScaledWeight(Tensor):
@@ -74,6 +76,12 @@ class ScaledWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func in _CUTS:
+            raise ValueError(
+                "a weight that trains in few bits is cut by laconic.fully_shard alone: its parts would be multiplied "
+                "and cross the wire exactly. Leave the layer out of convert_to_scaled_training with module_filter_fn, "
+                "or out of parallelize_module, distribute_tensor or torch's fully_shard"
+            )
         formats: list[ScaledFormat] = []
 
         def unwrap(weight: ScaledWeight) -> Tensor:

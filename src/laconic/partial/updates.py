@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from laconic.partial.modules import parts_of, replace_parameters, slice_parameter
 from laconic.partial.patterns import Cut, Kind, LayerPattern, find_cuts
+from laconic.ragged.conversion import converts
 from laconic.ragged.parts import sliced_parameters, sliced_parts, walk_sliced
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.sharded_module import reshard_all
@@ -169,6 +170,11 @@ def _checked_parameters(
             raise ValueError(
                 f"{name} is a DTensor, in parts already; partial updates slice whole tensors only. Leave out "
                 "partial_updates, or the parallelism that has cut the tensor"
+            )
+        if converts(whole):
+            raise ValueError(
+                f"{name} is a {type(whole.data).__name__}, which is gathered in another form, and its slices would be "
+                "plain: leave it out of convert_to_scaled_training (module_filter_fn) or of partial_updates (include)"
             )
         if len(names[id(whole)]) > 1:
             raise ValueError(f"{' and '.join(names[id(whole)])} are tied; a sliced parameter must have one place")
