@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -294,3 +295,27 @@ def test_axes_by_name_and_dtensors_that_cannot_be_cut() -> None:
         )
         cluster: Any = cut._laconic_unit.cluster  # type: ignore[union-attr]
         assert (cluster.num_islands, cluster.island_rank, cluster.size, cluster.shard_index) == want
+
+
+class Scaled(nn.Module):
+    """The product of a weight that is whole on each rank of "tp" and the rank's own number."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.weight = nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Replicate()]))
+
+    def forward(self, factor: Tensor) -> Tensor:
+        weight: Any = self.weight
+        return (weight.to_local(grad_placements=[Partial()]) * factor).sum()
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@on_ranks(2, local=2)
+def test_sums_over_another_axis_have_the_reduce_dtype(reduce_dtype: torch.dtype | None) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    model: Any = laconic.fully_shard(Scaled(mesh["tp"]), mesh=mesh["dp"], mp_policy=precision)
+    model(torch.tensor([256.0, 1.0][dist.get_rank()])).backward()
+    total = 257.0 if reduce_dtype is torch.float32 else 256.0  # bf16 has no 257
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full((3,), total))

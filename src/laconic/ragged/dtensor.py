@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -112,10 +112,11 @@ class DTensorShard:
             shard, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=stride
         )
 
-    def part_of_gradient(self, gradient: Tensor) -> Tensor:
+    def part_of_gradient(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """Select this rank's shard of the gradient that autograd made; finish sums over outer axes that are pending.
 
-        Sums that are pending over the other axes stay so: `fully_shard` reduces gradients over these.
+        They are summed in `dtype`, as those over the other axes, which stay pending: `fully_shard` reduces gradients
+        over these.
 
         Raises:
             ValueError: the gradient is a plain tensor.
@@ -129,7 +130,8 @@ class DTensorShard:
             for axis, (own, found) in enumerate(zip(self.placements, gradient.placements, strict=True))
         )
         if gradient.placements != placements:
-            gradient = gradient.redistribute(placements=placements)
+            summed = cast(DTensor, gradient.to(dtype)).redistribute(placements=placements)
+            return summed.to_local()
         return gradient.to_local()
 
 

@@ -246,7 +246,7 @@ class Bucket:
         """This rank's part of a gathered parameter's gradient, in the shape of its slot."""
         dtensor = self.specs[index].dtensor
         if dtensor is not None:
-            return dtensor.part_of_gradient(gradient)
+            return dtensor.part_of_gradient(gradient, self.reduce_dtype)
         return first_inner(gradient) if self.form.converts else gradient
 
     @property

@@ -213,12 +213,13 @@ def _unpack(packed: Any) -> Tensor:
     return tensor
 
 
-def _storages(tensor: Tensor) -> frozenset[int]:
+def _storages(tensor: Any) -> frozenset[int]:
     """The storages of a tensor, or of those that a wrapping class holds."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        return frozenset([tensor.untyped_storage()._cdata])
-    return frozenset[int]().union(*(_storages(getattr(tensor, name)) for name in flatten()[0]))
+    if flatten is not None:
+        return frozenset[int]().union(*(_storages(getattr(tensor, name)) for name in flatten()[0]))
+    has_storage = isinstance(tensor, Tensor) and tensor.layout is torch.strided
+    return frozenset([tensor.untyped_storage()._cdata] if has_storage else [])
 
 
 _ATOMS = frozenset({type(None), bool, int, float, str})
