@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import laconic
 from laconic.comm.collectives import Communicator
 from laconic.shard import grad
-from tests.support.launch import run_ranks
-from tests.support.sharded_net import build, moved
+from tests.support.launch import on_ranks, run_ranks
+from tests.support.sharded_net import build, full_parameters, moved, shard
 
 NUM_LAYERS, NUM_STEPS = 4, 8
 
@@ -137,3 +137,24 @@ def job_flags() -> None:
         for level, size in (("local", 3), ("node", 2)):
             assert bytes_moved.sent(level, "control") == 2 * (size - 1) * NUM_LAYERS // size  # type: ignore[arg-type]
         model.zero_grad()
+
+
+@on_ranks(2, local=1)
+def test_unused_parameters_get_zeros_if_asked() -> None:
+    """So do those of a unit that no forward has called, and of one whose output nobody uses, but no frozen ones."""
+    plain: Any = build(Chosen)
+    model: Any = build(Chosen)
+    shard(model, units=list(model.layers[:2]))
+    model.layers[0].requires_grad_(False)
+    for fills in (True, False):
+        model.set_reduce_scatter_unused_params(fills)
+        for syncs in (False, True):
+            model.set_requires_gradient_sync(syncs)
+            model(torch.ones(3), [0, 2] if syncs else [2]).sum().backward()
+        found = [layer.weight.grad for layer in model.layers]
+        assert [each is not None for each in found] == [False, fills, True, fills]
+        assert not any(found[index].full_tensor().any() for index in (1, 3) if fills)
+        torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5).step()
+        model.zero_grad()
+        decayed = {f"layers.{index}.weight": plain.layers[index].weight.detach() * 0.95 for index in (1, 3)}
+        torch.testing.assert_close({name: full_parameters(model)[name] for name in decayed}, decayed)

@@ -148,6 +148,10 @@ class BucketGradients:
         slot = self.bucket.layout.slots[index]
         return self._allocate().memory[slot.offset : slot.offset + slot.numel].view(slot.shape)
 
+    def fill_unused(self) -> None:
+        """Give all trained parameters a gradient: zeros, if no rank has another."""
+        self.used.add(self._trainable())
+
     def take_full(self) -> Held[Tensor]:
         """Hand over the gradients, (L * N * C,), to be reduced. The caller frees them."""
         self._allocate()

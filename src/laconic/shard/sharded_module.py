@@ -232,6 +232,14 @@ class ShardedModule(FSDPModule, nn.Module):
         """
         self._set(recurse, requires_all_reduce=requires_all_reduce)
 
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Set whether trained parameters that no rank has used in a backward get gradients of zeros.
+
+        With False, the default as in FSDP2, they get none, and optimizers pass over them. A parameter that some rank
+        has used gets the sum of all ranks either way.
+        """
+        self._set(recurse, fills_unused=reduce_scatter_unused_params)
+
     def set_reduce_once_per_backward(self, reduce_once: bool, *, recurse: bool = True) -> None:
         """Set whether a backward through several forwards reduces gradients once, at the last, or once per forward.
 
@@ -297,9 +305,6 @@ class ShardedModule(FSDPModule, nn.Module):
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Change nothing: laconic always sums and divides afterwards."""
-
-    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Change nothing: laconic always reduces unused parameters of a used unit with zeros."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Accept the number, but keep one reduction in flight, as by default.

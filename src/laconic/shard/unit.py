@@ -117,6 +117,8 @@ class Unit:
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
     reduce_once_per_backward: bool = False
+    fills_unused: bool = False
+    """True if trained parameters that no rank has used get gradients of zeros: `set_reduce_scatter_unused_params`."""
     forward_prefetch: list[Unit] | None = None
     backward_prefetch: list[Unit] | None = None
 
@@ -133,6 +135,7 @@ class Unit:
         self._gather: UnitGather | None = None
         self._entered: set[nn.Module] = set()  # the modules called in the present pass
         self._was_recomputed = False
+        self._has_ended = False  # the present backward of a forward
         self.awaited = AwaitedHooks(self)
         for module in self.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
@@ -453,16 +456,18 @@ class Unit:
 
     def _end_backward(self) -> None:
         """Free the weights and begin to reduce the gradients."""
-        self._was_recomputed = False
+        self._was_recomputed, self._has_ended = False, True
         if self._frees_after_backward:
             self.reshard()
         backward = self.root.backward
-        reduces = self._is_in_backward and backward is not None and backward.adds_to_grad
+        reduces = (self._is_in_backward or self.fills_unused) and backward is not None and backward.adds_to_grad
         self.phase = UnitPhase.REST
         self._num_early_sums += self.root.probe is None and not self.requires_gradient_sync
         # All trained buckets, with or without gradients here: [Note: Gradients that do not come].
         for gradients in self.gradients:
             if gradients.has_gradients or (reduces and not gradients.bucket.is_frozen):
+                if self.fills_unused and self.root.probe is None:
+                    gradients.fill_unused()
                 if self.root.probe is not None:
                     gradients.show_unreduced(self.root.probe)
                 elif self._keeps_gradients_whole:
@@ -490,8 +495,10 @@ class Unit:
 
     def finish_backward(self) -> None:
         """Reduce the gradients that are left and, in a micro-batch that syncs, partial sums of earlier ones."""
-        if self._is_in_backward or any(gradients.has_gradients for gradients in self.gradients):
+        is_left_out = self.fills_unused and not self._has_ended
+        if is_left_out or self._is_in_backward or any(gradients.has_gradients for gradients in self.gradients):
             self._end_backward()
+        self._has_ended = False
         self.awaited.inputs.clear()  # of a retained graph; its next backward begins at the outputs
         syncs = self.requires_gradient_sync and self.root.probe is None
         for gradients in self.gradients if syncs else ():
@@ -519,7 +526,7 @@ class Unit:
 
     def abandon(self) -> None:
         """Drop the gradients of a forward or backward that raised, and free the weights."""
-        self.phase, self._was_recomputed = UnitPhase.REST, False
+        self.phase, self._was_recomputed, self._has_ended = UnitPhase.REST, False, False
         self.awaited.clear()
         for gradients in self.gradients:
             gradients.discard()
