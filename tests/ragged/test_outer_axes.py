@@ -281,6 +281,17 @@ def test_axes_by_name_and_dtensors_that_cannot_be_cut() -> None:
     for names in ({"shard": "ep", "replicate": None}, {"shard": "dp", "replicate": "dp"}):
         with pytest.raises(ValueError, match=r"must name axes of the mesh, each once; its axes are \('dp', 'tp'\)"):
             laconic.fully_shard(module, mesh=mesh, dp_mesh_dims=SimpleNamespace(**names))
+    for other in (
+        init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)),
+        DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("dp", "tp")),
+    ):
+        layer = nn.Linear(3, 3)
+        distribute(layer, other, {"weight": (R,) * other.ndim})
+        with pytest.raises(ValueError, match=r"weight is a DTensor over another mesh, .*, than fully_shard got beside"):
+            laconic.fully_shard(layer, mesh=mesh, dp_mesh_dims=shard_dp)
+    layer = nn.Linear(3, 3)
+    distribute(layer, mesh["tp"], {"weight": (Shard(0),)})
+    laconic.fully_shard(layer, mesh=mesh, dp_mesh_dims=shard_dp)
     laconic.fully_shard(module, mesh=mesh, dp_mesh_dims=shard_dp)
     assert torch.equal(module.weight.full_tensor(), whole)  # type: ignore[operator]
     # the places of this rank among those that cut and those that replicate, for axes in any order

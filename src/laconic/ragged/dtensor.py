@@ -135,12 +135,13 @@ class DTensorShard:
         return gradient.to_local()
 
 
-def check_dtensor(parameter: Tensor, name: str, cluster: Cluster, *, may_share_axes: bool) -> None:
+def check_dtensor(parameter: Tensor, name: str, cluster: Cluster, *, whole_mesh: DeviceMesh | None) -> None:
     """Check that `fully_shard` can cut `parameter` over `cluster`, if it is a DTensor of torch's own.
 
     Raises:
-        ValueError: a DTensor has another placement than Shard or Replicate; or it lies over ranks of `cluster`. With
-            `may_share_axes` it may, but not along a part of an axis, and its placement there must be Replicate.
+        ValueError: a DTensor has another placement than Shard or Replicate; or it lies over ranks of `cluster`. Over
+            axes of `whole_mesh`, of which `cluster` has some, it may. It must have each axis of `cluster` whole or not
+            at all, and its placement there must be Replicate.
     """
     if not is_torch_dtensor(parameter):
         return
@@ -151,7 +152,12 @@ def check_dtensor(parameter: Tensor, name: str, cluster: Cluster, *, may_share_a
             "Shard(dim) or Replicate(). Redistribute it to such placements before fully_shard"
         )
     shared = _ranks_of(mesh) & cluster.ranks
-    if len(shared) > 1 and not may_share_axes:
+    if whole_mesh is not None and not _is_part_of(mesh, whole_mesh):
+        raise ValueError(
+            f"{name} is a DTensor over another mesh, {mesh}, than fully_shard got beside dp_mesh_dims, {whole_mesh}; "
+            "distribute it over that mesh, or over axes of it"
+        )
+    if len(shared) > 1 and whole_mesh is None:
         raise ValueError(
             f"{name} is a DTensor over ranks {sorted(_ranks_of(mesh))}, which are in the mesh of fully_shard as well; "
             "give fully_shard the other axes only, such as mesh['dp'] of a mesh ('dp', 'tp'), or name its axes in "
@@ -164,6 +170,13 @@ def check_dtensor(parameter: Tensor, name: str, cluster: Cluster, *, may_share_a
             f"{name} is a DTensor with placements {placements} over axes {mesh.mesh_dim_names}; along the axes over "
             "which fully_shard cuts it must be Replicate(), and it must have each of these axes whole or not at all"
         )
+
+
+def _is_part_of(mesh: DeviceMesh, whole: DeviceMesh) -> bool:
+    """True if a mesh is the whole one, or some of its axes."""
+    names = mesh.mesh_dim_names or ()
+    own = tuple(name for name in whole.mesh_dim_names or () if name in names)
+    return mesh == whole or (own == names and len(own) > 0 and mesh == whole[own])
 
 
 def uneven_cut(parameter: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:

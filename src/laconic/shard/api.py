@@ -137,6 +137,7 @@ def fully_shard(
     precision = mp_policy or MixedPrecisionPolicy()
     if mesh is None:
         mesh = default_mesh(_device_type(modules))
+    whole_mesh = None if dp_mesh_dims is None else mesh
     if dp_mesh_dims is not None:
         mesh = _named_axes(mesh, dp_mesh_dims)
     cluster, reshards, policy = _resolve_reshard(mesh, reshard_after_forward, policy)
@@ -152,7 +153,7 @@ def fully_shard(
     found = _find_parameters(modules, ignored, _place_by(shard_placement_fn, cluster))
     taken = list(_take_small(modules, own))
     for item in (*found, *taken):
-        check_dtensor(item.parameter, item.name, item.cluster, may_share_axes=dp_mesh_dims is not None)
+        check_dtensor(item.parameter, item.name, item.cluster, whole_mesh=whole_mesh)
     _check_parameters([*found, *taken], offload)
     if by_shard is not None:
         _check_cuts(found, cluster)
