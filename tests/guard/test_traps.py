@@ -64,6 +64,18 @@ def test_a_parameter_added_afterwards_is_named() -> None:
         model(BATCH)
 
 
+@on_ranks(2, local=1)
+def test_plain_parameters_beside_sharded_ones_are_named() -> None:
+    """The root was forgotten: its own layers are in no unit."""
+    model: Any = sharded_net.build()
+    for block in model.blocks:
+        laconic.fully_shard(block)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.warns(UserWarning, match=r"SGD trains 4 parameters that no unit has, such as one of shape \(17, 5\)"):
+        sharded_net.train_step(model, optimizer)
+    sharded_net.train_step(model, optimizer)  # once is enough
+
+
 @pytest.mark.parametrize("broadcast", [False, True])
 @pytest.mark.parametrize(("world", "local", "islands"), [(3, 1, 1), (4, 2, 2)])
 @on_ranks("world", local="local")
@@ -93,8 +105,9 @@ def test_correct_use_is_quiet() -> None:
     sharded_net.shard(late)
     late.to_empty(device="cpu")
     ignoring: Any = sharded_net.build()
-    optimizer = torch.optim.SGD([ignoring.out.weight])
-    laconic.fully_shard(ignoring, ignored_params=[ignoring.out.weight])
+    left = ignoring.out.weight
+    laconic.fully_shard(ignoring, ignored_params=[left])
+    optimizer = torch.optim.SGD([left, *(each for each in ignoring.parameters() if each is not left)])
     for each in (model, late, ignoring):
         each(BATCH)
     optimizer.step()

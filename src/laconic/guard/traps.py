@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -38,7 +39,7 @@ from laconic.errors import RanksDifferError
 from laconic.guard.checksum import digest_of
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.bucket import HOME, Bucket
-from laconic.shard.unit import Origin, unit_of, units_below
+from laconic.shard.unit import Origin, is_left_alone, unit_of, units_below
 
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
 """Modules of torch that train a model data-parallel themselves: they and sharded modules refuse each other."""
@@ -112,7 +113,26 @@ def _look_at_optimizer(optimizer: Optimizer, *_: Any) -> None:
             f"{type(optimizer).__name__} holds {len(names)} parameters that fully_shard has replaced, such as "
             f"{names[0]}: it trains nothing. Build the optimizer after fully_shard, from model.parameters()"
         )
+    _warn_of_copies(optimizer, parameters)
     setattr(optimizer, _LOOKED, True)
+
+
+def _warn_of_copies(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+    """Warn of plain parameters beside sharded ones: nobody sums their gradients, as no unit has them."""
+    clusters = [parameter.spec.cluster for parameter in parameters if isinstance(parameter, RaggedTensor)]
+    copies = [
+        parameter
+        for parameter in parameters
+        if parameter.requires_grad and not isinstance(parameter, DTensor) and not is_left_alone(parameter)
+    ]
+    if copies and any(cluster.all_flag_group is not None for cluster in clusters):
+        warnings.warn(
+            f"{type(optimizer).__name__} trains {len(copies)} parameters that no unit has, such as one of shape "
+            f"{tuple(copies[0].shape)}, beside sharded ones: each rank trains a copy of its own, if nothing else sums "
+            "their gradients. Call fully_shard on the module that contains all of them as well, or give them in "
+            "ignored_params",
+            stacklevel=2,
+        )
 
 
 register_optimizer_step_pre_hook(_look_at_optimizer)

@@ -85,11 +85,22 @@ ALLOWED = {
 """The phases that may follow each phase."""
 
 
+_LEFT_ALONE = "_laconic_left_alone"
+"""The attribute of parameters that a call of `fully_shard` was told to leave alone."""
+
+
+def is_left_alone(parameter: Tensor) -> bool:
+    """True if some call of `fully_shard` was told to leave a parameter alone."""
+    return hasattr(parameter, _LEFT_ALONE)
+
+
 class Origin:
     """The parameters that one call of `fully_shard` was told to leave alone."""
 
     def __init__(self, ignored: Iterable[Tensor]) -> None:
         self._ignored = [weakref.ref(parameter) for parameter in ignored]
+        for parameter in ignored:
+            setattr(parameter, _LEFT_ALONE, True)
 
     def ignored(self) -> list[int]:
         """The identities of the parameters that the call was told to leave alone."""
