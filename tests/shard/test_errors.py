@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
 from laconic import fully_shard
@@ -76,6 +78,13 @@ class Hides(nn.Linear):
         return Hidden(super().forward(x))
 
 
+@dataclass(frozen=True)
+class LaterPolicy(MixedPrecisionPolicy):
+    """That of a torch to come."""
+
+    grad_dtype: torch.dtype | None = None
+
+
 def layer() -> nn.Module:
     return nn.Linear(3, 4)
 
@@ -98,6 +107,10 @@ BAD_CALLS: dict[type[BaseException], list[tuple[Callable[[], Any], str]]] = {
         (
             lambda: fully_shard(converting()),
             r"weight is a Parameter with fsdp_pre_all_gather, and consists of 0 tensors.*ignored_params",
+        ),
+        (
+            lambda: fully_shard(layer(), mp_policy=LaterPolicy(grad_dtype=torch.float32)),
+            r"LaterPolicy\(grad_dtype=torch.float32\): laconic does not know this field; it has cast_forward_inputs, ",
         ),
         (lambda: shard(build()).inp.weight.prod(), UNDEFINED),
         (lambda: nn.functional.linear(torch.zeros(1, 5), shard(build()).inp.weight), UNDEFINED),
@@ -144,7 +157,7 @@ def test_what_is_near_a_mistake_works() -> None:
     refused = layer()
     with pytest.raises(ValueError, match="not known"):
         fully_shard(refused, cache="disk")  # type: ignore[arg-type]
-    fully_shard(refused)
+    fully_shard(refused, mp_policy=LaterPolicy())
     assert isinstance(refused.weight, laconic.RaggedTensor), "a refused call leaves the module as it was"
     with torch.no_grad():
         assert fully_shard(Hides(3, 3))(torch.ones(1, 3)).x.shape == (1, 3), "without a graph"

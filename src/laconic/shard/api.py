@@ -129,12 +129,13 @@ def fully_shard(
         AssertionError: a module is sharded already.
         NotImplementedError: a parameter is not contiguous; or it converts itself before the gather and is a DTensor or
             wraps several tensors ([Note: Conversion] in ragged/conversion.py); or `dp_mesh_dims` names no axis to cut
-            over.
+            over; or `mp_policy` has a field that laconic does not know.
     """
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     _check_modules(modules)
     policy = Cache.of(cache)
     precision = mp_policy or MixedPrecisionPolicy()
+    _check_precision(precision)
     if mesh is None:
         mesh = default_mesh(_device_type(modules))
     whole_mesh = None if dp_mesh_dims is None else mesh
@@ -213,6 +214,20 @@ def _named_axes(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
     if len({*replicate, *shard}.intersection(found)) != len(replicate + shard):
         raise ValueError(f"dp_mesh_dims={dims} must name axes of the mesh, each once; its axes are {found}")
     return _compat.axes_of(mesh, *([replicate] if replicate else []), shard)
+
+
+_PRECISIONS = {"param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"}
+
+
+def _check_precision(policy: MixedPrecisionPolicy) -> None:
+    """Refuse fields that a later torch, or a class of somebody's own, has added."""
+    for field in dataclasses.fields(policy):
+        if field.name not in _PRECISIONS and getattr(policy, field.name) != field.default:
+            raise NotImplementedError(
+                f"{type(policy).__name__}({field.name}={getattr(policy, field.name)!r}): laconic does not know this "
+                f"field; it has {', '.join(sorted(_PRECISIONS))}. Gradients are reduced in reduce_dtype, and have the "
+                "dtype of their parameters"
+            )
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:
