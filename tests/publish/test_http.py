@@ -6,8 +6,10 @@ the answer. A few tests, marked `machine`, have real sockets.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import io
+import itertools
 import json
 import random
 import shutil
@@ -86,6 +88,13 @@ class Server:
         return Answer(bytes(passed), b"Connection: close" in data)
 
 
+def server_of(
+    folder: Path, token: str | None = None, change: Change | None = None, *, is_local: bool = False
+) -> Server:
+    """Serve a folder as `WeightServer` does; with `is_local` on this machine alone."""
+    return Server(serving._Handler, change=change, source=FolderSource(folder), token=token, is_local=is_local)
+
+
 class Network(dict[str, Server]):
     """The servers that `socket.create_connection` finds, by host."""
 
@@ -99,7 +108,7 @@ class Network(dict[str, Server]):
             asked.clear()
             return io.BufferedReader(self[address[0]].answer(data))
 
-        return mock.Mock(sendall=asked.extend, makefile=makefile)
+        return mock.Mock(sendall=asked.extend, makefile=makefile, gettimeout=lambda: 60.0)
 
     def add(self, server: Server) -> str:
         self[f"host-{len(self)}"] = server
@@ -107,7 +116,7 @@ class Network(dict[str, Server]):
 
     def serve(self, folder: Path, token: str | None = None, change: Change | None = None) -> str:
         """Serve a folder as `WeightServer` does, and return the address."""
-        return self.add(Server(serving._Handler, change=change, source=FolderSource(folder), token=token))
+        return self.add(server_of(folder, token, change))
 
 
 @pytest.fixture(autouse=True)
@@ -263,24 +272,89 @@ def test_nothing_but_versions_leaves_the_folder(tmp_path: Path, network: Network
     assert ask(url, "PUT", "/weight_v000001/manifest.json", b"{}")[0] == 400
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        "GET Content-Length: 4",
-        "GET Transfer-Encoding: chunked",
-        "PUT Transfer-Encoding: chunked\r\nContent-Length: 30",
-        "PUT Content-Length: " + "9" * 5000,
-    ],
-    ids=range(4),
-)
-def test_bodies_that_a_proxy_could_take_for_requests(head: str, tmp_path: Path) -> None:
-    """The server refuses, and the connection ends, so nothing after the head is taken for another request."""
-    server, (method, headers) = Server(serving._Handler, source=FolderSource(tmp_path), token=TOKEN), head.split(" ", 1)
-    asked = f"{method} /readers/far HTTP/1.1\r\nHost: x\r\n{headers}\r\n\r\nGET /versions HTTP/1.1\r\nHost: x\r\n\r\n"
-    answer = server.answer(asked.encode())
-    assert answer.has_ended
-    assert answer.left.count(b"HTTP/1.1") == 1
-    assert answer.left.startswith(b"HTTP/1.1 400")
+LENGTH, CHUNKED, TWICE = "Content-Length: 30", "Transfer-Encoding: chunked", "Content-Length: 0\r\nContent-Length: 30"
+SMUGGLED = "GET /versions HTTP/1.1\r\nHost: x\r\n\r\n"
+HEADS = (
+    LENGTH, CHUNKED, f"{CHUNKED}\r\n{LENGTH}", "Content-Length: " + "9" * 5000, TWICE,
+    "Content-Length: 0\r\nContent-length: 0",
+    "Content-Length : 30", "Transfer-Encoding : chunked", "Transfer-Encoding:\tchunked", "X: y\r\n Content-Length: 30",
+    "no header", ": empty", "X\0: y", "X: a\0b", "X: a\rContent-Length: 30", "X: y\r\r", "\x0bX: y",
+    "Content_Length\x85: 30",
+    "Host: elsewhere", "Range: bytes=0-1\r\nRange: bytes=1-2", "Authorization: Bearer a\r\nAuthorization: Bearer b",
+    "Content-Length: +30", "Content-Length: 0x1e", "Content-Length: 3 0", "Content-Length: 30, 30",
+    "Content-Length: -1",
+    "X: " + "y" * 70_000, "\r\n".join(f"X{number}: y" for number in range(120)),
+)  # fmt: skip
+"""What follows the first lines of a head, and makes it one of two requests, or of none."""
+LINES = (
+    "GET", "GET /versions", "GET /versions HTTP/1.1 x", "get /versions HTTP/1.1", "GET  /versions HTTP/1.1", "\x00",
+    "GET /vers ions HTTP/1.1", "GET /\xe9 HTTP/1.1", "GET /versions HTTP/11", "GET /versions\x0bHTTP/1.1", "",
+    "GET //[ HTTP/1.1", "GET http://[/versions HTTP/1.1", "GET /versions HTTP/3.0", "GET /versions HTTP/1.1\rX: y",
+    "PRI * HTTP/2.0", "CONNECT host:1 HTTP/1.1", "OPTIONS * HTTP/1.1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_a_request_has_one_reading(token: str | None, tmp_path: Path) -> None:
+    """Others are refused, and the connection ends: nothing after the head is taken for another request."""
+    server, given = server_of(tmp_path, token), f"Host: x\r\nAuthorization: Bearer {TOKEN}"
+    requests = [
+        f"{method} /readers/far HTTP/1.1\r\n{given}\r\n{head}\r\n\r\n" for head in HEADS for method in ("GET", "PUT")
+    ]
+    requests.remove(f"PUT /readers/far HTTP/1.1\r\n{given}\r\n{LENGTH}\r\n\r\n")  # the body of that one is the other
+    requests += [f"{line}\r\n{given}\r\n\r\n" for line in LINES]
+    requests += ["GET /versions HTTP/1.1\r\nX: y\r\n\r\n", "GET /versions HTTP/1.1\r\n"]
+    for request in requests:
+        answer = server.answer((request + SMUGGLED).encode("latin-1"))
+        assert answer.has_ended, request
+        assert answer.left.count(b"HTTP/1.1 ") == 1, request
+        assert 400 <= int(answer.left.split(b" ", 2)[1]) <= 505, request
+
+
+def test_requests_come_within_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes a byte a second, and one whose body does, get no thread for longer."""
+    for head in ("GET /versions HTTP/1.1\r\nHost: x\r\n", f"PUT /readers/far HTTP/1.1\r\nHost: x\r\n{LENGTH}\r\n\r\n"):
+        letters = itertools.chain(head.encode(), itertools.repeat(ord("a")))
+
+        def read1(_: int, letters: Any = letters) -> bytes:
+            time.sleep(1)
+            return bytes([next(letters)])
+
+        begun_s, said = time.monotonic(), io.BytesIO()
+        end = mock.Mock(makefile=lambda *_, read1=read1: mock.Mock(read1=read1), sendall=said.write)
+        with contextlib.suppress(TimeoutError):
+            serving._Handler(end, ("a reader", 0), server_of(tmp_path).known)  # type: ignore[arg-type]
+        assert time.monotonic() - begun_s < 70
+        assert said.getvalue() == b""
+
+
+def test_without_a_token_only_this_machine_is_answered(tmp_path: Path) -> None:
+    """A page in a browser may find a name that leads to this machine, but asks for that name."""
+    published(tmp_path, num_versions=1)
+    for host, is_answered in {
+        "localhost": True, "127.0.0.1:8377": True, "[::1]:8377": True, "evil.example": False,
+        "evil.example:8377": False, "127.0.0.1.evil.example": False, "192.0.2.1": False, "localhost.evil": False,
+        "": False,
+    }.items():  # fmt: skip
+        for token in (None, TOKEN):
+            request = f"GET /versions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
+            answer = server_of(tmp_path, token, is_local=True).answer(request.encode()).left
+            assert answer.startswith(b"HTTP/1.1 200" if is_answered or token else b"HTTP/1.1 421"), (host, token)
+
+
+def test_links_are_neither_served_nor_written_through(tmp_path: Path, network: Network) -> None:
+    folder, elsewhere = tmp_path / "versions", tmp_path / "elsewhere"
+    published(folder, num_versions=1)
+    elsewhere.mkdir()
+    (elsewhere / "manifest.json").write_text("secret")
+    (folder / "weight_v000009").symlink_to(elsewhere)
+    (folder / "readers").symlink_to(elsewhere)
+    url = network.serve(folder)
+    status, _, body = ask(url, "GET", "/weight_v000009/manifest.json")
+    assert status >= 400
+    assert b"secret" not in body
+    assert ask(url, "PUT", "/readers/far", b'{"version": 1, "reading": []}')[0] == 400
+    assert [path.name for path in elsewhere.iterdir()] == ["manifest.json"]
 
 
 def test_requests_without_the_token_learn_nothing(tmp_path: Path, network: Network) -> None:
@@ -404,6 +478,7 @@ class Stub(BaseHTTPRequestHandler):
         (200, b"x", {"Content-Length": str(1 << 40)}, f"has {1 << 40} bytes, and at most"),
         (206, b"{}", {"Content-Range": "bytes 5-6/9"}, "answers with another part"),
         (400, json.dumps({"error": "a\nb " * 100}).encode(), {}, "400 a b a b"),
+        (400, json.dumps({"error": "\x1b[2J\x9bred"}).encode(), {}, r"400 \[2J red$"),
         (503, b'{"error": "busy"}', {}, r"does not answer: .*503 busy"),
     ],
 )
@@ -411,11 +486,26 @@ def test_other_servers(status: int, body: bytes, headers: dict[str, str], messag
     url = network.add(Server(Stub, status=status, body=body, headers=headers))
     with pytest.raises(OSError if status == 503 else PublishError, match=message) as error:
         HttpSource(url).versions()
-    assert "\n" not in str(error.value)
+    assert str(error.value).isprintable()
     assert len(str(error.value)) < 400
     if status == 200:
         with pytest.raises(PublishError, match=r"has \d+ bytes, and at most 0 are read"):
             HttpSource(url).read(1, FileRecord(name="file", size_bytes=0, sha256=None))
+
+
+def test_heads_of_answers_come_within_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many lines come before: each of these takes a second."""
+
+    def read1(_: int) -> bytes:
+        time.sleep(1)
+        return b"HTTP/1.1 100 Continue\r\n\r\n"
+
+    connection = mock.Mock(makefile=lambda *_: mock.Mock(read1=read1), gettimeout=lambda: 60.0)
+    monkeypatch.setattr(socket, "create_connection", lambda *_: connection)
+    begun_s = time.monotonic()
+    with pytest.raises(OSError, match="http://slow:1 does not answer: timed out"):
+        HttpSource("http://slow:1").versions()
+    assert time.monotonic() - begun_s < 4 * 62 + 5
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -423,9 +513,11 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     no_server, no_token = "give (http://HOST:PORT|token=)", "without a token"
     makes: list[tuple[Callable[[str], Any], str, Sequence[str]]] = [
         (HttpSource, no_server,
-         ("http://", "ftp://host", "http://host:port", "http://me:secret@host", "http://host/?a=b", "host:80")),
-        (lambda url: Announcer(tmp_path, [url]), "is no address to tell",
-         ("nowhere", "ftp://host", "http://", "http://host:99999", "http://me:secret@host/")),
+         ("http://", "ftp://host", "http://host:port", "http://me:secret@host", "http://host/?a=b", "host:80",
+          "http://a b", "http://[::1", f"http://{'a' * 70}:1", "http://host/\r\nX: y")),
+        (lambda url: Announcer(tmp_path, [url]), "give http://HOST:PORT/PATH",
+         ("nowhere", "ftp://host", "http://", "http://host:99999", "http://me:secret@host/", "http://me:sec ret@host",
+          "http://a b", "http://é/", "http://host/\x1b[2J", f"http://{'a' * 64}/")),
         (lambda host: WeightServer(tmp_path, host=host), no_token, ("0.0.0.0", "::", "192.0.2.1", "some-host")),
         (lambda token: WeightServer(tmp_path, token=token), "one word of ASCII", ("", "two words", "line\n", "é")),
     ]  # fmt: skip
@@ -433,12 +525,15 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for value in values:
             with pytest.raises(PublishError, match=message) as error:
                 make_it(value)
-            assert "secret" not in str(error.value)
+            assert "sec" not in str(error.value)
     for wrong, said in ((["--host", "0.0.0.0"], no_token), (["--token-file", str(tmp_path / "nowhere")], "nowhere")):
         assert publish_cli.main(["serve", str(tmp_path), *wrong]) == 2
         assert said in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        publish_cli.main(["serve", str(tmp_path), "--port", "70000"])
+    with pytest.raises(PublishError, match="can be the name of no machine"):
+        WeightServer(tmp_path, host="a" * 70, token=TOKEN)
+    for command in (["serve", str(tmp_path), "--port", "70000"], ["watch", str(tmp_path), "--every", "inf"]):
+        with pytest.raises(SystemExit):
+            publish_cli.main(command)
 
 
 # -- programs that are told of versions --------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from laconic.islands import earlier_states
 from laconic.store import files, folder, tensors
-from laconic.store.folder import DamagedError, damage, describe
+from laconic.store.folder import DamagedError, Manifest, damage, describe
+from laconic.store.tensors import parse_named
 
 
 def test_a_file_is_the_old_one_until_the_new_one_is_whole(tmp_path: Path) -> None:
@@ -139,3 +142,26 @@ def test_every_change_of_an_earlier_states_file_is_refused() -> None:
     for each in changed:
         with pytest.raises(DamagedError):
             earlier_states.parse(each)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [[(0, 4)] * 3 + [(4, 12)], [(0, 4), (8, 12)], [(0, 4), (4, 8)], [(4, 8), (8, 12)], [(0, 8), (4, 12)]],
+    ids=str,
+)
+def test_tensors_that_share_bytes_or_leave_some_out_are_damage(places: list[tuple[int, int]]) -> None:
+    """A small file that names one place often would take any memory."""
+    header = {
+        str(number): {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+        for number, (begin, end) in enumerate(places)
+    }
+    text = json.dumps(header).encode()
+    with pytest.raises(DamagedError, match=r"begins at byte|end at byte"):
+        parse_named(len(text).to_bytes(8, "little") + text + bytes(12))
+
+
+@pytest.mark.parametrize("depth", [10, sys.getrecursionlimit() // 2, sys.getrecursionlimit(), 100_000])
+def test_nested_manifests_are_damage(depth: int) -> None:
+    for each in range(depth - 8, depth + 8):
+        with pytest.raises(DamagedError, match=r"is unreadable|does not match its own checksum"):
+            Manifest.parse(b'{"checksum": "x", "y": ' + b"[" * each + b"]" * each + b"}", "it")

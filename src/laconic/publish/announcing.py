@@ -9,8 +9,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
+from laconic.publish.http_heads import address_of, connection_to, shown
 from laconic.publish.source import FolderSource
 from laconic.publish.versions import PublishError
 
@@ -36,15 +36,7 @@ class Announcer:
 
     def __init__(self, folder: str | Path, urls: Sequence[str]) -> None:
         for url in urls:
-            try:
-                parts, port = urlsplit(url), urlsplit(url).port
-            except ValueError:
-                parts, port = urlsplit(""), None
-            if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or parts.username is not None:
-                raise PublishError(
-                    f"{parts.hostname or url!r} is no address to tell of versions; give http://HOST:PORT/PATH, without "
-                    "a password"
-                )
+            address_of(url, "http://HOST:PORT/PATH, without a password")
         self._source, self._ends = FolderSource(folder), threading.Event()
         self._threads = [threading.Thread(target=self._tell, args=(url, self._newest()), daemon=True) for url in urls]
 
@@ -84,7 +76,7 @@ class Announcer:
             try:
                 status = post(url, news)
             except (OSError, http.client.HTTPException) as error:
-                problem = str(error) or type(error).__name__
+                problem = shown(str(error)) or type(error).__name__
                 continue
             if status < http.HTTPStatus.MULTIPLE_CHOICES:
                 return
@@ -94,9 +86,8 @@ class Announcer:
 
 def post(url: str, value: Any) -> int:
     """POST a value as JSON, and return the status of the answer. Raises: OSError, HTTPException."""
-    parts = urlsplit(url)
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
+    parts = address_of(url, "http://HOST:PORT/PATH")
+    connection = connection_to(parts, _TIMEOUT_S)
     try:
         place = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         connection.request("POST", place, body=json.dumps(value), headers={"Content-Type": "application/json"})

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from laconic.publish.source import FolderSource
 
+_DAY_S = 86_400
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -42,8 +43,8 @@ def main(argv: list[str]) -> int:
         "--tell", action="append", default=[], metavar="URL", help="POST each new version to this address, too"
     )
     options = parser.parse_args(argv)
-    if options.action == "watch" and not options.every > 0:
-        parser.error(f"--every {options.every}: must be positive")
+    if options.action == "watch" and not 0 < options.every <= _DAY_S:
+        parser.error(f"--every {options.every}: must be positive, and at most {_DAY_S}, a day")
     if options.action == "serve" and not 0 <= options.port < 1 << 16:
         parser.error(f"--port {options.port}: must be 0 to 65535")
     try:

@@ -10,9 +10,9 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from urllib.parse import urlsplit
 
 from laconic.comm.entries import EntryError, parse, typed
+from laconic.publish.http_heads import address_of, connection_to, shown
 from laconic.publish.serving import check_token
 from laconic.publish.source import Registration, VanishedError, parse_manifest
 from laconic.publish.versions import MANIFEST, PublishError, VersionManifest, version_name
@@ -47,22 +47,16 @@ class HttpSource:
         url: the address of the machine and the port of `laconic publish serve`, or that of a proxy before it, with http
             or https.
         token: the server's token. Default: that of the environment variable LACONIC_PUBLISH_TOKEN.
-        timeout_s: the seconds that the server may say nothing.
+        timeout_s: the seconds that the server may say nothing, and that the head of an answer may take.
 
     Raises:
         PublishError: the address or the token makes no sense.
     """
 
     def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 60.0) -> None:
-        parts = urlsplit(url)
-        try:
-            port = parts.port
-        except ValueError as error:
-            raise PublishError(f"url={url!r}: {error}; give http://HOST:PORT") from error
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise PublishError(f"url={url!r} is no address of a server; give http://HOST:PORT")
-        if parts.username is not None or parts.password is not None:
-            raise PublishError("the address holds a password; give token=")
+        parts = address_of(url, "http://HOST:PORT, and the token apart")
+        if parts.query or parts.fragment:
+            raise PublishError(f"{url!r} is no address of a server; give http://HOST:PORT")
         if not timeout_s > 0:
             raise PublishError(f"timeout_s={timeout_s}: must be positive")
         token = token if token is not None else os.environ.get(TOKEN_VARIABLE)
@@ -70,8 +64,7 @@ class HttpSource:
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         self._prefix = parts.path.rstrip("/")
         self._headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._connection = kind(parts.hostname, port, timeout=timeout_s)
+        self._connection = connection_to(parts, timeout_s)
         self._lock = threading.Lock()
         weakref.finalize(self, self._connection.close)
 
@@ -147,7 +140,7 @@ class HttpSource:
                 failed = 0 if len(download.data) > before else failed + 1
                 before = max(before, len(download.data))
                 if failed > len(_PAUSES_S):
-                    raise OSError(f"{self.url} does not answer: {str(error) or type(error).__name__}") from error
+                    raise OSError(f"{self.url} does not answer: {shown(str(error)) or type(error).__name__}") from error
                 time.sleep(_PAUSES_S[max(0, failed - 1)])
 
     def _transfer(
@@ -180,7 +173,7 @@ class HttpSource:
             told = typed(dict[str, str], parse(response.read(_MOST_MESSAGE_BYTES)))["error"]
         except (EntryError, KeyError):
             told = ""  # from something before or instead of `laconic publish serve`
-        message = " ".join(told.split())[:200] or response.reason
+        message = shown(told or response.reason)
         match response.status:
             case HTTPStatus.UNAUTHORIZED | HTTPStatus.FORBIDDEN:
                 return PublishError(f"{self.url} refuses the token; give token=, or set {TOKEN_VARIABLE}")

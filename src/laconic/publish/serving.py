@@ -10,14 +10,16 @@ Files have an ETag, and may be asked for in part (RFC 9110, sections 8.8.3 and 1
 any more, 404 that it lacks the file. A refusal of GET, HEAD or PUT is a JSON object with one line, {"error": "..."}.
 
 The server reads nothing but versions and writes nothing but registrations. With a token each request needs
-`Authorization: Bearer TOKEN`. Without one the server binds to this machine alone. It does not encrypt: put a proxy with
-TLS before it where others can listen, and give `HttpSource` the https address.
+`Authorization: Bearer TOKEN`. Without one the server binds to this machine alone, and answers requests for this machine
+alone: a page in a browser here may find other names for it, but not change the name that it asks for. The server does
+not encrypt: put a proxy with TLS before it where others can listen, and give `HttpSource` the https address.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import io
 import ipaddress
 import json
 import os
@@ -35,6 +37,7 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 from laconic.comm.entries import EntryError
+from laconic.publish.http_heads import HeadError, TimedReads, is_host, read_head
 from laconic.publish.source import (
     MOST_REGISTRATION_BYTES,
     READERS,
@@ -46,7 +49,7 @@ from laconic.publish.versions import FILE_NAME, VERSION_NAME, PublishError
 
 _MOST_READERS = 4096
 _PATIENCE_S = 60.0
-"""How long a connection may say nothing."""
+"""How long a connection may say nothing, and how long a request may take to come."""
 _CHUNK_BYTES = 1 << 20
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{0,18})")
 _Headers = dict[str, str]
@@ -65,7 +68,8 @@ class WeightServer:
         token: a secret that readers give; None only on this machine.
 
     Raises:
-        PublishError: there is no token, and `host` is not this machine alone; or the token is no word of ASCII.
+        PublishError: there is no token, and `host` is not this machine alone; or the token is no word of ASCII, or
+            `host` no name.
         OSError: the port is not free, or the address is not this machine's.
     """
 
@@ -75,6 +79,8 @@ class WeightServer:
                 f"host={host!r} lets other machines read the weights without a token; give token=, or host='127.0.0.1'"
             )
         check_token(token)
+        if not is_host(host):
+            raise PublishError(f"host={host!r} can be the name of no machine")
         self._server = _Server(FolderSource(folder), host, port, token)
         self._has_served = False
         number = self._server.server_address[1]
@@ -117,12 +123,17 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def _without_port(host: str) -> str:
+    """The name or address in a header Host."""
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
     def __init__(self, source: FolderSource, host: str, port: int, token: str | None) -> None:
-        self.source, self.token = source, token
+        self.source, self.token, self.is_local = source, token, _is_loopback(host)
         self._open: set[Any] = set()
         """The sockets of connections."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -176,7 +187,36 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _PATIENCE_S
     disable_nagle_algorithm = True  # or a body waits until its head is acknowledged, which takes 40 ms
     server: _Server
+    raw_requestline: bytes
     _has_read_body = False
+
+    def setup(self) -> None:
+        """Let each request come within a time."""
+        super().setup()
+        self._reads = TimedReads(self.rfile, self.connection.settimeout, self.timeout)
+        self.rfile = io.BufferedReader(self._reads)
+
+    def handle_one_request(self) -> None:
+        """Answer one request."""
+        self._reads.begin(waits=True)
+        super().handle_one_request()
+
+    def parse_request(self) -> bool:
+        """Parse a request, or refuse it: [Note: One reading of a head]."""
+        refused, file = None, self.rfile
+        try:
+            head = read_head(self.raw_requestline, file)
+        except HeadError as error:
+            refused, head, self.raw_requestline = error, b"\r\n", b"GET / HTTP/1.1\r\n"
+        try:
+            self.rfile = io.BytesIO(head)
+            is_parsed = super().parse_request()
+        finally:
+            self.rfile = file
+        if refused is not None:
+            self._send_json({"error": str(refused)}, HTTPStatus.BAD_REQUEST, {"Connection": "close"})
+            return False
+        return is_parsed
 
     def do_GET(self) -> None:
         self._answer(self._get)
@@ -198,7 +238,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self._check_body()
             self._check_token()
-            action(urlsplit(self.path).path.strip("/").split("/"))
+            self._check_host()
+            action(self._place())
         except _RefusedError as refused:
             self._drain()
             self._send_json({"error": str(refused)}, refused.status, {"Connection": "close", **refused.headers})
@@ -224,6 +265,20 @@ class _Handler(BaseHTTPRequestHandler):
             given.encode("latin-1", "replace"), wanted.encode()
         ):
             raise _RefusedError(HTTPStatus.UNAUTHORIZED, "the token is wrong", {"WWW-Authenticate": "Bearer"})
+
+    def _check_host(self) -> None:
+        """Without a token, answer what asks for this machine alone: another name leads a browser here."""
+        host = self.headers.get("Host", "localhost")
+        if self.server.token is None and self.server.is_local and not _is_loopback(_without_port(host)):
+            raise _RefusedError(
+                HTTPStatus.MISDIRECTED_REQUEST, "without a token, ask for localhost; or give the server a token"
+            )
+
+    def _place(self) -> list[str]:
+        try:
+            return urlsplit(self.path).path.strip("/").split("/")
+        except ValueError:
+            raise _NO_PLACE from None
 
     def _get(self, path: list[str]) -> None:
         match path:
@@ -259,6 +314,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._has_read_body, body = True, self.rfile.read(int(length))
             registration = Registration.parse(body)
             known = source.folder / READERS
+            if known.is_symlink():
+                raise PublishError(f"{known} is a link; the server writes into its own folder alone")
             if not (known / f"{name}.json").exists() and known.is_dir() and len(os.listdir(known)) >= _MOST_READERS:
                 raise PublishError(f"there are {_MOST_READERS} readers already; remove {known}")
             if not source.folder.is_dir():
@@ -275,7 +332,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_file(self, folder: Path, name: str) -> None:
         try:
-            opened = _open_plain(folder / name)
+            opened = _open_plain(folder, name)
         except FileNotFoundError as error:
             if not folder.is_dir():
                 raise _RefusedError(HTTPStatus.GONE, f"{folder.name} is not there any more") from error
@@ -338,10 +395,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-def _open_plain(path: Path) -> IO[bytes]:
-    """Open a file that is no link to another. Raises: OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+def _open_plain(folder: Path, name: str) -> IO[bytes]:
+    """Open a file of a folder; neither is a link to another. Raises: OSError."""
+    inside = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=inside)
+    finally:
+        os.close(inside)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise FileNotFoundError(path)
+        raise FileNotFoundError(folder / name)
     return os.fdopen(descriptor, "rb")

@@ -135,10 +135,10 @@ class Manifest:
         """Return the manifest that a file holds; `called` names the file in errors. Raises: see `read`."""
         try:
             body: dict[str, Any] = json.loads(data)
-            checksum = body.pop("checksum")
+            checksum, wanted = body.pop("checksum"), _checksum(body)
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise DamagedError(f"{called} is unreadable: {error}") from error
-        if checksum != _checksum(body):
+        if checksum != wanted:
             raise DamagedError(f"{called} does not match its own checksum: it was altered after writing")
         if body.get("format") != cls.FORMAT:
             found = body.get("format")

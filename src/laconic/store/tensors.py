@@ -104,11 +104,23 @@ def parse_named(data: bytes | memoryview) -> tuple[dict[str, Tensor], dict[str, 
     with _as_damage():
         header = json.loads(bytes(data[_LENGTH_BYTES:begin]))
         metadata = header.pop("__metadata__", {})
+        _check_places([entry["data_offsets"] for entry in header.values()], len(body))
         tensors = {
             name: tensor_of(body[slice(*entry["data_offsets"])], _DTYPES[entry["dtype"]], entry["shape"])
             for name, entry in header.items()
         }
         return tensors, metadata
+
+
+def _check_places(places: list[list[int]], num_bytes: int) -> None:
+    """Refuse tensors that share bytes, or leave some out, as safetensors does: a small file could fill any memory."""
+    end = 0
+    for begin, next_end in sorted(places):
+        if begin != end or next_end < begin:
+            raise ValueError(f"a tensor begins at byte {begin}, and the one before it ends at byte {end}")
+        end = next_end
+    if end != num_bytes:
+        raise ValueError(f"the tensors end at byte {end} of {num_bytes}")
 
 
 @contextmanager
