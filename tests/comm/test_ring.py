@@ -244,7 +244,6 @@ def watch_with_many_files() -> None:
         os.close(descriptor)
 
 
-@pytest.mark.timeout(120)
 def test_a_process_with_more_than_1024_files_keeps_its_watcher() -> None:
     process = launch.started(watch_with_many_files)
     process.join()

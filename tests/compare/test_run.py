@@ -12,7 +12,6 @@ from laconic.compare import Result, cli
 pytestmark = pytest.mark.machine
 
 
-@pytest.mark.timeout(300)  # two starts of two ranks, on a machine that may be busy
 def test_two_strategies_side_by_side(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The engine moves fewer bytes than FSDP2, to the same losses, and the report names files that exist."""
     out = job.parent / "out"
@@ -43,7 +42,6 @@ def test_two_strategies_side_by_side(job: Path, capsys: pytest.CaptureFixture[st
     assert "out/report.html" in shown
 
 
-@pytest.mark.timeout(300)
 def test_a_refused_job_says_why_and_ends_with_1(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The trainer's refusal on its ranks becomes one message, without a traceback."""
     (job.parent / "corpus.txt").write_text("short")

@@ -18,7 +18,6 @@ def test_a_sample_of_its_cells(strategy: str) -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("strategy", [*ISLANDS, *CYCLIC])
 def test_all_its_other_cells(strategy: str) -> None:
     assert_right(cells_of(strategy, in_sample=False))

@@ -14,7 +14,6 @@ SAMPLE = tuple(
 
 
 @pytest.mark.campaign(seconds=80)
-@pytest.mark.timeout(300)
 def test_every_path_under_every_strategy() -> None:
     runnable, reasons, unknown = sort_out(paths())
     assert not unknown, "the library itself cannot run these here, for a reason that UNAVAILABLE does not list"

@@ -38,7 +38,6 @@ def test_two_ranks_train_as_under_fsdp2(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(240)  # three ranks import DeepSpeed, on a machine that may be busy
 def test_three_ranks_train_save_and_resume_as_under_fsdp2(tmp_path: Path) -> None:
     """Odd sizes: no parameter's elements divide by three. Checkpoints go in both directions."""
     clipped: dict[str, dict[str, Any]] = {"optimizer": {"max_grad_norm": 0.5, "weight_decay": 0.3}}
@@ -68,7 +67,6 @@ def test_three_ranks_train_save_and_resume_as_under_fsdp2(tmp_path: Path) -> Non
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(240)
 def test_copies_on_each_node_adapters_and_mixed_precision(tmp_path: Path) -> None:
     lora: dict[str, dict[str, Any]] = {"lora": {"enabled": True, "rank": 2}}
     bf16: dict[str, dict[str, Any]] = {"shard": {"param_dtype": "bfloat16"}}

@@ -29,7 +29,6 @@ def run(folder: Path, strategy: str, **sections: dict[str, Any]) -> Config:
 if sys.version_info < (3, 14):  # torchft has no wheel for Python 3.14, and `make install` leaves it out there
 
     @pytest.mark.machine
-    @pytest.mark.timeout(240)  # four ranks import torchft, on a machine that may be busy
     def test_two_islands_of_two_ranks_take_the_steps_of_laconics_islands(tmp_path: Path) -> None:
         """Evaluations see the outer parameters in the middle of an interval, too."""
         configs = [run(tmp_path, strategy) for strategy in ("laconic", "torchft-diloco")]

@@ -50,7 +50,6 @@ def table(case: str, *, among: Sequence[str] | None) -> str:
     return HEAD + "".join(rows)
 
 
-@pytest.mark.timeout(300)  # a plan of many strategies, a minute of a free processor
 @pytest.mark.parametrize(
     "case", ["sites", *(pytest.param(each, marks=pytest.mark.campaign(seconds=120)) for each in OTHERS)]
 )
@@ -60,7 +59,6 @@ def test_a_table(case: str) -> None:
 
 
 @pytest.mark.campaign(seconds=90)
-@pytest.mark.timeout(300)
 def test_the_sample_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     command, sample = SAMPLE_OF_A_PLAN.search(CHOOSE.read_text()).groups()  # type: ignore[union-attr]
     with contextlib.chdir(ROOT):

@@ -89,7 +89,6 @@ def test_ranks_that_differ_end_with_the_difference(name: str) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(300)
 def test_the_last_word_of_a_rank_tells_the_difference() -> None:
     for name in ranks_differ.QUICK:
         assert ranks_differ.try_kind(name) == [], name
@@ -107,7 +106,6 @@ LOSSES = [
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(240)  # on a busy machine twenty ranks may take long to start
 def test_no_process_waits_for_a_lost_one() -> None:
     with ThreadPoolExecutor(len(LOSSES)) as pool:
         losses = list(pool.map(waits.lose, *zip(*LOSSES, strict=True)))
@@ -142,7 +140,6 @@ def test_all_groups_have_the_timeout_of_the_job() -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(240)
 def test_the_other_island_ends_by_itself_after_a_kill(tmp_path: Path) -> None:
     tally = kills.kill_islands(tmp_path / "runs", {}, 3, of=40)
     assert tally.harms == []

@@ -20,7 +20,7 @@ import torch
 from tests.support import rl
 from tests.support.launch import free_port, launch, run_ranks, started
 
-pytestmark = [pytest.mark.machine, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.machine
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

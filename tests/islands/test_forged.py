@@ -26,7 +26,6 @@ FORGED = [
 """Forged entries and counters, and how islands may end; the founders may have read the last ones before."""
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("kind", "name", "ended"), FORGED)
 def test_what_is_forged_ends_all_islands(kind: str, name: str, ended: set[str]) -> None:
     ends, took_s = forged.try_store(kind, DAMAGE[name])
@@ -75,7 +74,6 @@ def test_watchers_live() -> None:
 
 
 @pytest.mark.machine
-@pytest.mark.timeout(240)
 def test_the_rendezvous_lives(tmp_path: Path) -> None:
     found = forged.try_rendezvous(16, tmp_path)
     assert found.what == []
@@ -120,7 +118,6 @@ def test_a_saved_state_of_other_values_is_refused(values: object) -> None:
 
 
 @pytest.mark.machine
-@pytest.mark.timeout(300)
 def test_launches_end_with_one_line_and_code_2(tmp_path: Path) -> None:
     found = forged.try_train("verdict/{n}", forged.ENTRY_DAMAGE["a flipped bit"], tmp_path / "run")
     assert found.what == []

@@ -73,9 +73,8 @@ def test_a_sample_of_the_database() -> None:
 
 
 @pytest.mark.campaign(seconds=120)
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_all_of_the_database(num_ranks: int) -> None:
-    found = told("tests.ragged.optimizers", str(num_ranks), timeout_s=900)
+    found = told("tests.ragged.optimizers", str(num_ranks))
     assert found["problems"] == []
     assert found["configurations"] > 250

@@ -212,7 +212,6 @@ def walk(model: Any, optimizer: torch.optim.Optimizer, *, steps: int) -> Iterato
         assert is_exact(model, torch.bfloat16), (seed, event)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("world", "local", "steps"), [(2, 1, 7), pytest.param(4, 2, 500, marks=pytest.mark.campaign(seconds=200))]
 )

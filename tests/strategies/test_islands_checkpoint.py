@@ -28,7 +28,7 @@ from laconic.train.loop import Trainer
 from tests.support.jobs import job, table, train, train_and_resume
 from tests.support.launch import run_ranks
 
-pytestmark = [pytest.mark.machine, pytest.mark.timeout(300)]  # a dozen runs of four ranks, on however few cores
+pytestmark = pytest.mark.machine
 
 STREAMED = {"mode": "local", "every": 4, "fragments": 2, "overlap": 1}
 SLICED = {"outer_sliced_lr": 0.4, "outer_sliced_momentum": 0.6}

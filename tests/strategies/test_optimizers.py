@@ -40,7 +40,6 @@ def sections(name: str, **train: Any) -> dict[str, Any]:
 
 
 @pytest.mark.heavy
-@pytest.mark.timeout(300)
 def test_every_optimizer_trains_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
     """2 nodes x 1 rank, unbroken or resumed half way, train as one rank with the whole model does."""
     for name in OPTIMIZERS:

@@ -213,7 +213,6 @@ def test_backward_goes_on_while_a_reduction_is_under_way(num_replicas: int) -> N
 
 
 @pytest.mark.heavy
-@pytest.mark.timeout(300)
 def test_hsdp_resumes_to_the_same_bits(tmp_path: Path) -> None:
     """On CPU each replica's shards are on a mesh of their own. Its checkpoints go on under FSDP2, too."""
     own, moved = (interrupted(tmp_path, name, 2, shard={"strategy": "hsdp"}) for name in ("own", "moved"))

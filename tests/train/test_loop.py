@@ -38,7 +38,6 @@ CHECKED = {"cache": "host", "check_every": 1, "audit_every": 2, "on_damage": "re
 
 
 @pytest.mark.machine
-@pytest.mark.timeout(300)
 def test_every_strategy_trains_the_same_model(tmp_path: Path) -> None:
     """2 nodes x 2 ranks, two micro-batches; and one rank alone with the same global batch."""
     configs = [

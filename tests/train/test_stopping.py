@@ -54,7 +54,6 @@ def train_signalled(first: Config, second: Config) -> tuple[dict[str, Any], dict
 
 
 @pytest.mark.machine
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("sync", [WHOLE, STREAMED])
 def test_a_signal_stops_islands_where_the_furthest_is_and_no_bit_is_lost(tmp_path: Path, sync: dict[str, Any]) -> None:
     """An island stops at the end of its step; the other one catches up. Nobody waits for the next sync."""
@@ -76,7 +75,6 @@ def test_a_signal_stops_islands_where_the_furthest_is_and_no_bit_is_lost(tmp_pat
     assert stopped["losses"] + resumed["losses"] == unbroken["losses"]
 
 
-@pytest.mark.timeout(60)
 @on_ranks(2)
 def test_a_signal_after_the_last_step_of_another_rank_lets_the_run_end() -> None:
     """Rank 1 takes its last step and leaves; then rank 0, in an earlier step, gets the signal."""
@@ -94,7 +92,6 @@ def test_a_signal_after_the_last_step_of_another_rank_lets_the_run_end() -> None
         assert signals._last == (7, signal.SIGTERM)
 
 
-@pytest.mark.timeout(120)
 @on_ranks(3)
 def test_ranks_that_never_meet_stop_at_the_same_step() -> None:
     """They take steps of random length, and overtake each other; one gets a signal."""
@@ -116,7 +113,6 @@ def test_ranks_that_never_meet_stop_at_the_same_step() -> None:
     assert all(20 + 3 * number <= end < 9_999 for number, end in enumerate(ends))
 
 
-@pytest.mark.timeout(60)
 @on_ranks(2)
 def test_a_damaged_signal_is_told_in_one_line_and_the_run_goes_on() -> None:
     """A stranger writes a signal that is none."""
