@@ -1,6 +1,7 @@
 """The `laconic` command finds its commands and says clearly when it does not."""
 
 import importlib.metadata
+import runpy
 import sys
 import types
 
@@ -44,6 +45,17 @@ def test_a_missing_package_is_named_and_a_missing_module_of_laconic_is_a_bug(
     monkeypatch.setitem(cli.COMMANDS, "echo", ("laconic.no_such_room:main", "a test"))
     with pytest.raises(ModuleNotFoundError):
         cli.main(["echo"])
+
+
+def test_the_module_for_torchrun_names_a_missing_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "laconic.train.cli", raising=False)
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("laconic.train", run_name="__main__")
+    assert ended.value.code == 2
+    assert "laconic.train needs the package 'tyro'; pip install '.[train]' in a clone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", sorted(cli.COMMANDS))

@@ -1,12 +1,10 @@
 """The `laconic` command. It imports only the module of the subcommand that runs."""
 
-import gc
-import importlib
 import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-from laconic.extras import how_to_install
+from laconic.extras import run
 
 COMMANDS = {
     "train": ("laconic.train.cli:command", "train a model from a config file (started by torchrun, or alone)"),
@@ -49,20 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = ", ".join(COMMANDS)
         print(f"laconic: no command is called {arguments[0]!r}; choose one of {known}, or --help", file=sys.stderr)
         return 2
-    module, _, function = COMMANDS[arguments[0]][0].partition(":")
-    try:
-        gc.disable()  # modules stay: to look for garbage among them takes half a second
-        try:
-            command = getattr(importlib.import_module(module), function)
-        finally:
-            gc.enable()
-        return int(command(arguments[1:]))
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "laconic":
-            raise
-        extra = "train" if error.name != "matplotlib" else "bench"
-        print(f"laconic {arguments[0]} needs the package {error.name!r}; {how_to_install(extra)}", file=sys.stderr)
-        return 2
+    return run(f"laconic {arguments[0]}", COMMANDS[arguments[0]][0], arguments[1:])
 
 
 if __name__ == "__main__":

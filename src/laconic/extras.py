@@ -1,4 +1,12 @@
-"""How to install laconic's extras, for messages. No package index has laconic, so its name alone finds nothing."""
+"""laconic's extras: how to install them, and commands that need them.
+
+No package index has laconic, so its name alone finds nothing.
+"""
+
+import gc
+import importlib
+import sys
+from collections.abc import Sequence
 
 
 def how_to_install(extra: str, *, environment: str = "", of_contestants: bool = False) -> str:
@@ -9,3 +17,24 @@ def how_to_install(extra: str, *, environment: str = "", of_contestants: bool = 
     pip = f"{environment} pip install".lstrip()
     folder, name = ("./contestants", "laconic-contestants") if of_contestants else (".", "laconic")
     return f"{pip} '{folder}[{extra}]' in a clone of laconic, or {pip} '{name}[{extra}] @ file:///PATH/OF/ITS/WHEEL'"
+
+
+def run(command: str, place: str, arguments: Sequence[str]) -> int:
+    """Import and run the command called `command` at "module:function", and return its exit code.
+
+    A package that is missing is told in a line, with exit code 2.
+    """
+    module, _, function = place.partition(":")
+    try:
+        gc.disable()  # modules stay: to look for garbage among them takes half a second
+        try:
+            action = getattr(importlib.import_module(module), function)
+        finally:
+            gc.enable()
+        return int(action(list(arguments)))
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "laconic":
+            raise
+        extra = "train" if error.name != "matplotlib" else "bench"
+        print(f"{command} needs the package {error.name!r}; {how_to_install(extra)}", file=sys.stderr)
+        return 2

@@ -25,7 +25,7 @@ from tests.composition.matrix import (
 
 def test_each_cell_has_its_tier() -> None:
     """In `make test` are each strategy, optimizer, feature and refusal, all features of each kind at once."""
-    for name, markers in (("test_a_sample_of_its_cells", set()), ("test_all_its_other_cells", {"heavy", "timeout"})):
+    for name, markers in (("test_a_sample_of_its_cells", set()), ("test_all_its_other_cells", {"heavy"})):
         marks = [
             {mark.name: mark for mark in getattr(room, name).pytestmark}
             for room in (test_caches, test_islands_and_cyclic)

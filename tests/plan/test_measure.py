@@ -131,3 +131,9 @@ def test_alone_there_is_no_network() -> None:
 
 def job_alone() -> list[Figure]:
     return measure.measure(Cluster.of(init_mesh("cpu")), RankGroup(), LEAST)
+
+
+def test_a_folder_is_no_cluster_file(tmp_path: Path) -> None:
+    for out, problem in ((tmp_path, "is a folder"), (tmp_path / "nowhere" / "file", "does not exist")):
+        with pytest.raises(OSError, match=problem):
+            measure_cli._check_writable(out)

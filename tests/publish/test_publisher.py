@@ -32,6 +32,7 @@ from laconic.policy import PolicyError
 from laconic.publish import FolderSource, Publisher, PublishError, Reader, regions, shares
 from laconic.publish.publisher import PublishedCopy
 from laconic.publish.upkeep import verify
+from laconic.publish.versions import version_name
 from laconic.shard import cache
 from laconic.store import folder as store
 from laconic.store.folder import CrashPoint
@@ -305,6 +306,32 @@ def test_a_mistake_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
     model = build().double() if dist.get_rank() == 1 else build()
     with pytest.raises(PublishError, match="ranks hold tensors of other names, shapes or dtypes"):
         Publisher(model, tmp_path / "other").publish()
+
+
+@pytest.mark.parametrize("point", [CrashPoint.BEGUN, CrashPoint.SYNCED, CrashPoint.COMMITTED])
+@on_ranks(1)
+def test_two_publishers_that_begin_at_one_instant_have_folders_of_their_own(tmp_path: Path, point: CrashPoint) -> None:
+    """The younger one takes over while the older one writes, and is disturbed by nothing that the older one removes."""
+    model, younger, folders = build(), list[Publisher](), list[Path]()
+
+    def begin_another(reached: CrashPoint) -> None:
+        if reached is point and not younger:
+            younger.append(Publisher(model, tmp_path, run="run"))
+            version = 2 if point is CrashPoint.COMMITTED else 1
+            folders.append(younger[0]._begin(tmp_path / version_name(version)))
+
+    older = Publisher(model, tmp_path, run="run")
+    with (
+        mock.patch("laconic.publish.publisher.reached", begin_another),
+        mock.patch("laconic.store.folder.reached", begin_another),
+    ):
+        older.publish()
+        with nullcontext() if point is CrashPoint.COMMITTED else pytest.raises(PublishError, match="began after this"):
+            older.wait()
+    assert folders[0].is_dir()
+    younger[0].publish()
+    younger[0].wait()
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".tmp"] == []
 
 
 @on_ranks(2)

@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(each, lambda *_: over.set())
     try:
         listener = _listen(arguments.host, arguments.port)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # the last: no host can have the name
         parser.error(f"cannot listen on {arguments.host or 'all addresses'}, port {arguments.port}: {error}")
     bound, port = listener.getsockname()[:2]
     # torch's own listener would ignore the host. The store closes this one at its end

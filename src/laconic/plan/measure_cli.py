@@ -79,10 +79,13 @@ def run_measure(options: argparse.Namespace) -> None:
 def check_out(out: Path | None, peers: RankGroup) -> None:
     """Refuse a folder before the measurement, not after it. Collective. Raises: JobError."""
     if out is not None:
-        peers.on_rank_0(lambda: _check_writable(out.absolute().parent), f"cannot write {out}")
+        peers.on_rank_0(lambda: _check_writable(out), f"cannot write {out}")
 
 
-def _check_writable(folder: Path) -> None:
+def _check_writable(out: Path) -> None:
+    folder = out.absolute().parent
+    if out.is_dir():
+        raise OSError(f"{out} is a folder; give the name of a file")
     if not os.access(folder, os.W_OK):
         raise OSError(f"the folder {folder} does not exist or is not writable")
 

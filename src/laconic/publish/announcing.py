@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from laconic.publish.http_heads import address_of, connection_to, shown
+from laconic.publish.http_heads import address_of, connection_to, printable
 from laconic.publish.source import FolderSource
 from laconic.publish.versions import PublishError
 
@@ -76,7 +76,7 @@ class Announcer:
             try:
                 status = post(url, news)
             except (OSError, http.client.HTTPException) as error:
-                problem = shown(str(error)) or type(error).__name__
+                problem = printable(str(error)) or type(error).__name__
                 continue
             if status < http.HTTPStatus.MULTIPLE_CHOICES:
                 return

@@ -150,6 +150,6 @@ def read_head(request: bytes, file: io.BufferedIOBase) -> bytes:
     return b"".join([*lines, b"\r\n"])
 
 
-def shown(text: str) -> str:
+def printable(text: str) -> str:
     """What another machine has said, as one line of a message: without control characters, and not long."""
     return " ".join("".join(each if each.isprintable() else " " for each in text).split())[:200]

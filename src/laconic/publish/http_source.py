@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from laconic.comm.entries import EntryError, parse, typed
-from laconic.publish.http_heads import address_of, connection_to, shown
+from laconic.publish.http_heads import address_of, connection_to, printable
 from laconic.publish.serving import check_token
 from laconic.publish.source import Registration, VanishedError, parse_manifest
 from laconic.publish.versions import MANIFEST, PublishError, VersionManifest, version_name
@@ -140,7 +140,9 @@ class HttpSource:
                 failed = 0 if len(download.data) > before else failed + 1
                 before = max(before, len(download.data))
                 if failed > len(_PAUSES_S):
-                    raise OSError(f"{self.url} does not answer: {shown(str(error)) or type(error).__name__}") from error
+                    raise OSError(
+                        f"{self.url} does not answer: {printable(str(error)) or type(error).__name__}"
+                    ) from error
                 time.sleep(_PAUSES_S[max(0, failed - 1)])
 
     def _transfer(
@@ -173,7 +175,7 @@ class HttpSource:
             told = typed(dict[str, str], parse(response.read(_MOST_MESSAGE_BYTES)))["error"]
         except (EntryError, KeyError):
             told = ""  # from something before or instead of `laconic publish serve`
-        message = shown(told or response.reason)
+        message = printable(told or response.reason)
         match response.status:
             case HTTPStatus.UNAUTHORIZED | HTTPStatus.FORBIDDEN:
                 return PublishError(f"{self.url} refuses the token; give token=, or set {TOKEN_VARIABLE}")

@@ -332,11 +332,15 @@ class Publisher:
         self._check_mark()
         if final.exists():
             raise PublishError(f"{final} is there already; another publisher writes into the folder")
-        return store.begin(final)
+        return store.begin(final, writer=self._mark)
+
+    def _marked(self) -> dict[str, str]:
+        """The run and the mark of the youngest publisher."""
+        found: dict[str, str] = json.loads((self.folder / MARK).read_text(encoding="utf-8"))
+        return found
 
     def _check_mark(self) -> None:
-        found = json.loads((self.folder / MARK).read_text(encoding="utf-8"))
-        if found != {"run": self.run, "mark": self._mark}:
+        if self._marked() != {"run": self.run, "mark": self._mark}:
             raise PublishError(
                 f"another publisher, which began after this one, writes into {self.folder}; stop one of them"
             )
@@ -404,8 +408,9 @@ class Publisher:
             found, list(source.registrations().values()), keep=self.policy.keep, patience=self.policy.patience
         )
         store.remove_folders([self.folder / version_name(version) for version in old])
+        writing = self._marked()["mark"]  # a publisher that has just begun
         for path in self.folder.iterdir():
-            if REMAINS.fullmatch(path.name):
+            if REMAINS.fullmatch(path.name) and writing not in path.name:
                 remove(path)
         reached(CrashPoint.PRUNED)
 

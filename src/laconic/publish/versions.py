@@ -42,7 +42,7 @@ from laconic.store import tensors
 
 MANIFEST = "manifest.json"
 VERSION_NAME = re.compile(r"weight_v([0-9]{6,12})")
-REMAINS = re.compile(rf"weight_v[0-9]{{6,12}}{store.REMAINS}")
+REMAINS = re.compile(rf"weight_v[0-9]{{6,12}}(?:\.[0-9a-f]{{32}})?{store.REMAINS}")
 """The names that an interrupted write or removal of a version leaves."""
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
 _DIGEST = re.compile(r"[0-9a-f]{16}")

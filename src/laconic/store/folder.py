@@ -215,9 +215,12 @@ def _checksum(body: dict[str, Any]) -> str:
 # -- commits and removals: [Note: A store] -----------------------------------------------------------------------------
 
 
-def begin(final: Path) -> Path:
-    """Make an empty folder, to be renamed to `final`, in a folder that exists. Raises: OSError."""
-    temporary = final.with_name(f"{final.name}.tmp")
+def begin(final: Path, *, writer: str = "") -> Path:
+    """Make an empty folder, to be renamed to `final`, in a folder that exists.
+
+    Where several programs may write at once, each has a name of its own, in hexadecimal digits. Raises: OSError.
+    """
+    temporary = final.with_name(f"{final.name}{writer and f'.{writer}'}.tmp")
     remove(temporary)
     temporary.mkdir()
     return temporary

@@ -2,6 +2,6 @@
 
 import sys
 
-from laconic.train.cli import command
+from laconic.extras import run
 
-sys.exit(command(sys.argv[1:]))
+sys.exit(run("laconic.train", "laconic.train.cli:command", sys.argv[1:]))
