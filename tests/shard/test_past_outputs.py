@@ -148,3 +148,21 @@ def test_units_that_are_reached_by_their_outputs_stop_looking() -> None:
             model(x).square().mean().backward()
         assert may_pack_saved_tensors(type(None)), "somebody still packs"
     assert (model.blocks[1].num_forwards, model.blocks[1].num_packed) == (6, 3)
+
+
+class Overwriting(Keeping):
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        with torch.no_grad():
+            self.kept.mul_(2)  # type: ignore[union-attr]
+        return output
+
+
+@on_ranks(2, local=1)
+def test_a_saved_tensor_that_was_changed_is_an_error_in_each_forward() -> None:
+    model: Any = Net()
+    model.blocks[1] = Overwriting(nn.Linear(17, 17), 17)
+    shard(model)
+    for step in range(5):
+        with pytest.raises(RuntimeError, match="gradient computation has been modified by an inplace operation"):
+            model(inputs(step, 0)[0]).square().mean().backward()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
@@ -199,18 +199,27 @@ class _Packer:
         self._saved = saved
         self._storages = frozenset[int]().union(*map(_storages, weights))
 
-    def __call__(self, tensor: Tensor) -> Any:
+    def __call__(self, tensor: Tensor) -> _Packed:
         alias = tensor.detach()  # an output that its own node holds would never be freed
-        return (self._saved, alias) if self._storages & _storages(tensor) else alias
+        return _Packed(alias, alias._version, self._saved if self._storages & _storages(tensor) else None)
 
 
-def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
-    saved, tensor = packed
-    if _compat.in_backward():  # else somebody looks at the graph
-        saved.gather()
-    return tensor
+class _Packed(NamedTuple):
+    tensor: Tensor
+    version: int
+    weights_of: SavedWeights | None
+    """The unit whose weights it has."""
+
+
+def _unpack(packed: _Packed) -> Tensor:
+    if packed.tensor._version != packed.version:  # torch looks only where nobody packs
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(packed.tensor.shape)}, saved in the forward of a sharded module"
+        )
+    if packed.weights_of is not None and _compat.in_backward():  # else somebody looks at the graph
+        packed.weights_of.gather()
+    return packed.tensor
 
 
 def _storages(tensor: Any) -> frozenset[int]:
