@@ -27,14 +27,14 @@ sys.exit(code if not heavy else f"imported: {{heavy}}")
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
 def test_nothing_heavy_is_imported_before_a_mistake_is_told(mistake: Mistake, tmp_path: Path) -> None:
     command = [sys.executable, "-c", _SCRIPT, *mistake.argv(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert problem_of(mistake, done.returncode, done.stderr) == ""
 
 
 def test_module_for_torchrun_tells_the_same(tmp_path: Path) -> None:
     words = MISTAKES[0].argv(tmp_path)[1:]
     command = [sys.executable, "-X", "importtime", "-m", "laconic.train", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert "tyro" in imported
@@ -44,7 +44,7 @@ def test_module_for_torchrun_tells_the_same(tmp_path: Path) -> None:
 def test_import_of_laconic_imports_nothing_and_has_every_name() -> None:
     script = "import sys, laconic; heavy = 'torch' in sys.modules; [getattr(laconic, name) for name in dir(laconic)]"
     command = [sys.executable, "-c", f"{script}; import laconic.shard.api; sys.exit(heavy)"]
-    assert subprocess.run(command, timeout=100, check=False).returncode == 0
+    assert subprocess.run(command, check=False).returncode == 0
     assert sorted(laconic._HOMES) == sorted(laconic.__all__)
     assert set(laconic.__all__) <= set(dir(laconic))
     assert laconic.shard.__name__ == "laconic.shard"  # a room, which no import statement named

@@ -142,7 +142,7 @@ def save_in_another_process(folder: str) -> dict[str, Tensor]:
 @pytest.mark.machine
 def test_another_process_saves(tmp_path: Path) -> None:
     wanted = Odd(seed=0).state_dict()
-    for found in launch(save_in_another_process, str(tmp_path), num_ranks=2, timeout_s=110):
+    for found in launch(save_in_another_process, str(tmp_path), num_ranks=2):
         for key, value in found.items():
             assert torch.equal(value, wanted[key]), key
     with pytest.raises(TypeError, match="cannot be pickled"):

@@ -253,7 +253,7 @@ def _bound_by_laconic(by_mesh: bool, num_local: int) -> list[Any]:
     ],
 )
 def test_laconic_binds_the_group_that_it_starts(by_mesh: bool, num_local: int, bound: list[Any]) -> None:
-    assert launch(_bound_by_laconic, by_mesh, num_local, num_ranks=1, timeout_s=60, backend=None) == [bound]
+    assert launch(_bound_by_laconic, by_mesh, num_local, num_ranks=1, backend=None) == [bound]
 
 
 def _sum_on_the_host() -> tuple[bool, float]:
@@ -268,4 +268,4 @@ def _sum_on_the_host() -> tuple[bool, float]:
 
 @pytest.mark.machine
 def test_a_command_has_a_group_for_the_host_beside_the_script_s_own() -> None:
-    assert launch(_sum_on_the_host, num_ranks=1, timeout_s=60, backend=None) == [(False, 3.0)]
+    assert launch(_sum_on_the_host, num_ranks=1, backend=None) == [(False, 3.0)]

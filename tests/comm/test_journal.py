@@ -380,5 +380,5 @@ def test_the_exception_itself_names_the_ranks(
 
 @pytest.mark.machine
 def test_a_proof_ends_the_waits_of_gloo(tmp_path: Path) -> None:
-    for text in launch(job_differ, tmp_path, num_ranks=2, num_local=1, timeout_s=90, backend=None):
+    for text in launch(job_differ, tmp_path, num_ranks=2, num_local=1, backend=None):
         assert "the whole of inp.weight" in text

@@ -94,5 +94,5 @@ sys.exit(exiting.code)
     ],
 )
 def test_the_exit_runs_its_handlers_and_no_teardown(ending: str, code: int, output: str) -> None:
-    ended = subprocess.run([sys.executable, "-c", EXITS, ending], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", EXITS, ending], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout.strip()) == (code, output)

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(("world_size", "local"), [(1, 1), (3, 1), (3, 3), (6, 2)])
-@on_ranks("world_size", local="local", timeout_s=60)
+@on_ranks("world_size", local="local")
 def test_gathers_are_measured_and_their_bytes_counted() -> None:
     cluster = laconic.Cluster.of(laconic.init_mesh("cpu"))
     sizes = {"node": cluster.num_nodes, "local": cluster.num_local}

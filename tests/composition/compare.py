@@ -36,7 +36,7 @@ def _run(cell: Cell) -> Result:
 
 def assert_right(chosen: list[Cell]) -> int:
     """Run cells on four ranks, and compare all; return the number of those that compiled a graph."""
-    results_of_ranks = run_ranks(job_cells, 4, chosen, local=2, timeout_s=380)
+    results_of_ranks = run_ranks(job_cells, 4, chosen, local=2)
     wrong = [
         f"{cell} on rank {rank}: {fault}"
         for rank, results in enumerate(results_of_ranks)

@@ -52,7 +52,7 @@ def test_three_ranks_train_save_and_resume_as_under_fsdp2(tmp_path: Path) -> Non
         run(tmp_path, "back", "deepspeed", train=after, **clipped),
         run(tmp_path, "wild", "deepspeed", optimizer={"lr": 1e30, "max_grad_norm": 0.0}, train={"steps": 2}),
     ]
-    fsdp2, deepspeed, _, there, _, back, wild = run_ranks(peers.train, 3, *configs, local=1, timeout_s=200)[0]
+    fsdp2, deepspeed, _, there, _, back, wild = run_ranks(peers.train, 3, *configs, local=1)[0]
     for key in ("losses", "grad_norms"):
         assert deepspeed[key] == pytest.approx(fsdp2[key], rel=1e-5)
         for resumed in (there, back):
@@ -78,7 +78,7 @@ def test_copies_on_each_node_adapters_and_mixed_precision(tmp_path: Path) -> Non
         run(tmp_path, "fsdp2-lora", "fsdp2", **lora, **bf16),
         run(tmp_path, "lora", "deepspeed", **lora, **bf16),
     ]
-    fsdp2, hpz, whole, fsdp2_lora, adapters = run_ranks(peers.train, 4, *configs, local=2, timeout_s=200)[0]
+    fsdp2, hpz, whole, fsdp2_lora, adapters = run_ranks(peers.train, 4, *configs, local=2)[0]
     assert hpz["losses"] == pytest.approx(fsdp2["losses"], rel=1e-5)
     assert whole["losses"] == pytest.approx(fsdp2["losses"], rel=1e-5)
     assert adapters["losses"] == pytest.approx(fsdp2_lora["losses"], rel=1e-3)  # both round, in other orders

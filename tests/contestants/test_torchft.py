@@ -32,7 +32,7 @@ if sys.version_info < (3, 14):  # torchft has no wheel for Python 3.14, and `mak
     def test_two_islands_of_two_ranks_take_the_steps_of_laconics_islands(tmp_path: Path) -> None:
         """Evaluations see the outer parameters in the middle of an interval, too."""
         configs = [run(tmp_path, strategy) for strategy in ("laconic", "torchft-diloco")]
-        laconic, torchft = run_ranks(peers.train, 4, *configs, local=2, timeout_s=200)[0]
+        laconic, torchft = run_ranks(peers.train, 4, *configs, local=2)[0]
         assert torchft["losses"] == pytest.approx(laconic["losses"], rel=1e-5)
         assert torchft["grad_norms"] == pytest.approx(laconic["grad_norms"], rel=1e-5)
         found, wanted = ([one["eval_loss"] for one in each["evaluations"]] for each in (torchft, laconic))

@@ -118,7 +118,7 @@ def job_unequal(rule: str) -> None:
 @pytest.mark.parametrize("rule", ["v2", "dp"])
 def test_unequal_batches_are_noticed(rule: str) -> None:
     with pytest.raises(RuntimeError, match=r"worker [12] has a batch of [45], but worker [01] one of [45]"):
-        run_ranks(job_unequal, 3, rule, timeout_s=30)
+        run_ranks(job_unequal, 3, rule)
 
 
 class Fails(nn.Module):

@@ -16,6 +16,7 @@ import yaml
 
 from laconic.lab import Lab, RunResult
 from tests.docs.blocks import ROOT, check_job
+from tests.support.launch import PATIENCE_S
 from tests.support.launch_files import FILES, FOLDER, KINDS, SCRIPTS, object_fault, objects, script_fault
 
 pytestmark = pytest.mark.machine
@@ -54,7 +55,7 @@ def launch(lab: Lab, commands: list[list[str]], **env: str) -> RunResult:
     """Run a command on each node, with this environment's programs."""
     path = f"{VENV / 'bin'}:{os.environ['PATH']}"
     given = {"PATH": path, "VENV": str(VENV), "NETWORK": "wire0", "OMP_NUM_THREADS": "1", "RANKS": "1", **env}
-    result = lab.execute(commands, env=given, timeout_s=100, show=False)
+    result = lab.execute(commands, env=given, timeout_s=PATIENCE_S, show=False)
     assert result.exit_code == 0, [node.output for node in result.nodes]
     return result
 
@@ -171,6 +172,8 @@ def test_two_desktops(lab: Lab, tmp_path: Path) -> None:
 def test_two_desktops_without_a_cable_says_so(lab: Lab, tmp_path: Path) -> None:
     program(tmp_path / "ping", "#!/bin/sh\nexit 1\n")
     env = {"NETWORK": "wire0", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    result = lab.execute([["examples/launch/two_desktops.sh", "train", "0"]] * 2, env=env, timeout_s=60, show=False)
+    result = lab.execute(
+        [["examples/launch/two_desktops.sh", "train", "0"]] * 2, env=env, timeout_s=PATIENCE_S, show=False
+    )
     assert result.exit_code == 1
     assert "no frame of 9000 bytes reaches 192.168.77.2 over wire0" in result.nodes[0].output

@@ -40,7 +40,7 @@ def test_the_campaign_sees_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.campaign
 def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
     """Each situation ends with one line and exit code 2, and loses nothing."""
-    assert launch(disk.try_all, disk.SAMPLE, tmp_path, num_ranks=1, timeout_s=100, backend=None) == [[]]
+    assert launch(disk.try_all, disk.SAMPLE, tmp_path, num_ranks=1, backend=None) == [[]]
 
 
 # -- models that are dropped -------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def timeouts() -> list[float]:
 
 @pytest.mark.machine
 def test_all_groups_have_the_timeout_of_the_job() -> None:
-    for found in launch(timeouts, num_ranks=2, timeout_s=90, backend=None):
+    for found in launch(timeouts, num_ranks=2, backend=None):
         assert set(found) == {77.0}
 
 

@@ -42,7 +42,7 @@ def test_gpt_with_laconic_trains_as_with_ddp_and_lightning_trains(tmp_path: Path
     """Each starts its process group itself."""
     files = [str(tmp_path / name) for name in ("ddp.pt", "laconic.pt")]
     ddp, own, lightning = (
-        launch(job_script, *command, num_ranks=2, num_local=1, timeout_s=90, backend=None)[0]
+        launch(job_script, *command, num_ranks=2, num_local=1, backend=None)[0]
         for command in (
             ["train_gpt_ddp.py", "--steps", "3", "--save", files[0]],
             ["train_gpt.py", "--steps", "3", "--save", files[1]],

@@ -9,6 +9,7 @@ import pytest
 
 from laconic.lab import Lab, LabUnavailable, RunResult
 from laconic.lab.worker import FAILURE_FILE, claim_failure
+from tests.support.launch import PATIENCE_S
 
 pytestmark = pytest.mark.machine
 
@@ -40,7 +41,7 @@ else:
 """
 
 
-def python(lab: Lab, code: str, *arguments: str, timeout_s: float = 60.0, **keywords: object) -> RunResult:
+def python(lab: Lab, code: str, *arguments: str, timeout_s: float = PATIENCE_S, **keywords: object) -> RunResult:
     """Run `code` on every node, quietly."""
     commands = [[sys.executable, "-c", code, *arguments]] * lab.nodes
     return lab.execute(commands, timeout_s=timeout_s, show=False, **keywords)  # type: ignore[arg-type]
@@ -112,7 +113,7 @@ def test_a_node_sees_its_own_interface_names_processes_and_variables(lab: Lab, m
 
 def test_output_of_other_nodes_is_prefixed(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:
     code = "import sys; print('to stdout'); print('to stderr', file=sys.stderr)"
-    result = lab.execute([[sys.executable, "-c", code]] * 2, timeout_s=60)
+    result = lab.execute([[sys.executable, "-c", code]] * 2, timeout_s=PATIENCE_S)
     shown = capfd.readouterr()
     assert sorted(shown.out.splitlines()) == ["[node 1] to stdout", "to stdout"]
     assert sorted(shown.err.splitlines()) == ["[node 1] to stderr", "to stderr"]
@@ -126,7 +127,7 @@ def test_one_failing_node_ends_the_others(lab: Lab) -> None:
     assert not result.timed_out
     assert [node.exit_code for node in result.nodes] == [None, 5]
     assert result.exit_code == 5
-    absent = lab.execute([["/no/such/program"]] * 2, timeout_s=60, show=False)
+    absent = lab.execute([["/no/such/program"]] * 2, timeout_s=PATIENCE_S, show=False)
     assert absent.exit_code == 127
     assert "/no/such/program" in absent.nodes[0].output
 

@@ -34,7 +34,7 @@ def report(how: str, wire: str, folder: Path) -> dict[str, object]:
     if how != "root":
         command = [sys.executable, str(Path(__file__).with_name("unprivileged.py")), how, *command]
     done = subprocess.run(
-        command, env=os.environ | {"TMPDIR": str(folder)}, capture_output=True, text=True, timeout=60, check=False
+        command, env=os.environ | {"TMPDIR": str(folder)}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert list(folder.iterdir()) == []
@@ -73,7 +73,7 @@ def test_command_line_refuses_with_one_message(tmp_path: Path) -> None:
     script.write_text("print('not reached')")
     command = [sys.executable, str(Path(__file__).with_name("unprivileged.py")), "nothing"]
     command += [sys.executable, "-m", "laconic.cli", "lab", "--", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("laconic lab: this machine does not let you make an emulated wire (unshare")

@@ -20,6 +20,7 @@ import pytest
 from laconic.lab import Lab
 from laconic.lab import cli as lab_cli
 from tests.lab import traces
+from tests.support.launch import PATIENCE_S
 
 pytestmark = pytest.mark.machine
 
@@ -65,7 +66,7 @@ def test_ranks_of_two_nodes_talk_over_the_wire(script: Path, tmp_path: Path) -> 
     report = tmp_path / "report.json"
     options = f"--nodes 2 --local 2 --rate 500mbit --json {report}".split()
     command = [*LABORATORY, *options, "--", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = sorted(done.stdout.splitlines())
     assert [line.split(";")[0:4] for line in lines] == [
@@ -103,7 +104,7 @@ def test_the_traceback_of_the_first_failing_rank_is_the_one_shown(script: Path, 
     )
     report = tmp_path / "report.json"
     command = [*LABORATORY, "--local", "1", "--json", str(report), "--", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "ChildFailedError" not in done.stderr
     assert done.stderr.count("Traceback (most recent call last)") == 2, "when it happened, and at the end"
@@ -140,7 +141,7 @@ def test_a_rank_that_fails_ends_all(lab: Lab, script: Path, end: str, exit_code:
         "import os, psutil, signal, subprocess, sys, threading, time\n"
         f"if os.environ['RANK'] == '1':\n    {end}\ntime.sleep(600)\n"
     )
-    result = lab.run([str(script)], show=False, timeout_s=100)
+    result = lab.run([str(script)], show=False, timeout_s=PATIENCE_S)
     assert not result.timed_out
     assert result.exit_code == exit_code
     assert result.failure is not None
@@ -168,10 +169,12 @@ def test_a_script_runs_as_it_would_alone(script: Path) -> None:
     )
     script.with_name("neighbour.py").write_text("NAME = 'found'")
     with Lab(nodes=1, wire=False) as lab:
-        result = lab.run([str(script), "--rate", "--", "-m"], show=False, timeout_s=100, env={"OMP_NUM_THREADS": "3"})
+        result = lab.run(
+            [str(script), "--rate", "--", "-m"], show=False, timeout_s=PATIENCE_S, env={"OMP_NUM_THREADS": "3"}
+        )
         assert result.exit_code == 0, result
         assert result.nodes[0].output == "script.py script.py ['--rate', '--', '-m'] True\n[4, 9] found 3\n"
-        module = lab.run(["-m", "json.tool", "--help"], show=False, timeout_s=100)
+        module = lab.run(["-m", "json.tool", "--help"], show=False, timeout_s=PATIENCE_S)
     assert module.exit_code == 0
     assert module.nodes[0].output.startswith("usage: ")
 

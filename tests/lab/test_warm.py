@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from laconic.lab import Lab, RunResult
+from tests.support.launch import PATIENCE_S
 
 pytestmark = pytest.mark.machine
 
@@ -25,7 +26,7 @@ def lab() -> Iterator[Lab]:
 def run(lab: Lab, tmp_path: Path, code: str, *arguments: str, **options: object) -> RunResult:
     script = tmp_path / "script.py"
     script.write_text(code)
-    return lab.run([str(script), *arguments], local=2, timeout_s=60, show=False, **options)  # type: ignore[arg-type]
+    return lab.run([str(script), *arguments], local=2, timeout_s=PATIENCE_S, show=False, **options)  # type: ignore[arg-type]
 
 
 def test_ranks_begin_with_the_modules_and_with_torchruns_variables(lab: Lab, tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_a_run_that_takes_too_long_ends(lab: Lab, tmp_path: Path) -> None:
 
 def test_commands_that_are_no_ranks_start_as_ever(lab: Lab) -> None:
     code = f"import sys; print({_MODULE!r} in sys.modules)"
-    result = lab.execute([[sys.executable, "-c", code]] * 2, timeout_s=60, show=False)
+    result = lab.execute([[sys.executable, "-c", code]] * 2, timeout_s=PATIENCE_S, show=False)
     assert [node.output.strip() for node in result.nodes] == ["False", "False"]
 
 

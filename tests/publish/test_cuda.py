@@ -96,7 +96,7 @@ def follow(placement: dict[str, Any], encoding: Any, folder: Path) -> None:
 
 @pytest.mark.parametrize("encoding", ["gaps", "lossless", "smallest"])
 def test_versions_equal_the_cast_weights(encoding: str, tmp_path: Path) -> None:
-    launch(follow, {"cache": "host"}, encoding, tmp_path, num_ranks=1, backend="nccl", timeout_s=90)
+    launch(follow, {"cache": "host"}, encoding, tmp_path, num_ranks=1, backend="nccl")
 
 
 PLACEMENTS: list[dict[str, Any]] = [
@@ -143,7 +143,7 @@ def overwrite_at_once(folder: Path) -> list[int]:
 
 
 def test_steps_that_follow_at_once_change_no_version(tmp_path: Path) -> None:
-    assert launch(overwrite_at_once, tmp_path, num_ranks=1, backend="nccl", timeout_s=90) == [[]]
+    assert launch(overwrite_at_once, tmp_path, num_ranks=1, backend="nccl") == [[]]
 
 
 # -- device memory -----------------------------------------------------------------------------------------------------

@@ -215,7 +215,7 @@ def walk(model: Any, optimizer: torch.optim.Optimizer, *, steps: int) -> Iterato
 @pytest.mark.parametrize(
     ("world", "local", "steps"), [(2, 1, 7), pytest.param(4, 2, 500, marks=pytest.mark.campaign(seconds=200))]
 )
-@on_ranks("world", local="local", timeout_s=500)
+@on_ranks("world", local="local")
 def test_whatever_happens_between_steps_the_bits_are_the_same(steps: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # an edit is as good as a step: nothing warns of it

@@ -70,9 +70,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     """Four ranks, each a node, run the jobs of RUNS, and again from the middle."""
     folder = tmp_path_factory.mktemp("runs")
     configs = [island_job(folder, name) for name in RUNS]
-    return folder, dict(
-        zip(RUNS, run_ranks(train_and_resume, 4, configs, KEPT_AT, local=1, timeout_s=280)[0], strict=True)
-    )
+    return folder, dict(zip(RUNS, run_ranks(train_and_resume, 4, configs, KEPT_AT, local=1)[0], strict=True))
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -185,7 +183,7 @@ def test_any_islands_go_on_from_the_agreed_parameters(runs: tuple[Path, dict[str
         "8 bits, other slices": (blocks, {"islands": 4, "slices": 4}),
     }
     configs = [changed(config, tmp_path / str(i), **sync) for i, (config, sync) in enumerate(cases.values())]
-    by_rank = run_ranks(look_all, 4, configs, local=1, timeout_s=280)
+    by_rank = run_ranks(look_all, 4, configs, local=1)
     printed = [found["printed"].splitlines()[-1] for found in by_rank[0]]
     for number, name in enumerate(cases):
         for rank in range(4):

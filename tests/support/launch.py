@@ -63,6 +63,8 @@ PRELOADED = (
     *_modules_of("laconic", without=["laconic.integrations.lightning"]),  # Lightning takes longer than all of laconic
 )
 """The modules that the fork server imports; it passes over those that are not installed."""
+PATIENCE_S = 600.0
+"""The limit of what hangs. It measures nothing: others may have the machine, for however long."""
 _NOT_CONNECTED = "connectFullMesh failed"
 """What Gloo says of ranks that could not connect to each other."""
 _EXIT_S = 5.0  # the time for a rank to end after it has sent its result
@@ -91,7 +93,7 @@ def launch(
     *args: Any,
     num_ranks: int,
     num_local: int | None = None,
-    timeout_s: float,
+    timeout_s: float = PATIENCE_S,
     backend: str | None = "gloo",
     preloaded: Sequence[str] = PRELOADED,
 ) -> list[Any]:
@@ -160,7 +162,7 @@ def _launch(
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, local: int | None = None, timeout_s: float = 90
+    function: Callable[..., Any], world_size: int, *args: Any, local: int | None = None, timeout_s: float = PATIENCE_S
 ) -> list[Any]:
     """Run `function(*args)` on `world_size` ranks with Gloo, `local` on each node.
 
@@ -174,7 +176,7 @@ def run_ranks(
 
 
 def on_ranks(
-    world_size: int | str, *, local: int | str | None = None, timeout_s: float = 90
+    world_size: int | str, *, local: int | str | None = None, timeout_s: float = PATIENCE_S
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test as `run_ranks` does: its body is what each rank does, with the test's arguments.
 

@@ -30,7 +30,7 @@ OBJECTS = ("kubeflow.yaml", "jobset.yaml")
 def script_fault(name: str) -> str:
     """What bash and ShellCheck say about a script; "" if nothing."""
     for command in (["bash", "-n"], [str(Path(sys.executable).with_name("shellcheck"))]):
-        done = subprocess.run([*command, FOLDER / name], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run([*command, FOLDER / name], capture_output=True, text=True, check=False)
         if done.returncode or done.stdout or done.stderr:
             return f"{command[0]}: {done.returncode} {done.stdout}{done.stderr}"
     return ""

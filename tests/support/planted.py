@@ -19,6 +19,7 @@ from laconic.doctor import cli, facts, probes
 from laconic.lab import Lab, linux
 from laconic.lab.wire import INTERFACE, token_bucket
 from laconic.plan.measure import Effort
+from tests.support.launch import PATIENCE_S
 
 SLOW_BITS_PER_S = 10e6
 _ROOT, _IPC_LOCK, _CAPABILITY_VERSION = 0xFFFFFFFF, 14, 0x20080522
@@ -99,7 +100,7 @@ def open_lab() -> Iterator[Lab]:
 
 def examine(lab: Lab, folder: Path, *faults: str) -> tuple[int, str, list[str]]:
     """Plant the faults for one run of the doctor: exit code, output of rank 0, kinds of findings."""
-    result = lab.run(["-m", "tests.support.planted", str(folder), ",".join(faults)], show=False, timeout_s=90)
+    result = lab.run(["-m", "tests.support.planted", str(folder), ",".join(faults)], show=False, timeout_s=PATIENCE_S)
     said = result.nodes[0].output
     assert not result.timed_out, said
     return result.exit_code, said, re.findall(r"^(?:error|warning) +([a-z-]+): ", said, re.M)
