@@ -181,6 +181,7 @@ class SavedWeights:
             hooks.__enter__()
             self._open.append((module, hooks))
 
+    @_compat.outside_compilation
     def leave(self, module: nn.Module, *_: Any) -> None:
         """End to pack: the forward of `module` is over."""
         if self._open and self._open[-1][0] is module:
