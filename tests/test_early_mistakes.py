@@ -8,6 +8,7 @@ import pytest
 
 import laconic
 from tests.faults.wrong_key import MISTAKES, Mistake, problem_of
+from tests.support.published import published
 
 pytestmark = pytest.mark.machine
 
@@ -39,6 +40,16 @@ def test_module_for_torchrun_tells_the_same(tmp_path: Path) -> None:
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert "tyro" in imported
     assert imported.isdisjoint(_HEAVY)
+
+
+def test_published_versions_are_read_with_torch_alone(tmp_path: Path) -> None:
+    extra = ["tomli_w", "tyro", "rich", "transformers", "datasets", "safetensors", "numba", "peft", "accelerate"]
+    published(tmp_path / "versions", num_versions=2)
+    for action in ("watch --once {}", "verify {}", "squash {} {}/out"):
+        words = ["publish", *action.replace("{}", str(tmp_path / "versions")).split()]
+        script = f"import sys; sys.modules.update(dict.fromkeys({extra})); import laconic.cli; sys.exit(laconic.cli.main({words}))"
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, ""), action
 
 
 def test_import_of_laconic_imports_nothing_and_has_every_name() -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
 from laconic.config import sections
@@ -122,6 +121,8 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def to_toml(config: Config) -> str:
     """The effective configuration as TOML, from which `load` makes an equal object."""
+    import tomli_w  # of the extra `train`: those who read versions have torch alone
+
     return tomli_w.dumps(_without_none(to_dict(config)))
 
 
