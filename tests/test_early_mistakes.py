@@ -47,7 +47,8 @@ def test_published_versions_are_read_with_torch_alone(tmp_path: Path) -> None:
     published(tmp_path / "versions", num_versions=2)
     for action in ("watch --once {}", "verify {}", "squash {} {}/out"):
         words = ["publish", *action.replace("{}", str(tmp_path / "versions")).split()]
-        script = f"import sys; sys.modules.update(dict.fromkeys({extra})); import laconic.cli; sys.exit(laconic.cli.main({words}))"
+        script = f"import sys; sys.modules.update(dict.fromkeys({extra})); from laconic.cli import main"
+        script += f"; sys.exit(main({words}))"
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, ""), action
 
