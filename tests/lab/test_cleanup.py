@@ -6,6 +6,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,8 @@ import os, signal, subprocess, sys, time
 daemon = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", daemon], start_new_session=True)
 print("ready", os.stat("/proc/self/ns/net").st_ino, flush=True)
+while not os.path.exists(os.environ["LACONIC_TEST_GO"]):
+    time.sleep(0.01)
 time.sleep(600 if sys.argv[1] == "wait" else 0)
 sys.exit(int(sys.argv[1]) if sys.argv[1] != "wait" else 0)
 """
@@ -62,31 +65,41 @@ class RunningLab:
 
     def remains(self) -> dict[str, object]:
         """Return the processes, namespaces and files of the lab that still exist; empty if none does."""
-        # one that is gone stays so: the kernel gives its number to a namespace of another lab
-        self.namespaces = [inode for inode in self.namespaces if traces.network_namespace_is_held(inode)]
         found = {
             "processes": traces.processes_with_marker(self.marker),
-            "namespaces": self.namespaces,
+            "namespaces": [inode for inode in self.namespaces if traces.network_namespace_is_held(inode)],
             "files": list(self.folder.iterdir()),
         }
         return {kind: things for kind, things in found.items() if things}
 
 
 class Starter:
-    """A starter of labs. Their files are in one folder, and a marker in the environment marks their processes."""
+    """A starter of labs. Their files are in one folder, and a marker in the environment marks their processes.
+
+    It holds the namespaces of their nodes, or the kernel would give the number of one that is gone to another lab's.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder = folder / "of labs"
+        self.folder.mkdir()
         self.marker = uuid.uuid4().hex
+        self.held: list[int] = []
+        self._go = folder / "go"
 
     def __call__(self, mode: str, wire: str = "wire") -> RunningLab:
-        env = os.environ | {"TMPDIR": str(self.folder), traces.MARKER: self.marker}
+        self._go.unlink(missing_ok=True)
+        env = os.environ | {"TMPDIR": str(self.folder), traces.MARKER: self.marker, "LACONIC_TEST_GO": str(self._go)}
         package = str(Path(__file__).parents[2] / "src/laconic")
         command = [sys.executable, "-c", _LAB, package, _NODE, wire, mode]
         process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         keeper = int(process.stdout.readline().split()[1])
         namespaces = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
+        for pid in traces.processes_with_marker(self.marker):
+            with suppress(FileNotFoundError):  # it has ended since
+                self.held.append(os.open(f"/proc/{pid}/ns/net", os.O_RDONLY))
+        assert {os.fstat(each).st_ino for each in self.held} >= {*namespaces}
+        self._go.touch()
         lab = RunningLab(process, self.marker, self.folder, keeper, namespaces if wire == "wire" else [])
         if mode == "wait":  # until the lab, its keeper and two processes on each of two nodes run
             assert traces.wait_until(lambda: len(traces.processes_with_marker(self.marker)) >= 6), lab.remains()
@@ -99,6 +112,8 @@ def start(tmp_path: Path) -> Iterator[Starter]:
     yield starter
     for pid in traces.processes_with_marker(starter.marker):  # a test that failed may leave some
         os.kill(pid, signal.SIGKILL)
+    for descriptor in starter.held:
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize("wire", ["wire", "no-wire"])

@@ -35,9 +35,11 @@ def processes_with_marker(marker: str) -> set[int]:
 
 
 def network_namespace_is_held(inode: int) -> bool:
-    """Return whether some process is in the namespace, holds its descriptor, or has it mounted."""
+    """Return whether some other process is in the namespace, holds its descriptor, or has it mounted."""
     name = f"net:[{inode}]"
     for process in _processes():
+        if int(process.name) == os.getpid():
+            continue
         try:
             links = [process / "ns/net", *(process / "fd").iterdir()]
             if name in (process / "mountinfo").read_text():
