@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -100,8 +100,8 @@ def train(model: Any, loss_of: Callable[[Any, int], Tensor]) -> None:
         optimizer.zero_grad()
 
 
-def check(layer: str, policies: dict[str, Any]) -> None:
-    for loss_of in LOSSES:
+def check(layer: str, losses: Sequence[Callable[[Any, int], Tensor]], policies: dict[str, Any]) -> None:
+    for loss_of in losses:
         plain, model = build_keeping(layer), build_keeping(layer)
         shard(model, **policies)
         for each in (plain, model):
@@ -113,7 +113,7 @@ def check(layer: str, policies: dict[str, Any]) -> None:
 @pytest.mark.parametrize("layer", LAYERS)
 @on_ranks(2, local=1)
 def test_losses_past_the_outputs_train_as_in_plain_torch(layer: str) -> None:
-    check(layer, {"cache": "host"})
+    check(layer, LOSSES if layer == "linear" else [loss_of_features_at_times], {"cache": "host"})
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_losses_past_the_outputs_train_as_in_plain_torch(layer: str) -> None:
 )
 @on_ranks(3, local=3)
 def test_losses_past_the_outputs_under_each_placement(policies: dict[str, Any]) -> None:
-    check("layer norm", policies)
+    check("layer norm", [loss_of_features_at_times], policies)
 
 
 class Failing(Keeping):
