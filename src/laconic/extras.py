@@ -22,7 +22,7 @@ def how_to_install(extra: str, *, environment: str = "", of_contestants: bool = 
 def run(command: str, place: str, arguments: Sequence[str]) -> int:
     """Import and run the command called `command` at "module:function", and return its exit code.
 
-    A package that is missing is told in a line, with exit code 2.
+    If a package is missing, print a line that names it and its remedy, and return 2.
     """
     module, _, function = place.partition(":")
     try:

@@ -285,7 +285,7 @@ HEADS = (
     "Content-Length: -1",
     "X: " + "y" * 70_000, "\r\n".join(f"X{number}: y" for number in range(120)),
 )  # fmt: skip
-"""What follows the first lines of a head, and makes it one of two requests, or of none."""
+"""Headers that two parsers may read in two ways, or that are no headers."""
 LINES = (
     "GET", "GET /versions", "GET /versions HTTP/1.1 x", "get /versions HTTP/1.1", "GET  /versions HTTP/1.1", "\x00",
     "GET /vers ions HTTP/1.1", "GET /\xe9 HTTP/1.1", "GET /versions HTTP/11", "GET /versions\x0bHTTP/1.1", "",

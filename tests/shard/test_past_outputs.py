@@ -16,7 +16,7 @@ from tests.support.sharded_net import Net, build, full_parameters, inputs, shard
 
 
 class Scale(nn.Module):
-    """A product that saves the parameter itself, not a view of it."""
+    """A layer whose product saves the parameter itself. A linear layer saves a view."""
 
     def __init__(self, d: int) -> None:
         super().__init__()

@@ -42,12 +42,12 @@ class TimedReads(io.RawIOBase):
         self._deadline_s: float | None = None
 
     def begin(self, *, waits: bool) -> None:
-        """From now on, what comes must come within the patience; if it `waits`, from the first byte on."""
+        """Begin a head, which must arrive within the patience. With `waits`, that time begins with its first byte."""
         self._is_timed = self._patience_s is not None
         self._deadline_s = None if waits else self._after_patience()
 
     def end(self) -> None:
-        """What comes now has the patience for each piece."""
+        """End the head: each later read may take the patience again."""
         self._is_timed = False
 
     def readable(self) -> bool:
@@ -151,5 +151,5 @@ def read_head(request: bytes, file: io.BufferedIOBase) -> bytes:
 
 
 def printable(text: str) -> str:
-    """What another machine has said, as one line of a message: without control characters, and not long."""
+    """Return the text of another machine as one short line, without control characters, for a message."""
     return " ".join("".join(each if each.isprintable() else " " for each in text).split())[:200]

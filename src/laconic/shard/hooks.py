@@ -165,18 +165,19 @@ class SavedWeights:
         """Look at the forwards of `modules`. `gather` gathers the unit if it rests, and returns whether it did."""
         self._gather = gather
         self._num_left = self._NUM_FORWARDS * len(modules)
+        self._is_needed = False
         self._open: list[tuple[nn.Module, Any]] = []
         # the hooks run also after a forward that raised
         self._leaving = [module.register_forward_hook(self.leave, always_call=True) for module in modules]
 
     def enter(self, module: nn.Module, weights: Callable[[], Sequence[Tensor]]) -> None:
         """Begin to pack, in a forward of `module` that has a graph; `weights` are the unit's gathered parameters."""
-        if not self._num_left:
+        if not self._num_left and not self._is_needed:
             for handle in self._leaving:
                 handle.remove()
             self._leaving.clear()
         elif _compat.may_pack_saved_tensors(_Packer):
-            self._num_left -= 1
+            self._num_left = max(0, self._num_left - 1)
             hooks = torch.autograd.graph.saved_tensors_hooks(_Packer(self, weights()), _unpack)
             hooks.__enter__()
             self._open.append((module, hooks))
@@ -189,8 +190,7 @@ class SavedWeights:
 
     def gather(self) -> None:
         """Gather the unit, whose weights backward is about to use."""
-        if self._gather():
-            self._num_left = -1  # always
+        self._is_needed |= self._gather()
 
 
 class _Packer:
