@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rehearse.device_lines import _ATTRIBUTES, _RETURNS, LIBRARY, DevicePlace, device_places
+from tests.rehearse.device_lines import _ATTRIBUTES, _RETURNS, LIBRARY, ROOMS, DevicePlace, device_places
 from tests.rehearse.passed import REASONS, Watch, not_passed, passed, told, watched_tests
 
 LEAST_SHARE = 0.98
@@ -115,6 +115,13 @@ def test_the_branches_that_a_cpu_does_not_take_are_found(tmp_path: Path) -> None
 def test_facts_are_of_names_that_the_library_has() -> None:
     text = "\n".join(path.read_text("utf-8") for path in LIBRARY.rglob("*.py"))
     assert [name for name in (*_ATTRIBUTES, *_RETURNS) if not re.search(rf"\b{name}\b", text)] == []
+
+
+def test_a_private_attribute_with_a_fact_belongs_to_one_file() -> None:
+    """Another file's attribute of that name would be read as if it had the fact. One is the same in two files."""
+    code = [path.read_text("utf-8") for room in ROOMS for path in (LIBRARY / room).rglob("*.py")]
+    for name in (name for name in _ATTRIBUTES if name.startswith("_") and name != "_host_waits"):
+        assert sum(bool(re.search(rf"self\.{name}(: [^=\n]+)? = ", text)) for text in code) <= 1, name
 
 
 RUN = """

@@ -168,14 +168,14 @@ class SavedWeights:
         self._is_needed = False
         self._open: list[tuple[nn.Module, Any]] = []
         # the hooks run also after a forward that raised
-        self._leaving = [module.register_forward_hook(self.leave, always_call=True) for module in modules]
+        self._leave_hooks = [module.register_forward_hook(self.leave, always_call=True) for module in modules]
 
     def enter(self, module: nn.Module, weights: Callable[[], Sequence[Tensor]]) -> None:
         """Begin to pack, in a forward of `module` that has a graph; `weights` are the unit's gathered parameters."""
         if not self._num_left and not self._is_needed:
-            for handle in self._leaving:
+            for handle in self._leave_hooks:
                 handle.remove()
-            self._leaving.clear()
+            self._leave_hooks.clear()
         elif _compat.may_pack_saved_tensors(_Packer):
             self._num_left = max(0, self._num_left - 1)
             hooks = torch.autograd.graph.saved_tensors_hooks(_Packer(self, weights()), _unpack)
