@@ -44,7 +44,7 @@ def taken_bytes(unit: UnitUse, placement: Placement) -> tuple[int, int]:
         device += bucket.node_bytes if placement.weights == "device" else 0
         device += bucket.whole_bytes if placement.weights == "rank" else 0
         host += bucket.node_bytes if placement.weights == "host" else 0
-        device += bucket.gradient_bytes - bucket.node_gradient_bytes if placement.gradients == "rank" else 0
+        device += bucket.waiting_bytes if placement.gradients == "rank" else 0
     return device, host
 
 

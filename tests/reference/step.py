@@ -1,8 +1,8 @@
 """The oracle of `fully_shard`: a training step over N x L ranks, in one process.
 
 Weights are rounded to the compute dtype; every rank's gradient is rounded to the reduce dtype; gradients are summed
-over a node's ranks for each micro-batch, then over micro-batches, then over nodes, and divided once by the number of
-ranks. AdamW acts on the whole model. Nothing is sharded, cached or overlapped.
+over a node's ranks for each micro-batch, then over micro-batches in float32 at least, rounded again, summed over nodes,
+and divided once by the number of ranks. AdamW acts on the whole model. Nothing is sharded, cached or overlapped.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ class Oracle:
             for node, total in enumerate(nodes):
                 ranks = range(node * self.num_local, (node + 1) * self.num_local)
                 for name, value in _sum([self._rounded(results[rank][1]) for rank in ranks]).items():
-                    total[name] = total[name] + value if name in total else value
-        averaged = {name: value / (self.num_nodes * self.num_local) for name, value in _sum(nodes).items()}
+                    total[name] = total[name] + value if name in total else _wide(value)
+        rounded = [self._rounded(total) for total in nodes]
+        averaged = {name: value / (self.num_nodes * self.num_local) for name, value in _sum(rounded).items()}
         masters = self.parameters()
         return losses, {name: value.to(masters[name].dtype) for name, value in averaged.items()}
 
@@ -87,6 +88,10 @@ class Oracle:
             with torch.no_grad():
                 parameter = self.parameters()[name]
                 parameter.copy_(parameter * (1 - lr * 0.01) - lr * m_hat / (v_hat.sqrt() + eps))
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def _sum(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -39,6 +39,7 @@ def _bucket(nbytes: int = 1200, *, nodes: int = 2, local: int = 2, is_frozen: bo
         crossing_bytes=(nodes - 1) * node_bytes // nodes,
         gradient_bytes=0 if is_frozen else nbytes,
         node_gradient_bytes=0 if is_frozen else node_bytes,
+        waiting_bytes=0 if is_frozen else nbytes - node_bytes,
     )
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import laconic
 from tests.support.launch import on_ranks
 from tests.support.scenario import Scenario, assert_equals_oracle, assert_same_bits
-from tests.support.sharded_net import accumulate, buckets, build, gather_bytes, set_divide_factors
+from tests.support.sharded_net import buckets, build, gather_bytes, set_divide_factors
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -80,16 +80,28 @@ def test_gradients_are_summed_in_the_reduce_dtype(
     assert float(model.w.grad.full_tensor()[0]) == total
 
 
-@pytest.mark.parametrize("local", [1, 2])
-@on_ranks(2, local="local")
-def test_micro_batches_are_summed_in_the_reduce_dtype(local: int) -> None:
-    """Micro-batches add up in the reduce dtype too, not in the compute dtype."""
-    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
-    model: Any = laconic.fully_shard(Weighted(), mesh=laconic.init_mesh("cpu"), mp_policy=policy)
+@pytest.mark.parametrize(
+    "mesh", [{"nodes": 2, "local": 1}, {"nodes": 1, "local": 2}, {"islands": 2, "nodes": 1, "local": 1}], ids=str
+)
+@pytest.mark.parametrize("gradients", ["node", "rank"])
+@pytest.mark.parametrize("reduce_dtype", [FP32, BF16, torch.float16], ids=str)
+@on_ranks(2, local=1)
+def test_micro_batches_are_summed_in_float32(reduce_dtype: torch.dtype, gradients: Any, mesh: dict[str, int]) -> None:
+    """A sum is cast to the reduce dtype once, when it is sent on."""
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype)
+    cluster = laconic.init_mesh("cpu", **mesh)
+    model: Any = laconic.fully_shard(
+        Weighted(), mesh=cluster, mp_policy=policy, cache=laconic.Cache(gradients=gradients)
+    )
     set_divide_factors(model, 1.0)
-    inputs = [[torch.full((4,), value)] * 2 for value in (256.0, 1.0, 1.0, 1.0)]
-    accumulate(model, inputs, lambda net, x: net(x))
-    assert float(model.w.grad.full_tensor()[0]) == 518.0
+    for step in range(2):
+        for number in range(64):
+            model.set_requires_all_reduce(number == 63)
+            model.set_requires_gradient_sync(number >= (63 if step else 61))  # sums of an island wait, too
+            model(torch.full((4,), 255.0 if number == 0 else 1.0)).backward()
+        one = torch.tensor(255.0 + 63).to(reduce_dtype)
+        assert float(model.w.grad.full_tensor()[0]) == float(one + one), step
+        model.zero_grad()
 
 
 class Probe(nn.Module):

@@ -163,6 +163,11 @@ class Bucket:
         """The dtype in which gradients are reduced."""
         return self._precision.reduce_dtype or self.compute_dtype
 
+    @property
+    def waiting_dtype(self) -> torch.dtype:
+        """The dtype of sums that wait for a later backward: [Note: Gradients that wait] in shard/reduce.py."""
+        return torch.promote_types(self.reduce_dtype, torch.float32)
+
     def part(self, buffer: Tensor, index: int) -> Tensor:
         """The elements of parameter `index` in a buffer: flat, possibly empty, a view.
 

@@ -158,7 +158,10 @@ class BucketGather:
         Collective as `Form.dtype` is.
         """
         bucket, itemsize = self.bucket, self.bucket.form.dtype.itemsize
-        gradient_itemsize = 0 if bucket.is_frozen else bucket.reduce_dtype.itemsize
+        is_frozen = bucket.is_frozen
+        gradient_itemsize, waiting_itemsize = (
+            0 if is_frozen else dtype.itemsize for dtype in (bucket.reduce_dtype, bucket.waiting_dtype)
+        )
         most_sums = max(bucket.numels_on("local") or [bucket.layout.numel // bucket.cluster.num_local])
         smallest = min(map(bucket.layout.size, range(bucket.layout.num_shards)))
         return BucketUse(
@@ -167,6 +170,7 @@ class BucketGather:
             crossing_bytes=self.crossing.most_bytes,
             gradient_bytes=bucket.layout.numel * gradient_itemsize,
             node_gradient_bytes=most_sums * gradient_itemsize,
+            waiting_bytes=(bucket.layout.numel - most_sums) * waiting_itemsize,
             dropped_bytes=smallest * bucket.dtype.itemsize if bucket.stored.may_drop else 0,
         )
 

@@ -84,6 +84,8 @@ class BucketUse:
     """Of whole gradients; 0 if the bucket is frozen."""
     node_gradient_bytes: int
     """Of sums of the node."""
+    waiting_bytes: int = 0
+    """Of gradients that wait whole, beyond what waiting sums of the node take."""
     dropped_bytes: int = 0
     """Of this rank's shard, if it goes while its copy rests elsewhere, as a frozen one does."""
 
@@ -262,8 +264,8 @@ def _resting(unit: UnitUse, rests: Where) -> Saving:
 def _waiting(unit: UnitUse, waits: SumsWhere, speeds: Speeds) -> Saving:
     if waits == "node":
         return Saving(0.0, 0, 0)
-    more_bytes = [bucket.gradient_bytes - bucket.node_gradient_bytes for bucket in unit.buckets]
-    return Saving(unit.num_early_sums * sum(map(speeds.local.seconds, more_bytes)), sum(more_bytes), 0)
+    seconds = sum(speeds.local.seconds(bucket.gradient_bytes - bucket.node_gradient_bytes) for bucket in unit.buckets)
+    return Saving(unit.num_early_sums * seconds, sum(bucket.waiting_bytes for bucket in unit.buckets), 0)
 
 
 # -- the knapsack ------------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class Cache(Policy):
     gradients: SumsWhere = option("node", key="cache_gradients")
     """Where sums of gradients wait between the micro-batches of a step. `node` sums each micro-batch's inside the node,
     and keeps 1 / L of them with L local ranks. `rank` keeps them whole and sums once, in the last micro-batch, as DDP's
-    `no_sync` does."""
+    `no_sync` does. Either way they are added up in float32, or in a wider reduce dtype."""
     device_bytes: Size | None = None
     """For `auto` only: the bytes of device memory on each rank that a step may take more than one in which nothing
     rests. Default: those that are free after the first step, but for 1 / 16 of the device's memory."""

@@ -4,6 +4,11 @@ The sum inside the node runs in every micro-batch, the sum across nodes once per
 one node shard of partial sums. Sums are in the reduce dtype and are divided once, at the end. Islands are the replicas
 of HSDP: the sum of a shard over the islands follows, unless `LocalSteps` trains the islands on their own.
 
+[Note: Gradients that wait]
+What waits for a later backward is added up in float32 at least, and cast to the reduce dtype once, when it is sent on:
+in bfloat16 a sum of 256 takes no further 1. FSDP2 adds it up in the reduce dtype. A first bucket is written in that
+one, because the engine learns at the end of a backward that the gradients wait.
+
 [Note: Gradients that wait whole]
 With `Cache(gradients="rank")` no sum runs before the last micro-batch: the bucket's buffer stays, and the gradients of
 the next backward are added where they are, as under DDP's `no_sync`. That saves the sums inside the node of all
@@ -116,7 +121,9 @@ class BucketGradients:
 
     def accepts(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> bool:
         """See `GradientSink.accepts`."""
-        return is_gradient(shape, self.bucket.layout.slots[index].shape) and dtype == self.bucket.reduce_dtype
+        buffer = self._full or self.waiting.get("local")
+        taken = buffer.memory.dtype if buffer is not None else self.bucket.reduce_dtype
+        return is_gradient(shape, self.bucket.layout.slots[index].shape) and dtype == taken
 
     def add_product(self, index: int, left: Tensor, right: Tensor) -> None:
         """See `GradientSink.add_product`, and [Note: Gradients written in place] in shard/linear.py."""
@@ -160,9 +167,17 @@ class BucketGradients:
 
     def keep_whole(self) -> None:
         """Let the gradients wait for those of the next backward: [Note: Gradients that wait whole]."""
-        self.waiting["local"] = self._allocate()
+        self.waiting["local"] = self.in_dtype(self._allocate(), self.bucket.waiting_dtype)
         self.used.add(self._written)
         self._full, self._written, self._written_before = None, set(), self._written
+
+    def in_dtype(self, sums: Held[Tensor], dtype: torch.dtype) -> Held[Tensor]:
+        """Cast sums that wait, or that are sent on: [Note: Gradients that wait]."""
+        if sums.memory.dtype == dtype:
+            return sums
+        cast = Held(sums.memory.to(dtype), self.bucket.ledger)
+        sums.free()
+        return cast
 
     def take_unreduced(self) -> Held[Tensor]:
         """Hand over the gradients, (L * N * C,). The caller frees them: [Note: Gradients that do not come]."""
@@ -174,7 +189,7 @@ class BucketGradients:
                 self._view(index).zero_()
         self._full = None
         self._written.clear()
-        return full
+        return self.in_dtype(full, self.bucket.reduce_dtype)
 
     def show_unreduced(self, probe: Callable[[Bucket, Tensor], None]) -> None:
         """Give the gradients, (L * N * C,), to `probe` in place of their reduction, and free them."""
@@ -394,9 +409,12 @@ class Reduction:
             total.memory.add_(fresh)
         elif fresh is not None:
             total = Held(fresh, self.gradients.bucket.ledger)
-        if goes_on or total is None:
-            return total
-        self.gradients.waiting[level] = total
+        if total is None:
+            return None
+        bucket = self.gradients.bucket
+        if goes_on:
+            return self.gradients.in_dtype(total, bucket.reduce_dtype)
+        self.gradients.waiting[level] = self.gradients.in_dtype(total, bucket.waiting_dtype)
         return None
 
     def _drop_cleared(self, shard: Tensor) -> None:
