@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -93,6 +94,25 @@ def test_ranks_must_begin_with_equal_weights(broadcast: bool, islands: int) -> N
     else:
         with pytest.raises(ValueError, match=r"different weights: rank 1 .*, as of .*manual_seed.*broadcast=True"):
             model(BATCH)
+
+
+@on_ranks(3, local=1)
+def test_a_broadcast_over_weights_of_each_rank_is_told_where_others_are_equal() -> None:
+    def sharded(seeds: Sequence[int]) -> str:
+        model: Any = sharded_net.build(lambda: sharded_net.Net(2))
+        for block, seed in zip(model.blocks, seeds, strict=True):
+            torch.manual_seed(seed)
+            torch.nn.init.normal_(block.up.weight)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            laconic.fully_shard(model, broadcast=True)
+        return " ".join(str(each.message) for each in told)
+
+    own, is_first = dist.get_rank(), dist.get_rank() == 0
+    message = sharded((0, own))
+    assert ("1 parameters that differ between ranks, such as blocks.1.up.weight" in message) == is_first
+    assert ("give these in ignored_params" in message) == is_first
+    assert sharded((0, 1)) == ""  # all are equal
 
 
 @on_ranks(2, local=1)

@@ -15,6 +15,7 @@ from laconic.guard.traps import (
     refuse_unequal_weights,
     take_loaded_values,
     take_values_and_warn,
+    warn_of_overwritten_values,
 )
 from laconic.shard.bucket import Bucket, ManagedParameter
 from laconic.shard.gather import UnitGather
@@ -48,6 +49,7 @@ class Guard(Inspection):
             RanksDifferError: ranks give other parameters.
         """
         compare_broadcast(module, managed)
+        warn_of_overwritten_values(managed)
 
     @classmethod
     def cut(cls, bucket: Bucket, whole: Sequence[Tensor]) -> None:

@@ -38,7 +38,7 @@ from laconic.comm.agreement import RankGroup
 from laconic.errors import RanksDifferError
 from laconic.guard.checksum import digest_of
 from laconic.ragged.tensor import RaggedTensor
-from laconic.shard.bucket import HOME, Bucket
+from laconic.shard.bucket import HOME, Bucket, ManagedParameter
 from laconic.shard.unit import Origin, is_left_alone, unit_of, units_below
 
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
@@ -176,6 +176,35 @@ def refuse_unequal_weights(buckets: Sequence[Bucket]) -> None:
                     "mixture of them. Build the model from one seed on all ranks (torch.manual_seed), load a state "
                     "dict, or call fully_shard(..., broadcast=True)"
                 )
+
+
+def warn_of_overwritten_values(managed: Sequence[ManagedParameter]) -> None:
+    """Name the parameters that are about to lose what this rank has, where others are equal on all ranks. Collective.
+
+    Weights that came from one checkpoint are equal; those that differ beside them are either new ones, drawn by each
+    rank, or experts of its own. What is drawn differs everywhere but in constants, which say nothing.
+    """
+    for cluster in dict.fromkeys(item.cluster for item in managed):
+        if cluster.all_flag_group is None:  # one rank
+            continue
+        members = [item for item in managed if item.cluster is cluster]
+        by_rank = RankGroup(cluster.all_flag_group).gather([digest_of([item.local]) for item in members])
+        are_equal = [len(set(digests)) == 1 for digests in zip(*by_rank, strict=True)]
+        differing = [item.name for item, is_equal in zip(members, are_equal, strict=True) if not is_equal]
+        equal = [item for item, is_equal in zip(members, are_equal, strict=True) if is_equal]
+        is_first = dist.get_rank(cluster.all_flag_group) == 0
+        if differing and is_first and not all(_is_constant(item.local) for item in equal):
+            warnings.warn(
+                f"broadcast=True gives all ranks the first rank's values of {len(differing)} parameters that differ "
+                f"between ranks, such as {differing[0]}; {len(equal)} others are equal. If ranks hold parts of their "
+                "own, such as experts, give these in ignored_params, or as DTensors on a mesh of their own",
+                stacklevel=2,
+            )
+
+
+def _is_constant(value: Tensor) -> bool:
+    flat = value.detach().reshape(-1)
+    return value.is_meta or bool((flat == flat[:1]).all())
 
 
 def check_unwrapped(module: nn.Module) -> None:
