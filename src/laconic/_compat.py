@@ -305,6 +305,11 @@ def outside_compilation(function: _F) -> _F:
     return cast(_F, torch._disable_dynamo(function))
 
 
+def is_dynamo_tracing() -> bool:
+    """True while torch.compile traces a function, also in code that it runs to look at a value."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
 def is_transforming() -> bool:
     """True if torch.compile traces or a torch.func transform runs; neither can look into an autograd function."""
     return torch.compiler.is_compiling() or in_transform()

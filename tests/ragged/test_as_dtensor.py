@@ -93,3 +93,14 @@ def test_operands_averages_and_flattening_as_of_a_dtensor() -> None:
         inner = {name: getattr(parameter, name) for name in names}
         again = RaggedTensor.__tensor_unflatten__(inner, context, parameter.shape, parameter.stride())
         assert torch.equal(again.full_tensor(), value)
+
+
+@on_ranks(1)
+def test_a_compiled_step_is_refused_by_name() -> None:
+    model, _ = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model:
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(Exception, match="Call the optimizer's step, and other code on sharded parameters, uncompiled"):
+        torch.compile(optimizer.step, backend="eager")()
+    optimizer.step()

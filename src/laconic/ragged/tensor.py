@@ -360,6 +360,17 @@ class RaggedTensor(BoxedTensor, _compat.SelfDispatchedDTensor):
         return held
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[RaggedSpec, bool]]:
+        """Give torch the inner tensor.
+
+        Raises:
+            NotImplementedError: torch.compile traces code that uses the tensor.
+        """
+        if _compat.is_dynamo_tracing():
+            raise NotImplementedError(
+                "torch.compile cannot trace a RaggedTensor, of which this rank holds only a part. Call the optimizer's "
+                "step, and other code on sharded parameters, uncompiled; compile the model, or each block before "
+                "fully_shard"
+            )
         return ["_local_tensor"], (self.spec, self.requires_grad)
 
     @staticmethod
