@@ -320,6 +320,11 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_of_transform(tensor: Tensor) -> bool:
+    """True if a torch.func transform has wrapped the tensor."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
 def outside_transforms() -> AbstractContextManager[Any]:
     """Run the body outside of torch.func transforms: tensors made in one are wrappers without a storage."""
     if not in_transform():

@@ -94,6 +94,8 @@ def test_ranks_must_begin_with_equal_weights(broadcast: bool, islands: int) -> N
     else:
         with pytest.raises(ValueError, match=r"different weights: rank 1 .*, as of .*manual_seed.*broadcast=True"):
             model(BATCH)
+        model.load_state_dict(sharded_net.build(lambda: sharded_net.Net(2)).state_dict())
+        model(BATCH)  # the mistake is mended
 
 
 @on_ranks(3, local=1)

@@ -20,7 +20,19 @@ from laconic.ragged.tensor import RaggedTensor
 from tests.support import sharded_net
 from tests.support.launch import on_ranks
 from tests.support.scenario import Scenario, assert_equals_oracle, sgd
-from tests.support.sharded_net import Net, build, full_gradients, inputs, micro_batches, moved, shard, squared_error
+from tests.support.sharded_net import (
+    Net,
+    accumulate,
+    assert_gradients,
+    build,
+    full_gradients,
+    inputs,
+    micro_batches,
+    moved,
+    oracle_of,
+    shard,
+    squared_error,
+)  # fmt: skip
 
 
 def assert_mean_gradients(model: nn.Module, plain: nn.Module, backward: Callable[[nn.Module, int], Any]) -> None:
@@ -67,6 +79,50 @@ def test_gradients_are_those_of_an_unsharded_model(use: Callable[[nn.Module, Ten
     backward(model, dist.get_rank())
     sharded_net.assert_nothing_gathered(model)
     assert_mean_gradients(model, build(), backward)
+
+
+def _error(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x).square().sum()
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "grad": lambda module, x: torch.func.grad(partial(_error, module))(x),
+    "vjp": lambda module, x: torch.func.vjp(module, x)[1](torch.ones(2, 3))[0],
+    "jacrev": lambda module, x: torch.func.jacrev(module)(x),
+    "vmap": lambda module, x: torch.func.vmap(module)(x),
+    "by row": lambda module, x: torch.func.vmap(torch.func.grad(partial(_error, module)))(x),
+    "twice": lambda module, x: torch.func.jacrev(torch.func.grad(partial(_error, module)))(x),
+}
+
+
+@pytest.mark.parametrize("cache", ["none", "host", "rank"])
+@on_ranks(3, local=1)
+def test_transforms_by_the_input_are_those_of_an_unsharded_model(cache: Any) -> None:
+    model, plain, x = shard(build(), cache=cache), build(), inputs(0, 0)[0][:2]
+    for name, transform in TRANSFORMS.items():
+        got, wanted = transform(model, x), transform(plain, x)
+        torch.testing.assert_close(got, wanted, msg=lambda text, name=name: f"{name}: {text}")
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for module in (model, plain):
+        _error(module, x).backward()
+    gradients = full_gradients(model)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@on_ranks(3, local=1)
+def test_derivatives_by_sharded_parameters_are_refused(is_first: bool) -> None:
+    """And nothing is lost. After a forward without a backward the root is gathered."""
+    model, x = shard(build()), inputs(0, 0)[0]
+    if not is_first:
+        model(x)
+    parameters = dict(model.named_parameters())
+    transform = torch.func.grad(lambda new: torch.func.functional_call(model, new, (x,)).sum())
+    with pytest.raises(RuntimeError, match=r"was replaced|cannot differentiate by .*, a sharded parameter"):
+        transform(parameters)
+    accumulate(model, micro_batches(1))
+    assert_gradients(model, oracle_of(model), micro_batches(1))
 
 
 def wide_net() -> nn.Module:

@@ -34,6 +34,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from laconic import _compat
 from laconic.comm.agreement import RankGroup
 from laconic.errors import RanksDifferError
 from laconic.guard.checksum import digest_of
@@ -251,8 +252,8 @@ def take_values(bucket: Bucket) -> list[str]:
     Collective if a replacement is a DTensor.
 
     Raises:
-        RuntimeError: a replacement has another shape or dtype; or the shard is on the meta device, and some parameters
-            of the bucket have no replacement. The sharded parameters are shown.
+        RuntimeError: a replacement has another shape or dtype, or is one of a torch.func transform; or the shard is on
+            the meta device, and some parameters of the bucket have no replacement. The sharded parameters are shown.
     """
     new = _replacements(bucket)
     for places, sharded in zip(bucket.places, bucket.sharded, strict=True):
@@ -261,6 +262,11 @@ def take_values(bucket: Bucket) -> list[str]:
                 module._parameters[name] = sharded
     names = {index: bucket.layout.slots[index].name for index in new}
     for index, parameter in new.items():
+        if _compat.is_of_transform(parameter):
+            raise RuntimeError(
+                f"torch.func cannot differentiate by {names[index]}, a sharded parameter: its gradient is a sum over "
+                "the ranks. Call backward() on the loss, or transform by the module's inputs"
+            )
         shape = bucket.sharded[index].shape
         if parameter.dtype != bucket.dtype or parameter.shape != shape:
             raise RuntimeError(

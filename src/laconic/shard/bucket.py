@@ -692,17 +692,18 @@ class FullBuffer:
             RuntimeError: a module's sharded parameter was replaced; the replacement would be lost now.
         """
         assert self._tensor is not None
-        for places, sharded, slot in zip(
-            self._bucket.places, self._bucket.sharded, self._bucket.layout.slots, strict=True
-        ):
-            if any(module._parameters.get(name) is not sharded for module, name in places):
+        self._refuse_others(self._bucket.sharded)
+        self.follow_requires_grad()
+        self._bucket.show(self.parameters)
+        self._versions = self._versions_now()
+
+    def _refuse_others(self, shown: Sequence[nn.Parameter]) -> None:
+        for places, parameter, slot in zip(self._bucket.places, shown, self._bucket.layout.slots, strict=True):
+            if any(module._parameters.get(name) is not parameter for module, name in places):
                 raise RuntimeError(
                     f"parameter {slot.name} is no longer the one fully_shard made: it was replaced. Copy into it "
                     "instead (param.copy_(value) under torch.no_grad()), or call load_state_dict of the sharded module"
                 )
-        self.follow_requires_grad()
-        self._bucket.show(self.parameters)
-        self._versions = self._versions_now()
 
     def _versions_now(self) -> list[int]:
         return [parameter._version for parameter in self.parameters]
@@ -725,8 +726,9 @@ class FullBuffer:
         """Show the sharded parameters in the modules again.
 
         Raises:
-            RuntimeError: a gathered parameter was edited in place; the edit would be lost.
+            RuntimeError: a gathered parameter was edited in place, or replaced; the edit would be lost.
         """
+        self._refuse_others(self.parameters)
         self.follow_requires_grad()
         self._bucket.show(self._bucket.sharded)
         now, before = self._versions_now(), self._versions

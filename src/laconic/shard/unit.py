@@ -200,6 +200,12 @@ class Unit:
             BucketGradients(bucket, root.lanes, self._begin_gradients, root.observer) for bucket in self.buckets
         ]
 
+    def leave(self) -> None:
+        """Run under no root: a mistake was found before the first forward, and the next one makes another root."""
+        for bucket in self.buckets:
+            bucket.close_account()
+        self._root, self._gather, self.gradients = None, None, []
+
     # torch's share_comm_ctx reads and sets these two names of FSDP2's state
 
     _fsdp_param_groups = ()
@@ -415,7 +421,8 @@ class Unit:
     def begin_backward(self, hook: OutputGradients) -> None:
         """Gather the weights: backward reaches the outputs of one of this unit's forwards."""
         self.awaited.outputs.discard(hook)
-        self._enter_backward(gathers=self.unshard_in_backward)
+        with _compat.outside_transforms():
+            self._enter_backward(gathers=self.unshard_in_backward)
 
     def _reach_weights(self) -> bool:
         """Gather the weights if the unit rests: backward reaches one of its forwards past the outputs."""
@@ -588,7 +595,12 @@ class Root:
         self.host_reads = HostReads(self.lanes.gather_node, is_offloaded=is_offloaded)
         is_pinned = all(unit.cache.pin_memory for unit in self.units)
         self._slab = Slab(self.cluster, self.ledger, is_pinned=is_pinned)
-        self.observer.leading()
+        try:
+            self.observer.leading()
+        except BaseException:
+            for unit in self.units:
+                unit.leave()
+            raise
         with torch.inference_mode(False):  # training could not fill a slab of inference tensors
             self._place_caches()
         to_place = [unit for unit in self.units if unit.cache.where == "auto"]
@@ -708,6 +720,10 @@ class Root:
 
     def _finish_backward(self) -> None:
         """Finish the backward of all units, in an order that is the same on all ranks."""
+        with _compat.outside_transforms():
+            self._finish_units()
+
+    def _finish_units(self) -> None:
         for unit in reversed(self.units):
             unit.finish_backward()
         self.observer.all_issued()
