@@ -245,6 +245,7 @@ def _let_rank_1_lack_memory(num_times: int, error: Exception, monkeypatch: pytes
     "error",
     [
         torch.OutOfMemoryError("no memory"),
+        MemoryError("no memory"),
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 5 bytes"),
         OSError(12, "Cannot allocate memory"),
     ],

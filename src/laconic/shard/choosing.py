@@ -145,7 +145,7 @@ class Chooser:
             resting_bytes = self._root.allocate_resting(self._units)
             rest_bytes = max(0, step_bytes + choice.saving.device_bytes - resting_bytes)
             torch.empty(rest_bytes, dtype=torch.uint8, device=self._root.cluster.device)
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, MemoryError) as error:
             if not _is_out_of_memory(error):
                 raise
             has_room = False
