@@ -179,6 +179,30 @@ def rounded_by_rows(weight: Tensor) -> Tensor:
     return (weight / scales[:, None]).round().to(torch.int8) * scales[:, None]
 
 
+class BlockScaled(RowScaled):
+    """A weight that crosses as int8, with one scale for four rows, and takes no part of a block."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
+        assert len(self._data) % 4 == 0, f"{len(self._data)} rows"
+        scales = scales_of_blocks(self._data)
+        return ((self._data / scales.repeat_interleave(4, 0)).round().to(torch.int8), scales), "metadata"
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        codes, scales = all_gather_outputs
+        return decoded((codes * scales.repeat_interleave(4, 0)).to(param_dtype), all_gather_outputs, out)
+
+
+def scales_of_blocks(weight: Tensor) -> Tensor:
+    return weight.view(-1, 4, weight.shape[1]).abs().amax((1, 2)).clamp(min=1e-12)[:, None] / 127
+
+
+def rounded_by_blocks(weight: Tensor) -> Tensor:
+    scales = scales_of_blocks(weight).repeat_interleave(4, 0)
+    return (weight / scales).round().to(torch.int8) * scales
+
+
 class BF16InChunks(Float8Weight):
     """A weight that crosses in bfloat16, filled up to the equal chunks that FSDP2 gathers, as in torch's test."""
 
@@ -221,6 +245,15 @@ def test_elements_and_their_scales_are_gathered_together(scenario: Scenario) -> 
     if scenario.cache != "none":
         pieces = sum(bucket.form.numel * bucket.form.dtype.itemsize for bucket in buckets(runs[0].model))
         assert runs[0].sent[1].weights == pieces, "each shard crosses once, with its scales"
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 5])
+def test_a_conversion_gets_whole_blocks_of_the_granularity(nodes: int) -> None:
+    """Three blocks of one matrix, and seven of the other, over two, three and five ranks."""
+    scenario = Scenario(nodes=nodes, cache="host")
+    scenario = with_weights(BlockScaled, rounded_by_blocks, scenario, granularity=laconic.rows(4))
+    scenario = replace(scenario, make=partial(Net, 1, 12, 28))
+    assert_equals_oracle(scenario, scenario.run())
 
 
 def test_conversions_that_fill_up_equal_chunks() -> None:

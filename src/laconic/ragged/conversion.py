@@ -98,29 +98,38 @@ def _inner_names(parameter: Tensor) -> Sequence[str]:
 
 
 def needs_equal_chunks(
-    parameter: Tensor, module: nn.Module, mesh: DeviceMesh, device: torch.device, precision: MixedPrecisionPolicy
+    parameter: Tensor,
+    module: nn.Module,
+    mesh: DeviceMesh,
+    device: torch.device,
+    precision: MixedPrecisionPolicy,
+    *,
+    block_numel: int,
 ) -> bool:
     """True if a conversion fails on more rows than FSDP2's chunks have, or minds empty ranks: [Note: Conversion].
 
-    Methods that take the mesh alone cannot know the chunks. Collective over `mesh` if the conversion is.
+    It gets no less than a block of `block_numel` elements, as ranks hold whole ones. Methods that take the mesh alone
+    cannot know the chunks. Collective over `mesh` if the conversion is.
     """
     chunk = chunk_shape(parameter.shape, mesh.size())
     if mesh.size() == 1 or not chunk:
         return False
 
+    rows = math.ceil(block_numel / math.prod(chunk[1:]))
+
     def convert(part: Tensor) -> Any:
         rest = () if _takes_mesh_only(parameter) else (parameter.shape, parameter.stride(), module, precision)
         return _part_of_class(parameter, part).fsdp_pre_all_gather(mesh, *rest)  # type: ignore[attr-defined]
 
-    def filled(num_rows: int, value: float) -> Tensor:
-        return torch.full((num_rows, *chunk[1:]), value, dtype=parameter.dtype, device=device)
+    def filled(num_blocks: int, value: float) -> Tensor:
+        return torch.full((num_blocks * rows, *chunk[1:]), value, dtype=parameter.dtype, device=device)
 
     try:
         with torch.no_grad():
             if not hasattr(parameter, "uncut_block") and _minds_zeros(convert, filled, mesh.get_local_rank()):
                 return True
             if chunk[0] < parameter.shape[0] and not _takes_mesh_only(parameter):
-                convert(filled(chunk[0] + 1, 0.0))
+                convert(filled(chunk[0] // rows + 1, 0.0))
     except (RuntimeError, IndexError, ValueError, AssertionError):
         return True
     return False
@@ -174,15 +183,18 @@ class Conversion:
         precision: MixedPrecisionPolicy,
         *,
         like: Tensor,
+        block_numel: int = 1,
         of_class: Tensor | None = None,
         patched: Tensor | None = None,
     ) -> None:
         """Convert a parameter, whose owner is `module`, between the ranks of `mesh`, which has one axis.
 
-        `like` has the parameter's shape. `of_class` is a tensor whose class converts; `patched` is a sharded parameter
-        whose local tensor converts. Without either the elements cross in the dtype of forward.
+        `like` has the parameter's shape, and blocks of `block_numel` elements. `of_class` is a tensor whose class
+        converts; `patched` is a sharded parameter whose local tensor converts. Without either the elements cross in the
+        dtype of forward.
         """
         self._name, self._module, self._mesh, self._precision = name, module, mesh, precision
+        self._block_numel = block_numel
         self._shape, self._stride = like.shape, torch.empty(like.shape, device="meta").stride()
         self._prototype = None if of_class is None else of_class.detach().reshape(-1)[:1].clone()
         self._patched = patched
@@ -227,10 +239,10 @@ class Conversion:
         return self._part
 
     def _bind(self, local: Tensor) -> Tensor:
-        """Make a tensor of the parameter's class hold `local`. An empty one holds zeros, as encoding may reduce."""
+        """Make a tensor of the parameter's class hold `local`. An empty one holds a block of zeros, for reductions."""
         inner = tuple(self._shape[1:])
         row = math.prod(inner)
-        numel = local.numel() or max(1, row)
+        numel = local.numel() or max(1, row, self._block_numel)
         held = local if local.numel() else local.new_zeros(numel)
         if inner and row and numel % row == 0:
             held = held.view(numel // row, *inner)

@@ -150,7 +150,7 @@ def fully_shard(
         cluster=cluster, precision=precision, offload=offload, wire=coding, has_granularity=granularity is not None,
         shares=by_shard,
     )  # fmt: skip
-    kind_of = partial(_kind_of, precision=precision)
+    kind_of = partial(_kind_of, precision=precision, granularity=granularity)
     found = _find_parameters(modules, ignored, _place_by(shard_placement_fn, cluster))
     taken = list(_take_small(modules, own))
     for item in (*found, *taken):
@@ -164,8 +164,7 @@ def fully_shard(
         for item in managed:
             share_first(item.cluster, item.local)
     coding = _resolve_wire(coding, policy, managed, precision)
-    uncut = {item.name: numel for item in managed if (numel := uncut_numel(item.parameter))}
-    blocks = resolve(granularity, [(item.name, item.local) for item in managed], uncut)
+    blocks = _blocks(managed, granularity)
     buckets = [
         bucket
         for kind, group in group_by_kind(managed, kind_of).items()
@@ -177,7 +176,7 @@ def fully_shard(
             offload,
             coding,
             shares=by_shard,
-            may_shrink=granularity is None and not any(item.name in uncut for item in group),
+            may_shrink=granularity is None and not any(uncut_numel(item.parameter) for item in group),
             offered_to=own if kind.is_small else None,
         )
     ]
@@ -547,11 +546,18 @@ def group_by_kind(
     return groups
 
 
-def _kind_of(item: ManagedParameter, *, precision: MixedPrecisionPolicy) -> BucketKind:
+def _blocks(managed: Sequence[ManagedParameter], granularity: Granularity | None) -> Blocks:
+    uncut = {item.name: numel for item in managed if (numel := uncut_numel(item.parameter))}
+    return resolve(granularity, [(item.name, item.local) for item in managed], uncut)
+
+
+def _kind_of(item: ManagedParameter, *, precision: MixedPrecisionPolicy, granularity: Granularity | None) -> BucketKind:
     parameter, cluster = item.parameter, item.cluster
     converted = type(parameter) if converts(parameter) else None
     mesh, module = cluster.shard_mesh if converted else None, item.places[0][0]
-    alone = mesh is not None and needs_equal_chunks(parameter, module, mesh, cluster.device, precision)
+    alone = mesh is not None and needs_equal_chunks(
+        parameter, module, mesh, cluster.device, precision, block_numel=_blocks([item], granularity).numels[0]
+    )
     return BucketKind(
         chunk=item.name if alone else None,
         dtype=parameter.dtype,

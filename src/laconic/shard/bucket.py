@@ -108,9 +108,15 @@ class Bucket:
             self,
             [
                 Conversion(
-                    p.name, p.places[0][0], self.cluster.shard_mesh, precision, like=p.parameter, of_class=p.parameter
+                    p.name,
+                    p.places[0][0],
+                    self.cluster.shard_mesh,
+                    precision,
+                    like=p.parameter,
+                    block_numel=slot.block,
+                    of_class=p.parameter,
                 )
-                for p in managed
+                for p, slot in zip(managed, layout.slots, strict=True)
                 if converts(p.parameter)
             ],
         )
