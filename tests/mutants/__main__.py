@@ -50,6 +50,8 @@ _AT_LEAST = {"inside": 95, "all": 97}
 """Percent of the mutants that change something: killed by `make test`, and with `make test-all`."""
 _TEST_S, _MUTANT_S = 60, 1500
 """Seconds of one test, and of all tests of one mutant."""
+_UNCOLLECTED = "a test that is not there"
+"""The killer where a mutant takes a test away: a file cannot be imported, or its cases have other names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,10 @@ class _Slot:
         try:
             inside = sorted(nearest.inside(mutant.module, mutant.line), key=lambda test: test != first)
             killer = self._killer(["-m", "", *inside]) if inside else ""
+            if killer == _UNCOLLECTED:
+                path.write_text(original, encoding="utf-8")
+                if self._killer(["-m", "", "--collect-only", *inside]):
+                    raise RuntimeError("the map names tests that are not there any more: make it anew with --renew")
             if killer or not goes_outside:
                 return _Verdict(killer=killer, is_inside=True)
             killer = self._killer(nearest.outside(mutant.module))
@@ -252,7 +258,7 @@ def _verdict(child: int, log: Path) -> str:
     if status == 0:
         return ""
     if os.waitstatus_to_exitcode(status) == pytest.ExitCode.USAGE_ERROR:
-        raise RuntimeError("the map names tests that are not there any more: make it anew with --renew")
+        return _UNCOLLECTED
     text = log.read_text("utf-8", errors="replace")
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, flags=re.MULTILINE)
     return failed[0] if failed else f"exit status {os.waitstatus_to_exitcode(status)}"

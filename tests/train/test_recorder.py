@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,7 @@ def test_plain_lines() -> None:
     stream = io.StringIO()
     logger = LineLogger(Console(file=stream, width=40), total=12, every=5)
     for number in range(1, 13):
+        time.sleep(20)
         logger.step(step_at(number))
     logger.evaluation(12, {"eval_loss": 0.5})
     lines = stream.getvalue().splitlines()
@@ -129,4 +131,8 @@ def test_plain_lines() -> None:
     assert "MFU 40.0% | waited 0.100 s for data | device 3.00 GB, host 0.00 GB" in told
     assert "loss scale 1024, 2 skipped" in told
     assert "wire 3.00 MB | waited 0.250 s" in lines[1]
+    assert [line.rpartition(" | ")[2] for line in lines[:-1]] == [
+        "8%, 0:00:20 elapsed", "42%, 0:01:40 elapsed, 0:02:20 left", "83%, 0:03:20 elapsed, 0:00:40 left",
+        "100%, 0:04:00 elapsed, 0:00:00 left",
+    ]  # fmt: skip
     assert lines[-1].endswith("eval loss 0.5000")

@@ -9,6 +9,7 @@ import sys
 import time
 import zlib
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -296,18 +297,24 @@ def describe_sync(sync: SyncMetrics, total: int) -> str:
 
 
 class LineLogger(Logger):
-    """Prints a line after step 1, every `every` steps and the last one, and a line about the latest sync of islands."""
+    """Prints a line after step 1, every `every` steps and the last one, and a line about the latest sync of islands.
+
+    The seconds that are left follow from the pace since the first line: the step before it may compile and warm up.
+    """
 
     def __init__(self, console: Console, *, total: int, every: int) -> None:
         self._console, self._total, self._every = console, total, every
         self._last_sync: SyncMetrics | None = None
+        self._begun_s = time.monotonic()
+        self._first: tuple[int, float] | None = None
+        """The step of the first line, and its time."""
 
     def step(self, step: ClusterStep) -> None:
         """See `Logger.step`."""
         if step.syncs:
             self._last_sync = step.syncs[-1]
         if step.step % self._every == 0 or step.step in (1, self._total):
-            self._print(describe_step(step, self._total))
+            self._print(f"{describe_step(step, self._total)} | {self._progress_at(step.step)}")
             if self._last_sync is not None:
                 self._print(describe_sync(self._last_sync, self._total))
                 self._last_sync = None
@@ -316,6 +323,15 @@ class LineLogger(Logger):
         """See `Logger.evaluation`."""
         shown = " | ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
         self._print(f"step {step:>{len(str(self._total))}}/{self._total} | {shown}")
+
+    def _progress_at(self, step: int) -> str:
+        now_s = time.monotonic()
+        first_step, first_s = self._first = self._first or (step, now_s)
+        done = f"{step / self._total:.0%}, {timedelta(seconds=round(now_s - self._begun_s))} elapsed"
+        if first_step == step:
+            return done
+        left_s = (now_s - first_s) / (step - first_step) * (self._total - step)
+        return f"{done}, {timedelta(seconds=round(left_s))} left"
 
     def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
