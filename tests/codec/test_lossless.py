@@ -18,6 +18,7 @@ from laconic.codec import lossless
 from laconic.codec.contexts import BLOCK, IDLE, TILE
 from laconic.codec.fused import kernels_for
 from laconic.codec.lossless import (
+    check_faults,
     decode,
     decode_in_pieces,
     differences_by_context,
@@ -233,6 +234,18 @@ def test_messages_in_pieces_note_the_last_differences_on_both_sides(way: str) ->
         assert torch.equal(sent, last_difference(held, new))
         assert torch.equal(sent, seen)
         held = new
+
+
+def test_what_a_device_finds_is_raised_when_the_host_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = torch.zeros(5, dtype=torch.bfloat16)
+    message, faults = encode_in_pieces(held, held + 1).read(), []
+    monkeypatch.setattr(lossless, "_decode_into", lambda *_: torch.tensor([1]))
+    with pytest.raises(ValueError, match="does not fit"):
+        decode_in_pieces(held, message)
+    decode_in_pieces(held, message, faults=faults)
+    with pytest.raises(ValueError, match="does not fit"):
+        check_faults(faults)
+    check_faults(faults)  # each is told once
 
 
 def test_without_numba_a_warning_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

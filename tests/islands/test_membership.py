@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import os
 import random
@@ -29,6 +30,7 @@ from laconic.codec import FloatCodec
 from laconic.errors import JobError
 from laconic.islands import elastic
 from laconic.islands.agreements import Agreements, Outcome, Roster, RunEndedError, Verdict
+from laconic.islands.entrance import Entrance
 from laconic.rehearse import ranks
 from tests.faults.islanders import EVERY, Life, adamw, equal_rounds, live_by_turns, loss, make_model, meeting, rounds_in
 from tests.reference.local_steps import ChangingIslands
@@ -329,6 +331,31 @@ def test_there_is_one_verdict_on_each_try() -> None:
         assert verdict.outcome is not Outcome.DONE or Outcome.LOST not in outcomes
         seen.add(verdict.outcome)
     assert seen == set(Outcome), "done, lost and late all happen"
+
+
+def test_an_island_that_waits_answers_calls_until_it_gives_up() -> None:
+    """Two of two have come, and no round ends: the first was called again meanwhile."""
+    agreements = Agreements(dist.HashStore(), "test", "here")
+    policy = Membership(rendezvous="meeting:1", islands=2, start_timeout_s=10.0)
+    waiting = Entrance(agreements, policy, {}, 0)
+    for number, call in enumerate(("", "3", "4")):
+        agreements._entries.set("call", call)
+        assert waiting.wait(1.0) is None, number
+        assert agreements._entries.get(str, "answer/0") == call
+    agreements.come(rounds=0)
+    with pytest.raises(JobError, match="the islands at meeting:1 have not ended a round since this one came after 1"):
+        waiting.wait(20.0)
+
+
+def test_islands_leave_in_order_at_the_end_of_the_process() -> None:
+    exchange = mock.Mock(spec=elastic.ElasticExchange)
+    elastic._leave_at_exit.cache_clear()
+    with mock.patch.object(atexit, "register") as register, mock.patch.object(elastic, "_entered", {exchange}):
+        for _ in range(2):
+            elastic._leave_at_exit()
+        [[leave]] = [call.args for call in register.call_args_list]
+        leave()
+    exchange.leave.assert_called_once_with()
 
 
 def test_the_first_proposal_of_a_roster_counts() -> None:
