@@ -85,12 +85,19 @@ class _Slot:
                     raise RuntimeError("the map names tests that are not there any more: make it anew with --renew")
             if killer or not goes_outside:
                 return _Verdict(killer=killer, is_inside=True)
-            killer = self._killer(nearest.outside(mutant.module))
+            killer = self._killer_outside(nearest.outside(mutant.module))
         finally:
             path.write_text(original, encoding="utf-8")
         if "::" in killer and self._killer(["-m", "", killer]):
             raise RuntimeError(f"{killer} fails without a mutant, too")
         return _Verdict(killer=killer, is_inside=False)
+
+    def _killer_outside(self, tests: list[str]) -> str:
+        """The first test that fails by itself, too: one that fails beside others alone may have been late for them."""
+        while "::" in (killer := self._killer(tests)) and not self._killer(["-m", "", killer]):
+            print(f"{killer} fails beside others, and passes alone", flush=True)
+            tests = [*tests, f"--deselect={killer}"]
+        return killer
 
     def _killer(self, tests: list[str]) -> str:
         self._arguments.write_text("\n".join(tests), encoding="utf-8")
@@ -255,7 +262,7 @@ def _verdict(child: int, log: Path) -> str:
     if not ended:
         os.waitpid(child, 0)
         return "time"
-    if status == 0:
+    if os.waitstatus_to_exitcode(status) in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         return ""
     if os.waitstatus_to_exitcode(status) == pytest.ExitCode.USAGE_ERROR:
         return _UNCOLLECTED
