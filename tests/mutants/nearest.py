@@ -133,16 +133,12 @@ class Nearest:
     def outside(self, module: str) -> list[str]:
         """The arguments that make pytest run the other tests near a module.
 
-        They are those of its room, and of files that pass it or, if none does, of rooms that name it: kernels run in
-        processes apart.
+        They are those of its room, and of files that pass it; those of kernels, too, which run in processes apart.
         """
         lines = self._data.contexts_by_lineno(self._path(module))
         files = {name.partition("::")[0] for found in lines.values() for name in self._known(found)}
         room = _ROOT / "tests" / module.partition("/")[0]
-        if not files:
-            name = re.compile(r"\b{}\b.*\b{}\b".format(*module.split("/")))
-            naming = {file.parent for file in _ROOT.glob("tests/*/*.py") if name.search(file.read_text("utf-8"))}
-            files = {str(folder.relative_to(_ROOT)) for folder in naming - {room}}
+        files |= {"tests/kernels/test_kernels.py"} if module.endswith("_triton") else set()
         rest = sorted(files - {str(file.relative_to(_ROOT)) for file in room.rglob("*.py")})
         return ["-m", _ALL, *([str(room.relative_to(_ROOT))] if room.is_dir() else []), *rest]
 
