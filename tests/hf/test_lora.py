@@ -165,6 +165,7 @@ def test_the_base_is_the_plain_model_rounded(tmp_path: Path) -> None:
             coded = build_model(source, LoraConfig(**BASE, quantize=weight_format, targets=("q_proj",)), device="cpu")
             unwrapped: Any = coded.get_base_model()  # type: ignore[operator]
             assert len(list(quantized_layers(coded))) == 14
+            assert coded.peft_config["default"].base_model_name_or_path == source.path  # type: ignore[union-attr]
             for name, layer in plain.named_modules():
                 if not isinstance(layer, nn.Linear) or name == "lm_head":
                     continue
@@ -179,6 +180,13 @@ def test_the_base_is_the_plain_model_rounded(tmp_path: Path) -> None:
                 assert decoded.training == other.training
                 assert not decoded.weight.requires_grad
             assert torch.equal(unwrapped.lm_head.weight, plain.lm_head.weight)
+
+
+def test_an_empty_layer_has_a_frozen_bias_unless_it_has_none() -> None:
+    bias = QuantizedLinear(3, 5).bias
+    assert bias is not None
+    assert (tuple(bias.shape), bias.requires_grad) == ((5,), False)
+    assert QuantizedLinear(3, 5, bias=False).bias is None
 
 
 def test_peft_wraps_it_and_merging_is_refused() -> None:

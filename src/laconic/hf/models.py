@@ -67,6 +67,8 @@ def build_model(config: ModelConfig, lora: LoraConfig | None = None, *, device: 
             f"transformers cannot build a causal language model of model_type {model_config.model_type!r} "
             f"from this configuration: {error}"
         ) from error
+    if config.path is not None:
+        model.name_or_path = config.path  # peft writes it into adapter_config.json
     if config.activation_checkpointing:
         _checkpoint_activations(model)
     if lora is not None and lora.quantize is not None:
