@@ -99,3 +99,15 @@ def test_a_new_field_is_a_key_of_all_that_contain_its_policy() -> None:
     Holder.__annotations__["cache"] = Newer  # a class of a function has no name that a text could find
     assert to_keys(Holder()) == {**to_keys(Cache(where="host")), "new": 7}
     assert from_keys(Holder, {"new": 8}).cache.new == 8
+
+
+def test_weights_that_stay_whole_are_not_freed_after_forward_unless_the_user_says_so() -> None:
+    """A flag that is not set means "frees" where nothing stays whole, and nothing where something may."""
+    frees = {
+        where: [
+            ShardPolicy(cache=Cache(where=where), reshard_after_forward=flag).arguments()["reshard_after_forward"]
+            for flag in (None, False)
+        ]
+        for where in ("none", "host", "rank", "auto")
+    }
+    assert frees == {"none": [True, False], "host": [True, False], "rank": [None, False], "auto": [None, False]}
