@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import laconic
 from laconic.ragged.tensor import RaggedTensor
+from laconic.shard.hooks import map_tensors
 from tests.support import sharded_net
 from tests.support.launch import on_ranks
 from tests.support.scenario import Scenario, assert_equals_oracle, sgd
@@ -373,3 +374,19 @@ def test_activation_checkpointing_gathers_no_more_often(make: Callable[[], nn.Mo
         recomputed, other = runs[0].sent[step], plain.sent[step]
         assert (recomputed.weights, recomputed.gradients) == (other.weights, other.gradients)
         assert runs[0].memory[step].device_peak_bytes <= plain.memory[step].device_peak_bytes
+
+
+@dataclass(frozen=True)
+class Pair:
+    value: Tensor
+    name: str = "one"
+
+
+def test_tensors_are_replaced_in_containers_of_all_kinds() -> None:
+    one, two = torch.ones(2), torch.full((2,), 2.0)
+    tree = {"a": [Pair(one), (one, None)], "b": OrderedDict(c=Pair(one))}
+    found = map_tensors(lambda tensor: two, tree)
+    assert [found["a"][0].value, *found["a"][1], found["b"]["c"].value] == [two, two, None, two]
+    assert (type(found["a"][0]), found["a"][0].name, type(found["b"])) == (Pair, "one", OrderedDict)
+    assert [tree["a"][0].value, tree["b"]["c"].value] == [one, one]
+    assert map_tensors(lambda tensor: tensor, tree["a"][0]) is tree["a"][0]

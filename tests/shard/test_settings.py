@@ -146,3 +146,16 @@ def test_state_dicts_in_inference_mode(policy: str) -> None:
     optimizer.step()
     found, before = full_parameters(other), full_parameters(model)
     assert all(not torch.equal(found[name], before[name]) for name in ("inp.weight", "blocks.1.up.weight"))
+
+
+@on_ranks(2, local=1)
+def test_a_freeze_while_gathered_is_the_sharded_parameters_own_at_once() -> None:
+    model: Any = shard(build())
+    loss_of(model)  # no backward follows, and the root is gathered
+    model.inp.requires_grad_(False)
+    model.reshard()
+    assert [parameter.requires_grad for parameter in (*model.inp.parameters(), model.out.weight)] == [
+        False,
+        False,
+        True,
+    ]
