@@ -46,7 +46,10 @@ __all__ = ["LaconicArguments", "LaconicMixin", "LaconicTrainer", "laconic_traine
 _Base: Any = object  # the mixin goes before a Trainer, whose attributes it uses
 
 _SCHEDULER = "scheduler.pt"  # Trainer's name of the file
-_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
+_OPTIMIZERS = (
+    "adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor",
+    "schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd",
+)  # fmt: skip
 """The names of TrainingArguments.optim whose optimizers are element-wise, or reduce over rows and columns only."""
 _DDP_ARGUMENTS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_static_graph")
 _REFUSED = {
@@ -357,8 +360,9 @@ def _check_arguments(args: Any, arguments: LaconicArguments) -> None:
     optimizer = getattr(args.optim, "value", args.optim)
     if optimizer not in _OPTIMIZERS:
         raise ArgumentError(
-            f"optim={optimizer!r} needs whole parameters; use one of {', '.join(_OPTIMIZERS)}, or pass "
-            "optimizer_cls_and_kwargs=(cls, kwargs) with an optimizer of laconic.optim, such as AdamW8bit"
+            f"optim={optimizer!r} is not known to step parts of parameters as it steps whole ones; use one of "
+            f"{', '.join(_OPTIMIZERS)}, or pass optimizer_cls_and_kwargs=(cls, kwargs) with an optimizer "
+            "of laconic.optim, such as AdamW8bit"
         )
     if args.accelerator_config.even_batches is False:
         raise ArgumentError(

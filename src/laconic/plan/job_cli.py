@@ -83,7 +83,7 @@ def run_job(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(choice_as_dict(choice), indent=1))
     else:
-        print_choice(choice, Console(highlight=False))
+        print_choice(choice, Console(highlight=False), explains_all=options.strategies is not None)
     if options.timeline is not None:
         best = None if choice.recommended is None else CANDIDATES[choice.recommended.strategy]
         chosen = drawn or best
@@ -104,8 +104,8 @@ def _names(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
 
 
-def print_choice(choice: Choice, console: Console) -> None:
-    """Print the ranking for people."""
+def print_choice(choice: Choice, console: Console, *, explains_all: bool = False) -> None:
+    """Print the ranking for people: with `explains_all`, also why each other strategy cannot run the job."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("")
     table.add_column("strategy", no_wrap=True)
@@ -117,8 +117,12 @@ def print_choice(choice: Choice, console: Console) -> None:
     console.print(table)
     for entry in choice.entries:
         console.print(f"{entry.estimate.label}: {entry.reason}", soft_wrap=True)
-    for refusal in choice.refusals:
+    for refusal in choice.refusals if explains_all else ():
         console.print(f"{refusal.label}: not possible: {refusal.reason}", soft_wrap=True)
+    if choice.refusals and not explains_all:
+        labels = "; ".join(refusal.label for refusal in choice.refusals)
+        names = ",".join(refusal.strategy for refusal in choice.refusals)
+        console.print(f"not possible: {labels}. Why: add --strategies {names}", soft_wrap=True)
     notes = dict.fromkeys(note for entry in choice.entries for note in entry.estimate.notes)
     for note in notes:
         console.print(f"note: {note}", soft_wrap=True)

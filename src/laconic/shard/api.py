@@ -479,7 +479,7 @@ def _check_lossless(managed: Iterable[ManagedParameter], precision: MixedPrecisi
             raise ValueError(
                 f"wire='lossless' sends patterns of 16 bits or fewer, but {item.name} is gathered in {dtype}, most of "
                 "whose bits change in every step; pass mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
-                "reduce_dtype=torch.float32), or wire='exact' or '4bit'"
+                "reduce_dtype=torch.float32) (in a job: shard.param_dtype = \"bfloat16\"), or wire='exact' or '4bit'"
             )
 
 
@@ -496,8 +496,8 @@ def _check_lossless_gradients(managed: Iterable[ManagedParameter], precision: Mi
         if crosses and parameter.requires_grad and parameter.ndim > 1 and dtype not in CODED_DTYPES:
             raise ValueError(
                 f"Wire(gradients='lossless') codes gradients of {', '.join(map(str, CODED_DTYPES))}, but that of "
-                f"{item.name} is reduced in {dtype}; pass mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), "
-                "or gradients='exact'"
+                f"{item.name} is reduced in {dtype}; pass mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32) "
+                "(in a job: shard.reduce_dtype = \"float32\"), or gradients='exact'"
             )
 
 
