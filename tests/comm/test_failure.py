@@ -16,15 +16,17 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from laconic.comm import failure
 from laconic.comm.failure import failing_together, first_failure, record_failure, watch_peers, watch_peers_early
-from laconic.comm.launch import start_process_group
+from laconic.comm.launch import RankInfo, process_group, start_process_group
 from laconic.comm.ring import PeerMessage, PeerRing, _Link
 from laconic.config import to_toml
 from laconic.errors import JobError
+from laconic.rehearse import ranks
 from tests.support.jobs import job
 from tests.support.launch import free_port, on_ranks, started, torchrun_environment
 
@@ -141,6 +143,31 @@ def wait_in_vain(rank: int, port: int, folder: str) -> None:
     begin(rank, port, folder)
     with failure.ending_after(0.1, "the process group of all ranks"):
         time.sleep(80)
+
+
+def job_of_a_group(error: type[Exception]) -> bool:
+    """Whether the group is there after an error in its block."""
+    with contextlib.suppress(error), process_group(RankInfo.from_environment(), torch.device("cpu"), 60):
+        assert dist.get_world_size() == 2
+        raise error("no")
+    return dist.is_initialized()
+
+
+def test_a_group_ends_after_an_error_of_all_ranks_and_stays_after_that_of_one() -> None:
+    """Where peers may be dying, its end could hang."""
+    assert ranks(job_of_a_group, JobError, local=2) == [False] * 2
+    assert ranks(job_of_a_group, OSError, local=2) == [True] * 2
+
+
+def job_too_late(seconds: float) -> str:
+    with failure.ending_after(10.0, "the others"):
+        time.sleep(seconds)
+    return "in time"
+
+
+def test_a_start_that_takes_too_long_ends_the_process() -> None:
+    assert ranks(job_too_late, 5.0, goes_on=True) == ["in time"]
+    assert ranks(job_too_late, 80.0, goes_on=True) == [None]
 
 
 def hang(error: type[Exception], rank: int, port: int, folder: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record as reported
 
+import laconic
 from laconic.comm import journal, watch
+from laconic.comm.cluster import Cluster
+from laconic.comm.collectives import share_first
 from laconic.comm.entries import decode, encode
 from laconic.comm.journal import Awaited, Entries, Journal, RankRecord, Ticket, issue, reasons_to_wait, waits
 from laconic.comm.watch import find_proof, report_waits
@@ -129,6 +133,22 @@ def test_ranks_that_are_elsewhere_are_named(watched: None, how: str, words: list
     assert printed.count("\n") == (how != "ends")
     for text, word in product((error, printed or error), words):
         assert word in text
+
+
+def job_first_weights() -> str:
+    report_waits(0.6)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    cluster = Cluster.of(laconic.init_mesh("cpu"))
+    if dist.get_rank() == 0:
+        time.sleep(2 * TIMEOUT_S)
+        return ""
+    return error_of(lambda: share_first(cluster, torch.zeros(3)))
+
+
+def test_the_rank_that_owes_the_first_weights_is_named(watched: None) -> None:
+    for error in ranks(job_first_weights, nodes=3)[1:]:
+        assert "the first weights" in error
+        assert set(re.findall(r": rank \d", error)) == {": rank 0"}
 
 
 def job_host_goes_on() -> str:

@@ -119,9 +119,8 @@ def main() -> int:
         if verdict.killer or options.inside or not verdict.is_inside  # the others have not met `make test-all` yet
     }
     _import_once()
-    shares = [
-        [mutant for mutant in chosen[start :: options.jobs] if mutant.key not in known] for start in range(options.jobs)
-    ]
+    unknown = [mutant for mutant in chosen if mutant.key not in known]
+    shares = [unknown[start :: options.jobs] for start in range(options.jobs)]
     judges = [child for share in shares if (child := _fork(share, options))]
     failed = [child for child in judges if os.waitpid(child, 0)[1]]
     if failed:

@@ -26,6 +26,7 @@ from laconic.publish.encodings import (
     encode_lossless,
 )
 from laconic.publish.regions import HeldRegion, Holding, shares_of
+from laconic.publish.staging import StagedTensor
 from laconic.publish.versions import Encoding, PublishedPart, PublishedTensor, PublishError, VersionManifest
 from laconic.store.folder import DamagedError, FileRecord
 from tests.reference import publish as reference
@@ -277,3 +278,19 @@ def test_forged_manifests_are_refused(tmp_path: Path) -> None:
     for forgery in FORGERIES:
         with pytest.raises((ValueError, TypeError, KeyError)):
             pytest.fail(f"{forgery}: {VersionManifest.from_json(forged(**forgery))}")
+
+
+def test_of_changes_in_one_place_the_newest_counts() -> None:
+    """Four patches of a hundred places each, at fifty places that they share."""
+    published = PublishedTensor(
+        name="w", shape=(200,), dtype="bfloat16", before="0" * 16, after="0" * 16, patch=(), whole=()
+    )
+    staged, wanted = StagedTensor(published, torch.zeros(200, dtype=torch.bfloat16), "0" * 16), {}
+    for patch in range(4):
+        places = torch.arange(50 * (patch % 2), 50 * (patch % 2) + 100)
+        values = torch.full((100,), float(patch + 1), dtype=torch.bfloat16)
+        staged._change(places, values)
+        wanted |= dict(zip(places.tolist(), values.tolist(), strict=True))
+    found = dict(zip(*(each.tolist() for each in staged.changes), strict=True))
+    assert found == wanted
+    assert list(found) == sorted(found)

@@ -52,6 +52,9 @@ def test_intact_versions_a_damaged_one_and_those_after_it(folder: Path, capsys: 
     assert "does not have the contents that were written" in second
     assert third == "weight_v000003: files intact; the values that it changes are not here"
     assert fourth == "weight_v000004: intact"
+    (path,) = (folder / version_name(3)).glob("patch-*")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert list(problems(folder)) == [2, 3], "files are checked where values cannot be"
 
 
 def test_values_that_are_not_what_the_digests_say(folder: Path) -> None:

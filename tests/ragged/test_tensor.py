@@ -7,6 +7,7 @@ import inspect
 import math
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.layout.bucket import Extent
-from laconic.ragged.tensor import RaggedTensor
+from laconic.ragged.tensor import RaggedTensor, admit_edits, delay_edits, withdraw
 from tests.support.launch import on_ranks, run_ranks
 from tests.support.sharded_net import build, moved, ragged, shard, whole
 
@@ -422,3 +423,15 @@ def test_a_checkpoint_loads_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     run_ranks(job_save, 4, tmp_path, local=2)
     for world_size in (3, 1):
         run_ranks(job_load, world_size, tmp_path, local=1)
+
+
+def test_an_edit_makes_each_wait_once_but_those_that_were_withdrawn() -> None:
+    made: list[str] = []
+    kept, dropped = partial(made.append, "kept"), partial(made.append, "dropped")
+    for wait in (kept, dropped):
+        delay_edits(wait)
+    withdraw(dropped)
+    withdraw(dropped)
+    for _ in range(2):
+        admit_edits()
+    assert made == ["kept"]
