@@ -21,7 +21,7 @@ from tests.support.launch import run_ranks
 ALL = list(blocks())
 NOT_RUN = 4
 """The most blocks that may say that they cannot run."""
-NO_CODE = ("mermaid",)
+NO_CODE = ("text",)
 
 
 def of(*languages: str) -> list[Block]:

@@ -31,6 +31,6 @@ def readme_lines() -> int:
 def pictures(page: str) -> list[str]:
     """The diagrams and picture files on a page of the site; a file that is not there does not count."""
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
-    diagrams = re.findall(r"^```(mermaid)$", text, re.MULTILINE)
+    diagrams = re.findall(r"^```(text)$", text, re.MULTILINE)
     files = re.findall(r"^!\[.+\]\((.+)\)$", text, re.MULTILINE)
     return diagrams + [name for name in files if (ROOT / "docs" / name).is_file()]
