@@ -232,9 +232,11 @@ def _report(results: Sequence[Result], options: argparse.Namespace) -> list[str]
         ),
         encoding="utf-8",
     )
-    markdown = [] if options.demo else [render(results), ""]
-    lines = ["", *markdown, legend, f"{cluster}; {in_words(machine)}", ""]
-    lines += [f"figures:         {figures}", f"report:          {page}"]
+    table = options.out / "compare.md"
+    table.write_text(render(results) + "\n", encoding="utf-8")
+    predicted = [] if options.cluster is None else [render(results), ""]  # the rows so far had no predictions
+    lines = ["", *predicted, legend, f"{cluster}; {in_words(machine)}", ""]
+    lines += [f"figures:         {figures}", f"table:           {table}  (Markdown)", f"report:          {page}"]
     try:
         save_plot(results, picture, title=cluster)
     except ModuleNotFoundError as error:
