@@ -30,6 +30,10 @@ fails, the lab ends all ranks and shows the traceback of the first rank that fai
 node with laconic.lab.interface_bytes(). Without root the lab needs a kernel with user namespaces, or --no-wire."""
 
 
+_GRACE_S = 30.0
+"""The seconds after Ctrl-C in which a training may end its step and save, as under torchrun."""
+
+
 def add_cluster_options(parser: argparse.ArgumentParser, *, timeout_s: float | None = None) -> None:
     """Add the options of every command that opens a lab: --nodes, --local, --no-wire and --timeout."""
     parser.add_argument("--nodes", type=int, default=2, metavar="N", help="emulated nodes (default 2)")
@@ -99,7 +103,7 @@ def main(argv: list[str]) -> int:
     with leaving_in_order("lab"):
         rate_bits_per_s = parse_rate(options.rate)
         with Lab(nodes=options.nodes, rate_bits_per_s=rate_bits_per_s, wire=not options.no_wire) as lab:
-            result = lab.run(options.script, local=options.local, timeout_s=options.timeout)
+            result = lab.run(options.script, local=options.local, timeout_s=options.timeout, grace_s=_GRACE_S)
     for line in _describe(result, lab):
         print(f"laconic lab: {line}", file=sys.stderr)
     if options.json:
