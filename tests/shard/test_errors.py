@@ -85,6 +85,13 @@ class LaterPolicy(MixedPrecisionPolicy):
     grad_dtype: torch.dtype | None = None
 
 
+class Encoder(nn.Linear):
+    """Has another entrance than forward."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
 def layer() -> nn.Module:
     return nn.Linear(3, 4)
 
@@ -115,6 +122,14 @@ BAD_CALLS: dict[type[BaseException], list[tuple[Callable[[], Any], str]]] = {
         (lambda: shard(build()).inp.weight.prod(), UNDEFINED),
         (lambda: nn.functional.linear(torch.zeros(1, 5), shard(build()).inp.weight), UNDEFINED),
         (lambda: shard(build()).inp(torch.zeros(1, 5)), UNDEFINED),  # a part of a unit, used alone
+        (
+            lambda: shard(build()).inp(torch.zeros(1, 5)),
+            r"inp.weight, \(17, 5\)\. Linear.forward ran outside .*: make Linear a unit of its own",
+        ),
+        (
+            lambda: fully_shard(Encoder(3, 4)).encode(torch.zeros(1, 3)),
+            r"ShardedEncoder.encode ran outside .*register_fsdp_forward_method\(module, 'encode'\) first",
+        ),
     ],
     RuntimeError: [
         (running_inside_out, "Block ran before Net, which contains it; run the outermost sharded module first")
@@ -122,6 +137,7 @@ BAD_CALLS: dict[type[BaseException], list[tuple[Callable[[], Any], str]]] = {
     TypeError: [(lambda: pickle.dumps(shard(build()).inp.weight), "cannot be pickled")],
     ValueError: [
         (lambda: fully_shard(nn.Linear(3, 3, dtype=torch.complex64)), "weight is complex"),
+        (lambda: fully_shard(nn.Embedding(3, 3, max_norm=1.0)), "has max_norm=1.0.* scale the rows of the sharded"),
         (
             lambda: fully_shard(tied_to_a_unit().blocks[1]),
             r"up.weight is tied to up.weight, which an inner unit shards already.*or untie them",

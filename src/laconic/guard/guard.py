@@ -10,6 +10,7 @@ from laconic.guard.comparison import IssuedProgram, compare, compare_broadcast, 
 from laconic.guard.inspection import Inspection
 from laconic.guard.traps import (
     Strays,
+    check_embeddings,
     check_unwrapped,
     note_first_weights,
     refuse_unequal_weights,
@@ -37,9 +38,10 @@ class Guard(Inspection):
         """See `Observer`.
 
         Raises:
-            ValueError: see `check_unwrapped`.
+            ValueError: see `check_unwrapped` and `check_embeddings`.
         """
         check_unwrapped(module)
+        check_embeddings(module)
 
     @classmethod
     def broadcasting(cls, module: nn.Module, managed: Sequence[ManagedParameter]) -> None:

@@ -208,6 +208,21 @@ def _is_constant(value: Tensor) -> bool:
     return value.is_meta or bool((flat == flat[:1]).all())
 
 
+def check_embeddings(module: nn.Module) -> None:
+    """Check that no forward edits its weight.
+
+    Raises:
+        ValueError: an embedding has `max_norm`.
+    """
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None:
+            raise ValueError(
+                f"{name or 'the module'} has max_norm={child.max_norm}: its forward edits the gathered weight, and the "
+                "sharded one would stay as it is. Leave max_norm out, and scale the rows of the sharded weight under "
+                "torch.no_grad() after the optimizer's step"
+            )
+
+
 def check_unwrapped(module: nn.Module) -> None:
     """Check that nothing in a module that is about to be sharded trains data-parallel already.
 

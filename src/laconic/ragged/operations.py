@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from laconic.comm.collectives import all_reduce
 from laconic.layout.bucket import Extent, boxes
@@ -49,8 +50,10 @@ def _is_pointwise(name: str) -> bool:
 def _others(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _is_elementwise(func):
         return _elementwise(func, args, kwargs)
+    given = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, RaggedTensor))
     raise NotImplementedError(
-        f"{func} is not defined on a RaggedTensor, of which this rank holds only a part. {remedy_for(func)}"
+        f"{func} is not defined on a RaggedTensor, of which this rank holds only a part: {given.spec.slot.name}, "
+        f"{tuple(given.shape)}. {remedy_for(func)}"
     )
 
 

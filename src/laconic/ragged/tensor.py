@@ -59,17 +59,36 @@ _GENERAL = (
 )
 
 
+_CALLS = {"__call__", "_call_impl", "_wrapped_call_impl", "inner"}
+"""How torch calls a module."""
+
+
 def remedy_for(func: Any) -> str:
     """What the caller of the aten function `func`, which is not defined on a RaggedTensor, can do instead."""
     if func._schema.name in _HISTOGRAMS:
         return HISTOGRAM
     frame: FrameType | None = sys._getframe(1)
+    module = method = ""
     while frame is not None:
         text = _remedy_in(frame)
         if text:
             return text
+        name, holder = frame.f_code.co_name, frame.f_locals.get("self")
+        if isinstance(holder, torch.nn.Module) and name not in _CALLS:
+            module, method = type(holder).__name__, name  # the outermost, which the user knows
         frame = frame.f_back
-    return _GENERAL
+    if not method:
+        return _GENERAL
+    if method == "forward":
+        return (
+            f"{module}.forward ran outside of the forward of the unit that has the parameter: make {module} a unit of "
+            f"its own, or a part of the unit that calls it. {_GENERAL}"
+        )
+    return (
+        f"{module}.{method} ran outside of the unit's forward, where parameters are gathered: call "
+        f"torch.distributed.fsdp.register_fsdp_forward_method(module, {method!r}) first, or {method} before "
+        f"fully_shard. {_GENERAL}"
+    )
 
 
 def _remedy_in(frame: FrameType) -> str:
