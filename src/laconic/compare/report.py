@@ -123,7 +123,7 @@ def _row(result: Result, reference: Result | None) -> str:
     gap = None if reference is None else max(
         (abs(own - other) for own, other in zip(result.losses, reference.losses, strict=False)), default=None
     )  # fmt: skip
-    cells = [
+    texts = [
         _cell(f"{result.step_s:.3f}", result.step_s, expected.step_s),
         _cell(_ratio(result.step_s, step_s, 2)),
         _cell(megabytes(result.moved_bytes), result.moved_bytes, expected.wire_bytes, scale=1e6),
@@ -142,15 +142,17 @@ def _row(result: Result, reference: Result | None) -> str:
         _cell("–" if gap is None else f"{gap:.1e}" if gap else "0"),
     ]  # fmt: skip
     name = f'<span class="key {_css(result.strategy)}"></span> {escape(_label(result))}'
+    labels = _COLUMNS[1:]  # a phone shows them beside each measurement
+    cells = [f'<td data-label="{escape(label)}">{text}</td>' for label, text in zip(labels, texts, strict=True)]
     return f'<tr><th scope="row">{name}</th>{"".join(cells)}</tr>'
 
 
 def _cell(text: str, value: float | None = None, expected: float | None = None, *, scale: float = 1.0) -> str:
-    """A cell with a measurement and, below it, the prediction and how far it is off."""
+    """A measurement and, below it, the prediction and how far it is off."""
     if expected is None:
-        return f"<td>{escape(text)}</td>"
+        return escape(text)
     error = f", {expected / value - 1:+.1%}" if value else ""
-    return f"<td>{escape(text)}<small>predicted {expected / scale:.4g}{error}</small></td>"
+    return f"{escape(text)}<small>predicted {expected / scale:.4g}{error}</small>"
 
 
 def _ratio(value: float | None, reference: float | None, digits: int) -> str:
