@@ -115,7 +115,7 @@ def _starting(real: Callable[[Any], None]) -> Callable[[Any], None]:
     def start(thread: Any) -> None:
         with no_player() as me:  # what starts a thread waits for real
             if me is not None:
-                thread.run = me.turns.add(me.rank, thread.name, thread.run, is_helper=True)
+                thread.run = me.turns.add(me.rank, thread.name, thread.run, is_helper=True, is_daemon=thread.daemon)
                 thread._laconic_player, thread._started = me.turns.players[-1], threading.Event()
             real(thread)
 

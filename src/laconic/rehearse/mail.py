@@ -355,7 +355,7 @@ class MailGroup(_ProcessGroup):
             parts = [gathering.parts[rank] for rank in range(self._size)]
             try:
                 finish(parts)
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:  # of torch, or as ranks name other roots
                 raise RuntimeError(f"{name}: {error}; {self._given(parts)}") from error
             gathering.num_finished += 1
             if gathering.num_finished == self._size:

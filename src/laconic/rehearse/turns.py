@@ -51,6 +51,8 @@ class PlayingThread:
     name: str
     is_helper: bool = False
     """True for a thread that a rank has started. A run is over when all others are."""
+    is_daemon: bool = False
+    """True for a helper that does not keep its rank's process alive."""
     awaited: str = ""
     """The awaited transfer, lock or time, in words."""
     is_over: bool = False
@@ -155,8 +157,13 @@ class Turns:
             self._stop_if_over(me)
 
     def is_gone(self, rank: int) -> bool:
-        """True if a rank has died, or its own player is over."""
-        return rank in self.dead or all(each.is_over for each in self.players if each.rank == rank)
+        """True if a rank has died, or its process would have ended: all its players are over, but for daemons."""
+        return rank in self.dead or all(
+            each.is_over for each in self.players if each.rank == rank and not each.is_daemon
+        )
+
+    def _must_end(self, each: PlayingThread) -> bool:
+        return each.rank in self.dead or (each.is_daemon and self.is_gone(each.rank))
 
     def _stop_if_over(self, me: PlayingThread) -> None:
         if self.failure is not None:
@@ -165,7 +172,7 @@ class Turns:
                 if isinstance(self.failure, DeadlockError) and not me.is_helper
                 else Stopped
             )
-        if me.rank in self.dead or (me.is_helper and self._are_ranks_over()):
+        if self._must_end(me) or (me.is_helper and self._are_ranks_over()):
             raise Stopped
 
     def _are_ranks_over(self) -> bool:
@@ -195,7 +202,7 @@ class Turns:
             self._random.shuffle(living)
         must_end = self.failure is not None or self._are_ranks_over()
         for each in living:
-            if must_end or each.rank in self.dead or each.until is None:
+            if must_end or each.until is None or self._must_end(each):
                 return each
             if each.until():
                 each.has_come = True
@@ -214,9 +221,11 @@ class Turns:
 
     # -- beginning and end -----------------------------------------------------------------------------------------
 
-    def add(self, rank: int, name: str, body: Callable[[], Any], *, is_helper: bool = False) -> Callable[[], None]:
+    def add(
+        self, rank: int, name: str, body: Callable[[], Any], *, is_helper: bool = False, is_daemon: bool = False
+    ) -> Callable[[], None]:
         """Add a player. Returns the function that its thread calls."""
-        new = PlayingThread(self, rank, name, is_helper)
+        new = PlayingThread(self, rank, name, is_helper, is_daemon)
         self.players.append(new)
 
         def play() -> None:
