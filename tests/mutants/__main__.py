@@ -7,9 +7,9 @@
 
 A seed draws a sample of each room. For every mutant a fork of this process, which has imported torch but not laconic,
 imports the changed module and runs the tests of `make test` that pass the changed line (nearest.py), the cheapest
-first. The first failure kills the mutant. One that survives meets the near tests of `make test-all`. What a run has
-found is kept in `--out`, so that it can go on after a break. A survivor needs a test, or a reason in `EXPLAINED` or
-`MISSED`.
+first. The first failure kills the mutant. One that survives without a reason meets the near tests of `make test-all`.
+What a run has found is kept in `--out`, so that it can go on after a break. A survivor needs a test, or a reason in
+`EXPLAINED` or `MISSED`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Slot:
                 path.write_text(original, encoding="utf-8")
                 if self._killer(["-m", "", "--collect-only", *inside]):
                     raise RuntimeError("the map names tests that are not there any more: make it anew with --renew")
-            if killer or not goes_outside:
+            if killer or not goes_outside or mutant.key in EXPLAINED | MISSED:
                 return _Verdict(killer=killer, is_inside=True)
             killer = self._killer_outside(nearest.outside(mutant.module))
         finally:
@@ -116,7 +116,8 @@ def main() -> int:
     known = {
         key: verdict
         for key, verdict in _known(options.out).items()
-        if verdict.killer or options.inside or not verdict.is_inside  # the others have not met `make test-all` yet
+        # the others have not met `make test-all` yet
+        if verdict.killer or options.inside or not verdict.is_inside or key in EXPLAINED | MISSED
     }
     _import_once()
     unknown = [mutant for mutant in chosen if mutant.key not in known]

@@ -258,6 +258,7 @@ def test_where_one_rank_has_no_memory_all_choose_within_half(
     runs = replace(PLAIN, local=1, steps=2, cache=_auto()).run()
     assert choices == {0: 1, 1: 1}
     assert caplog.messages[0].startswith("there was no memory for the 0.00 GB on the device")
+    assert caplog.messages[-1].startswith("cache='auto' places")
     for rank, run in enumerate(runs):
         first, second = tried[rank]
         assert 0 < second <= first // 2
