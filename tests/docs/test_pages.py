@@ -11,7 +11,7 @@ from pathlib import Path
 import laconic
 import laconic.integrations
 import laconic.optim
-from tests.docs import strategies
+from tests.docs import methods, strategies
 from tests.docs.blocks import ROOT
 from tests.faults.__main__ import BENCHMARK
 from tests.support.record import RESULTS, write_head
@@ -28,6 +28,14 @@ def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
     pages = {path.name for path in (ROOT / "docs").glob("*.md")}
     assert set(re.findall(r"[a-z0-9-]+\.md", navigation)) == pages
+
+
+def test_each_public_method_and_hook_works_or_raises_as_the_page_says() -> None:
+    assert methods.missing() == set()
+    found = methods.results()
+    assert [each for each in found if each[2] == methods.NO_EFFECT] == []
+    page = methods.PAGE.read_text(encoding="utf-8")
+    assert page == methods.render(page, found), "run python -m tests.docs.methods"
 
 
 def test_the_list_of_strategies_is_the_registrys() -> None:

@@ -534,7 +534,7 @@ class Order:
         self._begin_others(gather, following, prefetch)
 
     def leave_forward(self, gather: UnitGather, *, returns: bool) -> None:
-        """Record that a unit's forward has ended. It `returns` in backward if its outputs need a gradient."""
+        """Record that a unit's forward has ended. It `returns` if the backward of its outputs will gather it."""
         late, self._late = self._late, []
         for other in late:
             if other.is_late:

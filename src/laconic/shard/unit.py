@@ -400,7 +400,8 @@ class Unit:
         self.phase = UnitPhase.REST
         if not _compat.in_backward() and not (self._stays_for_backward and torch.is_grad_enabled()):
             self.reshard()
-        self.root.order.leave_forward(self.gather, returns=len(self.awaited.outputs) > 0)
+        returns = self.unshard_in_backward and len(self.awaited.outputs) > 0
+        self.root.order.leave_forward(self.gather, returns=returns)
         self.progress.note("after forward")
 
     @property
