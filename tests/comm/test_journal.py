@@ -7,8 +7,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
 from datetime import timedelta
 from io import StringIO
@@ -47,12 +47,20 @@ class _Threads:
         return getattr(threading, name)
 
 
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def watching() -> Iterator[None]:
     """Let ranks that are threads watch each other as processes do."""
-    monkeypatch.setattr(watch, "threading", _Threads())
-    monkeypatch.setattr(watch, "atexit", SimpleNamespace(register=lambda function: None))
-    monkeypatch.setattr(journal.Waits, "of_program", lambda self: next(iter(self._tickets.values()), None))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "threading", _Threads())
+        patch.setattr(watch, "atexit", SimpleNamespace(register=lambda function: None))
+        patch.setattr(journal.Waits, "of_program", lambda self: next(iter(self._tickets.values()), None))
+        yield
+
+
+@pytest.fixture
+def watched() -> Iterator[None]:
+    with watching():
+        yield
 
 
 def sharded() -> Any:

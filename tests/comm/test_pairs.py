@@ -22,7 +22,7 @@ from laconic import checkpoint
 from laconic.comm.agreement import RankGroup
 from laconic.publish import Publisher, ReaderGroup
 from laconic.rehearse import ranks
-from tests.comm.test_journal import give_up_soon, watched  # noqa: F401  # a fixture
+from tests.comm.test_journal import give_up_soon, watching
 from tests.support import sharded_net
 
 LATEST_S = 15.0
@@ -70,17 +70,18 @@ def problems(pairs: Iterable[tuple[str, str]], folder: Path) -> list[str]:
     """The pairs that end late, or without a word about the difference."""
     found = []
     for number, pair in enumerate(pairs):
-        answers = ranks(job, pair, folder / str(number), nodes=2, goes_on=True)
+        with watching():
+            answers = ranks(job, pair, folder / str(number), nodes=2, goes_on=True)
         is_late = max(seconds for _, seconds in answers) > LATEST_S
         if is_late or not any(NAMED.match(error) for error, _ in answers):
             found.append(f"{pair}: {answers}")
     return found
 
 
-def test_a_sample_of_pairs_ends_with_the_difference(watched: None, tmp_path: Path) -> None:  # noqa: F811
+def test_a_sample_of_pairs_ends_with_the_difference(tmp_path: Path) -> None:
     assert problems(pairwise(CALLS), tmp_path) == []
 
 
 @pytest.mark.campaign(seconds=15)
-def test_all_pairs_end_with_the_difference(watched: None, tmp_path: Path) -> None:  # noqa: F811
+def test_all_pairs_end_with_the_difference(tmp_path: Path) -> None:
     assert problems(combinations(CALLS, 2), tmp_path) == []

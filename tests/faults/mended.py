@@ -1,0 +1,89 @@
+"""Classes of defects that were mended: every member is tried again."""
+
+from __future__ import annotations
+
+import tempfile
+from itertools import combinations, product
+from pathlib import Path
+
+from tests.checkpoint.test_storages import SAVES, STORAGES, cells
+from tests.comm.test_pairs import CALLS, LATEST_S, problems
+from tests.docs import methods
+from tests.faults.bench import Bench, Found, campaign
+from tests.kernels.apart import told
+from tests.support.launch import launch
+
+
+@campaign(
+    "operators",
+    "calls of torch's operator database on sharded tensors: results that are wrong, and errors that name no remedy",
+    at_least=18_000, harms=("wrong", "unclear"), section="mend",
+)  # fmt: skip
+def operators(bench: Bench) -> Found:
+    """Run the database in fp32 and bf16 on two and three ranks, in place and new, all arguments cut or the first."""
+    tried, found = 0, []
+    for dtype, num_ranks in [("float32", 2)] if bench.quick else product(("float32", "bfloat16"), (2, 3)):
+        answer = told("tests.ragged.operators", str(num_ranks), dtype)
+        tried += answer["calls"]
+        for text in answer["problems"]:
+            found.append(f"{'wrong' if ': wrong' in text else 'unclear'}: {text}, {dtype}, {num_ranks} ranks")
+    return tried, found, "fp32 and bf16, 2 and 3 ranks; new results and in place; the first argument cut, or all"
+
+
+@campaign(
+    "optimizer-database",
+    "configurations of torch's optimizer database on sharded parameters, against plain ones",
+    at_least=500, harms=("wrong",), section="mend",
+)  # fmt: skip
+def optimizers(bench: Bench) -> Found:
+    """Step every configuration on two and three ranks."""
+    answers = [told("tests.ragged.optimizers", size) for size in (("2",) if bench.quick else ("2", "3"))]
+    found = [f"wrong: {text}" for answer in answers for text in answer["problems"]]
+    return sum(answer["configurations"] for answer in answers), found, "2 and 3 ranks"
+
+
+@campaign(
+    "storages",
+    "storages of torch.distributed.checkpoint x ways to save x cuts, read by laconic, FSDP2 and plain torch: other bits",
+    at_least=80, harms=("other bits",), section="mend",
+)  # fmt: skip
+def storages(bench: Bench) -> Found:
+    """Save by each storage, with cuts inside rows, and read three ways. A cell ends with an error if a bit differs."""
+    tried, found = 0, []
+    for num_ranks in (2,) if bench.quick else (2, 3, 5):
+        with tempfile.TemporaryDirectory(prefix="laconic-storages-") as folder:
+            try:
+                tried += launch(cells, folder, list(SAVES), num_ranks=num_ranks, timeout_s=900)[0]
+            except Exception as error:  # of any kind: it is the finding
+                found.append(f"other bits: {num_ranks} ranks: {error}")
+    return (
+        tried,
+        found,
+        f"{', '.join(STORAGES)}; {', '.join(SAVES)}; whole tensors and cuts inside rows; 2, 3 and 5 ranks",
+    )
+
+
+@campaign(
+    "calls",
+    f"pairs of different blocking calls on two ranks: no word about the difference within {LATEST_S:.0f} s",
+    at_least=len(CALLS) * (len(CALLS) - 1) // 2, harms=("pair",), section="mend",
+)  # fmt: skip
+def calls(bench: Bench) -> Found:
+    """Let each pair of calls meet, in one process."""
+    pairs = list(combinations(CALLS, 2))
+    with tempfile.TemporaryDirectory(prefix="laconic-calls-") as folder:
+        found = [f"pair {text}" for text in problems(pairs, Path(folder))]
+    return len(pairs), found, f"{', '.join(CALLS)}; ranks in one process, with its clock"
+
+
+@campaign(
+    "methods",
+    "public methods and hooks of FSDP2, DDP and torch on a sharded model: no effect, and no error",
+    at_least=40, harms=("no effect", "not tried"), section="mend",
+)  # fmt: skip
+def every_method(bench: Bench) -> Found:
+    """Call each, and look for its effect: the table in docs/from-fsdp2.md."""
+    results = methods.results()
+    found = [f"no effect: {owner}.{name}" for owner, name, result in results if result == methods.NO_EFFECT]
+    found += [f"not tried: {name}" for name in methods.missing()]
+    return len(results), found, f"{sum(result == methods.WORKS for *_, result in results)} work, the others raise"
