@@ -44,7 +44,7 @@ def optimizers(bench: Bench) -> Found:
 
 @campaign(
     "storages",
-    "storages of torch.distributed.checkpoint x ways to save x cuts, read by laconic, FSDP2 and plain torch: other bits",
+    "storages of torch.distributed.checkpoint x ways to save x cuts, read by laconic, FSDP2, plain torch: other bits",
     at_least=80, harms=("other bits",), section="mend",
 )  # fmt: skip
 def storages(bench: Bench) -> Found:
@@ -56,11 +56,8 @@ def storages(bench: Bench) -> Found:
                 tried += launch(cells, folder, list(SAVES), num_ranks=num_ranks, timeout_s=900)[0]
             except Exception as error:  # of any kind: it is the finding
                 found.append(f"other bits: {num_ranks} ranks: {error}")
-    return (
-        tried,
-        found,
-        f"{', '.join(STORAGES)}; {', '.join(SAVES)}; whole tensors and cuts inside rows; 2, 3 and 5 ranks",
-    )
+    note = f"{', '.join(STORAGES)}; {', '.join(SAVES)}; whole tensors and cuts inside rows; 2, 3 and 5 ranks"
+    return tried, found, note
 
 
 @campaign(
