@@ -149,17 +149,18 @@ def test_integers_reshard_to_a_node() -> None:
     """FSDP2's integer keeps the parameters among the ranks of a node until backward."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
     weights = {}
-    for value in (True, 2, 4):
+    for value in (True, 1, 2, 4):
         model = sharded_net.shard(sharded_net.build(), mesh=mesh, reshard_after_forward=value)
         with sharded_net.moved(model) as moved:
             sharded_net.train_step(model)
-        weights[value] = moved.weights
+        weights[str(value)] = moved.weights  # 1 == True
         sharded_net.assert_nothing_gathered(model)
-    assert weights[4] == weights[True] == 2 * weights[2], "4 is the whole mesh"
+    assert weights["4"] == weights["True"] == 2 * weights["2"], "4 is the whole mesh"
+    assert weights["1"] == weights["2"], "they stay on each rank"
     flat = sharded_net.shard(sharded_net.build(), mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
     with sharded_net.moved(flat) as moved:
         sharded_net.train_step(flat)
-    assert moved.weights == weights[2], "the integer says which ranks are on a node"
+    assert moved.weights == weights["2"], "the integer says which ranks are on a node"
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("node",))
     with pytest.raises(ValueError, match="laconic keeps parameters among the 1 ranks of a node"):
         laconic.fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=2)
