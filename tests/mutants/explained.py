@@ -48,6 +48,9 @@ EXPLAINED: dict[str, str] = {
     " one cluster",
     "publish/reader:Reader.patches: 0 -> 1": "there are as many values as places",
     "optim/adamw8bit:_step_8bit: 0 -> 1": "both moments have scales of one shape",
+    "shard/placement:Passing: 0 -> 1 #2": "a byte more of a peak",
+    "shard/gather:BucketGather.is_stream_ordered: self._node.is_stream_ordered and self._local.is_stream_ordered"
+    " -> self._node.is_stream_ordered or self._local.is_stream_ordered": "both levels have one kind of backend",
     "codec/base:Codec: 1 -> 2": "all codecs but FloatCodec set their block, and nothing asks FloatCodec for its",
 }
 """By the mutant's name: why it changes no result."""
@@ -58,6 +61,13 @@ MISSED: dict[str, str] = {
     " tests/rehearse/test_order.py, which is not near, finds the races",
     "shard/unit:Unit.begin_backward: self.awaited.outputs.discard(hook) -> pass": "the hooks go with their graph; only"
     " a forward inside a backward, after the unit's own, could tell",
+    "shard/gather:UnitGather.release: self._complete() -> pass": "ranks in one process copy when they wait, so nothing"
+    " writes into memory that is free again",
+    "shard/gather:BucketGather.finish: self._early is not None -> self._early is None": "both have the values; only the"
+    " count of the memory that is held would differ, for a moment",
+    "shard/crossing:LosslessDifferences.makes_host_wait: return self._is_difference -> return None": "the host of a CPU"
+    " waits for each transfer",
+    "codec/lossless_triton:_write: tl.debug_barrier() -> pass": "the interpreter runs one program after another",
     "cyclic/cut:_time_s: synchronize(values) -> pass": "there is nothing to wait for on a CPU",
     "islands/elastic:ElasticExchange._waiting: self._agreements.look_for_end() -> pass": "the watcher looks as often,"
     " and a try ends with its peers: it ends later",
