@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from laconic._compat import may_pack_saved_tensors
 from tests.support.launch import on_ranks
-from tests.support.sharded_net import Net, build, full_parameters, inputs, shard
+from tests.support.sharded_net import Net, build, full_gradients, full_parameters, inputs, shard
 
 
 class Scale(nn.Module):
@@ -166,3 +166,18 @@ def test_a_saved_tensor_that_was_changed_is_an_error_in_each_forward() -> None:
     for step in range(5):
         with pytest.raises(RuntimeError, match="gradient computation has been modified by an inplace operation"):
             model(inputs(step, 0)[0]).square().mean().backward()
+
+
+@on_ranks(2, local=1)
+def test_a_unit_whose_backward_gathers_nothing_gathers_what_it_has_saved() -> None:
+    """A user has said that an embedding's backward needs no weights, and so it is; of a layer it is not."""
+    model, plain = shard(build()), build()
+    for block in model.blocks:
+        block.set_unshard_in_backward(False)
+    for step in range(2):
+        x, y = inputs(step, 0)
+        for net in (model, plain):
+            (net(x) - y).square().mean().backward()
+    gradients = full_gradients(model)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
