@@ -11,6 +11,7 @@ from tests.comm.test_pairs import CALLS, LATEST_S, problems
 from tests.docs import methods
 from tests.faults.bench import Bench, Found, campaign
 from tests.kernels.apart import told
+from tests.publish.test_http import TOKEN, read_twice
 from tests.support.launch import launch
 
 
@@ -71,6 +72,22 @@ def calls(bench: Bench) -> Found:
     with tempfile.TemporaryDirectory(prefix="laconic-calls-") as folder:
         found = [f"pair {text}" for text in problems(pairs, Path(folder))]
     return len(pairs), found, f"{', '.join(CALLS)}; ranks in one process, with its clock"
+
+
+@campaign(
+    "raw-requests",
+    "raw HTTP requests that two parsers may read in two ways, to `laconic publish serve`: a second answer, or none",
+    at_least=300, harms=("misread",), section="mend",
+)  # fmt: skip
+def raw_requests(bench: Bench) -> Found:
+    """Send each, with another request behind it, with and without a token."""
+    tried, found = 0, []
+    for token in (None, TOKEN):
+        with tempfile.TemporaryDirectory(prefix="laconic-requests-") as folder:
+            number, misread = read_twice(Path(folder), token, ("GET", "PUT", "POST", "DELETE", "HEAD"))
+        tried += number
+        found += [f"misread: {request}" for request in misread]
+    return tried, found, "heads, lines and ends that are no HTTP, or HTTP of two kinds; in process"
 
 
 @campaign(

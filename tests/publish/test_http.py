@@ -294,21 +294,26 @@ LINES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("token", [None, TOKEN])
-def test_a_request_has_one_reading(token: str | None, tmp_path: Path) -> None:
-    """Others are refused, and the connection ends: nothing after the head is taken for another request."""
-    server, given = server_of(tmp_path, token), f"Host: x\r\nAuthorization: Bearer {TOKEN}"
-    requests = [
-        f"{method} /readers/far HTTP/1.1\r\n{given}\r\n{head}\r\n\r\n" for head in HEADS for method in ("GET", "PUT")
-    ]
+def read_twice(folder: Path, token: str | None, methods: Sequence[str]) -> tuple[int, list[str]]:
+    """The number of raw requests, and those that get more than one answer, or no refusal."""
+    server, given = server_of(folder, token), f"Host: x\r\nAuthorization: Bearer {TOKEN}"
+    requests = [f"{method} /readers/far HTTP/1.1\r\n{given}\r\n{head}\r\n\r\n" for head in HEADS for method in methods]
     requests.remove(f"PUT /readers/far HTTP/1.1\r\n{given}\r\n{LENGTH}\r\n\r\n")  # the body of that one is the other
     requests += [f"{line}\r\n{given}\r\n\r\n" for line in LINES]
     requests += ["GET /versions HTTP/1.1\r\nX: y\r\n\r\n", "GET /versions HTTP/1.1\r\n"]
+    found = []
     for request in requests:
         answer = server.answer((request + SMUGGLED).encode("latin-1"))
-        assert answer.has_ended, request
-        assert answer.left.count(b"HTTP/1.1 ") == 1, request
-        assert 400 <= int(answer.left.split(b" ", 2)[1]) <= 505, request
+        is_refused = answer.left.count(b"HTTP/1.1 ") == 1 and 400 <= int(answer.left.split(b" ", 2)[1]) <= 505
+        if not answer.has_ended or not is_refused:
+            found.append(repr(request))
+    return len(requests), found
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_a_request_has_one_reading(token: str | None, tmp_path: Path) -> None:
+    """Others are refused, and the connection ends: nothing after the head is taken for another request."""
+    assert read_twice(tmp_path, token, ("GET", "PUT"))[1] == []
 
 
 def test_requests_come_within_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
