@@ -16,6 +16,8 @@ from laconic.publish import FolderSource, Publisher, Reader
 from laconic.publish import cli as publish_cli
 from laconic.publish.upkeep import VersionVerdict, squash, verify
 from laconic.publish.versions import MANIFEST, VersionManifest, version_name
+from laconic.store import folder as store
+from laconic.store.folder import CrashPoint
 from tests.checkpoint.zoo import make_zoo, train
 from tests.support.published import assert_same, snapshot
 from tests.support.published_on_device import AddedMemory, Trained, publish_on_device
@@ -71,10 +73,15 @@ def test_values_that_are_not_what_the_digests_say(folder: Path) -> None:
     assert all("would have the digest" in problem for problem in (found[2], found[4], problems(folder)[2]))
 
 
-def test_squashed_versions_are_plain_files_and_a_place_to_go_on(folder: Path, tmp_path: Path) -> None:
+def test_squashed_versions_are_plain_files_and_a_place_to_go_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wanted, fresh, behind = make_zoo(seed=1).bfloat16(), make_zoo(seed=2).bfloat16(), make_zoo(seed=3).bfloat16()
     Reader(folder).update(wanted)
+    passed: list[CrashPoint] = []
+    monkeypatch.setattr(store, "on_crash_point", passed.append)
     final = squash(FolderSource(folder), tmp_path / "out")
+    assert {*passed} >= {CrashPoint.BEGUN, CrashPoint.WRITTEN, CrashPoint.SYNCED, CrashPoint.COMMITTED}
     assert final == tmp_path / "out" / version_name(5)
     assert problems(tmp_path / "out") == {}
     files = load_file(final / "whole-00000.safetensors")
