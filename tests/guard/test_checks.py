@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
 from laconic import Checks, CorruptionError, Wire
+from laconic.comm.cluster import Cluster
 from laconic.guard import checksum, inspection
 from laconic.guard.checksum import checksum_of, checksums, digest_of
 from laconic.guard.guard import Guard
@@ -275,3 +276,12 @@ def test_equal_bits_have_equal_digests_and_others_do_not(dtype: torch.dtype, sha
 def test_there_is_none_without_memory() -> None:
     assert digest_of([torch.ones(2), torch.ones(2, device="meta")]) is None
     assert digest_of([]) == 0
+
+
+@pytest.mark.parametrize("across_islands", [False, True])
+@on_ranks(4, local=1)
+def test_damage_is_raised_on_all_ranks_that_took_part(across_islands: bool) -> None:
+    cluster = Cluster.of(laconic.init_mesh("cpu", islands=2))
+    is_damaged, is_there = dist.get_rank() == 0, across_islands or dist.get_rank() < 2
+    with pytest.raises(CorruptionError, match="a bit") if is_there else contextlib.nullcontext():
+        inspection._raise_together(cluster, ["a bit"] if is_damaged else [], across_islands=across_islands)

@@ -52,6 +52,7 @@ EXPLAINED: dict[str, str] = {
     "shard/gather:BucketGather.is_stream_ordered: self._node.is_stream_ordered and self._local.is_stream_ordered"
     " -> self._node.is_stream_ordered or self._local.is_stream_ordered": "both levels have one kind of backend",
     "publish/publisher:Publisher._begin_run: continue -> pass": "nothing follows in the loop",
+    "comm/journal:Ticket.tag: 1 -> 2": "any number serves that is the same on all ranks",
     "codec/base:Codec: 1 -> 2": "all codecs but FloatCodec set their block, and nothing asks FloatCodec for its",
 }
 """By the mutant's name: why it changes no result."""
