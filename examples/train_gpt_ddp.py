@@ -5,6 +5,7 @@ diff examples/train_gpt_ddp.py examples/train_gpt.py
 """
 
 import argparse
+import os
 import pathlib
 
 import torch
@@ -72,6 +73,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--save", default="gpt.pt")
     options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start this script with torchrun, as its first lines say")
 
     dist.init_process_group()
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

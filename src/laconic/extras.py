@@ -6,6 +6,7 @@ No package index has laconic, so its name alone finds nothing.
 import gc
 import importlib
 import sys
+import warnings
 from collections.abc import Sequence
 
 
@@ -25,6 +26,7 @@ def run(command: str, place: str, arguments: Sequence[str]) -> int:
     If a package is missing, print a line that names it and its remedy, and return 2.
     """
     module, _, function = place.partition(":")
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # of torch, which needs it nowhere here
     try:
         gc.disable()  # modules stay: to look for garbage among them takes half a second
         try:
