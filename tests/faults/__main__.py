@@ -31,7 +31,6 @@ from tests.faults import (  # isort: skip  # noqa: F401
     forged,
     parity,
     published,
-    mended,
 )
 from tests.faults.bench import BENCHMARK
 

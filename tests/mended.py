@@ -1,15 +1,22 @@
-"""Classes of defects that were mended: every member is tried again."""
+"""Classes of defects that were mended: every member is tried again.
+
+python -m tests.mended                    all, recorded in RESULTS.md
+python -m tests.mended --rows calls       some, recorded too
+python -m tests.mended --quick            fewer members, printed only
+"""
 
 from __future__ import annotations
 
+import sys
 import tempfile
+from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
 
 from tests.checkpoint.test_storages import SAVES, STORAGES, cells
 from tests.comm.test_pairs import CALLS, LATEST_S, problems
 from tests.docs import methods
-from tests.faults.bench import Bench, Found, campaign
+from tests.faults.bench import BENCHMARK, Bench, Found, campaign
 from tests.kernels.apart import told
 from tests.publish.test_http import TOKEN, read_twice
 from tests.support.launch import launch
@@ -101,3 +108,7 @@ def every_method(bench: Bench) -> Found:
     found = [f"no effect: {owner}.{name}" for owner, name, result in results if result == methods.NO_EFFECT]
     found += [f"not tried: {name}" for name in methods.missing()]
     return len(results), found, f"{sum(result == methods.WORKS for *_, result in results)} work, the others raise"
+
+
+if __name__ == "__main__":
+    sys.exit(replace(BENCHMARK, module="tests.mended").main(doc=__doc__))
