@@ -329,7 +329,12 @@ def try_rendezvous(num: int, folder: Path) -> Findings:
     ]  # fmt: skip
     log = folder / "rendezvous.txt"
     command = [sys.executable, "-m", "laconic.cli", "rendezvous", "--host", "127.0.0.1", "--port", "0"]
-    with log.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as server:
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as server,
+        contextlib.ExitStack() as at_end,
+    ):
+        at_end.callback(server.kill)  # where the rest fails, or the end of the block would wait for ever
         assert server.stdout is not None
         port = int(server.stdout.readline().split("islands meet at 127.0.0.1:")[1].split(";")[0])
         with contextlib.ExitStack() as stack:
