@@ -115,7 +115,7 @@ def needs_equal_chunks(
     if mesh.size() == 1 or not chunk:
         return False
 
-    rows = math.ceil(block_numel / math.prod(chunk[1:]))
+    rows = math.ceil(block_numel / max(1, math.prod(chunk[1:])))
 
     def convert(part: Tensor) -> Any:
         rest = () if _takes_mesh_only(parameter) else (parameter.shape, parameter.stride(), module, precision)
