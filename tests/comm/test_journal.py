@@ -16,6 +16,7 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record as reported
 
 import laconic
-from laconic.comm import journal, watch
+from laconic.comm import collectives, journal, watch
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import share_first
 from laconic.comm.entries import decode, encode
@@ -154,7 +155,10 @@ def job_first_weights() -> str:
 
 
 def test_the_rank_that_owes_the_first_weights_is_named(watched: None) -> None:
-    for error in ranks(job_first_weights, nodes=3)[1:]:
+    with mock.patch.object(collectives, "issue", wraps=issue) as issued:
+        errors = ranks(job_first_weights, nodes=3)[1:]
+    assert [call.kwargs for call in issued.call_args_list if "the first weights" in call.args] == [{"senders": [0]}] * 2
+    for error in errors:
         assert "the first weights" in error
         assert set(re.findall(r": rank \d", error)) == {": rank 0"}
 

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
@@ -285,3 +286,27 @@ def test_damage_is_raised_on_all_ranks_that_took_part(across_islands: bool) -> N
     is_damaged, is_there = dist.get_rank() == 0, across_islands or dist.get_rank() < 2
     with pytest.raises(CorruptionError, match="a bit") if is_there else contextlib.nullcontext():
         inspection._raise_together(cluster, ["a bit"] if is_damaged else [], across_islands=across_islands)
+
+
+@on_ranks(2, local=1)
+def test_damage_names_the_parameters_of_the_shard_that_has_it() -> None:
+    layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2)))
+    model: Any = laconic.fully_shard(layers, granularity=laconic.whole())
+    [bucket] = model._laconic_unit.buckets
+    assert [inspection._names(bucket, shard).split(" of ")[0] for shard in range(2)] == ["0.weight", "1.weight"]
+
+
+@on_ranks(2, local=1)
+def test_a_forward_that_raised_leaves_no_records() -> None:
+    model: Any = sharded_net.shard(sharded_net.build(), checks=Checks(interval=1))
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    handle = model.out.register_forward_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        sharded_net.train_step(model)
+    handle.remove()
+    model._laconic_unit.root.abandon_iteration()
+    assert model._laconic_unit.root.observer._records == []
+    sharded_net.train_step(model)

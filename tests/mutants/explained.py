@@ -71,6 +71,7 @@ MISSED: dict[str, str] = {
     " waits for each transfer",
     "codec/lossless_triton:_read: first += _CHUNK -> pass": "no tile of the tests has more events than one chunk holds",
     "codec/lossless_triton:_write: tl.debug_barrier() -> pass": "the interpreter runs one program after another",
+    "comm/watch:_Watch._look: _RARER * idle_s -> _RARER // idle_s": "it looks for proofs more often",
     "cyclic/cut:_time_s: synchronize(values) -> pass": "there is nothing to wait for on a CPU",
     "islands/elastic:ElasticExchange._waiting: self._agreements.look_for_end() -> pass": "the watcher looks as often,"
     " and a try ends with its peers: it ends later",

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import laconic
 from laconic.ragged.tensor import RaggedTensor
+from tests.support import sharded_net
 from tests.support.launch import on_ranks
 
 SHAPES = {"matrix": (5, 3), "vector": (7,), "scalar": (), "tall": (9, 1), "cube": (3, 4, 5), "row": (2,)}
@@ -163,3 +164,14 @@ def test_reductions_over_outer_axes() -> None:
     laconic.fully_shard(sharded, mesh=mesh["dp"])
     for name, x in plain.named_parameters():
         compare(name, x, sharded.get_parameter(name), SOME)
+
+
+@on_ranks(2, local=1)
+def test_an_extremum_sends_numbers_and_no_weights() -> None:
+    model: Any = laconic.fully_shard(nn.Linear(64, 64))
+    with sharded_net.moved(model) as sent:
+        found = model.weight.amax(), model.weight.amin(dim=0)
+    assert sent.snapshot.total() < 4 * 64 * 16
+    whole = model.weight.full_tensor()
+    assert torch.equal(found[0], whole.amax())
+    assert torch.equal(found[1], whole.amin(dim=0))
