@@ -245,7 +245,7 @@ def test_what_a_device_finds_is_raised_when_the_host_reads_it(monkeypatch: pytes
     decode_in_pieces(held, message, faults=faults)
     with pytest.raises(ValueError, match="does not fit"):
         check_faults(faults)
-    check_faults(faults)  # each is told once
+    check_faults(faults)  # the first call has forgotten the fault that it raised
 
 
 def test_without_numba_a_warning_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
-"""What becomes of the public methods and hooks of FSDP2, DDP and torch on a sharded model.
+"""The public methods and hooks of FSDP2, DDP and torch, each called on a sharded model.
 
-`python -m tests.docs.methods` runs each, and writes the table in docs/from-fsdp2.md. A method *works* if its effect is
-there; otherwise it raises.
+`python -m tests.docs.methods` calls each, and writes the table in docs/from-fsdp2.md. A method *works* if the call has
+its effect. Otherwise the call must raise.
 """
 
 from __future__ import annotations

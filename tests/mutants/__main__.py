@@ -8,7 +8,7 @@
 A seed draws a sample of each room. For every mutant a fork of this process, which has imported torch but not laconic,
 imports the changed module and runs the tests of `make test` that pass the changed line (nearest.py), the cheapest
 first. The first failure kills the mutant. One that survives without a reason meets the near tests of `make test-all`.
-What a run has found is kept in `--out`, so that it can go on after a break. A survivor needs a test, or a reason in
+The file `--out` keeps the verdicts, so that a run can go on after a break. A survivor needs a test, or a reason in
 `EXPLAINED` or `MISSED`.
 """
 

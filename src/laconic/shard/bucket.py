@@ -705,11 +705,13 @@ class FullBuffer:
 
     def _refuse_others(self, shown: Sequence[nn.Parameter]) -> None:
         for places, parameter, slot in zip(self._bucket.places, shown, self._bucket.layout.slots, strict=True):
-            if any(module._parameters.get(name) is not parameter for module, name in places):
-                raise RuntimeError(
-                    f"parameter {slot.name} is no longer the one fully_shard made: it was replaced. Copy into it "
-                    "instead (param.copy_(value) under torch.no_grad()), or call load_state_dict of the sharded module"
-                )
+            for module, name in places:  # at each gather and release: a generator would double what it takes
+                if module._parameters.get(name) is not parameter:
+                    raise RuntimeError(
+                        f"parameter {slot.name} is no longer the one fully_shard made: it was replaced. Copy into it "
+                        "instead (param.copy_(value) under torch.no_grad()), or call load_state_dict of the sharded "
+                        "module"
+                    )
 
     def _versions_now(self) -> list[int]:
         return [parameter._version for parameter in self.parameters]

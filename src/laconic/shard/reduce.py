@@ -5,9 +5,9 @@ one node shard of partial sums. Sums are in the reduce dtype and are divided onc
 of HSDP: the sum of a shard over the islands follows, unless `LocalSteps` trains the islands on their own.
 
 [Note: Gradients that wait]
-What waits for a later backward is added up in float32 at least, and cast to the reduce dtype once, when it is sent on:
-in bfloat16 a sum of 256 takes no further 1. FSDP2 adds it up in the reduce dtype. A first bucket is written in that
-one, because the engine learns at the end of a backward that the gradients wait.
+Sums that wait for a later backward are added up in float32 at least. The engine casts them to the reduce dtype once,
+before it sends them on: in bfloat16, 256 + 1 is 256. FSDP2 adds them up in the reduce dtype. The first bucket has that
+dtype, too, because the engine learns only at the end of a backward that its gradients wait.
 
 [Note: Gradients that wait whole]
 With `Cache(gradients="rank")` no sum runs before the last micro-batch: the bucket's buffer stays, and the gradients of
