@@ -46,6 +46,33 @@ def test_a_message_that_comes_in_pieces_is_read_whole() -> None:
     assert link.messages() == found
 
 
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> failure._Peers:
+    """What rank 0 of 3 hears, without its thread and its connections."""
+    monkeypatch.setattr(failure, "PeerRing", mock.Mock())
+    monkeypatch.setattr("threading.Thread", mock.Mock())
+    monkeypatch.setattr(failure, "_peers", failure._Peers(mock.Mock(), 0, 3, 60.0))
+    assert failure._peers is not None
+    return failure._peers
+
+
+def test_who_waits_for_news_goes_on_when_a_neighbour_is_gone_and_keeps_to_the_first(peers: failure._Peers) -> None:
+    assert peers._hear([], [2])
+    assert peers._has_heard.is_set()
+    first = first_failure(patience_s=3600.0)
+    assert first.startswith("rank 2 is gone")
+    assert peers._hear([PeerMessage(rank=1, text="rank 1 failed first: ...", has_failed=True)], [])
+    assert not peers._hear([PeerMessage(rank=1, text="rank 1 failed first: ...", has_failed=True)], [1])
+    assert first_failure() == first
+
+
+def test_a_fork_closes_the_connections_of_its_rank_and_watches_nobody(peers: failure._Peers) -> None:
+    for _ in range(2):
+        failure._forget()
+        assert failure._peers is None
+        peers.ring.abandon.assert_called_once_with()  # type: ignore[attr-defined]
+
+
 @pytest.mark.machine
 @on_ranks(4)
 def test_the_first_failure_is_the_one_that_every_other_rank_learns() -> None:
