@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tests.checkpoint.test_storages import SAVES, STORAGES, cells
 from tests.comm.test_pairs import CALLS, LATEST_S, problems
+from tests.composition import transforms as transforming
 from tests.docs import methods
 from tests.faults.bench import BENCHMARK, Bench, Found, campaign
 from tests.kernels.apart import told
@@ -79,6 +80,23 @@ def calls(bench: Bench) -> Found:
     with tempfile.TemporaryDirectory(prefix="laconic-calls-") as folder:
         found = [f"pair {text}" for text in problems(pairs, Path(folder))]
     return len(pairs), found, f"{', '.join(CALLS)}; ranks in one process, with its clock"
+
+
+@campaign(
+    "transforms",
+    "pairs of calls that change a model, in each order: other losses than without data parallelism, or a raw error",
+    at_least=210, harms=("WRONG", "UNCLEAR"), section="mend",
+)  # fmt: skip
+def transforms(bench: Bench) -> Found:
+    """Train each pair on two ranks of data parallelism times two of tensor parallelism."""
+    pairs = transforming.pairs()[:: 9 if bench.quick else 1]
+    answers = {" then ".join(pair): transforming.judge(pair) for pair in pairs}
+    found = [f"{answer.split(':')[0]} {pair}: {answer}" for pair, answer in answers.items()]
+    right = sum(answer == "right" for answer in answers.values())
+    note = (
+        f"{', '.join(transforming.CALLS)}; {right} train as without data parallelism, the others are refused or named"
+    )
+    return len(pairs), [text for text in found if text.startswith(("WRONG", "UNCLEAR"))], note
 
 
 @campaign(

@@ -105,6 +105,19 @@ class QuantizedLinear(nn.Linear):
             self.weight_scales.copy_(scales)
         return self.train(linear.training)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """See `nn.Module`. `parallelize_module` comes here.
+
+        Raises:
+            ValueError: the parameter is another weight.
+        """
+        if name == "weight":
+            raise ValueError(
+                f"this layer has a frozen weight in {self.weight_format} and takes no other: leave it out of "
+                "quantize_, or out of the plan of parallelize_module"
+            )
+        super().register_parameter(name, param)
+
     def encode(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The codes and the scales, as bytes, of a weight or of some whole blocks of it, in any shape.
 

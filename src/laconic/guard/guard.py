@@ -13,6 +13,7 @@ from laconic.guard.traps import (
     check_embeddings,
     check_unwrapped,
     note_first_weights,
+    refuse_ties,
     refuse_unequal_weights,
     take_loaded_values,
     take_values_and_warn,
@@ -71,9 +72,10 @@ class Guard(Inspection):
         """Look for all mistakes that the first forward can show. Collective over the mesh.
 
         Raises:
-            RuntimeError: see `take_values_and_warn`.
+            RuntimeError: see `refuse_ties` and `take_values_and_warn`.
             RanksDifferError: a setting differs between ranks, or the weights that they began with.
         """
+        refuse_ties(self._buckets)
         for bucket in self._buckets:
             take_values_and_warn(bucket)
         cluster = self._root.cluster

@@ -44,6 +44,8 @@ from laconic.shard.unit import Origin, is_left_alone, unit_of, units_below
 
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
 """Modules of torch that train a model data-parallel themselves: they and sharded modules refuse each other."""
+_ADAPTED = "base_layer"
+"""The name that peft's adapters give to the layer that they adapt."""
 _LOOKED = "_laconic_looked"
 """The attribute of the optimizers whose parameters were looked at."""
 
@@ -244,11 +246,16 @@ def check_unwrapped(module: nn.Module) -> None:
 
 
 def _refuse_inside_wrapper(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Refuse a sharded module that becomes the child of a wrapper. The constructors of wrappers come here."""
+    """Refuse a sharded module that becomes the child of a wrapper. The constructors of wrappers come here, and peft."""
     if isinstance(parent, _WRAPPERS) and child is not None and _is_sharded(child):
         raise TypeError(
             f"{type(parent).__name__} cannot wrap a model that laconic.fully_shard has sharded. Use the sharded model "
             "as it is: laconic runs it data-parallel and sums the gradients itself"
+        )
+    if name == _ADAPTED and child is not None and any(isinstance(each, RaggedTensor) for each in child.parameters()):
+        raise TypeError(
+            f"{type(parent).__name__} would adapt a layer that fully_shard has sharded, and no unit would have the "
+            "adapter: add adapters before fully_shard"
         )
 
 
@@ -310,6 +317,26 @@ def take_loaded_values(buckets: Iterable[Bucket]) -> None:
     """
     for bucket in buckets:
         take_values(bucket)
+
+
+def refuse_ties(buckets: Sequence[Bucket]) -> None:
+    """Refuse a sharded parameter in the place of another one: they would train as two.
+
+    Raises:
+        RuntimeError: there is one.
+    """
+    names = {
+        id(parameter): f"{slot.name} of {bucket.unit_name}"
+        for bucket in buckets
+        for parameter, slot in zip(bucket.sharded, bucket.layout.slots, strict=True)
+    }
+    for bucket in buckets:
+        for index, other in _replacements(bucket).items():
+            if id(other) in names:
+                raise RuntimeError(
+                    f"{bucket.layout.slots[index].name} of {bucket.unit_name} was tied to {names[id(other)]} after "
+                    "fully_shard, and they would train as two parameters: tie them before fully_shard, both in one unit"
+                )
 
 
 def take_values_and_warn(bucket: Bucket) -> None:
