@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 --rdzv-endpoint localhost:0 --rdzv-backend c10d exam
 torchrun --nproc-per-node 2 --rdzv-endpoint localhost:0 --rdzv-backend c10d examples/come_and_go.py localhost:29400
 """
 
+import os
 import sys
 
 import torch
@@ -43,4 +44,7 @@ def main(rendezvous: str, steps: int = STEPS) -> None:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ or len(sys.argv) != 2:
+        print("start this script with torchrun and the rendezvous, as its first lines say", file=sys.stderr)
+        sys.exit(2)
     main(sys.argv[1])

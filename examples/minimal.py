@@ -4,6 +4,9 @@ torchrun --nproc-per-node 4 examples/minimal.py
 laconic lab --nodes 2 --local 2 --rate 200mbit -- examples/minimal.py
 """
 
+import os
+import sys
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -57,4 +60,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        print("start this script with torchrun, as its first lines say", file=sys.stderr)
+        sys.exit(2)
     main()

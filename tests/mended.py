@@ -17,6 +17,7 @@ from tests.checkpoint.test_storages import SAVES, STORAGES, cells
 from tests.comm.test_pairs import CALLS, LATEST_S, problems
 from tests.composition import transforms as transforming
 from tests.docs import methods
+from tests.faults import first_contact as first
 from tests.faults.bench import BENCHMARK, Bench, Found, campaign
 from tests.kernels.apart import told
 from tests.publish.test_http import TOKEN, read_twice
@@ -113,6 +114,19 @@ def raw_requests(bench: Bench) -> Found:
         tried += number
         found += [f"misread: {request}" for request in misread]
     return tried, found, "heads, lines and ends that are no HTTP, or HTTP of two kinds; in process"
+
+
+@campaign(
+    "first-contact",
+    "first commands with torch alone, and without torchrun: neither works, nor ends with code 2 and one line",
+    at_least=20, harms=("unclear",), section="mend",
+)  # fmt: skip
+def first_contact(bench: Bench) -> Found:
+    """Run each in a process in which no package of the extras can be imported."""
+    with tempfile.TemporaryDirectory(prefix="laconic-contact-") as folder:
+        problems = [first.problem_of(command, Path(folder)) for command in first.COMMANDS]
+    found = [f"unclear: {problem}" for problem in problems if problem]
+    return len(problems), found, f"{', '.join(first.COMMANDS)}; a usage may precede the line"
 
 
 @campaign(

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 import laconic
+from tests.faults.first_contact import COMMANDS, extras
+from tests.faults.first_contact import problem_of as problem_of_first
 from tests.faults.wrong_key import MISTAKES, Mistake, problem_of
 from tests.support.published import published
 
@@ -43,11 +45,10 @@ def test_module_for_torchrun_tells_the_same(tmp_path: Path) -> None:
 
 
 def test_published_versions_are_read_with_torch_alone(tmp_path: Path) -> None:
-    extra = ["tomli_w", "tyro", "rich", "transformers", "datasets", "safetensors", "numba", "peft", "accelerate"]
     published(tmp_path / "versions", num_versions=2)
     for action in ("watch --once {}", "verify {}", "squash {} {}/out"):
         words = ["publish", *action.replace("{}", str(tmp_path / "versions")).split()]
-        script = f"import sys; sys.modules.update(dict.fromkeys({extra})); from laconic.cli import main"
+        script = f"import sys; sys.modules.update(dict.fromkeys({extras()})); from laconic.cli import main"
         script += f"; sys.exit(main({words}))"
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, ""), action
@@ -62,3 +63,8 @@ def test_import_of_laconic_imports_nothing_and_has_every_name() -> None:
     assert laconic.shard.__name__ == "laconic.shard"  # a room, which no import statement named
     with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
         laconic.no_such_name  # noqa: B018
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_first_command_without_extras_works_or_says_why(command: str, tmp_path: Path) -> None:
+    assert problem_of_first(command, tmp_path) == ""

@@ -1,16 +1,21 @@
 """LoRA and DoRA by peft: adapters train and all other parameters are frozen. The model may be on the meta device."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from laconic.codec.linear import QuantizedLinear
-from laconic.config import JobError, LoraConfig
+from laconic.errors import JobError
 from laconic.hf.layers import has_adapters
+
+if TYPE_CHECKING:  # publishing needs torch alone, and the description of a job needs pydantic
+    from laconic.config import LoraConfig
 
 ADAPTER = "default"
 
