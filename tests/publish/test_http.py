@@ -524,7 +524,8 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     makes: list[tuple[Callable[[str], Any], str, Sequence[str]]] = [
         (HttpSource, no_server,
          ("http://", "ftp://host", "http://host:port", "http://me:secret@host", "http://host/?a=b", "host:80",
-          "http://a b", "http://[::1", f"http://{'a' * 70}:1", "http://host/\r\nX: y")),
+          "http://a b", "http://[::1", f"http://{'a' * 70}:1", "http://a..b",
+          "http://host/\r\nX: y")),
         (lambda url: Announcer(tmp_path, [url]), "give http://HOST:PORT/PATH",
          ("nowhere", "ftp://host", "http://", "http://host:99999", "http://me:secret@host/", "http://me:sec ret@host",
           "http://a b", "http://é/", "http://host/\x1b[2J", f"http://{'a' * 64}/")),

@@ -120,8 +120,8 @@ def address_of(url: str, wanted: str) -> SplitResult:
 
 
 def is_host(name: str) -> bool:
-    """True if a name is short enough for that of a host, also in each of its labels."""
-    return 0 < len(name) <= _MOST_HOST and all(len(label) < 64 for label in name.split("."))
+    """True if a name may be that of a host: it is short enough, also in each of its labels, and none is empty."""
+    return len(name) <= _MOST_HOST and all(0 < len(label) < 64 for label in name.removesuffix(".").split("."))
 
 
 def read_head(request: bytes, file: io.BufferedIOBase) -> bytes:
