@@ -224,6 +224,18 @@ def two_blocks() -> nn.Module:
     return nn.Sequential(Block(5, 9), Block(5, 9))
 
 
+@on_ranks(4, local=1)
+def test_plain_tensors_are_repeated_to_the_part_of_a_rank() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model: Any = build(two_blocks)[0]
+    parallelize_module(model, mesh["tp"], PLAN)
+    laconic.fully_shard(model, mesh=mesh["dp"])
+    for weight in (model.up.weight.detach(), model.down.weight.detach()):
+        row, column = torch.arange(weight.shape[1]), torch.arange(weight.shape[0]).unsqueeze(1)
+        for other in (row, column):
+            assert torch.equal((weight + other).full_tensor(), weight.full_tensor() + other)
+
+
 @pytest.mark.heavy
 @on_ranks(4, local=1)
 def test_dtensors_over_the_axes_that_dp_mesh_dims_names(tmp_path: Path) -> None:

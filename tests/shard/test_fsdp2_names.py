@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method, share_comm_ctx
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
 
 import laconic
 from laconic.shard.sharded_module import ShardedModule
@@ -46,6 +46,13 @@ def test_names() -> None:
         model.set_reshard_after_forward(2)
     with pytest.raises(RuntimeError, match="root"):
         model(torch.ones(1, 5)), model.blocks[0].reset_iter_state()
+
+
+@on_ranks(1)
+def test_the_compiler_is_told_what_fsdp2_tells_it() -> None:
+    theirs: Any = fully_shard(sharded_net.build(), mesh=init_device_mesh("cpu", (1,)))
+    ours: Any = sharded_net.shard(sharded_net.build())
+    assert ours._fsdp_use_orig_params == theirs._fsdp_use_orig_params
 
 
 @on_ranks(1)

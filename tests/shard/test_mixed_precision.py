@@ -150,10 +150,11 @@ class Mixed(nn.Module):
         return y * self.scale.sum().float() + self.table.sum()
 
 
+@pytest.mark.parametrize("cache", ["host", "rank"])
 @on_ranks(2, local=1)
-def test_a_unit_may_mix_dtypes() -> None:
+def test_a_unit_may_mix_dtypes(cache: str) -> None:
     plain = build(Mixed)
-    model: Any = laconic.fully_shard(build(Mixed), mesh=laconic.init_mesh("cpu"), cache="host")
+    model: Any = laconic.fully_shard(build(Mixed), mesh=laconic.init_mesh("cpu"), cache=cache)
     assert sorted(str(bucket.dtype) for bucket in buckets(model)) == [
         "torch.bfloat16", "torch.float32", "torch.float64", "torch.int64",
     ]  # fmt: skip

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
@@ -119,12 +119,12 @@ class Unit:
     cache: Cache
     precision: MixedPrecisionPolicy
     origin: Origin
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | None
+    checks: Checks | None
+    prefetch: Prefetch
+    broadcast_buffers: bool
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
-    checks: Checks | None = None
-    prefetch: Prefetch = field(default_factory=Prefetch)
-    broadcast_buffers: bool = False
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
     reduce_once_per_backward: bool = False
