@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from laconic.comm import failure
+from laconic.comm.entries import encode
 from laconic.comm.failure import failing_together, first_failure, record_failure, watch_peers, watch_peers_early
 from laconic.comm.launch import RankInfo, process_group, start_process_group
-from laconic.comm.ring import PeerMessage, PeerRing, _Link
+from laconic.comm.ring import PeerMessage, PeerRing, _Link, _Place
 from laconic.config import to_toml
 from laconic.errors import JobError
 from laconic.rehearse import ranks
@@ -44,6 +45,17 @@ def test_a_message_that_comes_in_pieces_is_read_whole() -> None:
     assert found == [message, None, message]
     link._arrived = bytes(sent)
     assert link.messages() == found
+
+
+def test_a_rank_is_where_it_says_until_it_takes_that_back() -> None:
+    place = _Place(host="127.0.0.1", port=9, call="00" * 16, answer="11" * 16)
+    store = dist.HashStore()
+    ring = mock.Mock(_store=store, _next=1)
+    found = [PeerRing._look_up(ring)]
+    for entry in (encode(place), ""):
+        store.set("laconic/ring/1", entry)
+        found.append(PeerRing._look_up(ring))
+    assert found == [None, place, None]
 
 
 @pytest.fixture

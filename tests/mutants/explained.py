@@ -53,6 +53,7 @@ EXPLAINED: dict[str, str] = {
     "shard/cache:NodeShard.allocate: self.buffer() -> pass": "the first gather allocates it",
     "shard/gather:BucketGather.make_room: self._begun is None -> self._begun is not None": "`start_local` allocates it",
     "shard/gather:BucketGather.finish: self.store() -> pass": "whoever reads it next stores it",
+    "ragged/tensor:RaggedTensor.redistribute: False -> True": "the result is complete with either",
     "shard/crossing:Copies.__init__: 0 -> 1": "the first crossing is exact, and sets it",
     "shard/gather:BucketGather.is_stream_ordered: self._node.is_stream_ordered and self._local.is_stream_ordered"
     " -> self._node.is_stream_ordered or self._local.is_stream_ordered": "both levels have one kind of backend",
@@ -77,8 +78,10 @@ MISSED: dict[str, str] = {
     "codec/lossless_triton:_read: first += _CHUNK -> pass": "no tile of the tests has more events than one chunk holds",
     "codec/lossless_triton:_write: tl.debug_barrier() -> pass": "the interpreter runs one program after another",
     "shard/gather:UnitGather._renew: gather.bucket.node_shard.is_whole and gather.is_stale ->"
-    " gather.bucket.node_shard.is_whole or gather.is_stale": "frozen weights in few bits are decoded again, beside those"
-    " of the unit that train",
+    " gather.bucket.node_shard.is_whole or gather.is_stale": "frozen weights in few bits are decoded again, beside"
+    " those of the unit that train",
+    "ragged/packing:_told_by_shards: sorted(swap_rows(cluster, rows).tolist()) -> list(swap_rows(cluster, rows).tolist())"
+    "": "the conversions of the tests make of each share what another rank would make of it",
     "shard/cache:_lock_pages_for_cuda: 0 -> 1": "another flag of CUDA, which locks the pages as well",
     "comm/watch:_Watch._look: _RARER * idle_s -> _RARER // idle_s": "it looks for proofs more often",
     "cyclic/cut:_time_s: synchronize(values) -> pass": "there is nothing to wait for on a CPU",

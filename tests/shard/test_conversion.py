@@ -256,6 +256,21 @@ def test_a_conversion_gets_whole_blocks_of_the_granularity(nodes: int) -> None:
     assert_equals_oracle(scenario, scenario.run())
 
 
+@on_ranks(3, local=1)
+def test_the_memory_of_decoded_weights_is_counted() -> None:
+    model: Any = shard(converting(small_net(), RowScaled), granularity=laconic.rows(1))
+    [bucket] = [bucket for bucket in buckets(*model.blocks) if bucket.form.is_packed]
+    decoded_bytes = sum(4 * slot.numel for slot in bucket.layout.slots)
+    codes_bytes = sum(slot.numel + 4 * slot.shape[0] for slot in bucket.layout.slots)
+    held = []
+    for _ in range(2):
+        model.blocks[0].unshard()
+        assert bucket.form._conversions.nbytes == decoded_bytes + codes_bytes
+        model.blocks[0].reshard()
+        held.append(bucket.ledger.device_bytes)
+    assert held[0] == held[1]
+
+
 def test_conversions_that_fill_up_equal_chunks() -> None:
     scenario = with_weights(BF16InChunks, rounded_to_bf16, Scenario(nodes=4, cache="host"))
     runs = scenario.run()
