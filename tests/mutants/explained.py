@@ -81,7 +81,8 @@ MISSED: dict[str, str] = {
     " gather.bucket.node_shard.is_whole or gather.is_stale": "frozen weights in few bits are decoded again, beside"
     " those of the unit that train",
     "ragged/packing:_told_by_shards: sorted(swap_rows(cluster, rows).tolist()) ->"
-    " list(swap_rows(cluster, rows).tolist())": "the conversions of the tests make of each share what another rank would make of it",
+    " list(swap_rows(cluster, rows).tolist())": "the conversions of the tests make of each share what"
+    " another rank would make of it",
     "shard/cache:_lock_pages_for_cuda: 0 -> 1": "another flag of CUDA, which locks the pages as well",
     "comm/watch:_Watch._look: _RARER * idle_s -> _RARER // idle_s": "it looks for proofs more often",
     "cyclic/cut:_time_s: synchronize(values) -> pass": "there is nothing to wait for on a CPU",
