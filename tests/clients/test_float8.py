@@ -108,6 +108,18 @@ def test_other_weights_of_torchao_train_as_under_fsdp2(kind: str) -> None:
     assert found == {torch.uint8 if kind == "ternary" else torch.bfloat16}
 
 
+@on_ranks(2, local=1)
+def test_optimizers_in_few_bits_are_refused_by_name() -> None:
+    import_torchao()
+    from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
+
+    model = laconic.fully_shard(nn.Linear(64, 256))
+    model(torch.ones(1, 64)).sum().backward()
+    for kind in (AdamW8bit, AdamW4bit, AdamWFp8):
+        with pytest.raises(TypeError, match=r"not cut inside rows: use laconic\.optim\.AdamW8bit"):
+            kind(model.parameters()).step()
+
+
 def test_formats_are_those_of_torchao() -> None:
     """MXFP8 and NVFP4 to the bit. torchao gathers neither: its float8 gather takes one scale per weight."""
     import_torchao()

@@ -46,6 +46,8 @@ _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
 """Modules of torch that train a model data-parallel themselves: they and sharded modules refuse each other."""
 _ADAPTED = "base_layer"
 """The name that peft's adapters give to the layer that they adapt."""
+_STATES_OF_TORCHAO = "_new_buffer"
+"""The method by which torchao's optimizers make states in few bits."""
 _LOOKED = "_laconic_looked"
 """The attribute of the optimizers whose parameters were looked at."""
 
@@ -105,7 +107,7 @@ register_module_parameter_registration_hook(_registrations)
 
 
 def _look_at_optimizer(optimizer: Optimizer, *_: Any) -> None:
-    """Refuse parameters that `fully_shard` has replaced, at an optimizer's first step."""
+    """Refuse parameters that `fully_shard` has replaced, and states that nobody can cut, at the first step."""
     if hasattr(optimizer, _LOOKED):
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -115,6 +117,11 @@ def _look_at_optimizer(optimizer: Optimizer, *_: Any) -> None:
         raise RuntimeError(
             f"{type(optimizer).__name__} holds {len(names)} parameters that fully_shard has replaced, such as "
             f"{names[0]}: it trains nothing. Build the optimizer after fully_shard, from model.parameters()"
+        )
+    if hasattr(optimizer, _STATES_OF_TORCHAO) and any(isinstance(each, RaggedTensor) for each in parameters):
+        raise TypeError(
+            f"{type(optimizer).__name__} of torchao keeps its states as DTensors of torch, which are not cut inside "
+            "rows: use laconic.optim.AdamW8bit"
         )
     _warn_of_copies(optimizer, parameters)
     setattr(optimizer, _LOOKED, True)
