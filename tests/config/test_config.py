@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, ConfigError, all_keys, from_dict, load, to_dict, to_toml
@@ -224,3 +226,11 @@ def test_wrong_and_deep_options_are_refused(words: list[str], part: str, capsys:
         code = leaving.code
     assert code == 2
     assert part in capsys.readouterr().err
+
+
+def test_torchruns_last_lines_show_the_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    assert main([str(tmp_path / "no-such.toml")]) == 2
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
+    assert re.search(r"traceback : .*no-such\.toml", str(ChildFailedError("laconic.train", {0: failure})))

@@ -3,14 +3,18 @@
 [Note: One line in every log]
 A mistake ends all ranks with exit code 2, and every log of the job gets one line about it. The first rank of each node
 prints, since a node's ranks usually share a terminal or a file. A rank that has a log of its own, such as a file of
-`torchrun --redirects` or a pipe of Slurm's, prints too. Such a rank's stderr is not that of its launcher.
+`torchrun --redirects` or a pipe of Slurm's, prints too. Such a rank's stderr is not that of its launcher. torchrun ends
+with a traceback of its own; what a rank wrote into the file that torchrun names stands below that, as the cause.
 """
 
+import contextlib
 import json
 import os
 import signal
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import tyro
@@ -63,7 +67,7 @@ def _parse_or_say(argv: list[str]) -> Config | int:
     try:
         return parse(argv)
     except JobError as error:
-        _say(str(error))
+        _say_why(error)
         return 2
     except SystemExit as leaving:
         if leaving.code not in (0, None):
@@ -82,7 +86,7 @@ def _run(config: Config) -> int:
         try:
             stopped_by = run(config)["stopped_by"]
         except JobError as error:
-            _say(str(error))
+            _say_why(error)
             return 2
         if stopped_by is not None:
             saved = (
@@ -124,10 +128,19 @@ def parse(argv: list[str]) -> Config:
         )
 
 
-def _say(message: str) -> None:
+def _say_why(error: JobError) -> None:
+    """Print a line, and give it to torchrun: [Note: One line in every log]."""
+    line = " ".join(part.strip() for part in str(error).splitlines())  # other packages' messages have several lines
+    _say(line)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        told = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps({"message": told}), encoding="utf-8")
+
+
+def _say(line: str) -> None:
     """Print one line: [Note: One line in every log]."""
     if _is_first_in_its_log():
-        line = " ".join(part.strip() for part in message.splitlines())  # other packages' messages have several lines
         rank = os.environ.get("RANK", "0")
         print(f"laconic train: {line}" if rank == "0" else f"laconic train: rank {rank}: {line}", file=sys.stderr)
         sys.stderr.flush()
