@@ -8,6 +8,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from tests.docs.methods import BEGIN
+from tests.docs.rows import ROWS
 from tests.support.tiers import OUTSIDE
 
 ROOT = Path(__file__).parents[1]
@@ -53,6 +57,17 @@ def test_each_promise_has_a_test_in_make_test() -> None:
     assert len(promises) > 20
     bare = {promise for promise, files in promises if not any(inside(ROOT / file) for file in files)}
     assert bare == NOT_INSIDE.keys()
+
+
+@pytest.mark.parametrize("page", ROWS)
+def test_each_row_for_those_who_come_from_elsewhere_has_a_test_in_make_test(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(BEGIN)[0]  # what is generated is run
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    rows = {line.strip("| ").split(" | ")[0] for line in lines} - {"DDP", "FSDP2", "call"}
+    assert rows == ROWS[page].keys()
+    for file, _, name in (each.partition("::") for each in ROWS[page].values()):
+        names = {each.name for each in inside(ROOT / file) if isinstance(each, ast.FunctionDef)}
+        assert name.partition("[")[0] in names, f"{file}::{name}"
 
 
 def _of_the_room(statement: ast.AST, path: Path) -> list[Path]:

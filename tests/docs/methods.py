@@ -23,7 +23,7 @@ from laconic.ragged.tensor import RaggedTensor
 from laconic.rehearse import ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-fsdp2.md"
-_BEGIN, _END = "<!-- from a run of each: python -m tests.docs.methods -->\n", "<!-- end -->\n"
+BEGIN, _END = "<!-- from a run of each: python -m tests.docs.methods -->\n", "<!-- end -->\n"
 WORKS, NO_EFFECT = "works", "NO EFFECT"
 _NUM_RANKS = 4
 _TOKENS = torch.arange(8)
@@ -256,8 +256,8 @@ def table(found: list[tuple[str, str, str]]) -> str:
 
 def render(page: str, found: list[tuple[str, str, str]]) -> str:
     """The page with the table of today."""
-    before, _, rest = page.partition(_BEGIN)
-    return before + _BEGIN + table(found) + _END + rest.partition(_END)[2]
+    before, _, rest = page.partition(BEGIN)
+    return before + BEGIN + table(found) + _END + rest.partition(_END)[2]
 
 
 if __name__ == "__main__":

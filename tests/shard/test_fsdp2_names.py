@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from torch.distributed.tensor import Shard
 
 import laconic
 from laconic.shard.sharded_module import ShardedModule
@@ -21,6 +31,49 @@ def test_every_method_of_fsdp2_is_ours() -> None:
     """FSDP2's own implementation would look for its own state."""
     names = [name for name, _ in inspect.getmembers(FSDPModule, inspect.isfunction) if not name.startswith("_")]
     assert [name for name in names if getattr(ShardedModule, name) is getattr(FSDPModule, name)] == []
+
+
+def test_fully_shard_has_all_arguments_of_fsdp2() -> None:
+    theirs, ours = (set(inspect.signature(each).parameters) for each in (fully_shard, laconic.fully_shard))
+    assert theirs - ours == set()
+    assert {"cache", "granularity", "shares"} <= ours - theirs
+
+
+@on_ranks(4, local=1)
+def test_fully_shard_takes_torchs_own_policies() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model, plain = (sharded_net.build() for _ in range(2))
+    dims = getattr(torch.distributed.fsdp, "DataParallelMeshDims", SimpleNamespace)  # torch 2.11 has no such class
+    options = {
+        "mesh": mesh, "reshard_after_forward": True, "shard_placement_fn": lambda parameter: Shard(0),
+        "mp_policy": MixedPrecisionPolicy(), "offload_policy": CPUOffloadPolicy(pin_memory=False),
+        "ignored_params": {model.inp.bias.requires_grad_(False)},
+        "dp_mesh_dims": dims(shard="shards", replicate="replicas"),
+    }  # fmt: skip
+    laconic.fully_shard(list(model.blocks), **options)
+    laconic.fully_shard(model, **options)
+    plain.inp.bias.requires_grad_(False)
+    for net in (model, plain):
+        net(torch.ones(2, 5)).square().sum().backward()
+        torch.optim.SGD([each for each in net.parameters() if each.requires_grad], lr=0.01).step()
+    for name, parameter in plain.named_parameters():
+        got: Any = model.get_parameter(name)
+        whole = got.full_tensor() if isinstance(got, laconic.RaggedTensor) else got
+        torch.testing.assert_close(whole, parameter, msg=name)
+
+
+@on_ranks(2, local=1)
+def test_a_full_state_dict_that_torch_has_loaded_is_copied_for_another_model() -> None:
+    options = StateDictOptions(full_state_dict=True)
+    first, second, third = (sharded_net.shard(sharded_net.build(seed=seed)) for seed in range(3))
+    state = get_model_state_dict(first, options=options)
+    set_model_state_dict(second, dict(state), options=options)
+    set_model_state_dict(third, state, options=options)
+    for model in (second, third):
+        for name, parameter in first.named_parameters():
+            assert torch.equal(model.get_parameter(name).full_tensor(), parameter.full_tensor()), name
+    with pytest.raises(ValueError, match="Cannot distribute a DTensor with placements"):
+        set_model_state_dict(second, state, options=options)
 
 
 @on_ranks(1)
@@ -35,6 +88,8 @@ def test_names() -> None:
     model.set_force_sum_reduction_for_comms(True)
     model.set_reduce_scatter_unused_params(True)
     model.set_separate_reduce_scatter_group(True)
+    with pytest.raises(NotImplementedError, match=r"set_separate_reduce_scatter_group\(False\): laconic"):
+        model.set_separate_reduce_scatter_group(False)
     with pytest.warns(UserWarning, match="one reduction in flight"):
         model.set_reduce_scatter_max_input_buffers(2)
     for value, error in ((0, ValueError), (2.5, TypeError), (True, TypeError)):
