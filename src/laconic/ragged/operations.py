@@ -1,5 +1,7 @@
 """Operations on RaggedTensors: element-wise ones on local parts, random fills and allocations."""
 
+from __future__ import annotations
+
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -18,7 +20,7 @@ from laconic.ragged import reductions as reductions  # likewise
 from laconic.ragged.dtensor import all_reduce_outer, is_torch_dtensor, whole_of
 from laconic.ragged.on_meta import shapes_on_meta
 from laconic.ragged.spec import RaggedSpec
-from laconic.ragged.tensor import OTHERS, RaggedTensor, implements, remedy_for
+from laconic.ragged.tensor import Handler, RaggedTensor, implements, implements_others, remedy_for
 
 aten = torch.ops.aten
 
@@ -26,6 +28,9 @@ aten = torch.ops.aten
 _ALLOCATIONS = {"zeros_like", "ones_like", "empty_like", "full_like", "clone", "_to_copy"}
 _UNTAGGED = {"zero_", "fill_", "lerp_", "nan_to_num_", "masked_fill_", "isclose"}
 _ZERO = {aten.zero_.default, aten._foreach_zero_.default}
+_NUMBERS = (int, float, complex, type(None))
+_KEYWORDS = {"value", "alpha", "rounding_mode", "dtype"}
+"""The keyword-only arguments that are no tensors, and say nothing of a layout."""
 _FUSED_STEPS = ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")
 _REDUCING = {"_foreach_max"}
 """Functions on lists that reduce each tensor, though the function of this name on two tensors is element-wise."""
@@ -46,10 +51,12 @@ def _is_pointwise(name: str) -> bool:
     return name in ("zero", "copy", "clone", "lerp") or any(torch.Tag.pointwise in each.tags for each in overloads)
 
 
-@implements(OTHERS)
-def _others(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if _is_elementwise(func):
-        return _elementwise(func, args, kwargs)
+@implements_others
+def _handler_of(func: Any) -> Handler:
+    return _elementwise(func) if _is_elementwise(func) else _refuse
+
+
+def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, RaggedTensor))
     raise NotImplementedError(
         f"{func} is not defined on a RaggedTensor, of which this rank holds only a part: {given.spec.slot.name}, "
@@ -57,7 +64,48 @@ def _others(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
-def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+class _Elementwise:
+    """Runs an element-wise function: at once where all operands are of one cut or numbers, as in optimizers' steps."""
+
+    def __init__(self, func: Any) -> None:
+        changed = _changed_arguments(func)
+        self._is_plain, self._is_in_place, self._zeroes = changed in ((), (0,)), changed == (0,), func in _ZERO
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        spec: RaggedSpec | None = None
+        own: list[Any] = []
+        for operand in args:
+            if isinstance(operand, RaggedTensor):
+                if spec is None:
+                    spec = operand.spec
+                elif operand.spec is not spec:
+                    return _of_mixed_operands(func, args, kwargs)
+                own.append(operand._local_tensor)
+            elif isinstance(operand, _NUMBERS):
+                own.append(operand)
+            else:
+                return _of_mixed_operands(func, args, kwargs)
+        if spec is None or not self._is_plain or not kwargs.keys() <= _KEYWORDS:
+            return _of_mixed_operands(func, args, kwargs)
+        result = func(*own, **kwargs)
+        if self._is_in_place:
+            target = args[0]
+            if target._bump is not None:
+                target._bump()
+            if self._zeroes:
+                target.note_zeroing()
+            return target
+        return (
+            RaggedTensor(result, spec) if isinstance(result, Tensor) else [RaggedTensor(each, spec) for each in result]
+        )
+
+
+@cache
+def _elementwise(func: Any) -> _Elementwise:
+    return _Elementwise(func)
+
+
+def _of_mixed_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     specs = _specs_of_lists((*args, *kwargs.values()))
     if specs is not None:
         local_args, local_kwargs = tuple(map(_local_list, args)), {key: _local_list(kwargs[key]) for key in kwargs}
@@ -96,19 +144,18 @@ def _specs_of_lists(values: Sequence[Any]) -> Sequence[RaggedSpec | None] | None
 
     The steps of optimizers call functions on such lists, with thousands of tensors. None: the operands are others.
     """
-    lists = [value for value in values if isinstance(value, (list, tuple)) and len(value) > 0]
-    if not lists or any(isinstance(value, Tensor) and value.dim() > 0 for value in values):
-        return None
     specs: list[RaggedSpec] | None = None
-    for each in lists:
-        if not all(isinstance(item, RaggedTensor) for item in each):
-            if any(isinstance(item, Tensor) and item.dim() > 0 for item in each):
+    for value in values:
+        if not isinstance(value, (list, tuple)):
+            if isinstance(value, Tensor) and value.dim() > 0:
                 return None
-            continue
-        found = [item.spec for item in each]
-        if specs is None:
-            specs = found
-        elif len(found) != len(specs) or any(map(operator.is_not, found, specs)):
+        elif len(value) > 0 and set(map(type, value)) == {RaggedTensor}:
+            found = [item.spec for item in value]
+            if specs is None:
+                specs = found
+            elif len(found) != len(specs) or any(map(operator.is_not, found, specs)):
+                return None
+        elif [item for item in value if isinstance(item, Tensor) and item.dim() > 0]:
             return None
     return specs
 
@@ -276,7 +323,8 @@ def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 def _note_changes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Bump versions ([Note: Versions] in ragged/tensor.py); return the arguments that `func` changes in place."""
     changed = _changed(func, args, kwargs)
-    ragged = [tensor for tensor in _leaves(changed) if isinstance(tensor, RaggedTensor)]
+    lists = [value if isinstance(value, (list, tuple)) else (value,) for value in changed]
+    ragged = [tensor for tensors in lists for tensor in tensors if isinstance(tensor, RaggedTensor)]
     for bump in {tensor._bump for tensor in ragged}:  # parameters of a bucket share theirs
         if bump is not None:
             bump()
@@ -299,7 +347,7 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source = whole_of(source)
     elif isinstance(source, RaggedTensor) and source.spec != target.spec:
         source = source.full_tensor()
-    return _elementwise(func, (target, source, *args[2:]), kwargs)
+    return _elementwise(func)(func, (target, source, *args[2:]), kwargs)
 
 
 @implements(aten.normal_, aten.uniform_, aten.bernoulli_, aten.exponential_, aten.random_)
@@ -342,7 +390,7 @@ def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     scale, tensor = (first, second) if isinstance(second, RaggedTensor) else (second, first)
     if scale.numel() == 1 and tuple(scale.shape) == (1, 1):  # Adafactor's product of a row's and a column's factors
         return tensor * scale
-    return _others(func, args, kwargs)
+    return _handler_of(func)(func, args, kwargs)
 
 
 @implements(aten._amp_foreach_non_finite_check_and_unscale_)

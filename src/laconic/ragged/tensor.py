@@ -111,16 +111,16 @@ def _remedy_in(frame: FrameType) -> str:
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """A function of (aten function, positional arguments, keyword arguments)."""
-OTHERS = "others"
-"""Stands for all aten functions that have no handler."""
 _handlers: dict[Any, Handler] = {}
+"""By overload or packet; an overload that was called once has its own entry."""
+_handler_of_others: Callable[[Any], Handler]
 
 
 def implements(*functions: Any, asks_torch: bool = False) -> Callable[[Handler], Handler]:
     """Make the decorated handler run aten functions that get a RaggedTensor, as in torchao's tensor subclasses.
 
-    Give overloads (`aten.norm.Scalar`), packets (`aten.clone`, which stands for all its overloads but those that write
-    to `out`), or `OTHERS`. `asks_torch`: see [Note: Asked of torch first] in ragged/on_meta.py.
+    Give overloads (`aten.norm.Scalar`), or packets (`aten.clone`, which stands for all its overloads but those that
+    write to `out`). `asks_torch`: see [Note: Asked of torch first] in ragged/on_meta.py.
     """
 
     def register(handler: Handler) -> Handler:
@@ -128,6 +128,18 @@ def implements(*functions: Any, asks_torch: bool = False) -> Callable[[Handler],
         return handler
 
     return register
+
+
+def implements_others(make: Callable[[Any], Handler]) -> Callable[[Any], Handler]:
+    """Let the decorated function make the handlers of all aten functions that have none."""
+    global _handler_of_others
+    _handler_of_others = make
+    return make
+
+
+def _find_handler(func: Any) -> Handler:
+    own = None if func._schema.overload_name.endswith("out") else _handlers.get(func.overloadpacket)
+    return own or _handler_of_others(func)
 
 
 _waits: list[Callable[[], None]] = []
@@ -433,9 +445,8 @@ class RaggedTensor(BoxedTensor, _compat.SelfDispatchedDTensor):
         if _waits and func._schema.is_mutable:
             admit_edits()
         handler = _handlers.get(func)
-        if handler is None and not func._schema.overload_name.endswith("out"):
-            handler = _handlers.get(func.overloadpacket)
-        handler = handler or _handlers[OTHERS]
+        if handler is None:
+            handler = _handlers[func] = _find_handler(func)
         return handler(func, args, kwargs or {})
 
 
