@@ -127,7 +127,7 @@ def _train(life: Life, folder: Path) -> dict[str, Any]:
     if checkpoint.exists():
         local.load_state_dict(torch.load(checkpoint))
     begun, number = local.enter(), local.number
-    (folder / "entered").touch()
+    (folder / "entered").write_text(str(local.slot))
     with (folder / f"rounds-{rank}.jsonl").open("w", buffering=1) as lines:
         while local.rounds < life.last:
             step, order = local.steps + 1, folder / STRIKE

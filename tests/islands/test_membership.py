@@ -189,17 +189,21 @@ def test_what_was_in_flight_is_applied_before_an_island_enters() -> None:
 
 @pytest.mark.machine
 def test_an_island_of_processes_dies_and_another_comes(tmp_path: Path) -> None:
+    """The other comes when the islands have gone on without the dead one, so it takes the free slot."""
     with meeting(tmp_path) as (address, start):
-        policy = Membership(rendezvous=address, islands=3, timeout_s=4.0)
-        staying = [start(policy=policy, last=16, step_s=0.08) for _ in range(2)]
-        dying = start(policy=policy, last=16, step_s=0.08, dies_at=2 * EVERY + 2)
-        staying[0].wait_for_round(1)
-        islands_ = [*staying, start(policy=policy, last=16, step_s=0.08)]
-        assert {island.result()["slot"] for island in islands_} == {0, 1, 2}
+        begin = partial(start, policy=Membership(rendezvous=address, islands=3, timeout_s=6.0), last=10**9)
+        staying, dying = [begin(step_s=0.08) for _ in range(2)], begin(step_s=0.08, dies_at=2 * EVERY + 2)
+        staying[0].wait_for_round(3)
+        living = [*staying, begin(step_s=0.08)]
+        living[-1].wait_for_round(4)
+        last = living[-1].rounds()[0].number
+        for island in staying:
+            island.wait_for_round(last)
+        assert {(island.folder / "entered").read_text() for island in living} == {"0", "1", "2"}
         assert dying.processes[0].exitcode == -signal.SIGKILL
-    members, different = equal_rounds(island.rounds() for island in (*islands_, dying))
+    members, different = equal_rounds(island.rounds() for island in (*living, dying))
     assert different == []
-    assert [members[number] for number in (2, 3, 16)] == [3, 2, 3]
+    assert [members[number] for number in (2, 3, last)] == [3, 2, 3]
 
 
 def test_stuck_and_diverging_islands_are_left_behind(tmp_path: Path) -> None:
