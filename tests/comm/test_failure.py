@@ -60,7 +60,7 @@ def test_a_rank_is_where_it_says_until_it_takes_that_back() -> None:
 
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> failure._Peers:
-    """What rank 0 of 3 hears, without its thread and its connections."""
+    """Make the state of rank 0 of three, without its thread and its connections."""
     monkeypatch.setattr(failure, "PeerRing", mock.Mock())
     monkeypatch.setattr("threading.Thread", mock.Mock())
     monkeypatch.setattr(failure, "_peers", failure._Peers(mock.Mock(), 0, 3, 60.0))

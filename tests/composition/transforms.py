@@ -210,7 +210,7 @@ def _job(pair: tuple[str, str], names: tuple[str, ...]) -> list[float] | str:
 
 
 def judge(pair: tuple[str, str]) -> str:
-    """What becomes of a pair: right, refused, warned of, raises as without data parallelism, or what is wrong."""
+    """Judge a pair: the model trains as alone, a call is refused, warned of, or raises alone, too; else it is wrong."""
     run = partial(launch, num_ranks=4) if "replicates by DDP" in pair else partial(ranks, nodes=2, local=2)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

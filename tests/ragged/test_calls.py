@@ -1,4 +1,4 @@
-"""What the step of an optimizer costs the host, in calls of laconic's functions for each tensor."""
+"""The step of an optimizer calls few functions of laconic for each tensor."""
 
 from __future__ import annotations
 

@@ -252,14 +252,14 @@ def check_unwrapped(module: nn.Module) -> None:
             )
 
 
-def _refuse_inside_wrapper(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Refuse a sharded module that becomes the child of a wrapper. The constructors of wrappers come here, and peft."""
+def _refuse_as_child(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Refuse a sharded module in a wrapper of torch's or in an adapter of peft's. Their constructors come here."""
     if isinstance(parent, _WRAPPERS) and child is not None and _is_sharded(child):
         raise TypeError(
             f"{type(parent).__name__} cannot wrap a model that laconic.fully_shard has sharded. Use the sharded model "
             "as it is: laconic runs it data-parallel and sums the gradients itself"
         )
-    if name == _ADAPTED and child is not None and any(isinstance(each, RaggedTensor) for each in child.parameters()):
+    if name == _ADAPTED and child is not None and _is_sharded(child):
         raise TypeError(
             f"{type(parent).__name__} would adapt a layer that fully_shard has sharded, and no unit would have the "
             "adapter: add adapters before fully_shard"
@@ -270,7 +270,7 @@ def _is_sharded(module: nn.Module) -> bool:
     return bool(units_below(module)) or any(isinstance(parameter, RaggedTensor) for parameter in module.parameters())
 
 
-_hook: Any = _refuse_inside_wrapper
+_hook: Any = _refuse_as_child
 register_module_module_registration_hook(_hook)
 
 

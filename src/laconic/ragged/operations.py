@@ -100,9 +100,7 @@ class _Elementwise:
         )
 
 
-@cache
-def _elementwise(func: Any) -> _Elementwise:
-    return _Elementwise(func)
+_elementwise = cache(_Elementwise)
 
 
 def _of_mixed_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
