@@ -33,6 +33,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 import laconic
 from laconic import _compat
 from laconic.rehearse import DeadlockError, Kill, RankError, in_process, ranks
+from laconic.rehearse import turns
 from laconic.rehearse.in_process import Letter
 from tests.support import sharded_net
 from tests.support.flips import flip_bit
@@ -246,6 +247,22 @@ def test_a_rank_that_never_waits_is_given_up() -> None:
         thread.join()
     assert os.environ.pop("LACONIC_LATE") == "yes"
     assert dict(os.environ) == before
+
+
+def test_a_run_that_others_keep_from_the_processors_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+
+    def process_time() -> float:
+        looks.append(None)
+        return 0.003 * len(looks)
+
+    def job() -> int:
+        while len(looks) < 3:
+            pass
+        return 1
+
+    monkeypatch.setattr(turns.time, "process_time", process_time)
+    assert ranks(job, timeout_s=0.01) == [1]
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

@@ -201,7 +201,7 @@ def ranks(
             tensors, or raise, on the rank that sends.
         goes_on: True if the others go on where a rank fails. They lose their connections to it. The result of a rank
             that failed is its error; of one that died, None.
-        timeout_s: the seconds, of the real clock, that the whole may take.
+        timeout_s: the seconds of a processor that the whole may take, or that it may stand still.
 
     Raises:
         RankError: a rank failed, and `goes_on` is False.
