@@ -63,12 +63,6 @@ LONGEST_FIRST = (
 )
 
 
-PATIENCE_S = 900.0
-"""The limit of a test outside of `make test` that names none. It ends tests that hang, and is many times what a test
-takes on a free processor: others may have the machine. What a test costs, its file's budget of processor seconds holds.
-"""
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Keep a worker of `make test` on one processor: its threads take turns, and a turn on another one comes later."""
     worker, processors = os.environ.get("PYTEST_XDIST_WORKER", ""), sorted(os.sched_getaffinity(0))
@@ -77,11 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest; the others stay in their order. Give tests outside their time."""
-    for item in items:
-        is_outside = any(map(item.get_closest_marker, ("machine", "heavy", "campaign")))
-        if is_outside and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(PATIENCE_S))
+    """Begin with the files that take longest; the others stay in their order."""
     places = {Path(__file__).parent / "tests" / name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
