@@ -2,10 +2,10 @@
 
 import contextlib
 import ctypes
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from enum import Enum, auto
 from pathlib import Path
@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch._C._dynamo import eval_frame
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -21,20 +23,44 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_R = TypeVar("_R")
 
-# torch 2.13 renamed these two collectives and made the old names warn.
-_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# torch 2.13 renamed these two methods of process groups.
+_ALL_GATHER, _REDUCE_SCATTER = (
+    new if hasattr(dist.ProcessGroup, new) else old
+    for new, old in (("all_gather_single", "_allgather_base"), ("reduce_scatter_single", "_reduce_scatter_base"))
+)
 
 
 def all_gather_flat(output: Tensor, input: Tensor, *, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
-    """Gather equal flat pieces into `output` in rank order; `input` may be this rank's piece of `output`."""
-    return _all_gather_flat(output, input, group=group, async_op=async_op)
+    """Gather equal flat pieces into `output` in rank order; `input` may be this rank's piece of `output`.
+
+    This is the group's own call, since the function of torch.distributed around it takes seven more in Python.
+    """
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    work: dist.Work | None = getattr(group, _ALL_GATHER)(output, input, options)
+    if not async_op and work is not None:  # else a stream orders it
+        work.wait()
+    return work
 
 
-def reduce_scatter_flat(output: Tensor, input: Tensor, *, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+def reduce_scatter_flat(
+    output: Tensor,
+    input: Tensor,
+    *,
+    group: dist.ProcessGroup,
+    async_op: bool,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> dist.Work | None:
     """Sum `input` over the ranks and scatter equal flat pieces of the sum into `output`. Not on Gloo."""
-    return _reduce_scatter_flat(output, input, group=group, async_op=async_op)
+    options = ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = op, async_op  # type: ignore[assignment]
+    work: dist.Work | None = getattr(group, _REDUCE_SCATTER)(output, input, options)
+    if not async_op and work is not None:
+        work.wait()
+    return work
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
@@ -301,8 +327,26 @@ def let_optimizers_batch(tensor_type: type[torch.Tensor]) -> None:
 
 
 def outside_compilation(function: _F) -> _F:
-    """Stop torch.compile from tracing a function. Unlike `torch.compiler.disable`, import dynamo at the call only."""
-    return cast(_F, torch._disable_dynamo(function))
+    """Stop torch.compile from tracing a function. Unlike `torch.compiler.disable`, import dynamo at the call only.
+
+    Where nothing is compiled, the function is called at once: torch's way takes six calls more, at each hook.
+    """
+    disabled, callback = torch._disable_dynamo(function), eval_frame.get_eval_frame_callback
+
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        return (function if callback() is None else disabled)(*args, **kwargs)
+
+    outside._torchdynamo_disable = True  # type: ignore[attr-defined]  # when a caller is traced
+    action: Any = eval_frame._FrameAction  # when a caller that was traced runs, and calls this
+    eval_frame.set_code_exec_strategy(outside.__code__, eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    return cast(_F, functools.update_wrapper(outside, function))
+
+
+def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """Do as `function.apply`, which looks at the signature of `forward` each time, for want of defaults."""
+    if in_transform():
+        return function.apply(*arguments)
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
 
 
 def is_dynamo_tracing() -> bool:
@@ -325,13 +369,14 @@ def is_of_transform(tensor: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
-def outside_transforms() -> AbstractContextManager[Any]:
-    """Run the body outside of torch.func transforms: tensors made in one are wrappers without a storage."""
-    if not in_transform():
-        return contextlib.nullcontext()
+def outside_transforms(function: Callable[..., _R], *arguments: Any) -> _R:
+    """Call `function` outside of torch.func transforms: tensors made in one are wrappers without a storage."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return function(*arguments)
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-    return temporarily_clear_interpreter_stack()
+    with temporarily_clear_interpreter_stack():
+        return function(*arguments)
 
 
 def in_backward() -> bool:
@@ -350,6 +395,14 @@ def may_pack_saved_tensors(own: type) -> bool:
 def post_accumulate_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
     """Return the hooks of `Tensor.register_post_accumulate_grad_hook`, in order."""
     return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def have_post_accumulate_hooks(parameters: Sequence[Tensor]) -> bool:
+    """True if one of the parameters has hooks of `Tensor.register_post_accumulate_grad_hook`."""
+    for parameter in parameters:  # noqa: SIM110  a generator takes a call for each
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return True
+    return False
 
 
 class GradientUse(Enum):

@@ -29,7 +29,7 @@ from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import share_first
 from laconic.comm.entries import decode, encode
 from laconic.comm.journal import Awaited, Entries, Journal, RankRecord, Ticket, issue, reasons_to_wait, waits
-from laconic.comm.watch import find_proof, report_waits
+from laconic.comm.watch import find_proof, report_waits, waiting_for
 from laconic.errors import RanksDifferError
 from laconic.optim import Muon, matrices_and_rest
 from laconic.rehearse import ranks
@@ -54,7 +54,7 @@ def watching() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watch, "threading", _Threads())
         patch.setattr(watch, "atexit", SimpleNamespace(register=lambda function: None))
-        patch.setattr(journal.Waits, "of_program", lambda self: next(iter(self._tickets.values()), None))
+        patch.setattr(journal.Waits, "of_program", lambda self: next(iter(self.by_thread.values()), None))
         yield
 
 
@@ -338,12 +338,11 @@ def test_who_sends_waits_for_all_and_who_receives_for_the_senders() -> None:
 def test_a_thread_of_the_user_proves_nothing() -> None:
     """A saver's thread waits while the program goes on."""
     journal = Journal.__new__(Journal)
-    ticket, seen = Ticket(None, journal, 1, ("a save", ""), None), list[Any]()  # type: ignore[arg-type]
+    ticket, seen = Ticket(journal, 1, ("a save", ""), None), list[Any]()
 
     def wait() -> None:
-        waits.swap(ticket)
-        seen.append(waits.of_program())
-        waits.swap(None)
+        with waiting_for("a save", ticket):
+            seen.append(waits.of_program())
 
     thread = threading.Thread(target=wait)
     thread.start()

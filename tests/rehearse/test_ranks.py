@@ -32,8 +32,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 import laconic
 from laconic import _compat
-from laconic.rehearse import DeadlockError, Kill, RankError, in_process, ranks
-from laconic.rehearse import turns
+from laconic.rehearse import DeadlockError, Kill, RankError, in_process, ranks, turns
 from laconic.rehearse.in_process import Letter
 from tests.support import sharded_net
 from tests.support.flips import flip_bit

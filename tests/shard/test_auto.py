@@ -289,7 +289,7 @@ def test_copies_for_differences_always_rest_somewhere() -> None:
     """The bits are those of a fixed cache whose weights cross exactly once more, at the second step."""
     coded = replace(PLAIN, local=1, cache="host", options={"wire": "4bit"})
     [fixed, *_] = replace(coded, events={1: _forget_copies}).run()
-    node_shards = sum(bucket.node_shard_numel * 4 for bucket in buckets(fixed.model) if not bucket.is_frozen)
+    node_shards = sum(bucket.form.geometry.node_numel * 4 for bucket in buckets(fixed.model) if not bucket.is_frozen)
     for device_bytes, host_bytes in ((0, node_shards), (MUCH, 0)):
         run = replace(coded, cache=_auto(device_bytes, host_bytes)).run()[0]
         weights = [each.weights for each in run.looks[0].values()]

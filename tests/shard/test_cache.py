@@ -110,7 +110,7 @@ def test_a_nodes_host_memory_is_one_copy_of_the_weights(
     local: int, precision: MixedPrecisionPolicy | None, itemsize: int
 ) -> None:
     def bytes_of(model: Any) -> tuple[int, int]:
-        whole = sum(bucket.node_shard_numel * bucket.compute_dtype.itemsize for bucket in buckets(model))
+        whole = sum(bucket.form.geometry.node_numel * bucket.compute_dtype.itemsize for bucket in buckets(model))
         return model.memory().host_bytes, whole
 
     scenario = Scenario(

@@ -243,7 +243,7 @@ def test_elements_and_their_scales_are_gathered_together(scenario: Scenario) -> 
     num_bytes = sum(slot.numel + 4 * slot.shape[0] for slot in packed.layout.slots)
     assert num_bytes <= packed.form.packing.shard_nbytes * packed.cluster.size, "codes and scales"
     if scenario.cache != "none":
-        pieces = sum(bucket.form.numel * bucket.form.dtype.itemsize for bucket in buckets(runs[0].model))
+        pieces = sum(bucket.form.geometry.numel * bucket.form.dtype.itemsize for bucket in buckets(runs[0].model))
         assert runs[0].sent[1].weights == pieces, "each shard crosses once, with its scales"
 
 

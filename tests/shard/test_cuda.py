@@ -103,7 +103,7 @@ def overwrite_free_memory(owner: unit.Unit) -> None:
     """Allocate memory of the sizes that the engine uses, and fill it with NaN."""
     held = []
     for bucket in owner.buckets:
-        for numel in (bucket.layout.numel, bucket.node_shard_numel, bucket.layout.shard_numel):
+        for numel in (bucket.layout.numel, bucket.form.geometry.node_numel, bucket.layout.shard_numel):
             held += [torch.full((numel,), torch.nan, device=bucket.shard.device) for _ in range(2)]
 
 

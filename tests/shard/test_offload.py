@@ -135,7 +135,7 @@ def test_weights_are_gathered_once_a_step_and_frozen_ones_once_in_a_run() -> Non
     for sent, which in zip(run.sent, (every, trained, trained), strict=True):
         for level in ("node", "local"):
             assert sent.sent(level, "weights") == gather_bytes(level, which)
-    whole = sum(bucket.form.numel * bucket.layout.num_shards * 4 for bucket in every)
+    whole = sum(bucket.form.geometry.numel * bucket.layout.num_shards * 4 for bucket in every)
     kept = sum(bucket.shard.nbytes for bucket in trained)
     assert run.memory[-1].device_bytes == held_bytes(run.model) == whole + kept, (
         "a frozen shard lies in the whole buffer"

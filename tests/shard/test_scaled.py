@@ -81,11 +81,15 @@ def test_losses_are_those_of_whole_weights(weight_format: str, world: int, local
         slots, layout = bucket.layout.slots, bucket.layout
         bytes_of_value = max(scaled.nbytes(slot.shape) / slot.numel for slot in slots)
         least = sum(scaled.nbytes(slot.shape) for slot in slots) / world
-        assert least <= bucket.form.numel <= layout.shard_numel * bytes_of_value + 32 * len(slots)
-        assert bucket.node_shard.nbytes == nodes * bucket.form.numel * ("cache" in options), "the cache has few bits"
+        assert least <= bucket.form.geometry.numel <= layout.shard_numel * bytes_of_value + 32 * len(slots)
+        assert bucket.node_shard.nbytes == nodes * bucket.form.geometry.numel * ("cache" in options), (
+            "the cache has few bits"
+        )
     gathers = 2 - ("cache" in options or "reshard_after_forward" in options)
     of_blocks, of_root = sharded_net.buckets(*model.blocks), model._laconic_unit.buckets
-    crossing = [(nodes - 1) * each.form.numel * each.form.dtype.itemsize for each in of_blocks * gathers + of_root]
+    crossing = [
+        (nodes - 1) * each.form.geometry.numel * each.form.dtype.itemsize for each in of_blocks * gathers + of_root
+    ]
     assert seen[-1].weights == sum(crossing)
     if options.get("reshard_after_forward", True):
         sharded_net.assert_nothing_gathered(model)

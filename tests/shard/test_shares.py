@@ -175,7 +175,7 @@ def test_audits_are_quiet_and_checks_find_damage() -> None:
     damaged = next(bucket for bucket in buckets(model.blocks) if bucket.is_frozen)
     assert damaged.layout.stops
     kept = damaged.node_shard.kept()
-    begin = damaged.layout.start(damaged.peers.start) - damaged.layout.start(damaged.cluster.shard_index)
+    begin = damaged.layout.start(damaged.geometry.peers.start) - damaged.layout.start(damaged.cluster.shard_index)
     other = 0 if begin else damaged.layout.size(damaged.cluster.shard_index)  # an element of the other node's shard
     if dist.get_rank() == 1:
         kept[other].mul_(3)

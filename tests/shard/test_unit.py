@@ -73,7 +73,7 @@ def test_memory_is_bounded_by_units_in_flight_and_the_host_cache_adds_none() -> 
         assert by_step[1] == by_step[2], "from the second step on, the peak does not depend on timing"
         peaks[cache] = max(by_step)
     shards = sum(bucket.shard.nbytes for bucket in sharded_net.buckets(model))
-    slices = sum(4 * bucket.node_shard_numel for bucket in sharded_net.buckets(model))
+    slices = sum(4 * bucket.form.geometry.node_numel for bucket in sharded_net.buckets(model))
     root = sum(4 * bucket.layout.numel for bucket in model._laconic_unit.buckets)
     block = sum(4 * bucket.layout.numel for bucket in sharded_net.buckets(model.blocks[0]))
     # Shards and their gradients; full buffers of the root, the present block and the next one; gradients of the bucket

@@ -156,7 +156,7 @@ def test_tensors_that_are_coded_together_equal_the_twin() -> None:
     wire = laconic.Wire(weights="int4", gradients="int8")
     model = shard(build(Aligned), units=[], cache="host", wire=wire)
     (bucket,) = buckets(model)
-    parts = shards_of_nodes(bucket.layout, bucket.peers)
+    parts = shards_of_nodes(bucket.layout, bucket.geometry.peers)
     payload = payload_of(bucket.layout, parts, CODECS["int4"], plain=torch.float32, device_type="cpu")
     num_runs = sum(start < stop for runs in runs_of(model).values() for start, stop in runs)
     assert sum(map(len, payload._pieces.values())) < num_runs

@@ -77,7 +77,7 @@ def test_nothing_as_large_as_a_bucket_is_allocated_or_copied(cache: str) -> None
     shards = sum(bucket.shard.nbytes for bucket in all_buckets)
     assert max(nbytes for _, nbytes in watches[3].copied) <= min(sizes) / 2
     # Shards are copied into node shards, and node shards from the host cache. No whole bucket is copied.
-    slices = sum(bucket.node_shard_numel * 4 for bucket in all_buckets)
+    slices = sum(bucket.form.geometry.node_numel * 4 for bucket in all_buckets)
     flags = 16 * sum(len(bucket.layout.slots) for bucket in all_buckets)  # of used parameters: padded messages
     gathers = {"none": 2 * shards, "host": shards + 2 * slices, "rank": shards + flags}[cache]
     assert sum(nbytes for _, nbytes in watches[3].copied) <= gathers + vectors, watches[3].copied

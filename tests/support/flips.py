@@ -104,7 +104,7 @@ def flipping_in_use(number: int, *, bit: int, seed: int) -> AbstractContextManag
             bucket = self.buckets[0]
             _flip_in_slot(bucket, bucket.full.allocate(), bit=bit, seed=seed)
 
-    return _replaced(VICTIM, UnitGather, "show", damaged)
+    return _replaced(VICTIM, UnitGather, "show_begun", damaged)
 
 
 def flipping_in_gradients(number: int, *, bit: int, seed: int) -> AbstractContextManager[None]:

@@ -33,7 +33,6 @@ its own work.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -43,7 +42,7 @@ from torch import Tensor
 from laconic import _compat
 from laconic.comm.cluster import Cluster
 from laconic.comm.groups import has_peers
-from laconic.comm.journal import Ticket, described, issue
+from laconic.comm.journal import Ticket, issue, journal_of
 from laconic.comm.pacing import start_paced_exchange
 from laconic.comm.traffic import Level, Purpose, Traffic
 from laconic.comm.watch import waiting_for
@@ -61,26 +60,23 @@ _UNITED: dict[Any, Callable[[Tensor], Tensor]] = {
 """By operation, the function of all ranks' rows that every rank applies alike."""
 
 
-class Pending:
+class Pending(waiting_for):
     """A transfer under way."""
 
+    __slots__ = ("_works",)
+
     def __init__(
-        self,
-        works: Sequence[dist.Work | None],
-        traffic: Traffic,
-        level: Level,
-        transfer: str = "control",
-        ticket: Ticket | None = None,
+        self, works: Sequence[dist.Work | None], traffic: Traffic, level: Level, ticket: Ticket | None = None
     ) -> None:
         """Take the works that end the transfer; waiting for them is counted in `traffic` for `level`."""
-        self._works, self._traffic, self._level, self._transfer = works, traffic, level, transfer
-        self._ticket = ticket
+        self._works = works
+        self.transfer, self.ticket, self.seconds, self.key = ticket or "control", ticket, traffic.waits, level
 
     def wait(self) -> None:
         """Block this thread until the data may be used. With NCCL, call this on the stream that began the transfer."""
         if not self._works:  # a stream orders it, and nothing blocks
             return
-        with self._traffic.waiting(self._level, self._transfer, self._ticket):
+        with self:
             for work in self._works:
                 if work is not None:
                     work.wait()
@@ -89,18 +85,18 @@ class Pending:
 class _Exchange(Pending):
     """Messages to and from peers: [Note: Messages that nobody awaits]."""
 
-    _ticket: Ticket
+    ticket: Ticket
 
     def wait(self) -> None:
         """See `Pending.wait`."""
         super().wait()
         self._works = ()
-        self._ticket.journal.forget_dropped(before=self._ticket.number)
+        self.ticket.journal.forget_dropped(before=self.ticket.number)
 
     def __del__(self) -> None:
         """Leave what is under way to the journal."""
         if self._works:
-            self._ticket.journal.dropped.append((self._ticket.number, self._works))
+            self.ticket.journal.dropped.append((self.ticket.number, self._works))
 
 
 class _Nothing(Pending):
@@ -142,6 +138,9 @@ class Communicator:
         self.has_peers = group is not None and has_peers(group)
         """True if there are other ranks, and they are there: not in a rehearsal."""
         self._paces = self._uses_sends and level != "local" and self.size > 2 and self.has_peers
+        self._journals = {each: journal_of(each) for each in (group, self._reduce_group) if each is not None}
+        self._counted: dict[tuple[int, int, bool], list[tuple[Level, int, int]]] = {}
+        """By what `_count` is asked, what it counts: levels, and the bytes out and in."""
         self._device_type = cluster.device_type
         self.is_stream_ordered = self._device_type != "cpu" and backend != "gloo"
         """True if waiting never blocks the thread, so that one transfer may start right behind another."""
@@ -159,12 +158,12 @@ class Communicator:
         """
         itemsize, group = whole.itemsize, self._gather_group
         whole, piece = whole.view(torch.uint8), piece.view(torch.uint8)
-        parts = self._parts(whole, None if numels is None else [numel * itemsize for numel in numels])
-        own = parts[self.rank]
         if group is not None:
             self._count(purpose, (self.size - 1) * piece.nbytes, whole.nbytes - piece.nbytes)
-        if group is not None and not self._uses_sends and numels is None:
-            return self._issue(purpose, _compat.all_gather_flat, whole, piece, group=group)
+            if not self._uses_sends and numels is None:
+                return self._issue(purpose, _compat.all_gather_flat, whole, piece, group=group)
+        parts = self._parts(whole, None if numels is None else [numel * itemsize for numel in numels])
+        own = parts[self.rank]
         if group is not None and not self._uses_sends and self._has_reduce_scatter:
             return self._issue(purpose, dist.all_gather, parts, piece, group=group)  # [Note: Parts of other lengths]
         if own.data_ptr() != piece.data_ptr():
@@ -175,7 +174,7 @@ class Communicator:
             ticket, sent = self._ticket(purpose, group), list(parts)
             sent[self.rank] = own.clone()  # Gloo writes what it has sent back into the tensor, which others may read
             works = [dist.broadcast(each, group=group, group_src=i, async_op=True) for i, each in enumerate(sent)]
-            return self._pending(ticket, works)
+            return Pending(works, self._traffic, self.level, ticket)
         _compat.show_collective("_allgather_base_")
         return self._exchange(purpose, group, parts, [piece] * self.size)
 
@@ -310,23 +309,22 @@ class Communicator:
         sent_bytes, received_bytes = ((self.size - 1) * tensor.nbytes, 0) if is_first else (0, tensor.nbytes)
         self._traffic.count(self.level, "control", sent_bytes=sent_bytes, received_bytes=received_bytes)
         ticket = issue(group, "buffers", "the first rank", senders=[0])
-        with self._traffic.waiting(self.level, described(*ticket.label), ticket):
+        with self._traffic.waiting(self.level, ticket, ticket):
             dist.broadcast(tensor, group=group, group_src=0)
 
     def _count(
         self, purpose: Purpose, sent_bytes: int, received_bytes: int | None = None, *, is_ring: bool = False
     ) -> None:
         """Count a transfer in which so many bytes leave this rank and, by default, as many enter it."""
-        by_level = partial(self._cluster.bytes_by_level, self.level, is_ring=is_ring)
-        received = by_level(sent_bytes if received_bytes is None else received_bytes)
-        for level, size in by_level(sent_bytes).items():
-            self._traffic.count(level, purpose, sent_bytes=size, received_bytes=received[level])
+        key = sent_bytes, sent_bytes if received_bytes is None else received_bytes, is_ring
+        if key not in self._counted:
+            sent, received = (self._cluster.bytes_by_level(self.level, size, is_ring=is_ring) for size in key[:2])
+            self._counted[key] = [(level, size, received[level]) for level, size in sent.items()]
+        for level, sent_bytes, received_bytes in self._counted[key]:
+            self._traffic.count(level, purpose, sent_bytes=sent_bytes, received_bytes=received_bytes)
 
     def _ticket(self, purpose: Purpose, group: dist.ProcessGroup) -> Ticket:
-        return issue(group, purpose, "" if self._owner is None else self._owner.unit_name)
-
-    def _pending(self, ticket: Ticket, works: Sequence[dist.Work | None]) -> Pending:
-        return Pending(works, self._traffic, self.level, described(*ticket.label), ticket)
+        return self._journals[group].issue(purpose, "" if self._owner is None else self._owner.unit_name)
 
     def _issue(
         self,
@@ -337,10 +335,8 @@ class Communicator:
     ) -> Pending:
         """Begin a collective of the backend: [Note: Collectives on a stream]."""
         ticket = self._ticket(purpose, group)
-        if not self.is_stream_ordered:
-            return self._pending(ticket, [collective(*arguments, group=group, async_op=True)])
-        collective(*arguments, group=group, async_op=False)
-        return self._pending(ticket, [])
+        work = collective(*arguments, group=group, async_op=not self.is_stream_ordered)
+        return Pending([] if self.is_stream_ordered else [work], self._traffic, self.level, ticket)
 
     def _exchange(
         self,
@@ -362,11 +358,11 @@ class Communicator:
         )  # alike on all ranks, if this one's part is empty, too
         if paces and self._paces and moves:
             works: list[Any] = [start_paced_exchange(group, tag, list(landings), list(messages))]
-            return _Exchange(works, self._traffic, self.level, described(*ticket.label), ticket)
-        with waiting_for(described(*ticket.label)):  # a lost connection may be an error already
+            return _Exchange(works, self._traffic, self.level, ticket)
+        with waiting_for(ticket):  # a lost connection may be an error already
             works = [dist.irecv(landings[peer], group=group, group_src=peer, tag=tag) for peer in self._peers]
             works += [dist.isend(messages[peer], group=group, group_dst=peer, tag=tag) for peer in self._peers]
-        return _Exchange(works, self._traffic, self.level, described(*ticket.label), ticket)
+        return _Exchange(works, self._traffic, self.level, ticket)
 
 
 class ReduceScatter:
@@ -555,7 +551,7 @@ def _start_to_all(
         level = _count_to_all(cluster, len(rows), rows[0].nbytes)
     ticket = issue(group, purpose)
     work = dist.all_to_all_single(arriving.view(-1), rows.view(-1), group=group, async_op=True)
-    return Pending([work], cluster.traffic, level, purpose, ticket)
+    return Pending([work], cluster.traffic, level, ticket)
 
 
 def _count_to_all(cluster: Cluster, num_ranks: int, nbytes: int) -> Level:

@@ -14,7 +14,6 @@ of a group issue, such as those of two ranks, have no number and prove nothing e
 
 from __future__ import annotations
 
-import _thread
 import threading
 import time
 import weakref
@@ -37,12 +36,19 @@ class Journal:
     """The transfers that this rank has issued on one process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.name = group.group_name
+        self.group, self.name = ref(group), group.group_name
         self.ranks, self.own_rank = dist.get_process_group_ranks(group), dist.get_rank()
         self.count = 0
         self.last: deque[Label] = deque(maxlen=_KEPT)
         self.dropped: list[tuple[int, Sequence[dist.Work | None]]] = []
         """The works of transfers that nobody awaits any more, by number: [Note: Messages that nobody awaits]."""
+
+    def issue(self, kind: str, unit: str = "", senders: Sequence[int] | None = None) -> Ticket:
+        """Note that this rank issues a transfer that all ranks of the group issue. `senders` are places in it."""
+        self.count += 1
+        label = kind, unit
+        self.last.append(label)
+        return Ticket(self, self.count, label, senders)
 
     def forget_dropped(self, *, before: int) -> None:
         """Free the works of dropped transfers with a smaller number than a transfer that has ended."""
@@ -54,16 +60,18 @@ class Journal:
         return Entries(self.count, [described(*label) for label in list(self.last)])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)  # a frozen one takes four times as long to make
 class Ticket:
     """A transfer that was issued, and may be waited for."""
 
-    group: ref[dist.ProcessGroup]
     journal: Journal
     number: int
     label: Label
     senders: Sequence[int] | None
     """The places, in the group, of the ranks that send; None stands for all."""
+
+    def __str__(self) -> str:
+        return described(*self.label)
 
     @property
     def tag(self) -> int:
@@ -110,19 +118,21 @@ def described(kind: str, unit: str) -> str:
 
 def issue(group: dist.ProcessGroup, kind: str, unit: str = "", *, senders: Sequence[int] | None = None) -> Ticket:
     """Note that this rank issues a transfer that all ranks of `group` issue. `senders` are places in the group."""
+    return journal_of(group).issue(kind, unit, senders)
+
+
+def journal_of(group: dist.ProcessGroup) -> Journal:
+    """The journal of this rank and a process group."""
     journal = _journals.get(group)
     if journal is None:
         journal = _journals[group] = Journal(group)
-    journal.count += 1
-    label = kind, unit
-    journal.last.append(label)
-    return Ticket(ref(group), journal, journal.count, label, senders)
+    return journal
 
 
 def last_label(group: dist.ProcessGroup) -> Label | None:
     """The label of the transfer that this rank has issued last on a group; None if it has issued none."""
     journal = _journals.get(group)
-    return journal.last[-1] if journal is not None else None
+    return journal.last[-1] if journal is not None and journal.last else None
 
 
 def journals() -> dict[str, Entries]:
@@ -134,15 +144,8 @@ class Waits:
     """The tickets for which threads of this rank wait."""
 
     def __init__(self) -> None:
-        self._tickets: dict[int, Ticket] = {}
-
-    def swap(self, ticket: Ticket | None) -> Ticket | None:
-        """Set the ticket for which the calling thread waits. Returns the one before."""
-        thread = _thread.get_ident()
-        before = self._tickets.pop(thread, None)
-        if ticket is not None:
-            self._tickets[thread] = ticket
-        return before
+        self.by_thread: dict[int, Ticket] = {}
+        """The ticket of each thread that waits, by its identity."""
 
     def of_program(self) -> Ticket | None:
         """The ticket of the main thread, or of one of autograd's.
@@ -155,7 +158,7 @@ class Waits:
             for each in threading.enumerate()
             if each is not main and not isinstance(each, threading._DummyThread)
         }
-        return next((ticket for thread, ticket in list(self._tickets.items()) if thread not in others), None)
+        return next((ticket for thread, ticket in list(self.by_thread.items()) if thread not in others), None)
 
 
 waits = Waits()
@@ -182,7 +185,8 @@ class UnitProgress:
         """Note what the unit does, and count a pass that begins."""
         self.forwards += action == "in forward"
         self.backwards += action == "in backward"
-        here.note(self, action)
+        here.last = self, action
+        here.events += 1
 
 
 class Here:
@@ -191,11 +195,12 @@ class Here:
     def __init__(self) -> None:
         self.events = 0
         """The number of things that happened: units that began or ended, and transfers that were awaited or came."""
-        self.awaited: str | None = None
-        """The transfer for which a thread of this rank waits."""
+        self.awaited: object | None = None
+        """The transfer for which a thread of this rank waits; its text is the name."""
         self._units = weakref.WeakValueDictionary[int, UnitProgress]()  # by the number of units made before
         self._num_made = 0
-        self._last: tuple[UnitProgress, Action] | None = None
+        self.last: tuple[UnitProgress, Action] | None = None
+        """The unit that did something last, and what."""
 
     def add(self, unit: UnitProgress) -> None:
         """Number a unit. Ranks make their units in the same order, so these have the same numbers."""
@@ -203,21 +208,16 @@ class Here:
         self._units[unit.number] = unit
         self._num_made += 1
 
-    def note(self, unit: UnitProgress, action: Action) -> None:
-        """Note what a unit does."""
-        self._last = unit, action
-        self.events += 1
-
     def record(self, since: float, *, has_ended: bool = False) -> RankRecord:
         """Make a record of this rank. `since` is the time of the last event, in seconds since the epoch."""
-        last, action = self._last or (None, None)
+        last, action = self.last or (None, None)
         units = [unit for reference in self._units.valuerefs() if (unit := reference()) is not None]
         ticket = waits.of_program()  # before the journals, which then have all that it needs
         return RankRecord(
             counts={str(unit.number): (unit.name, unit.forwards, unit.backwards) for unit in units},
             last=None if last is None else last.number,
             action=action,
-            awaited=self.awaited,
+            awaited=None if self.awaited is None else str(self.awaited),
             since=since,
             has_ended=has_ended,
             ticket=None if ticket is None else ticket.awaited(),

@@ -6,10 +6,8 @@ the lab compare the sum over the ranks of a node with the kernel's interface cou
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -78,7 +76,8 @@ class Traffic:
 
     def __init__(self) -> None:
         self._sizes: Counter[tuple[Level, Purpose, Direction]] = Counter()
-        self._waits: defaultdict[Level, float] = defaultdict(float)
+        self.waits: defaultdict[Level, float] = defaultdict(float)
+        """See `Snapshot.waits`."""
 
     def count(self, level: Level, purpose: Purpose, *, sent_bytes: int, received_bytes: int) -> None:
         """Add the bytes that one transfer sends from this rank and brings to it."""
@@ -87,16 +86,10 @@ class Traffic:
         if Traffic.observer is not None:
             Traffic.observer(level, purpose, sent_bytes)
 
-    @contextmanager
-    def waiting(self, level: Level, transfer: str = "a message", ticket: Ticket | None = None) -> Iterator[None]:
-        """Count the duration of the block as waiting for `level`. `transfer` says for what; see `waiting_for`."""
-        start = time.perf_counter()
-        try:
-            with waiting_for(transfer, ticket):
-                yield
-        finally:
-            self._waits[level] += time.perf_counter() - start
+    def waiting(self, level: Level, transfer: object = "a message", ticket: Ticket | None = None) -> waiting_for:
+        """Count the duration of a block as waiting for `level`. `transfer` says for what; see `waiting_for`."""
+        return waiting_for(transfer, ticket, self.waits, level)
 
     def snapshot(self) -> Snapshot:
         """Copy the counters. The snapshot does not change afterwards."""
-        return Snapshot(sizes=dict(self._sizes), waits=dict(self._waits))
+        return Snapshot(sizes=dict(self._sizes), waits=dict(self.waits))

@@ -33,9 +33,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import get_ident
 from typing import Any
 
 import torch.distributed as dist
@@ -148,30 +149,46 @@ _MOST_NAMED = 4  # ranks in a line
 
 
 class waiting_for:
-    """A context manager that notes that this rank waits for a transfer.
+    """A context manager that notes that this rank waits for a transfer, and for how long.
 
     A RuntimeError of the block, such as a lost connection or a time-out, becomes a PeerFailedError with the first
     failure, if another rank has failed or is gone; else a RanksDifferError with the line of [Note: Ranks that do not
     come], if there is one. It is a class because a generator would cost two microseconds more.
     """
 
-    __slots__ = ("_before", "_ticket", "_ticket_before", "_transfer")
+    __slots__ = ("_before", "_begun_s", "_ticket_before", "key", "seconds", "ticket", "transfer")
 
-    def __init__(self, transfer: str, ticket: Ticket | None = None) -> None:
-        self._transfer, self._ticket = transfer, ticket
+    def __init__(
+        self,
+        transfer: object,
+        ticket: Ticket | None = None,
+        seconds: MutableMapping[Any, float] | None = None,
+        key: Any = None,
+    ) -> None:
+        """Wait for `transfer`, whose text is a name for messages. The duration is added to `seconds[key]`."""
+        self.transfer, self.ticket, self.seconds, self.key = transfer, ticket, seconds, key
 
     def __enter__(self) -> None:
-        self._before, here.awaited = here.awaited, self._transfer
-        self._ticket_before = waits.swap(self._ticket)
+        thread = get_ident()
+        self._before, here.awaited = here.awaited, self.transfer
+        self._ticket_before = waits.by_thread.pop(thread, None)
+        if self.ticket is not None:
+            waits.by_thread[thread] = self.ticket
         here.events += 1
+        self._begun_s = time.perf_counter()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        thread = get_ident()
+        if self.seconds is not None:
+            self.seconds[self.key] += time.perf_counter() - self._begun_s
         try:
             if isinstance(error, RuntimeError) and not isinstance(error, (PeerFailedError, RanksDifferError)):
                 _raise_diagnosis(error)
         finally:
             here.awaited = self._before
-            waits.swap(self._ticket_before)
+            waits.by_thread.pop(thread, None)
+            if self._ticket_before is not None:
+                waits.by_thread[thread] = self._ticket_before
             here.events += 1
 
 
@@ -338,7 +355,7 @@ class _Watch:
             self.verdict = f"ranks {_joined(proof.ranks)} run different programs: {proof.line}"
             self._board.tell(proof.ranks, self.verdict)
         ticket = waits.of_program()
-        group = None if ticket is None else ticket.group()
+        group = None if ticket is None else ticket.journal.group()
         if group is not None:
             _compat.break_connections(group)
 

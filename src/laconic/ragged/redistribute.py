@@ -17,7 +17,7 @@ from torch import Tensor
 from laconic import _compat
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import Pending
-from laconic.comm.journal import described, issue
+from laconic.comm.journal import issue
 from laconic.comm.traffic import IslandLevel, Purpose
 from laconic.layout.bucket import BucketLayout, Extent
 from laconic.ragged.spec import RaggedSpec
@@ -247,7 +247,7 @@ def gather_whole(spec: RaggedSpec, part: Tensor) -> Tensor:
             for rank, run in enumerate(runs)
             if run.numel
         ]
-        Pending(works, cluster.traffic, level, described(*ticket.label), ticket).wait()
+        Pending(works, cluster.traffic, level, ticket).wait()
     return whole
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -49,12 +50,12 @@ class RaggedSpec:
     def __deepcopy__(self, memo: dict[int, object]) -> RaggedSpec:
         return self  # immutable, and asynchronous checkpoints copy tensors with their attributes
 
-    @property
+    @cached_property
     def slot(self) -> Slot:
         """The tensor's place in the layout. Its shape is that of the DTensor shard, if there is one."""
         return self.layout.slots[self.index]
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The global shape."""
         return self.slot.shape if self.dtensor is None else self.dtensor.shape

@@ -26,7 +26,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import add
@@ -199,11 +198,10 @@ class RaggedTensor(BoxedTensor, _compat.SelfDispatchedDTensor):
         """
         if isinstance(local, LocalPart):
             local = local.as_subclass(Tensor)
-        is_inference = torch.is_inference_mode_enabled()  # an alias made there would have no version, and torch raises
-        with torch.inference_mode(False) if is_inference else nullcontext():
-            self = torch.Tensor._make_wrapper_subclass(
-                cls, spec.shape, dtype=local.dtype, device=device or local.device
-            )
+        if torch.is_inference_mode_enabled():  # an alias made there would have no version, and torch raises
+            with torch.inference_mode(False):
+                return cls(local, spec, device=device, bump=bump)
+        self = torch.Tensor._make_wrapper_subclass(cls, spec.shape, dtype=local.dtype, device=device or local.device)
         self._local_tensor, self.spec, self._bump, self._zeroings = local, spec, bump, [0]
         return self
 
@@ -314,7 +312,7 @@ class RaggedTensor(BoxedTensor, _compat.SelfDispatchedDTensor):
     def like(self, local: Tensor) -> RaggedTensor:
         """Wrap `local` as this rank's part of another tensor with this tensor's layout."""
         device = local.device if local.device != self._local_tensor.device else self.device
-        return RaggedTensor(local, self.spec, device=device)
+        return RaggedTensor.__new__(RaggedTensor, local, self.spec, device=device)  # its `__init__` does nothing
 
     def rows(self, start: int, stop: int, *, keep_dim: bool) -> RaggedTensor:
         """Select rows [start, stop) of dim 0: a view. A change of the rows is a change of this tensor.

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import count, pairwise
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import count
 from operator import attrgetter
 from typing import Any
 
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from laconic.comm.cluster import Cluster
-from laconic.comm.traffic import Level
 from laconic.layout.bucket import BucketLayout, Extent
+from laconic.layout.geometry import Geometry
 from laconic.ragged.conversion import Conversion, Conversions, converts, first_inner, is_patched, plain_elements
 from laconic.ragged.dtensor import DTensorShard, local_part
 from laconic.ragged.packing import ShardPacking
@@ -87,8 +87,10 @@ class Bucket:
         """For messages; the root sets it."""
         self.is_around = False
         """True if other units run while the unit's weights are gathered; the root sets it."""
-        self.dtype = managed[0].parameter.dtype
         self._precision, self.offload = precision, offload
+        self.set_dtype(managed[0].parameter.dtype)
+        self.geometry = Geometry.of(layout, shard=self.cluster.shard_index, num_nodes=self.cluster.num_nodes)
+        """Of the elements of the layout; `Form.geometry` is that of what a gather sends."""
         self.replicas_diverge = False
         """True once `LocalSteps` trains islands on their own. Otherwise they sum their gradients in every step."""
         self.divide_by: float | None = None
@@ -141,7 +143,8 @@ class Bucket:
     @property
     def version(self) -> int:
         """A number that every change of the parameters increases: [Note: Versions] in ragged/tensor.py."""
-        return self.stored.epoch + self.stored.shard._version
+        stored = self.stored
+        return stored.epoch + stored.shard._version
 
     @property
     def is_offloaded(self) -> bool:
@@ -159,20 +162,15 @@ class Bucket:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)
         return copy.copy_(tensor, non_blocking=non_blocking)
 
-    @property
-    def compute_dtype(self) -> torch.dtype:
+    def set_dtype(self, dtype: torch.dtype) -> None:
+        """Hold the parameters in `dtype` from now on."""
+        self.dtype = dtype
+        self.compute_dtype = compute_dtype_of(dtype, self._precision)
         """The dtype of gathered parameters."""
-        return compute_dtype_of(self.dtype, self._precision)
-
-    @property
-    def reduce_dtype(self) -> torch.dtype:
+        self.reduce_dtype = self._precision.reduce_dtype or self.compute_dtype
         """The dtype in which gradients are reduced."""
-        return self._precision.reduce_dtype or self.compute_dtype
-
-    @property
-    def waiting_dtype(self) -> torch.dtype:
+        self.waiting_dtype = torch.promote_types(self.reduce_dtype, torch.float32)
         """The dtype of sums that wait for a later backward: [Note: Gradients that wait] in shard/reduce.py."""
-        return torch.promote_types(self.reduce_dtype, torch.float32)
 
     def part(self, buffer: Tensor, index: int) -> Tensor:
         """The elements of parameter `index` in a buffer: flat, possibly empty, a view.
@@ -180,18 +178,18 @@ class Bucket:
         Shapes: `buffer` is this rank's shard, (C,), its node shard, (N * C,), or the full buffer, (L * N * C,). With
             unequal shards these are the elements of one, of N and of all: [Note: Unequal shards] in layout/shares.py.
         """
-        return buffer[self._slices_of(len(buffer))[index]]
+        return buffer[self._slices_of(buffer.numel())[index]]
 
     def parts(self, buffer: Tensor) -> list[Tensor]:
         """The elements of each parameter in a buffer: see `part`."""
-        return [buffer[part] for part in self._slices_of(len(buffer))]
+        return [buffer[part] for part in self._slices_of(buffer.numel())]
 
     def _slices_of(self, numel: int) -> list[slice]:
         """The elements of each parameter in the buffer of `numel` elements: see `part`."""
         if numel not in self._slices:
-            layout, own = self.layout, self.cluster.shard_index
-            first = own if numel == layout.size(own) else self.peers.start if numel < layout.numel else 0
-            begin = layout.start(first)
+            geometry, own = self.geometry, self.cluster.shard_index
+            first = own if numel == geometry.numel else geometry.peers.start if numel < geometry.whole_numel else 0
+            begin = self.layout.start(first)
             self._slices[numel] = [
                 slice(max(0, slot.offset - begin), max(0, slot.offset + slot.numel - begin))
                 for slot in self.layout.slots
@@ -267,44 +265,22 @@ class Bucket:
 
     def own_part(self, node_shard: Tensor) -> Tensor:
         """This rank's shard within its node shard, (N * C,): [Note: A bucket's order]."""
-        form, own = self.form, self.cluster.shard_index
-        begin = form.start(own) - form.start(self.peers.start)
-        return node_shard[begin : begin + form.numel]
+        return node_shard[self.form.geometry.own_in_node]
 
-    @property
-    def peers(self) -> range:
-        """The shards of this rank's node shard, in the order of nodes."""
-        first = self.cluster.local_rank * self.cluster.num_nodes
-        return range(first, first + self.cluster.num_nodes)
+    def show(self, parameters: Sequence[nn.Parameter | None], *, instead_of: Sequence[nn.Parameter] = ()) -> None:
+        """Show `parameters` in the modules; None hides one from `nn.Module._apply`, which must not see it.
 
-    @property
-    def node_shard_numel(self) -> int:
-        """The number of elements of a node shard as a gather sends it: N shards. Collective as `Form.dtype` is."""
-        return self.form.start(self.peers.stop) - self.form.start(self.peers.start)
-
-    @property
-    def most_node_numel(self) -> int:
-        """The most elements that the node shard of any rank has as a gather sends it, alike on all ranks.
-
-        Choices that all ranks must make alike go by this number. Collective as `Form.dtype` is.
+        Raises:
+            RuntimeError: a module has another parameter than the one of `instead_of`.
         """
-        return max(map(sum, self.form.numels_by_node_shard()))
-
-    def numels_on(self, level: Level) -> list[int] | None:
-        """The elements of each rank's part on a level: of the node shard on "node", of the bucket on "local".
-
-        None if they are equal. On an island's level nothing is cut.
-        """
-        layout, num_nodes = self.layout, self.cluster.num_nodes
-        if not layout.stops or level == "island":
-            return None
-        if level == "node":
-            return [layout.size(shard) for shard in self.peers]
-        starts = [layout.start(local * num_nodes) for local in range(self.cluster.num_local + 1)]
-        return [stop - start for start, stop in pairwise(starts)]
-
-    def show(self, parameters: Sequence[nn.Parameter | None]) -> None:
-        """Show `parameters` in the modules; None hides one from `nn.Module._apply`, which must not see it."""
+        for places, shown, slot in zip(self.places, instead_of, self.layout.slots, strict=False):
+            for module, name in places:  # at each gather and release: a generator would double what it takes
+                if module._parameters.get(name) is not shown:
+                    raise RuntimeError(
+                        f"parameter {slot.name} is no longer the one fully_shard made: it was replaced. Copy into it "
+                        "instead (param.copy_(value) under torch.no_grad()), or call load_state_dict of the sharded "
+                        "module"
+                    )
         for places, parameter in zip(self.places, parameters, strict=True):
             for module, name in places:
                 module._parameters[name] = parameter
@@ -370,7 +346,8 @@ class StoredWeights:
             )
         shard = self._at_rest(shard)
         bucket.full.drop()
-        bucket.dtype, self._device = shard.dtype, shard.device
+        bucket.set_dtype(shard.dtype)
+        self._device = shard.device
         self._move(shard.detach(), bucket.version + 1)
 
     @property
@@ -423,43 +400,33 @@ class Form:
     def __init__(self, bucket: Bucket, conversions: Sequence[Conversion]) -> None:
         """Take one conversion for each parameter, or none."""
         self._bucket = bucket
-        self._conversions = Conversions(bucket.cluster, conversions)
+        self._set_conversions(conversions)
         self._decoded_bytes = 0
 
-    @property
-    def converts(self) -> bool:
+    def _set_conversions(self, conversions: Sequence[Conversion]) -> None:
+        self._conversions = Conversions(self._bucket.cluster, conversions)
+        self.converts = len(conversions) > 0
         """True if parameters convert themselves."""
-        return bool(self._conversions.each)
+        self._unbind()
 
-    @property
+    def _unbind(self) -> None:
+        """Find anew what hangs on the form and the dtype, at the next use."""
+        for name in ("dtype", "geometry", "is_packed"):
+            vars(self).pop(name, None)
+
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of the elements that a gather sends."""
         return self.packing.dtype if self.converts else self._bucket.compute_dtype
 
-    @property
-    def numel(self) -> int:
-        """The number of elements of this rank's shard as a gather sends it."""
-        own = self._bucket.cluster.shard_index
-        return self.start(own + 1) - self.start(own)
-
-    @property
-    def whole_numel(self) -> int:
-        """The number of elements of the full buffer."""
-        return self.start(self._bucket.layout.num_shards)
-
-    def start(self, shard: int) -> int:
-        """The element of the full buffer at which a shard begins; for the number of shards, where the last one ends."""
-        return shard * self.packing.shard_nbytes if self.is_packed else self._bucket.layout.start(shard)
-
-    def numels_by_node_shard(self) -> list[list[int]]:
-        """The elements of the shards in each of the L node shards."""
-        num_nodes, starts = self._bucket.cluster.num_nodes, range(self._bucket.layout.num_shards + 1)
-        numels = [stop - start for start, stop in pairwise(map(self.start, starts))]
-        return [numels[first : first + num_nodes] for first in range(0, len(numels), num_nodes)]
-
-    def numels_on(self, level: Level) -> list[int] | None:
-        """`Bucket.numels_on` as a gather sends them: packed shards are equal."""
-        return None if self.is_packed else self._bucket.numels_on(level)
+    @cached_property
+    def geometry(self) -> Geometry:
+        """Where shards lie as a gather sends them: packed ones are equal."""
+        bucket = self._bucket
+        if not self.is_packed:
+            return bucket.geometry
+        packed = replace(bucket.layout, shard_numel=self.packing.shard_nbytes, stops=())
+        return Geometry.of(packed, shard=bucket.cluster.shard_index, num_nodes=bucket.cluster.num_nodes)
 
     def shards_of(self, full: Tensor) -> Sequence[Tensor] | Tensor:
         """The shards in a full buffer, in order: rows, if they are equal."""
@@ -470,10 +437,10 @@ class Form:
 
     def peers_of(self, node_shard: Tensor) -> Sequence[Tensor] | Tensor:
         """The shards in a node shard, in the order of nodes: rows, if they are equal."""
-        numels = self.numels_on("node")
-        return node_shard.view(len(self._bucket.peers), -1) if numels is None else node_shard.split(numels)
+        numels = self.geometry.numels_on["node"]
+        return node_shard.view(len(self.geometry.peers), -1) if numels is None else node_shard.split(numels)
 
-    @property
+    @cached_property
     def is_packed(self) -> bool:
         """True if shards cross as bytes in sections: [Note: Packed conversions]."""
         return self.converts and not self.packing.is_elements
@@ -495,6 +462,12 @@ class Form:
             RuntimeError: the bucket was gathered without them before.
             NotImplementedError: its weights cross between nodes in few bits.
         """
+        for each in self._bucket.sharded:  # at each gather, so without calls
+            if hasattr(each._local_tensor, "fsdp_pre_all_gather"):  # type: ignore[attr-defined]
+                self._take_hooks()
+                return
+
+    def _take_hooks(self) -> None:
         bucket = self._bucket
         before: list[Conversion | None] = [*self._conversions.each] or [None for _ in bucket.sharded]
         new = {
@@ -516,7 +489,7 @@ class Form:
             old if old is not None and index not in new else self._patched_conversion(index, is_hooked=index in new)
             for index, old in enumerate(before)
         ]
-        self._conversions = Conversions(bucket.cluster, each)
+        self._set_conversions(each)
 
     def _patched_conversion(self, index: int, *, is_hooked: bool) -> Conversion:
         bucket, parameter = self._bucket, self._bucket.sharded[index]
@@ -567,6 +540,7 @@ class Form:
     def forget(self) -> None:
         """Forget the decoded parameters: the full buffer that they were made from is gone."""
         self._conversions.forget()
+        self._unbind()
 
 
 class FullBuffer:
@@ -619,7 +593,7 @@ class FullBuffer:
             if self._is_shard:
                 self._tensor = bucket.shard.data
             else:
-                self._tensor = torch.empty(form.whole_numel, dtype=form.dtype, device=device)
+                self._tensor = torch.empty(form.geometry.whole_numel, dtype=form.dtype, device=device)
                 self._count(is_allocated=True)
             self._alias = self._tensor.data
             self.parameters = [] if form.converts else list(map(self._parameter, count(), self.views()))
@@ -639,8 +613,7 @@ class FullBuffer:
 
     def node_shard(self) -> Tensor:
         """This rank's node shard within the buffer, which is allocated: (N * C,), a view."""
-        begin = self._bucket.form.start(self._bucket.peers.start)
-        return self.allocate()[begin : begin + self._bucket.node_shard_numel]
+        return self.allocate()[self._bucket.form.geometry.node_in_whole]
 
     def free(self) -> None:
         """Free the memory, and what was decoded from it. Views stay."""
@@ -698,37 +671,26 @@ class FullBuffer:
             RuntimeError: a module's sharded parameter was replaced; the replacement would be lost now.
         """
         assert self._tensor is not None
-        self._refuse_others(self._bucket.sharded)
         self.follow_requires_grad()
-        self._bucket.show(self.parameters)
-        self._versions = self._versions_now()
-
-    def _refuse_others(self, shown: Sequence[nn.Parameter]) -> None:
-        for places, parameter, slot in zip(self._bucket.places, shown, self._bucket.layout.slots, strict=True):
-            for module, name in places:  # at each gather and release: a generator would double what it takes
-                if module._parameters.get(name) is not parameter:
-                    raise RuntimeError(
-                        f"parameter {slot.name} is no longer the one fully_shard made: it was replaced. Copy into it "
-                        "instead (param.copy_(value) under torch.no_grad()), or call load_state_dict of the sharded "
-                        "module"
-                    )
-
-    def _versions_now(self) -> list[int]:
-        return [parameter._version for parameter in self.parameters]
+        self._bucket.show(self.parameters, instead_of=self._bucket.sharded)
+        self._versions = [parameter._version for parameter in self.parameters]
 
     def follow_requires_grad(self) -> None:
         """Freeze and unfreeze gathered parameters as the sharded ones, or these as the gathered ones.
 
         Users meet either, as the unit is gathered or not: the one that has changed since the last call is right.
         """
+        differ = False
         for index, (sharded, gathered) in enumerate(zip(self._bucket.sharded, self.parameters, strict=True)):
             if gathered.requires_grad == sharded.requires_grad:
                 continue
+            differ = True
             if self._trained and gathered.requires_grad != self._trained[index]:
                 sharded.requires_grad_(gathered.requires_grad)
             else:
                 gathered.requires_grad_(sharded.requires_grad)
-        self._trained = [parameter.requires_grad for parameter in self.parameters]
+        if differ or not self._trained:
+            self._trained = [parameter.requires_grad for parameter in self.parameters]
 
     def hide(self) -> None:
         """Show the sharded parameters in the modules again.
@@ -736,10 +698,9 @@ class FullBuffer:
         Raises:
             RuntimeError: a gathered parameter was edited in place, or replaced; the edit would be lost.
         """
-        self._refuse_others(self.parameters)
         self.follow_requires_grad()
-        self._bucket.show(self._bucket.sharded)
-        now, before = self._versions_now(), self._versions
+        self._bucket.show(self._bucket.sharded, instead_of=self.parameters)
+        now, before = [parameter._version for parameter in self.parameters], self._versions
         self._refuse_other_memory()
         if not before or now == before:
             return

@@ -32,12 +32,6 @@ class _Bucket(Protocol):
     form: Any
     full: Any
 
-    @property
-    def node_shard_numel(self) -> int: ...
-
-    @property
-    def most_node_numel(self) -> int: ...
-
 
 class NodeShard:
     """One bucket's node shard: where it stays between its uses, and the version of the parameters it was made from.
@@ -49,12 +43,9 @@ class NodeShard:
 
     def __init__(self, bucket: _Bucket) -> None:
         self._bucket = bucket
-        self.where: Where = "none"
-        """Where it stays."""
+        self._stay("none", is_direct=False)
         self.until: Until = "change"
         """How long it is used."""
-        self.is_direct = False
-        """True if collectives can use the memory in which it stays."""
         self._version: int | None = None
         self._memory: Held[Tensor] | None = None
         self._slab: Tensor | None = None
@@ -64,28 +55,28 @@ class NodeShard:
     def nbytes(self) -> int:
         """The bytes that it takes between its uses, those of the whole buffer if that stays."""
         if self.is_whole:
-            return self._bucket.form.whole_numel * self._dtype.itemsize
-        return int(self.is_kept) * self._bucket.node_shard_numel * self._dtype.itemsize
+            return int(self._bucket.form.geometry.whole_numel) * self._dtype.itemsize
+        return int(self.is_kept) * self._bucket.form.geometry.node_numel * self._dtype.itemsize
 
     @property
     def most_bytes(self) -> int:
         """The most bytes that a node shard takes on any rank, alike on all ranks."""
-        return self._bucket.most_node_numel * self._dtype.itemsize
+        return int(self._bucket.form.geometry.most_node_numel) * self._dtype.itemsize
 
     @property
     def _dtype(self) -> torch.dtype:
         dtype: torch.dtype = self._bucket.form.dtype
         return dtype
 
-    @property
-    def is_kept(self) -> bool:
+    def _stay(self, where: Where, *, is_direct: bool) -> None:
+        self.where = where
+        """Where it stays."""
+        self.is_kept = where != "none"
         """True if it stays somewhere."""
-        return self.where != "none"
-
-    @property
-    def is_whole(self) -> bool:
+        self.is_whole = where == "rank"
         """True if it stays within the whole buffer, which no use frees."""
-        return self.where == "rank"
+        self.is_direct = is_direct
+        """True if collectives can use the memory in which it stays."""
 
     @property
     def outlives_backward(self) -> bool:
@@ -95,16 +86,16 @@ class NodeShard:
     def stay_on_device(self) -> None:
         """Stay in device memory from now on."""
         self._bucket.form.find_hooks()
-        self.where, self.is_direct = "device", True
+        self._stay("device", is_direct=True)
 
     def stay_whole(self) -> None:
         """Stay within the full buffer from now on, all of which stays."""
         self._bucket.form.find_hooks()
-        self.where, self.is_direct = "rank", True
+        self._stay("rank", is_direct=True)
 
     def stay_in_slab(self, slab: Tensor) -> None:
         """Stay in `slab`, uint8 of shape (nbytes,), from now on."""
-        self.where, self.is_direct = "host", self._bucket.cluster.device.type == "cpu"
+        self._stay("host", is_direct=self._bucket.cluster.device.type == "cpu")
         self._slab = slab.view(self._dtype)
 
     def holds(self, version: int) -> bool:
@@ -125,7 +116,7 @@ class NodeShard:
         if self._memory is None:
             with torch.inference_mode(False):  # it may become a frozen shard, which needs versions
                 device = self._bucket.cluster.device
-                memory = torch.empty(self._bucket.node_shard_numel, dtype=self._dtype, device=device)
+                memory = torch.empty(self._bucket.form.geometry.node_numel, dtype=self._dtype, device=device)
             self._memory = Held(memory, self._bucket.ledger)
         return self._memory.memory
 

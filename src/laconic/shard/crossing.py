@@ -91,7 +91,10 @@ class WeightCrossing:
     def most_bytes(self) -> int:
         """The bytes that a gather brings from other nodes, the most of any rank: alike on all ranks."""
         form = self.bucket.form
-        return max(sum(numels) - min(numels) for numels in form.numels_by_node_shard()) * form.dtype.itemsize
+        return form.geometry.most_others_numel * form.dtype.itemsize
+
+    may_make_host_wait: ClassVar[bool] = False
+    """True if `makes_host_wait` may ever be."""
 
     @property
     def makes_host_wait(self) -> bool:
@@ -108,7 +111,7 @@ class WeightCrossing:
     def start(self, node_shard: Tensor) -> None:
         """Begin the gather. With True from `prepare`, `node_shard`, (N * C,), has the old node shard."""
         own = self.bucket.form.sent(self.bucket.own_part(node_shard))
-        self._pending = self._node.all_gather(node_shard, own, numels=self.bucket.form.numels_on("node"))
+        self._pending = self._node.all_gather(node_shard, own, numels=self.bucket.form.geometry.numels_on["node"])
 
     def finish(self, node_shard: Tensor) -> None:
         """Finish the gather: `node_shard` has the shards of all nodes."""
@@ -147,7 +150,7 @@ def _messages_of(bucket: Bucket, node: Communicator) -> Messages:
     """The messages of a bucket's shards in the codec of its wire."""
     codec, kind = bucket.wire.weight_codec, bucket.cluster.device_type
     assert codec is not None
-    parts = shards_of_nodes(bucket.layout, bucket.peers)
+    parts = shards_of_nodes(bucket.layout, bucket.geometry.peers)
     payload = payload_of(bucket.layout, parts, codec, plain=bucket.compute_dtype, device_type=kind)
     return Messages(node, payload, bucket.ledger.hold)
 
@@ -289,6 +292,8 @@ class LosslessDifferences(DifferenceCrossing):
     def most_bytes(self) -> int:
         """See `WeightCrossing.most_bytes`: about as many, as nobody knows beforehand."""
         return super().most_bytes * TYPICAL_BITS // (8 * self.bucket.form.dtype.itemsize)
+
+    may_make_host_wait = True
 
     @property
     def makes_host_wait(self) -> bool:
@@ -488,7 +493,7 @@ def ways_of_sums(bucket: Bucket) -> dict[Level, WayOfSum]:
     payload = partial(payload_of, layout, plain=bucket.reduce_dtype, device_type=bucket.cluster.device_type)
     coded = partial(CodedSum, hold=bucket.ledger.hold, keeps_own=True, feedback=wire.feedback)
     if bucket.cluster.num_nodes > 1:
-        parts = shards_of_nodes(layout, bucket.peers)
+        parts = shards_of_nodes(layout, bucket.geometry.peers)
         ways["node"] = coded(exact["node"], payload(parts, codec, rotates=wire.rotates_gradients))
     if bucket.cluster.num_islands > 1:
         parts = parts_of_islands(layout, bucket.cluster.shard_index, bucket.cluster.num_islands)

@@ -53,7 +53,9 @@ go only after theirs. On an H200 compute waited 2.5 ms of a step for that. So su
 ends.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from functools import cached_property, partial
 from itertools import accumulate, pairwise, takewhile
@@ -121,9 +123,12 @@ class BucketGather:
         self._node = Communicator(bucket.cluster, "node", bucket)
         self._local = Communicator(bucket.cluster, "local", bucket)
         self.crossing = crossing_of(bucket, self._node, copies_of)
+        self.is_stream_ordered = self._node.is_stream_ordered and self._local.is_stream_ordered
+        """True if waiting for a transfer never blocks the thread."""
         self._is_crossing = False
         self._pending = NOTHING
-        self._version: int | None = None
+        self.version: int | None = None
+        """That of the parameters whose gather has begun."""
         self._begun: Event = None
         """An event after which the second stage may begin, if it begins late: [Note: Lengths come with messages]."""
         self._loaded: Event = None
@@ -136,11 +141,6 @@ class BucketGather:
         """The memory of a node shard that came early, before the full buffer: [Note: Prefetching]."""
         self.num_crossings = 0
         """The gathers that began with this rank's shard, not with the cache."""
-
-    @property
-    def is_stream_ordered(self) -> bool:
-        """True if waiting for a transfer never blocks the thread."""
-        return self._node.is_stream_ordered and self._local.is_stream_ordered
 
     @property
     def needs_others(self) -> bool:
@@ -162,11 +162,11 @@ class BucketGather:
         gradient_itemsize, waiting_itemsize = (
             0 if is_frozen else dtype.itemsize for dtype in (bucket.reduce_dtype, bucket.waiting_dtype)
         )
-        most_sums = max(bucket.numels_on("local") or [bucket.layout.numel // bucket.cluster.num_local])
+        most_sums = bucket.geometry.most_node_numel
         smallest = min(map(bucket.layout.size, range(bucket.layout.num_shards)))
         return BucketUse(
-            whole_bytes=bucket.form.whole_numel * itemsize,
-            node_bytes=bucket.most_node_numel * itemsize,
+            whole_bytes=bucket.form.geometry.whole_numel * itemsize,
+            node_bytes=bucket.form.geometry.most_node_numel * itemsize,
             crossing_bytes=self.crossing.most_bytes,
             gradient_bytes=bucket.layout.numel * gradient_itemsize,
             node_gradient_bytes=most_sums * gradient_itemsize,
@@ -177,7 +177,7 @@ class BucketGather:
     @property
     def is_stale(self) -> bool:
         """True if the parameters have changed since the gather began."""
-        return self._version != self.bucket.version
+        return self.version != self.bucket.version
 
     @property
     def is_whole(self) -> bool:
@@ -199,8 +199,8 @@ class BucketGather:
                 "device=...) and initialise them, or load a state dict, before the first forward"
             )
         bucket.form.find_hooks()
-        self._version = bucket.version
-        self._comes_from_cache = kept.holds(self._version)
+        self.version = bucket.version
+        self._comes_from_cache = kept.holds(self.version)
         self._node_shard = kept.gathered_in(self._allocate_early if is_early else bucket.full.node_shard)
         if self._comes_from_cache or self.crossing.prepare():
             self._loaded = kept.load_into(self._node_shard, self._lanes)
@@ -208,15 +208,16 @@ class BucketGather:
             return
         kept.invalidate()
         self.num_crossings += 1
-        with self._lanes.gather_node.running(self._loaded):
-            self.crossing.start(self._node_shard)
-            self._is_crossing = True
+        self._lanes.gather_node.run(self.crossing.start, self._node_shard, after=(self._loaded,))
+        self._is_crossing = True
 
     def _allocate_early(self) -> Tensor:
         bucket = self.bucket
         if self._early is None:
             with torch.inference_mode(False):  # it has versions, as the full buffer
-                memory = torch.empty(bucket.node_shard_numel, dtype=bucket.form.dtype, device=bucket.cluster.device)
+                memory = torch.empty(
+                    bucket.form.geometry.node_numel, dtype=bucket.form.dtype, device=bucket.cluster.device
+                )
             self._early = Held(memory, bucket.ledger)
         return self._early.memory
 
@@ -232,17 +233,18 @@ class BucketGather:
         begun, self._begun = self._begun, None
         if self._is_crossing:
             self._finish_crossing()
-        start = lane.running if begun is None else partial(lane.going_on, begun)
-        with start(self._loaded, self._arrived):
-            numels = self.bucket.form.numels_on("local")
-            self._pending = self._local.all_gather(full, self._node_shard, numels=numels)
+        numels = self.bucket.form.geometry.numels_on["local"]
+        job = partial(self._local.all_gather, full, self._node_shard, numels=numels)
+        if begun is None:
+            self._pending = lane.run(job, after=(self._loaded, self._arrived))
+        else:
+            self._pending = lane.go_on(job, after=(begun, self._loaded, self._arrived))
 
     def _finish_crossing(self) -> None:
         """Finish the gather across nodes. If an exception cuts it short, the gather stays stale and is begun anew."""
-        version, self._version, self._is_crossing = self._version, None, False
-        with self._lanes.gather_node.going_on():
-            self.crossing.finish(self._node_shard)
-        self._version = version
+        version, self.version, self._is_crossing = self.version, None, False
+        self._lanes.gather_node.go_on(self.crossing.finish, self._node_shard)
+        self.version = version
         self._arrived = self._lanes.gather_node.record_event()
 
     def finish(self, *, stores: bool = True) -> Event:
@@ -250,8 +252,7 @@ class BucketGather:
 
         Without `stores`, `store` copies the node shard to the cache later.
         """
-        with self._lanes.gather_local.going_on():
-            self._pending.wait()
+        self._lanes.gather_local.go_on(self._pending.wait)
         self._pending, self._loaded = NOTHING, None
         event = self._lanes.gather_local.record_event()
         if self._comes_from_cache:
@@ -276,16 +277,20 @@ class BucketGather:
         """Copy the node shard to the cache, unless it came from there."""
         if self._unstored is not None:
             (node_shard, arrived), self._unstored = self._unstored, None
-            self._stored = self.bucket.node_shard.store(node_shard, self._version, arrived, self._lanes)
+            self._stored = self.bucket.node_shard.store(node_shard, self.version, arrived, self._lanes)
 
     def release(self) -> None:
         """Free the full buffer after the copy from it to the cache is done."""
-        self.store()
+        if self._unstored is not None:
+            self.store()
         stored, self._stored = self._stored, None
-        wait_for(stored)
-        if not self.bucket.node_shard.is_whole:
+        if stored is not None:
+            wait_for(stored)
+        kept = self.bucket.node_shard
+        if not kept.is_whole:
             self.bucket.full.free()
-        if self.bucket.is_frozen and not self.is_stale and self.bucket.stored.drop() and stored is not None:
+        may_drop = kept.outlives_backward and self.bucket.is_frozen and not self.is_stale
+        if may_drop and self.bucket.stored.drop() and stored is not None:
             stored.synchronize()  # once in a run: from now on the host reads the parameter in the cache
 
 
@@ -299,11 +304,13 @@ class UnitGather:
         self.prefetch = prefetch
         """Which gathers begin with this one."""
         self._gathers = [BucketGather(bucket, lanes, copies_of) for bucket in buckets]
+        self.settle_place()
         self._moving: list[BucketGather] = []
         """The gathers that the present one consists of: those of buckets that are not whole already."""
-        self.is_stream_ordered = all(gather.is_stream_ordered for gather in self._gathers)
         self._events: list[Event] = []
         self.state = GatherState.IDLE
+        self._is_released = True
+        """True if `release` has nothing to do. Full buffers that stay are released, too."""
         self.stays = False
         """True if the weights stay after forward: [Note: Late copies]."""
 
@@ -314,38 +321,39 @@ class UnitGather:
     @cached_property
     def whole_bytes(self) -> int:
         """The bytes of the full buffers."""
-        return sum(bucket.form.whole_numel * bucket.form.dtype.itemsize for bucket in self.buckets)
+        return sum(bucket.form.geometry.whole_numel * bucket.form.dtype.itemsize for bucket in self.buckets)
 
     @cached_property
     def node_bytes(self) -> int:
         """The bytes of the node shards, of the largest of all ranks if they are unequal."""
-        return sum(bucket.most_node_numel * bucket.form.dtype.itemsize for bucket in self.buckets)
+        return sum(bucket.form.geometry.most_node_numel * bucket.form.dtype.itemsize for bucket in self.buckets)
 
-    @property
-    def stays_whole(self) -> bool:
+    def settle_place(self) -> None:
+        """Find out what follows from where the weights rest. To be called when that has changed."""
+        shards = [bucket.node_shard for bucket in self.buckets]
+        self.is_stream_ordered = all(gather.is_stream_ordered for gather in self._gathers)
+        self.stays_whole = len(shards) > 0 and all(shard.is_whole for shard in shards)
         """True if the full buffers stay between uses."""
-        return len(self.buckets) > 0 and all(bucket.node_shard.is_whole for bucket in self.buckets)
-
-    @property
-    def begins_without_memory(self) -> bool:
+        self.begins_without_memory = all(shard.is_direct for shard in shards)
         """True if node shards arrive in the cache's own memory."""
-        return all(bucket.node_shard.is_direct for bucket in self.buckets)
-
-    @property
-    def can_begin_early(self) -> bool:
-        """True if the first stage takes time, and no memory for whole weights: [Note: Prefetching]."""
-        if not self.is_stream_ordered:  # Gloo would copy this rank's part once more
-            return self.begins_without_memory
-        return all(b.cluster.num_local > 1 and (b.cluster.num_nodes > 1 or b.is_offloaded) for b in self.buckets)
+        self.can_begin_early = (
+            self.begins_without_memory
+            if not self.is_stream_ordered
+            else all(b.cluster.num_local > 1 and (b.cluster.num_nodes > 1 or b.is_offloaded) for b in self.buckets)
+        )
+        """True if the first stage takes time, and no memory for whole weights: [Note: Prefetching]. On Gloo, which
+        would copy this rank's part once more, only if its place is the cache's."""
+        self.may_be_late = any(gather.crossing.may_make_host_wait for gather in self._gathers)
 
     def begin(self, *, is_early: bool = False) -> None:
         """Begin a gather if none has begun or parameters changed since: [Note: The same order on every rank].
 
         With `is_early` only its first stage, if `can_begin_early`: [Note: Prefetching].
         """
-        if self.state is not GatherState.IDLE and any(gather.is_stale for gather in self._gathers):
+        if self.state is not GatherState.IDLE and self._is_stale():
             self._renew()
         if self.state is GatherState.IDLE:
+            self._is_released = False
             self._drop_damaged()
             self._moving = [gather for gather in self._gathers if not gather.is_whole]
             for gather in self._moving:
@@ -360,10 +368,19 @@ class UnitGather:
             else:
                 self.go_on()
 
+    def _is_stale(self) -> bool:
+        """True if parameters have changed since the gather began: asked at each use, so without calls."""
+        for gather in self._gathers:
+            stored = gather.bucket.stored
+            if gather.version != stored.epoch + stored.shard._version:
+                return True
+        return False
+
     @property
     def is_late(self) -> bool:
         """True if the second stage is not to begin with the first: [Note: Lengths come with messages]."""
-        return self.state is GatherState.NODE and any(gather.makes_host_wait for gather in self._moving)
+        is_begun = self.may_be_late and self.state is GatherState.NODE
+        return is_begun and any(gather.makes_host_wait for gather in self._moving)
 
     def go_on(self) -> None:
         """Begin the second stage, where waiting for it never blocks the thread."""
@@ -385,7 +402,7 @@ class UnitGather:
 
     def store(self) -> None:
         """Copy to the cache what has waited: [Note: Late copies]."""
-        if self.state in (GatherState.FULL, GatherState.SHOWN):
+        if self.stays and self.state in (GatherState.FULL, GatherState.SHOWN):
             for gather in self._gathers:
                 gather.store()
 
@@ -404,6 +421,10 @@ class UnitGather:
             Exception: the observer has found damage.
         """
         self.begin()
+        self.show_begun()
+
+    def show_begun(self) -> None:
+        """As `show`; the gather has begun from the present parameters."""
         self._complete()
         self._observer.gathered(self)
         for bucket in self.buckets:
@@ -411,19 +432,21 @@ class UnitGather:
                 bucket.full.follow_requires_grad()
             else:
                 bucket.full.show()
-        self.state = GatherState.SHOWN
+        self.state, self._is_released = GatherState.SHOWN, False
 
     def _complete(self) -> None:
         if self.state in (GatherState.FULL, GatherState.SHOWN):
             return
         self.go_on()
         for event in self._events:
-            wait_for(event)
+            if event is not None:
+                wait_for(event)
         for gather in self._moving:
             gather.free_early()
         self._observer.arrived(self)
         for gather in self._moving:
-            gather.bucket.full.decode()
+            if gather.bucket.form.converts:
+                gather.bucket.full.decode()
         self._events = []
         self.state = GatherState.FULL
 
@@ -433,9 +456,10 @@ class UnitGather:
         Raises:
             RuntimeError: a gathered parameter was edited in place; the edit would be lost.
         """
-        if self.state is GatherState.IDLE:
+        if self._is_released:
             return
         self._complete()
+        self._is_released = True
         was_shown = self.state is GatherState.SHOWN
         self.state = GatherState.FULL if self.stays_whole else GatherState.IDLE
         try:
@@ -480,6 +504,10 @@ class UnitGather:
         return tuple(map(BucketGather.use, self._gathers))
 
 
+_Choice = tuple[Sequence[UnitGather], Sequence[UnitGather]]
+"""Units to gather whole, and those of which only the first stage begins."""
+
+
 class Order:
     """The order in which the units of one root run, and the gathers that begin early by it: [Note: Prefetching]."""
 
@@ -492,6 +520,8 @@ class Order:
         self._open: list[UnitGather] = []  # whose forward has begun and not ended
         self._around: set[UnitGather] = set()  # in whose forward others begin
         self._late: list[UnitGather] = []  # whose second stage begins when the present unit's forward is issued
+        self._choices: dict[tuple[UnitGather, UnitGather], tuple[Sequence[UnitGather], _Choice]] = {}
+        """The last choice of each unit and the one that follows it, with all that follow."""
         self._pair_bytes = self._largest_bytes = 0  # of units that are not around others
 
     @property
@@ -517,7 +547,12 @@ class Order:
             sizes_bytes = [gather.whole_bytes for gather in self._forward if gather not in self._around]
             self._largest_bytes = max(sizes_bytes, default=0)
             self._pair_bytes = max(map(sum, pairwise(sizes_bytes)), default=self._largest_bytes)
+            self.choose_anew()
         self._forward, self._open = [], []
+
+    def choose_anew(self) -> None:
+        """Choose again what to gather ahead: units rest elsewhere, or run in another order."""
+        self._choices.clear()
 
     def enter_forward(self, gather: UnitGather, prefetch: Sequence[UnitGather] | None) -> None:
         """Begin the gather of a unit whose forward begins, and those of `prefetch`; None takes the recorded order."""
@@ -567,13 +602,22 @@ class Order:
         whole, early = self._chosen(gather, following) if prefetch is None else (prefetch, ())
         for other in whole:
             other.begin()
-        self._late = [other for other in whole if other.is_late and other.is_stream_ordered]
+        self._late = [other for other in whole if other.may_be_late and other.is_late and other.is_stream_ordered]
         for other in early:
             other.begin(is_early=True)
 
-    def _chosen(
-        self, gather: UnitGather, following: Sequence[UnitGather]
-    ) -> tuple[Sequence[UnitGather], Iterable[UnitGather]]:
+    def _chosen(self, gather: UnitGather, following: Sequence[UnitGather]) -> _Choice:
+        """See `_choose`; a choice serves as long as the same units follow."""
+        if not following:
+            return (), ()
+        key = gather, following[0]
+        before, choice = self._choices.get(key, (None, None))
+        if choice is None or before != following:
+            choice = self._choose(gather, following)
+            self._choices[key] = following, choice
+        return choice
+
+    def _choose(self, gather: UnitGather, following: Sequence[UnitGather]) -> _Choice:
         """Choose the next units to gather whole, and those after them whose first stage begins: [Note: Prefetching]."""
         policy = gather.prefetch
         if policy.units is not None:
@@ -588,7 +632,7 @@ class Order:
             return whole, [each for each in after[:1] if each.begins_without_memory and each.can_begin_early]
         room -= sum(each.whole_bytes for each in whole)
         num_early = _fitting(after, lambda each: each.node_bytes, room)
-        return whole, takewhile(lambda each: each.can_begin_early, after[:num_early])
+        return whole, list(takewhile(lambda each: each.can_begin_early, after[:num_early]))
 
 
 def _fitting(gathers: Sequence[UnitGather], bytes_of: Callable[[UnitGather], int], room_bytes: int) -> int:

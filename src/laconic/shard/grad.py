@@ -77,14 +77,14 @@ class UsedParameters:
         """Forget that parameters got a gradient: it was cleared."""
         self._used.difference_update(indices)
 
-    def note_new_gradient(self, index: int) -> None:
-        """Record a parameter whose `.grad` was None before this reduction."""
-        self._new.add(index)
+    def note_new_gradients(self, indices: Iterable[int]) -> None:
+        """Record parameters whose `.grad` was None before this reduction."""
+        self._new.update(indices)
 
     @property
     def has_hooks(self) -> bool:
         """True if a sharded parameter has hooks that run after its gradient is in place."""
-        return any(_compat.post_accumulate_hooks(parameter) for parameter in self.bucket.sharded)
+        return _compat.have_post_accumulate_hooks(self.bucket.sharded)
 
     def flags(self) -> Tensor:
         """1 for each parameter that got a gradient on this rank, else 0: uint8, (P,)."""
@@ -93,24 +93,24 @@ class UsedParameters:
     @property
     def needs_others(self) -> bool:
         """True if only other ranks know what becomes of a parameter that got no gradient on this one."""
-        return any(
-            index not in self._used and (index in self._new or _compat.post_accumulate_hooks(parameter))
-            for index, parameter in enumerate(self.bucket.sharded)
-        )
+        unused = set(range(len(self.bucket.sharded))) - self._used
+        hooked = [self.bucket.sharded[index] for index in unused]
+        return not unused.isdisjoint(self._new) or _compat.have_post_accumulate_hooks(hooked)
 
     def conclude(self, used: Sequence[int]) -> None:
         """Remove the new `.grad` of parameters that no rank used, and run the hooks of the others.
 
         `used` has what some rank used, (P,); it may leave out what this one did.
         """
-        own, new = set(self._used), set(self._new)
+        own, new, has_hooks = set(self._used), set(self._new), self.has_hooks
         self.forget()
-        for index, parameter in enumerate(self.bucket.sharded):
+        for index in sorted(new - own):
+            if not used[index]:
+                self.bucket.sharded[index].grad = None
+        for index, parameter in enumerate(self.bucket.sharded) if has_hooks else ():
             if index in own or used[index]:
                 for hook in _compat.post_accumulate_hooks(parameter):
                     hook(parameter)
-            elif index in new:
-                parameter.grad = None
 
     def forget(self) -> None:
         """Forget all: the ranks have agreed, need not agree, or drop the backward."""

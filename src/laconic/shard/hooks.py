@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, Protocol
@@ -69,7 +70,8 @@ class _Followed(torch.autograd.Function):
 
 def watch_inputs(unit: Watching, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return `inputs` as the forward shall use them, so that backward reports the arrival of their gradients."""
-    return _InputGradients.apply(unit, *inputs)
+    made: tuple[Tensor, ...] = _compat.apply_function(_InputGradients, unit, *inputs)
+    return made
 
 
 class _InputGradients(torch.autograd.Function):
@@ -119,6 +121,8 @@ class AwaitedHooks:
         if not watched:
             return args, kwargs
         identities = dict(zip(map(id, watched), watch_inputs(self._unit, watched), strict=True))
+        if len(args) == len(watched) and not kwargs and all(map(operator.is_, args, watched)):  # most often
+            return tuple(identities[id(tensor)] for tensor in watched), kwargs
         return map_tensors(lambda tensor: identities.get(id(tensor), tensor), (args, kwargs))
 
     def watch_outputs(self, output: Any, *, name: str, trains: bool) -> Any:
@@ -268,7 +272,13 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors of `tree`, in the order in which `map_tensors` visits them."""
-    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
+    if isinstance(tree, Tensor):
+        return [tree]
+    found = []
+    for leaf in leaves_of(tree):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+    return found
 
 
 def leaves_of(tree: Any) -> list[Any]:
@@ -276,10 +286,14 @@ def leaves_of(tree: Any) -> list[Any]:
     kind = type(tree)
     if kind in _ATOMS or isinstance(tree, Tensor):
         return [tree]
+    leaves: list[Any] = []
     if kind is tuple or kind is list or kind is dict:
-        items = tree.values() if kind is dict else tree
-        return [leaf for item in items for leaf in leaves_of(item)]
-    leaves = []
+        for item in tree.values() if kind is dict else tree:
+            if isinstance(item, Tensor) or type(item) in _ATOMS:
+                leaves.append(item)
+            else:
+                leaves += leaves_of(item)
+        return leaves
     for leaf in tree_leaves(tree):
         leaves += leaves_of(_values(leaf)) if _is_dataclass(leaf) else [leaf]
     return leaves

@@ -10,13 +10,15 @@ goes to a later job of that lane, which starts after compute. So the engine need
 use depends on what has been issued, not on when the host learns that a transfer is done. docs/races.md proves it.
 """
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 Event = torch.Event | None
 """An event of the accelerator; None on CPU."""
+_R = TypeVar("_R")
 _HERE = nullcontext()
 
 
@@ -29,16 +31,28 @@ class Lane:
         self._stream: Any = None
         if device.type != "cpu":
             self._stream = torch.get_device_module(device).Stream(device, priority=-1 if is_urgent else 0)
-
-    @property
-    def has_stream(self) -> bool:
+        self.has_stream = self._stream is not None
         """False on CPU, where the host waits for transfers."""
-        return self._stream is not None
+
+    def run(self, job: Callable[..., _R], *arguments: Any, after: Sequence[Event] = ()) -> _R:
+        """Call `job` in `running`. Without a stream, a context in Python would take longer than most jobs."""
+        if self._stream is None:
+            return job(*arguments)
+        with self.running(*after):
+            return job(*arguments)
+
+    def go_on(self, job: Callable[..., _R], *arguments: Any, after: Sequence[Event] = ()) -> _R:
+        """Call `job` in `going_on`."""
+        if self._stream is None:
+            return job(*arguments)
+        with self.going_on(*after):
+            return job(*arguments)
 
     def running(self, *after: Event) -> AbstractContextManager[Any]:
         """Start a job: issue the body here, after everything on the compute stream so far and the given events."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.get_device_module(self._device).current_stream(self._device))
+        if self._stream is None:
+            return _HERE
+        self._stream.wait_stream(torch.get_device_module(self._device).current_stream(self._device))
         return self.going_on(*after)
 
     def going_on(self, *after: Event) -> AbstractContextManager[Any]:

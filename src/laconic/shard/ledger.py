@@ -38,21 +38,18 @@ class Ledger:
         if on_host:
             self.host_bytes += nbytes
             return
-        self.device_bytes += nbytes
+        held_bytes = self.device_bytes = self.device_bytes + nbytes
         if nbytes > 0:
-            self._note_peaks()
+            self.device_peak_bytes = max(self.device_peak_bytes, held_bytes)
+            for kinds, peak_bytes in self.peaks_without.items():
+                rest_bytes = held_bytes - sum(map(self.full_bytes.__getitem__, kinds))
+                if rest_bytes > peak_bytes:
+                    self.peaks_without[kinds] = rest_bytes
 
     def hold_full(self, nbytes: int, *, is_around: bool) -> None:
         """Add the bytes of a full buffer, of a unit that is around others or not."""
         self.full_bytes[is_around] += nbytes
         self.hold(nbytes)
-
-    def _note_peaks(self) -> None:
-        self.device_peak_bytes = max(self.device_peak_bytes, self.device_bytes)
-        for kinds in WITHOUT:
-            rest_bytes = self.device_bytes - sum(map(self.full_bytes.__getitem__, kinds))
-            if rest_bytes > self.peaks_without[kinds]:
-                self.peaks_without[kinds] = rest_bytes
 
     def hold_until_freed(self, tensor: Tensor, *, on_host: bool) -> None:
         """Count the memory of `tensor` as long as somebody holds the tensor.
@@ -65,9 +62,10 @@ class Ledger:
 
     def reset_peak(self) -> None:
         """Set the peaks to the bytes that are held now."""
-        self.device_peak_bytes = 0
-        self.peaks_without = dict.fromkeys(WITHOUT, 0)
-        self._note_peaks()
+        self.device_peak_bytes = self.device_bytes
+        self.peaks_without = {
+            kinds: max(0, self.device_bytes - sum(self.full_bytes[kind] for kind in kinds)) for kinds in WITHOUT
+        }
 
 
 class Held(Generic[_M]):
@@ -75,18 +73,13 @@ class Held(Generic[_M]):
 
     def __init__(self, memory: _M, ledger: Ledger, *, on_host: bool = False) -> None:
         """Take a tensor, or a transfer with memory of its own."""
-        self._memory: _M | None = memory
+        self.memory = memory
+        """What was taken. After `free` there is no such attribute."""
         self._nbytes, self._ledger, self._on_host = memory.nbytes, ledger, on_host
         ledger.hold(self._nbytes, on_host=on_host)
 
-    @property
-    def memory(self) -> _M:
-        """What was taken."""
-        assert self._memory is not None, "this memory was freed"
-        return self._memory
-
     def free(self) -> None:
         """Drop the memory."""
-        if self._memory is not None:
-            self._memory = None
+        if "memory" in vars(self):
+            del self.memory
             self._ledger.hold(-self._nbytes, on_host=self._on_host)

@@ -70,7 +70,8 @@ def _forward(module: nn.Linear, input: Tensor) -> Tensor:
     if not _compat.is_transforming():
         sink, index = sink_of(weight) or (None, 0)
         if sink is not None and _can_write(input, weight, sink, index):
-            return LinearInPlace.apply(input, weight, module.bias, sink, index)
+            output: Tensor = _compat.apply_function(LinearInPlace, input, weight, module.bias, sink, index)
+            return output
     return functional.linear(input, weight, module.bias)
 
 

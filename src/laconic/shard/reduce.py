@@ -54,6 +54,8 @@ class BucketGradients:
         self._begin_backward = begin_backward
         self.ways = ways_of_sums(bucket)
         self._full: Held[Tensor] | None = None
+        self._places = [(slice(each.offset, each.offset + each.numel), each.shape) for each in bucket.layout.slots]
+        """The elements of each parameter in the buffer, and its shape."""
         self._written: set[int] = set()
         self.waiting: dict[Level, Held[Tensor]] = {}
         """Sums of earlier backwards, by the level that they have yet to cross: this rank's, (L * N * C,), wait to be
@@ -111,7 +113,8 @@ class BucketGradients:
                 f"{self.bucket.layout.slots[index].name} got a sparse gradient, which cannot be reduced in a flat "
                 "bucket; build the embedding with sparse=False"
             )
-        gradient = self.bucket.part_of_gradient(index, gradient)
+        if self.bucket.specs[index].dtensor is not None or self.bucket.form.converts:
+            gradient = self.bucket.part_of_gradient(index, gradient)
         view = self._view(index)
         if index in self._written:
             view.add_(gradient)
@@ -152,8 +155,8 @@ class BucketGradients:
         return self._full
 
     def _view(self, index: int) -> Tensor:
-        slot = self.bucket.layout.slots[index]
-        return self._allocate().memory[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        part, shape = self._places[index]
+        return (self._full or self._allocate()).memory[part].view(shape)
 
     def fill_unused(self) -> None:
         """Give all trained parameters a gradient: zeros, if no rank has another."""
@@ -202,7 +205,7 @@ class BucketGradients:
         way = self.ways[level]
         if isinstance(way, CodedSum):  # its payload says what the parts are
             return way.start_reduce_scatter(whole)
-        return way.start_reduce_scatter(whole, numels=self.bucket.numels_on(level))
+        return way.start_reduce_scatter(whole, numels=self.bucket.geometry.numels_on[level])
 
     def forget_lost(self) -> None:
         """Drop what a codec has lost of earlier gradients."""
@@ -280,16 +283,18 @@ class BucketGradients:
             base.add_(shard)  # one operation for all gradients
             return
         self.bucket.ledger.hold_until_freed(shard, on_host=self.bucket.is_offloaded)
+        parts, new = self.bucket.parts(shard), []
         for index, parameter in trainable:
-            local, present = self.bucket.part(shard, index), parameter.grad
+            local, present = parts[index], parameter.grad
             if present is None or isinstance(present, WaitingGradient):
-                self.used.note_new_gradient(index)
+                new.append(index)
             if present is None:
                 gradient = parameter.like(local)  # type: ignore[attr-defined]
                 gradient.base = shard  # so `shard` lives, and is counted, until the last of its gradients goes
                 parameter.grad = gradient
             else:
                 present.to_local().add_(local)  # type: ignore[attr-defined]
+        self.used.note_new_gradients(new)
 
 
 class Reduction:
@@ -323,8 +328,7 @@ class Reduction:
     def advance(self) -> None:
         """Finish the sum that is under way, if one is, and begin the next one. Compute waits for none that begins."""
         lane = self.gradients.lanes.reduce
-        with lane.running():
-            self.level = next(self._moves, None)
+        self.level = lane.run(next, self._moves, None)
         if self.level is None:
             self.ended = lane.record_event()
             self._free_after(self._summed or self.ended)

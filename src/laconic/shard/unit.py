@@ -37,6 +37,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -74,15 +75,6 @@ class UnitPhase(Enum):
     """From the first gradient at its outputs until it is done: [Note: When a unit is done with backward]."""
     PAUSE = auto()
     """Between the backwards of two of its forwards, whose gradients are reduced together."""
-
-
-ALLOWED = {
-    UnitPhase.REST: {UnitPhase.REST, UnitPhase.FORWARD, UnitPhase.BACKWARD},
-    UnitPhase.FORWARD: {UnitPhase.REST, UnitPhase.FORWARD, UnitPhase.BACKWARD},  # the last: a pass is never completed
-    UnitPhase.BACKWARD: {UnitPhase.REST, UnitPhase.PAUSE, UnitPhase.FORWARD},  # the last: after a backward that raised
-    UnitPhase.PAUSE: {UnitPhase.REST, UnitPhase.PAUSE, UnitPhase.BACKWARD, UnitPhase.FORWARD},
-}
-"""The phases that may follow each phase."""
 
 
 _LEFT_ALONE = "_laconic_left_alone"
@@ -140,10 +132,11 @@ class Unit:
         self.placement = self.cache.placement(keeps_copies=keeps_copies)
         """Where the weights and the sums of gradients rest now."""
         self.begin_counting()
-        self._phase = UnitPhase.REST
-        self._root: Root | None = None
+        self.phase = UnitPhase.REST
+        """What the unit is doing: [Note: Phases]."""
+        self.is_root = False
+        """True for the outermost unit, once it leads."""
         self._lanes: Lanes | None = None
-        self._gather: UnitGather | None = None
         self._entered: set[nn.Module] = set()  # the modules called in the present pass
         self._was_recomputed = False
         self._has_ended = False  # the present backward of a forward
@@ -161,17 +154,10 @@ class Unit:
         """The names of the modules in the root; before the root leads, their classes."""
         return self.progress.name
 
-    @property
-    def phase(self) -> UnitPhase:
-        """What the unit is doing: [Note: Phases]."""
-        return self._phase
-
-    @phase.setter
-    def phase(self, new: UnitPhase) -> None:
-        assert new in ALLOWED[self._phase], f"{self.name} cannot go from {self._phase} to {new}"
-        self._phase = new
-        if new is not UnitPhase.FORWARD:
-            self._entered.clear()
+    def _become(self, phase: UnitPhase) -> None:
+        """Leave the forward, if one runs, for another phase."""
+        self.phase = phase
+        self._entered.clear()
 
     # -- the root ------------------------------------------------------------------------------------------------------
 
@@ -181,8 +167,8 @@ class Unit:
         Raises:
             RuntimeError: the unit has run before, outside this root.
         """
-        if self._root is not None:
-            if self._root.order.has_run:
+        if self.has_root:
+            if self.root.order.has_run:
                 raise RuntimeError(
                     f"{self.name} ran before {root.top.name or 'the root module'}, which contains it; run the "
                     "outermost sharded module first, and call fully_shard on all modules before the first forward"
@@ -190,12 +176,12 @@ class Unit:
             self.reshard()
             for bucket in self.buckets:
                 bucket.close_account()
-        self._root = root
+        self.root, self.is_root = root, root.top is self
         for bucket in self.buckets:
             bucket.keep()
             bucket.open_account(root.ledger)
         # A unit may have another mesh than its root: [Note: Two parallelisms, two meshes] in ragged/dtensor.py.
-        self._gather = UnitGather(self.buckets, root.lanes, root.copies_of, root.observer, self.prefetch)
+        self.gather = UnitGather(self.buckets, root.lanes, root.copies_of, root.observer, self.prefetch)
         self.gradients = [
             BucketGradients(bucket, root.lanes, self._begin_gradients, root.observer) for bucket in self.buckets
         ]
@@ -204,7 +190,8 @@ class Unit:
         """Run under no root: a mistake was found before the first forward, and the next one makes another root."""
         for bucket in self.buckets:
             bucket.close_account()
-        self._root, self._gather, self.gradients = None, None, []
+        del self.root, self.gather
+        self.is_root, self.gradients = False, []
 
     # torch's share_comm_ctx reads and sets these two names of FSDP2's state
 
@@ -219,32 +206,31 @@ class Unit:
 
     @_comm_ctx.setter
     def _comm_ctx(self, lanes: Lanes) -> None:
-        if self._root is not None and lanes is not self._root.lanes:
+        if self.has_root and lanes is not self.root.lanes:
             raise RuntimeError("call share_comm_ctx before the first forward of its modules")
         self._lanes = lanes
 
     @property
+    def has_root(self) -> bool:
+        """True once the unit runs under a root."""
+        return "root" in vars(self)
+
+    @cached_property
     def root(self) -> Root:
         """The root of this unit. A unit without one leads its own units from now on; see `Root`."""
-        return self._root or Root(self)
+        return Root(self)
 
-    @property
-    def is_root(self) -> bool:
-        """True for the outermost unit."""
-        return self._root is not None and self._root.top is self
-
-    @property
+    @cached_property
     def gather(self) -> UnitGather:
-        """The gather of the unit's buckets."""
-        if self._gather is None:
-            Root(self)
-        assert self._gather is not None
-        return self._gather
+        """The gather of the unit's buckets, which its root makes."""
+        Root(self)
+        gather: UnitGather = vars(self)["gather"]
+        return gather
 
     @property
     def ledger(self) -> Ledger | None:
         """The ledger of the root; None before anything has run."""
-        return None if self._root is None else self._root.ledger
+        return self.root.ledger if self.has_root else None
 
     # -- gathered or not -----------------------------------------------------------------------------------------------
 
@@ -254,8 +240,8 @@ class Unit:
 
     def reshard(self) -> None:
         """Show the sharded parameters in the module and free the gathered ones."""
-        if self._gather is not None:
-            self._gather.release()
+        if self.has_root:
+            self.gather.release()
 
     def check_placement(self, placement: Placement) -> None:
         """Refuse a placement that the unit cannot have.
@@ -288,16 +274,16 @@ class Unit:
 
     def delay_edits(self) -> None:
         """Let the next edit of weights in host memory wait until they have been read."""
-        if self._root is not None:
-            self._root.host_reads.delay_edits()
+        if self.has_root:
+            self.root.host_reads.delay_edits()
 
     def settle_copies(self) -> None:
         """Let nodes have the optimizer's own weights from the next gather on, and forget what gradients have lost.
 
         See [Note: Exact crossings] in shard/crossing.py.
         """
-        if self._gather is not None:
-            self._gather.settle_copies()
+        if self.has_root:
+            self.gather.settle_copies()
         for gradients in self.gradients:
             gradients.forget_lost()
 
@@ -344,18 +330,23 @@ class Unit:
             self.unshard()
             return args, kwargs
         begins_pass = not self._entered or module in self._entered
-        with _compat.outside_transforms():
-            if begins_pass:
-                self._begin_pass()
-            self.phase = UnitPhase.FORWARD
-            self._entered.add(module)
-            self.unshard()
+        _compat.outside_transforms(self._enter_forward, module, begins_pass)
         if torch.is_grad_enabled():
             if begins_pass:
                 args, kwargs = self.awaited.watch_inputs(args, kwargs)
             if not _compat.in_backward():
                 self._saved.enter(module, lambda: [each for bucket in self.buckets for each in bucket.full.parameters])
         return args, kwargs
+
+    def _enter_forward(self, module: nn.Module, begins_pass: bool) -> None:
+        if begins_pass:
+            self._begin_pass()
+        self.phase = UnitPhase.FORWARD
+        self._entered.add(module)
+        if begins_pass:
+            self.gather.show_begun()
+        else:
+            self.gather.show()
 
     def _begin_pass(self) -> None:
         """Begin the forward of the unit: [Note: Several modules in one unit]."""
@@ -397,9 +388,9 @@ class Unit:
 
     def end_pass(self) -> None:
         """Free the weights after the forward of the unit, unless they stay for backward."""
-        self.phase = UnitPhase.REST
-        if not _compat.in_backward() and not (self._stays_for_backward and torch.is_grad_enabled()):
-            self.reshard()
+        self._become(UnitPhase.REST)
+        if not _compat.in_backward() and not (self.gather.stays and torch.is_grad_enabled()):
+            self.gather.release()
         returns = self.unshard_in_backward and len(self.awaited.outputs) > 0
         self.root.order.leave_forward(self.gather, returns=returns)
         self.progress.note("after forward")
@@ -411,7 +402,7 @@ class Unit:
 
     def _is_recomputed(self) -> bool:
         """True in a forward whose graph will be thrown away: [Note: Recomputed forwards]."""
-        return _compat.in_backward() and (self._phase is UnitPhase.BACKWARD or len(self.awaited.outputs) > 0)
+        return _compat.in_backward() and (self.phase is UnitPhase.BACKWARD or len(self.awaited.outputs) > 0)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -422,27 +413,26 @@ class Unit:
     def begin_backward(self, hook: OutputGradients) -> None:
         """Gather the weights: backward reaches the outputs of one of this unit's forwards."""
         self.awaited.outputs.discard(hook)
-        with _compat.outside_transforms():
-            self._enter_backward(gathers=self.unshard_in_backward)
+        _compat.outside_transforms(self._enter_backward, self.unshard_in_backward)
 
     def _reach_weights(self) -> bool:
         """Gather the weights if the unit rests: backward reaches one of its forwards past the outputs."""
         if self.gather.state in (GatherState.FULL, GatherState.SHOWN):
             return False
-        self._enter_backward(gathers=True)
+        self._enter_backward(True)
         self.unshard()  # also if the unit is in its backward already
         return True
 
-    def _enter_backward(self, *, gathers: bool) -> None:
+    def _enter_backward(self, gathers: bool) -> None:
         backward = self.root.begin_backward()
-        if self._phase is UnitPhase.BACKWARD:
+        if self.phase is UnitPhase.BACKWARD:
             return
-        self.phase = UnitPhase.BACKWARD
+        self._become(UnitPhase.BACKWARD)
         self.progress.note("in backward")
         if gathers:
-            self._num_gathers += not self._stays_for_backward and self.root.probe is None
+            self._num_gathers += not self.gather.stays and self.root.probe is None
             self.root.order.enter_backward(self.gather, _gathers(self.backward_prefetch))
-            self.unshard()
+            self.gather.show_begun()
         if not backward.adds_to_grad:
             backward.adds_to_grad = any(each.adds_to_grad() for each in self.gradients)
 
@@ -452,11 +442,11 @@ class Unit:
         if not self.reduce_once_per_backward or not self.awaited.inputs:
             self._end_backward()
         elif self.awaited.outputs:
-            self.phase = UnitPhase.PAUSE if self._is_in_backward else UnitPhase.REST
+            self._become(UnitPhase.PAUSE if self._is_in_backward else UnitPhase.REST)
 
     @property
     def _is_in_backward(self) -> bool:
-        return self._phase in (UnitPhase.BACKWARD, UnitPhase.PAUSE)
+        return self.phase in (UnitPhase.BACKWARD, UnitPhase.PAUSE)
 
     @property
     def _frees_after_backward(self) -> bool:
@@ -477,10 +467,10 @@ class Unit:
         """Free the weights and begin to reduce the gradients."""
         self._was_recomputed, self._has_ended = False, True
         if self._frees_after_backward:
-            self.reshard()
+            self.gather.release()
         backward = self.root.backward
         reduces = (self._is_in_backward or self.fills_unused) and backward is not None and backward.adds_to_grad
-        self.phase = UnitPhase.REST
+        self._become(UnitPhase.REST)
         self._num_early_sums += self.root.probe is None and not self.requires_gradient_sync
         # All trained buckets, with or without gradients here: [Note: Gradients that do not come].
         for gradients in self.gradients:
@@ -531,8 +521,8 @@ class Unit:
         """Free the node shards whose time is over, and those that the optimizer is about to make stale."""
         for bucket in self.buckets:
             kept, is_base = bucket.node_shard, bucket.wire.sends_differences  # of the next difference
-            is_over, is_stale_soon = kept.until == "backward", ends_step and not bucket.is_frozen and not is_base
-            if kept.is_kept and (is_over or is_stale_soon):
+            is_over = kept.until == "backward"
+            if kept.is_kept and (is_over or (ends_step and not is_base and not bucket.is_frozen)):
                 self.reshard()  # a gather that has begun may still write into it
                 kept.free()
             if is_over:
@@ -541,17 +531,18 @@ class Unit:
     def leave_backward(self) -> None:
         """Free the weights at the end of a backward of the root."""
         if self._frees_after_backward:
-            self.reshard()
+            self.gather.release()
 
     def abandon(self) -> None:
         """Drop the gradients of a forward or backward that raised, and free the weights."""
-        self.phase, self._was_recomputed, self._has_ended = UnitPhase.REST, False, False
+        self._become(UnitPhase.REST)
+        self._was_recomputed = self._has_ended = False
         self.awaited.clear()
         for gradients in self.gradients:
             gradients.discard()
         self.reshard()
-        if self._gather is not None:
-            self._gather.forget_copies()
+        if self.has_root:
+            self.gather.forget_copies()
         self.settle_copies()
 
 
@@ -678,6 +669,9 @@ class Root:
         budget_bytes = max((unit.cache.device_budget_bytes for unit in self.units), default=0)
         on_device = choose_device_shards([sum(shard.most_bytes for shard in each) for each in hosted], budget_bytes)
         self._slab.fill([shard for index, each in enumerate(hosted) if index not in on_device for shard in each])
+        self.order.choose_anew()
+        for unit in self.units:
+            unit.gather.settle_place()
 
     def begin_forward(self) -> None:
         """Begin a forward. A forward that backward recomputes belongs to the present step."""
@@ -721,8 +715,7 @@ class Root:
 
     def _finish_backward(self) -> None:
         """Finish the backward of all units, in an order that is the same on all ranks."""
-        with _compat.outside_transforms():
-            self._finish_units()
+        _compat.outside_transforms(self._finish_units)
 
     def _finish_units(self) -> None:
         for unit in reversed(self.units):

@@ -324,7 +324,7 @@ class Model:
     def move(self, number: int) -> None:
         """Let the units that have run rest elsewhere."""
         units: list[Any] = [module._laconic_unit for module, _ in self.units()]
-        for root in dict.fromkeys(unit._root for unit in units if unit._root is not None):
+        for root in dict.fromkeys(unit.root for unit in units if unit.has_root):
             places = {
                 unit.name: Placement(weights=_WEIGHTS[(number + index) % 4], gradients=_SUMS[(number + index) // 4 % 2])
                 for index, unit in enumerate(root.units)
