@@ -101,7 +101,7 @@ def precision(folder: Path) -> None:
         trainers = [make_trainer(strategy, 2, precision=name) for strategy in ("laconic", "ddp")]
         module, _ = (fit(trainer) for trainer in trainers)
         assert {parameter.dtype for parameter in module.parameters()} == {dtype}
-        assert module.model._laconic_unit.buckets[0].compute_dtype is torch.bfloat16
+        assert module.model._laconic_unit.buckets[0].form.compute_dtype is torch.bfloat16
         torch.testing.assert_close(*map(records, trainers), rtol=0.1, atol=0.05)
 
 

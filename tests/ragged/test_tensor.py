@@ -406,7 +406,7 @@ def job_load(folder: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(9)
-    versions = [bucket.version for bucket in model._laconic_unit.buckets]
+    versions = [bucket.stored.version for bucket in model._laconic_unit.buckets]
     state = state_of(model, optimizer)
     dcp.load(state, checkpoint_id=folder)
     for name, value in want.items():
@@ -416,7 +416,7 @@ def job_load(folder: Path) -> None:
         else:
             assert torch.equal(got, value), name
     assert torch.equal(model.matrix.full_tensor(), want["model.matrix"].full_tensor()), "loaded in place"  # type: ignore[attr-defined]
-    assert all(bucket.version != old for bucket, old in zip(model._laconic_unit.buckets, versions, strict=True))
+    assert all(bucket.stored.version != old for bucket, old in zip(model._laconic_unit.buckets, versions, strict=True))
 
 
 def test_a_checkpoint_loads_on_other_numbers_of_ranks(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def _peaks(tape: Tape) -> tuple[int, int]:
         memory = tape.memories[number]
         size = -memory.nbytes if isinstance(entry, Free) else memory.nbytes
         held += size
-        whole += size if "shard/bucket.py" in memory.place else 0
+        whole += size if "shard/full.py" in memory.place else 0
         most, most_whole = max(most, held), max(most_whole, whole)
     return most, most_whole
 

@@ -76,7 +76,7 @@ def _weights(run: Run | Any) -> list[str]:
 
 
 def _whole_bytes(run: Run) -> int:
-    return sum(bucket.layout.numel * bucket.compute_dtype.itemsize for bucket in buckets(run.model))
+    return sum(bucket.layout.numel * bucket.form.compute_dtype.itemsize for bucket in buckets(run.model))
 
 
 @pytest.fixture(autouse=True)
@@ -289,7 +289,8 @@ def test_copies_for_differences_always_rest_somewhere() -> None:
     """The bits are those of a fixed cache whose weights cross exactly once more, at the second step."""
     coded = replace(PLAIN, local=1, cache="host", options={"wire": "4bit"})
     [fixed, *_] = replace(coded, events={1: _forget_copies}).run()
-    node_shards = sum(bucket.form.geometry.node_numel * 4 for bucket in buckets(fixed.model) if not bucket.is_frozen)
+    trained = [bucket for bucket in buckets(fixed.model) if not bucket.stored.is_frozen]
+    node_shards = sum(bucket.form.geometry.node_numel * 4 for bucket in trained)
     for device_bytes, host_bytes in ((0, node_shards), (MUCH, 0)):
         run = replace(coded, cache=_auto(device_bytes, host_bytes)).run()[0]
         weights = [each.weights for each in run.looks[0].values()]
@@ -316,7 +317,7 @@ def test_what_moves_is_gathered_once_more_and_what_rests_again_saves_bytes() -> 
     words = {1: "rank", 3: "host", 5: "device", 7: "none"}
     scenario = replace(PLAIN, local=1, steps=8, events={step: partial(move, word) for step, word in words.items()})
     run = scenario.run()[0]
-    trained = gather_bytes("node", [bucket for bucket in buckets(run.model) if not bucket.is_frozen])
+    trained = gather_bytes("node", [bucket for bucket in buckets(run.model) if not bucket.stored.is_frozen])
     of_root = gather_bytes("node", run.model._laconic_unit.buckets)
     once = gather_bytes("node", buckets(run.model))
     nowhere = 2 * once - of_root

@@ -110,7 +110,7 @@ def test_a_nodes_host_memory_is_one_copy_of_the_weights(
     local: int, precision: MixedPrecisionPolicy | None, itemsize: int
 ) -> None:
     def bytes_of(model: Any) -> tuple[int, int]:
-        whole = sum(bucket.form.geometry.node_numel * bucket.compute_dtype.itemsize for bucket in buckets(model))
+        whole = sum(bucket.form.geometry.node_numel * bucket.form.compute_dtype.itemsize for bucket in buckets(model))
         return model.memory().host_bytes, whole
 
     scenario = Scenario(
@@ -255,7 +255,7 @@ def test_frozen_weights_cross_once_in_the_run_and_leave_the_device_or_cross_in_e
         caches_frozen = policy.where != "none" and policy.until == "change"
         run = replace(plain, cache=policy).run()[0]
         assert_same_bits(run, expected)
-        frozen, trained = ([b for b in buckets(run.model) if b.is_frozen is frozen] for frozen in (True, False))
+        frozen, trained = ([b for b in buckets(run.model) if b.stored.is_frozen is frozen] for frozen in (True, False))
         assert (len(frozen), len(trained)) == (3, 3)
         at_first, per_step = gather_bytes("node", frozen), gather_bytes("node", trained)
         for step, sent in enumerate(run.sent):
@@ -311,7 +311,7 @@ def test_unfreezing_loading_and_merging_into_frozen_weights(cache: Any) -> None:
     state = {name: torch.randn(p.shape) * 0.1 for name, p in plain.named_parameters()}
     both(lambda net: net.load_state_dict(state))
     same(1)
-    frozen = [bucket for bucket in buckets(model) if bucket.is_frozen]
+    frozen = [bucket for bucket in buckets(model) if bucket.stored.is_frozen]
     assert all(bucket.stored.is_dropped for bucket in frozen)
     places = [bucket.shard.data_ptr() for bucket in frozen]
     both(lambda net: (net[0].base.weight.requires_grad_(True), net[2].base.requires_grad_(True)))

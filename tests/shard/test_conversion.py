@@ -118,7 +118,7 @@ def test_frozen_converted_weights_cross_once() -> None:
     runs = scenario.run()
     assert_equals_oracle(scenario, runs)
     first, second = (sent.weights for sent in runs[0].sent)
-    assert first > second == gather_bytes("node", [b for b in buckets(runs[0].model) if not b.is_frozen])
+    assert first > second == gather_bytes("node", [b for b in buckets(runs[0].model) if not b.stored.is_frozen])
 
 
 @on_ranks(4, local=1)

@@ -131,7 +131,7 @@ def test_whole_weights_train_to_the_bits_of_gathered_ones(changes: dict[str, Any
 
 def test_weights_are_gathered_once_a_step_and_frozen_ones_once_in_a_run() -> None:
     run = Scenario(local=2, cache="rank", make=_partly_frozen, micro_batches=2, steps=3).run()[0]
-    trained, every = [bucket for bucket in buckets(run.model) if not bucket.is_frozen], buckets(run.model)
+    trained, every = [bucket for bucket in buckets(run.model) if not bucket.stored.is_frozen], buckets(run.model)
     for sent, which in zip(run.sent, (every, trained, trained), strict=True):
         for level in ("node", "local"):
             assert sent.sent(level, "weights") == gather_bytes(level, which)

@@ -106,7 +106,7 @@ def beside_tensor_parallelism(shares: Sequence[float] | None) -> dict[str, Tenso
     laconic.fully_shard(model, mesh=mesh["dp"], shares=shares)
     optimizer = Muon(model.parameters(), lr=0.05)
     [bucket] = buckets(model)
-    [parameter], extent = bucket.sharded, bucket.specs[0].extent
+    [parameter], extent = bucket.sharded, bucket.stored.specs[0].extent
     assert extent is not None
     for _ in range(2):
         whole = distribute_tensor(torch.randn(22, 14), mesh["tp"], [Shard(0)]).to_local()
@@ -172,7 +172,7 @@ def test_audits_are_quiet_and_checks_find_damage() -> None:
     checks = Checks(interval=1, on_damage="regather", unnoticed_edits=True)
     model = shard(build(lora), cache="host", shares=SHARES[:4], checks=checks)
     train_step(model)
-    damaged = next(bucket for bucket in buckets(model.blocks) if bucket.is_frozen)
+    damaged = next(bucket for bucket in buckets(model.blocks) if bucket.stored.is_frozen)
     assert damaged.layout.stops
     kept = damaged.node_shard.kept()
     begin = damaged.layout.start(damaged.geometry.peers.start) - damaged.layout.start(damaged.cluster.shard_index)

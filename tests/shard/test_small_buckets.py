@@ -57,7 +57,7 @@ def _trained_names(module: Any) -> list[str]:
     """The names of the trained parameters of the unit of `module`."""
     unit = unit_of(module)
     assert unit is not None
-    return [slot.name for bucket in unit.buckets if not bucket.is_frozen for slot in bucket.layout.slots]
+    return [slot.name for bucket in unit.buckets if not bucket.stored.is_frozen for slot in bucket.layout.slots]
 
 
 def _norm(model: Any) -> tuple[Tensor, int]:
@@ -75,9 +75,9 @@ def test_adapters_of_all_blocks_train_whole_in_one_bucket(cache: Any) -> None:
     model, *others = (run.model for run in runs)
     for block in model.blocks:
         assert _trained_names(block) == []
-        assert [bucket.is_frozen for bucket in sharded_net.buckets(block)] == [True]
+        assert [bucket.stored.is_frozen for bucket in sharded_net.buckets(block)] == [True]
     assert _trained_names(model) == [f"blocks.{i}.{name}.weight" for i in range(3) for name in ("down", "up")]
-    assert sum(not bucket.is_frozen for bucket in unit_of(model).buckets) == 1  # type: ignore[union-attr]
+    assert sum(not bucket.stored.is_frozen for bucket in unit_of(model).buckets) == 1  # type: ignore[union-attr]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             assert parameter.to_local().shape == (parameter.numel(),), "the parameter is whole"
@@ -93,7 +93,7 @@ def test_nothing_but_adapters_moves(is_small: bool) -> None:
     make = partial(AdaptedNet, rank=3 if is_small else 16)
     run = Scenario(nodes=3, local=2, make=make, cache="rank", micro_batches=2, look=_norm).run()[0]
     assert is_small or all(_trained_names(block) for block in run.model.blocks), "more than an eighth of the unit"
-    trained = [bucket for bucket in sharded_net.buckets(run.model) if not bucket.is_frozen]
+    trained = [bucket for bucket in sharded_net.buckets(run.model) if not bucket.stored.is_frozen]
     levels: tuple[Level, ...] = ("node", "local")
     for level in levels:
         assert run.sent[1].sent(level, "weights") == (0 if is_small else sharded_net.gather_bytes(level, trained))

@@ -41,7 +41,7 @@ WHOLE = Cache(gradients="rank")
 
 def _whole_bytes(model: Any) -> int:
     """The bytes of all gradients, whole."""
-    trained = [bucket for bucket in buckets(model) if not bucket.is_frozen]
+    trained = [bucket for bucket in buckets(model) if not bucket.stored.is_frozen]
     return sum(bucket.layout.numel * bucket.reduce_dtype.itemsize for bucket in trained)
 
 
@@ -75,7 +75,7 @@ def test_gradients_cross_once_a_step_inside_the_node_too() -> None:
     """Two steps of three micro-batches. In between a rank holds whole gradients, and afterwards nothing more."""
     model = shard(build(_partly_frozen), cache=WHOLE)
     oracle, shards = oracle_of(model, _partly_frozen), _shard_bytes(model)
-    trained = [bucket for bucket in buckets(model) if not bucket.is_frozen]
+    trained = [bucket for bucket in buckets(model) if not bucket.stored.is_frozen]
     for seed in range(2):
         batches = micro_batches(3, seed)
         for number, batch in enumerate(batches):

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import laconic
-from laconic.shard.bucket import _TINY_NUMEL
+from laconic.shard.full import _TINY_NUMEL
 from laconic.shard.reduce import BucketGradients
 from tests.support import sharded_net
 from tests.support.launch import on_ranks

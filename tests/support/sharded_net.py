@@ -193,11 +193,11 @@ def reduce_bytes(level: Level, which: list[Bucket]) -> int:
     total = 0
     for bucket in which:
         itemsize, cut = bucket.reduce_dtype.itemsize, bucket.cluster.cut
-        if cut is not None and not bucket.is_frozen:
+        if cut is not None and not bucket.stored.is_frozen:
             nbytes = 2 * (cut.size - 1) * bucket.layout.numel * itemsize // cut.size
             crossing = nbytes * (cut.size - cut.num_local) // (cut.size - 1)
             total += crossing if level == "node" else nbytes - crossing
-        elif not bucket.is_frozen:
+        elif not bucket.stored.is_frozen:
             total += _piece_numel(level, bucket) * itemsize
     return total
 

@@ -141,9 +141,10 @@ class Inspection(Observer):
             return
         for bucket, crossing in gather.crossings():
             checks = self._policies[bucket]
-            is_time = self.is_due(bucket) or (bucket.is_frozen and checks.interval > 0)
+            is_time = self.is_due(bucket) or (bucket.stored.is_frozen and checks.interval > 0)
             is_known = self._stored.get(bucket, (None,))[0] == crossing
-            if bucket.node_shard.holds(bucket.version) and not is_known and is_time and checks.on_damage == "regather":
+            is_stored = bucket.node_shard.holds(bucket.stored.version)
+            if is_stored and not is_known and is_time and checks.on_damage == "regather":
                 parts = bucket.form.peers_of(bucket.full.node_shard())
                 self._stored[bucket] = crossing, _checksums_of(parts)
 
@@ -158,7 +159,7 @@ class Inspection(Observer):
         stored = {
             bucket: self._stored[bucket][1]
             for bucket, crossing in gather.crossings()
-            if self.mistrusts_copies(bucket) and bucket.node_shard.holds(bucket.version)
+            if self.mistrusts_copies(bucket) and bucket.node_shard.holds(bucket.stored.version)
             and self._stored.get(bucket, (None,))[0] == crossing
         }  # fmt: skip
         damaged = []
@@ -197,7 +198,7 @@ class Inspection(Observer):
     def _refuse_unnoticed_edits(self, bucket: Bucket, crossing: int) -> None:
         """Compare the parameters with those of the same crossing. Collective over the bucket's ranks."""
         indices = range(len(bucket.sharded))
-        now = torch.stack([checksum_of(bucket.part(bucket.shard, index)) for index in indices])
+        now = torch.stack([checksum_of(bucket.stored.part(bucket.shard, index)) for index in indices])
         before_crossing, before = self._known.get(bucket, (None, now))
         self._known[bucket] = crossing, now
         if before_crossing != crossing:
@@ -218,7 +219,7 @@ class Inspection(Observer):
             return
         whole = bucket.full.allocate()
         full = bucket.form.shards_of(whole)
-        if bucket.gathers_own_bits:
+        if bucket.full.has_own_bits:
             got = _checksums_of(full)
             own = checksum_of(bucket.shard.to(whole.device, whole.dtype))
         elif bucket.form.is_packed:

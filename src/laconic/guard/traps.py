@@ -154,13 +154,13 @@ _first_weights: WeakKeyDictionary[Bucket, tuple[int | None, int]] = WeakKeyDicti
 
 def note_first_weights(bucket: Bucket, whole: Iterable[Tensor]) -> None:
     """Note the weights that this rank gave `fully_shard`."""
-    _first_weights[bucket] = digest_of(whole), bucket.version
+    _first_weights[bucket] = digest_of(whole), bucket.stored.version
 
 
 def _first_digest(bucket: Bucket) -> int | None:
     """The digest of the weights that this rank gave; None if there is none, or they have changed since."""
     digest, version = _first_weights[bucket]
-    return digest if bucket.version == version else None
+    return digest if bucket.stored.version == version else None
 
 
 def refuse_unequal_weights(buckets: Sequence[Bucket]) -> None:
@@ -285,7 +285,7 @@ def take_values(bucket: Bucket) -> list[str]:
             the meta device, and some parameters of the bucket have no replacement. The sharded parameters are shown.
     """
     new = _replacements(bucket)
-    for places, sharded in zip(bucket.places, bucket.sharded, strict=True):
+    for places, sharded in zip(bucket.places.each, bucket.sharded, strict=True):
         for module, name in places:
             if module._parameters.get(name) is not None:
                 module._parameters[name] = sharded
@@ -310,7 +310,7 @@ def take_values(bucket: Bucket) -> list[str]:
                 f"{', '.join(names.values())} got values, but not {', '.join(missing)}, which share a bucket on the "
                 "meta device; call to_empty first, or load or assign them all at once"
             )
-        bucket.stored.convert(lambda shard: torch.zeros_like(shard, device=bucket.cluster.device))
+        bucket.convert(lambda shard: torch.zeros_like(shard, device=bucket.cluster.device))
     for index, parameter in new.items():
         bucket.sharded[index].copy_(parameter)
     return list(names.values())
@@ -365,7 +365,7 @@ def take_values_and_warn(bucket: Bucket) -> None:
 def _replacements(bucket: Bucket) -> dict[int, nn.Parameter]:
     """The parameters that modules show in place of sharded ones, by index."""
     found = {}
-    for index, (places, sharded) in enumerate(zip(bucket.places, bucket.sharded, strict=True)):
+    for index, (places, sharded) in enumerate(zip(bucket.places.each, bucket.sharded, strict=True)):
         shown = (module._parameters.get(name) for module, name in places)
         other = next((parameter for parameter in shown if parameter is not None and parameter is not sharded), None)
         if other is not None:

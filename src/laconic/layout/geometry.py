@@ -28,6 +28,8 @@ class Geometry:
     numels_on: dict[str, list[int] | None]
     """The elements of each rank's part on a level: of the node shard on "node", of the full buffer on "local". None if
     they are equal. On an island's level nothing is cut."""
+    slices: dict[int, list[slice]]
+    """The elements of each tensor in the shard, the node shard and the full buffer, by the number of their elements."""
     by_node_shard: tuple[tuple[int, ...], ...]
     """The elements of the shards in each of the L node shards; where they are equal, those of the first."""
 
@@ -43,8 +45,15 @@ class Geometry:
         if layout.stops:
             numels_on["node"] = list(by_node_shard[shard // num_nodes])
             numels_on["local"] = list(map(sum, by_node_shard))
+        slices = {
+            stop - begin: [
+                slice(max(0, slot.offset - begin), max(0, slot.offset + slot.numel - begin)) for slot in layout.slots
+            ]
+            for begin, stop in ((0, layout.numel), (begin, end), (start(shard), start(shard + 1)))
+        }
         return cls(
             peers=peers,
+            slices=slices,
             numel=layout.size(shard),
             node_numel=end - begin,
             whole_numel=layout.numel,

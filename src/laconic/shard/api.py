@@ -45,7 +45,8 @@ from laconic.ragged.dtensor import check_dtensor, uneven_cut
 from laconic.ragged.parts import slice_of_parameter
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard import extension
-from laconic.shard.bucket import HOME, Bucket, ManagedParameter, compute_dtype_of
+from laconic.shard.bucket import HOME, Bucket, ManagedParameter
+from laconic.shard.form import compute_dtype_of
 from laconic.shard.policies import Cache, CacheName, Checks, Prefetch, ShardPolicy, Wire, WireName
 from laconic.shard.sharded_module import sharded_class
 from laconic.shard.unit import Origin, Unit, unit_of, units_below

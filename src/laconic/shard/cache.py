@@ -12,25 +12,18 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from laconic.comm.cluster import Cluster
+from laconic.shard.form import Form
+from laconic.shard.full import FullBuffer
 from laconic.shard.lanes import Event, Lanes
 from laconic.shard.ledger import Held, Ledger
 from laconic.shard.policies import Until, Where
 from laconic.shard.room import host_memory
-
-
-class _Bucket(Protocol):
-    """The answers of a bucket about its node shard."""
-
-    cluster: Cluster
-    ledger: Ledger
-    form: Any
-    full: Any
 
 
 class NodeShard:
@@ -41,8 +34,8 @@ class NodeShard:
     it stays on the host; if it stays nowhere, it goes with that buffer. If it stays on the rank, the full buffer stays.
     """
 
-    def __init__(self, bucket: _Bucket) -> None:
-        self._bucket = bucket
+    def __init__(self, form: Form, full: FullBuffer) -> None:
+        self._form, self._full = form, full
         self._stay("none", is_direct=False)
         self.until: Until = "change"
         """How long it is used."""
@@ -55,18 +48,13 @@ class NodeShard:
     def nbytes(self) -> int:
         """The bytes that it takes between its uses, those of the whole buffer if that stays."""
         if self.is_whole:
-            return int(self._bucket.form.geometry.whole_numel) * self._dtype.itemsize
-        return int(self.is_kept) * self._bucket.form.geometry.node_numel * self._dtype.itemsize
+            return self._form.geometry.whole_numel * self._form.dtype.itemsize
+        return self.is_kept * self._form.geometry.node_numel * self._form.dtype.itemsize
 
     @property
     def most_bytes(self) -> int:
         """The most bytes that a node shard takes on any rank, alike on all ranks."""
-        return int(self._bucket.form.geometry.most_node_numel) * self._dtype.itemsize
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self._bucket.form.dtype
-        return dtype
+        return self._form.geometry.most_node_numel * self._form.dtype.itemsize
 
     def _stay(self, where: Where, *, is_direct: bool) -> None:
         self.where = where
@@ -85,18 +73,16 @@ class NodeShard:
 
     def stay_on_device(self) -> None:
         """Stay in device memory from now on."""
-        self._bucket.form.find_hooks()
         self._stay("device", is_direct=True)
 
     def stay_whole(self) -> None:
         """Stay within the full buffer from now on, all of which stays."""
-        self._bucket.form.find_hooks()
         self._stay("rank", is_direct=True)
 
     def stay_in_slab(self, slab: Tensor) -> None:
         """Stay in `slab`, uint8 of shape (nbytes,), from now on."""
-        self._stay("host", is_direct=self._bucket.cluster.device.type == "cpu")
-        self._slab = slab.view(self._dtype)
+        self._stay("host", is_direct=self._form.cluster.device.type == "cpu")
+        self._slab = slab.view(self._form.dtype)
 
     def holds(self, version: int) -> bool:
         """True if what it kept was made from the parameters of `version`."""
@@ -111,13 +97,12 @@ class NodeShard:
         if self._slab is not None:
             return self._slab
         if self.is_whole:
-            whole_part: Tensor = self._bucket.full.node_shard()
-            return whole_part
+            return self._full.node_shard()
         if self._memory is None:
             with torch.inference_mode(False):  # it may become a frozen shard, which needs versions
-                device = self._bucket.cluster.device
-                memory = torch.empty(self._bucket.form.geometry.node_numel, dtype=self._dtype, device=device)
-            self._memory = Held(memory, self._bucket.ledger)
+                form = self._form
+                memory = torch.empty(form.geometry.node_numel, dtype=form.dtype, device=form.cluster.device)
+            self._memory = Held(memory, form.ledger)
         return self._memory.memory
 
     def allocate(self) -> int:

@@ -110,7 +110,7 @@ class WeightCrossing:
 
     def start(self, node_shard: Tensor) -> None:
         """Begin the gather. With True from `prepare`, `node_shard`, (N * C,), has the old node shard."""
-        own = self.bucket.form.sent(self.bucket.own_part(node_shard))
+        own = self.bucket.form.sent(self.bucket.form.own_part(node_shard))
         self._pending = self._node.all_gather(node_shard, own, numels=self.bucket.form.geometry.numels_on["node"])
 
     def finish(self, node_shard: Tensor) -> None:
@@ -151,7 +151,7 @@ def _messages_of(bucket: Bucket, node: Communicator) -> Messages:
     codec, kind = bucket.wire.weight_codec, bucket.cluster.device_type
     assert codec is not None
     parts = shards_of_nodes(bucket.layout, bucket.geometry.peers)
-    payload = payload_of(bucket.layout, parts, codec, plain=bucket.compute_dtype, device_type=kind)
+    payload = payload_of(bucket.layout, parts, codec, plain=bucket.form.compute_dtype, device_type=kind)
     return Messages(node, payload, bucket.ledger.hold)
 
 
@@ -190,14 +190,14 @@ class DifferenceCrossing(WeightCrossing):
 
     def prepare(self) -> bool:
         """See `WeightCrossing.prepare`. Collective, once for each version of the weights under one root."""
-        self._is_difference = not self.bucket.is_frozen and self._copies.may_differ(self)
+        self._is_difference = not self.bucket.stored.is_frozen and self._copies.may_differ(self)
         return self._is_difference
 
     def start(self, node_shard: Tensor) -> None:
         """See `WeightCrossing.start`."""
         self.state = CopyState.LOST
         if self._is_difference:
-            self._send(self.bucket.own_part(node_shard))
+            self._send(self.bucket.form.own_part(node_shard))
         else:
             super().start(node_shard)
 
@@ -248,20 +248,20 @@ class CodedDifferences(DifferenceCrossing):
     @property
     def was_edited(self) -> bool:
         """See `DifferenceCrossing.was_edited`."""
-        return self.state is not CopyState.LOST and self.bucket.version != self._trusted_version
+        return self.state is not CopyState.LOST and self.bucket.stored.version != self._trusted_version
 
     def note_step_begins(self) -> None:
         """Remember the version before an optimizer's step: [Note: Versions of the optimizer]."""
-        self._version_before_step = self.bucket.version
+        self._version_before_step = self.bucket.stored.version
 
     def note_step_ended(self) -> None:
         """Trust the version after an optimizer's step if that before was trusted."""
         if self._version_before_step == self._trusted_version:
-            self._trusted_version = self.bucket.version
+            self._trusted_version = self.bucket.stored.version
 
     def start(self, node_shard: Tensor) -> None:
         """See `WeightCrossing.start`."""
-        self._trusted_version = self.bucket.version
+        self._trusted_version = self.bucket.stored.version
         super().start(node_shard)
 
     def settle(self) -> None:
@@ -320,7 +320,7 @@ class LosslessDifferences(DifferenceCrossing):
 
     def _send(self, own: Tensor) -> None:
         new = self.bucket.form.sent(torch.empty_like(own))
-        last = None if self._last is None else self.bucket.own_part(self._last)
+        last = None if self._last is None else self.bucket.form.own_part(self._last)
         typical_bytes = len(own) * TYPICAL_BITS // 8
         self._messages.start(lambda: encode_in_pieces(own, new, last), typical_bytes=typical_bytes)
         own.copy_(new)
@@ -339,7 +339,7 @@ class LosslessDifferences(DifferenceCrossing):
         self._messages.forget()
         if self._last is not None:
             self._last.zero_()
-        elif self.bucket.wire.prediction and not self.bucket.is_frozen:  # now, so that the first step shows the memory
+        elif self.bucket.wire.prediction and not self.bucket.stored.is_frozen:  # now: the first step shows the memory
             with torch.inference_mode(False):
                 self._last = torch.zeros_like(node_shard, dtype=torch.int8)
             self.bucket.ledger.hold_until_freed(self._last, on_host=False)
@@ -384,7 +384,7 @@ class Copies:
         Raises:
             RuntimeError: nodes have different copies for the second time.
         """
-        if self._decided.get(member, (None,))[0] != member.bucket.version:
+        if self._decided.get(member, (None,))[0] != member.bucket.stored.version:
             self._decide()
         _, may_differ = self._decided.pop(member)  # a gather that is begun anew asks anew
         return may_differ
@@ -405,7 +405,7 @@ class Copies:
         if is_due or differing:
             must_be_exact = set(self._members)
         self._steps = 0 if len(must_be_exact) == len(self._members) else self._steps + 1
-        self._decided = {each: (each.bucket.version, each not in must_be_exact) for each in self._members}
+        self._decided = {each: (each.bucket.stored.version, each not in must_be_exact) for each in self._members}
 
     def _ask_all_ranks(self) -> tuple[set[DifferenceCrossing], list[DifferenceCrossing], bool]:
         """Return, alike on all ranks, three answers in one small message.

@@ -158,7 +158,7 @@ class BucketGather:
         Collective as `Form.dtype` is.
         """
         bucket, itemsize = self.bucket, self.bucket.form.dtype.itemsize
-        is_frozen = bucket.is_frozen
+        is_frozen = bucket.stored.is_frozen
         gradient_itemsize, waiting_itemsize = (
             0 if is_frozen else dtype.itemsize for dtype in (bucket.reduce_dtype, bucket.waiting_dtype)
         )
@@ -171,18 +171,18 @@ class BucketGather:
             gradient_bytes=bucket.layout.numel * gradient_itemsize,
             node_gradient_bytes=most_sums * gradient_itemsize,
             waiting_bytes=(bucket.layout.numel - most_sums) * waiting_itemsize,
-            dropped_bytes=smallest * bucket.dtype.itemsize if bucket.stored.may_drop else 0,
+            dropped_bytes=smallest * bucket.dtype.itemsize if bucket.may_drop_shard else 0,
         )
 
     @property
     def is_stale(self) -> bool:
         """True if the parameters have changed since the gather began."""
-        return self.version != self.bucket.version
+        return self.version != self.bucket.stored.version
 
     @property
     def is_whole(self) -> bool:
         """True if the full buffer stays, and has the weights of the present version."""
-        return self.bucket.node_shard.is_whole and self.bucket.node_shard.holds(self.bucket.version)
+        return self.bucket.node_shard.is_whole and self.bucket.node_shard.holds(self.bucket.stored.version)
 
     def start_node(self, *, is_early: bool) -> None:
         """Issue the gather across nodes, unless the cache has the node shard of this version.
@@ -198,8 +198,8 @@ class BucketGather:
                 f"{', '.join(slot.name for slot in bucket.layout.slots)} are on the meta device; call model.to_empty("
                 "device=...) and initialise them, or load a state dict, before the first forward"
             )
-        bucket.form.find_hooks()
-        self.version = bucket.version
+        bucket.find_hooks()
+        self.version = bucket.stored.version
         self._comes_from_cache = kept.holds(self.version)
         self._node_shard = kept.gathered_in(self._allocate_early if is_early else bucket.full.node_shard)
         if self._comes_from_cache or self.crossing.prepare():
@@ -289,8 +289,8 @@ class BucketGather:
         kept = self.bucket.node_shard
         if not kept.is_whole:
             self.bucket.full.free()
-        may_drop = kept.outlives_backward and self.bucket.is_frozen and not self.is_stale
-        if may_drop and self.bucket.stored.drop() and stored is not None:
+        may_drop = kept.outlives_backward and self.bucket.stored.is_frozen and not self.is_stale
+        if may_drop and self.bucket.drop_shard() and stored is not None:
             stored.synchronize()  # once in a run: from now on the host reads the parameter in the cache
 
 
@@ -336,11 +336,11 @@ class UnitGather:
         """True if the full buffers stay between uses."""
         self.begins_without_memory = all(shard.is_direct for shard in shards)
         """True if node shards arrive in the cache's own memory."""
-        self.can_begin_early = (
-            self.begins_without_memory
-            if not self.is_stream_ordered
-            else all(b.cluster.num_local > 1 and (b.cluster.num_nodes > 1 or b.is_offloaded) for b in self.buckets)
+        takes_time = all(
+            bucket.cluster.num_local > 1 and (bucket.cluster.num_nodes > 1 or bucket.stored.is_offloaded)
+            for bucket in self.buckets
         )
+        self.can_begin_early = takes_time if self.is_stream_ordered else self.begins_without_memory
         """True if the first stage takes time, and no memory for whole weights: [Note: Prefetching]. On Gloo, which
         would copy this rank's part once more, only if its place is the cache's."""
         self.may_be_late = any(gather.crossing.may_make_host_wait for gather in self._gathers)

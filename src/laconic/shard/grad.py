@@ -200,7 +200,7 @@ class WaitingGradient(RaggedTensor):
         self.spec, self._bump, self._zeroings = parameter.spec, None, [0]  # type: ignore[attr-defined]
         self._elements, self.is_hidden = None, False
         # A reference to the bucket would be a cycle that Python never frees.
-        self._count = partial(bucket.ledger.hold_until_freed, on_host=bucket.is_offloaded)
+        self._count = partial(bucket.ledger.hold_until_freed, on_host=bucket.stored.is_offloaded)
         return self
 
     @property

@@ -113,7 +113,7 @@ class BucketGradients:
                 f"{self.bucket.layout.slots[index].name} got a sparse gradient, which cannot be reduced in a flat "
                 "bucket; build the embedding with sparse=False"
             )
-        if self.bucket.specs[index].dtensor is not None or self.bucket.form.converts:
+        if self.bucket.stored.specs[index].dtensor is not None or self.bucket.form.converts:
             gradient = self.bucket.part_of_gradient(index, gradient)
         view = self._view(index)
         if index in self._written:
@@ -225,7 +225,7 @@ class BucketGradients:
         self._written_before -= cleared
         for index in cleared:
             for sums in self.waiting.values():
-                self.bucket.part(sums.memory, index).zero_()
+                self.bucket.stored.part(sums.memory, index).zero_()
         return cleared
 
     def _trainable(self) -> list[int]:
@@ -236,7 +236,7 @@ class BucketGradients:
         return [
             index
             for index, parameter in enumerate(self.bucket.sharded)
-            if parameter.requires_grad or self.bucket.is_frozen or index in self.used
+            if parameter.requires_grad or self.bucket.stored.is_frozen or index in self.used
         ]
 
     def discard(self) -> None:
@@ -260,10 +260,10 @@ class BucketGradients:
         if self.bucket.reduced_hook is not None:
             self.bucket.reduced_hook(shard)
         shard = shard.to(self.bucket.dtype)
-        if not self.bucket.is_offloaded or shard.device.type == "cpu":
+        if not self.bucket.stored.is_offloaded or shard.device.type == "cpu":
             self._add_to_grad(shard)
             return
-        self._leaving.append(self.bucket.host_copy(shard, non_blocking=True))
+        self._leaving.append(self.bucket.stored.host_copy(shard, non_blocking=True))
 
     @property
     def leaves(self) -> bool:
@@ -282,8 +282,8 @@ class BucketGradients:
         if base is not None and all(getattr(parameter.grad, "base", None) is base for _, parameter in trainable):
             base.add_(shard)  # one operation for all gradients
             return
-        self.bucket.ledger.hold_until_freed(shard, on_host=self.bucket.is_offloaded)
-        parts, new = self.bucket.parts(shard), []
+        self.bucket.ledger.hold_until_freed(shard, on_host=self.bucket.stored.is_offloaded)
+        parts, new = self.bucket.stored.parts(shard), []
         for index, parameter in trainable:
             local, present = parts[index], parameter.grad
             if present is None or isinstance(present, WaitingGradient):
@@ -423,7 +423,7 @@ class Reduction:
 
     def _drop_cleared(self, shard: Tensor) -> None:
         for index in self.cleared:
-            self.gradients.bucket.part(shard, index).zero_()
+            self.gradients.bucket.stored.part(shard, index).zero_()
 
 
 class ReductionQueue:

@@ -308,14 +308,14 @@ class Unit:
         self.reshard()
         admit_edits()
         for bucket in self.buckets:
-            bucket.show([None] * len(bucket.sharded))
+            bucket.places.show([None] * len(bucket.sharded))
         try:
             super_apply()
         finally:
             for bucket in self.buckets:
-                bucket.show(bucket.sharded)
+                bucket.places.show(bucket.sharded)
         for bucket in self.buckets:
-            bucket.stored.convert(function)
+            bucket.convert(function)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -358,7 +358,7 @@ class Unit:
         self._entered.clear()
         self._num_gathers += torch.is_grad_enabled() and root.probe is None
         for bucket in self.buckets:
-            if bucket.stored.is_dropped and not bucket.is_frozen:
+            if bucket.stored.is_dropped and not bucket.stored.is_frozen:
                 bucket.stored.restore()
         self.gather.stays = self._stays_for_backward
         root.order.enter_forward(self.gather, _gathers(self.forward_prefetch))
@@ -378,7 +378,7 @@ class Unit:
         if self._is_recomputed():
             return output
         if torch.is_grad_enabled():
-            trains = any(not bucket.is_frozen for bucket in self.buckets)
+            trains = any(not bucket.stored.is_frozen for bucket in self.buckets)
             output = self.awaited.watch_outputs(output, name=self.name, trains=trains)
         if len(self._entered) == len(self.modules):
             self.end_pass()
@@ -474,7 +474,7 @@ class Unit:
         self._num_early_sums += self.root.probe is None and not self.requires_gradient_sync
         # All trained buckets, with or without gradients here: [Note: Gradients that do not come].
         for gradients in self.gradients:
-            if gradients.has_gradients or (reduces and not gradients.bucket.is_frozen):
+            if gradients.has_gradients or (reduces and not gradients.bucket.stored.is_frozen):
                 if self.fills_unused and self.root.probe is None:
                     gradients.fill_unused()
                 if self.root.probe is not None:
@@ -522,7 +522,7 @@ class Unit:
         for bucket in self.buckets:
             kept, is_base = bucket.node_shard, bucket.wire.sends_differences  # of the next difference
             is_over = kept.until == "backward"
-            if kept.is_kept and (is_over or (ends_step and not is_base and not bucket.is_frozen)):
+            if kept.is_kept and (is_over or (ends_step and not is_base and not bucket.stored.is_frozen)):
                 self.reshard()  # a gather that has begun may still write into it
                 kept.free()
             if is_over:
@@ -582,8 +582,8 @@ class Root:
         for unit in self.units:
             unit.progress.name = ", ".join(filter(None, (names.get(child) for child in unit.modules))) or unit.name
             for bucket in unit.buckets:
-                bucket.unit_name, bucket.is_around = unit.name, unit.is_around
-        is_offloaded = any(bucket.is_offloaded for bucket in self.buckets)
+                bucket.unit_name, bucket.full.is_around = unit.name, unit.is_around
+        is_offloaded = any(bucket.stored.is_offloaded for bucket in self.buckets)
         self.host_reads = HostReads(self.lanes.gather_node, is_offloaded=is_offloaded)
         is_pinned = all(unit.cache.pin_memory for unit in self.units)
         self._slab = Slab(self.cluster, self.ledger, is_pinned=is_pinned)
@@ -638,7 +638,7 @@ class Root:
     @property
     def version(self) -> int:
         """A number that every change of weights increases."""
-        return sum(bucket.version for bucket in self.buckets)
+        return sum(bucket.stored.version for bucket in self.buckets)
 
     @property
     def passing(self) -> Passing:
@@ -656,6 +656,9 @@ class Root:
         """Let weights stay where the units' placements say; those of one node as node shards do not."""
         hosted: list[list[NodeShard]] = []
         for unit in self.units:
+            if unit.placement.weights != "none":
+                for bucket in unit.buckets:
+                    bucket.find_hooks()
             if unit.placement.weights == "rank":
                 for bucket in unit.buckets:
                     bucket.node_shard.stay_whole()

@@ -1,0 +1,268 @@
+"""The gathered weights of a bucket, and the parameters that modules use in forward and backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import count
+
+import torch
+from torch import Tensor, nn
+
+from laconic.shard.form import Form
+from laconic.shard.linear import GradientSink, set_sink, write_gradient_in_place
+from laconic.shard.stored import StoredWeights
+
+_TINY_NUMEL = 1 << 12
+"""A gradient of so many elements is copied sooner than a function in Python has written it in place."""
+
+
+class Places:
+    """The modules that show the parameters of a bucket."""
+
+    def __init__(self, each: Sequence[Sequence[tuple[nn.Module, str]]], names: Sequence[str]) -> None:
+        """Take every (module, attribute) that shows each parameter, and the parameters' names."""
+        self.each, self._names = each, names
+
+    def all(self) -> Iterator[tuple[nn.Module, str]]:
+        """Every (module, attribute)."""
+        return (place for places in self.each for place in places)
+
+    def show(self, parameters: Sequence[nn.Parameter | None], *, instead_of: Sequence[nn.Parameter] = ()) -> None:
+        """Show `parameters` in the modules; None hides one from `nn.Module._apply`, which must not see it.
+
+        Raises:
+            RuntimeError: a module has another parameter than the one of `instead_of`.
+        """
+        for places, shown, label in zip(self.each, instead_of, self._names, strict=False):
+            for module, name in places:  # at each gather and release: a generator would double what it takes
+                if module._parameters.get(name) is not shown:
+                    raise RuntimeError(
+                        f"parameter {label} is no longer the one fully_shard made: it was replaced. Copy into it "
+                        "instead (param.copy_(value) under torch.no_grad()), or call load_state_dict of the sharded "
+                        "module"
+                    )
+        for places, parameter in zip(self.each, parameters, strict=True):
+            for module, name in places:
+                module._parameters[name] = parameter
+
+
+class FullBuffer:
+    """The gathered weights of one bucket, (L * N * C,), and the gathered parameters that are views of them.
+
+    [Note: Views that outlive their memory]
+    Modules and autograd keep views of a bucket while its memory is freed. So `free` empties the storage in place,
+    `allocate` fills it again, and the views never change. Autograd also remembers the version of every tensor that it
+    saves, and a refill with the same values must not look like an edit. So the engine writes through an alias with its
+    own version counter. Each gathered parameter has a counter of its own, too, as a parameter that is alone in its
+    memory would: it counts only a user's edits, and only those of this parameter.
+    """
+
+    def __init__(self, stored: StoredWeights, form: Form, places: Places, *, keeps_weights: bool) -> None:
+        """Gather what is stored. `keeps_weights` says that the wire does not change them."""
+        self._stored, self._form, self._places, self._keeps_weights = stored, form, places, keeps_weights
+        self.is_around = False
+        """True if other units run while the weights are gathered; the root sets it."""
+        self._tensor: Tensor | None = None
+        self._alias: Tensor | None = None
+        self.is_allocated = False
+        """True while it has memory of its own."""
+        self._is_shard = False
+        self.parameters: list[nn.Parameter] = []
+        """The gathered parameters, in the order of the sharded ones; empty before the first gather."""
+        self._versions: list[int] = []
+        self._trained: list[bool] = []
+        """Of each gathered parameter when it was shown: its version, and whether it trained."""
+        self._sink: GradientSink | None = None
+
+    @property
+    def has_own_bits(self) -> bool:
+        """True if it has the shards' elements, maybe in another dtype, but not coded or converted."""
+        return self._keeps_weights and not self._form.converts
+
+    @property
+    def is_made(self) -> bool:
+        """True if parameters may be views of it."""
+        return self._tensor is not None
+
+    def allocate(self) -> Tensor:
+        """Allocate its memory in the dtype of the wire, unless it is allocated already. Returns the engine's alias."""
+        if self._tensor is None:
+            self._make()
+        elif not self.is_allocated and not self._is_shard:
+            self._tensor.untyped_storage().resize_(self._tensor.nbytes)
+            self._count(is_allocated=True)
+        assert self._alias is not None
+        return self._alias
+
+    def _make(self) -> None:
+        stored, form = self._stored, self._form
+        # An inference tensor has no versions and could not be trained with later.
+        with torch.inference_mode(False), torch.enable_grad():
+            device = stored.cluster.device if stored.is_offloaded else stored.shard.device
+            is_whole = stored.cluster.size == 1 and stored.shard.device == device
+            self._is_shard = is_whole and form.compute_dtype == stored.shard.dtype and not form.converts
+            if self._is_shard:
+                self._tensor = stored.shard.data
+            else:
+                self._tensor = torch.empty(form.geometry.whole_numel, dtype=form.dtype, device=device)
+                self._count(is_allocated=True)
+            self._alias = self._tensor.data
+            self.parameters = [] if form.converts else list(map(self._parameter, count(), self.views()))
+
+    def _count(self, *, is_allocated: bool) -> None:
+        assert self._tensor is not None
+        self.is_allocated = is_allocated
+        nbytes = self._tensor.nbytes if is_allocated else -self._tensor.nbytes
+        self._stored.ledger.hold_full(nbytes, is_around=self.is_around)
+
+    def decode(self) -> None:
+        """Make the gathered parameters out of a buffer that is complete, if they convert: [Note: Conversion]."""
+        if self._form.converts:
+            decoded = self._form.decode(self.allocate(), self.views)
+            if not self.parameters:
+                self.parameters = list(map(self._watched, count(), decoded))
+
+    def node_shard(self) -> Tensor:
+        """This rank's node shard within the buffer, which is allocated: (N * C,), a view."""
+        return self.allocate()[self._form.geometry.node_in_whole]
+
+    def free(self) -> None:
+        """Free the memory, and what was decoded from it. Views stay."""
+        if self._tensor is not None and self.is_allocated:
+            self._tensor.untyped_storage().resize_(0)
+            self._count(is_allocated=False)
+            self._form.free()
+
+    def drop(self) -> None:
+        """Free the memory for good: the next gather makes another buffer, with other gathered parameters."""
+        self.free()
+        self._tensor = self._alias = None
+        self._versions = []
+        self._form.forget()
+
+    def views(self) -> list[Tensor]:
+        """The elements of each parameter, in its shape."""
+        assert self._tensor is not None
+        return [
+            spec.assemble(self._tensor[spec.slot.offset : spec.slot.offset + spec.slot.numel])
+            for spec in self._stored.specs
+        ]
+
+    def _parameter(self, index: int, view: Tensor) -> nn.Parameter:
+        if not view.is_floating_point():  # such as a quantised table: it can never train
+            return nn.Parameter(view.data, requires_grad=False)
+        parameter = nn.Parameter(view.data)
+        spec = self._stored.specs[index]
+        if self._sink is not None and spec.dtensor is None and spec.slot.numel > _TINY_NUMEL:
+            set_sink(parameter, self._sink, index)
+        return self._watched(index, parameter)
+
+    def _watched(self, index: int, parameter: nn.Parameter) -> nn.Parameter:
+        """Send the gradients of a gathered parameter to the sink, if its sharded one trains."""
+        if self._sink is not None:
+            parameter.register_post_accumulate_grad_hook(partial(_collect, weakref.ref(self._sink), index))
+        sharded = self._stored.parameters[index]
+        parameter.requires_grad_(sharded.requires_grad)
+        # the user's hooks run on sums, also if they meet the gathered parameter
+        parameter.register_post_accumulate_grad_hook = sharded.register_post_accumulate_grad_hook  # type: ignore[method-assign]
+        return parameter
+
+    def set_sink(self, sink: GradientSink) -> None:
+        """Send the gradients of the gathered parameters to `sink`."""
+        self._sink = sink
+        for module, name in self._places.all():
+            if name == "weight":
+                write_gradient_in_place(module)
+
+    def show(self) -> None:
+        """Show the gathered parameters in the modules.
+
+        Raises:
+            RuntimeError: a module's sharded parameter was replaced; the replacement would be lost now.
+        """
+        assert self._tensor is not None
+        self.follow_requires_grad()
+        self._places.show(self.parameters, instead_of=self._stored.parameters)
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def follow_requires_grad(self) -> None:
+        """Freeze and unfreeze gathered parameters as the sharded ones, or these as the gathered ones.
+
+        Users meet either, as the unit is gathered or not: the one that has changed since the last call is right.
+        """
+        differ = False
+        for index, (sharded, gathered) in enumerate(zip(self._stored.parameters, self.parameters, strict=True)):
+            if gathered.requires_grad == sharded.requires_grad:
+                continue
+            differ = True
+            if self._trained and gathered.requires_grad != self._trained[index]:
+                sharded.requires_grad_(gathered.requires_grad)
+            else:
+                gathered.requires_grad_(sharded.requires_grad)
+        if differ or not self._trained:
+            self._trained = [parameter.requires_grad for parameter in self.parameters]
+
+    def hide(self) -> None:
+        """Show the sharded parameters in the modules again.
+
+        Raises:
+            RuntimeError: a gathered parameter was edited in place, or replaced; the edit would be lost.
+        """
+        self.follow_requires_grad()
+        self._places.show(self._stored.parameters, instead_of=self.parameters)
+        now, before = [parameter._version for parameter in self.parameters], self._versions
+        self._refuse_other_memory()
+        if not before or now == before:
+            return
+        self._versions = now
+        slots, changed = self._stored.layout.slots, [index for index in range(len(now)) if now[index] != before[index]]
+        edited = ", ".join(slots[index].name for index in changed if self._is_edited(index))
+        if edited:
+            raise RuntimeError(
+                f"the gathered parameter {edited} was edited in place, which does not change the sharded parameter "
+                "that trains. Edit the sharded parameter under torch.no_grad() while the module is resharded"
+            )
+
+    def _refuse_other_memory(self) -> None:
+        """Refuse gathered parameters that have got other memory (`parameter.data = values`), and take it from them."""
+        if self._tensor is None or self._form.converts:
+            return
+        home = self._tensor.untyped_storage()._cdata
+        moved = [
+            index
+            for index, (each, spec) in enumerate(zip(self.parameters, self._stored.specs, strict=True))
+            if spec.dtensor is None and each.untyped_storage()._cdata != home
+        ]
+        if moved:
+            views = self.views()
+            for index in moved:
+                self.parameters[index].data = views[index].data
+            names = ", ".join(self._stored.layout.slots[index].name for index in moved)
+            raise RuntimeError(
+                f"the .data of the gathered parameter {names} was replaced, which does not change the sharded "
+                "parameter that trains. Edit the sharded parameter under torch.no_grad() while the module is resharded"
+            )
+
+    def _is_edited(self, index: int) -> bool:
+        """True if a parameter with a new version has other elements, of this rank's own, than were gathered.
+
+        A new version alone says little: torch's parametrizations, which peft registers in forward, call `set_` with the
+        same memory. Where weights cross in few bits, there is nothing to compare with.
+        """
+        stored, full = self._stored, self.allocate()
+        if not self.has_own_bits:
+            return True
+        own = stored.part(self._form.shards_of(full)[stored.cluster.shard_index], index)
+        gathered = stored.part(stored.shard, index).to(full.device, full.dtype)
+        return not torch.equal(own.view(torch.uint8), gathered.view(torch.uint8))  # a NaN is equal to itself
+
+
+def _collect(sink: weakref.ref[GradientSink], index: int, parameter: nn.Parameter) -> None:
+    """Collect a gradient. A strong reference to `sink`, held by the hook, would be a cycle that Python never frees."""
+    if parameter.grad is None:  # it was written in place
+        return
+    target = sink()
+    assert target is not None, "a gradient came for a model that is gone"
+    target.collect(index, parameter)
