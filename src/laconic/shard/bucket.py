@@ -19,7 +19,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from laconic.comm.cluster import Cluster
 from laconic.layout.bucket import BucketLayout
-from laconic.layout.geometry import Geometry
 from laconic.ragged.conversion import Conversion, converts, first_inner, is_patched, plain_elements
 from laconic.ragged.dtensor import DTensorShard, local_part
 from laconic.ragged.spec import RaggedSpec
@@ -92,6 +91,7 @@ class Bucket:
         whole, dtype = [item.local for item in managed], managed[0].parameter.dtype
         trains = [item.parameter.requires_grad for item in managed]
         self.stored = StoredWeights(whole, specs, layout, dtype=dtype, trains=trains, offload=offload)
+        self.geometry, self.ledger = self.stored.geometry, self.stored.ledger
         self.sharded = self.stored.parameters
         """The sharded parameters, in the order of the layout."""
         conversions = [
@@ -118,16 +118,6 @@ class Bucket:
     def shard(self) -> Tensor:
         """This rank's shard, (C,)."""
         return self.stored.shard
-
-    @property
-    def geometry(self) -> Geometry:
-        """Where shards lie in buffers of the layout's elements; `form.geometry` is that of what a gather sends."""
-        return self.stored.geometry
-
-    @property
-    def ledger(self) -> Ledger:
-        """The ledger that counts this bucket's memory."""
-        return self.stored.ledger
 
     def _set_dtype(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -238,7 +228,7 @@ class Bucket:
 
     def open_account(self, ledger: Ledger) -> None:
         """Count this bucket's memory in `ledger` from now on."""
-        self.stored.ledger = ledger
+        self.ledger = self.stored.ledger = ledger
         self.stored.count()
 
     def close_account(self) -> None:
