@@ -25,7 +25,7 @@ from laconic.ragged.spec import RaggedSpec
 from laconic.shard import extension
 from laconic.shard.cache import NodeShard
 from laconic.shard.form import Form
-from laconic.shard.full import FullBuffer, Places
+from laconic.shard.full import FullBuffer, ParameterPlaces
 from laconic.shard.ledger import Ledger
 from laconic.shard.policies import Wire
 from laconic.shard.stored import StoredWeights
@@ -72,8 +72,8 @@ class Bucket:
         An outer unit whose policies equal `offered_to` may take the parameters: [Note: Small buckets] in shard/api.py.
         """
         self.layout, self.cluster = layout, managed[0].cluster
-        self.wire = wire
-        """The bits of this bucket's crossings: `BucketKind.wire`."""
+        self.offload, self.wire = offload, wire
+        """The policy, and the bits of this bucket's crossings: `BucketKind.wire`."""
         self.unit_name = ""
         """For messages; the root sets it."""
         self.replicas_diverge = False
@@ -81,7 +81,7 @@ class Bucket:
         self.divide_by: float | None = None
         """The divisor of summed gradients that the user has set; None stands for the number of ranks."""
         self.reduced_hook: Callable[[Tensor], None] | None = None
-        self.places = Places([item.places for item in managed], [slot.name for slot in layout.slots])
+        self.places = ParameterPlaces([item.places for item in managed], [slot.name for slot in layout.slots])
         specs = [
             RaggedSpec(
                 cluster=p.cluster, layout=layout, index=i, dtensor=DTensorShard.of(p.parameter, p.name, p.cluster)
@@ -110,9 +110,6 @@ class Bucket:
         self._managed = [] if offered_to is None else list(managed)
         self.places.show(self.sharded)
         extension.observer_class().cut(self, whole)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Bucket:
-        return self  # an asynchronous checkpoint copies tensors with their attributes; copies belong to this bucket
 
     @property
     def shard(self) -> Tensor:

@@ -18,7 +18,7 @@ _TINY_NUMEL = 1 << 12
 """A gradient of so many elements is copied sooner than a function in Python has written it in place."""
 
 
-class Places:
+class ParameterPlaces:
     """The modules that show the parameters of a bucket."""
 
     def __init__(self, each: Sequence[Sequence[tuple[nn.Module, str]]], names: Sequence[str]) -> None:
@@ -59,7 +59,7 @@ class FullBuffer:
     memory would: it counts only a user's edits, and only those of this parameter.
     """
 
-    def __init__(self, stored: StoredWeights, form: Form, places: Places, *, keeps_weights: bool) -> None:
+    def __init__(self, stored: StoredWeights, form: Form, places: ParameterPlaces, *, keeps_weights: bool) -> None:
         """Gather what is stored. `keeps_weights` says that the wire does not change them."""
         self._stored, self._form, self._places, self._keeps_weights = stored, form, places, keeps_weights
         self.is_around = False

@@ -44,6 +44,9 @@ class StoredWeights:
         self._device = self.shard.device
         self.parameters = [nn.Parameter(self._ragged(index), requires_grad=each) for index, each in enumerate(trains)]
 
+    def __deepcopy__(self, memo: dict[int, object]) -> StoredWeights:
+        return self  # an asynchronous checkpoint copies tensors with their attributes; copies belong to this shard
+
     @property
     def version(self) -> int:
         """A number that every change of the parameters increases: [Note: Versions] in ragged/tensor.py."""
