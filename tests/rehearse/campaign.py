@@ -20,13 +20,15 @@ from tests.rehearse.programs import Watched
 
 _CALLS = {
     *("running", "going_on", "record_event", "wait_for", "synchronize", "wait_event", "wait_stream"),
-    *("result", "_wait"),
+    *("run_job", "go_on_with", "result", "_wait"),
 }
 """The calls that order streams: those of shard/lanes.py, and torch's. And those that order threads and messages."""
 _LIBRARY = Path(laconic.__file__).parent
 _ROOMS = ("checkpoint", "codec", "comm", "cyclic", "guard", "islands", "optim", "ragged", "shard", "store")
 _OTHERS = {
     ("shard/lanes.py", "going_on"): "every site of a lane passes it",
+    ("shard/lanes.py", "run_job"): "every site of a lane passes it",
+    ("shard/lanes.py", "go_on_with"): "every site of a lane passes it",
     ("shard/lanes.py", "record_event"): "every site of a lane passes it",
     ("shard/lanes.py", "compute_event"): "every site that calls it passes it",
     ("shard/lanes.py", "running"): "every site of a lane passes it",
@@ -110,4 +112,5 @@ def ordering_calls() -> Iterator[tuple[str, range]]:
 
 def _orders(call: ast.Call) -> bool:
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-    return name in _CALLS and not (name == "going_on" and not call.args)  # without events it stays behind its own lane
+    has_events = {"going_on": bool(call.args), "go_on_with": any(each.arg == "after" for each in call.keywords)}
+    return name in _CALLS and has_events.get(name, True)  # without events a job stays behind its own lane

@@ -208,7 +208,7 @@ class BucketGather:
             return
         kept.invalidate()
         self.num_crossings += 1
-        self._lanes.gather_node.run(self.crossing.start, self._node_shard, after=(self._loaded,))
+        self._lanes.gather_node.run_job(self.crossing.start, self._node_shard, after=(self._loaded,))
         self._is_crossing = True
 
     def _allocate_early(self) -> Tensor:
@@ -236,14 +236,14 @@ class BucketGather:
         numels = self.bucket.form.geometry.numels_on["local"]
         job = partial(self._local.all_gather, full, self._node_shard, numels=numels)
         if begun is None:
-            self._pending = lane.run(job, after=(self._loaded, self._arrived))
+            self._pending = lane.run_job(job, after=(self._loaded, self._arrived))
         else:
-            self._pending = lane.go_on(job, after=(begun, self._loaded, self._arrived))
+            self._pending = lane.go_on_with(job, after=(begun, self._loaded, self._arrived))
 
     def _finish_crossing(self) -> None:
         """Finish the gather across nodes. If an exception cuts it short, the gather stays stale and is begun anew."""
         version, self.version, self._is_crossing = self.version, None, False
-        self._lanes.gather_node.go_on(self.crossing.finish, self._node_shard)
+        self._lanes.gather_node.go_on_with(self.crossing.finish, self._node_shard)
         self.version = version
         self._arrived = self._lanes.gather_node.record_event()
 
@@ -252,7 +252,7 @@ class BucketGather:
 
         Without `stores`, `store` copies the node shard to the cache later.
         """
-        self._lanes.gather_local.go_on(self._pending.wait)
+        self._lanes.gather_local.go_on_with(self._pending.wait)
         self._pending, self._loaded = NOTHING, None
         event = self._lanes.gather_local.record_event()
         if self._comes_from_cache:

@@ -34,14 +34,14 @@ class Lane:
         self.has_stream = self._stream is not None
         """False on CPU, where the host waits for transfers."""
 
-    def run(self, job: Callable[..., _R], *arguments: Any, after: Sequence[Event] = ()) -> _R:
+    def run_job(self, job: Callable[..., _R], *arguments: Any, after: Sequence[Event] = ()) -> _R:
         """Call `job` in `running`. Without a stream, a context in Python would take longer than most jobs."""
         if self._stream is None:
             return job(*arguments)
         with self.running(*after):
             return job(*arguments)
 
-    def go_on(self, job: Callable[..., _R], *arguments: Any, after: Sequence[Event] = ()) -> _R:
+    def go_on_with(self, job: Callable[..., _R], *arguments: Any, after: Sequence[Event] = ()) -> _R:
         """Call `job` in `going_on`."""
         if self._stream is None:
             return job(*arguments)

@@ -328,7 +328,7 @@ class Reduction:
     def advance(self) -> None:
         """Finish the sum that is under way, if one is, and begin the next one. Compute waits for none that begins."""
         lane = self.gradients.lanes.reduce
-        self.level = lane.run(next, self._moves, None)
+        self.level = lane.run_job(next, self._moves, None)
         if self.level is None:
             self.ended = lane.record_event()
             self._free_after(self._summed or self.ended)
