@@ -34,7 +34,8 @@ def install(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
 
 def test_all_strategies_that_are_installed_run_by_default(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
-    assert [strategy for _, strategy, _ in cases(str(job))] == [*BASELINES, "zero++", *SYNCING]
+    in_fp32 = [name for name in SYNCING if not name.startswith("lossless")]
+    assert [strategy for _, strategy, _ in cases(str(job))] == [*BASELINES, "zero++", *in_fp32]
     assert cli._left_out(cli.parse([str(job)])) == [
         "left out:        strategies that need deepspeed: " + how_to_install("deepspeed", of_contestants=True),
         "left out:        strategies that need torchft: " + how_to_install("torchft", of_contestants=True),
@@ -44,11 +45,21 @@ def test_all_strategies_that_are_installed_run_by_default(job: Path, monkeypatch
         cases(str(job), "--strategies", "fsdp2,deepspeed")
     install(monkeypatch, "deepspeed", "torchft")
     zero = ["deepspeed", "deepspeed-hpz", "zero++"]
-    assert [strategy for _, strategy, _ in cases(str(job))] == [*BASELINES, *zero, *SYNCING]
+    assert [strategy for _, strategy, _ in cases(str(job))] == [*BASELINES, *zero, *in_fp32]
     assert cli._left_out(cli.parse([str(job)])) == []
     job.write_text(TINY + '[sync]\nmode = "local"\nevery = 2\n')
     islands = ["local-steps", "local-fp32", "torchft-diloco"]
-    assert [name for _, name, _ in cases(str(job), "--steps", "9")] == [*BASELINES, *zero, *SYNCING, *islands]
+    assert [name for _, name, _ in cases(str(job), "--steps", "9")] == [*BASELINES, *zero, *in_fp32, *islands]
+
+
+def test_strategies_that_cannot_run_the_job_are_left_out_with_the_reason(job: Path) -> None:
+    options = cli.parse([str(job), "--local", "1"])
+    names = {each.strategy for each in cli.make_cases(load(job), options)}
+    assert "fsdp2" in names
+    assert names.isdisjoint({"fsdp2-hpz", "lossless", "lossless-4bit"})
+    lines = "\n".join(cli._left_out(options))
+    assert "fsdp2-hpz: shard.strategy = 'fsdp2-hpz' keeps parameters on the ranks of one node" in lines
+    assert "lossless: shard.wire sends patterns of 16 bits or fewer without loss, but model.dtype = 'float32'" in lines
 
 
 @pytest.mark.parametrize(

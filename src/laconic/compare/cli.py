@@ -20,6 +20,7 @@ from laconic.compare.result import Prediction, Result, with_predictions
 from laconic.compare.runner import Comparison
 from laconic.compare.table import LEGEND, LEGEND_NO_WIRE, ScreenTable, render, savings_in_words
 from laconic.config import Config, ConfigError, load
+from laconic.errors import JobError
 from laconic.extras import how_to_install
 from laconic.lab import format_rate, parse_rate
 from laconic.lab.cli import add_cluster_options, leaving_in_order
@@ -144,6 +145,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
             setattr(options, name, value)
     options.device_bytes = None if options.device_mb is None else options.device_mb * 1e6
     options.rates = "none" if options.no_wire else options.rates
+    options.refused = {}
     options.command = shlex.join(["laconic", "compare", *argv])
     return options
 
@@ -156,6 +158,8 @@ def make_cases(base: Config, options: argparse.Namespace) -> list[Case]:
     rates = dict.fromkeys(map(parse_rate, options.rates.split(",")))
     strategies = _strategies(options.strategies, has_islands=base.sync.is_local)
     jobs: list[Job] = ["lora"] if base.lora.enabled else ["full", "lora"] if options.lora else ["full"]
+    options.refused = _refused(base, strategies, jobs, options) if options.strategies is None else {}
+    strategies = [name for name in strategies if name not in options.refused]
     cases = [
         Case(
             strategy=strategy,
@@ -194,17 +198,40 @@ def _strategies(chosen: str | None, *, has_islands: bool) -> Sequence[str]:
     return names
 
 
+def _refused(
+    base: Config, strategies: Sequence[str], jobs: Sequence[Job], options: argparse.Namespace
+) -> dict[str, str]:
+    """The strategies that cannot run the command's jobs on its ranks, with the reasons."""
+    from laconic.comm.launch import RankInfo  # late, since both import torch: a wrong key is told at once
+    from laconic.strategies.checks import check_job
+
+    num_ranks = options.nodes * options.local
+    ranks = RankInfo(rank=0, world_size=num_ranks, local_rank=0, num_local=options.local, num_nodes=options.nodes)
+    found = {}
+    for name in strategies:
+        try:
+            for job in jobs:
+                case = Case(strategy=name, job=job, rate_bits_per_s=None, steps=options.steps)
+                check_job(config_of(base, case, options.out), ranks)
+        except JobError as error:
+            found[name] = str(error)
+    if found and len(found) == len(strategies):
+        raise ConfigError(f"no strategy can run this job: {next(iter(found.values()))}")
+    return found
+
+
 def _missing(name: str) -> str:
     package = STRATEGIES[name].package or name
     return f"{package}: {how_to_install(package, of_contestants=True)}"
 
 
 def _left_out(options: argparse.Namespace) -> list[str]:
-    """A line for each package without which strategies were left out, unless the user chose the strategies."""
+    """A line for each package and each reason for which strategies were left out, unless the user chose them."""
     if options.strategies is not None:
         return []
     missing = {each.package: name for name, each in STRATEGIES.items() if not each.is_installed}
-    return [f"left out:        strategies that need {_missing(name)}" for name in missing.values()]
+    lines = [f"left out:        strategies that need {_missing(name)}" for name in missing.values()]
+    return lines + [f"left out:        {name}: {reason}" for name, reason in options.refused.items()]
 
 
 def _report(results: Sequence[Result], options: argparse.Namespace) -> list[str]:

@@ -46,6 +46,12 @@ def check_job(config: Config, ranks: RankInfo, device_type: str | None = None) -
         check_workers(config.schedule, config.optimizer, config.log, ranks)
     elif config.sync.is_local and strategy.is_own:
         _check_islands(config.sync, config.lora, config.train)
+    policy, dtype = config.shard.policy, config.model.dtype
+    _refuse_if(
+        strategy.is_own and policy.wire.weights == "lossless" and (policy.precision.param_dtype or dtype) == "float32",
+        f"shard.wire sends patterns of 16 bits or fewer without loss, but model.dtype = {dtype!r} gathers 32, of which "
+        "most change in every step; set shard.param_dtype = 'bfloat16', or another shard.wire",
+    )
     islands = num_islands(config.sync, ranks)
     _check_rows(config.train, config.shard, ranks.world_size, islands)
     with config.shard.in_own_words():
