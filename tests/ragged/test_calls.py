@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -12,9 +9,8 @@ import torch
 from torch import nn
 
 import laconic
+from tests.support.calls import calls_in
 from tests.support.launch import on_ranks
-
-_SOURCES = str(Path(laconic.__file__).parent)
 
 
 def calls_of_a_step(num_tensors: int, options: dict[str, bool]) -> int:
@@ -23,19 +19,7 @@ def calls_of_a_step(num_tensors: int, options: dict[str, bool]) -> int:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    calls = 0
-
-    def count(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal calls
-        calls += event == "call" and frame.f_code.co_filename.startswith(_SOURCES)
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        optimizer.step()
-    finally:
-        sys.setprofile(before)
-    return calls
+    return calls_in(optimizer.step)
 
 
 @pytest.mark.parametrize(

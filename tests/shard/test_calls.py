@@ -5,10 +5,7 @@ The transfers are those of torch's fake process group, which take no time and no
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,8 +15,8 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import laconic
+from tests.support.calls import calls_in
 
-_SOURCES = str(Path(laconic.__file__).parent)
 _D = 8
 
 
@@ -59,22 +56,15 @@ def calls_of_a_step(kind: str, num_units: int, policies: dict[str, Any]) -> int:
         laconic.fully_shard(unit, mesh=mesh, **policies)
     laconic.fully_shard(model, mesh=mesh, **policies)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    calls = 0
 
-    def count(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal calls
-        calls += event == "call" and frame.f_code.co_filename.startswith(_SOURCES)
+    def step() -> None:
+        model(torch.ones(2, _D)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-    before = sys.getprofile()
-    for step in range(6):  # the first ones look at more
-        sys.setprofile(count if step == 5 else before)
-        try:
-            model(torch.ones(2, _D)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        finally:
-            sys.setprofile(before)
-    return calls
+    for _ in range(5):  # the first ones look at more
+        step()
+    return calls_in(step)
 
 
 HOST_4BIT = {"cache": "host", "wire": "4bit"}

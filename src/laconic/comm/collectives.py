@@ -139,8 +139,6 @@ class Communicator:
         """True if there are other ranks, and they are there: not in a rehearsal."""
         self._paces = self._uses_sends and level != "local" and self.size > 2 and self.has_peers
         self._journals = {each: journal_of(each) for each in (group, self._reduce_group) if each is not None}
-        self._counted: dict[tuple[int, int, bool], list[tuple[Level, int, int]]] = {}
-        """By what `_count` is asked, what it counts: levels, and the bytes out and in."""
         self._device_type = cluster.device_type
         self.is_stream_ordered = self._device_type != "cpu" and backend != "gloo"
         """True if waiting never blocks the thread, so that one transfer may start right behind another."""
@@ -316,12 +314,15 @@ class Communicator:
         self, purpose: Purpose, sent_bytes: int, received_bytes: int | None = None, *, is_ring: bool = False
     ) -> None:
         """Count a transfer in which so many bytes leave this rank and, by default, as many enter it."""
-        key = sent_bytes, sent_bytes if received_bytes is None else received_bytes, is_ring
-        if key not in self._counted:
-            sent, received = (self._cluster.bytes_by_level(self.level, size, is_ring=is_ring) for size in key[:2])
-            self._counted[key] = [(level, size, received[level]) for level, size in sent.items()]
-        for level, sent_bytes, received_bytes in self._counted[key]:
-            self._traffic.count(level, purpose, sent_bytes=sent_bytes, received_bytes=received_bytes)
+        received_bytes = sent_bytes if received_bytes is None else received_bytes
+        if self._cluster.cut is None:  # then all bytes are of this level
+            self._traffic.count(self.level, purpose, sent_bytes=sent_bytes, received_bytes=received_bytes)
+            return
+        sent, received = (
+            self._cluster.bytes_by_level(self.level, size, is_ring=is_ring) for size in (sent_bytes, received_bytes)
+        )
+        for level, size in sent.items():
+            self._traffic.count(level, purpose, sent_bytes=size, received_bytes=received[level])
 
     def _ticket(self, purpose: Purpose, group: dist.ProcessGroup) -> Ticket:
         return self._journals[group].issue(purpose, "" if self._owner is None else self._owner.unit_name)

@@ -445,8 +445,7 @@ class UnitGather:
             gather.free_early()
         self._observer.arrived(self)
         for gather in self._moving:
-            if gather.bucket.form.converts:
-                gather.bucket.full.decode()
+            gather.bucket.full.decode()
         self._events = []
         self.state = GatherState.FULL
 
@@ -602,7 +601,7 @@ class Order:
         whole, early = self._chosen(gather, following) if prefetch is None else (prefetch, ())
         for other in whole:
             other.begin()
-        self._late = [other for other in whole if other.may_be_late and other.is_late and other.is_stream_ordered]
+        self._late = [other for other in whole if other.is_late and other.is_stream_ordered]
         for other in early:
             other.begin(is_early=True)
 

@@ -74,7 +74,7 @@ class Held(Generic[_M]):
     def __init__(self, memory: _M, ledger: Ledger, *, on_host: bool = False) -> None:
         """Take a tensor, or a transfer with memory of its own."""
         self.memory = memory
-        """What was taken. After `free` there is no such attribute."""
+        """The tensor or transfer. `free` takes the attribute away."""
         self._nbytes, self._ledger, self._on_host = memory.nbytes, ledger, on_host
         ledger.hold(self._nbytes, on_host=on_host)
 
