@@ -75,6 +75,7 @@ COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
     "AdamW8bit": {"optimizer": {"name": "adamw8bit"}},
     "Muon, Shampoo": {"optimizer": {"name": "muon"}},
     "bf16 states": {"model": {"dtype": "bfloat16"}},
+    "fp32": {"shard": {"param_dtype": None}},
     "bf16": {"shard": {"param_dtype": "bfloat16"}},
     "fp16": {"shard": {"param_dtype": "float16"}},
     "LoRA": {"lora": {"enabled": True}},
@@ -91,6 +92,8 @@ RANKS = RankInfo(rank=0, world_size=6, local_rank=0, num_local=2, num_nodes=3)
 def refusal(strategy: Strategy, sections: dict[str, dict[str, Any]]) -> str:
     """The message that refuses a job, on 3 nodes x 2 ranks; empty if it is taken."""
     table = to_dict(job_under(strategy, from_dict(Config, JOB)))
+    if "lossless" in strategy.name:
+        table["shard"]["param_dtype"] = "bfloat16"  # its column "fp32" says what float32 does
     table["train"]["accumulation"] = 1 if strategy.schedule else 2  # "reduced always" is for jobs that accumulate
     for section, values in sections.items():
         table[section] = {**table.get(section, {}), **values}
