@@ -37,11 +37,11 @@ Step = Callable[[], Any]
 _WIDTH = 33
 
 
-def _trained(islands: int = 1) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def _trained(islands: int = 1, local: int = 1, **policies: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
-    mesh = laconic.init_mesh("cpu", islands=islands, local=1)
+    mesh = laconic.init_mesh("cpu", islands=islands, local=local)
     model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(3)))
-    shard(model, list(model), mesh=mesh)
+    shard(model, list(model), mesh=mesh, **policies)
     return model, torch.optim.AdamW(model.parameters()), mesh
 
 
@@ -56,6 +56,11 @@ def _stepping(model: nn.Module, step: Step) -> Step:
 
 def _replicas(islands: int) -> Step:
     model, optimizer, _ = _trained(islands)
+    return _stepping(model, optimizer.step)
+
+
+def _auto(_: Path) -> Step:
+    model, optimizer, _ = _trained(local=2, cache="auto")
     return _stepping(model, optimizer.step)
 
 
@@ -85,8 +90,8 @@ def _background(folder: Path) -> Step:
 
 
 STRATEGIES: dict[str, Callable[[Path], Step]] = {
-    "sharded": lambda _: _replicas(1), "replicas": lambda _: _replicas(2), "islands": _islands, "cyclic": _cyclic,
-    "checkpoints": _checkpoints, "background": _background,
+    "sharded": lambda _: _replicas(1), "replicas": lambda _: _replicas(2), "auto": _auto, "islands": _islands,
+    "cyclic": _cyclic, "checkpoints": _checkpoints, "background": _background,
     "agreement": lambda _: lambda: RankGroup().gather(["x" * 100, dist.get_rank()]),
 }  # fmt: skip
 
