@@ -9,11 +9,16 @@ from laconic.shard.placement import JOINING, Saving, Speeds, UnitUse
 from laconic.shard.policies import Placement
 
 
-def most_seconds(options: Sequence[Sequence[Saving]], device_bytes: int, host_bytes: int) -> float | None:
-    """The most seconds that one option of each unit save together within the bytes; None if nothing fits."""
-    sums = ([sum(values) for values in zip(*chosen, strict=True)] for chosen in product(*options))
-    fitting = [total for total in sums if not total or (total[1] <= device_bytes and total[2] <= host_bytes)]
-    return max((total[0] if total else 0.0 for total in fitting), default=None)
+def most_seconds_split(options: Sequence[Sequence[Saving]], device_bytes: int) -> float:
+    """The most seconds that units could save if each could be split between its options, and hosts were large.
+
+    By Lagrange: for any price of a byte, what each unit saves at best beyond the price, and the price of all bytes.
+    """
+    slopes = [each.seconds / max(1, each.device_bytes) for unit in options for each in unit]
+    return min(
+        price * device_bytes + sum(max(each.seconds - price * each.device_bytes for each in unit) for unit in options)
+        for price in [0.0, *slopes]
+    )
 
 
 def step_seconds(unit: UnitUse, placement: Placement, speeds: Speeds) -> float:

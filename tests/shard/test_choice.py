@@ -1,4 +1,4 @@
-"""The choice of placements: the best set of all, within the bytes, and what it comes to for units made by hand."""
+"""The choice of placements: close to the best set of all, within the bytes, and what it is for units made by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from laconic.comm.speed import AS_IN_A_RACK, Speed
-from laconic.shard import placement as placement_module
 from laconic.shard.placement import (
     BucketUse,
     Chosen,
@@ -18,12 +17,11 @@ from laconic.shard.placement import (
     Saving,
     Speeds,
     UnitUse,
-    _steepest,
-    best_set,
     choose_placements,
+    good_set,
 )
 from laconic.shard.policies import Placement
-from tests.reference.placement import least_step_seconds, step_seconds, taken_bytes
+from tests.reference.placement import least_step_seconds, most_seconds_split, step_seconds, taken_bytes
 
 RACK = Speeds(node=AS_IN_A_RACK["node"], local=AS_IN_A_RACK["local"], copy=AS_IN_A_RACK["copy"])
 EVEN = Speeds(node=Speed(bytes_per_s=1e9), local=Speed(bytes_per_s=1e9), copy=Speed(bytes_per_s=1e12))
@@ -52,7 +50,7 @@ def _weights(choice: Chosen) -> list[str]:
     return [each.weights for each in choice.placements]
 
 
-# -- the best set ------------------------------------------------------------------------------------------------------
+# -- a good set --------------------------------------------------------------------------------------------------------
 
 
 def _total(options: Sequence[Sequence[Saving]], numbers: Sequence[int]) -> tuple[float, int, int]:
@@ -64,36 +62,34 @@ def _total(options: Sequence[Sequence[Saving]], numbers: Sequence[int]) -> tuple
 
 def test_of_sets_that_save_equally_one_takes_less_of_the_device() -> None:
     options = [[Saving(0.0, 0, 0), Saving(3.0, 8, 0), Saving(3.0, 0, 5)], [Saving(0.0, 0, 0), Saving(0.0, 4, 0)]]
-    assert best_set(options, 100, 100) == [2, 0]
-    assert best_set(options, 100, 0) == [1, 0]
+    assert good_set(options, 100, 100) == [2, 0]
+    assert good_set(options, 100, 0) == [1, 0]
 
 
-@pytest.mark.parametrize(("num_units", "host_bytes", "most_states"), [(16, (0,), 1024), (80, (0, 10**8), 16)])
-def test_states_that_cannot_become_the_best_go_and_the_others_are_few(
-    num_units: int, host_bytes: tuple[int, ...], most_states: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No two units are alike. Of 16 some dozen states stay, where some 200 would; all sets of 80 are some 10 ** 48."""
-    sizes: list[int] = []
-    undominated = placement_module._undominated
-    counted = lambda states: sizes.append(len(states)) or undominated(states)  # noqa: E731
-    monkeypatch.setattr(placement_module, "_undominated", counted)
-    monkeypatch.setattr(placement_module, "_MOST_STATES", most_states)
+def test_a_large_step_that_saves_most_is_taken_though_small_ones_are_steeper() -> None:
+    small, large = [Saving(0.0, 0, 0), Saving(1.0, 1, 0)], [Saving(0.0, 0, 0), Saving(99.0, 100, 0)]
+    assert good_set([small, large], 100, 0) == [0, 1]
+    assert good_set([small, large], 101, 0) == [1, 1]
+    assert good_set([small, large], 99, 0) == [1, 0]
+
+
+@pytest.mark.parametrize("host_bytes", [0, 10**8])
+def test_a_set_of_many_units_saves_nearly_what_split_units_would(host_bytes: int) -> None:
+    """No two units are alike, and the best of their sets, some 10 ** 24, saves less than if units could be split."""
     draw = random.Random(5)
     for share in (0.1, 0.5, 0.9):
         options = [
             [Saving(0.0, 0, 0)]
-            + [Saving(draw.uniform(0.0, 1), draw.randint(0, 10**9), draw.choice(host_bytes)) for _ in range(3)]
-            for _ in range(num_units)
+            + [Saving(draw.uniform(0.0, 1), draw.randint(0, 10**9), draw.choice((0, host_bytes))) for _ in range(3)]
+            for _ in range(40)
         ]
         device_bytes = int(share * sum(max(each.device_bytes for each in unit) for unit in options))
-        numbers, steps = best_set(options, device_bytes, 10**9), _steepest(options, device_bytes, 10**9)
+        numbers = good_set(options, device_bytes, 10**9)
         assert numbers is not None
-        assert steps is not None
         seconds, on_device, on_host = _total(options, numbers)
-        assert seconds >= _total(options, steps)[0] * (1 - 1e-9)
+        assert seconds >= 0.95 * most_seconds_split(options, device_bytes)
         assert on_device <= device_bytes
         assert on_host <= 10**9
-    assert max(sizes) <= 64
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------
@@ -122,8 +118,8 @@ def _random_speeds(draw: random.Random) -> Speeds:
     return Speeds(node=node, local=local, copy=draw.choice((copy, None)))
 
 
-def test_the_choice_makes_the_shortest_step_of_all_placements_within_the_bytes() -> None:
-    draw, refused = random.Random(3), 0
+def test_the_choice_saves_nearly_the_most_of_all_placements_within_the_bytes() -> None:
+    draw, refused, best = random.Random(3), 0, 0
     for number in range(300):
         units = [_random_unit(draw) for _ in range(draw.randint(0, 3))]
         speeds = _random_speeds(draw)
@@ -138,8 +134,9 @@ def test_the_choice_makes_the_shortest_step_of_all_placements_within_the_bytes()
         choice = choose_placements(units, speeds, device_bytes=device_bytes, host_bytes=host_bytes)
         pairs = list(zip(units, choice.placements, strict=True))
         seconds = sum(step_seconds(unit, each, speeds) for unit, each in pairs)
-        assert seconds == pytest.approx(least, rel=1e-6), number
         nowhere = sum(step_seconds(unit, Placement(), speeds) for unit in units)
+        best += seconds <= least * (1 + 1e-6)
+        assert seconds <= least + 0.05 * max(0.0, nowhere - least) + 1e-6 * least, number
         assert choice.saving.seconds == pytest.approx(nowhere - seconds, rel=1e-6, abs=1e-12), number
         taken = [taken_bytes(unit, each) for unit, each in pairs]
         assert choice.saving[1:] == (sum(device for device, _ in taken), sum(host for _, host in taken)), number
@@ -150,6 +147,7 @@ def test_the_choice_makes_the_shortest_step_of_all_placements_within_the_bytes()
             assert each.gradients == "node" or unit.num_early_sums > 0, number
             assert each.gradients == "node" or any(bucket.is_trained for bucket in unit.buckets), number
     assert 5 < refused < 100, "both kinds are tried"
+    assert best >= 0.99 * (300 - refused)
 
 
 PLAIN, COPIES = _unit(), _unit(keeps_copies=True)

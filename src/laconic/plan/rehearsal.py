@@ -200,6 +200,8 @@ def _rehearse(
             machine.mark(("step", number))
             for unit in units:
                 unit.begin_counting()
+            if number and units:  # the first step has found the root
+                units[0].root.ledger.watch_passing()
             take_step()
         machine.mark(END)
         outer_states = set() if stepper.local is None else _sync_all(machine, stepper.local, take_step)
@@ -215,7 +217,7 @@ def _rehearse(
             outer_states=outer_states,
             buckets=[(unit.name, bucket.layout) for unit in units for bucket in unit.buckets],
             uses={unit.name: unit.use() for unit in units},
-            passing=units[0].root.passing if units else Passing(),
+            passing=units[0].root.ledger.passing if units else Passing(),
             cached_bytes=[sum(each.node_shard.nbytes for each in unit.buckets) for unit in units],
             matrices=[matrix for matrices in owned for matrix in matrices],
             fragments=[[_spec_of(each) for each in fragment.parameters.values()] for fragment in fragments],

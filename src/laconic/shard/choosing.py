@@ -24,6 +24,7 @@ import torch
 from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster
 from laconic.comm.speed import Speed, measure_copies, measure_gathers
+from laconic.shard.ledger import Ledger
 from laconic.shard.placement import Chosen, Passing, Speeds, UnitUse, choose_placements
 from laconic.shard.policies import Cache, Placement
 from laconic.shard.room import Room, held_bytes, room_after_a_step
@@ -46,14 +47,11 @@ class PlacingRoot(Protocol):
     """A root, as a chooser sees it."""
 
     cluster: Cluster
+    ledger: Ledger
 
     @property
     def version(self) -> int:
         """A number that every change of weights increases."""
-
-    @property
-    def passing(self) -> Passing:
-        """The bytes that whole weights add to the fullest moment."""
 
     def place(self, placements: Mapping[Any, Placement], /) -> None:
         """Let units rest elsewhere."""
@@ -68,6 +66,7 @@ class Chooser:
     def __init__(self, root: PlacingRoot, units: Sequence[Placeable]) -> None:
         """Choose for `units` of `root`, which has found them just now."""
         self._root, self._units = root, units
+        root.ledger.watch_passing()
         self._held_before: int | None = None  # until the first forward
         self._is_done = False
         self._version_before: int | None = None  # of the weights, before an optimizer's step
@@ -84,12 +83,14 @@ class Chooser:
         return self._is_done
 
     def settle(self) -> None:
-        """Choose nothing: somebody else has said where units rest."""
+        """Choose nothing any more: units rest where they will."""
         self._is_done = True
+        self._root.ledger.forget_passing()
 
     def end_step(self) -> None:
         """Note the end of a backward that syncs: an optimizer's step may follow."""
-        self._version_before, self._passing = self._root.version, self._root.passing
+        if not self._is_done:
+            self._version_before, self._passing = self._root.version, self._root.ledger.passing
 
     def begin_forward(self) -> None:
         """Before the second step, choose and place. Collective over the island.
@@ -101,7 +102,7 @@ class Chooser:
             self._held_before = held_bytes(self._root.cluster.device)
         if self._is_done or self._version_before in (None, self._root.version):
             return
-        self._is_done = True
+        self.settle()
         self._say(str(self._choose()))
 
     def _choose(self) -> Chosen:

@@ -6,6 +6,8 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+from laconic.shard.placement import Passing
+
 
 class _Memory(Protocol):
     @property
@@ -15,7 +17,7 @@ class _Memory(Protocol):
 _M = TypeVar("_M", bound=_Memory)
 
 
-WITHOUT = tuple(map(frozenset, ((True,), (False,), (True, False))))
+_WITHOUT = tuple(map(frozenset, ((True,), (False,), (True, False))))
 """The kinds of full buffers beside which peaks are kept: of units around others, of those that are not, and all."""
 
 
@@ -28,28 +30,47 @@ class Ledger:
     """The most bytes on the device since the last reset."""
     host_bytes: int = 0
     """Bytes of this rank's host cache."""
-    full_bytes: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0}, repr=False)
+    _full_bytes: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0}, repr=False)
     """Bytes of full buffers, of units that are around others (True) and of those that are not."""
-    peaks_without: dict[frozenset[bool], int] = field(default_factory=lambda: dict.fromkeys(WITHOUT, 0), repr=False)
-    """The most bytes on the device since the last reset besides these full buffers."""
+    _peaks_without: dict[frozenset[bool], int] | None = field(default=None, repr=False)
+    """The most bytes on the device since the last reset besides these full buffers; None while nobody asks."""
 
     def hold(self, nbytes: int, *, on_host: bool = False) -> None:
         """Add `nbytes` of device memory or, `on_host`, of host memory; a negative number when memory is freed."""
         if on_host:
             self.host_bytes += nbytes
             return
-        held_bytes = self.device_bytes = self.device_bytes + nbytes
-        if nbytes > 0:
-            self.device_peak_bytes = max(self.device_peak_bytes, held_bytes)
-            for kinds, peak_bytes in self.peaks_without.items():
-                rest_bytes = held_bytes - sum(map(self.full_bytes.__getitem__, kinds))
-                if rest_bytes > peak_bytes:
-                    self.peaks_without[kinds] = rest_bytes
+        self.device_bytes += nbytes
+        if self.device_bytes > self.device_peak_bytes:
+            self.device_peak_bytes = self.device_bytes
+        if self._peaks_without is not None:
+            for kinds, rest_bytes in self._bytes_without().items():
+                self._peaks_without[kinds] = max(self._peaks_without[kinds], rest_bytes)
 
     def hold_full(self, nbytes: int, *, is_around: bool) -> None:
         """Add the bytes of a full buffer, of a unit that is around others or not."""
-        self.full_bytes[is_around] += nbytes
+        self._full_bytes[is_around] += nbytes
         self.hold(nbytes)
+
+    def _bytes_without(self) -> dict[frozenset[bool], int]:
+        return {kinds: self.device_bytes - sum(self._full_bytes[kind] for kind in kinds) for kinds in _WITHOUT}
+
+    def watch_passing(self) -> None:
+        """Reset the peaks, and keep what `passing` needs from now on, which takes time at each change of memory."""
+        self._peaks_without = dict.fromkeys(_WITHOUT, 0)
+        self.reset_peak()
+
+    def forget_passing(self) -> None:
+        """End `watch_passing`."""
+        self._peaks_without = None
+
+    @property
+    def passing(self) -> Passing:
+        """The bytes that whole weights have added to the fullest moment since the last reset, under `watch_passing`."""
+        peaks = self._peaks_without
+        assert peaks is not None, "nobody has asked to watch"
+        around, others, all_full = (self.device_peak_bytes - peaks[kinds] for kinds in _WITHOUT)
+        return Passing(around_bytes=around, others_bytes=others, all_bytes=all_full)
 
     def hold_until_freed(self, tensor: Tensor, *, on_host: bool) -> None:
         """Count the memory of `tensor` as long as somebody holds the tensor.
@@ -63,9 +84,8 @@ class Ledger:
     def reset_peak(self) -> None:
         """Set the peaks to the bytes that are held now."""
         self.device_peak_bytes = self.device_bytes
-        self.peaks_without = {
-            kinds: max(0, self.device_bytes - sum(self.full_bytes[kind] for kind in kinds)) for kinds in WITHOUT
-        }
+        if self._peaks_without is not None:
+            self._peaks_without = {kinds: max(0, rest) for kinds, rest in self._bytes_without().items()}
 
 
 class Held(Generic[_M]):

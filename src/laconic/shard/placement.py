@@ -17,12 +17,12 @@ many bytes of device memory and of host memory, such that the transfers that are
 different lanes count alike, though some of them hide behind compute: which of them do, only a rehearsal of the whole
 step knows, and where all hide, each choice is as good.
 
-[Note: The best set]
-The knapsack is solved exactly, unit by unit. A state is the bytes that the units so far take, and the most seconds that
-they save in them. Units of one size lead to the same states in many ways, of which one is kept. A state goes if another
-one takes no more and saves no less; or if what it saves, and the most that the other units could in the bytes that are
-left, if units could be split, is less than a set that is known. So some dozen units leave few states. Where they leave
-too many, the most promising go on, and the set may be a little below the best.
+[Note: A good set]
+The set is made step by step: from the placements that take least, the step that saves most seconds for each byte comes
+first, as long as it fits. A large step that comes late may find no room, though it saves more than all before it. So
+the set is made again with each placement of each unit given beforehand, once for units that are alike, and the best of
+these sets is taken, as Sahni (JACM 22(1), 1975) does with single items. In the tests, sets of up to 24 units save 0.95
+of what the best ones do, or more, and most save all of that.
 
 [Note: What a choice takes]
 The memory that counts is that of the fullest moment, beside a step in which nothing rests. There some weights are whole
@@ -35,11 +35,10 @@ in what rests goes.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, product
+from itertools import product
 from typing import NamedTuple
 
 from laconic.comm.speed import Speed
@@ -53,7 +52,6 @@ _WORDS = {
 }
 JOINING = Speed(bytes_per_s=1e11)
 """The copy of a node shard that rests into the whole weights, in memory: so little that it decides between equals."""
-_MOST_STATES = 1024
 _EQUAL = 1e-9
 """Sums of seconds that differ by less, relative to them, are equal: they were added in another order."""
 
@@ -154,7 +152,7 @@ class Chosen(NamedTuple):
 def choose_placements(
     units: Sequence[UnitUse], speeds: Speeds, *, device_bytes: int, host_bytes: int, passing: Passing | None = None
 ) -> Chosen:
-    """Choose the placement of each unit that saves most seconds of transfers in all: [Note: Placement].
+    """Choose placements of all units that save many seconds of transfers: [Note: Placement], [Note: A good set].
 
     Args:
         units: in the order of forward. Of units alike, the last ones get more memory, since backward begins with them.
@@ -202,8 +200,8 @@ def _limited(
 def _best(
     options: Sequence[Sequence[tuple[Placement, Saving]]], device_bytes: int, host_bytes: int, credit_bytes: int
 ) -> Chosen | None:
-    """The best of these placements, which leave `credit_bytes` that a step without them takes; None if none fits."""
-    numbers = best_set([[saving for _, saving in each] for each in options], device_bytes, host_bytes)
+    """A good choice of these placements, which leave `credit_bytes` that a step without them takes; None if none fits."""
+    numbers = good_set([[saving for _, saving in each] for each in options], device_bytes, host_bytes)
     if numbers is None:
         return None
     chosen = [each[number] for each, number in zip(options, numbers, strict=True)]
@@ -271,133 +269,24 @@ def _waiting(unit: UnitUse, waits: SumsWhere, speeds: Speeds) -> Saving:
 # -- the knapsack ------------------------------------------------------------------------------------------------------
 
 
-def best_set(options: Sequence[Sequence[Saving]], device_bytes: int, host_bytes: int) -> list[int] | None:
-    """Choose one of each unit's `options`, by index, that save most together within the bytes: [Note: The best set].
+def good_set(options: Sequence[Sequence[Saving]], device_bytes: int, host_bytes: int) -> list[int] | None:
+    """Choose one of each unit's `options`, by index, that save much together within the bytes: [Note: A good set].
 
-    None if even those that take least do not fit. Of sets that save equally, one that takes less of the device.
+    None if even those that take least do not fit. Of units that are alike, the last ones get what takes more.
 
     Bytes may be negative: what an option frees. Reference: tests/reference/placement.py.
     """
-    options, device_bytes = _from_zero(options, device_bytes)
-    rest = [_Bound(options[index:]) for index in range(len(options) + 1)]
-    known = _steepest(options, device_bytes, host_bytes)
-    known_s = float("-inf") if known is None else _saved_s(options, known)
-    least_s = _slightly_less(known_s)
-    states: dict[tuple[int, int], _State] = {(0, 0): _State(0.0, None)}
-    for each, bound in zip(options, rest[1:], strict=True):
-        found: dict[tuple[int, int], _State] = {}
-        for (on_device, on_host), state in states.items():
-            for number, option in enumerate(each):
-                taken = on_device + option.device_bytes, on_host + option.host_bytes
-                seconds = state.seconds + option.seconds
-                if taken[0] > device_bytes or taken[1] > host_bytes:
-                    continue
-                if seconds + bound.most_s(device_bytes - taken[0]) < least_s:
-                    continue
-                if taken not in found or found[taken].seconds < _slightly_less(seconds):
-                    found[taken] = _State(seconds, (state.numbers, number))
-        states = _undominated(found)
-        if len(states) > _MOST_STATES:
-            by_promise = sorted(
-                states.items(), key=lambda item: -item[1].seconds - bound.most_s(device_bytes - item[0][0])
-            )
-            states = dict(by_promise[:_MOST_STATES])
-    best_s = max((state.seconds for state in states.values()), default=float("-inf"))
-    if best_s < least_s or not states:
-        return known
-    good = {taken: state for taken, state in states.items() if state.seconds >= _slightly_less(best_s)}
-    return list(_unchained(good[min(good)].numbers))
-
-
-def _from_zero(options: Sequence[Sequence[Saving]], device_bytes: int) -> tuple[list[list[Saving]], int]:
-    """The same options and limit, but for the least bytes of each unit, which all its options have."""
-    least = [min(option.device_bytes for option in each) for each in options]
-    shifted = [
-        [option._replace(device_bytes=option.device_bytes - less) for option in each]
-        for each, less in zip(options, least, strict=True)
-    ]
-    return shifted, device_bytes - sum(least)
-
-
-def _slightly_less(seconds: float) -> float:
-    """The least sum that counts as equal. Copies may cost more than they save, so sums may be negative."""
-    return seconds - _EQUAL * abs(seconds)
-
-
-class _State(NamedTuple):
-    seconds: float
-    numbers: tuple[object, int] | None
-    """The chosen options, the last one first."""
-
-
-def _unchained(chain: object) -> Iterator[int]:
-    numbers: list[int] = []
-    while isinstance(chain, tuple):
-        chain, number = chain
-        numbers.append(number)
-    return reversed(numbers)
-
-
-def _undominated(states: dict[tuple[int, int], _State]) -> dict[tuple[int, int], _State]:
-    """The states of which none takes at most as much and saves at least as much as another."""
-    kept: dict[tuple[int, int], _State] = {}
-    stairs: list[tuple[int, float]] = []  # by host bytes ascending: the most seconds of those kept, ascending
-    for taken in sorted(states):
-        seconds, place = states[taken].seconds, bisect_right(stairs, (taken[1], float("inf")))
-        if place and stairs[place - 1][1] >= seconds:
-            continue
-        kept[taken] = states[taken]
-        end = place
-        while end < len(stairs) and stairs[end][1] <= seconds:
-            end += 1
-        stairs[place:end] = [(taken[1], seconds)]
-    return kept
-
-
-class _Bound:
-    """The most that some units save in so many bytes of the device, if units could be split and hosts were large."""
-
-    def __init__(self, options: Sequence[Sequence[Saving]]) -> None:
-        self._base_bytes, self._base_s, steps = 0, 0.0, []
-        for each in options:
-            first, *hull = _hull(each)
-            self._base_bytes += first.device_bytes
-            self._base_s += first.seconds
-            steps += [
-                (after.device_bytes - before.device_bytes, after.seconds - before.seconds)
-                for before, after in pairwise([first, *hull])
-            ]
-        steps.sort(key=lambda step: -step[1] / step[0])
-        self._bytes = list(accumulate((size for size, _ in steps), initial=0))
-        self._seconds = list(accumulate((seconds for _, seconds in steps), initial=0.0))
-
-    def most_s(self, left_bytes: int) -> float:
-        """The most seconds in `left_bytes`."""
-        left_bytes -= self._base_bytes
-        if left_bytes < 0:
-            return float("-inf")
-        place = bisect_right(self._bytes, left_bytes) - 1
-        seconds = self._base_s + self._seconds[place]
-        if place + 1 < len(self._bytes):
-            size = self._bytes[place + 1] - self._bytes[place]
-            seconds += (left_bytes - self._bytes[place]) / size * (self._seconds[place + 1] - self._seconds[place])
-        return seconds
-
-
-def _hull(options: Sequence[Saving]) -> list[Saving]:
-    """The upper hull of seconds over device bytes. It begins with the option that takes the fewest bytes."""
-    hull: list[Saving] = []
-    for option in sorted(options, key=lambda each: (each.device_bytes, -each.seconds)):
-        if hull and option.seconds <= hull[-1].seconds:
-            continue
-        while len(hull) > 1 and _slope(hull[-1], option) >= _slope(hull[-2], hull[-1]):
-            hull.pop()
-        hull.append(option)
-    return hull
-
-
-def _slope(before: Saving, after: Saving) -> float:
-    return (after.seconds - before.seconds) / (after.device_bytes - before.device_bytes)
+    found = _steepest(options, device_bytes, host_bytes)
+    most_s = float("-inf") if found is None else _saved_s(options, found)
+    last_alike = {tuple(each): unit for unit, each in enumerate(options)}
+    for unit in last_alike.values():
+        for number, given in enumerate(options[unit]):
+            others = [*options[:unit], [given], *options[unit + 1 :]]
+            numbers = _steepest(others, device_bytes, host_bytes)
+            if numbers is not None and (seconds := _saved_s(others, numbers)) > most_s + _EQUAL * abs(most_s):
+                numbers[unit] = number
+                found, most_s = numbers, seconds
+    return found
 
 
 def _saved_s(options: Sequence[Sequence[Saving]], numbers: Sequence[int]) -> float:
@@ -405,25 +294,33 @@ def _saved_s(options: Sequence[Sequence[Saving]], numbers: Sequence[int]) -> flo
 
 
 def _steepest(options: Sequence[Sequence[Saving]], device_bytes: int, host_bytes: int) -> list[int] | None:
-    """A set that fits, made by one steepest step after the other; None if it finds none."""
-    numbers = [min(range(len(each)), key=lambda i, each=each: each[i][1:]) for each in options]  # type: ignore[misc]
-    chosen = [each[number] for each, number in zip(options, numbers, strict=True)]
-    left = [
-        device_bytes - sum(each.device_bytes for each in chosen),
-        host_bytes - sum(each.host_bytes for each in chosen),
-    ]
-    if min(left) < 0:
-        return None
-    steps = [(unit, number) for unit, each in enumerate(options) for number in range(len(each))]
+    """A set that fits, made by one steepest step after the other; None if those that take least do not fit."""
+    left, first = [device_bytes, host_bytes], dict[int, int]()
+    for unit in sorted(range(len(options)), key=lambda unit: -min(sum(each[1:]) for each in options[unit])):
+        fitting = [number for number, each in enumerate(options[unit]) if _fits(each[1:], left)]
+        if not fitting:
+            return None
+        first[unit] = min(fitting, key=lambda number: options[unit][number][1:])
+        _take(options[unit][first[unit]][1:], left)
+    numbers = [first[unit] for unit in range(len(options))]
 
-    def promise(step: tuple[int, int]) -> float:
-        before, after = chosen[step[0]], options[step[0]][step[1]]
-        return -(after.seconds - before.seconds) / max(1, after.device_bytes - before.device_bytes)
+    def slope(step: tuple[int, int]) -> float:
+        before, after = options[step[0]][first[step[0]]], options[step[0]][step[1]]
+        return (after.seconds - before.seconds) / max(1, after.device_bytes - before.device_bytes)
 
-    for unit, number in sorted(steps, key=promise):
+    steps = [(unit, number) for unit in reversed(range(len(options))) for number in range(len(options[unit]))]
+    for unit, number in sorted(steps, key=slope, reverse=True):
         before, after = options[unit][numbers[unit]], options[unit][number]
         more = after.device_bytes - before.device_bytes, after.host_bytes - before.host_bytes
-        if after.seconds > before.seconds and more[0] <= left[0] and more[1] <= left[1]:
-            left = [left[0] - more[0], left[1] - more[1]]
+        if after.seconds > before.seconds and _fits(more, left):
+            _take(more, left)
             numbers[unit] = number
     return numbers
+
+
+def _fits(taken: Sequence[float], left: Sequence[float]) -> bool:
+    return taken[0] <= left[0] and taken[1] <= left[1]
+
+
+def _take(taken: Sequence[float], left: list[float]) -> None:
+    left[:] = left[0] - taken[0], left[1] - taken[1]

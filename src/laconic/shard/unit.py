@@ -59,8 +59,8 @@ from laconic.shard.gather import GatherState, HostReads, Order, UnitGather
 from laconic.shard.grad import WaitingGradient
 from laconic.shard.hooks import AwaitedHooks, OutputGradients, SavedWeights, map_tensors
 from laconic.shard.lanes import Lanes
-from laconic.shard.ledger import WITHOUT, Held, Ledger
-from laconic.shard.placement import Passing, UnitUse
+from laconic.shard.ledger import Held, Ledger
+from laconic.shard.placement import UnitUse
 from laconic.shard.policies import Cache, Checks, Placement, Prefetch, ShardPolicy
 from laconic.shard.reduce import BucketGradients, Reduction, ReductionQueue
 
@@ -639,13 +639,6 @@ class Root:
     def version(self) -> int:
         """A number that every change of weights increases."""
         return sum(bucket.stored.version for bucket in self.buckets)
-
-    @property
-    def passing(self) -> Passing:
-        """The bytes that whole weights add to the fullest moment since the peaks were reset."""
-        ledger = self.ledger
-        around, others, all_full = (ledger.device_peak_bytes - ledger.peaks_without[kinds] for kinds in WITHOUT)
-        return Passing(around_bytes=around, others_bytes=others, all_bytes=all_full)
 
     def allocate_resting(self, units: Iterable[Unit]) -> int:
         """Allocate the device memory in which weights of `units` stay. Returns its bytes."""
