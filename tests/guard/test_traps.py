@@ -226,7 +226,7 @@ def test_all_ranks_learn_the_first_difference() -> None:
 def test_an_optimizer_never_uses_gradients_of_programs_that_differ() -> None:
     cluster = Cluster.of(laconic.init_mesh("cpu"))
     program, rank = IssuedProgram(cluster), dist.get_rank()
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    optimizer = torch.optim.SGD(laconic.fully_shard(torch.nn.Linear(1, 1)).parameters())
     for step in range(3):
         program.note("the gather of a")
         program.start_comparison(diverges=False)

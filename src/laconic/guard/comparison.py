@@ -37,7 +37,6 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster
@@ -47,6 +46,7 @@ from laconic.comm.watch import waiting_for
 from laconic.errors import RanksDifferError
 from laconic.ragged.dtensor import DTensorShard
 from laconic.ragged.spec import RaggedSpec
+from laconic.ragged.steps import Step, before_step
 from laconic.shard.bucket import Bucket, ManagedParameter
 
 Description = dict[str, dict[str, str]]
@@ -339,9 +339,7 @@ def _described(by_rank: Sequence[Sequence[str]], ranks: Sequence[int], first: in
 _unsettled: WeakSet[IssuedProgram] = WeakSet()
 
 
-def _settle_all(*_: Any) -> None:
+@before_step
+def _settle_all(_: Step) -> None:
     for program in list(_unsettled):
         program.settle()
-
-
-register_optimizer_step_pre_hook(_settle_all)

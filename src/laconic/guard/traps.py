@@ -31,15 +31,14 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from laconic import _compat
 from laconic.comm.agreement import RankGroup
 from laconic.errors import RanksDifferError
 from laconic.guard.checksum import digest_of
+from laconic.ragged.steps import HOME, Step, before_step
 from laconic.ragged.tensor import RaggedTensor
-from laconic.shard.bucket import HOME, Bucket, ManagedParameter
+from laconic.shard.bucket import Bucket, ManagedParameter
 from laconic.shard.unit import Origin, is_left_alone, unit_of, units_below
 
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
@@ -106,19 +105,21 @@ register_module_module_registration_hook(_registrations)
 register_module_parameter_registration_hook(_registrations)
 
 
-def _look_at_optimizer(optimizer: Optimizer, *_: Any) -> None:
+@before_step
+def _look_at_optimizer(step: Step) -> None:
     """Refuse parameters that `fully_shard` has replaced, and states that nobody can cut, at the first step."""
+    optimizer = step.optimizer
     if hasattr(optimizer, _LOOKED):
         return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    parameters += getattr(optimizer, "_params", [])  # LBFGS steps these, although others may be in its group now
+    # LBFGS steps those of `_params`, although others may be in its group now
+    parameters = [*step.parameters, *getattr(optimizer, "_params", [])]
     names = [name for parameter in parameters if (name := getattr(parameter, HOME, None)) is not None]
     if names:
         raise RuntimeError(
             f"{type(optimizer).__name__} holds {len(names)} parameters that fully_shard has replaced, such as "
             f"{names[0]}: it trains nothing. Build the optimizer after fully_shard, from model.parameters()"
         )
-    if hasattr(optimizer, _STATES_OF_TORCHAO) and any(isinstance(each, RaggedTensor) for each in parameters):
+    if hasattr(optimizer, _STATES_OF_TORCHAO) and step.ragged:
         raise TypeError(
             f"{type(optimizer).__name__} of torchao keeps its states as DTensors of torch, which are not cut inside "
             "rows: use laconic.optim.AdamW8bit"
@@ -127,7 +128,7 @@ def _look_at_optimizer(optimizer: Optimizer, *_: Any) -> None:
     setattr(optimizer, _LOOKED, True)
 
 
-def _warn_of_copies(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+def _warn_of_copies(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
     """Warn of plain parameters beside sharded ones: nobody sums their gradients, as no unit has them."""
     clusters = [parameter.spec.cluster for parameter in parameters if isinstance(parameter, RaggedTensor)]
     copies = [
@@ -143,9 +144,6 @@ def _warn_of_copies(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
             "ignored_params",
             stacklevel=2,
         )
-
-
-register_optimizer_step_pre_hook(_look_at_optimizer)
 
 
 _first_weights: WeakKeyDictionary[Bucket, tuple[int | None, int]] = WeakKeyDictionary()

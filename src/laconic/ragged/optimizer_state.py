@@ -3,9 +3,8 @@
 torch loads optimizer state by replacing tensors. What replaces a RaggedTensor may be the whole tensor, from a full
 state dict, or a DTensor of torch's own: [Note: RaggedTensors are DTensors] in ragged/spec.py. A rank would then
 step its own part of the whole tensor only, and the whole would be wrong. So state is cut as its parameter is cut: by a
-hook after `load_state_dict`, before a step, and before laconic writes a checkpoint. torch has no hook that an optimizer
-could get when it is made, so one hook before every optimizer's step gives each optimizer with RaggedTensors its own.
-Before later steps it looks at the state of one parameter, because not all code that loads state calls
+hook after `load_state_dict`, before a step, and before laconic writes a checkpoint. An optimizer gets that hook before
+its first step. Before later steps the state of one parameter is looked at, because not all code that loads state calls
 `load_state_dict`.
 """
 
@@ -14,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from laconic.ragged.steps import Step, before_step
 from laconic.ragged.tensor import RaggedTensor
 
 _NUMBERS = {"step", "mu_product", "eta", "mu"}
@@ -75,9 +74,9 @@ def _is_like(parameter: RaggedTensor, key: str, value: Any) -> bool:
     return value.dim() > 0 or key not in _NUMBERS
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    ragged = (p for group in optimizer.param_groups for p in group["params"] if isinstance(p, RaggedTensor))
-    first = next(ragged, None)
+@before_step
+def _cut_before(step: Step) -> None:
+    optimizer, first = step.optimizer, next(iter(step.ragged), None)
     if first is None or getattr(optimizer, "cuts_loaded_state", False):
         return
     if not hasattr(optimizer, _HAS_HOOK):
@@ -86,6 +85,3 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         cut_state(optimizer)
     elif any(_is_like(first, key, value) for key, value in optimizer.state.get(first, {}).items()):
         cut_state(optimizer)
-
-
-register_optimizer_step_pre_hook(_before_step)

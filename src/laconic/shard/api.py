@@ -43,9 +43,10 @@ from laconic.layout.shares import Shares, plan_by_shares, warn_if_uneven
 from laconic.ragged.conversion import check_convertible, converts, needs_equal_chunks, uncut_numel
 from laconic.ragged.dtensor import check_dtensor, uneven_cut
 from laconic.ragged.parts import slice_of_parameter
+from laconic.ragged.steps import HOME
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard import extension
-from laconic.shard.bucket import HOME, Bucket, ManagedParameter
+from laconic.shard.bucket import Bucket, ManagedParameter
 from laconic.shard.form import compute_dtype_of
 from laconic.shard.policies import Cache, CacheName, Checks, Prefetch, ShardPolicy, Wire, WireName
 from laconic.shard.sharded_module import sharded_class

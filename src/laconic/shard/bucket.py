@@ -22,6 +22,7 @@ from laconic.layout.bucket import BucketLayout
 from laconic.ragged.conversion import Conversion, converts, first_inner, is_patched, plain_elements
 from laconic.ragged.dtensor import DTensorShard, local_part
 from laconic.ragged.spec import RaggedSpec
+from laconic.ragged.steps import HOME, attend_steps
 from laconic.shard import extension
 from laconic.shard.cache import NodeShard
 from laconic.shard.form import Form
@@ -29,9 +30,6 @@ from laconic.shard.full import FullBuffer, ParameterPlaces
 from laconic.shard.ledger import Ledger
 from laconic.shard.policies import Wire
 from laconic.shard.stored import StoredWeights
-
-HOME = "_laconic_home"
-"""The attribute of the parameters that `fully_shard` has replaced: their names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +69,7 @@ class Bucket:
 
         An outer unit whose policies equal `offered_to` may take the parameters: [Note: Small buckets] in shard/api.py.
         """
+        attend_steps()
         self.layout, self.cluster = layout, managed[0].cluster
         self.offload, self.wire = offload, wire
         """The policy, and the bits of this bucket's crossings: `BucketKind.wire`."""

@@ -54,12 +54,12 @@ from abc import abstractmethod
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim import Optimizer
 
 from laconic.codec import CODECS
 from laconic.codec.lossless import check_faults, decode_in_pieces, encode_in_pieces
@@ -70,6 +70,7 @@ from laconic.codec.varying import VaryingMessages
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import NOTHING, Communicator, ReduceScatter, start_flags
 from laconic.comm.traffic import Level
+from laconic.ragged.steps import Step, after_step, before_step
 from laconic.shard.bucket import Bucket
 from laconic.shard.extension import Observer
 
@@ -348,18 +349,16 @@ class LosslessDifferences(DifferenceCrossing):
 _all: WeakSet[CodedDifferences] = WeakSet()
 
 
-def _begin_step(*_: Any) -> None:
+@before_step
+def _begin_step(_: Step) -> None:
     for each in _all:
         each.note_step_begins()
 
 
-def _end_step(*_: Any) -> None:
+@after_step
+def _end_step(_: Optimizer) -> None:
     for each in _all:
         each.note_step_ended()
-
-
-register_optimizer_step_pre_hook(_begin_step)
-register_optimizer_step_post_hook(_end_step)
 
 
 class Copies:

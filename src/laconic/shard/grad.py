@@ -37,19 +37,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from laconic import _compat
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import Communicator, PendingFlags, start_flags
 from laconic.comm.traffic import Level
 from laconic.comm.watch import waiting_for
+from laconic.ragged.steps import Step, after_step, before_step
 from laconic.ragged.tensor import RaggedTensor, admit_edits
 from laconic.shard.bucket import Bucket
 from laconic.shard.lanes import Lane
@@ -251,29 +250,27 @@ def _zeroings(gradient: Tensor) -> int:
     return gradient.zeroings if isinstance(gradient, RaggedTensor) else gradient._version
 
 
-def _hide(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+@before_step
+def _hide(step: Step) -> None:
     """Hide waiting gradients from a step, which is about to edit the weights."""
     admit_edits()
-    _show_again(optimizer)  # of a step that raised
-    if any(argument is not None for argument in (*args[1:], *kwargs.values())):
-        return  # a closure
+    _show_again(step.optimizer)  # of a step that raised
+    if step.has_closure:
+        return
     hidden = []
-    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+    for parameter in step.parameters:
         gradient = parameter.grad
         if isinstance(gradient, WaitingGradient) and not gradient.has_memory:
             gradient.is_hidden, parameter.grad = True, None
             hidden.append((parameter, gradient))
     if hidden:
-        setattr(optimizer, _HIDDEN, hidden)
+        setattr(step.optimizer, _HIDDEN, hidden)
 
 
-def _show_again(optimizer: Optimizer, *_: Any) -> None:
+@after_step
+def _show_again(optimizer: Optimizer) -> None:
     hidden: list[tuple[nn.Parameter, WaitingGradient]] = optimizer.__dict__.pop(_HIDDEN, [])
     for parameter, gradient in hidden:
         if gradient.is_hidden and parameter.grad is None:
             parameter.grad = gradient
         gradient.is_hidden = False
-
-
-register_optimizer_step_pre_hook(_hide)
-register_optimizer_step_post_hook(_show_again)

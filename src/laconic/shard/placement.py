@@ -200,7 +200,7 @@ def _limited(
 def _best(
     options: Sequence[Sequence[tuple[Placement, Saving]]], device_bytes: int, host_bytes: int, credit_bytes: int
 ) -> Chosen | None:
-    """A good choice of these placements, which leave `credit_bytes` that a step without them takes; None if none fits."""
+    """A good choice of these, which leave `credit_bytes` that a step without them takes; None if none fits."""
     numbers = good_set([[saving for _, saving in each] for each in options], device_bytes, host_bytes)
     if numbers is None:
         return None
@@ -281,7 +281,7 @@ def good_set(options: Sequence[Sequence[Saving]], device_bytes: int, host_bytes:
     last_alike = {tuple(each): unit for unit, each in enumerate(options)}
     for unit in last_alike.values():
         for number, given in enumerate(options[unit]):
-            others = [*options[:unit], [given], *options[unit + 1 :]]
+            others: list[Sequence[Saving]] = [*options[:unit], [given], *options[unit + 1 :]]
             numbers = _steepest(others, device_bytes, host_bytes)
             if numbers is not None and (seconds := _saved_s(others, numbers)) > most_s + _EQUAL * abs(most_s):
                 numbers[unit] = number
@@ -318,9 +318,9 @@ def _steepest(options: Sequence[Sequence[Saving]], device_bytes: int, host_bytes
     return numbers
 
 
-def _fits(taken: Sequence[float], left: Sequence[float]) -> bool:
+def _fits(taken: Sequence[int], left: Sequence[int]) -> bool:
     return taken[0] <= left[0] and taken[1] <= left[1]
 
 
-def _take(taken: Sequence[float], left: list[float]) -> None:
+def _take(taken: Sequence[int], left: list[int]) -> None:
     left[:] = left[0] - taken[0], left[1] - taken[1]
