@@ -14,7 +14,7 @@ from laconic.shard.form import Form
 from laconic.shard.linear import GradientSink, set_sink, write_gradient_in_place
 from laconic.shard.stored import StoredWeights
 
-_TINY_NUMEL = 1 << 12
+_TINY_NUMEL = 1 << 16
 """A gradient of so many elements is copied sooner than a function in Python has written it in place."""
 
 
