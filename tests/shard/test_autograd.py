@@ -128,7 +128,7 @@ def test_derivatives_by_sharded_parameters_are_refused(is_first: bool) -> None:
 
 def wide_net() -> nn.Module:
     """Blocks whose weights are much larger than their activations."""
-    return Net(num_blocks=5, d=32, h=512)
+    return Net(num_blocks=5, d=32, h=2080)
 
 
 @on_ranks(2, local=1)

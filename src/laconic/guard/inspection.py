@@ -78,7 +78,7 @@ class Inspection(Observer):
         self._cluster = root.cluster
         off = Checks(interval=0)
         self._policies = {bucket: unit.checks or off for unit in root.units for bucket in unit.buckets}
-        self._looks_at_weights = any(each.interval or each.unnoticed_edits for each in self._policies.values())
+        self.inspects = any(each.interval or each.unnoticed_edits for each in self._policies.values())
         self._step = 0
         self._has_ended = False
         self._records: list[CheckedTransfer] = []
@@ -126,8 +126,6 @@ class Inspection(Observer):
         Raises:
             CorruptionError: weights were changed without notice.
         """
-        if not self._looks_at_weights:
-            return
         for bucket, crossing in gather.crossings():
             if self._policies[bucket].unnoticed_edits:
                 self._refuse_unnoticed_edits(bucket, crossing)
@@ -137,8 +135,6 @@ class Inspection(Observer):
 
     def arrived(self, gather: UnitGather) -> None:
         """Take the checksums of node shards that have just been stored: [Note: Damage in a cache]."""
-        if not self._looks_at_weights:
-            return
         for bucket, crossing in gather.crossings():
             checks = self._policies[bucket]
             is_time = self.is_due(bucket) or (bucket.stored.is_frozen and checks.interval > 0)
@@ -154,8 +150,6 @@ class Inspection(Observer):
         Raises:
             CorruptionError: a damaged shard has no other memory than the cache's.
         """
-        if not self._looks_at_weights:
-            return []
         stored = {
             bucket: self._stored[bucket][1]
             for bucket, crossing in gather.crossings()

@@ -17,9 +17,13 @@ class Observer:
     """Hears what the engine does, in the order in which all ranks do it, and may raise. This one does nothing.
 
     The engine makes one for each root. Class methods hear of what happens before a root leads. Here `root` is a
-    `Root`, `unit` a `Unit`, `bucket` a `Bucket`, `gather` a `UnitGather`, `transfer` a `SumTransfer`; this file cannot
-    import them.
+    `Root`, `unit` a `Unit`, `bucket` a `Bucket`, `gather` a `UnitGather`, `transfer` a `SumTransfer`; this file
+    cannot import them.
     """
+
+    inspects = False
+    """True if this observer looks at weights and sums: hears of `before_gather`, `gathered`, `arrived`, `sum_begun`,
+    `sum_arrived` and `replicas_summed`."""
 
     def __init__(self, root: Any) -> None:
         """Observe `root`, which is about to lead its units."""

@@ -7,37 +7,6 @@ issues a gather across nodes when that gather begins, and the gather inside the 
 NCCL, where waiting does not block the thread, it issues both at once, or the second when the unit before begins or,
 after lossless differences, ends.
 
-[Note: Prefetching]
-A forward under a root records the order in which its units run. The next forward begins the gathers of the units that
-came after this one last time, even if some before it are skipped now; backward takes the same order in reverse.
-
-A gather has two stages. The first yields the node shard, by a copy from host memory or by the gather across nodes; the
-second is the gather inside the node. With the next unit alone begun ahead, its stages follow each other, and compute
-waits where they take longer together than it does. If the first stage of the unit after the next one begins, too, on
-other lanes, then the slowest stage alone must keep up with compute. A node shard that comes early waits in the cache's
-own memory, if collectives can use that, or else in memory of its own, 1 / L of the unit.
-
-The unit after may be tiny: then one is too few. What hides a gather is the time of the matmuls before it, and copies,
-gathers and matmuls all take time by the bytes of the weights. So bytes stand for time here. Measured times would differ
-between ranks, which would have to agree on them, and from run to run. The sizes and the recorded order are equal on all
-ranks and in all runs, and so is what they decide: [Note: The same order on every rank]. By default,
-
-- as many units are whole at once as fit in the bytes that two neighbours take at most, and one ahead at least. So
-  small units come several at a time, and no more memory is full of weights than with one unit ahead;
-- the first stage of the unit after them begins if that takes no memory, as under a cache on the device.
-
-A budget of bytes buys more: what whole units leave of it goes to the node shards of those after them, in memory of
-their own. Two of them wait while a unit computes, one of them in use by its second stage. Between two units there are
-three: not before compute has waited may that of the unit that begins go. It is not the default, because a host cache
-shall leave room for batches as large as ZeRO-3's: with three node shards it was 3 to 5 % less on the machines of the
-FCDP paper, by the planner.
-
-Units whose whole weights stay on the rank need no memory for that: two of them begin ahead at least, so the next gather
-is under way when one ends.
-
-A unit that stays gathered while others run, as the root does, takes part as the largest of the others. `Prefetch` sets
-other limits. If a rank's forward takes another order than the last one, gathers may begin in vain, and are freed.
-
 [Note: Lengths come with messages]
 Lossless differences say in their messages how long they are, so the host must wait for them before it can issue what
 follows. If it did so when the gather begins, it could not issue the computation that hides the gather. So that unit's
@@ -55,15 +24,13 @@ ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from enum import Enum, auto
 from functools import cached_property, partial
-from itertools import accumulate, pairwise, takewhile
 
 import torch
 from torch import Tensor
 
-from laconic import _compat
 from laconic.comm.collectives import NOTHING, Communicator
 from laconic.ragged.tensor import delay_edits, withdraw
 from laconic.shard.bucket import Bucket
@@ -138,7 +105,7 @@ class BucketGather:
         self._unstored: tuple[Tensor, Event] | None = None
         """The node shard that `store` has yet to copy to the cache, and the event after which it is complete."""
         self._early: Held[Tensor] | None = None
-        """The memory of a node shard that came early, before the full buffer: [Note: Prefetching]."""
+        """The memory of a node shard that came early, before the full buffer: [Note: Prefetching] in itinerary.py."""
         self.num_crossings = 0
         """The gathers that began with this rank's shard, not with the cache."""
 
@@ -341,25 +308,32 @@ class UnitGather:
             for bucket in self.buckets
         )
         self.can_begin_early = takes_time if self.is_stream_ordered else self.begins_without_memory
-        """True if the first stage takes time, and no memory for whole weights: [Note: Prefetching]. On Gloo, which
-        would copy this rank's part once more, only if its place is the cache's."""
+        """True if the first stage takes time, and no memory for whole weights: [Note: Prefetching] in itinerary.py. On
+        Gloo, which would copy this rank's part once more, only if its place is the cache's."""
         self.may_be_late = any(gather.crossing.may_make_host_wait for gather in self._gathers)
 
     def begin(self, *, is_early: bool = False) -> None:
         """Begin a gather if none has begun or parameters changed since: [Note: The same order on every rank].
 
-        With `is_early` only its first stage, if `can_begin_early`: [Note: Prefetching].
+        With `is_early` only its first stage, if `can_begin_early`: [Note: Prefetching] in itinerary.py.
         """
-        if self.state is not GatherState.IDLE and self._is_stale():
-            self._renew()
+        if self.state is not GatherState.IDLE:
+            for gather in self._gathers:  # at each use, so without calls
+                stored = gather.bucket.stored
+                if gather.version != stored.epoch + stored.shard._version:
+                    self._renew()
+                    break
         if self.state is GatherState.IDLE:
             self._is_released = False
-            self._drop_damaged()
+            if self._observer.inspects:
+                self._drop_damaged()
             self._moving = [gather for gather in self._gathers if not gather.is_whole]
             for gather in self._moving:
                 gather.start_node(is_early=is_early)
-            if any(gather.needs_others for gather in self._moving):
-                self._observer.gather_begun(self)
+            for gather in self._moving:
+                if gather.needs_others:
+                    self._observer.gather_begun(self)
+                    break
             self.state = GatherState.NODE
         if self.state is GatherState.NODE and self.is_stream_ordered and not is_early:
             if self.is_late:
@@ -367,14 +341,6 @@ class UnitGather:
                     gather.make_room()
             else:
                 self.go_on()
-
-    def _is_stale(self) -> bool:
-        """True if parameters have changed since the gather began: asked at each use, so without calls."""
-        for gather in self._gathers:
-            stored = gather.bucket.stored
-            if gather.version != stored.epoch + stored.shard._version:
-                return True
-        return False
 
     @property
     def is_late(self) -> bool:
@@ -426,7 +392,8 @@ class UnitGather:
     def show_begun(self) -> None:
         """As `show`; the gather has begun from the present parameters."""
         self._complete()
-        self._observer.gathered(self)
+        if self._observer.inspects:
+            self._observer.gathered(self)
         for bucket in self.buckets:
             if self.state is GatherState.SHOWN:
                 bucket.full.follow_requires_grad()
@@ -443,7 +410,8 @@ class UnitGather:
                 wait_for(event)
         for gather in self._moving:
             gather.free_early()
-        self._observer.arrived(self)
+        if self._observer.inspects:
+            self._observer.arrived(self)
         for gather in self._moving:
             gather.bucket.full.decode()
         self._events = []
@@ -501,139 +469,3 @@ class UnitGather:
     def uses(self) -> tuple[BucketUse, ...]:
         """The bytes of each bucket: see `BucketUse`."""
         return tuple(map(BucketGather.use, self._gathers))
-
-
-_Choice = tuple[Sequence[UnitGather], Sequence[UnitGather]]
-"""Units to gather whole, and those of which only the first stage begins."""
-
-
-class Order:
-    """The order in which the units of one root run, and the gathers that begin early by it: [Note: Prefetching]."""
-
-    def __init__(self) -> None:
-        self._is_recording = False
-        self._last_forward: list[UnitGather] = []
-        self._forward: list[UnitGather] = []  # the present forward so far
-        self._place = 0  # in the last forward, behind the last unit that has run again
-        self._left: list[UnitGather] = []  # finished forwards of this step; backward visits them in reverse
-        self._open: list[UnitGather] = []  # whose forward has begun and not ended
-        self._around: set[UnitGather] = set()  # in whose forward others begin
-        self._late: list[UnitGather] = []  # whose second stage begins when the present unit's forward is issued
-        self._choices: dict[tuple[UnitGather, UnitGather], tuple[Sequence[UnitGather], _Choice]] = {}
-        """The last choice of each unit and the one that follows it, with all that follow."""
-        self._pair_bytes = self._largest_bytes = 0  # of units that are not around others
-
-    @property
-    def has_run(self) -> bool:
-        """True once a unit has run in a forward of the root."""
-        return bool(self._last_forward or self._forward)
-
-    def begin_forward(self, *, keeps: bool) -> None:
-        """Begin a forward of the root: record its order from now on. With `keeps`, that of earlier forwards stays, too.
-
-        Several forwards may come before one backward. A forward that backward recomputes belongs to the present step.
-        """
-        self._is_recording = True
-        self._forward, self._open, self._place = [], [], 0
-        if torch.is_grad_enabled() and not keeps and not _compat.in_backward():
-            self._left = []
-
-    def end_forward(self) -> None:
-        """End a forward of the root: the recorded order serves the next one."""
-        self._is_recording = False
-        if self._forward != self._last_forward:
-            self._last_forward = self._forward
-            sizes_bytes = [gather.whole_bytes for gather in self._forward if gather not in self._around]
-            self._largest_bytes = max(sizes_bytes, default=0)
-            self._pair_bytes = max(map(sum, pairwise(sizes_bytes)), default=self._largest_bytes)
-            self.choose_anew()
-        self._forward, self._open = [], []
-
-    def choose_anew(self) -> None:
-        """Choose again what to gather ahead: units rest elsewhere, or run in another order."""
-        self._choices.clear()
-
-    def enter_forward(self, gather: UnitGather, prefetch: Sequence[UnitGather] | None) -> None:
-        """Begin the gather of a unit whose forward begins, and those of `prefetch`; None takes the recorded order."""
-        gather.begin()
-        following: Sequence[UnitGather] = []
-        if self._is_recording:
-            self._around.update(self._open)
-            self._open.append(gather)
-            self._forward.append(gather)
-            left = range(self._place, len(self._last_forward))
-            if (place := next((i for i in left if self._last_forward[i] is gather), None)) is not None:
-                self._place = place + 1  # some may have been skipped
-                following = self._last_forward[place + 1 :]
-        self._begin_others(gather, following, prefetch)
-
-    def leave_forward(self, gather: UnitGather, *, returns: bool) -> None:
-        """Record that a unit's forward has ended. It `returns` if the backward of its outputs will gather it."""
-        late, self._late = self._late, []
-        for other in late:
-            if other.is_late:
-                other.go_on()
-        if gather in self._open:
-            self._open.remove(gather)
-        if returns and torch.is_grad_enabled():
-            self._left.append(gather)
-
-    def enter_backward(self, gather: UnitGather, prefetch: Sequence[UnitGather] | None) -> None:
-        """Begin the gather of a unit whose backward begins, and those of `prefetch`; None takes the recorded order."""
-        gather.begin()
-        following: Sequence[UnitGather] = []
-        if prefetch is None:
-            position = next((i for i in reversed(range(len(self._left))) if self._left[i] is gather), None)
-            if position is not None:  # a root whose last unit made its output begins after that unit, which left it out
-                following = self._left[:position][::-1]
-                del self._left[position:]
-        self._begin_others(gather, following, prefetch)
-
-    def end_backward(self) -> None:
-        """End a backward that is finished or abandoned."""
-        self._left = []
-
-    def _begin_others(
-        self, gather: UnitGather, following: Sequence[UnitGather], prefetch: Sequence[UnitGather] | None
-    ) -> None:
-        """Begin the gathers of `prefetch`; None chooses among those that follow `gather`."""
-        gather.start_local()
-        whole, early = self._chosen(gather, following) if prefetch is None else (prefetch, ())
-        for other in whole:
-            other.begin()
-        self._late = [other for other in whole if other.is_late and other.is_stream_ordered]
-        for other in early:
-            other.begin(is_early=True)
-
-    def _chosen(self, gather: UnitGather, following: Sequence[UnitGather]) -> _Choice:
-        """See `_choose`; a choice serves as long as the same units follow."""
-        if not following:
-            return (), ()
-        key = gather, following[0]
-        before, choice = self._choices.get(key, (None, None))
-        if choice is None or before != following:
-            choice = self._choose(gather, following)
-            self._choices[key] = following, choice
-        return choice
-
-    def _choose(self, gather: UnitGather, following: Sequence[UnitGather]) -> _Choice:
-        """Choose the next units to gather whole, and those after them whose first stage begins: [Note: Prefetching]."""
-        policy = gather.prefetch
-        if policy.units is not None:
-            return following[: policy.units], ()
-        room = policy.budget_bytes
-        if room is None:
-            room = self._pair_bytes - (self._largest_bytes if gather in self._around else gather.whole_bytes)
-        at_least = 2 if all(each.stays_whole for each in following[:2]) else 1
-        num_whole = max(at_least, _fitting(following, lambda each: each.whole_bytes, room))
-        whole, after = following[:num_whole], following[num_whole:]
-        if policy.budget_bytes is None:
-            return whole, [each for each in after[:1] if each.begins_without_memory and each.can_begin_early]
-        room -= sum(each.whole_bytes for each in whole)
-        num_early = _fitting(after, lambda each: each.node_bytes, room)
-        return whole, list(takewhile(lambda each: each.can_begin_early, after[:num_early]))
-
-
-def _fitting(gathers: Sequence[UnitGather], bytes_of: Callable[[UnitGather], int], room_bytes: int) -> int:
-    """The number of the first gathers that fit in `room_bytes` together."""
-    return sum(1 for _ in takewhile(lambda total: total <= room_bytes, accumulate(map(bytes_of, gathers))))

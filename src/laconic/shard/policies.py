@@ -132,7 +132,7 @@ class Cache(Policy):
 class Prefetch(Policy):
     """The policy that says how many units are gathered ahead of the one that computes.
 
-    By default the sizes of the units decide: [Note: Prefetching] in shard/gather.py. A list of
+    By default the sizes of the units decide: [Note: Prefetching] in shard/itinerary.py. A list of
     `set_modules_to_forward_prefetch` or `set_modules_to_backward_prefetch` comes before it.
 
     Raises:

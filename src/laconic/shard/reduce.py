@@ -389,7 +389,8 @@ class Reduction:
             total.free()
             for _ in gradients.ways["island"].sum_in_place(shard):
                 yield "island"
-            gradients.observer.replicas_summed(bucket, shard)
+            if gradients.observer.inspects:
+                gradients.observer.replicas_summed(bucket, shard)
         if shard is not None and self._keeps_sum:
             self._drop_cleared(shard)
             gradients.accumulate(shard)
@@ -398,10 +399,12 @@ class Reduction:
     def _reduce_scatter(self, level: Level, whole: Tensor) -> Generator[Level, None, Tensor]:
         gradients = self.gradients
         transfer: Held[SumTransfer] = Held(gradients.start_sum(level, whole), gradients.bucket.ledger)
-        if len(whole):
+        inspects = gradients.observer.inspects
+        if inspects and len(whole):
             gradients.observer.sum_begun(gradients.bucket, level, transfer.memory)
         yield level
-        gradients.observer.sum_arrived(gradients.bucket, level, transfer.memory)
+        if inspects:
+            gradients.observer.sum_arrived(gradients.bucket, level, transfer.memory)
         total = transfer.memory.finish()
         transfer.free()
         return total

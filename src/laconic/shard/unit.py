@@ -55,9 +55,10 @@ from laconic.shard.buffers import Buffers
 from laconic.shard.cache import NodeShard, Slab, choose_device_shards
 from laconic.shard.choosing import Chooser
 from laconic.shard.crossing import Copies
-from laconic.shard.gather import GatherState, HostReads, Order, UnitGather
+from laconic.shard.gather import GatherState, HostReads, UnitGather
 from laconic.shard.grad import WaitingGradient
 from laconic.shard.hooks import AwaitedHooks, OutputGradients, SavedWeights, map_tensors
+from laconic.shard.itinerary import Order
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Held, Ledger
 from laconic.shard.placement import UnitUse
