@@ -139,7 +139,7 @@ class Inspection(Observer):
             checks = self._policies[bucket]
             is_time = self.is_due(bucket) or (bucket.stored.is_frozen and checks.interval > 0)
             is_known = self._stored.get(bucket, (None,))[0] == crossing
-            is_stored = bucket.node_shard.holds(bucket.stored.version)
+            is_stored = bucket.node_shard.version == bucket.stored.version
             if is_stored and not is_known and is_time and checks.on_damage == "regather":
                 parts = bucket.form.peers_of(bucket.full.node_shard())
                 self._stored[bucket] = crossing, _checksums_of(parts)
@@ -153,7 +153,7 @@ class Inspection(Observer):
         stored = {
             bucket: self._stored[bucket][1]
             for bucket, crossing in gather.crossings()
-            if self.mistrusts_copies(bucket) and bucket.node_shard.holds(bucket.stored.version)
+            if self.mistrusts_copies(bucket) and bucket.node_shard.version == bucket.stored.version
             and self._stored.get(bucket, (None,))[0] == crossing
         }  # fmt: skip
         damaged = []

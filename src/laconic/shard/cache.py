@@ -10,7 +10,7 @@ import mmap
 import resource
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -39,7 +39,8 @@ class NodeShard:
         self._stay("none", is_direct=False)
         self.until: Until = "change"
         """How long it is used."""
-        self._version: int | None = None
+        self.version: int | None = None
+        """The version of the parameters that it was made from; None if what it kept is lost."""
         self._memory: Held[Tensor] | None = None
         self._slab: Tensor | None = None
         self._stored: Event = None
@@ -84,14 +85,6 @@ class NodeShard:
         self._stay("host", is_direct=self._form.cluster.device.type == "cpu")
         self._slab = slab.view(self._form.dtype)
 
-    def holds(self, version: int) -> bool:
-        """True if what it kept was made from the parameters of `version`."""
-        return self._version == version
-
-    def gathered_in(self, part_of_full_buffer: Callable[[], Tensor]) -> Tensor:
-        """The memory in which collectives gather it, (N * C,): its own if that is direct."""
-        return self.buffer() if self.is_direct else part_of_full_buffer()
-
     def buffer(self) -> Tensor:
         """The memory in which it stays, (N * C,)."""
         if self._slab is not None:
@@ -112,18 +105,12 @@ class NodeShard:
             return self.nbytes
         return 0
 
-    def invalidate(self) -> None:
-        """Count what it kept as lost."""
-        self._version = None
-
     def store(self, gathered: Tensor, version: int | None, arrived: Event, lanes: Lanes) -> Event:
-        """Keep what is complete in `gathered` at `arrived`. Returns the event after which that memory may be freed.
+        """Keep what is complete in `gathered` at `arrived`. Without a version it is never used. It stays somewhere.
 
-        Without a version it is never used.
+        Returns the event after which the memory of `gathered` may be freed.
         """
-        if self.where == "none":
-            return None
-        self._version = version
+        self.version = version
         if self.is_direct:  # it was gathered where it stays
             return None
         with lanes.to_host.going_on(arrived):
@@ -152,7 +139,7 @@ class NodeShard:
         """Free device memory. What is in the slab stays."""
         if self._memory is not None:
             self._memory.free()
-            self._memory = self._version = None
+            self._memory = self.version = None
 
 
 def choose_device_shards(sizes_bytes: Sequence[int], budget_bytes: int) -> set[int]:

@@ -94,6 +94,8 @@ class WeightCrossing:
         form = self.bucket.form
         return form.geometry.most_others_numel * form.dtype.itemsize
 
+    sends_differences: ClassVar[bool] = False
+    """True if `prepare` has something to decide."""
     may_make_host_wait: ClassVar[bool] = False
     """True if `makes_host_wait` may ever be."""
 
@@ -111,8 +113,12 @@ class WeightCrossing:
 
     def start(self, node_shard: Tensor) -> None:
         """Begin the gather. With True from `prepare`, `node_shard`, (N * C,), has the old node shard."""
-        own = self.bucket.form.sent(self.bucket.form.own_part(node_shard))
-        self._pending = self._node.all_gather(node_shard, own, numels=self.bucket.form.geometry.numels_on["node"])
+        form = self.bucket.form
+        own = form.as_stored(node_shard)
+        if own is None:
+            own = form.own_part(node_shard)
+            form.write(own)
+        self._pending = self._node.all_gather(node_shard, own, numels=form.geometry.numels_on["node"])
 
     def finish(self, node_shard: Tensor) -> None:
         """Finish the gather: `node_shard` has the shards of all nodes."""
@@ -170,6 +176,7 @@ class CopyState(Enum):
 class DifferenceCrossing(WeightCrossing):
     """The gather of one bucket as differences to the copies of all nodes: [Note: Differences]."""
 
+    sends_differences = True
     after_difference: ClassVar[CopyState]
     """The state of a copy to which a difference was added."""
 
@@ -310,7 +317,7 @@ class LosslessDifferences(DifferenceCrossing):
         try:
             check_faults(self._faults)
         except ValueError:
-            self.bucket.node_shard.invalidate()
+            self.bucket.node_shard.version = None
             self.forget()
             raise
 
@@ -320,7 +327,10 @@ class LosslessDifferences(DifferenceCrossing):
         super().forget()
 
     def _send(self, own: Tensor) -> None:
-        new = self.bucket.form.sent(torch.empty_like(own))
+        new = self.bucket.form.as_stored(own)
+        if new is None:
+            new = torch.empty_like(own)
+            self.bucket.form.write(new)
         last = None if self._last is None else self.bucket.form.own_part(self._last)
         typical_bytes = len(own) * TYPICAL_BITS // 8
         self._messages.start(lambda: encode_in_pieces(own, new, last), typical_bytes=typical_bytes)

@@ -100,13 +100,11 @@ class Form:
         assert conversions.packing is not None
         return conversions.packing
 
-    def sent(self, own: Tensor) -> Tensor:
-        """This rank's shard as a gather sends it, (C,): itself, or else `own`, to which it is written."""
+    def as_stored(self, like: Tensor) -> Tensor | None:
+        """The shard, (C,), if a gather sends it as it is, in the dtype and from the device of `like`; else None."""
         shard = self._stored.shard
-        if not self.converts and (shard.dtype, shard.device) == (own.dtype, own.device):
-            return shard
-        self.write(own)
-        return own
+        is_sent = not self.converts and shard.dtype is like.dtype and shard.device == like.device
+        return shard if is_sent else None
 
     def write(self, own: Tensor) -> None:
         """Write this rank's shard as a gather sends it, (C,)."""

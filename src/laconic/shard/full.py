@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import count
+from itertools import count, repeat
+from operator import attrgetter, is_
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from laconic.shard.form import Form
 from laconic.shard.linear import GradientSink, set_sink, write_gradient_in_place
 from laconic.shard.stored import StoredWeights
 
+_version_of, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
 _TINY_NUMEL = 1 << 16
 """A gradient of so many elements is copied sooner than a function in Python has written it in place."""
 
@@ -24,10 +26,8 @@ class ParameterPlaces:
     def __init__(self, each: Sequence[Sequence[tuple[nn.Module, str]]], names: Sequence[str]) -> None:
         """Take every (module, attribute) that shows each parameter, and the parameters' names."""
         self.each, self._names = each, names
-
-    def all(self) -> Iterator[tuple[nn.Module, str]]:
-        """Every (module, attribute)."""
-        return (place for places in self.each for place in places)
+        self.all = [(index, *place) for index, places in enumerate(each) for place in places]
+        """Every (index of the parameter, module, attribute)."""
 
     def show(self, parameters: Sequence[nn.Parameter | None], *, instead_of: Sequence[nn.Parameter] = ()) -> None:
         """Show `parameters` in the modules; None hides one from `nn.Module._apply`, which must not see it.
@@ -35,17 +35,15 @@ class ParameterPlaces:
         Raises:
             RuntimeError: a module has another parameter than the one of `instead_of`.
         """
-        for places, shown, label in zip(self.each, instead_of, self._names, strict=False):
-            for module, name in places:  # at each gather and release: a generator would double what it takes
-                if module._parameters.get(name) is not shown:
-                    raise RuntimeError(
-                        f"parameter {label} is no longer the one fully_shard made: it was replaced. Copy into it "
-                        "instead (param.copy_(value) under torch.no_grad()), or call load_state_dict of the sharded "
-                        "module"
-                    )
-        for places, parameter in zip(self.each, parameters, strict=True):
-            for module, name in places:
-                module._parameters[name] = parameter
+        for index, module, name in self.all if instead_of else ():  # at each gather and release, so without calls
+            if module._parameters.get(name) is not instead_of[index]:
+                raise RuntimeError(
+                    f"parameter {self._names[index]} is no longer the one fully_shard made: it was replaced. Copy into "
+                    "it instead (param.copy_(value) under torch.no_grad()), or call load_state_dict of the sharded "
+                    "module"
+                )
+        for index, module, name in self.all:
+            module._parameters[name] = parameters[index]
 
 
 class FullBuffer:
@@ -91,8 +89,9 @@ class FullBuffer:
         if self._tensor is None:
             self._make()
         elif not self.is_allocated and not self._is_shard:
-            self._tensor.untyped_storage().resize_(self._tensor.nbytes)
-            self._count(is_allocated=True)
+            self._storage.resize_(self._nbytes)
+            self.is_allocated = True
+            self._stored.ledger.hold(self._nbytes, full_of=self.is_around)
         assert self._alias is not None
         return self._alias
 
@@ -107,15 +106,15 @@ class FullBuffer:
                 self._tensor = stored.shard.data
             else:
                 self._tensor = torch.empty(form.geometry.whole_numel, dtype=form.dtype, device=device)
-                self._count(is_allocated=True)
+                self.is_allocated = True
+                stored.ledger.hold(self._tensor.nbytes, full_of=self.is_around)
+            self._storage, self._nbytes = self._tensor.untyped_storage(), self._tensor.nbytes
             self._alias = self._tensor.data
+            self._node_alias = self._alias[form.geometry.node_in_whole]
             self.parameters = [] if form.converts else list(map(self._parameter, count(), self.views()))
-
-    def _count(self, *, is_allocated: bool) -> None:
-        assert self._tensor is not None
-        self.is_allocated = is_allocated
-        nbytes = self._tensor.nbytes if is_allocated else -self._tensor.nbytes
-        self._stored.ledger.hold_full(nbytes, is_around=self.is_around)
+            self._views = [
+                each for each, spec in zip(self.parameters, stored.specs, strict=False) if spec.dtensor is None
+            ]
 
     def decode(self) -> None:
         """Make the gathered parameters out of a buffer that is complete, if they convert: [Note: Conversion]."""
@@ -126,14 +125,17 @@ class FullBuffer:
 
     def node_shard(self) -> Tensor:
         """This rank's node shard within the buffer, which is allocated: (N * C,), a view."""
-        return self.allocate()[self._form.geometry.node_in_whole]
+        self.allocate()
+        return self._node_alias
 
     def free(self) -> None:
         """Free the memory, and what was decoded from it. Views stay."""
         if self._tensor is not None and self.is_allocated:
-            self._tensor.untyped_storage().resize_(0)
-            self._count(is_allocated=False)
-            self._form.free()
+            self._storage.resize_(0)
+            self.is_allocated = False
+            self._stored.ledger.hold(-self._nbytes, full_of=self.is_around)
+            if self._form.converts:
+                self._form.free()
 
     def drop(self) -> None:
         """Free the memory for good: the next gather makes another buffer, with other gathered parameters."""
@@ -172,7 +174,7 @@ class FullBuffer:
     def set_sink(self, sink: GradientSink) -> None:
         """Send the gradients of the gathered parameters to `sink`."""
         self._sink = sink
-        for module, name in self._places.all():
+        for _, module, name in self._places.all:
             if name == "weight":
                 write_gradient_in_place(module)
 
@@ -182,27 +184,24 @@ class FullBuffer:
         Raises:
             RuntimeError: a module's sharded parameter was replaced; the replacement would be lost now.
         """
-        assert self._tensor is not None
         self.follow_requires_grad()
         self._places.show(self.parameters, instead_of=self._stored.parameters)
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._versions = list(map(_version_of, self.parameters))
 
     def follow_requires_grad(self) -> None:
         """Freeze and unfreeze gathered parameters as the sharded ones, or these as the gathered ones.
 
         Users meet either, as the unit is gathered or not: the one that has changed since the last call is right.
         """
-        differ = False
+        trained = list(map(_requires_grad, self.parameters))
+        if trained == self._trained == list(map(_requires_grad, self._stored.parameters)):  # most often
+            return
         for index, (sharded, gathered) in enumerate(zip(self._stored.parameters, self.parameters, strict=True)):
-            if gathered.requires_grad == sharded.requires_grad:
-                continue
-            differ = True
             if self._trained and gathered.requires_grad != self._trained[index]:
                 sharded.requires_grad_(gathered.requires_grad)
             else:
                 gathered.requires_grad_(sharded.requires_grad)
-        if differ or not self._trained:
-            self._trained = [parameter.requires_grad for parameter in self.parameters]
+        self._trained = list(map(_requires_grad, self.parameters))
 
     def hide(self) -> None:
         """Show the sharded parameters in the modules again.
@@ -212,8 +211,9 @@ class FullBuffer:
         """
         self.follow_requires_grad()
         self._places.show(self._stored.parameters, instead_of=self.parameters)
-        now, before = [parameter._version for parameter in self.parameters], self._versions
-        self._refuse_other_memory()
+        now, before = list(map(_version_of, self.parameters)), self._versions
+        if not all(map(is_, map(Tensor.untyped_storage, self._views), repeat(self._storage))):
+            self._refuse_other_memory()
         if not before or now == before:
             return
         self._versions = now
@@ -227,23 +227,19 @@ class FullBuffer:
 
     def _refuse_other_memory(self) -> None:
         """Refuse gathered parameters that have got other memory (`parameter.data = values`), and take it from them."""
-        if self._tensor is None or self._form.converts:
-            return
-        home = self._tensor.untyped_storage()._cdata
         moved = [
             index
             for index, (each, spec) in enumerate(zip(self.parameters, self._stored.specs, strict=True))
-            if spec.dtensor is None and each.untyped_storage()._cdata != home
+            if spec.dtensor is None and each.untyped_storage() is not self._storage
         ]
-        if moved:
-            views = self.views()
-            for index in moved:
-                self.parameters[index].data = views[index].data
-            names = ", ".join(self._stored.layout.slots[index].name for index in moved)
-            raise RuntimeError(
-                f"the .data of the gathered parameter {names} was replaced, which does not change the sharded "
-                "parameter that trains. Edit the sharded parameter under torch.no_grad() while the module is resharded"
-            )
+        views = self.views()
+        for index in moved:
+            self.parameters[index].data = views[index].data
+        names = ", ".join(self._stored.layout.slots[index].name for index in moved)
+        raise RuntimeError(
+            f"the .data of the gathered parameter {names} was replaced, which does not change the sharded parameter "
+            "that trains. Edit the sharded parameter under torch.no_grad() while the module is resharded"
+        )
 
     def _is_edited(self, index: int) -> bool:
         """True if a parameter with a new version has other elements, of this rank's own, than were gathered.

@@ -82,6 +82,9 @@ class GatherState(Enum):
     """The modules show the gathered parameters, too."""
 
 
+_COMPLETE = (GatherState.FULL, GatherState.SHOWN)
+
+
 class BucketGather:
     """The gather of one bucket: from this rank's shard, or from a cached node shard, to the full buffer."""
 
@@ -149,7 +152,8 @@ class BucketGather:
     @property
     def is_whole(self) -> bool:
         """True if the full buffer stays, and has the weights of the present version."""
-        return self.bucket.node_shard.is_whole and self.bucket.node_shard.holds(self.bucket.stored.version)
+        kept = self.bucket.node_shard
+        return kept.is_whole and kept.version == self.bucket.stored.version
 
     def start_node(self, *, is_early: bool) -> None:
         """Issue the gather across nodes, unless the cache has the node shard of this version.
@@ -160,20 +164,23 @@ class BucketGather:
             RuntimeError: the parameters are on the meta device.
         """
         bucket, kept = self.bucket, self.bucket.node_shard
-        if bucket.shard.is_meta:
+        if bucket.stored.shard.is_meta:
             raise RuntimeError(
                 f"{', '.join(slot.name for slot in bucket.layout.slots)} are on the meta device; call model.to_empty("
                 "device=...) and initialise them, or load a state dict, before the first forward"
             )
         bucket.find_hooks()
         self.version = bucket.stored.version
-        self._comes_from_cache = kept.holds(self.version)
-        self._node_shard = kept.gathered_in(self._allocate_early if is_early else bucket.full.node_shard)
-        if self._comes_from_cache or self.crossing.prepare():
+        self._comes_from_cache = kept.version == self.version
+        if kept.is_direct:
+            self._node_shard = kept.buffer()
+        else:
+            self._node_shard = self._allocate_early() if is_early else bucket.full.node_shard()
+        if self._comes_from_cache or (self.crossing.sends_differences and self.crossing.prepare()):
             self._loaded = kept.load_into(self._node_shard, self._lanes)
         if self._comes_from_cache:
             return
-        kept.invalidate()
+        kept.version = None
         self.num_crossings += 1
         self._lanes.gather_node.run_job(self.crossing.start, self._node_shard, after=(self._loaded,))
         self._is_crossing = True
@@ -228,11 +235,18 @@ class BucketGather:
             self._unstored = self.bucket.full.node_shard(), event
         else:
             self._unstored = self._node_shard, self._arrived
+        if not self.bucket.node_shard.is_kept:
+            self._unstored = None
         self._arrived = None
         del self._node_shard
-        if stores:  # now, so that the copy runs beside the next computation
+        if stores and self._unstored is not None:  # now, so that the copy runs beside the next computation
             self.store()
         return event
+
+    @property
+    def is_early(self) -> bool:
+        """True if the node shard came early, into memory of its own."""
+        return self._early is not None
 
     def free_early(self) -> None:
         """Free what the gather inside the node has read. Compute has waited for its event."""
@@ -256,7 +270,7 @@ class BucketGather:
         kept = self.bucket.node_shard
         if not kept.is_whole:
             self.bucket.full.free()
-        may_drop = kept.outlives_backward and self.bucket.stored.is_frozen and not self.is_stale
+        may_drop = kept.is_kept and kept.until == "change" and self.bucket.stored.is_frozen and not self.is_stale
         if may_drop and self.bucket.drop_shard() and stored is not None:
             stored.synchronize()  # once in a run: from now on the host reads the parameter in the cache
 
@@ -301,6 +315,7 @@ class UnitGather:
         self.is_stream_ordered = all(gather.is_stream_ordered for gather in self._gathers)
         self.stays_whole = len(shards) > 0 and all(shard.is_whole for shard in shards)
         """True if the full buffers stay between uses."""
+        self.may_stay_whole = any(shard.is_whole for shard in shards)
         self.begins_without_memory = all(shard.is_direct for shard in shards)
         """True if node shards arrive in the cache's own memory."""
         takes_time = all(
@@ -327,7 +342,9 @@ class UnitGather:
             self._is_released = False
             if self._observer.inspects:
                 self._drop_damaged()
-            self._moving = [gather for gather in self._gathers if not gather.is_whole]
+            self._moving = self._gathers
+            if self.may_stay_whole:
+                self._moving = [gather for gather in self._gathers if not gather.is_whole]
             for gather in self._moving:
                 gather.start_node(is_early=is_early)
             for gather in self._moving:
@@ -368,7 +385,7 @@ class UnitGather:
 
     def store(self) -> None:
         """Copy to the cache what has waited: [Note: Late copies]."""
-        if self.stays and self.state in (GatherState.FULL, GatherState.SHOWN):
+        if self.stays and self.state in _COMPLETE:
             for gather in self._gathers:
                 gather.store()
 
@@ -391,7 +408,8 @@ class UnitGather:
 
     def show_begun(self) -> None:
         """As `show`; the gather has begun from the present parameters."""
-        self._complete()
+        if self.state not in _COMPLETE:
+            self._complete()
         if self._observer.inspects:
             self._observer.gathered(self)
         for bucket in self.buckets:
@@ -402,18 +420,18 @@ class UnitGather:
         self.state, self._is_released = GatherState.SHOWN, False
 
     def _complete(self) -> None:
-        if self.state in (GatherState.FULL, GatherState.SHOWN):
-            return
         self.go_on()
         for event in self._events:
             if event is not None:
                 wait_for(event)
         for gather in self._moving:
-            gather.free_early()
+            if gather.is_early:
+                gather.free_early()
         if self._observer.inspects:
             self._observer.arrived(self)
         for gather in self._moving:
-            gather.bucket.full.decode()
+            if gather.bucket.form.converts:
+                gather.bucket.full.decode()
         self._events = []
         self.state = GatherState.FULL
 
@@ -425,7 +443,8 @@ class UnitGather:
         """
         if self._is_released:
             return
-        self._complete()
+        if self.state not in _COMPLETE:
+            self._complete()
         self._is_released = True
         was_shown = self.state is GatherState.SHOWN
         self.state = GatherState.FULL if self.stays_whole else GatherState.IDLE
@@ -439,7 +458,7 @@ class UnitGather:
     def _drop_damaged(self) -> None:
         """Empty the caches that are damaged, so that the next gather crosses again, with exact weights."""
         for bucket in self._observer.before_gather(self):
-            bucket.node_shard.invalidate()
+            bucket.node_shard.version = None
             self._gathers[self.buckets.index(bucket)].crossing.forget()
 
     def forget_copies(self) -> None:

@@ -35,22 +35,22 @@ class Ledger:
     _peaks_without: dict[frozenset[bool], int] | None = field(default=None, repr=False)
     """The most bytes on the device since the last reset besides these full buffers; None while nobody asks."""
 
-    def hold(self, nbytes: int, *, on_host: bool = False) -> None:
-        """Add `nbytes` of device memory or, `on_host`, of host memory; a negative number when memory is freed."""
+    def hold(self, nbytes: int, *, on_host: bool = False, full_of: bool | None = None) -> None:
+        """Add `nbytes` of device memory or, `on_host`, of host memory; a negative number when memory is freed.
+
+        `full_of` says of which kind of units they are a full buffer: around others (True) or not.
+        """
         if on_host:
             self.host_bytes += nbytes
             return
+        if full_of is not None:
+            self._full_bytes[full_of] += nbytes
         self.device_bytes += nbytes
         if self.device_bytes > self.device_peak_bytes:
             self.device_peak_bytes = self.device_bytes
         if self._peaks_without is not None:
             for kinds, rest_bytes in self._bytes_without().items():
                 self._peaks_without[kinds] = max(self._peaks_without[kinds], rest_bytes)
-
-    def hold_full(self, nbytes: int, *, is_around: bool) -> None:
-        """Add the bytes of a full buffer, of a unit that is around others or not."""
-        self._full_bytes[is_around] += nbytes
-        self.hold(nbytes)
 
     def _bytes_without(self) -> dict[frozenset[bool], int]:
         return {kinds: self.device_bytes - sum(self._full_bytes[kind] for kind in kinds) for kinds in _WITHOUT}

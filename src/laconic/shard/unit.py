@@ -527,7 +527,7 @@ class Unit:
                 self.reshard()  # a gather that has begun may still write into it
                 kept.free()
             if is_over:
-                kept.invalidate()  # what rests on the host, too
+                kept.version = None  # what rests on the host, too
 
     def leave_backward(self) -> None:
         """Free the weights at the end of a backward of the root."""
