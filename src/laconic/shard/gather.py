@@ -290,7 +290,7 @@ class UnitGather:
         """The gathers that the present one consists of: those of buckets that are not whole already."""
         self._events: list[Event] = []
         self.state = GatherState.IDLE
-        self._is_released = True
+        self.is_released = True
         """True if `release` has nothing to do. Full buffers that stay are released, too."""
         self.stays = False
         """True if the weights stay after forward: [Note: Late copies]."""
@@ -339,7 +339,7 @@ class UnitGather:
                     self._renew()
                     break
         if self.state is GatherState.IDLE:
-            self._is_released = False
+            self.is_released = False
             if self._observer.inspects:
                 self._drop_damaged()
             self._moving = self._gathers
@@ -417,7 +417,7 @@ class UnitGather:
                 bucket.full.follow_requires_grad()
             else:
                 bucket.full.show()
-        self.state, self._is_released = GatherState.SHOWN, False
+        self.state, self.is_released = GatherState.SHOWN, False
 
     def _complete(self) -> None:
         self.go_on()
@@ -441,11 +441,11 @@ class UnitGather:
         Raises:
             RuntimeError: a gathered parameter was edited in place; the edit would be lost.
         """
-        if self._is_released:
+        if self.is_released:
             return
         if self.state not in _COMPLETE:
             self._complete()
-        self._is_released = True
+        self.is_released = True
         was_shown = self.state is GatherState.SHOWN
         self.state = GatherState.FULL if self.stays_whole else GatherState.IDLE
         try:

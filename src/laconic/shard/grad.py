@@ -221,19 +221,20 @@ class WaitingSums:
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
-        self._shown: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self.shown: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        """What stands in `.grad` of some parameters, and how often that had been cleared."""
 
     def show(self, index: int) -> None:
         """Let `.grad` of a parameter stand for its sums, from the end of a backward on."""
         parameter = self.bucket.sharded[index]
         if parameter.grad is None:
             parameter.grad = WaitingGradient(self.bucket, index)
-        self._shown[index] = weakref.ref(parameter.grad), _zeroings(parameter.grad)
+        self.shown[index] = weakref.ref(parameter.grad), _zeroings(parameter.grad)
 
     def take(self) -> set[int]:
         """Take the waiting gradients away, and return the parameters whose gradients were cleared since `show`."""
         cleared = set()
-        for index, (reference, zeroings) in self._shown.items():
+        for index, (reference, zeroings) in self.shown.items():
             parameter, shown = self.bucket.sharded[index], reference()
             waiting = shown if isinstance(shown, WaitingGradient) else None
             if waiting is not None and waiting.is_hidden:
@@ -242,7 +243,7 @@ class WaitingSums:
                 cleared.add(index)
             if waiting is not None and parameter.grad is waiting and not waiting.has_memory:
                 parameter.grad = None
-        self._shown.clear()
+        self.shown.clear()
         return cleared
 
 

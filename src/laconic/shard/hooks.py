@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -102,13 +102,14 @@ class _InputGradients(torch.autograd.Function):
 class AwaitedHooks:
     """The hooks on outputs and inputs that backward has yet to run for one unit.
 
-    They die with their graph, also if a forward is never run backward.
+    They die with their graph, also if a forward is never run backward. A WeakSet would take calls in Python for what
+    these sets of references do without.
     """
 
     def __init__(self, unit: Watching) -> None:
         self._unit = unit
-        self.outputs: WeakSet[OutputGradients] = WeakSet()
-        self.inputs: WeakSet[Any] = WeakSet()
+        self.outputs: set[ref[OutputGradients]] = set()
+        self.inputs: set[ref[Any]] = set()
 
     def clear(self) -> None:
         """Await nothing any more."""
@@ -125,7 +126,7 @@ class AwaitedHooks:
             return tuple(identities[id(tensor)] for tensor in watched), kwargs
         return map_tensors(lambda tensor: identities.get(id(tensor), tensor), (args, kwargs))
 
-    def watch_outputs(self, output: Any, *, name: str, trains: bool) -> Any:
+    def watch_outputs(self, output: Any, *, name: str, trains: Callable[[], bool]) -> Any:
         """Return the output of a forward as others shall use it. `trains` says whether the unit's parameters do.
 
         Raises:
@@ -134,12 +135,12 @@ class AwaitedHooks:
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         hook = OutputGradients(self._unit)
         if tensors:
-            self.outputs.add(hook)
+            self.outputs.add(ref(hook, self.outputs.discard))
             for tensor in tensors:
                 tensor.register_hook(hook)
         if _compat.in_transform():  # there, an output may need an outer graph's gradient without saying so
             return map_tensors(lambda tensor: tensor if tensor.requires_grad else hook.follow(tensor), output)
-        if not tensors and (self.inputs or trains):
+        if not tensors and (self.inputs or trains()):
             for leaf in leaves_of(output):
                 if not isinstance(leaf, Tensor | str | bytes | int | float | complex | bool | None):
                     raise ValueError(

@@ -53,7 +53,9 @@ class BucketGradients:
         self.bucket, self.lanes, self.observer = bucket, lanes, observer
         self._begin_backward = begin_backward
         self.ways = ways_of_sums(bucket)
-        self._full: Held[Tensor] | None = None
+        self.full: Held[Tensor] | None = None
+        """This backward's gradients, (L * N * C,), whose reduction has not begun."""
+        self._numel, self._device = bucket.layout.numel, bucket.cluster.device
         self._places = [(slice(each.offset, each.offset + each.numel), each.shape) for each in bucket.layout.slots]
         """The elements of each parameter in the buffer, and its shape."""
         self._written: set[int] = set()
@@ -66,7 +68,7 @@ class BucketGradients:
         self.used = UsedParameters(bucket)
         self._leaving: list[Tensor] = []
         """Shards of gradients on their way to host memory: [Note: Gradients that leave the device]."""
-        self._shown = WaitingSums(bucket)
+        self.shown = WaitingSums(bucket)
         bucket.full.set_sink(self)
 
     @property
@@ -82,11 +84,6 @@ class BucketGradients:
     def waits_whole(self) -> bool:
         """True if gradients of earlier backwards wait as they are: [Note: Gradients that wait whole]."""
         return "local" in self.waiting
-
-    @property
-    def has_gradients(self) -> bool:
-        """True if this backward has written gradients whose reduction has not begun."""
-        return self._full is not None
 
     def adds_to_grad(self) -> bool:
         """True if the running backward adds to `.grad` of a parameter: [Note: Gradients that do not come]."""
@@ -124,7 +121,7 @@ class BucketGradients:
 
     def accepts(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> bool:
         """See `GradientSink.accepts`."""
-        buffer = self._full or self.waiting.get("local")
+        buffer = self.full or self.waiting.get("local")
         taken = buffer.memory.dtype if buffer is not None else self.bucket.reduce_dtype
         return is_gradient(shape, self.bucket.layout.slots[index].shape) and dtype == taken
 
@@ -144,19 +141,18 @@ class BucketGradients:
             self._written.add(index)
 
     def _allocate(self) -> Held[Tensor]:
-        if self._full is None:
-            if self._begin_backward() and self.waits_whole:
-                self._full = self.waiting.pop("local")
+        if self.full is None:
+            if self._begin_backward() and "local" in self.waiting:
+                self.full = self.waiting.pop("local")
                 self._written, self._written_before = self._written_before, set()
-                return self._full
-            device = self.bucket.cluster.device
-            full = torch.empty(self.bucket.layout.numel, dtype=self.bucket.reduce_dtype, device=device)
-            self._full = Held(full, self.bucket.ledger)
-        return self._full
+                return self.full
+            memory = torch.empty(self._numel, dtype=self.bucket.reduce_dtype, device=self._device)
+            self.full = Held(memory, self.bucket.ledger)
+        return self.full
 
     def _view(self, index: int) -> Tensor:
         part, shape = self._places[index]
-        return (self._full or self._allocate()).memory[part].view(shape)
+        return (self.full or self._allocate()).memory[part].view(shape)
 
     def fill_unused(self) -> None:
         """Give all trained parameters a gradient: zeros, if no rank has another."""
@@ -164,7 +160,8 @@ class BucketGradients:
 
     def take_full(self) -> Held[Tensor]:
         """Hand over the gradients, (L * N * C,), to be reduced. The caller frees them."""
-        self._allocate()
+        if self.full is None:  # it may bring those that wait whole
+            self._allocate()
         self.used.add(self._written)
         return self.take_unreduced()
 
@@ -172,7 +169,7 @@ class BucketGradients:
         """Let the gradients wait for those of the next backward: [Note: Gradients that wait whole]."""
         self.waiting["local"] = self.in_dtype(self._allocate(), self.bucket.waiting_dtype)
         self.used.add(self._written)
-        self._full, self._written, self._written_before = None, set(), self._written
+        self.full, self._written, self._written_before = None, set(), self._written
 
     def in_dtype(self, sums: Held[Tensor], dtype: torch.dtype) -> Held[Tensor]:
         """Cast sums that wait, or that are sent on: [Note: Gradients that wait]."""
@@ -184,15 +181,15 @@ class BucketGradients:
 
     def take_unreduced(self) -> Held[Tensor]:
         """Hand over the gradients, (L * N * C,). The caller frees them: [Note: Gradients that do not come]."""
-        full = self._allocate()
+        full = self.full or self._allocate()
         if not self._written:
             full.memory.zero_()
-        else:
+        elif len(self._written) < len(self.bucket.sharded):
             for index in set(range(len(self.bucket.sharded))) - self._written:
                 self._view(index).zero_()
-        self._full = None
+        self.full = None
         self._written.clear()
-        return self.in_dtype(full, self.bucket.reduce_dtype)
+        return full if full.memory.dtype == self.bucket.reduce_dtype else self.in_dtype(full, self.bucket.reduce_dtype)
 
     def show_unreduced(self, probe: Callable[[Bucket, Tensor], None]) -> None:
         """Give the gradients, (L * N * C,), to `probe` in place of their reduction, and free them."""
@@ -216,11 +213,11 @@ class BucketGradients:
     def show_waiting(self) -> None:
         """Let `.grad` stand for sums that wait until the next backward: [Note: Cleared gradients] in grad.py."""
         for index in self._trainable():
-            self._shown.show(index)
+            self.shown.show(index)
 
     def take_waiting(self) -> set[int]:
         """End `show_waiting`: drop the sums of the parameters that were cleared meanwhile, and return these."""
-        cleared = self._shown.take()
+        cleared = self.shown.take()
         self.used.remove(cleared)
         self._written_before -= cleared
         for index in cleared:
@@ -241,20 +238,22 @@ class BucketGradients:
 
     def discard(self) -> None:
         """Drop the gradients of a failed backward, and the partial sums that may include some of them."""
-        for buffer in (self._full, *self.waiting.values()):
+        for buffer in (self.full, *self.waiting.values()):
             if buffer is not None:
                 buffer.free()
-        self._full = None
+        self.full = None
         self.waiting.clear()
         self._written.clear()
         self._written_before.clear()
         self._leaving.clear()
         self.used.forget()
-        self._shown.take()
+        self.shown.take()
 
     def accumulate(self, shard: Tensor) -> None:
         """Divide a finished sum over all ranks, (C,), and add it to `.grad` of the sharded parameters."""
-        divide_by = self.bucket.divisor / self.bucket.divide_before
+        divide_by = self.bucket.divisor
+        if self.bucket.reduce_dtype is torch.float16:
+            divide_by /= self.bucket.divide_before
         if divide_by != 1:
             shard.div_(divide_by)
         if self.bucket.reduced_hook is not None:
@@ -364,7 +363,7 @@ class Reduction:
         if self._full is None:
             yield "local"
         else:
-            if bucket.divide_before != 1:
+            if bucket.reduce_dtype is torch.float16:
                 self._full.memory.div_(bucket.divide_before)
             fresh = yield from self._reduce_scatter("local", self._full.memory)
         node_shard = self._with_waiting("node", fresh, goes_on=self._across_nodes)
@@ -377,7 +376,8 @@ class Reduction:
             shard = yield from self._reduce_scatter("node", node_shard.memory)
             if self._summed is None and bucket.cluster.num_nodes > 1:
                 self._summed = gradients.lanes.reduce.record_event()
-            self._drop_cleared(shard)
+            if self.cleared:
+                self._drop_cleared(shard)
             node_shard.free()
         if not self._across_nodes:
             return
@@ -392,21 +392,23 @@ class Reduction:
             if gradients.observer.inspects:
                 gradients.observer.replicas_summed(bucket, shard)
         if shard is not None and self._keeps_sum:
-            self._drop_cleared(shard)
+            if self.cleared:
+                self._drop_cleared(shard)
             gradients.accumulate(shard)
             self.changed_grad = True
 
     def _reduce_scatter(self, level: Level, whole: Tensor) -> Generator[Level, None, Tensor]:
         gradients = self.gradients
-        transfer: Held[SumTransfer] = Held(gradients.start_sum(level, whole), gradients.bucket.ledger)
-        inspects = gradients.observer.inspects
+        transfer, ledger = gradients.start_sum(level, whole), gradients.bucket.ledger
+        nbytes, inspects = transfer.nbytes, gradients.observer.inspects
+        ledger.hold(nbytes)
         if inspects and len(whole):
-            gradients.observer.sum_begun(gradients.bucket, level, transfer.memory)
+            gradients.observer.sum_begun(gradients.bucket, level, transfer)
         yield level
         if inspects:
-            gradients.observer.sum_arrived(gradients.bucket, level, transfer.memory)
-        total = transfer.memory.finish()
-        transfer.free()
+            gradients.observer.sum_arrived(gradients.bucket, level, transfer)
+        total = transfer.finish()
+        ledger.hold(-nbytes)
         return total
 
     def _with_waiting(self, level: Level, fresh: Tensor | None, *, goes_on: bool) -> Held[Tensor] | None:
@@ -420,7 +422,8 @@ class Reduction:
             return None
         bucket = self.gradients.bucket
         if goes_on:
-            return self.gradients.in_dtype(total, bucket.reduce_dtype)
+            is_cast = total.memory.dtype == bucket.reduce_dtype
+            return total if is_cast else self.gradients.in_dtype(total, bucket.reduce_dtype)
         self.gradients.waiting[level] = self.gradients.in_dtype(total, bucket.waiting_dtype)
         return None
 

@@ -33,12 +33,12 @@ recomputed forward as the real one. Either way the weights stay until the backwa
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +91,7 @@ class Origin:
     """The parameters that one call of `fully_shard` was told to leave alone."""
 
     def __init__(self, ignored: Iterable[Tensor]) -> None:
-        self._ignored = [weakref.ref(parameter) for parameter in ignored]
+        self._ignored = [ref(parameter) for parameter in ignored]
         for parameter in ignored:
             setattr(parameter, _LEFT_ALONE, True)
 
@@ -140,7 +140,10 @@ class Unit:
         self._lanes: Lanes | None = None
         self._entered: set[nn.Module] = set()  # the modules called in the present pass
         self._was_recomputed = False
-        self._has_ended = False  # the present backward of a forward
+        self.has_ended = False
+        """True once a forward's backward has ended, in the present backward."""
+        self.keeps_for_a_step = False
+        """True if node shards stay until a backward or a step ends: the root knows."""
         self.awaited = AwaitedHooks(self)
         for module in self.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
@@ -326,7 +329,7 @@ class Unit:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.precision.cast_forward_inputs and self.precision.param_dtype is not None:
             args, kwargs = _cast((args, kwargs), self.precision.param_dtype)
-        if self._is_recomputed():
+        if _compat.in_backward() and self._is_recomputed:
             self._was_recomputed = True
             self.unshard()
             return args, kwargs
@@ -362,7 +365,8 @@ class Unit:
             if bucket.stored.is_dropped and not bucket.stored.is_frozen:
                 bucket.stored.restore()
         self.gather.stays = self._stays_for_backward
-        root.order.enter_forward(self.gather, _gathers(self.forward_prefetch))
+        ahead = self.forward_prefetch
+        root.order.enter_forward(self.gather, None if ahead is None else [unit.gather for unit in ahead])
 
     def _refuse_several_roots(self) -> None:
         if len(self.modules) > 1:
@@ -376,16 +380,18 @@ class Unit:
         self._saved.leave(module)
         if self.precision.output_dtype is not None:
             output = _cast(output, self.precision.output_dtype)
-        if self._is_recomputed():
+        if _compat.in_backward() and self._is_recomputed:
             return output
         if torch.is_grad_enabled():
-            trains = any(not bucket.stored.is_frozen for bucket in self.buckets)
-            output = self.awaited.watch_outputs(output, name=self.name, trains=trains)
+            output = self.awaited.watch_outputs(output, name=self.progress.name, trains=self._trains)
         if len(self._entered) == len(self.modules):
             self.end_pass()
         if self.is_root:
             self.root.end_forward()
         return output
+
+    def _trains(self) -> bool:
+        return any(not bucket.stored.is_frozen for bucket in self.buckets)
 
     def end_pass(self) -> None:
         """Free the weights after the forward of the unit, unless they stay for backward."""
@@ -401,19 +407,20 @@ class Unit:
         is_default = self.reshard_after_forward is None and (self.is_root or self.placement.weights == "rank")
         return self.reshard_after_forward is False or is_default
 
+    @property
     def _is_recomputed(self) -> bool:
-        """True in a forward whose graph will be thrown away: [Note: Recomputed forwards]."""
-        return _compat.in_backward() and (self.phase is UnitPhase.BACKWARD or len(self.awaited.outputs) > 0)
+        """True of a forward inside of backward whose graph will be thrown away: [Note: Recomputed forwards]."""
+        return self.phase is UnitPhase.BACKWARD or len(self.awaited.outputs) > 0
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def await_inputs(self, node: Any) -> None:
         """Expect `node`, on the inputs of a forward, to report the end of that forward's backward."""
-        self.awaited.inputs.add(node)
+        self.awaited.inputs.add(ref(node, self.awaited.inputs.discard))
 
     def begin_backward(self, hook: OutputGradients) -> None:
         """Gather the weights: backward reaches the outputs of one of this unit's forwards."""
-        self.awaited.outputs.discard(hook)
+        self.awaited.outputs.discard(ref(hook))
         _compat.outside_transforms(self._enter_backward, self.unshard_in_backward)
 
     def _reach_weights(self) -> bool:
@@ -432,14 +439,15 @@ class Unit:
         self.progress.note("in backward")
         if gathers:
             self._num_gathers += not self.gather.stays and self.root.probe is None
-            self.root.order.enter_backward(self.gather, _gathers(self.backward_prefetch))
+            ahead = self.backward_prefetch
+            self.root.order.enter_backward(self.gather, None if ahead is None else [unit.gather for unit in ahead])
             self.gather.show_begun()
         if not backward.adds_to_grad:
             backward.adds_to_grad = any(each.adds_to_grad() for each in self.gradients)
 
     def reach_inputs(self, node: Any) -> None:
         """End the backward of one of this unit's forwards: [Note: When a unit is done with backward]."""
-        self.awaited.inputs.discard(node)
+        self.awaited.inputs.discard(ref(node))
         if not self.reduce_once_per_backward or not self.awaited.inputs:
             self._end_backward()
         elif self.awaited.outputs:
@@ -466,7 +474,7 @@ class Unit:
 
     def _end_backward(self) -> None:
         """Free the weights and begin to reduce the gradients."""
-        self._was_recomputed, self._has_ended = False, True
+        self._was_recomputed, self.has_ended = False, True
         if self._frees_after_backward:
             self.gather.release()
         backward = self.root.backward
@@ -475,7 +483,7 @@ class Unit:
         self._num_early_sums += self.root.probe is None and not self.requires_gradient_sync
         # All trained buckets, with or without gradients here: [Note: Gradients that do not come].
         for gradients in self.gradients:
-            if gradients.has_gradients or (reduces and not gradients.bucket.stored.is_frozen):
+            if gradients.full is not None or (reduces and not gradients.bucket.stored.is_frozen):
                 if self.fills_unused and self.root.probe is None:
                     gradients.fill_unused()
                 if self.root.probe is not None:
@@ -503,12 +511,21 @@ class Unit:
         """True if sums go over replicas now. Those of a small bucket are all the sums it has."""
         return self.requires_all_reduce or gradients.bucket.cluster.cut is not None
 
+    @property
+    def has_left(self) -> bool:
+        """True if something is left to do at the end of a backward: most units are done then."""
+        if self.phase is not UnitPhase.REST or self.awaited.inputs or self.fills_unused or self.keeps_for_a_step:
+            return True
+        for gradients in self.gradients:
+            if gradients.full is not None or gradients.waiting:
+                return True
+        return False
+
     def finish_backward(self) -> None:
         """Reduce the gradients that are left and, in a micro-batch that syncs, partial sums of earlier ones."""
-        is_left_out = self.fills_unused and not self._has_ended
-        if is_left_out or self._is_in_backward or any(gradients.has_gradients for gradients in self.gradients):
+        is_left_out = self.fills_unused and not self.has_ended
+        if is_left_out or self._is_in_backward or any(gradients.full is not None for gradients in self.gradients):
             self._end_backward()
-        self._has_ended = False
         self.awaited.inputs.clear()  # of a retained graph; its next backward begins at the outputs
         syncs = self.requires_gradient_sync and self.root.probe is None
         for gradients in self.gradients if syncs else ():
@@ -537,7 +554,7 @@ class Unit:
     def abandon(self) -> None:
         """Drop the gradients of a forward or backward that raised, and free the weights."""
         self._become(UnitPhase.REST)
-        self._was_recomputed = self._has_ended = False
+        self._was_recomputed = self.has_ended = False
         self.awaited.clear()
         for gradients in self.gradients:
             gradients.discard()
@@ -668,6 +685,8 @@ class Root:
         self._slab.fill([shard for index, each in enumerate(hosted) if index not in on_device for shard in each])
         self.order.choose_anew()
         for unit in self.units:
+            kept = [bucket.node_shard for bucket in unit.buckets]
+            unit.keeps_for_a_step = any(each.where == "device" or each.until == "backward" for each in kept)
             unit.gather.settle_place()
 
     def begin_forward(self) -> None:
@@ -680,7 +699,8 @@ class Root:
         if self.chooser is not None and torch.is_grad_enabled() and not _compat.in_backward():
             self.chooser.begin_forward()
         self.observer.begin_forward()
-        self.order.begin_forward(keeps=any(unit.awaited.outputs for unit in self.units))
+        keeps = any([unit.awaited.outputs for unit in self.units])  # noqa: C419  a generator takes a call for each
+        self.order.begin_forward(keeps=keeps)
         self._buffers.begin_forward(syncs=self.top.requires_gradient_sync, compare=self.observer.sharing)
 
     def end_forward(self) -> None:
@@ -690,7 +710,8 @@ class Root:
                 unit.end_pass()
         self.order.end_forward()
         for unit in self.units:
-            unit.gather.store()
+            if unit.gather.stays:
+                unit.gather.store()
         self._buffers.end_forward()
         self.host_reads.delay_edits()
         if not torch.is_grad_enabled() and not _compat.in_backward():  # no backward will free what was gathered
@@ -705,8 +726,11 @@ class Root:
         if self.backward is None:
             self.creates_graph = torch.is_grad_enabled()
             self.backward = Backward(adds_to_grad=any(each.adds_to_grad() for each in self.gradients))
-            for gradients in self.gradients:
-                self.reductions.drop(gradients, gradients.take_waiting())
+            for unit in self.units:
+                unit.has_ended = False
+                for gradients in unit.gradients:
+                    if gradients.shown.shown:
+                        self.reductions.drop(gradients, gradients.take_waiting())
             _compat.after_this_backward(self._finish_backward)
         return self.backward
 
@@ -716,17 +740,19 @@ class Root:
 
     def _finish_units(self) -> None:
         for unit in reversed(self.units):
-            unit.finish_backward()
+            if unit.has_left:
+                unit.finish_backward()
         self.observer.all_issued()
         self.host_reads.delay_edits()
         if self.is_last_backward:
             self.reductions.finish(self.host_reads)
         self.reductions.wait_for_ended()
-        for gradients in self.gradients:
-            if gradients.has_partial_sums(across_islands=True) or self.reductions.has(gradients):
-                gradients.show_waiting()
         for unit in self.units:
-            unit.leave_backward()
+            for gradients in unit.gradients:
+                if gradients.waiting or (not self.is_last_backward and self.reductions.has(gradients)):
+                    gradients.show_waiting()
+            if not unit.gather.is_released:
+                unit.leave_backward()
         self._end_backward()
         syncs = self.probe is None and any(unit.requires_gradient_sync for unit in self.units)
         if self.chooser is not None and syncs:
@@ -763,10 +789,6 @@ def units_below(module: nn.Module) -> list[Unit]:
 def unit_of(module: nn.Module) -> Unit | None:
     """Return the unit of a module that was given to `fully_shard`; None for other modules."""
     return getattr(module, "_laconic_unit", None)
-
-
-def _gathers(units: list[Unit] | None) -> list[UnitGather] | None:
-    return None if units is None else [unit.gather for unit in units]
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
