@@ -119,12 +119,19 @@ class Owner(Protocol):
     unit_name: str
 
 
+class _Nobody:
+    unit_name = ""
+
+
+_NOBODY = _Nobody()
+
+
 class Communicator:
     """Sends tensors along one level of a cluster."""
 
     def __init__(self, cluster: Cluster, level: Level, owner: Owner | None = None) -> None:
         """Communicate between the ranks that differ from this one in their place on `level` only, for `owner`."""
-        self._owner = owner
+        self._owner = owner or _NOBODY
         self.level: Level = level
         self.rank, self.size = cluster.place_on(level)
         self._cluster, self._traffic = cluster, cluster.traffic
@@ -187,7 +194,8 @@ class Communicator:
             memory until it is finished.
         Reference: tests/reference/gather.py.
         """
-        group, parts = self._reduce_group, self._parts(whole, numels)
+        group = self._reduce_group
+        parts = whole.view(self.size, -1) if numels is None else list(whole.split(list(numels)))
         if group is None:
             return ReduceScatter(NOTHING, [whole], parts)
         own = parts[self.rank]
@@ -325,7 +333,7 @@ class Communicator:
             self._traffic.count(level, purpose, sent_bytes=size, received_bytes=received[level])
 
     def _ticket(self, purpose: Purpose, group: dist.ProcessGroup) -> Ticket:
-        return self._journals[group].issue(purpose, "" if self._owner is None else self._owner.unit_name)
+        return self._journals[group].issue(purpose, self._owner.unit_name)
 
     def _issue(
         self,
@@ -335,7 +343,7 @@ class Communicator:
         group: dist.ProcessGroup,
     ) -> Pending:
         """Begin a collective of the backend: [Note: Collectives on a stream]."""
-        ticket = self._ticket(purpose, group)
+        ticket = self._journals[group].issue(purpose, self._owner.unit_name)
         work = collective(*arguments, group=group, async_op=not self.is_stream_ordered)
         return Pending([] if self.is_stream_ordered else [work], self._traffic, self.level, ticket)
 
@@ -400,7 +408,8 @@ class ReduceScatter:
 
         The result shares no memory with the input, except on a level of one rank, where it is the input.
         """
-        self.received()
+        self._pending.wait()
+        self._pending = NOTHING
         if len(self._terms) == 1:
             return self._terms[0]
         total = torch.add(self._terms[0], self._terms[1], out=self._out)

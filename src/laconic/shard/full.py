@@ -174,8 +174,8 @@ class FullBuffer:
     def set_sink(self, sink: GradientSink) -> None:
         """Send the gradients of the gathered parameters to `sink`."""
         self._sink = sink
-        for _, module, name in self._places.all:
-            if name == "weight":
+        for index, module, name in self._places.all:
+            if name == "weight" and self._stored.specs[index].slot.numel > _TINY_NUMEL:
                 write_gradient_in_place(module)
 
     def show(self) -> None:

@@ -81,7 +81,7 @@ class _InputGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(unit: Watching, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensor.detach() for tensor in inputs)  # else torch would refuse to change them in place
+        return tuple(map(Tensor.detach, inputs))  # else torch would refuse to change them in place
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -118,6 +118,8 @@ class AwaitedHooks:
 
     def watch_inputs(self, args: Any, kwargs: Any) -> Any:
         """Return the arguments of a forward as it shall use them."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # most often
+            return (watch_inputs(self._unit, args) if args[0].requires_grad else args), kwargs
         watched = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if not watched:
             return args, kwargs
@@ -132,7 +134,10 @@ class AwaitedHooks:
         Raises:
             ValueError: the output may hide tensors. Without a hook on them, backward would find the weights freed.
         """
-        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if isinstance(output, Tensor):  # most often
+            tensors = [output] if output.requires_grad else []
+        else:
+            tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         hook = OutputGradients(self._unit)
         if tensors:
             self.outputs.add(ref(hook, self.outputs.discard))
@@ -171,6 +176,8 @@ class SavedWeights:
         self._gather = gather
         self._num_left = self._NUM_FORWARDS * len(modules)
         self._is_needed = False
+        self.looks = True
+        """False once the unit has not needed it in its first forwards."""
         self._open: list[tuple[nn.Module, Any]] = []
         # the hooks run also after a forward that raised
         self._leave_hooks = [module.register_forward_hook(self.leave, always_call=True) for module in modules]
@@ -181,6 +188,7 @@ class SavedWeights:
             for handle in self._leave_hooks:
                 handle.remove()
             self._leave_hooks.clear()
+            self.looks = False
         elif _compat.may_pack_saved_tensors(_Packer):
             self._num_left = max(0, self._num_left - 1)
             hooks = torch.autograd.graph.saved_tensors_hooks(_Packer(self, weights()), _unpack)

@@ -338,7 +338,7 @@ class Unit:
         if torch.is_grad_enabled():
             if begins_pass:
                 args, kwargs = self.awaited.watch_inputs(args, kwargs)
-            if not _compat.in_backward():
+            if self._saved.looks and not _compat.in_backward():
                 self._saved.enter(module, lambda: [each for bucket in self.buckets for each in bucket.full.parameters])
         return args, kwargs
 
@@ -377,7 +377,8 @@ class Unit:
 
     @_compat.outside_compilation
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        self._saved.leave(module)
+        if self._saved.looks:
+            self._saved.leave(module)
         if self.precision.output_dtype is not None:
             output = _cast(output, self.precision.output_dtype)
         if _compat.in_backward() and self._is_recomputed:
@@ -514,12 +515,12 @@ class Unit:
     @property
     def has_left(self) -> bool:
         """True if something is left to do at the end of a backward: most units are done then."""
-        if self.phase is not UnitPhase.REST or self.awaited.inputs or self.fills_unused or self.keeps_for_a_step:
+        if self.phase is not UnitPhase.REST or self.awaited.inputs or self.fills_unused:
             return True
         for gradients in self.gradients:
             if gradients.full is not None or gradients.waiting:
                 return True
-        return False
+        return self.keeps_for_a_step
 
     def finish_backward(self) -> None:
         """Reduce the gradients that are left and, in a micro-batch that syncs, partial sums of earlier ones."""
