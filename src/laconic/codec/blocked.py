@@ -135,7 +135,7 @@ class BlockCodec(Codec):
 
     def _kernels(self, tensor: Tensor) -> ModuleType | None:
         """The module of triton's kernels, if they are for this codec and run on this tensor."""
-        return kernels_for(tensor, "codec.blocked_triton") if self.has_kernels else None
+        return None if tensor.is_cpu or not self.has_kernels else kernels_for(tensor, "codec.blocked_triton")
 
     def _parts(self, payload: Tensor, numel: int, *, rotates: bool = False) -> tuple[Tensor, Tensor]:
         """The codes and the steps of a payload of `numel` values."""

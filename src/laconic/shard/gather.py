@@ -107,7 +107,7 @@ class BucketGather:
         self._stored: Event = None
         self._unstored: tuple[Tensor, Event] | None = None
         """The node shard that `store` has yet to copy to the cache, and the event after which it is complete."""
-        self._early: Held[Tensor] | None = None
+        self.early: Held[Tensor] | None = None
         """The memory of a node shard that came early, before the full buffer: [Note: Prefetching] in itinerary.py."""
         self.num_crossings = 0
         """The gathers that began with this rank's shard, not with the cache."""
@@ -170,7 +170,7 @@ class BucketGather:
                 "device=...) and initialise them, or load a state dict, before the first forward"
             )
         bucket.find_hooks()
-        self.version = bucket.stored.version
+        self.version = bucket.stored.epoch + bucket.stored.shard._version  # often, so without a call
         self._comes_from_cache = kept.version == self.version
         if kept.is_direct:
             self._node_shard = kept.buffer()
@@ -187,13 +187,13 @@ class BucketGather:
 
     def _allocate_early(self) -> Tensor:
         bucket = self.bucket
-        if self._early is None:
+        if self.early is None:
             with torch.inference_mode(False):  # it has versions, as the full buffer
                 memory = torch.empty(
                     bucket.form.geometry.node_numel, dtype=bucket.form.dtype, device=bucket.cluster.device
                 )
-            self._early = Held(memory, bucket.ledger)
-        return self._early.memory
+            self.early = Held(memory, bucket.ledger)
+        return self.early.memory
 
     def make_room(self) -> None:
         """Take the memory in which the second stage gathers, which begins later: [Note: Lengths come with messages]."""
@@ -231,7 +231,7 @@ class BucketGather:
         event = self._lanes.gather_local.record_event()
         if self._comes_from_cache:
             self._unstored = None
-        elif self._early is not None:  # its memory goes before that of the full buffer, which has a copy now
+        elif self.early is not None:  # its memory goes before that of the full buffer, which has a copy now
             self._unstored = self.bucket.full.node_shard(), event
         else:
             self._unstored = self._node_shard, self._arrived
@@ -243,16 +243,11 @@ class BucketGather:
             self.store()
         return event
 
-    @property
-    def is_early(self) -> bool:
-        """True if the node shard came early, into memory of its own."""
-        return self._early is not None
-
     def free_early(self) -> None:
         """Free what the gather inside the node has read. Compute has waited for its event."""
-        if self._early is not None:
-            self._early.free()
-            self._early = None
+        if self.early is not None:
+            self.early.free()
+            self.early = None
 
     def store(self) -> None:
         """Copy the node shard to the cache, unless it came from there."""
@@ -369,7 +364,11 @@ class UnitGather:
         """Begin the second stage, where waiting for it never blocks the thread."""
         self.start_local()
         if not self._events:
-            self._finish()
+            stores = not (self.stays and torch.is_grad_enabled())
+            events = []
+            for gather in self._moving:
+                events.append(gather.finish(stores=stores))
+            self._events = events
 
     def _renew(self) -> None:
         """Release what is stale, and gather again: where the full buffers stay, into them."""
@@ -378,10 +377,6 @@ class UnitGather:
         for gather in self._gathers:
             if gather.bucket.node_shard.is_whole and gather.is_stale:
                 gather.bucket.form.free()
-
-    def _finish(self) -> None:
-        stores = not (self.stays and torch.is_grad_enabled())
-        self._events = [gather.finish(stores=stores) for gather in self._moving]
 
     def store(self) -> None:
         """Copy to the cache what has waited: [Note: Late copies]."""
@@ -425,7 +420,7 @@ class UnitGather:
             if event is not None:
                 wait_for(event)
         for gather in self._moving:
-            if gather.is_early:
+            if gather.early is not None:
                 gather.free_early()
         if self._observer.inspects:
             self._observer.arrived(self)

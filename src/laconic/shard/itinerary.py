@@ -79,14 +79,10 @@ class _Itinerary:
         self._visits_each_once = len(set(units)) == len(units)
         self.begin()
 
-    @property
-    def num_left(self) -> int:
-        """The number of units that are yet to run."""
-        return len(self.units) - self._next
-
     def begin(self) -> None:
         """Begin again at the first unit."""
-        self._next = 0
+        self.next_place = 0
+        """Of the unit that is to run next."""
         self._has_begun = False  # what was chosen at the place before
 
     def visit(self, unit: UnitGather, *, begins: bool = True) -> _Ahead:
@@ -94,14 +90,14 @@ class _Itinerary:
 
         Without `begins` the caller begins something else.
         """
-        place, has_begun = self._next, self._has_begun
+        place, has_begun = self.next_place, self._has_begun
         if place == len(self.units) or self.units[place] is not unit:
             has_begun = False
             try:
                 place = self.units.index(unit, place)
             except ValueError:
                 return _NOTHING
-        self._next, self._has_begun = place + 1, begins
+        self.next_place, self._has_begun = place + 1, begins
         return (self._new[place] or self._choose_new(place)) if has_begun else self._at(place)
 
     def _at(self, place: int) -> _Ahead:
@@ -208,7 +204,7 @@ class Order:
             self._way_back.begin()
         # a root whose last unit made its output begins after that unit, which left it out
         ahead = self._way_back.visit(gather)
-        del self._left[self._way_back.num_left :]
+        del self._left[len(self._way_back.units) - self._way_back.next_place :]
         self._begin_others(gather, ahead)
 
     def end_backward(self) -> None:

@@ -511,12 +511,13 @@ class ReductionQueue:
 
     def _advance(self) -> None:
         """Move each reduction one level on, the youngest first: its next sum then runs beside the older one's end."""
-        for reduction in reversed(self._in_flight):
+        for reduction in self._in_flight[::-1]:
             reduction.advance()
             self._ended = reduction.ended or self._ended
             if reduction.changed_grad:
                 self._note_use(reduction.gradients)
-        self._in_flight = [reduction for reduction in self._in_flight if reduction.level is not None]
+            if reduction.level is None:
+                self._in_flight.remove(reduction)
 
     def _note_use(self, gradients: BucketGradients) -> None:
         """Agree on the used parameters now, or at the end of the backward."""
