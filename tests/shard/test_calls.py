@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import laconic
 from tests.support.calls import calls_in
-
-_D = 8
+from tests.support.units import KINDS, WIDTH, stack
 
 
 @pytest.fixture
@@ -31,34 +29,16 @@ def one_of_four(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-class Block(nn.Module):
-    """A unit of nine tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(_D)
-        self.layers = nn.ModuleList(nn.Linear(_D, _D, bias=False) for _ in range(7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        for layer in self.layers:
-            y = layer(y)
-        return x + y
-
-
-KINDS: dict[str, Any] = {"one tensor": lambda: nn.Linear(_D, _D, bias=False), "nine tensors": Block}
-
-
 def calls_of_a_step(kind: str, num_units: int, policies: dict[str, Any]) -> int:
-    model = nn.Sequential(*[KINDS[kind]() for _ in range(num_units)], nn.Linear(_D, _D))
+    model = stack(kind, num_units)
     mesh = laconic.init_mesh("cpu", nodes=2, local=2)
-    for unit in model[:-1]:
+    for unit in list(model)[:-1]:
         laconic.fully_shard(unit, mesh=mesh, **policies)
     laconic.fully_shard(model, mesh=mesh, **policies)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     def step() -> None:
-        model(torch.ones(2, _D)).sum().backward()
+        model(torch.ones(2, WIDTH)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 

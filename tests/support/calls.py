@@ -13,13 +13,13 @@ import laconic
 _SOURCES = str(Path(laconic.__file__).parent)
 
 
-def calls_in(function: Callable[[], Any]) -> int:
-    """Call `function` and return how many functions of laconic this thread calls meanwhile."""
+def calls_in(function: Callable[[], Any], *, everywhere: bool = False) -> int:
+    """Call `function` and return how many functions of laconic, or `everywhere` of anybody, this thread calls."""
     calls = 0
 
     def count(frame: FrameType, event: str, _: Any) -> None:
         nonlocal calls
-        calls += event == "call" and frame.f_code.co_filename.startswith(_SOURCES)
+        calls += event == "call" and (everywhere or frame.f_code.co_filename.startswith(_SOURCES))
 
     before = sys.getprofile()
     sys.setprofile(count)
