@@ -52,6 +52,8 @@ _ONE_TRIP_BYTES = 1 << 15
 """Messages of so many bytes from all ranks to one take no longer than the latency of a trip."""
 _TWO_TRIPS_BYTES = 1 << 20
 """A sum of so many bytes over replicas takes two trips: `Communicator.sum_in_place`."""
+_KNOWN = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.uint8))
+"""Dtypes that the backends of accelerators gather."""
 _UNITED: dict[Any, Callable[[Tensor], Tensor]] = {
     dist.ReduceOp.SUM: lambda rows: rows.sum(0, dtype=rows.dtype),
     dist.ReduceOp.MAX: lambda rows: rows.amax(0),
@@ -156,17 +158,19 @@ class Communicator:
         """Begin to fill `whole` with the `piece` of every rank, in rank order.
 
         Shapes: R ranks; piece (C,) -> whole (R * C,), flat, contiguous, one dtype. `piece` may be this rank's part of
-            `whole` already; then nothing is copied. The backend moves bytes, as few know float8. With `numels` rank r
-            has a piece of `numels[r]` elements, and `whole` has their sum.
+            `whole` already; then nothing is copied. What few backends know, such as float8, moves as bytes. With
+            `numels` rank r has a piece of `numels[r]` elements, and `whole` has their sum.
         Cost: the bytes of R - 1 pieces like this one out of this rank, and of all others into it.
         Reference: tests/reference/gather.py.
         """
         itemsize, group = whole.itemsize, self._gather_group
-        whole, piece = whole.view(torch.uint8), piece.view(torch.uint8)
         if group is not None:
             self._count(purpose, (self.size - 1) * piece.nbytes, whole.nbytes - piece.nbytes)
             if not self._uses_sends and numels is None:
+                if not self._has_reduce_scatter or whole.dtype not in _KNOWN:
+                    whole, piece = whole.view(torch.uint8), piece.view(torch.uint8)
                 return self._issue(purpose, _compat.all_gather_flat, whole, piece, group=group)
+        whole, piece = whole.view(torch.uint8), piece.view(torch.uint8)
         parts = self._parts(whole, None if numels is None else [numel * itemsize for numel in numels])
         own = parts[self.rank]
         if group is not None and not self._uses_sends and self._has_reduce_scatter:

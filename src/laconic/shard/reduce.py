@@ -258,7 +258,8 @@ class BucketGradients:
             shard.div_(divide_by)
         if self.bucket.reduced_hook is not None:
             self.bucket.reduced_hook(shard)
-        shard = shard.to(self.bucket.dtype)
+        if shard.dtype != self.bucket.dtype:
+            shard = shard.to(self.bucket.dtype)
         if not self.bucket.stored.is_offloaded or shard.device.type == "cpu":
             self._add_to_grad(shard)
             return
