@@ -174,14 +174,14 @@ def named_group(
     return cast(dist.ProcessGroup, group)
 
 
-def isend(tensor: Tensor, group: dist.ProcessGroup, rank: int) -> dist.Work:
+def isend(tensor: Tensor, group: dist.ProcessGroup, rank: int, tag: int = 0) -> dist.Work:
     """Send to a rank of a group, which may be one of `gloo_group`."""
-    return group.send([tensor], rank, 0)
+    return group.send([tensor], rank, tag)
 
 
-def irecv(tensor: Tensor, group: dist.ProcessGroup, rank: int) -> dist.Work:
+def irecv(tensor: Tensor, group: dist.ProcessGroup, rank: int, tag: int = 0) -> dist.Work:
     """Receive from a rank of a group, which may be one of `gloo_group`."""
-    return group.recv([tensor], rank, 0)
+    return group.recv([tensor], rank, tag)
 
 
 def all_gather(outputs: list[Tensor], tensor: Tensor, group: dist.ProcessGroup) -> None:

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -168,6 +169,11 @@ def _save(model: Any) -> None:
         laconic.save_safetensors(model, folder)
 
 
+def _freeze_root(model: Any) -> None:
+    model.head.requires_grad_(False)
+    model.other.requires_grad_(False)
+
+
 def _skip_step(is_odd: bool) -> None:
     model = sharded()
     train(model, 5 if is_odd else 6)
@@ -249,6 +255,17 @@ KINDS: dict[str, Kind] = {
     "frozen later": _later(lambda model: model.blocks["b"].requires_grad_(False), "blocks."),
     "frozen later, in a host cache": _later(
         lambda model: model.blocks["b"].requires_grad_(False), "blocks.", make=lambda: sharded(cache="host")
+    ),
+    **{
+        f"root frozen later, {cache}": _later(_freeze_root, "Net", make=partial(sharded, cache=cache))
+        for cache in ("none", "host", "device", "rank")
+    },
+    "frozen later, in four bits": _later(
+        lambda model: model.blocks["b"].requires_grad_(False), "blocks.",
+        make=lambda: sharded(cache="host", wire="4bit"),
+    ),
+    "one parameter frozen later": _later(
+        lambda model: model.blocks["b"].up.weight.requires_grad_(False), "blocks.b", "up.weight"
     ),
     "evaluation on rank 0": _alone(_evaluate),
     "skipped step": Kind(run=_skip_step, words=("rank 1 ",)),

@@ -53,8 +53,8 @@ def _replaced(rank: int, owner: type, name: str, damaged: Any) -> Iterator[None]
     """
     real = getattr(owner, name)
 
-    def method(*arguments: Any) -> Any:
-        return (damaged if dist.get_rank() == rank else _plainly)(real, *arguments)
+    def method(*arguments: Any, **options: Any) -> Any:
+        return (damaged if dist.get_rank() == rank else _plainly)(real, *arguments, **options)
 
     if dist.is_initialized() and dist.get_rank() != rank:
         yield
@@ -63,8 +63,8 @@ def _replaced(rank: int, owner: type, name: str, damaged: Any) -> Iterator[None]
             yield
 
 
-def _plainly(real: Any, *arguments: Any) -> Any:
-    return real(*arguments)
+def _plainly(real: Any, *arguments: Any, **options: Any) -> Any:
+    return real(*arguments, **options)
 
 
 class _Damaging(Pending):
@@ -83,9 +83,11 @@ def flipping(flip: Flip) -> AbstractContextManager[None]:
     """Damage one transfer to one rank. The transfers are those that laconic sends on Gloo."""
     has_flipped = False
 
-    def damaged(exchange: Any, self: Communicator, purpose: Purpose, group: Any, landings: Any, sent: Any) -> Pending:
+    def damaged(
+        exchange: Any, self: Communicator, purpose: Purpose, group: Any, landings: Any, sent: Any, **more: Any
+    ) -> Pending:
         nonlocal has_flipped
-        pending = exchange(self, purpose, group, landings, sent)
+        pending = exchange(self, purpose, group, landings, sent, **more)
         if has_flipped or (purpose, self.level) != (flip.purpose, flip.level):
             return pending
         has_flipped = True

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from laconic import _compat
 from laconic.comm.entries import EntryError, parse
-from laconic.comm.journal import issue
+from laconic.comm.journal import Ticket, issue
+from laconic.comm.messages import start_broadcast, start_to_all, uses_sends
 from laconic.comm.watch import waiting_for
 from laconic.errors import JobError
 
@@ -61,11 +62,11 @@ class RankGroup:
             return [_decoded(message, 0)]
         ticket = issue(self._process_group(), "an agreement of the ranks")
         with waiting_for("an agreement of the ranks", ticket):
-            firsts = self._all_gather(message[:_FIRST_TRIP_BYTES].ljust(_FIRST_TRIP_BYTES, b"\0"))
+            firsts = self._all_gather(message[:_FIRST_TRIP_BYTES].ljust(_FIRST_TRIP_BYTES, b"\0"), ticket)
             rest_bytes = max(_rest_bytes(first, rank) for rank, first in enumerate(firsts))
             rests = [b""] * self.size
             if rest_bytes:
-                rests = self._all_gather(message[_FIRST_TRIP_BYTES:].ljust(rest_bytes, b"\0"))
+                rests = self._all_gather(message[_FIRST_TRIP_BYTES:].ljust(rest_bytes, b"\0"), ticket)
         return [_decoded(first + rest, rank) for rank, (first, rest) in enumerate(zip(firsts, rests, strict=True))]
 
     def broadcast(self, value: _T) -> _T:
@@ -82,9 +83,11 @@ class RankGroup:
             return _decoded(message, 0)
         ticket = issue(self._process_group(), "a value of rank 0", senders=[0])
         with waiting_for("a value of rank 0", ticket):
-            first = self._broadcast(message[:_FIRST_TRIP_BYTES].ljust(_FIRST_TRIP_BYTES, b"\0"))
+            first = self._broadcast(message[:_FIRST_TRIP_BYTES].ljust(_FIRST_TRIP_BYTES, b"\0"), ticket)
             rest_bytes = _rest_bytes(first, 0)
-            rest = self._broadcast(message[_FIRST_TRIP_BYTES:].ljust(rest_bytes, b"\0")) if rest_bytes else b""
+            rest = b""
+            if rest_bytes:
+                rest = self._broadcast(message[_FIRST_TRIP_BYTES:].ljust(rest_bytes, b"\0"), ticket)
         return _decoded(first + rest, 0)
 
     def agree(self, action: Callable[[], _T], *, only: bool = True) -> _T | None:
@@ -153,17 +156,23 @@ class RankGroup:
             raise self._error(f"{failure} (rank 0: {outcome[1]})")
         return outcome[0]
 
-    def _all_gather(self, message: bytes) -> list[bytes]:
-        received = bytearray(self.size * len(message))
+    def _all_gather(self, message: bytes, ticket: Ticket) -> list[bytes]:
+        received, group = bytearray(self.size * len(message)), self._process_group()
         own, landing = self._on_device(message), self._on_device(received)
-        _compat.all_gather_flat(landing, own, group=self._process_group(), async_op=False)
+        if uses_sends(group):  # [Note: Messages that meet their like]
+            start_to_all(group, ticket, landing.view(self.size, -1), own.expand(self.size, -1)).wait()
+        else:
+            _compat.all_gather_flat(landing, own, group=group, async_op=False)
         torch.frombuffer(received, dtype=torch.uint8).copy_(landing)
         return [bytes(received[begin : begin + len(message)]) for begin in range(0, len(received), len(message))]
 
-    def _broadcast(self, message: bytes) -> bytes:
-        received = bytearray(message)
+    def _broadcast(self, message: bytes, ticket: Ticket) -> bytes:
+        received, group = bytearray(message), self._process_group()
         landing = self._on_device(received)
-        dist.broadcast(landing, group=self._process_group(), group_src=0)
+        if uses_sends(group):
+            start_broadcast(group, ticket, landing).wait()
+        else:
+            dist.broadcast(landing, group=group, group_src=0)
         torch.frombuffer(received, dtype=torch.uint8).copy_(landing)
         return bytes(received)
 

@@ -43,6 +43,7 @@ from laconic import _compat
 from laconic.comm.cluster import Cluster
 from laconic.comm.groups import has_peers
 from laconic.comm.journal import Ticket, issue, journal_of
+from laconic.comm.messages import Exchange, start_broadcast, start_exchange, start_to_all
 from laconic.comm.pacing import start_paced_exchange
 from laconic.comm.traffic import Level, Purpose, Traffic
 from laconic.comm.watch import waiting_for
@@ -68,7 +69,7 @@ class Pending(waiting_for):
     __slots__ = ("_works",)
 
     def __init__(
-        self, works: Sequence[dist.Work | None], traffic: Traffic, level: Level, ticket: Ticket | None = None
+        self, works: Sequence[dist.Work | Exchange | None], traffic: Traffic, level: Level, ticket: Ticket | None = None
     ) -> None:
         """Take the works that end the transfer; waiting for them is counted in `traffic` for `level`."""
         self._works = works
@@ -82,23 +83,6 @@ class Pending(waiting_for):
             for work in self._works:
                 if work is not None:
                     work.wait()
-
-
-class _Exchange(Pending):
-    """Messages to and from peers: [Note: Messages that nobody awaits]."""
-
-    ticket: Ticket
-
-    def wait(self) -> None:
-        """See `Pending.wait`."""
-        super().wait()
-        self._works = ()
-        self.ticket.journal.forget_dropped(before=self.ticket.number)
-
-    def __del__(self) -> None:
-        """Leave what is under way to the journal."""
-        if self._works:
-            self.ticket.journal.dropped.append((self.ticket.number, self._works))
 
 
 class _Nothing(Pending):
@@ -185,7 +169,7 @@ class Communicator:
             works = [dist.broadcast(each, group=group, group_src=i, async_op=True) for i, each in enumerate(sent)]
             return Pending(works, self._traffic, self.level, ticket)
         _compat.show_collective("_allgather_base_")
-        return self._exchange(purpose, group, parts, [piece] * self.size)
+        return self._exchange(purpose, group, parts, [piece] * self.size, nbytes=whole.nbytes)
 
     def start_reduce_scatter(
         self, whole: Tensor, purpose: Purpose = "gradients", *, numels: Sequence[int] | None = None
@@ -209,7 +193,7 @@ class Communicator:
             received = terms[1 if self.rank == 0 else 0]  # it may become the sum, unlike the input
             nbytes = (self.size - 1) * received.nbytes
             _compat.show_collective("_reduce_scatter_base_")
-            pending = self._exchange(purpose, group, terms, parts)
+            pending = self._exchange(purpose, group, terms, parts, nbytes=whole.nbytes)
             return ReduceScatter(pending, terms, parts, nbytes=nbytes, out=received)
         if self._has_reduce_scatter:
             landing = torch.empty_like(own)
@@ -249,7 +233,7 @@ class Communicator:
         if numels is None:
             self._count(purpose, (self.size - 1) * messages.nbytes // self.size)
             if self._uses_sends:  # [Note: Collectives on Gloo]
-                return self._exchange(purpose, group, landings, messages)
+                return self._exchange(purpose, group, landings, messages, nbytes=messages.nbytes)
             return self._issue(purpose, dist.all_to_all_single, landings, messages, group=group)
         self._count(purpose, messages.nbytes, landings.nbytes)
         if self._uses_sends:
@@ -279,32 +263,50 @@ class Communicator:
         parts. Large ones would fill the queues: [Note: Rounds of pieces] in comm/pacing.py.
         """
         is_small = tensor.nbytes <= _TWO_TRIPS_BYTES and tensor.numel() >= self.size
-        if not self._uses_sends or self.size == 2 or not is_small:
+        if not self._uses_sends or not is_small:
+            self._meet(tensor.nbytes)
             pending = self.start_all_reduce(tensor)
             yield
             pending.wait()
             return
+        yield from self._reduce_by_sends(tensor, dist.ReduceOp.SUM, "gradients")
+
+    def _meet(self, nbytes: int) -> None:
+        """Let Gloo add up what has one length on all ranks: [Note: Messages that meet their like]."""
+        if self._uses_sends and self.has_peers and self._reduce_group is not None:
+            word = torch.zeros(self.size + 1, 1, dtype=torch.uint8)
+            self._exchange(
+                "gradients", self._reduce_group, word[1:], [word[0]] * self.size, paces=False, nbytes=nbytes
+            ).wait()
+
+    def _reduce_by_sends(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, purpose: Purpose) -> Iterator[None]:
+        """Reduce a small tensor in place, in two trips: each rank unites a part, and all gather the parts."""
         group = self._reduce_group
         assert group is not None, "several ranks have one"
-        self._count("gradients", 2 * (self.size - 1) * tensor.nbytes // self.size)
+        self._count(purpose, 2 * (self.size - 1) * tensor.nbytes // self.size)
         parts = list(tensor.view(-1).tensor_split(self.size))
         own = parts[self.rank]
         terms = [own if peer == self.rank else torch.empty_like(own) for peer in range(self.size)]
-        pending = self._exchange("gradients", group, terms, parts, paces=False)
+        pending = self._exchange(purpose, group, terms, parts, paces=False, nbytes=tensor.nbytes)
         yield
         pending.wait()
-        own.copy_(torch.stack(terms).sum(0, dtype=own.dtype))
-        pending = self._exchange("gradients", group, parts, [own] * self.size, paces=False)
+        own.copy_(_UNITED[op](torch.stack(terms)))
+        pending = self._exchange(purpose, group, parts, [own] * self.size, paces=False, nbytes=tensor.nbytes)
         yield
         pending.wait()
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce a small tensor in place, now. The traffic is that of a ring: 2 (R - 1) / R of the bytes each way."""
-        if self._reduce_group is not None:
-            self._count("control", 2 * (self.size - 1) * tensor.nbytes // self.size, is_ring=True)
-            ticket = issue(self._reduce_group, "control", "all_reduce")
-            with self._traffic.waiting(self.level, "control", ticket):
-                dist.all_reduce(tensor, op=op, group=self._reduce_group)
+        if self._reduce_group is None:
+            return tensor
+        if self._uses_sends and self.has_peers and op in _UNITED:  # [Note: Messages that meet their like]
+            for _ in self._reduce_by_sends(tensor, op, "control"):
+                pass
+            return tensor
+        self._count("control", 2 * (self.size - 1) * tensor.nbytes // self.size, is_ring=True)
+        ticket = issue(self._reduce_group, "control", "all_reduce")
+        with self._traffic.waiting(self.level, "control", ticket):
+            dist.all_reduce(tensor, op=op, group=self._reduce_group)
         return tensor
 
     def copy_first(self, tensor: Tensor) -> None:
@@ -318,9 +320,12 @@ class Communicator:
         is_first = self.rank == 0
         sent_bytes, received_bytes = ((self.size - 1) * tensor.nbytes, 0) if is_first else (0, tensor.nbytes)
         self._traffic.count(self.level, "control", sent_bytes=sent_bytes, received_bytes=received_bytes)
-        ticket = issue(group, "buffers", "the first rank", senders=[0])
+        ticket = issue(group, "buffers", "the first rank", senders=[0], nbytes=tensor.nbytes)
         with self._traffic.waiting(self.level, ticket, ticket):
-            dist.broadcast(tensor, group=group, group_src=0)
+            if not self._uses_sends:
+                dist.broadcast(tensor, group=group, group_src=0)
+                return
+            start_broadcast(group, ticket, tensor).wait()
 
     def _count(
         self, purpose: Purpose, sent_bytes: int, received_bytes: int | None = None, *, is_ring: bool = False
@@ -336,8 +341,8 @@ class Communicator:
         for level, size in sent.items():
             self._traffic.count(level, purpose, sent_bytes=size, received_bytes=received[level])
 
-    def _ticket(self, purpose: Purpose, group: dist.ProcessGroup) -> Ticket:
-        return self._journals[group].issue(purpose, self._owner.unit_name)
+    def _ticket(self, purpose: str, group: dist.ProcessGroup, nbytes: int | None = None) -> Ticket:
+        return self._journals[group].issue(purpose, self._owner.unit_name, nbytes=nbytes)
 
     def _issue(
         self,
@@ -353,29 +358,28 @@ class Communicator:
 
     def _exchange(
         self,
-        purpose: Purpose,
+        purpose: str,
         group: dist.ProcessGroup,
         landings: _Tensors,
         messages: _Tensors,
         *,
         paces: bool = True,
+        nbytes: int | None = None,
     ) -> Pending:
         """Receive from every peer and send to every peer; both arguments are indexed by rank.
 
-        Small parts that shall go all at once have no pieces: `paces` is False.
+        Small parts that shall go all at once have no pieces: `paces` is False. `nbytes` are alike on all ranks.
         """
-        ticket = self._ticket(purpose, group)
-        tag = ticket.tag  # Gloo ends the process if a message is longer than the receive that it meets
+        ticket = self._ticket(purpose, group, nbytes)
         moves = any(
             each.nbytes for each in (*landings, *messages)
         )  # alike on all ranks, if this one's part is empty, too
         if paces and self._paces and moves:
-            works: list[Any] = [start_paced_exchange(group, tag, list(landings), list(messages))]
-            return _Exchange(works, self._traffic, self.level, ticket)
+            exchange = Exchange(ticket, [start_paced_exchange(group, ticket.tag(), list(landings), list(messages))])
+            return Pending([exchange], self._traffic, self.level, ticket)
         with waiting_for(ticket):  # a lost connection may be an error already
-            works = [dist.irecv(landings[peer], group=group, group_src=peer, tag=tag) for peer in self._peers]
-            works += [dist.isend(messages[peer], group=group, group_dst=peer, tag=tag) for peer in self._peers]
-        return _Exchange(works, self._traffic, self.level, ticket)
+            exchange = start_exchange(group, ticket, landings, messages)
+        return Pending([exchange], self._traffic, self.level, ticket)
 
 
 class ReduceScatter:
@@ -563,9 +567,10 @@ def _start_to_all(
         cluster.traffic.count(level, "control", sent_bytes=size, received_bytes=size)
     else:
         level = _count_to_all(cluster, len(rows), rows[0].nbytes)
-    ticket = issue(group, purpose)
-    work = dist.all_to_all_single(arriving.view(-1), rows.view(-1), group=group, async_op=True)
-    return Pending([work], cluster.traffic, level, ticket)
+    ticket = issue(group, purpose, nbytes=rows[0].nbytes)
+    with waiting_for(ticket):  # a lost connection may be an error already
+        exchange = start_to_all(group, ticket, arriving, rows)
+    return Pending([exchange], cluster.traffic, level, ticket)
 
 
 def _count_to_all(cluster: Cluster, num_ranks: int, nbytes: int) -> Level:

@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 _KEPT = 32  # names of the last transfers of a group
 
-Label = tuple[str, str]
-"""The kind of a transfer, and the unit that it belongs to, or ""."""
+Label = tuple[str, str, int | None]
+"""The kind of a transfer, the unit that it belongs to, or "", and its bytes, if they are alike on all ranks."""
 
 
 class Journal:
@@ -43,10 +43,15 @@ class Journal:
         self.dropped: list[tuple[int, Sequence[dist.Work | None]]] = []
         """The works of transfers that nobody awaits any more, by number: [Note: Messages that nobody awaits]."""
 
-    def issue(self, kind: str, unit: str = "", senders: Sequence[int] | None = None) -> Ticket:
-        """Note that this rank issues a transfer that all ranks of the group issue. `senders` are places in it."""
+    def issue(
+        self, kind: str, unit: str = "", senders: Sequence[int] | None = None, nbytes: int | None = None
+    ) -> Ticket:
+        """Note that this rank issues a transfer that all ranks of the group issue. `senders` are places in it.
+
+        With `nbytes`, transfers of other bytes are others.
+        """
         self.count += 1
-        label = kind, unit
+        label = kind, unit, nbytes
         self.last.append(label)
         return Ticket(self, self.count, label, senders)
 
@@ -71,12 +76,11 @@ class Ticket:
     """The places, in the group, of the ranks that send; None stands for all."""
 
     def __str__(self) -> str:
-        return described(*self.label)
+        return described(*self.label[:2])
 
-    @property
-    def tag(self) -> int:
-        """A number for messages, by which only transfers of one number and one name meet."""
-        return zlib.crc32(f"{self.number} {self.label}".encode()) >> 1
+    def tag(self, nbytes: int | None = None) -> int:
+        """A number for messages of `nbytes`, by which only those of one number, one name and one length meet."""
+        return zlib.crc32(f"{self.number} {self.label} {nbytes}".encode()) >> 1
 
     def awaited(self) -> Awaited:
         """Return the ticket in the form that the other ranks read.
@@ -111,14 +115,22 @@ class Entries:
         return self.last[place] if 0 <= place < len(self.last) else None
 
 
-def described(kind: str, unit: str) -> str:
+def described(kind: str, unit: str, nbytes: int | None = None) -> str:
     """The name of a transfer for a message."""
-    return f"{kind} of {unit}" if unit else kind
+    name = f"{kind} of {unit}" if unit else kind
+    return name if nbytes is None else f"{name} ({nbytes} bytes)"
 
 
-def issue(group: dist.ProcessGroup, kind: str, unit: str = "", *, senders: Sequence[int] | None = None) -> Ticket:
-    """Note that this rank issues a transfer that all ranks of `group` issue. `senders` are places in the group."""
-    return journal_of(group).issue(kind, unit, senders)
+def issue(
+    group: dist.ProcessGroup,
+    kind: str,
+    unit: str = "",
+    *,
+    senders: Sequence[int] | None = None,
+    nbytes: int | None = None,
+) -> Ticket:
+    """Note that this rank issues a transfer that all ranks of `group` issue: see `Journal.issue`."""
+    return journal_of(group).issue(kind, unit, senders, nbytes)
 
 
 def journal_of(group: dist.ProcessGroup) -> Journal:

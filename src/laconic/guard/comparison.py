@@ -42,6 +42,7 @@ from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster
 from laconic.comm.groups import has_peers
 from laconic.comm.journal import issue
+from laconic.comm.messages import Exchange, start_to_all
 from laconic.comm.watch import waiting_for
 from laconic.errors import RanksDifferError
 from laconic.ragged.dtensor import DTensorShard
@@ -260,7 +261,7 @@ class IssuedProgram:
         self._digest = 0
         self._names: list[str] = []  # since the ranks last agreed
         self._arriving: Tensor | None = None
-        self._work: Any = None
+        self._exchange: Exchange | None = None
 
     def note(self, name: str) -> None:
         """Note what this rank issues next, such as "the gather of layers.0"."""
@@ -277,12 +278,11 @@ class IssuedProgram:
             return
         self._compared = self._count
         own = torch.tensor([self._count, self._digest], dtype=torch.int64)
-        sent = own.repeat(self._group.size())
-        self._arriving = sent.clone()
+        self._sent = own.repeat(self._group.size(), 1)
+        self._arriving = self._sent.clone()
         self._ticket = issue(self._group, _WHAT)
-        with waiting_for(_WHAT):
-            self._work = dist.all_to_all_single(self._arriving, sent, group=self._group, async_op=True)
-        self._sent = sent
+        with waiting_for(_WHAT, self._ticket):
+            self._exchange = start_to_all(self._group, self._ticket, self._arriving, self._sent)
         _unsettled.add(self)
 
     def settle(self) -> None:
@@ -293,15 +293,14 @@ class IssuedProgram:
         """
         _unsettled.discard(self)
         arriving, self._arriving = self._arriving, None
-        if arriving is None:
+        if arriving is None or self._exchange is None:
             return
         with waiting_for(_WHAT, self._ticket):
-            self._work.wait()
-        self._work = None
+            self._exchange.wait()
+        self._exchange = None
         first, self._agreed = self._agreed, self._compared
         names, self._names = self._names[: self._agreed - first], self._names[self._agreed - first :]
-        own = arriving.view(-1, 2)
-        if bool((own == own[0]).all()):
+        if bool((arriving == arriving[0]).all()):
             return
         assert self._group is not None
         by_rank = RankGroup(self._group).gather(names)
@@ -310,7 +309,7 @@ class IssuedProgram:
 
     def forget(self) -> None:
         """Begin anew after a forward or backward that raised."""
-        self._arriving = self._work = None
+        self._arriving = self._exchange = None
         self._names, self._digest = [], 0
         self._count = self._compared = self._agreed = 0
         _unsettled.discard(self)

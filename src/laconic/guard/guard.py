@@ -33,6 +33,8 @@ class Guard(Inspection):
         self._root, self._units, self._buckets = root, root.units, root.buckets
         self._program = IssuedProgram(root.cluster)
         self._strays: Strays | None = None
+        self._trained: list[list[bool]] = []
+        """Of each bucket, the parameters that were trained when it was gathered last."""
 
     @classmethod
     def sharding(cls, module: nn.Module) -> None:
@@ -113,7 +115,19 @@ class Guard(Inspection):
 
     def all_issued(self) -> None:
         """See `Observer`."""
+        self._note_frozen()
         self._program.start_comparison(diverges=any(bucket.replicas_diverge for bucket in self._buckets))
+
+    def _note_frozen(self) -> None:
+        """Let the ranks compare what was frozen, or trains again, since the last backward."""
+        trained, before = [bucket.full.trained for bucket in self._buckets], self._trained
+        self._trained = trained
+        if trained == before:
+            return
+        for bucket, now, then in zip(self._buckets, trained, before, strict=False):
+            for slot, trains, trained_then in zip(bucket.layout.slots, now, then, strict=False):
+                if trains != trained_then:
+                    self._program.note(f"{bucket.unit_name}: {slot.name} {'trains' if trains else 'is frozen'}")
 
     def settled(self, *, ends_step: bool, is_last: bool) -> None:
         """See `Observer`."""

@@ -39,7 +39,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from laconic.comm import cluster
 from laconic.comm.agreement import RankGroup
 from laconic.comm.groups import REHEARSED
-from laconic.comm.journal import Label, last_label
+from laconic.comm.journal import last_label
 from laconic.comm.traffic import Traffic
 from laconic.rehearse.machine import FSDP2, Event, Machine, Stream
 from laconic.rehearse.rings import Places, Ring, Route
@@ -313,7 +313,7 @@ class Group(_ProcessGroup):
     def _transfer(
         self, op: str, sent_bytes: int, received_bytes: int, route: Route, message: tuple[str, int, int] | None = None
     ) -> Transfer:
-        purpose, unit = label = last_label(self) or ("", "")
+        purpose, unit = label = (last_label(self) or ("", ""))[:2]
         counted = self._machine.take_counted()
         if counted is not None:
             purpose, sent = counted
@@ -376,7 +376,7 @@ class Group(_ProcessGroup):
         return Work(machine, stream, tensors, is_device=is_device)
 
 
-def _label_of_torch() -> Label | None:
+def _label_of_torch() -> tuple[str, str] | None:
     """The purpose and the unit of a transfer of FSDP2; None for those of others."""
     purpose, frame = None, sys._getframe(3)
     while frame is not None:

@@ -70,7 +70,7 @@ class FullBuffer:
         self.parameters: list[nn.Parameter] = []
         """The gathered parameters, in the order of the sharded ones; empty before the first gather."""
         self._versions: list[int] = []
-        self._trained: list[bool] = []
+        self.trained: list[bool] = []
         """Of each gathered parameter when it was shown: its version, and whether it trained."""
         self._sink: GradientSink | None = None
 
@@ -194,14 +194,14 @@ class FullBuffer:
         Users meet either, as the unit is gathered or not: the one that has changed since the last call is right.
         """
         trained = list(map(_requires_grad, self.parameters))
-        if trained == self._trained == list(map(_requires_grad, self._stored.parameters)):  # most often
+        if trained == self.trained == list(map(_requires_grad, self._stored.parameters)):  # most often
             return
         for index, (sharded, gathered) in enumerate(zip(self._stored.parameters, self.parameters, strict=True)):
-            if self._trained and gathered.requires_grad != self._trained[index]:
+            if self.trained and gathered.requires_grad != self.trained[index]:
                 sharded.requires_grad_(gathered.requires_grad)
             else:
                 gathered.requires_grad_(sharded.requires_grad)
-        self._trained = list(map(_requires_grad, self.parameters))
+        self.trained = list(map(_requires_grad, self.parameters))
 
     def hide(self) -> None:
         """Show the sharded parameters in the modules again.

@@ -1,0 +1,82 @@
+"""Messages of the host between all ranks of a group, each of which meets only its like.
+
+[Note: Messages that meet their like]
+Gloo matches the collectives of a group by their number alone. If one rank calls another collective than the others, its
+message may be longer than what they expect, and a thread of Gloo ends their processes, without an error that Python
+could catch. Ranks that run different programs come to this: one sends the flags of its parameters, another a digest of
+what it has issued. So small messages are sends and receives, whose tag is made of the transfer's number, its name and
+the length of the message. Different ones never meet. Then both ranks wait, and within seconds a proof ends the wait and
+says by name what each of them has called: [Note: Proof that a transfer never ends] in journal.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic import _compat
+from laconic.comm.groups import is_rehearsed
+from laconic.comm.journal import Ticket
+
+
+def uses_sends(group: dist.ProcessGroup) -> bool:
+    """True if messages of the host travel on a group as sends and receives: with Gloo, to ranks that are there."""
+    on_host = torch.device("cpu") in group._device_types and _compat.backend_of(group, "cpu") == "gloo"
+    return on_host and not is_rehearsed(group)
+
+
+class Exchange:
+    """Messages under way: [Note: Messages that nobody awaits] in collectives.py."""
+
+    def __init__(self, ticket: Ticket, works: Sequence[Any]) -> None:
+        """Take what `wait` waits for."""
+        self._ticket, self._works = ticket, works
+
+    def wait(self) -> None:
+        """Wait for the messages that come, and until those that go may change."""
+        for work in self._works:
+            work.wait()
+        self._works = ()
+        self._ticket.journal.forget_dropped(before=self._ticket.number)
+
+    def __del__(self) -> None:
+        """Leave what is under way to the journal."""
+        if self._works:
+            self._ticket.journal.dropped.append((self._ticket.number, self._works))
+
+
+def start_exchange(
+    group: dist.ProcessGroup, ticket: Ticket, landings: Sequence[Tensor] | Tensor, messages: Sequence[Tensor] | Tensor
+) -> Exchange:
+    """Begin to fill landing r with what rank r sends, and to send message r to rank r; this rank's own stay.
+
+    Both arguments are indexed by rank; the tensors are contiguous and on the host.
+    """
+    peers = [peer for peer in range(group.size()) if peer != group.rank()]
+    works = [_compat.irecv(landings[peer], group, peer, ticket.tag(landings[peer].nbytes)) for peer in peers]
+    works += [_compat.isend(messages[peer], group, peer, ticket.tag(messages[peer].nbytes)) for peer in peers]
+    return Exchange(ticket, works)
+
+
+def start_broadcast(group: dist.ProcessGroup, ticket: Ticket, tensor: Tensor) -> Exchange:
+    """Begin to send a tensor of the group's first rank to the others, in place. It is contiguous and on the host."""
+    tag = ticket.tag(tensor.nbytes)
+    if group.rank() == 0:
+        return Exchange(ticket, [_compat.isend(tensor, group, peer, tag) for peer in range(1, group.size())])
+    return Exchange(ticket, [_compat.irecv(tensor, group, 0, tag)])
+
+
+def start_to_all(group: dist.ProcessGroup, ticket: Ticket, arriving: Tensor, rows: Tensor) -> Exchange:
+    """Begin to send row r of `rows` to rank r of a group, and to fill row r of `arriving` from it, the own one too.
+
+    Shapes: R ranks; rows and arriving (R, K), contiguous, on the host.
+    """
+    if not uses_sends(group):
+        work = dist.all_to_all_single(arriving.view(-1), rows.view(-1), group=group, async_op=True)
+        return Exchange(ticket, [] if work is None else [work])
+    arriving[group.rank()].copy_(rows[group.rank()])
+    return start_exchange(group, ticket, arriving, rows)
