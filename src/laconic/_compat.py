@@ -227,6 +227,11 @@ class _Shown:
         return f"{self._overloadpacket}.default"
 
 
+def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Set the numbers by which autograd knows whether tensors that it has saved are as they were."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
 def show_collective(name: str) -> None:
     """Let CommDebugMode, where it is active, count c10d's collective `name`: it does not count sends and receives."""
     debug = sys.modules.get("torch.distributed.tensor.debug._comm_mode")

@@ -150,6 +150,19 @@ def test_units_that_are_reached_by_their_outputs_stop_looking() -> None:
     assert (model.blocks[1].num_forwards, model.blocks[1].num_packed) == (6, 3)
 
 
+@pytest.mark.parametrize("layer", LAYERS)
+@on_ranks(2, local=1)
+def test_a_loss_that_first_comes_later_is_an_error_of_autograd(layer: str) -> None:
+    """The memory of what is saved is gone then; the process must not read it. Later steps train on."""
+    model = shard(build_keeping(layer))
+    for step in range(4):
+        model(inputs(step, 0)[0]).square().mean().backward()
+    model(inputs(4, 0)[0])
+    with pytest.raises(RuntimeError, match="needed for gradient computation has been modified by an inplace operation"):
+        model.blocks[1].kept.mean().backward()
+    model(inputs(5, 0)[0]).square().mean().backward()
+
+
 class Overwriting(Keeping):
     def forward(self, x: Tensor) -> Tensor:
         output = super().forward(x)

@@ -75,6 +75,8 @@ def start_to_all(group: dist.ProcessGroup, ticket: Ticket, arriving: Tensor, row
 
     Shapes: R ranks; rows and arriving (R, K), contiguous, on the host.
     """
+    # a row of one element may have any stride
+    arriving, rows = (each if each.stride(-1) == 1 else each.view(-1).view(each.shape) for each in (arriving, rows))
     if not uses_sends(group):
         work = dist.all_to_all_single(arriving.view(-1), rows.view(-1), group=group, async_op=True)
         return Exchange(ticket, [] if work is None else [work])

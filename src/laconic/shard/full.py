@@ -11,6 +11,7 @@ from operator import attrgetter, is_
 import torch
 from torch import Tensor, nn
 
+from laconic import _compat
 from laconic.shard.form import Form
 from laconic.shard.linear import GradientSink, set_sink, write_gradient_in_place
 from laconic.shard.stored import StoredWeights
@@ -54,7 +55,8 @@ class FullBuffer:
     `allocate` fills it again, and the views never change. Autograd also remembers the version of every tensor that it
     saves, and a refill with the same values must not look like an edit. So the engine writes through an alias with its
     own version counter. Each gathered parameter has a counter of its own, too, as a parameter that is alone in its
-    memory would: it counts only a user's edits, and only those of this parameter.
+    memory would: it counts only a user's edits, and only those of this parameter. While there is no memory, it has
+    another number, at which autograd raises an error: [Note: Losses past the outputs] in hooks.py.
     """
 
     def __init__(self, stored: StoredWeights, form: Form, places: ParameterPlaces, *, keeps_weights: bool) -> None:
@@ -69,6 +71,8 @@ class FullBuffer:
         self._is_shard = False
         self.parameters: list[nn.Parameter] = []
         """The gathered parameters, in the order of the sharded ones; empty before the first gather."""
+        self._views: list[nn.Parameter] = []
+        """The gathered parameters that are views of it."""
         self._versions: list[int] = []
         self.trained: list[bool] = []
         """Of each gathered parameter when it was shown: its version, and whether it trained."""
@@ -91,6 +95,7 @@ class FullBuffer:
         elif not self.is_allocated and not self._is_shard:
             self._storage.resize_(self._nbytes)
             self.is_allocated = True
+            _compat.set_versions(self._views, self._saved_versions)
             self._stored.ledger.hold(self._nbytes, full_of=self.is_around)
         assert self._alias is not None
         return self._alias
@@ -133,6 +138,8 @@ class FullBuffer:
         if self._tensor is not None and self.is_allocated:
             self._storage.resize_(0)
             self.is_allocated = False
+            self._saved_versions = list(map(_version_of, self._views))
+            _compat.set_versions(self._views, [version + 1 for version in self._saved_versions])
             self._stored.ledger.hold(-self._nbytes, full_of=self.is_around)
             if self._form.converts:
                 self._form.free()

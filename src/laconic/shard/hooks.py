@@ -164,7 +164,8 @@ class SavedWeights:
     hook on an inner layer has taken, reaches operations of the unit without its outputs. They would find freed memory:
     an error about storages, or a crash of the process. So a unit has what autograd saves in its first forwards packed.
     Weights that are unpacked while the unit rests gather it, and begin its backward. Such a unit packs in all forwards
-    from then on. The others stop: packing takes two calls in Python for each tensor that is saved.
+    from then on. The others stop: packing takes two calls in Python for each tensor that is saved. Should such a loss
+    come later, autograd finds that the weights have another version while they are freed, and raises its own error.
 
     Where somebody packs already, as activation checkpointing does, the unit does not.
     """
@@ -226,13 +227,15 @@ class _Packed(NamedTuple):
 
 
 def _unpack(packed: _Packed) -> Tensor:
+    if packed.weights_of is not None and _compat.in_backward():  # else somebody looks at the graph
+        packed.weights_of.gather()  # freed weights have another version
+    elif packed.weights_of is not None:
+        return packed.tensor
     if packed.tensor._version != packed.version:  # torch looks only where nobody packs
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
             f"of shape {tuple(packed.tensor.shape)}, saved in the forward of a sharded module"
         )
-    if packed.weights_of is not None and _compat.in_backward():  # else somebody looks at the graph
-        packed.weights_of.gather()
     return packed.tensor
 
 
