@@ -26,8 +26,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from laconic.checkpoint.api import Contents, check_keep, write
 from laconic.checkpoint.commit import CheckpointError
 from laconic.comm.agreement import RankGroup
-from laconic.comm.groups import destroy_with, new_host_group
+from laconic.comm.groups import destroy_with
 from laconic.comm.launch import initialized_accelerator
+from laconic.comm.messages import new_host_group
 from laconic.comm.watch import waiting_for
 from laconic.islands.local_steps import LocalSteps
 from laconic.shard import cache

@@ -79,17 +79,6 @@ def new_group(
     return _compat.named_group(f"laconic-{digest}-{made[members]}", list(members), timeout, backend, device)
 
 
-def new_host_group(like: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
-    """Make a Gloo group of the ranks of another, for messages of the host that must not mix with those of others.
-
-    Default: all ranks; None if torch.distributed is not initialised. Only its ranks call this: see `new_group`.
-    """
-    like = like or dist.group.WORLD
-    if like is None:
-        return None
-    return new_group(dist.get_process_group_ranks(like), _compat.timeout_of(like), "gloo")
-
-
 def device_to_bind(backend: str, device: torch.device | None) -> torch.device | None:
     """The device to which a default group of `backend` is bound: [Note: Communicators]. None: none.
 

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic import _compat
-from laconic.comm.groups import is_rehearsed
-from laconic.comm.journal import Ticket
+from laconic.comm.groups import is_rehearsed, new_group
+from laconic.comm.journal import Ticket, issue
+from laconic.comm.watch import waiting_for
 
 
 def uses_sends(group: dist.ProcessGroup) -> bool:
@@ -82,3 +83,20 @@ def start_to_all(group: dist.ProcessGroup, ticket: Ticket, arriving: Tensor, row
         return Exchange(ticket, [] if work is None else [work])
     arriving[group.rank()].copy_(rows[group.rank()])
     return start_exchange(group, ticket, arriving, rows)
+
+
+def new_host_group(like: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
+    """Make a Gloo group of the ranks of another, for messages of the host that must not mix with those of others.
+
+    Default: all ranks; None if torch.distributed is not initialised. Only its ranks call this: see `new_group`. They
+    meet first. A rank that came alone would wait in the rendezvous store, where no proof could end its wait.
+    """
+    like = like or dist.group.WORLD
+    if like is None:
+        return None
+    if uses_sends(like):
+        ticket = issue(like, "the start of a group for messages", nbytes=1)
+        words = torch.zeros(like.size(), 1, dtype=torch.uint8)
+        with waiting_for(ticket, ticket):
+            start_to_all(like, ticket, torch.empty_like(words), words).wait()
+    return new_group(dist.get_process_group_ranks(like), _compat.timeout_of(like), "gloo")

@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 from laconic.comm.agreement import RankGroup
 from laconic.comm.entries import typed
-from laconic.comm.groups import destroy_with, new_host_group
+from laconic.comm.groups import destroy_with
+from laconic.comm.messages import new_host_group
 from laconic.comm.watch import waiting_for
 from laconic.hf.hub_names import FolderRun
 from laconic.islands.local_steps import LocalSteps

@@ -33,8 +33,9 @@ from torch import Tensor, nn
 
 from laconic import _compat
 from laconic.comm.agreement import RankGroup
-from laconic.comm.groups import destroy_with, new_host_group
+from laconic.comm.groups import destroy_with
 from laconic.comm.journal import issue
+from laconic.comm.messages import new_host_group
 from laconic.comm.watch import waiting_for
 from laconic.publish.reader import Reader, UpdatePlan, source_of
 from laconic.publish.source import Registration, VanishedError, VersionSource, parse_manifest
