@@ -111,6 +111,10 @@ def _buffered(**buffers: Tensor) -> Any:
     return sharded(model, broadcast_buffers=True)
 
 
+def _buffers_in_order(is_odd: bool) -> Any:
+    return _buffered(**{name: torch.ones(2) for name in ("ba" if is_odd else "ab")})
+
+
 def _buffers(odd: dict[str, Tensor], *words: str) -> Kind:
     """The odd rank has other buffers, which the first rank gives to all."""
     return _built(lambda is_odd: _buffered(**odd if is_odd else {"a": torch.ones(2), "b": torch.ones(4)}), *words)
@@ -232,6 +236,7 @@ KINDS: dict[str, Kind] = {
     "a buffer more": _buffers(
         {"a": torch.ones(2), "b": torch.ones(4), "c": torch.ones(1)}, _DIFFERS, "buffer head.c (1,) torch.float32"
     ),
+    "order of buffers": _built(_buffers_in_order, _DIFFERS, "the order differs"),
     "dtype of a buffer later": _later(
         lambda model: setattr(model.head, "a", model.head.a.half()), make=lambda: _buffered(a=torch.ones(2)),
     ),

@@ -157,6 +157,9 @@ def first_difference(base: Description, other: Description, base_name: str) -> s
                 return f"{unit} has {name} {theirs or 'missing'} here, and {value} on {base_name}"
         if extra := other[unit].keys() - base[unit].keys():
             return f"{unit} has {min(extra)} {other[unit][min(extra)]} here, and none on {base_name}"
+        if list(other[unit]) != list(base[unit]):
+            here, there = next((a, b) for a, b in zip(other[unit], base[unit], strict=True) if a != b)
+            return f"{unit} has {here} where {base_name} has {there}: the order differs"
         if other_units[place : place + 1] != [unit] and set(units) == set(other_units):
             return f"{other_units[place]} comes where {base_name} has {unit}: the order of the units differs"
     extra_units = [unit for unit in other_units if unit not in base]

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -51,8 +52,7 @@ class BoxedTensor(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
         boxes = self.held_boxes()
-        if len(boxes) > 1:
-            _refuse_one_box_a_name(fqn, len(boxes), sys._getframe(1))
+        _refuse_lossy_storage(fqn, len(boxes), sys._getframe(1))
         return [
             WriteItem(
                 index=MetadataIndex(fqn, torch.Size(offset)),
@@ -77,15 +77,23 @@ def _send_boxes(tensor: BoxedTensor) -> tuple[Any, ...]:
     return SentBoxes, (tensor.shape, boxes, tensor.dtype)
 
 
-def _refuse_one_box_a_name(name: str, num_boxes: int, frame: FrameType | None) -> None:
-    """Refuse a storage that would keep one box of several, before it writes. DCP does not say which it plans for.
+def _refuse_lossy_storage(name: str, num_boxes: int, frame: FrameType | None) -> None:
+    """Refuse a storage that would lose parts of a tensor, before it writes. DCP does not say which it plans for.
 
     Raises:
-        NotImplementedError: a frame above has a storage writer of safetensors, which keeps one tensor a name and file.
+        NotImplementedError: a frame above has a storage writer of safetensors, which keeps one tensor a name and file,
+            or lets all ranks write one file.
     """
     while frame is not None:
         writer = frame.f_locals.get("storage_writer")
-        if getattr(writer, "serialization_format", None) is SerializationFormat.SAFETENSORS:
+        is_safetensors = getattr(writer, "serialization_format", None) is SerializationFormat.SAFETENSORS
+        if is_safetensors and not getattr(writer, "save_distributed", True) and dist.get_world_size() > 1:
+            raise NotImplementedError(
+                f"{type(writer).__name__} without save_distributed=True expects whole tensors on rank 0: all ranks "
+                f"would write one file, and parts of {name} would be lost. Use laconic.save_safetensors, which writes "
+                "such a folder, or give a full state dict (StateDictOptions(full_state_dict=True))"
+            )
+        if is_safetensors and num_boxes > 1:
             raise NotImplementedError(
                 f"{type(writer).__name__} keeps one tensor a name and file, but this rank's part of {name} is no box: "
                 f"it is {num_boxes} boxes, of which all but one would be lost. Use laconic.save_safetensors, which "
