@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import laconic
 from laconic.checkpoint import load_checkpoint, save_checkpoint
+from laconic.comm import collectives
 from laconic.ragged.dtensor import whole_of
 from tests.support.launch import on_ranks, run_ranks
 from tests.support.sharded_net import Block, assert_nothing_gathered, build, full_gradients, full_parameters
@@ -168,17 +169,17 @@ MESSAGES: list[tuple[int, str, int]] = []
 
 
 def test_experts_cut_over_two_axes_train_as_the_unsharded_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    send, reduce = dist.all_to_all_single, dist.all_reduce
+    send, reduce = collectives.start_to_all, dist.all_reduce
 
-    def counting_send(arriving: Tensor, sent: Tensor, **arguments: Any) -> Any:
-        MESSAGES.append((dist.get_rank(), "send", sent.numel() // arguments["group"].size()))
-        return send(arriving, sent, **arguments)
+    def counting_send(group: Any, ticket: Any, arriving: Tensor, rows: Tensor) -> Any:
+        MESSAGES.append((dist.get_rank(), "send", rows.shape[1]))
+        return send(group, ticket, arriving, rows)
 
     def counting_reduce(tensor: Tensor, *args: Any, **arguments: Any) -> Any:
         MESSAGES.append((dist.get_rank(), "reduce", tensor.numel()))
         return reduce(tensor, *args, **arguments)
 
-    monkeypatch.setattr(dist, "all_to_all_single", counting_send)
+    monkeypatch.setattr(collectives, "start_to_all", counting_send)
     monkeypatch.setattr(dist, "all_reduce", counting_reduce)
     run_ranks(job_experts, 8, tmp_path, local=1)
 

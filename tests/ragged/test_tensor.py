@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import laconic
+from laconic.comm import collectives
 from laconic.layout.bucket import Extent
 from laconic.ragged.tensor import RaggedTensor, admit_edits, delay_edits, withdraw
 from tests.support.launch import on_ranks, run_ranks
@@ -326,13 +327,13 @@ def test_norms_of_half_precision_do_not_overflow() -> None:
 
 def test_clipping_costs_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[int] = []
-    send = dist.all_to_all_single
+    send = collectives.start_to_all
 
-    def counting(arriving: Tensor, *args: Any, **arguments: Any) -> Any:
+    def counting(group: Any, ticket: Any, arriving: Tensor, rows: Tensor) -> Any:
         messages.append(arriving.nbytes)
-        return send(arriving, *args, **arguments)
+        return send(group, ticket, arriving, rows)
 
-    monkeypatch.setattr(dist, "all_to_all_single", counting)
+    monkeypatch.setattr(collectives, "start_to_all", counting)
     run_ranks(job_clip, 4, local=2)
     assert messages == 4 * [4 * NORMS_BYTES], "one trip, with the norms of all ranks"
 

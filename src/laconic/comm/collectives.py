@@ -43,7 +43,7 @@ from laconic import _compat
 from laconic.comm.cluster import Cluster
 from laconic.comm.groups import has_peers
 from laconic.comm.journal import Ticket, issue, journal_of
-from laconic.comm.messages import Exchange, start_broadcast, start_exchange, start_to_all
+from laconic.comm.messages import HostExchange, start_broadcast, start_exchange, start_to_all
 from laconic.comm.pacing import start_paced_exchange
 from laconic.comm.traffic import Level, Purpose, Traffic
 from laconic.comm.watch import waiting_for
@@ -69,7 +69,11 @@ class Pending(waiting_for):
     __slots__ = ("_works",)
 
     def __init__(
-        self, works: Sequence[dist.Work | Exchange | None], traffic: Traffic, level: Level, ticket: Ticket | None = None
+        self,
+        works: Sequence[dist.Work | HostExchange | None],
+        traffic: Traffic,
+        level: Level,
+        ticket: Ticket | None = None,
     ) -> None:
         """Take the works that end the transfer; waiting for them is counted in `traffic` for `level`."""
         self._works = works
@@ -375,7 +379,7 @@ class Communicator:
             each.nbytes for each in (*landings, *messages)
         )  # alike on all ranks, if this one's part is empty, too
         if paces and self._paces and moves:
-            exchange = Exchange(ticket, [start_paced_exchange(group, ticket.tag(), list(landings), list(messages))])
+            exchange = HostExchange(ticket, [start_paced_exchange(group, ticket.tag(), list(landings), list(messages))])
             return Pending([exchange], self._traffic, self.level, ticket)
         with waiting_for(ticket):  # a lost connection may be an error already
             exchange = start_exchange(group, ticket, landings, messages)

@@ -30,7 +30,7 @@ def uses_sends(group: dist.ProcessGroup) -> bool:
     return on_host and not is_rehearsed(group)
 
 
-class Exchange:
+class HostExchange:
     """Messages under way: [Note: Messages that nobody awaits] in collectives.py."""
 
     def __init__(self, ticket: Ticket, works: Sequence[Any]) -> None:
@@ -52,7 +52,7 @@ class Exchange:
 
 def start_exchange(
     group: dist.ProcessGroup, ticket: Ticket, landings: Sequence[Tensor] | Tensor, messages: Sequence[Tensor] | Tensor
-) -> Exchange:
+) -> HostExchange:
     """Begin to fill landing r with what rank r sends, and to send message r to rank r; this rank's own stay.
 
     Both arguments are indexed by rank; the tensors are contiguous and on the host.
@@ -60,18 +60,18 @@ def start_exchange(
     peers = [peer for peer in range(group.size()) if peer != group.rank()]
     works = [_compat.irecv(landings[peer], group, peer, ticket.tag(landings[peer].nbytes)) for peer in peers]
     works += [_compat.isend(messages[peer], group, peer, ticket.tag(messages[peer].nbytes)) for peer in peers]
-    return Exchange(ticket, works)
+    return HostExchange(ticket, works)
 
 
-def start_broadcast(group: dist.ProcessGroup, ticket: Ticket, tensor: Tensor) -> Exchange:
+def start_broadcast(group: dist.ProcessGroup, ticket: Ticket, tensor: Tensor) -> HostExchange:
     """Begin to send a tensor of the group's first rank to the others, in place. It is contiguous and on the host."""
     tag = ticket.tag(tensor.nbytes)
     if group.rank() == 0:
-        return Exchange(ticket, [_compat.isend(tensor, group, peer, tag) for peer in range(1, group.size())])
-    return Exchange(ticket, [_compat.irecv(tensor, group, 0, tag)])
+        return HostExchange(ticket, [_compat.isend(tensor, group, peer, tag) for peer in range(1, group.size())])
+    return HostExchange(ticket, [_compat.irecv(tensor, group, 0, tag)])
 
 
-def start_to_all(group: dist.ProcessGroup, ticket: Ticket, arriving: Tensor, rows: Tensor) -> Exchange:
+def start_to_all(group: dist.ProcessGroup, ticket: Ticket, arriving: Tensor, rows: Tensor) -> HostExchange:
     """Begin to send row r of `rows` to rank r of a group, and to fill row r of `arriving` from it, the own one too.
 
     Shapes: R ranks; rows and arriving (R, K), contiguous, on the host.
@@ -80,7 +80,7 @@ def start_to_all(group: dist.ProcessGroup, ticket: Ticket, arriving: Tensor, row
     arriving, rows = (each if each.stride(-1) == 1 else each.view(-1).view(each.shape) for each in (arriving, rows))
     if not uses_sends(group):
         work = dist.all_to_all_single(arriving.view(-1), rows.view(-1), group=group, async_op=True)
-        return Exchange(ticket, [] if work is None else [work])
+        return HostExchange(ticket, [] if work is None else [work])
     arriving[group.rank()].copy_(rows[group.rank()])
     return start_exchange(group, ticket, arriving, rows)
 

@@ -42,12 +42,12 @@ from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster
 from laconic.comm.groups import has_peers
 from laconic.comm.journal import issue
-from laconic.comm.messages import Exchange, start_to_all
+from laconic.comm.messages import HostExchange, start_to_all
 from laconic.comm.watch import waiting_for
 from laconic.errors import RanksDifferError
 from laconic.ragged.dtensor import DTensorShard
 from laconic.ragged.spec import RaggedSpec
-from laconic.ragged.steps import Step, before_step
+from laconic.ragged.steps import OptimizerStep, before_step
 from laconic.shard.bucket import Bucket, ManagedParameter
 
 Description = dict[str, dict[str, str]]
@@ -264,7 +264,7 @@ class IssuedProgram:
         self._digest = 0
         self._names: list[str] = []  # since the ranks last agreed
         self._arriving: Tensor | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: HostExchange | None = None
 
     def note(self, name: str) -> None:
         """Note what this rank issues next, such as "the gather of layers.0"."""
@@ -342,6 +342,6 @@ _unsettled: WeakSet[IssuedProgram] = WeakSet()
 
 
 @before_step
-def _settle_all(_: Step) -> None:
+def _settle_all(_: OptimizerStep) -> None:
     for program in list(_unsettled):
         program.settle()

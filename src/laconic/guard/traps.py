@@ -36,7 +36,7 @@ from laconic import _compat
 from laconic.comm.agreement import RankGroup
 from laconic.errors import RanksDifferError
 from laconic.guard.checksum import digest_of
-from laconic.ragged.steps import HOME, Step, before_step
+from laconic.ragged.steps import HOME, OptimizerStep, before_step
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.bucket import Bucket, ManagedParameter
 from laconic.shard.unit import Origin, is_left_alone, unit_of, units_below
@@ -106,7 +106,7 @@ register_module_parameter_registration_hook(_registrations)
 
 
 @before_step
-def _look_at_optimizer(step: Step) -> None:
+def _look_at_optimizer(step: OptimizerStep) -> None:
     """Refuse parameters that `fully_shard` has replaced, and states that nobody can cut, at the first step."""
     optimizer = step.optimizer
     if hasattr(optimizer, _LOOKED):

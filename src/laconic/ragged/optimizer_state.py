@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.ragged.steps import Step, before_step
+from laconic.ragged.steps import OptimizerStep, before_step
 from laconic.ragged.tensor import RaggedTensor
 
 _NUMBERS = {"step", "mu_product", "eta", "mu"}
@@ -75,7 +75,7 @@ def _is_like(parameter: RaggedTensor, key: str, value: Any) -> bool:
 
 
 @before_step
-def _cut_before(step: Step) -> None:
+def _cut_before(step: OptimizerStep) -> None:
     optimizer, first = step.optimizer, next(iter(step.ragged), None)
     if first is None or getattr(optimizer, "cuts_loaded_state", False):
         return

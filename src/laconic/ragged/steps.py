@@ -21,7 +21,7 @@ HOME = "_laconic_home"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class OptimizerStep:
     """A step that an optimizer is about to take."""
 
     optimizer: Optimizer
@@ -33,12 +33,12 @@ class Step:
     """True if the step may compute gradients itself."""
 
 
-_before: list[Callable[[Step], None]] = []
+_before: list[Callable[[OptimizerStep], None]] = []
 _after: list[Callable[[Optimizer], None]] = []
 _handles: list[Any] = []
 
 
-def before_step(function: Callable[[Step], None]) -> Callable[[Step], None]:
+def before_step(function: Callable[[OptimizerStep], None]) -> Callable[[OptimizerStep], None]:
     """Call a function before each step of an optimizer with parameters that are, or were before, sharded."""
     _before.append(function)
     return function
@@ -61,7 +61,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     ragged = [each for each in parameters if isinstance(each, RaggedTensor)]
     if ragged or any(hasattr(each, HOME) for each in parameters):
         has_closure = any(argument is not None for argument in (*args[1:], *kwargs.values()))
-        step = Step(optimizer=optimizer, parameters=parameters, ragged=ragged, has_closure=has_closure)
+        step = OptimizerStep(optimizer=optimizer, parameters=parameters, ragged=ragged, has_closure=has_closure)
         for function in _before:
             function(step)
 

@@ -70,7 +70,7 @@ from laconic.codec.varying import VaryingMessages
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import NOTHING, Communicator, ReduceScatter, start_flags
 from laconic.comm.traffic import Level
-from laconic.ragged.steps import Step, after_step, before_step
+from laconic.ragged.steps import OptimizerStep, after_step, before_step
 from laconic.shard.bucket import Bucket
 from laconic.shard.extension import Observer
 
@@ -360,7 +360,7 @@ _all: WeakSet[CodedDifferences] = WeakSet()
 
 
 @before_step
-def _begin_step(_: Step) -> None:
+def _begin_step(_: OptimizerStep) -> None:
     for each in _all:
         each.note_step_begins()
 

@@ -48,7 +48,7 @@ from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import Communicator, PendingFlags, start_flags
 from laconic.comm.traffic import Level
 from laconic.comm.watch import waiting_for
-from laconic.ragged.steps import Step, after_step, before_step
+from laconic.ragged.steps import OptimizerStep, after_step, before_step
 from laconic.ragged.tensor import RaggedTensor, admit_edits
 from laconic.shard.bucket import Bucket
 from laconic.shard.lanes import Lane
@@ -252,7 +252,7 @@ def _zeroings(gradient: Tensor) -> int:
 
 
 @before_step
-def _hide(step: Step) -> None:
+def _hide(step: OptimizerStep) -> None:
     """Hide waiting gradients from a step, which is about to edit the weights."""
     admit_edits()
     _show_again(step.optimizer)  # of a step that raised
