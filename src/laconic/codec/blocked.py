@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import abstractmethod
+from functools import cached_property
 from types import ModuleType
 from typing import Literal, NamedTuple
 
@@ -127,7 +128,7 @@ class BlockCodec(Codec):
             codes, steps = self._parts(payload, out.numel(), rotates=rotates)
             kernels.decode(self, codes, steps, out, adds=adds, rotates=rotates)
 
-    @property
+    @cached_property
     def has_kernels(self) -> bool:
         """Whether triton's kernels know this codec, and its blocks are powers of two, which hold whole rotations."""
         is_known = type(self).form is not BlockCodec.form
@@ -135,7 +136,7 @@ class BlockCodec(Codec):
 
     def _kernels(self, tensor: Tensor) -> ModuleType | None:
         """The module of triton's kernels, if they are for this codec and run on this tensor."""
-        return None if tensor.is_cpu or not self.has_kernels else kernels_for(tensor, "codec.blocked_triton")
+        return kernels_for(tensor, "codec.blocked_triton") if self.has_kernels else None
 
     def _parts(self, payload: Tensor, numel: int, *, rotates: bool = False) -> tuple[Tensor, Tensor]:
         """The codes and the steps of a payload of `numel` values."""

@@ -81,6 +81,7 @@ def start_to_all(group: dist.ProcessGroup, ticket: Ticket, arriving: Tensor, row
     if not uses_sends(group):
         work = dist.all_to_all_single(arriving.view(-1), rows.view(-1), group=group, async_op=True)
         return HostExchange(ticket, [] if work is None else [work])
+    _compat.show_collective("alltoall_base_")
     arriving[group.rank()].copy_(rows[group.rank()])
     return start_exchange(group, ticket, arriving, rows)
 
