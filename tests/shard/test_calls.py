@@ -53,10 +53,10 @@ HOST_4BIT = {"cache": "host", "wire": "4bit"}
 @pytest.mark.parametrize(
     ("policies", "most"),
     [
-        ({"cache": "none"}, {"one tensor": 490, "nine tensors": 560}),
-        ({"cache": "host"}, {"one tensor": 465, "nine tensors": 540}),
-        ({"cache": "rank"}, {"one tensor": 415, "nine tensors": 490}),
-        (HOST_4BIT, {"one tensor": 625, "nine tensors": 875}),
+        ({"cache": "none"}, {"one tensor": 280, "nine tensors": 320}),
+        ({"cache": "host"}, {"one tensor": 268, "nine tensors": 308}),
+        ({"cache": "rank"}, {"one tensor": 233, "nine tensors": 273}),
+        (HOST_4BIT, {"one tensor": 422, "nine tensors": 620}),
     ],
     ids=["none", "host", "rank", "4bit"],
 )
