@@ -44,7 +44,7 @@ _STEP_LIMITS = {"default": 1000, "foreach": 300, "fused": 160}
 """The most calls in Python of AdamW's step for a unit of nine tensors, by its implementation."""
 _TRIED = (
     "What units ask is bound or looked up once: before, none had 995 and 1,370 calls. What is left is twelve calls for "
-    "each of four to six transfers, and torch's own operations. A toy with moves that are bound once, two calls for each, "
+    "each of four to six transfers, and torch's own operations. A toy with moves that are bound once, two calls each, "
     "takes 0.15x and 0.33x of FSDP2's time. In few bits each message takes a dozen operations of torch on a CPU, which "
     "has no kernels for them."
 )
