@@ -203,7 +203,7 @@ class ScaledTensor(Tensor):
         if func._schema.is_mutable and args and isinstance(args[0], cls):
             raise RuntimeError(
                 f"{func} writes into a weight in {args[0].weight_format.name}, which is a copy of the one that trains. "
-                "Edit the sharded parameter under torch.no_grad() while the module is resharded"
+                "Call reshard() of the sharded module, and edit its parameter under torch.no_grad()"
             )
         args, kwargs = tree_map_only(cls, cls.dequantize, (args, kwargs or {}))
         return func(*args, **kwargs)

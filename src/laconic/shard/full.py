@@ -229,7 +229,7 @@ class FullBuffer:
         if edited:
             raise RuntimeError(
                 f"the gathered parameter {edited} was edited in place, which does not change the sharded parameter "
-                "that trains. Edit the sharded parameter under torch.no_grad() while the module is resharded"
+                "that trains. Call reshard() of the sharded module, and edit its parameter under torch.no_grad()"
             )
 
     def _refuse_other_memory(self) -> None:
@@ -245,7 +245,7 @@ class FullBuffer:
         names = ", ".join(self._stored.layout.slots[index].name for index in moved)
         raise RuntimeError(
             f"the .data of the gathered parameter {names} was replaced, which does not change the sharded parameter "
-            "that trains. Edit the sharded parameter under torch.no_grad() while the module is resharded"
+            "that trains. Call reshard() of the sharded module, and edit its parameter under torch.no_grad()"
         )
 
     def _is_edited(self, index: int) -> bool:
