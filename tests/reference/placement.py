@@ -12,7 +12,8 @@ from laconic.shard.policies import Placement
 def most_seconds_split(options: Sequence[Sequence[Saving]], device_bytes: int) -> float:
     """The most seconds that units could save if each could be split between its options, and hosts were large.
 
-    By Lagrange: for any price of a byte, what each unit saves at best beyond the price, and the price of all bytes.
+    This is the bound of Lagrange. Let a byte have a price. Each unit takes the option that saves most after its bytes
+    are paid. The bound is the sum of these savings and of the price of all bytes; the best price makes it least.
     """
     slopes = [each.seconds / max(1, each.device_bytes) for unit in options for each in unit]
     return min(

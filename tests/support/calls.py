@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,9 +23,12 @@ def calls_in(function: Callable[[], Any], *, everywhere: bool = False) -> int:
         calls += event == "call" and (everywhere or frame.f_code.co_filename.startswith(_SOURCES))
 
     before = sys.getprofile()
+    gc.collect()  # now: a collection in between would run what others have left to be finalized
+    gc.disable()
     sys.setprofile(count)
     try:
         function()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return calls

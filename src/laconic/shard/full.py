@@ -72,7 +72,7 @@ class FullBuffer:
         self.parameters: list[nn.Parameter] = []
         """The gathered parameters, in the order of the sharded ones; empty before the first gather."""
         self._views: list[nn.Parameter] = []
-        """The gathered parameters that are views of it."""
+        """The gathered parameters whose memory is this buffer's."""
         self._versions: list[int] = []
         self.trained: list[bool] = []
         """Of each gathered parameter when it was shown: its version, and whether it trained."""

@@ -222,7 +222,7 @@ class WaitingSums:
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         self.shown: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        """What stands in `.grad` of some parameters, and how often that had been cleared."""
+        """By parameter, the tensor that was put into its `.grad`, and how often that tensor had been cleared then."""
 
     def show(self, index: int) -> None:
         """Let `.grad` of a parameter stand for its sums, from the end of a backward on."""

@@ -227,10 +227,10 @@ class _Packed(NamedTuple):
 
 
 def _unpack(packed: _Packed) -> Tensor:
-    if packed.weights_of is not None and _compat.in_backward():  # else somebody looks at the graph
+    if packed.weights_of is not None:
+        if not _compat.in_backward():  # somebody looks at the graph
+            return packed.tensor
         packed.weights_of.gather()  # freed weights have another version
-    elif packed.weights_of is not None:
-        return packed.tensor
     if packed.tensor._version != packed.version:  # torch looks only where nobody packs
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "

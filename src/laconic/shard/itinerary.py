@@ -52,7 +52,7 @@ from laconic.shard.gather import UnitGather
 
 
 class _Ahead(NamedTuple):
-    """What begins when a unit does."""
+    """The gathers that begin ahead when a unit begins."""
 
     whole: Sequence[UnitGather] = ()
     """Units to gather whole."""
@@ -107,7 +107,7 @@ class _Itinerary:
         return chosen
 
     def _choose_new(self, place: int) -> _Ahead:
-        """What is chosen at a place and not at the one before; all of it if units run several times."""
+        """The gathers chosen at a place, without those of the place before; all of them if units run several times."""
         new = self._at(place)
         if place and self._visits_each_once:
             before = self._at(place - 1)
