@@ -40,8 +40,8 @@ def preferences() -> Dataset:
 
 def main() -> None:
     parser = HfArgumentParser(DPOConfig)
-    parser.set_defaults(output_dir="runs/dpo", max_steps=20, learning_rate=2e-2, logging_steps=5, save_steps=10)
-    parser.set_defaults(report_to="none", bf16=False)
+    parser.set_defaults(output_dir="runs/dpo", max_steps=40, learning_rate=2e-2, logging_steps=10, save_steps=20)
+    parser.set_defaults(report_to="none", bf16=False, beta=1.0)
     (arguments,) = parser.parse_args_into_dataclasses()
     torch.manual_seed(arguments.seed)
     model = LlamaForCausalLM(

@@ -37,7 +37,7 @@ def questions() -> Dataset:
 
 def main() -> None:
     parser = HfArgumentParser(SFTConfig)
-    parser.set_defaults(output_dir="runs/sft_lora", max_steps=20, learning_rate=2e-2, logging_steps=5, save_steps=10)
+    parser.set_defaults(output_dir="runs/sft_lora", max_steps=40, learning_rate=2e-2, logging_steps=10, save_steps=20)
     parser.set_defaults(report_to="none", bf16=False)
     (arguments,) = parser.parse_args_into_dataclasses()
     torch.manual_seed(arguments.seed)

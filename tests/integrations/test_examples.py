@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,12 @@ def test_gpt_with_laconic_trains_as_with_ddp_and_lightning_trains(tmp_path: Path
     assert (tmp_path / "step=1.ckpt" / "meta.pt").exists()
 
 
+def test_gpt_learns(tmp_path: Path) -> None:
+    arguments = ["train_gpt.py", "--steps", "20", "--save", str(tmp_path / "gpt.pt")]
+    losses = [loss for loss, _ in numbers(launch(job_script, *arguments, num_ranks=2, num_local=1, backend=None)[0])]
+    assert losses[-1] < 0.7 * losses[0], losses
+
+
 TRAINERS = {
     "trainer": "model.safetensors",
     "sft_lora": "adapter_model.safetensors",
@@ -65,21 +72,34 @@ TRAINERS = {
 }
 
 
-def run_trainers(folder: Path) -> None:
+LEARN = {"trainer": 0.8, "sft_lora": 0.9, "dpo": 0.8}
+"""The last loss of an example's own steps, at most so much of the first."""
+
+
+def run_trainers(folder: Path, names: Sequence[str], options: Sequence[str]) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # accelerate would let every rank have a thread per core
-    options = ["--use_cpu", "--max_steps", "2", "--save_steps", "2", "--disable_tqdm", "true"]
-    for name in TRAINERS:
-        sys.argv = [f"examples/{name}.py", "--output_dir", str(folder / name), *options]
+    for name in names:
+        sys.argv = [f"examples/{name}.py", "--output_dir", str(folder / name), "--use_cpu", "--disable_tqdm", "true"]
+        sys.argv += options
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.parametrize("num_ranks", [2, 1])
 def test_examples_of_trainers(tmp_path: Path, num_ranks: int) -> None:
-    run_ranks(run_trainers, num_ranks, tmp_path)
+    run_ranks(run_trainers, num_ranks, tmp_path, [*TRAINERS], ["--max_steps", "2", "--save_steps", "2"])
     for name, file in TRAINERS.items():
         for folder in (tmp_path / name, tmp_path / name / "checkpoint-2"):
             assert (folder / file).exists()
         assert (tmp_path / name / "checkpoint-2" / "laconic").exists() == (num_ranks > 1)
+
+
+def test_examples_of_trainers_learn(tmp_path: Path) -> None:
+    run_ranks(run_trainers, 2, tmp_path, [*LEARN], [])
+    for name, most in LEARN.items():
+        last = max((tmp_path / name).glob("checkpoint-*"), key=lambda folder: int(folder.name.split("-")[1]))
+        log = json.loads((last / "trainer_state.json").read_text())["log_history"]
+        losses = [entry["loss"] for entry in log if "loss" in entry]
+        assert losses[-1] < most * losses[0], (name, losses)
 
 
 # -- grpo.py -----------------------------------------------------------------------------------------------------------
