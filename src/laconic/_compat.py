@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch._C._dynamo import eval_frame
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -369,9 +370,17 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def is_of_transform(tensor: Tensor) -> bool:
-    """True if a torch.func transform has wrapped the tensor."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+def refuse_transform(parameter: Tensor, name: str) -> None:
+    """Refuse what a torch.func transform has put in the place of a sharded parameter.
+
+    Raises:
+        RuntimeError: a transform has wrapped `parameter`.
+    """
+    if torch._C._functorch.is_functorch_wrapped_tensor(parameter):
+        raise RuntimeError(
+            f"torch.func cannot differentiate by {name}, a sharded parameter: its gradient is a sum over the ranks. "
+            "Call backward() on the loss, or transform by the module's inputs"
+        )
 
 
 def outside_transforms(function: Callable[..., _R], *arguments: Any) -> _R:
@@ -400,6 +409,24 @@ def may_pack_saved_tensors(own: type) -> bool:
 def post_accumulate_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
     """Return the hooks of `Tensor.register_post_accumulate_grad_hook`, in order."""
     return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def share_post_accumulate_hooks(given: Tensor, other: Tensor) -> None:
+    """Let a parameter have the hooks of another; what a handle removes from one is removed from both."""
+    hooks = getattr(given, "_post_accumulate_grad_hooks", None)
+    if hooks:
+        other._post_accumulate_grad_hooks = hooks
+
+
+def is_composite(func: Any) -> bool:
+    """True for aten functions that torch writes in terms of others."""
+    is_there: bool = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return is_there
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """True for tensors without elements, as programs are rehearsed and traced with."""
+    return isinstance(tensor, FakeTensor)
 
 
 def have_post_accumulate_hooks(parameters: Sequence[Tensor]) -> bool:

@@ -7,6 +7,7 @@ its effect. Otherwise the call must raise.
 from __future__ import annotations
 
 import inspect
+import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +16,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from laconic.ragged.tensor import RaggedTensor
 from laconic.rehearse import ranks
+from laconic.shard.gather import GatherState
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-fsdp2.md"
 BEGIN, _END = "<!-- from a run of each: python -m tests.docs.methods -->\n", "<!-- end -->\n"
@@ -120,6 +124,19 @@ def _in_no_sync(model: Any) -> bool:
         return _waits(model)
 
 
+def _begins_ahead(setter: str, watch: Callable[[Any, Callable[..., None]], Any]) -> Callable[[Any], bool]:
+    def run(model: Any) -> bool:
+        backward(model)  # the order is known
+        seen: list[GatherState] = []
+        watch(model, lambda *_: seen.append(model.first._laconic_unit.gather.state))
+        for ahead in ([], [model.first]):
+            getattr(model, setter)(ahead)
+            backward(model)
+        return seen[0] is GatherState.IDLE and seen[1] is not GatherState.IDLE
+
+    return run
+
+
 def _optimizer(model: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -134,6 +151,24 @@ def _of_optimizer(name: str) -> Callable[[Any], bool]:
         return bool(called)
 
     return run
+
+
+def _of(model: Any) -> Any:
+    return model.first.weight
+
+
+def _copied(model: Any) -> DTensor:
+    mesh = _of(model).device_mesh
+    copied: DTensor = _of(model).redistribute(mesh, [Replicate()] * mesh.ndim)
+    return copied
+
+
+def _cut_like(model: Any, whole: torch.Tensor) -> DTensor:
+    return distribute_tensor(whole, _of(model).device_mesh, _of(model).placements)
+
+
+def _first_index(model: Any) -> MetadataIndex:
+    return MetadataIndex("weight", _of(model).__create_chunk_list__()[0].offsets)
 
 
 def _all(model: Any) -> None:
@@ -153,8 +188,12 @@ _FSDP: dict[str, Callable[[Any], bool]] = {
         lambda m: m.first.set_reshard_after_backward(False), lambda m: backward(m) > 0 and is_gathered(m.first)
     ),
     "set_unshard_in_backward": _sends_less(lambda m: m.first.set_unshard_in_backward(False)),
-    "set_modules_to_forward_prefetch": _changes_gradient(lambda m: m.set_modules_to_forward_prefetch([m.first]), 1),
-    "set_modules_to_backward_prefetch": _changes_gradient(lambda m: m.set_modules_to_backward_prefetch([m.first]), 1),
+    "set_modules_to_forward_prefetch": _begins_ahead(
+        "set_modules_to_forward_prefetch", lambda m, note: m.register_forward_pre_hook(note)
+    ),
+    "set_modules_to_backward_prefetch": _begins_ahead(
+        "set_modules_to_backward_prefetch", lambda m, note: m.last.register_full_backward_pre_hook(note)
+    ),
     "set_gradient_divide_factor": _changes_gradient(lambda m: m.set_gradient_divide_factor(1.0), _NUM_RANKS),
     "set_reduce_scatter_divide_factor": _changes_gradient(
         lambda m: m.set_reduce_scatter_divide_factor(1.0), _NUM_RANKS
@@ -208,9 +247,26 @@ _OPTIMIZER: dict[str, Callable[[Any], bool]] = {
     for name in dir(torch.optim.Optimizer)
     if name.startswith("register_") and name.endswith("_hook")
 }
+_DTENSOR: dict[str, Callable[[Any], bool]] = {
+    "from_local": lambda m: DTensor.from_local(_of(m).to_local(), _of(m).device_mesh, _of(m).placements) is not None,
+    "to_local": lambda m: _of(m).to_local().numel() * _NUM_RANKS == 2 * _of(m).numel(),
+    "full_tensor": lambda m: _of(m).full_tensor().shape == (8, 4),
+    "redistribute": lambda m: torch.equal(_copied(m).to_local(), _of(m).full_tensor()),
+    "device_mesh": lambda m: distribute_tensor(torch.ones(4), _of(m).device_mesh).full_tensor().sum() == 4,
+    "placements": lambda m: torch.equal(_cut_like(m, torch.ones(8, 4)).full_tensor(), torch.ones(8, 4)),
+    "__create_write_items__": lambda m: len(_of(m).__create_write_items__("weight", _of(m))) > 0,
+    "__create_chunk_list__": lambda m: len(_of(m).__create_chunk_list__()) > 0,
+    "__get_tensor_shard__": lambda m: _of(m).__get_tensor_shard__(_first_index(m)).numel() > 0,
+    "__tensor_flatten__": lambda m: len(_of(m).__tensor_flatten__()[0]) == 1,
+    "_spec": lambda m: _of(m)._spec,
+    "T": lambda m: _of(m).T,
+    "pickle": lambda m: len(pickle.dumps(_of(m))) > 0,
+    "share_memory_": lambda m: _of(m).share_memory_(),
+}
+"""What torch and libraries ask of a DTensor."""
 METHODS = {
     "FSDPModule": _FSDP, "DistributedDataParallel": _DDP, "Module": _MODULE, "Parameter": _PARAMETER,
-    "Optimizer": _OPTIMIZER,
+    "Optimizer": _OPTIMIZER, "DTensor": _DTENSOR,
 }  # fmt: skip
 
 
@@ -222,7 +278,8 @@ def missing() -> set[str]:
         for name, method in inspect.getmembers(DistributedDataParallel, inspect.isfunction)
         if not name.startswith("_") and method is not getattr(nn.Module, name, None)
     }
-    return (fsdp - {*_FSDP}) | (ddp - {*_DDP} - _OF_DDP_ITSELF)
+    dtensor = {name for name in vars(DTensor) if not name.startswith("_")}
+    return (fsdp - {*_FSDP}) | (ddp - {*_DDP} - _OF_DDP_ITSELF) | (dtensor - {*_DTENSOR})
 
 
 def _job() -> list[tuple[str, str, str]]:
@@ -232,7 +289,7 @@ def _job() -> list[tuple[str, str, str]]:
             try:
                 with warnings.catch_warnings(action="ignore"):
                     result = WORKS if call(sharded()) else NO_EFFECT
-            except (NotImplementedError, AttributeError, RuntimeError) as error:
+            except (NotImplementedError, AttributeError, RuntimeError, TypeError) as error:
                 result = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             found.append((owner, name, result))
     return found

@@ -75,6 +75,19 @@ def test_plain_parameters_beside_sharded_ones_are_named() -> None:
     with pytest.warns(UserWarning, match=r"SGD trains 4 parameters that no unit has, such as one of shape \(17, 5\)"):
         sharded_net.train_step(model, optimizer)
     sharded_net.train_step(model, optimizer)  # once is enough
+    named = torch.optim.SGD(list(model.named_parameters()))
+    with pytest.warns(UserWarning, match=r"SGD trains 4 .*, such as inp.weight, inp.bias, out.weight, beside"):
+        sharded_net.train_step(model, named)
+
+
+@on_ranks(2, local=1)
+def test_a_first_step_without_gradients_is_told() -> None:
+    model: Any = sharded_net.shard(sharded_net.build())
+    sharded = list(model.parameters())
+    optimizer = torch.optim.SGD(sharded)
+    sharded_net.squared_error(model, sharded_net.inputs(0, 0)).backward(inputs=sharded)
+    with pytest.warns(UserWarning, match=r"the first step of SGD trains nothing.*without inputs="):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("broadcast", [False, True])

@@ -436,3 +436,19 @@ def test_an_edit_makes_each_wait_once_but_those_that_were_withdrawn() -> None:
     for _ in range(2):
         admit_edits()
     assert made == ["kept"]
+
+
+@on_ranks(3, local=1)
+def test_inference_mode_changes_no_operation_and_asking_for_a_view_is_no_error() -> None:
+    """There torch hands over functions whole that it otherwise writes in terms of others."""
+    weight = shard(build()).inp.weight
+    for call in (lambda w: w.to("cpu"), lambda w: w.square().sum().item(), lambda w: w.to(torch.float64), Tensor.size):
+        with torch.no_grad():
+            want = call(weight)
+        with torch.inference_mode():
+            got = call(weight)
+        assert type(got) is type(want)
+        assert torch.equal(got.full_tensor(), want.full_tensor()) if isinstance(got, Tensor) else got == want
+    assert not any(hasattr(weight, name) for name in ("T", "H", "mT", "mH"))
+    with pytest.raises(NotImplementedError, match=r"aten.permute.*inp.weight.*full_tensor"):
+        _ = weight.T

@@ -224,6 +224,47 @@ def test_editing_a_gathered_parameter_is_refused() -> None:
     assert all(isinstance(p, laconic.RaggedTensor) for p in (*edits.parameters(), *model.parameters()))
 
 
+@on_ranks(2, local=1)
+def test_an_edit_by_data_of_a_gathered_parameter_is_refused_in_the_first_steps() -> None:
+    """It has no version, as where a teacher's weights follow a student's while the teacher is gathered."""
+    model = shard(build(), cache="host")
+    owns = bool(model.out.bias.to_local().numel())
+    model.unshard()
+    model.out.bias.data.fill_(1)
+    with pytest.raises(RuntimeError, match=r"parameter out.bias was edited in place") if owns else nullcontext():
+        model.reshard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.set_reshard_after_backward(False)
+    for _ in range(3):
+        train_step(model, optimizer)  # weights that change while they are gathered are no edits of theirs
+    model.reshard()
+
+
+@on_ranks(2, local=1)
+def test_attributes_and_hooks_stay_whichever_form_of_a_parameter_gets_them() -> None:
+    plain, summed = build(), list[Tensor]()
+    plain.inp.weight.kind = "matrix"
+    plain.inp.weight.register_post_accumulate_grad_hook(lambda parameter: summed.append(parameter.grad))
+    model = shard(plain)
+    assert model.inp.weight.kind == "matrix"
+    squared_error(model, inputs(0, 0)).backward()
+    assert len(summed) == 1
+    assert isinstance(summed[0], laconic.RaggedTensor)
+    model.unshard()
+    assert model.inp.weight.kind == "matrix"
+    model.inp.weight.later = 1  # on the gathered one
+    model.reshard()
+    assert model.inp.weight.later == 1
+    model.inp.weight.last = 2  # on the sharded one
+    model.unshard()
+    assert model.inp.weight.last == 2
+    assert not hasattr(model.inp.weight, "spec"), "the engine's own stay apart"
+    hooked = build()
+    hooked.inp.weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(ValueError, match=r"inp.weight has a hook of Tensor.register_hook.*post_accumulate_grad_hook"):
+        shard(hooked)
+
+
 @pytest.mark.parametrize("wire", ["exact", "4bit"])
 @on_ranks(2, local=1)
 def test_a_new_version_with_the_same_values_is_no_edit(wire: Any) -> None:

@@ -220,5 +220,7 @@ def test_what_stands_in_grad_takes_no_memory_and_no_optimizer_moves_a_parameter_
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert norm == 0
     assert model.memory().device_bytes == held + sum(4 * p.to_local().numel() for p in model.parameters())
+    with pytest.warns(UserWarning, match=r".grad of .*weight.* was scaled or clipped while its sums wait"):
+        backward(model, 3, syncs=False)
     model.zero_grad()
     assert model.memory().device_bytes == held

@@ -11,6 +11,7 @@ from laconic.guard.inspection import Inspection
 from laconic.guard.traps import (
     Strays,
     check_embeddings,
+    check_unhooked,
     check_unwrapped,
     note_first_weights,
     refuse_ties,
@@ -41,10 +42,11 @@ class Guard(Inspection):
         """See `Observer`.
 
         Raises:
-            ValueError: see `check_unwrapped` and `check_embeddings`.
+            ValueError: see `check_unwrapped`, `check_embeddings` and `check_unhooked`.
         """
         check_unwrapped(module)
         check_embeddings(module)
+        check_unhooked(module)
 
     @classmethod
     def broadcasting(cls, module: nn.Module, managed: Sequence[ManagedParameter]) -> None:

@@ -47,6 +47,8 @@ _ADAPTED = "base_layer"
 """The name that peft's adapters give to the layer that they adapt."""
 _STATES_OF_TORCHAO = "_new_buffer"
 """The method by which torchao's optimizers make states in few bits."""
+_SHOWN = 3
+"""The names in a message."""
 _LOOKED = "_laconic_looked"
 """The attribute of the optimizers whose parameters were looked at."""
 
@@ -125,6 +127,12 @@ def _look_at_optimizer(step: OptimizerStep) -> None:
             "rows: use laconic.optim.AdamW8bit"
         )
     _warn_of_copies(optimizer, parameters)
+    if step.ragged and not step.has_closure and all(parameter.grad is None for parameter in step.parameters):
+        warnings.warn(
+            f"the first step of {type(optimizer).__name__} trains nothing, as no parameter has a .grad: call "
+            "backward() before it, in a micro-batch that syncs, without inputs=, which reaches no sharded parameter",
+            stacklevel=2,
+        )
     setattr(optimizer, _LOOKED, True)
 
 
@@ -137,10 +145,16 @@ def _warn_of_copies(optimizer: torch.optim.Optimizer, parameters: Sequence[Tenso
         if parameter.requires_grad and not isinstance(parameter, DTensor) and not is_left_alone(parameter)
     ]
     if copies and any(cluster.all_flag_group is not None for cluster in clusters):
+        names = {
+            id(parameter): name
+            for group in optimizer.param_groups
+            for name, parameter in zip(group.get("param_names", ()), group["params"], strict=False)
+        }
+        which = ", ".join(names.get(id(each), f"one of shape {tuple(each.shape)}") for each in copies[:_SHOWN])
         warnings.warn(
-            f"{type(optimizer).__name__} trains {len(copies)} parameters that no unit has, such as one of shape "
-            f"{tuple(copies[0].shape)}, beside sharded ones: each rank trains a copy of its own, if nothing else sums "
-            "their gradients. Call fully_shard on the module that contains all of them as well, or give them in "
+            f"{type(optimizer).__name__} trains {len(copies)} parameters that no unit has, such as {which}, beside "
+            "sharded ones: each rank trains a copy of its own, if nothing else sums their gradients. Call fully_shard "
+            "on the module that contains all of them as well, or give them in "
             "ignored_params",
             stacklevel=2,
         )
@@ -230,6 +244,20 @@ def check_embeddings(module: nn.Module) -> None:
             )
 
 
+def check_unhooked(module: nn.Module) -> None:
+    """Check that no hook of `Tensor.register_hook` is on a parameter: `fully_shard` would lose it.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks and not isinstance(parameter, RaggedTensor):
+            raise ValueError(
+                f"{name} has a hook of Tensor.register_hook, which would never run, as gradients of sharded parameters "
+                "come from a reduction: remove it, and use register_post_accumulate_grad_hook, which fully_shard keeps"
+            )
+
+
 def check_unwrapped(module: nn.Module) -> None:
     """Check that nothing in a module that is about to be sharded trains data-parallel already.
 
@@ -289,11 +317,7 @@ def take_values(bucket: Bucket) -> list[str]:
                 module._parameters[name] = sharded
     names = {index: bucket.layout.slots[index].name for index in new}
     for index, parameter in new.items():
-        if _compat.is_of_transform(parameter):
-            raise RuntimeError(
-                f"torch.func cannot differentiate by {names[index]}, a sharded parameter: its gradient is a sum over "
-                "the ranks. Call backward() on the loss, or transform by the module's inputs"
-            )
+        _compat.refuse_transform(parameter, names[index])
         shape = bucket.sharded[index].shape
         if parameter.dtype != bucket.dtype or parameter.shape != shape:
             raise RuntimeError(

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from laconic import _compat
 from laconic.comm.collectives import all_reduce
 from laconic.layout.bucket import Extent, boxes
 from laconic.ragged import indexing as indexing  # registers its handlers
@@ -53,7 +54,13 @@ def _is_pointwise(name: str) -> bool:
 
 @implements_others
 def _handler_of(func: Any) -> Handler:
-    return _elementwise(func) if _is_elementwise(func) else _refuse
+    if _is_elementwise(func):
+        return _elementwise(func)
+    return _decompose if _compat.is_composite(func) else _refuse
+
+
+def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func.decompose(*args, **kwargs)  # in inference mode, where nothing has done so before
 
 
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -340,7 +347,9 @@ def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedT
 def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     if not isinstance(target, RaggedTensor):
-        raise NotImplementedError("cannot copy a RaggedTensor into a plain tensor; use .full_tensor() or .to_local()")
+        raise NotImplementedError(
+            f"cannot copy {source.spec.slot.name}, a RaggedTensor, into a plain tensor. {remedy_for(func)}"
+        )
     if is_torch_dtensor(source):
         source = whole_of(source)
     elif isinstance(source, RaggedTensor) and source.spec != target.spec:

@@ -161,6 +161,10 @@ def admit_edits() -> None:
         _waits.pop()()
 
 
+class NoViewError(NotImplementedError, AttributeError):
+    """A RaggedTensor has no such view. It is an AttributeError, too, so that `hasattr` says no."""
+
+
 class RaggedTensor(BoxedTensor, _compat.SelfDispatchedDTensor):
     """A tensor of which each rank holds one run of whole blocks, possibly none.
 
@@ -374,6 +378,13 @@ class RaggedTensor(BoxedTensor, _compat.SelfDispatchedDTensor):
             ".to_local().tolist()"
         )
 
+    def share_memory_(self) -> NoReturn:
+        """Refuse: torch would look for the memory of the whole tensor."""
+        raise NotImplementedError(
+            "a RaggedTensor has no memory of its own that processes could share: use .to_local().share_memory_(), or "
+            "share_memory() of the sharded module"
+        )
+
     def held_boxes(self) -> list[Box]:
         """See `BoxedTensor.held_boxes`."""
         admit_edits()
@@ -473,5 +484,19 @@ def _in_new_cut(
         return tensor.spec.assemble(part)
     return tensor if target == tensor.spec else RaggedTensor(part, target)
 
+
+def _refuse_view(name: str) -> None:
+    def view(self: RaggedTensor) -> NoReturn:
+        try:
+            getattr(Tensor, name).__get__(self)
+        except NotImplementedError as error:
+            raise NoViewError(str(error)) from None
+        raise NoViewError(name)
+
+    setattr(RaggedTensor, name, property(view, doc="Refuse: the elements of a row may lie on several ranks."))
+
+
+for _name in ("T", "H", "mT", "mH"):
+    _refuse_view(_name)
 
 _compat.let_optimizers_batch(RaggedTensor)

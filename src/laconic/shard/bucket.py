@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from laconic import _compat
 from laconic.comm.cluster import Cluster
 from laconic.layout.bucket import BucketLayout
 from laconic.ragged.conversion import Conversion, converts, first_inner, is_patched, plain_elements
@@ -105,6 +106,8 @@ class Bucket:
         self.full = FullBuffer(self.stored, self.form, self.places, keeps_weights=wire.keeps_weights)
         self.node_shard = NodeShard(self.form, self.full)
         self._set_dtype(dtype)
+        for item, sharded in zip(managed, self.sharded, strict=True):
+            _keep_attributes(item.parameter, sharded)
         self._offered_to, self._version_offered = offered_to, self.stored.version
         self._managed = [] if offered_to is None else list(managed)
         self.places.show(self.sharded)
@@ -261,3 +264,10 @@ class Bucket:
         if dtensor is not None:
             return dtensor.part_of_gradient(gradient, self.reduce_dtype)
         return first_inner(gradient) if self.form.converts else gradient
+
+
+def _keep_attributes(given: nn.Parameter, sharded: nn.Parameter) -> None:
+    """Let a sharded parameter have what a user has put on the given one: attributes, and hooks on its sums."""
+    if not converts(given):  # the attributes of other classes are their own
+        vars(sharded).update({name: value for name, value in vars(given).items() if name != HOME})
+    _compat.share_post_accumulate_hooks(given, sharded)

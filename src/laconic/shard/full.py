@@ -12,11 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from laconic import _compat
+from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.form import Form
 from laconic.shard.linear import GradientSink, set_sink, write_gradient_in_place
 from laconic.shard.stored import StoredWeights
 
 _version_of, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
+_NUM_LOOKS = 2
+"""How often a bucket is compared with its shard when it is hidden: an edit by `.data` leaves no other trace."""
 _TINY_NUMEL = 1 << 16
 """A gradient of so many elements is copied sooner than a function in Python has written it in place."""
 
@@ -37,7 +40,10 @@ class ParameterPlaces:
             RuntimeError: a module has another parameter than the one of `instead_of`.
         """
         for index, module, name in self.all if instead_of else ():  # at each gather and release, so without calls
-            if module._parameters.get(name) is not instead_of[index]:
+            shown = module._parameters.get(name)
+            if shown is not instead_of[index]:
+                if shown is not None:
+                    _compat.refuse_transform(shown, self._names[index])
                 raise RuntimeError(
                     f"parameter {self._names[index]} is no longer the one fully_shard made: it was replaced. Copy into "
                     "it instead (param.copy_(value) under torch.no_grad()), or call load_state_dict of the sharded "
@@ -45,6 +51,21 @@ class ParameterPlaces:
                 )
         for index, module, name in self.all:
             module._parameters[name] = parameters[index]
+
+
+class _Attributes:
+    """The attributes of one parameter in both forms: a user meets either, and puts his own on it."""
+
+    def __init__(self, sharded: nn.Parameter, gathered: nn.Parameter) -> None:
+        self.sharded, self.gathered = vars(sharded), vars(gathered)
+        self._own = {*RaggedTensor.__annotations__, "_is_param", *self.gathered}  # of the engine
+        self.share()
+
+    def share(self) -> None:
+        """Copy those that one form lacks."""
+        for given, other in ((self.sharded, self.gathered), (self.gathered, self.sharded)):
+            other.update({name: given[name] for name in given.keys() - other.keys() - self._own})
+        self.number = len(self.sharded) + len(self.gathered)
 
 
 class FullBuffer:
@@ -76,6 +97,8 @@ class FullBuffer:
         self._versions: list[int] = []
         self.trained: list[bool] = []
         """Of each gathered parameter when it was shown: its version, and whether it trained."""
+        self._looks_left = _NUM_LOOKS
+        self._attributes: list[_Attributes] = []
         self._sink: GradientSink | None = None
 
     @property
@@ -148,7 +171,7 @@ class FullBuffer:
         """Free the memory for good: the next gather makes another buffer, with other gathered parameters."""
         self.free()
         self._tensor = self._alias = None
-        self._versions = []
+        self._versions, self._attributes = [], []
         self._form.forget()
 
     def views(self) -> list[Tensor]:
@@ -176,6 +199,7 @@ class FullBuffer:
         parameter.requires_grad_(sharded.requires_grad)
         # the user's hooks run on sums, also if they meet the gathered parameter
         parameter.register_post_accumulate_grad_hook = sharded.register_post_accumulate_grad_hook  # type: ignore[method-assign]
+        self._attributes.append(_Attributes(sharded, parameter))
         return parameter
 
     def set_sink(self, sink: GradientSink) -> None:
@@ -191,15 +215,20 @@ class FullBuffer:
         Raises:
             RuntimeError: a module's sharded parameter was replaced; the replacement would be lost now.
         """
-        self.follow_requires_grad()
+        self.reconcile()
         self._places.show(self.parameters, instead_of=self._stored.parameters)
         self._versions = list(map(_version_of, self.parameters))
+        if self._looks_left:
+            self._shown_version = self._stored.version
 
-    def follow_requires_grad(self) -> None:
-        """Freeze and unfreeze gathered parameters as the sharded ones, or these as the gathered ones.
+    def reconcile(self) -> None:
+        """Let both forms of the parameters train or not, and have the attributes, as a user has set on either.
 
         Users meet either, as the unit is gathered or not: the one that has changed since the last call is right.
         """
+        for each in self._attributes:  # at each gather and release, so without calls
+            if each.number != len(each.sharded) + len(each.gathered):
+                each.share()
         trained = list(map(_requires_grad, self.parameters))
         if trained == self.trained == list(map(_requires_grad, self._stored.parameters)):  # most often
             return
@@ -216,21 +245,29 @@ class FullBuffer:
         Raises:
             RuntimeError: a gathered parameter was edited in place, or replaced; the edit would be lost.
         """
-        self.follow_requires_grad()
+        self.reconcile()
         self._places.show(self._stored.parameters, instead_of=self.parameters)
         now, before = list(map(_version_of, self.parameters)), self._versions
         if not all(map(is_, map(Tensor.untyped_storage, self._views), repeat(self._storage))):
             self._refuse_other_memory()
-        if not before or now == before:
+        looks = self._looks_left > 0 and self._looks()
+        if not before or (now == before and not looks):
             return
         self._versions = now
-        slots, changed = self._stored.layout.slots, [index for index in range(len(now)) if now[index] != before[index]]
+        slots = self._stored.layout.slots
+        changed = [index for index in range(len(now)) if looks or now[index] != before[index]]
         edited = ", ".join(slots[index].name for index in changed if self._is_edited(index))
         if edited:
             raise RuntimeError(
                 f"the gathered parameter {edited} was edited in place, which does not change the sharded parameter "
                 "that trains. Call reshard() of the sharded module, and edit its parameter under torch.no_grad()"
             )
+
+    def _looks(self) -> bool:
+        """True if all parameters are to be compared with the shard: a few times, if it is what was gathered."""
+        self._looks_left -= 1
+        is_real = not self._stored.shard.is_meta and not _compat.is_fake(self._stored.shard)
+        return is_real and self.has_own_bits and self._shown_version == self._stored.version
 
     def _refuse_other_memory(self) -> None:
         """Refuse gathered parameters that have got other memory (`parameter.data = values`), and take it from them."""

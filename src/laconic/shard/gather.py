@@ -409,7 +409,7 @@ class UnitGather:
             self._observer.gathered(self)
         for bucket in self.buckets:
             if self.state is GatherState.SHOWN:
-                bucket.full.follow_requires_grad()
+                bucket.full.reconcile()
             else:
                 bucket.full.show()
         self.state, self.is_released = GatherState.SHOWN, False

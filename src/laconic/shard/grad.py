@@ -34,6 +34,7 @@ parameter whose gradient is zero. So waiting gradients are hidden during a step,
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -189,6 +190,7 @@ class WaitingGradient(RaggedTensor):
 
     _elements: Tensor | None
     _count: Callable[[Tensor], None]
+    _changes: list[None]
     is_hidden: bool
     """True while an optimizer takes a step."""
 
@@ -196,7 +198,8 @@ class WaitingGradient(RaggedTensor):
         """Make a gradient for a sharded parameter. The ledger of the bucket counts its memory, once it has some."""
         parameter = bucket.sharded[index]
         self = torch.Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        self.spec, self._bump, self._zeroings = parameter.spec, None, [0]  # type: ignore[attr-defined]
+        self.spec, self._zeroings, self._changes = parameter.spec, [0], []  # type: ignore[attr-defined]
+        self._bump = partial(self._changes.append, None)
         self._elements, self.is_hidden = None, False
         # A reference to the bucket would be a cycle that Python never frees.
         self._count = partial(bucket.ledger.hold_until_freed, on_host=bucket.stored.is_offloaded)
@@ -206,6 +209,11 @@ class WaitingGradient(RaggedTensor):
     def has_memory(self) -> bool:
         """True once somebody has read or changed the elements."""
         return self._elements is not None
+
+    @property
+    def num_changes(self) -> int:
+        """How often the elements were changed in place."""
+        return len(self._changes)
 
     @property
     def _local_tensor(self) -> Tensor:  # type: ignore[override]
@@ -221,29 +229,39 @@ class WaitingSums:
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
-        self.shown: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        """By parameter, the tensor that was put into its `.grad`, and how often that tensor had been cleared then."""
+        self.shown: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
+        """By parameter, the tensor put into its `.grad`, and how often that had been cleared and changed by then."""
 
     def show(self, index: int) -> None:
         """Let `.grad` of a parameter stand for its sums, from the end of a backward on."""
         parameter = self.bucket.sharded[index]
         if parameter.grad is None:
             parameter.grad = WaitingGradient(self.bucket, index)
-        self.shown[index] = weakref.ref(parameter.grad), _zeroings(parameter.grad)
+        shown = parameter.grad
+        num_changes = shown.num_changes if isinstance(shown, WaitingGradient) else 0
+        self.shown[index] = weakref.ref(shown), _zeroings(shown), num_changes
 
     def take(self) -> set[int]:
         """Take the waiting gradients away, and return the parameters whose gradients were cleared since `show`."""
-        cleared = set()
-        for index, (reference, zeroings) in self.shown.items():
+        cleared, scaled = set(), list[str]()
+        for index, (reference, zeroings, num_changes) in self.shown.items():
             parameter, shown = self.bucket.sharded[index], reference()
             waiting = shown if isinstance(shown, WaitingGradient) else None
             if waiting is not None and waiting.is_hidden:
                 waiting.is_hidden = False
             elif shown is None or parameter.grad is not shown or _zeroings(shown) != zeroings:
                 cleared.add(index)
+            elif waiting is not None and waiting.num_changes > num_changes and not waiting._local_tensor.any():
+                scaled.append(self.bucket.layout.slots[index].name)
             if waiting is not None and parameter.grad is waiting and not waiting.has_memory:
                 parameter.grad = None
         self.shown.clear()
+        if scaled:
+            warnings.warn(
+                f".grad of {', '.join(scaled)} of {self.bucket.unit_name} was scaled or clipped while its sums wait "
+                "for a micro-batch that syncs, which changes nothing: scale the loss, or the gradients after that one",
+                stacklevel=2,
+            )
         return cleared
 
 
