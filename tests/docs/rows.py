@@ -109,7 +109,28 @@ ROWS: dict[str, dict[str, str]] = {
         "pickling a `RaggedTensor`": (
             "tests/ragged/test_tensor.py::test_operands_of_other_shapes_and_layouts_and_pickles_are_refused"
         ),
-        "`register_hook` on a sharded parameter": "tests/shard/test_settings.py::test_what_would_be_lost_is_refused",
+        "`register_hook` on a parameter, before `fully_shard` or later": (
+            "tests/shard/test_api.py::test_attributes_and_hooks_stay_whichever_form_of_a_parameter_gets_them"
+        ),
+        "`DTensor.from_local` with the placements of a parameter": (
+            "tests/docs/test_pages.py::test_each_public_method_and_hook_works_or_raises_as_the_page_says"
+        ),
+        "`share_memory_()` of a parameter": (
+            "tests/docs/test_pages.py::test_each_public_method_and_hook_works_or_raises_as_the_page_says"
+        ),
+        "attributes and hooks of parameters": (
+            "tests/shard/test_api.py::test_attributes_and_hooks_stay_whichever_form_of_a_parameter_gets_them"
+        ),
+        "an edit of a gathered parameter, `p.mul_(2)`": (
+            "tests/shard/test_api.py::test_an_edit_by_data_of_a_gathered_parameter_is_refused_in_the_first_steps"
+        ),
+        "`.grad` scaled or clipped before a micro-batch that syncs": (
+            "tests/shard/test_cleared.py"
+            "::test_what_stands_in_grad_takes_no_memory_and_no_optimizer_moves_a_parameter_by_it"
+        ),
+        "`torch.distributed.fsdp.fully_shard.state(module)`": (
+            "tests/ragged/test_as_dtensor.py::test_placements_and_redistribution_as_of_a_dtensor"
+        ),
         "`torch.compile(optimizer.step)`": "tests/ragged/test_as_dtensor.py::test_a_compiled_step_is_refused_by_name",
         "`torch.func.grad` and others by sharded parameters": (
             "tests/shard/test_autograd.py::test_derivatives_by_sharded_parameters_are_refused"

@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.swa_utils import get_ema_multi_avg_fn
@@ -31,6 +32,8 @@ def make() -> tuple[nn.ParameterList, list[Tensor]]:
 @on_ranks(3, local=1)
 def test_placements_and_redistribution_as_of_a_dtensor() -> None:
     model, values = make()
+    assert isinstance(model, FSDPModule)
+    assert fully_shard.state(model) is None, "torch's own register"  # type: ignore[attr-defined]
     for parameter, value in zip(model, values, strict=True):
         assert isinstance(parameter, DTensor)
         assert isinstance(parameter, RaggedTensor)
