@@ -34,17 +34,32 @@ _ALL_GATHER, _REDUCE_SCATTER = (
 )
 
 
+def _gathering(*, async_op: bool) -> AllgatherOptions:
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    return options
+
+
+_GATHERING = {async_op: _gathering(async_op=async_op) for async_op in (False, True)}
+"""Options, which take longer to make than all else that the host does for a gather."""
+
+
 def all_gather_flat(output: Tensor, input: Tensor, *, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
     """Gather equal flat pieces into `output` in rank order; `input` may be this rank's piece of `output`.
 
     This is the group's own call, since the function of torch.distributed around it takes seven more in Python.
     """
-    options = AllgatherOptions()
-    options.asyncOp = async_op
-    work: dist.Work | None = getattr(group, _ALL_GATHER)(output, input, options)
+    work: dist.Work | None = getattr(group, _ALL_GATHER)(output, input, _GATHERING[async_op])
     if not async_op and work is not None:  # else a stream orders it
         work.wait()
     return work
+
+
+@functools.cache
+def _summing(op: dist.ReduceOp.RedOpType, *, async_op: bool) -> ReduceScatterOptions:
+    options = ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = op, async_op  # type: ignore[assignment]
+    return options
 
 
 def reduce_scatter_flat(
@@ -56,9 +71,7 @@ def reduce_scatter_flat(
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> dist.Work | None:
     """Sum `input` over the ranks and scatter equal flat pieces of the sum into `output`. Not on Gloo."""
-    options = ReduceScatterOptions()
-    options.reduceOp, options.asyncOp = op, async_op  # type: ignore[assignment]
-    work: dist.Work | None = getattr(group, _REDUCE_SCATTER)(output, input, options)
+    work: dist.Work | None = getattr(group, _REDUCE_SCATTER)(output, input, _summing(op, async_op=async_op))
     if not async_op and work is not None:
         work.wait()
     return work

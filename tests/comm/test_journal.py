@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
@@ -338,7 +339,8 @@ def test_who_sends_waits_for_all_and_who_receives_for_the_senders() -> None:
 def test_a_thread_of_the_user_proves_nothing() -> None:
     """A saver's thread waits while the program goes on."""
     journal = Journal.__new__(Journal)
-    ticket, seen = Ticket(journal, 1, ("a save", ""), None), list[Any]()
+    journal.count, journal.last = 0, deque()
+    ticket, seen = Ticket(journal, ("a save", "", None)), list[Any]()
 
     def wait() -> None:
         with waiting_for("a save", ticket):

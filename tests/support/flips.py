@@ -84,10 +84,17 @@ def flipping(flip: Flip) -> AbstractContextManager[None]:
     has_flipped = False
 
     def damaged(
-        exchange: Any, self: Communicator, purpose: Purpose, group: Any, landings: Any, sent: Any, **more: Any
+        exchange: Any,
+        self: Communicator,
+        purpose: Purpose,
+        counted: Any,
+        group: Any,
+        landings: Any,
+        *more: Any,
+        **options: Any,
     ) -> Pending:
         nonlocal has_flipped
-        pending = exchange(self, purpose, group, landings, sent, **more)
+        pending = exchange(self, purpose, counted, group, landings, *more, **options)
         if has_flipped or (purpose, self.level) != (flip.purpose, flip.level):
             return pending
         has_flipped = True
@@ -113,8 +120,8 @@ def flipping_in_gradients(number: int, *, bit: int, seed: int) -> AbstractContex
     """Damage the `number`-th bucket of gradients on one rank before they are summed."""
     count = itertools.count()
 
-    def damaged(take: Any, self: BucketGradients) -> Held[Tensor]:
-        full: Held[Tensor] = take(self)
+    def damaged(take: Any, self: BucketGradients) -> Held:
+        full: Held = take(self)
         if next(count) == number:
             _flip_in_slot(self.bucket, full.memory, bit=bit, seed=seed)
         return full

@@ -6,12 +6,22 @@ decoded values instead of its own. As the sender has both, it can measure the er
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from laconic.codec.rotation import rotate, rotated_numel
+
+_F = TypeVar("_F", bound=Callable[..., int])
+
+
+def by_size(method: _F) -> _F:
+    """Keep what a method of a codec returns, by the number of values: a codec lives as long as the process."""
+    return lru_cache(maxsize=4096)(method)  # type: ignore[return-value]
 
 
 class Codec(ABC):

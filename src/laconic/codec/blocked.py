@@ -13,14 +13,14 @@ from __future__ import annotations
 import itertools
 import math
 from abc import abstractmethod
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import ModuleType
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from laconic.codec.base import Codec
+from laconic.codec.base import Codec, by_size
 from laconic.codec.bits import pack_bits, pack_fives, unpack, unpack_fives
 from laconic.codec.fused import fused, kept, kernels_for
 from laconic.codec.rotation import rotated_numel
@@ -61,10 +61,12 @@ class KernelForm(NamedTuple):
 class BlockCodec(Codec):
     """Codes with one bf16 step per block. The payload holds all codes, then all steps."""
 
+    @by_size
     def payload_bytes(self, numel: int) -> int:
         """See `Codec.payload_bytes`: the codes, and two bytes per block."""
         return self.code_bytes(numel) + 2 * self.num_blocks(numel)
 
+    @by_size
     def num_blocks(self, numel: int) -> int:
         """The number of blocks, and so of steps, of `numel` values."""
         return -(-numel // self.block)
@@ -136,7 +138,7 @@ class BlockCodec(Codec):
 
     def _kernels(self, tensor: Tensor) -> ModuleType | None:
         """The module of triton's kernels, if they are for this codec and run on this tensor."""
-        return kernels_for(tensor, "codec.blocked_triton") if self.has_kernels else None
+        return None if tensor.is_cpu or not self.has_kernels else kernels_for(tensor, "codec.blocked_triton")
 
     def _parts(self, payload: Tensor, numel: int, *, rotates: bool = False) -> tuple[Tensor, Tensor]:
         """The codes and the steps of a payload of `numel` values."""
@@ -180,6 +182,7 @@ class Even(BlockCodec):
         """The error of a block with one large value, whose step is large for the others."""
         return math.sqrt(self.block) * _STEP_ROUNDING / (2 * self._largest)
 
+    @by_size
     def code_bytes(self, numel: int) -> int:
         """See `BlockCodec.code_bytes`: `bits` for each value."""
         return -(-numel * self.bits // 8)
@@ -224,6 +227,7 @@ class TwoBit(BlockCodec):
         """The bound from: no value's error exceeds half a step or, where it is clipped, the value."""
         return math.hypot(1.0, _TWO_BIT_STEP * _STEP_ROUNDING / 2)
 
+    @by_size
     def code_bytes(self, numel: int) -> int:
         """See `BlockCodec.code_bytes`: two bits for each value."""
         return -(-numel // 4)
@@ -262,6 +266,7 @@ class Ternary(BlockCodec):
         """The bound from: no value's error exceeds the value, as zero is among the levels."""
         return 1.0
 
+    @by_size
     def code_bytes(self, numel: int) -> int:
         """See `BlockCodec.code_bytes`: a byte for five values."""
         return -(-numel // 5)
@@ -293,6 +298,7 @@ class Float4(BlockCodec):
         flushed = self._magnitudes[1] / self._magnitudes[-1] / 2 * _STEP_ROUNDING
         return math.hypot(between * _STEP_ROUNDING, flushed * math.sqrt(self.block - 1))
 
+    @by_size
     def code_bytes(self, numel: int) -> int:
         """See `BlockCodec.code_bytes`: half a byte per value."""
         return -(-numel // 2)
@@ -338,6 +344,7 @@ class Nf4(BlockCodec):
         flushed = -NF4[6] / 2 * _SCALE_ROUNDING
         return math.hypot(between, flushed * math.sqrt(self.block - 1), _SCALE_ROUNDING - 1)
 
+    @by_size
     def code_bytes(self, numel: int) -> int:
         """See `BlockCodec.code_bytes`: half a byte per value."""
         return -(-numel // 2)
@@ -413,7 +420,7 @@ def _look_up_pairs(pairs: Tensor, codes: Tensor) -> Tensor:
     return pairs.view(torch.float64).view(-1).index_select(0, codes.to(torch.int32)).view(torch.float32)
 
 
-@kept
+@lru_cache
 def _even_pairs(largest: int, device: torch.device) -> Tensor:
     """The two numbers of each byte, (256, 2), of codes that count from minus `largest`."""
     return _pairs_by_byte(torch.arange(16, device=device, dtype=torch.float32) - largest)

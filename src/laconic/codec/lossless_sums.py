@@ -8,31 +8,20 @@ for two islands; a ring adds in another order for each part.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from laconic.codec.lossless_gradients import TYPICAL_BITS, decode, encode
 from laconic.codec.sums import Hold, finished
-from laconic.codec.varying import (
-    ExpectedLengths,
-    PartsUnderWay,
-    PartsWay,
-    VaryingMessages,
-    VaryingParts,
-    VaryingWay,
-)
+from laconic.codec.varying import ExpectedLengths, PartsUnderWay, VaryingMessages, VaryingParts
+from laconic.comm.collectives import Communicator, SumTransfer, SumWay
 
 
-class LosslessWay(VaryingWay, PartsWay, Protocol):
-    """The ranks that send to each other, as a `Communicator` has them."""
-
-
-class LosslessSum:
+class LosslessSum(SumWay):
     """Sums whose terms cross without loss, in one trip or in two: [Note: The two trips of an all-reduce]."""
 
-    def __init__(self, way: LosslessWay, hold: Hold) -> None:
+    def __init__(self, way: Communicator, hold: Hold) -> None:
         """Sum over the ranks of `way`. `hold` counts the memory of two trips."""
         self._way, self._hold = way, hold
         self._there, self._expected = VaryingParts(way), ExpectedLengths(way.size)
@@ -61,22 +50,21 @@ class LosslessSum:
         back.finish(lambda peer, message: decode(message, parts[peer]))
 
 
-class LosslessTransfer:
+class LosslessTransfer(SumTransfer):
     """A sum of `LosslessSum` on its first trip."""
 
     def __init__(self, parts: Sequence[Tensor], rank: int, under_way: PartsUnderWay) -> None:
         self.messages = parts
-        """The parts of the input: part r is what this rank sends to rank r, coded."""
         self._rank, self._under_way = rank, under_way
         self._arrived: dict[int, Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes besides its input."""
+        """See `SumTransfer.nbytes`."""
         return self._under_way.nbytes
 
     def received(self) -> Sequence[Tensor]:
-        """Wait, and return the terms, (C,) each, in rank order."""
+        """See `SumTransfer.received`."""
         return [self._term(peer) for peer in range(len(self.messages))]
 
     def finish(self) -> Tensor:

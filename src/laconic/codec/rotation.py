@@ -22,6 +22,7 @@ SIZE = 32
 ROOT_INVERSE = SIZE**-0.5
 
 
+@lru_cache
 def rotated_numel(numel: int) -> int:
     """The values that are coded for `numel` values: zeros fill up the last run."""
     return round_up(numel, SIZE)

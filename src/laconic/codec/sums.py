@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from laconic.codec.payload import Payload, Piece
-from laconic.comm.collectives import NOTHING, Pending
+from laconic.comm.collectives import NOTHING, Pending, SumTransfer, SumWay
 from laconic.comm.traffic import Purpose
 
 
@@ -41,18 +41,7 @@ Hold = Callable[[int], None]
 """Counts bytes of memory that are taken; a negative number when they are freed."""
 
 
-class FirstTrip(Protocol):
-    """A sum on the first of two trips."""
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that it takes besides its input."""
-
-    def finish(self) -> Tensor:
-        """Wait, and return this rank's part of the sum, (n,)."""
-
-
-def finished(trip: FirstTrip, hold: Hold) -> Generator[None, None, Tensor]:
+def finished(trip: SumTransfer, hold: Hold) -> Generator[None, None, Tensor]:
     """Yield while a sum is on its first trip, whose memory counts so long. Returns this rank's part of it, (n,)."""
     nbytes = trip.nbytes
     hold(nbytes)
@@ -121,7 +110,7 @@ class Messages:
         self._all, self._pending = None, NOTHING
 
 
-class CodedSum:
+class CodedSum(SumWay):
     """Sums whose terms cross in few bits, in one trip or in two: [Note: The two trips of an all-reduce].
 
     Source: qgZ of ZeRO++ and its second hop (arXiv 2306.10209).
@@ -152,8 +141,10 @@ class CodedSum:
         self._lost: dict[int, Tensor] = {}
         """With feedback: what the codec has lost of the part for each rank, (n,), fp32."""
 
-    def start_reduce_scatter(self, whole: Tensor) -> CodedTransfer:
+    def start_reduce_scatter(self, whole: Tensor, *, numels: Sequence[int] | None = None) -> CodedTransfer:
         """Begin to sum `whole`, all parts in order, of which each rank gets its own. It must not change until the end.
+
+        The payload says what the parts are, so `numels` says nothing new.
 
         Raises: ValueError if the payload checks values, and one is NaN or infinite.
         """
@@ -182,7 +173,7 @@ class CodedSum:
         back.finish(whole)
 
     def forget(self) -> None:
-        """Drop what the codec has lost so far."""
+        """See `SumWay.forget`."""
         for lost in self._lost.values():
             self._hold(-lost.nbytes)
         self._lost.clear()
@@ -206,7 +197,7 @@ class CodedSum:
 
 
 @dataclass(eq=False)
-class CodedTransfer:
+class CodedTransfer(SumTransfer):
     """A sum of `CodedSum` on its first trip."""
 
     payload: Payload
@@ -220,11 +211,11 @@ class CodedTransfer:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes besides its input."""
+        """See `SumTransfer.nbytes`."""
         return self.messages.nbytes + self.landing.nbytes
 
     def received(self) -> Sequence[Tensor]:
-        """Wait, and return what each rank has sent, (n,). This rank's own has no meaning."""
+        """See `SumTransfer.received`. This rank's own has no meaning."""
         self._arrive()
         return list(self.landing)
 

@@ -26,14 +26,13 @@ such an exception without lengths either: a rank would wait for a term that neve
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from laconic.codec.lossless import UnreadMessage
 from laconic.codec.sums import Hold
-from laconic.comm.collectives import NOTHING, Pending
+from laconic.comm.collectives import NOTHING, Communicator, Pending
 from laconic.comm.traffic import Purpose
 from laconic.layout.packing import round_up
 
@@ -52,30 +51,6 @@ _RATE_UNITS = 256
 _ALIGNMENT = 16
 
 
-class VaryingWay(Protocol):
-    """The ranks that send to each other, as a `Communicator` has them."""
-
-    rank: int
-    size: int
-    has_peers: bool
-
-    def all_gather(
-        self, whole: Tensor, piece: Tensor, purpose: Purpose, /, *, numels: Sequence[int] | None = None
-    ) -> Pending:
-        """See `Communicator.all_gather`."""
-
-
-class PartsWay(Protocol):
-    """The ranks that send to each other, as a `Communicator` has them."""
-
-    rank: int
-    size: int
-    has_peers: bool
-
-    def start_all_to_all(self, landings: Tensor, messages: Tensor, /, *, numels: Sequence[int]) -> Pending:
-        """See `Communicator.start_all_to_all`."""
-
-
 class ExpectedLengths:
     """The bytes of the next message of each rank that are sent at once."""
 
@@ -92,7 +67,7 @@ class VaryingMessages:
     """Messages from each rank to all, one at a time: [Note: Lengths that vary]."""
 
     def __init__(
-        self, way: VaryingWay, hold: Hold, purpose: Purpose, *, expected: ExpectedLengths | None = None
+        self, way: Communicator, hold: Hold, purpose: Purpose, *, expected: ExpectedLengths | None = None
     ) -> None:
         """Send along `way`. `hold` counts the memory that messages take.
 
@@ -176,7 +151,7 @@ class VaryingMessages:
 class VaryingParts:
     """Messages from each rank to each other one: [Note: Lengths that vary]."""
 
-    def __init__(self, way: PartsWay) -> None:
+    def __init__(self, way: Communicator) -> None:
         self.way = way
         self.rate: int | None = None
         """The _RATE_UNITS of bytes that are sent for a value. None: nothing is known yet."""

@@ -32,8 +32,9 @@ its own work.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,12 +71,12 @@ class Pending(waiting_for):
 
     def __init__(
         self,
-        works: Sequence[dist.Work | HostExchange | None],
+        works: Sequence[Any],
         traffic: Traffic,
         level: Level,
         ticket: Ticket | None = None,
     ) -> None:
-        """Take the works that end the transfer; waiting for them is counted in `traffic` for `level`."""
+        """Take what `wait` waits for, None for what is there; the time is counted in `traffic` for `level`."""
         self._works = works
         self.transfer, self.ticket, self.seconds, self.key = ticket or "control", ticket, traffic.waits, level
 
@@ -103,25 +104,66 @@ NOTHING: Pending = _Nothing()
 """No transfer is under way."""
 
 
-class Owner(Protocol):
-    """The bucket for which a communicator transfers."""
+class _Works:
+    """The works of several collectives."""
 
-    unit_name: str
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self._works:
+            work.wait()
 
 
-class _Nobody:
-    unit_name = ""
+def _broadcast_each(parts: Sequence[Tensor], *, group: dist.ProcessGroup, async_op: bool) -> _Works:
+    """Begin to send part r of rank r to all, one by one."""
+    return _Works(
+        [dist.broadcast(part, group=group, group_src=rank, async_op=async_op) for rank, part in enumerate(parts)]
+    )
 
 
-_NOBODY = _Nobody()
+class SumTransfer(ABC):
+    """A sum over ranks that has begun, of which this rank gets its part."""
+
+    messages: _Tensors
+    """The parts of the input as they are sent: part r is what this rank sends to rank r."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """The bytes that it takes besides its input."""
+
+    @abstractmethod
+    def received(self) -> _Tensors | None:
+        """Wait, and return what each rank has sent, in rank order; None if the backend has added it up already."""
+
+    @abstractmethod
+    def finish(self) -> Tensor:
+        """Wait, and return this rank's part of the sum, (C,)."""
 
 
-class Communicator:
+class SumWay(ABC):
+    """A way to sum tensors over the ranks of a level."""
+
+    @abstractmethod
+    def start_reduce_scatter(self, whole: Tensor, *, numels: Sequence[int] | None = None) -> SumTransfer:
+        """Begin to sum `whole` over the ranks; this rank will get its own part, of `numels[rank]` elements."""
+
+    @abstractmethod
+    def sum_in_place(self, whole: Tensor) -> Iterator[None]:
+        """Sum `whole` in place, so that all ranks get it alike. Yields while the sum is under way."""
+
+    def forget(self) -> None:  # noqa: B027  most ways lose nothing
+        """Drop what a codec has lost so far."""
+
+
+class Communicator(SumWay):
     """Sends tensors along one level of a cluster."""
 
-    def __init__(self, cluster: Cluster, level: Level, owner: Owner | None = None) -> None:
-        """Communicate between the ranks that differ from this one in their place on `level` only, for `owner`."""
-        self._owner = owner or _NOBODY
+    def __init__(self, cluster: Cluster, level: Level, owner: str = "") -> None:
+        """Communicate between the ranks that differ from this one in their place on `level` only, for unit `owner`."""
+        self._owner = owner
         self.level: Level = level
         self.rank, self.size = cluster.place_on(level)
         self._cluster, self._traffic = cluster, cluster.traffic
@@ -152,28 +194,26 @@ class Communicator:
         Reference: tests/reference/gather.py.
         """
         itemsize, group = whole.itemsize, self._gather_group
-        if group is not None:
-            self._count(purpose, (self.size - 1) * piece.nbytes, whole.nbytes - piece.nbytes)
-            if not self._uses_sends and numels is None:
-                if not self._has_reduce_scatter or whole.dtype not in _KNOWN:
-                    whole, piece = whole.view(torch.uint8), piece.view(torch.uint8)
-                return self._issue(purpose, _compat.all_gather_flat, whole, piece, group=group)
+        counted = (self.size - 1) * piece.nbytes, whole.nbytes - piece.nbytes
+        if group is not None and not self._uses_sends and numels is None:
+            if not self._has_reduce_scatter or whole.dtype not in _KNOWN:
+                whole, piece = whole.view(torch.uint8), piece.view(torch.uint8)
+            return self._issue(purpose, counted, group, _compat.all_gather_flat, whole, piece)
         whole, piece = whole.view(torch.uint8), piece.view(torch.uint8)
         parts = self._parts(whole, None if numels is None else [numel * itemsize for numel in numels])
         own = parts[self.rank]
         if group is not None and not self._uses_sends and self._has_reduce_scatter:
-            return self._issue(purpose, dist.all_gather, parts, piece, group=group)  # [Note: Parts of other lengths]
+            return self._issue(purpose, counted, group, dist.all_gather, parts, piece)  # [Note: Parts of other lengths]
         if own.data_ptr() != piece.data_ptr():
             own.copy_(piece)
         if group is None:
             return NOTHING
         if not self._uses_sends:
-            ticket, sent = self._ticket(purpose, group), list(parts)
+            sent = list(parts)
             sent[self.rank] = own.clone()  # Gloo writes what it has sent back into the tensor, which others may read
-            works = [dist.broadcast(each, group=group, group_src=i, async_op=True) for i, each in enumerate(sent)]
-            return Pending(works, self._traffic, self.level, ticket)
+            return self._issue(purpose, counted, group, _broadcast_each, sent)
         _compat.show_collective("_allgather_base_")
-        return self._exchange(purpose, group, parts, [piece] * self.size, nbytes=whole.nbytes)
+        return self._exchange(purpose, counted, group, parts, [piece] * self.size, nbytes=whole.nbytes)
 
     def start_reduce_scatter(
         self, whole: Tensor, purpose: Purpose = "gradients", *, numels: Sequence[int] | None = None
@@ -191,24 +231,24 @@ class Communicator:
         if group is None:
             return ReduceScatter(NOTHING, [whole], parts)
         own = parts[self.rank]
-        self._count(purpose, whole.nbytes - own.nbytes, (self.size - 1) * own.nbytes)
+        counted = whole.nbytes - own.nbytes, (self.size - 1) * own.nbytes
         if self._uses_sends:  # [Note: Collectives on Gloo]
             terms = [own if i == self.rank else torch.empty_like(own) for i in range(self.size)]
             received = terms[1 if self.rank == 0 else 0]  # it may become the sum, unlike the input
             nbytes = (self.size - 1) * received.nbytes
             _compat.show_collective("_reduce_scatter_base_")
-            pending = self._exchange(purpose, group, terms, parts, nbytes=whole.nbytes)
+            pending = self._exchange(purpose, counted, group, terms, parts, nbytes=whole.nbytes)
             return ReduceScatter(pending, terms, parts, nbytes=nbytes, out=received)
         if self._has_reduce_scatter:
             landing = torch.empty_like(own)
             if numels is None:
-                pending = self._issue(purpose, _compat.reduce_scatter_flat, landing, whole, group=group)
+                pending = self._issue(purpose, counted, group, _compat.reduce_scatter_flat, landing, whole)
             else:  # [Note: Parts of other lengths]
-                pending = self._issue(purpose, dist.reduce_scatter, landing, parts, group=group)
+                pending = self._issue(purpose, counted, group, dist.reduce_scatter, landing, parts)
             return ReduceScatter(pending, [landing], parts, nbytes=landing.nbytes)
         landing = own.new_empty(self.size * len(own))
         sizes = None if numels is None else list(numels)
-        pending = self._issue(purpose, dist.all_to_all_single, landing, whole, None, sizes, group=group)
+        pending = self._issue(purpose, counted, group, dist.all_to_all_single, landing, whole, None, sizes)
         return ReduceScatter(pending, list(landing.view(self.size, -1)), parts, nbytes=landing.nbytes)
 
     def _parts(self, whole: Tensor, numels: Sequence[int] | None) -> _Tensors:
@@ -235,18 +275,19 @@ class Communicator:
         group = self._reduce_group
         assert group is not None, "a level of one rank has nobody to send to"
         if numels is None:
-            self._count(purpose, (self.size - 1) * messages.nbytes // self.size)
+            sent_bytes = (self.size - 1) * messages.nbytes // self.size
+            counted = sent_bytes, sent_bytes
             if self._uses_sends:  # [Note: Collectives on Gloo]
-                return self._exchange(purpose, group, landings, messages, nbytes=messages.nbytes)
-            return self._issue(purpose, dist.all_to_all_single, landings, messages, group=group)
-        self._count(purpose, messages.nbytes, landings.nbytes)
+                return self._exchange(purpose, counted, group, landings, messages, nbytes=messages.nbytes)
+            return self._issue(purpose, counted, group, dist.all_to_all_single, landings, messages)
+        counted = messages.nbytes, landings.nbytes
         if self._uses_sends:
             rows = list(landings)
             rows.insert(self.rank, landings.new_empty(0))
-            return self._exchange(purpose, group, rows, list(messages.split(list(numels))))
+            return self._exchange(purpose, counted, group, rows, list(messages.split(list(numels))))
         comes = [0 if peer == self.rank else landings.shape[1] for peer in range(self.size)]
         landing = landings.view(-1)
-        return self._issue(purpose, dist.all_to_all_single, landing, messages, comes, list(numels), group=group)
+        return self._issue(purpose, counted, group, dist.all_to_all_single, landing, messages, comes, list(numels))
 
     def start_all_reduce(self, tensor: Tensor, purpose: Purpose = "gradients") -> Pending:
         """Begin to sum `tensor` over the ranks, in place.
@@ -257,8 +298,9 @@ class Communicator:
         """
         if self._reduce_group is None:
             return NOTHING
-        self._count(purpose, 2 * (self.size - 1) * tensor.nbytes // self.size, is_ring=True)
-        return self._issue(purpose, dist.all_reduce, tensor, group=self._reduce_group)
+        return self._issue(
+            purpose, self._bytes_of_ring(tensor), self._reduce_group, dist.all_reduce, tensor, is_ring=True
+        )
 
     def sum_in_place(self, tensor: Tensor) -> Iterator[None]:
         """Sum `tensor` as `start_all_reduce` does. Yields while the sum is under way.
@@ -279,23 +321,22 @@ class Communicator:
         """Let Gloo add up what has one length on all ranks: [Note: Messages that meet their like]."""
         if self._uses_sends and self.has_peers and self._reduce_group is not None:
             word = torch.zeros(self.size + 1, 1, dtype=torch.uint8)
-            self._exchange(
-                "gradients", self._reduce_group, word[1:], [word[0]] * self.size, paces=False, nbytes=nbytes
-            ).wait()
+            words = word[1:], [word[0]] * self.size
+            self._exchange("gradients", None, self._reduce_group, *words, paces=False, nbytes=nbytes).wait()
 
     def _reduce_by_sends(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, purpose: Purpose) -> Iterator[None]:
         """Reduce a small tensor in place, in two trips: each rank unites a part, and all gather the parts."""
         group = self._reduce_group
         assert group is not None, "several ranks have one"
-        self._count(purpose, 2 * (self.size - 1) * tensor.nbytes // self.size)
+        counted = self._bytes_of_ring(tensor)
         parts = list(tensor.view(-1).tensor_split(self.size))
         own = parts[self.rank]
         terms = [own if peer == self.rank else torch.empty_like(own) for peer in range(self.size)]
-        pending = self._exchange(purpose, group, terms, parts, paces=False, nbytes=tensor.nbytes)
+        pending = self._exchange(purpose, counted, group, terms, parts, paces=False, nbytes=tensor.nbytes)
         yield
         pending.wait()
         own.copy_(_UNITED[op](torch.stack(terms)))
-        pending = self._exchange(purpose, group, parts, [own] * self.size, paces=False, nbytes=tensor.nbytes)
+        pending = self._exchange(purpose, None, group, parts, [own] * self.size, paces=False, nbytes=tensor.nbytes)
         yield
         pending.wait()
 
@@ -307,8 +348,7 @@ class Communicator:
             for _ in self._reduce_by_sends(tensor, op, "control"):
                 pass
             return tensor
-        self._count("control", 2 * (self.size - 1) * tensor.nbytes // self.size, is_ring=True)
-        ticket = issue(self._reduce_group, "control", "all_reduce")
+        ticket = self._ticket("control", self._bytes_of_ring(tensor), self._reduce_group, is_ring=True)
         with self._traffic.waiting(self.level, "control", ticket):
             dist.all_reduce(tensor, op=op, group=self._reduce_group)
         return tensor
@@ -331,38 +371,55 @@ class Communicator:
                 return
             start_broadcast(group, ticket, tensor).wait()
 
-    def _count(
-        self, purpose: Purpose, sent_bytes: int, received_bytes: int | None = None, *, is_ring: bool = False
-    ) -> None:
-        """Count a transfer in which so many bytes leave this rank and, by default, as many enter it."""
-        received_bytes = sent_bytes if received_bytes is None else received_bytes
-        if self._cluster.cut is None:  # then all bytes are of this level
-            self._traffic.count(self.level, purpose, sent_bytes=sent_bytes, received_bytes=received_bytes)
-            return
-        sent, received = (
-            self._cluster.bytes_by_level(self.level, size, is_ring=is_ring) for size in (sent_bytes, received_bytes)
-        )
-        for level, size in sent.items():
-            self._traffic.count(level, purpose, sent_bytes=size, received_bytes=received[level])
+    def _bytes_of_ring(self, tensor: Tensor) -> tuple[int, int]:
+        """The bytes that a sum of `tensor` over all ranks sends from this rank, and brings to it, as a ring does."""
+        nbytes = 2 * (self.size - 1) * tensor.nbytes // self.size
+        return nbytes, nbytes
 
-    def _ticket(self, purpose: str, group: dist.ProcessGroup, nbytes: int | None = None) -> Ticket:
-        return self._journals[group].issue(purpose, self._owner.unit_name, nbytes=nbytes)
+    def _ticket(
+        self,
+        purpose: Purpose,
+        counted: tuple[int, int] | None,
+        group: dist.ProcessGroup,
+        *,
+        nbytes: int | None = None,
+        is_ring: bool = False,
+    ) -> Ticket:
+        """Count a transfer, and note that this rank issues it.
+
+        `counted` are the bytes that leave this rank and those that enter it; None stands for a transfer whose bytes an
+        earlier one has. `nbytes` are alike on all ranks.
+        """
+        traffic = self._traffic
+        if counted is None:
+            pass
+        elif self._cluster.cut is None and Traffic.observer is None:  # at each transfer, so without calls
+            traffic.sizes[self.level, purpose, "sent"] += counted[0]
+            traffic.sizes[self.level, purpose, "received"] += counted[1]
+        else:
+            sent, received = (self._cluster.bytes_by_level(self.level, size, is_ring=is_ring) for size in counted)
+            for level, size in sent.items():
+                traffic.count(level, purpose, sent_bytes=size, received_bytes=received[level])
+        return Ticket(self._journals[group], (purpose, self._owner, nbytes))
 
     def _issue(
         self,
         purpose: Purpose,
-        collective: Callable[..., dist.Work | None],
-        *arguments: Any,
+        counted: tuple[int, int] | None,
         group: dist.ProcessGroup,
+        collective: Callable[..., Any],
+        *arguments: Any,
+        is_ring: bool = False,
     ) -> Pending:
         """Begin a collective of the backend: [Note: Collectives on a stream]."""
-        ticket = self._journals[group].issue(purpose, self._owner.unit_name)
+        ticket = self._ticket(purpose, counted, group, is_ring=is_ring)
         work = collective(*arguments, group=group, async_op=not self.is_stream_ordered)
-        return Pending([] if self.is_stream_ordered else [work], self._traffic, self.level, ticket)
+        return Pending(() if self.is_stream_ordered else (work,), self._traffic, self.level, ticket)
 
     def _exchange(
         self,
-        purpose: str,
+        purpose: Purpose,
+        counted: tuple[int, int] | None,
         group: dist.ProcessGroup,
         landings: _Tensors,
         messages: _Tensors,
@@ -374,11 +431,9 @@ class Communicator:
 
         Small parts that shall go all at once have no pieces: `paces` is False. `nbytes` are alike on all ranks.
         """
-        ticket = self._ticket(purpose, group, nbytes)
-        moves = any(
-            each.nbytes for each in (*landings, *messages)
-        )  # alike on all ranks, if this one's part is empty, too
-        if paces and self._paces and moves:
+        ticket = self._ticket(purpose, counted, group, nbytes=nbytes)
+        # alike on all ranks, also if this one's part is empty
+        if paces and self._paces and any(each.nbytes for each in (*landings, *messages)):
             exchange = HostExchange(ticket, [start_paced_exchange(group, ticket.tag(), list(landings), list(messages))])
             return Pending([exchange], self._traffic, self.level, ticket)
         with waiting_for(ticket):  # a lost connection may be an error already
@@ -386,8 +441,8 @@ class Communicator:
         return Pending([exchange], self._traffic, self.level, ticket)
 
 
-class ReduceScatter:
-    """A sum under way."""
+class ReduceScatter(SumTransfer):
+    """The sum of exact terms."""
 
     def __init__(
         self,
@@ -404,13 +459,16 @@ class ReduceScatter:
         the backend may still read them. The terms occupy `nbytes` bytes besides the input. `out` is the term that may
         become the sum.
         """
-        self._pending, self._terms, self._out = pending, terms, out
+        self._pending, self._terms, self._out, self._nbytes = pending, terms, out, nbytes
         self.messages = messages
-        """The parts of the input: part r is what this rank sends to rank r."""
-        self.nbytes = nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """See `SumTransfer.nbytes`."""
+        return self._nbytes
 
     def received(self) -> Sequence[Tensor] | None:
-        """Wait, and return the terms, in rank order; None if the backend has added them already."""
+        """See `SumTransfer.received`."""
         self._pending.wait()
         self._pending = NOTHING
         return None if len(self._terms) == 1 else self._terms

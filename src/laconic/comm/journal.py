@@ -50,10 +50,7 @@ class Journal:
 
         With `nbytes`, transfers of other bytes are others.
         """
-        self.count += 1
-        label = kind, unit, nbytes
-        self.last.append(label)
-        return Ticket(self, self.count, label, senders)
+        return Ticket(self, (kind, unit, nbytes), senders)
 
     def forget_dropped(self, *, before: int) -> None:
         """Free the works of dropped transfers with a smaller number than a transfer that has ended."""
@@ -65,15 +62,16 @@ class Journal:
         return Entries(self.count, [described(*label) for label in list(self.last)])
 
 
-@dataclass(eq=False, slots=True)  # a frozen one takes four times as long to make
 class Ticket:
     """A transfer that was issued, and may be waited for."""
 
-    journal: Journal
-    number: int
-    label: Label
-    senders: Sequence[int] | None
-    """The places, in the group, of the ranks that send; None stands for all."""
+    __slots__ = ("journal", "label", "number", "senders")
+
+    def __init__(self, journal: Journal, label: Label, senders: Sequence[int] | None = None) -> None:
+        """Note in `journal` that this rank issues a transfer. `senders` are places in its group; None means all."""
+        journal.count += 1
+        journal.last.append(label)
+        self.journal, self.number, self.label, self.senders = journal, journal.count, label, senders
 
     def __str__(self) -> str:
         return described(*self.label[:2])

@@ -75,14 +75,15 @@ class Traffic:
     """Gets the level, the purpose and the bytes sent of each transfer of all clusters, before it begins."""
 
     def __init__(self) -> None:
-        self._sizes: Counter[tuple[Level, Purpose, Direction]] = Counter()
+        self.sizes: Counter[tuple[Level, Purpose, Direction]] = Counter()
+        """See `Snapshot.sizes`."""
         self.waits: defaultdict[Level, float] = defaultdict(float)
         """See `Snapshot.waits`."""
 
     def count(self, level: Level, purpose: Purpose, *, sent_bytes: int, received_bytes: int) -> None:
         """Add the bytes that one transfer sends from this rank and brings to it."""
-        self._sizes[level, purpose, "sent"] += sent_bytes
-        self._sizes[level, purpose, "received"] += received_bytes
+        self.sizes[level, purpose, "sent"] += sent_bytes
+        self.sizes[level, purpose, "received"] += received_bytes
         if Traffic.observer is not None:
             Traffic.observer(level, purpose, sent_bytes)
 
@@ -92,4 +93,4 @@ class Traffic:
 
     def snapshot(self) -> Snapshot:
         """Copy the counters. The snapshot does not change afterwards."""
-        return Snapshot(sizes=dict(self._sizes), waits=dict(self.waits))
+        return Snapshot(sizes=dict(self.sizes), waits=dict(self.waits))

@@ -35,11 +35,10 @@ from torch import Tensor
 
 from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster
-from laconic.comm.collectives import start_flags, swap_rows
+from laconic.comm.collectives import SumTransfer, start_flags, swap_rows
 from laconic.comm.traffic import Level
 from laconic.guard.checksum import checksum_of, checksums, digest_of
 from laconic.shard.bucket import Bucket
-from laconic.shard.crossing import SumTransfer
 from laconic.shard.extension import Observer
 from laconic.shard.gather import UnitGather
 from laconic.shard.policies import Checks

@@ -41,7 +41,7 @@ class NodeShard:
         """How long it is used."""
         self.version: int | None = None
         """The version of the parameters that it was made from; None if what it kept is lost."""
-        self._memory: Held[Tensor] | None = None
+        self._memory: Held | None = None
         self._slab: Tensor | None = None
         self._stored: Event = None
 

@@ -63,12 +63,12 @@ from torch.optim import Optimizer
 
 from laconic.codec import CODECS
 from laconic.codec.lossless import check_faults, decode_in_pieces, encode_in_pieces
-from laconic.codec.lossless_sums import LosslessSum, LosslessTransfer
+from laconic.codec.lossless_sums import LosslessSum
 from laconic.codec.payload import parts_of_islands, payload_of, shards_of_nodes
-from laconic.codec.sums import CodedSum, CodedTransfer, Messages
+from laconic.codec.sums import CodedSum, Messages
 from laconic.codec.varying import VaryingMessages
 from laconic.comm.cluster import Cluster
-from laconic.comm.collectives import NOTHING, Communicator, ReduceScatter, start_flags
+from laconic.comm.collectives import NOTHING, Communicator, SumWay, start_flags
 from laconic.comm.traffic import Level
 from laconic.ragged.steps import OptimizerStep, after_step, before_step
 from laconic.shard.bucket import Bucket
@@ -478,21 +478,14 @@ def crossing_of(bucket: Bucket, node: Communicator, copies_of: CopiesOf) -> Weig
     return WeightCrossing(bucket, node) if bucket.wire.weights == "exact" else CodedValues(bucket, node)
 
 
-SumTransfer = ReduceScatter | CodedTransfer | LosslessTransfer
-"""A sum across nodes or islands that has begun."""
-
-
-WayOfSum = Communicator | CodedSum | LosslessSum
-
-
-def ways_of_sums(bucket: Bucket) -> dict[Level, WayOfSum]:
+def ways_of_sums(bucket: Bucket) -> dict[Level, SumWay]:
     """The ways in which a bucket's gradients are summed on each level, as its wire says.
 
     A rank's own term stays exact. The second trip of a sum over islands has eight bits (bf16 if gradients cross in
     bf16). That of qgZ has four; a sum that all ranks use is worth more.
     """
-    exact = {level: Communicator(bucket.cluster, level, bucket) for level in LEVELS}
-    ways: dict[Level, WayOfSum] = {**exact}
+    exact = {level: Communicator(bucket.cluster, level, bucket.unit_name) for level in LEVELS}
+    ways: dict[Level, SumWay] = {**exact}
     wire, layout, codec = bucket.wire, bucket.layout, bucket.wire.gradient_codec
     if wire.gradients == "lossless":
         crossed = [level for level in _WIRE_LEVELS if exact[level].size > 1]

@@ -90,8 +90,8 @@ class BucketGather:
 
     def __init__(self, bucket: Bucket, lanes: Lanes, copies_of: CopiesOf) -> None:
         self.bucket, self._lanes = bucket, lanes
-        self._node = Communicator(bucket.cluster, "node", bucket)
-        self._local = Communicator(bucket.cluster, "local", bucket)
+        self._node = Communicator(bucket.cluster, "node", bucket.unit_name)
+        self._local = Communicator(bucket.cluster, "local", bucket.unit_name)
         self.crossing = crossing_of(bucket, self._node, copies_of)
         self.is_stream_ordered = self._node.is_stream_ordered and self._local.is_stream_ordered
         """True if waiting for a transfer never blocks the thread."""
@@ -107,7 +107,7 @@ class BucketGather:
         self._stored: Event = None
         self._unstored: tuple[Tensor, Event] | None = None
         """The node shard that `store` has yet to copy to the cache, and the event after which it is complete."""
-        self.early: Held[Tensor] | None = None
+        self.early: Held | None = None
         """The memory of a node shard that came early, before the full buffer: [Note: Prefetching] in itinerary.py."""
         self.num_crossings = 0
         """The gathers that began with this rank's shard, not with the cache."""

@@ -2,20 +2,10 @@
 
 import weakref
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from laconic.shard.placement import Passing
-
-
-class _Memory(Protocol):
-    @property
-    def nbytes(self) -> int: ...
-
-
-_M = TypeVar("_M", bound=_Memory)
-
 
 _WITHOUT = tuple(map(frozenset, ((True,), (False,), (True, False))))
 """The kinds of full buffers beside which peaks are kept: of units around others, of those that are not, and all."""
@@ -88,13 +78,12 @@ class Ledger:
             self._peaks_without = {kinds: max(0, rest) for kinds, rest in self._bytes_without().items()}
 
 
-class Held(Generic[_M]):
-    """Memory that the engine holds: the ledger counts it from now on until `free`."""
+class Held:
+    """A tensor that the engine holds: the ledger counts its memory from now on until `free`."""
 
-    def __init__(self, memory: _M, ledger: Ledger, *, on_host: bool = False) -> None:
-        """Take a tensor, or a transfer with memory of its own."""
+    def __init__(self, memory: Tensor, ledger: Ledger, *, on_host: bool = False) -> None:
         self.memory = memory
-        """The tensor or transfer. `free` takes the attribute away."""
+        """The tensor. `free` takes the attribute away."""
         self._nbytes, self._ledger, self._on_host = memory.nbytes, ledger, on_host
         ledger.hold(self._nbytes, on_host=on_host)
 

@@ -33,10 +33,10 @@ from torch import Tensor, nn
 
 from laconic import _compat
 from laconic._compat import GradientUse
-from laconic.codec.sums import CodedSum
+from laconic.comm.collectives import SumTransfer
 from laconic.comm.traffic import Level
 from laconic.shard.bucket import Bucket
-from laconic.shard.crossing import SumTransfer, ways_of_sums
+from laconic.shard.crossing import ways_of_sums
 from laconic.shard.extension import Observer
 from laconic.shard.gather import HostReads
 from laconic.shard.grad import Agreement, UsedParameters, WaitingGradient, WaitingSums
@@ -53,13 +53,13 @@ class BucketGradients:
         self.bucket, self.lanes, self.observer = bucket, lanes, observer
         self._begin_backward = begin_backward
         self.ways = ways_of_sums(bucket)
-        self.full: Held[Tensor] | None = None
+        self.full: Held | None = None
         """This backward's gradients, (L * N * C,), whose reduction has not begun."""
         self._numel, self._device = bucket.layout.numel, bucket.cluster.device
         self._places = [(slice(each.offset, each.offset + each.numel), each.shape) for each in bucket.layout.slots]
         """The elements of each parameter in the buffer, and its shape."""
         self._written: set[int] = set()
-        self.waiting: dict[Level, Held[Tensor]] = {}
+        self.waiting: dict[Level, Held] = {}
         """Sums of earlier backwards, by the level that they have yet to cross: this rank's, (L * N * C,), wait to be
         summed inside the node ("local"), a node's, (N * C,), across the nodes ("node"), and an island's, (C,), over the
         islands ("island")."""
@@ -140,7 +140,7 @@ class BucketGradients:
             torch.mm(left, right, out=view)
             self._written.add(index)
 
-    def _allocate(self) -> Held[Tensor]:
+    def _allocate(self) -> Held:
         if self.full is None:
             if self._begin_backward() and "local" in self.waiting:
                 self.full = self.waiting.pop("local")
@@ -158,7 +158,7 @@ class BucketGradients:
         """Give all trained parameters a gradient: zeros, if no rank has another."""
         self.used.add(self._trainable())
 
-    def take_full(self) -> Held[Tensor]:
+    def take_full(self) -> Held:
         """Hand over the gradients, (L * N * C,), to be reduced. The caller frees them."""
         if self.full is None:  # it may bring those that wait whole
             self._allocate()
@@ -171,7 +171,7 @@ class BucketGradients:
         self.used.add(self._written)
         self.full, self._written, self._written_before = None, set(), self._written
 
-    def in_dtype(self, sums: Held[Tensor], dtype: torch.dtype) -> Held[Tensor]:
+    def in_dtype(self, sums: Held, dtype: torch.dtype) -> Held:
         """Cast sums that wait, or that are sent on: [Note: Gradients that wait]."""
         if sums.memory.dtype == dtype:
             return sums
@@ -179,7 +179,7 @@ class BucketGradients:
         sums.free()
         return cast
 
-    def take_unreduced(self) -> Held[Tensor]:
+    def take_unreduced(self) -> Held:
         """Hand over the gradients, (L * N * C,). The caller frees them: [Note: Gradients that do not come]."""
         full = self.full or self._allocate()
         if not self._written:
@@ -199,16 +199,12 @@ class BucketGradients:
 
     def start_sum(self, level: Level, whole: Tensor) -> SumTransfer:
         """Begin to sum `whole` on a level; this rank will get its part."""
-        way = self.ways[level]
-        if isinstance(way, CodedSum):  # its payload says what the parts are
-            return way.start_reduce_scatter(whole)
-        return way.start_reduce_scatter(whole, numels=self.bucket.geometry.numels_on[level])
+        return self.ways[level].start_reduce_scatter(whole, numels=self.bucket.geometry.numels_on[level])
 
     def forget_lost(self) -> None:
         """Drop what a codec has lost of earlier gradients."""
         for way in self.ways.values():
-            if isinstance(way, CodedSum):
-                way.forget()
+            way.forget()
 
     def show_waiting(self) -> None:
         """Let `.grad` stand for sums that wait until the next backward: [Note: Cleared gradients] in grad.py."""
@@ -301,7 +297,7 @@ class Reduction:
     """The reduction of one bucket's gradients: a sum inside the node, one across the nodes, one over the replicas."""
 
     def __init__(
-        self, gradients: BucketGradients, full: Held[Tensor] | None, *, across_nodes: bool, across_islands: bool
+        self, gradients: BucketGradients, full: Held | None, *, across_nodes: bool, across_islands: bool
     ) -> None:
         """Reduce `full`, (L * N * C,); with None, only the sums that wait."""
         self.gradients = gradients
@@ -412,7 +408,7 @@ class Reduction:
         ledger.hold(-nbytes)
         return total
 
-    def _with_waiting(self, level: Level, fresh: Tensor | None, *, goes_on: bool) -> Held[Tensor] | None:
+    def _with_waiting(self, level: Level, fresh: Tensor | None, *, goes_on: bool) -> Held | None:
         """Add the sums that wait to cross `level` to fresh ones. Returns the total, or None if it waits, too."""
         total = self.gradients.waiting.pop(level, None)
         if total is not None and fresh is not None:

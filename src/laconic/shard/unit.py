@@ -500,7 +500,7 @@ class Unit:
         """True in a micro-batch whose gradients wait for those of the next: [Note: Gradients that wait whole]."""
         return self.placement.gradients == "rank" and not self.requires_gradient_sync
 
-    def _reduce(self, gradients: BucketGradients, full: Held[Tensor] | None) -> None:
+    def _reduce(self, gradients: BucketGradients, full: Held | None) -> None:
         across_nodes = self.requires_gradient_sync
         if full is not None or across_nodes:
             self.root.observer.reducing(self, across_nodes=across_nodes)
@@ -597,11 +597,11 @@ class Root:
         self._copies: dict[Cluster, Copies] = {}
         names = {child: name for module in top.modules for name, child in module.named_modules()}
         for unit in self.units:
-            unit.join(self)
-        for unit in self.units:
-            unit.progress.name = ", ".join(filter(None, (names.get(child) for child in unit.modules))) or unit.name
+            own_names = ", ".join(filter(None, (names.get(child) for child in unit.modules))) or unit.name
             for bucket in unit.buckets:
-                bucket.unit_name, bucket.full.is_around = unit.name, unit.is_around
+                bucket.unit_name, bucket.full.is_around = own_names, unit.is_around
+            unit.join(self)
+            unit.progress.name = own_names
         is_offloaded = any(bucket.stored.is_offloaded for bucket in self.buckets)
         self.host_reads = HostReads(self.lanes.gather_node, is_offloaded=is_offloaded)
         is_pinned = all(unit.cache.pin_memory for unit in self.units)
