@@ -188,15 +188,16 @@ def gather_bytes(level: Level, which: list[Bucket]) -> int:
 def reduce_bytes(level: Level, which: list[Bucket]) -> int:
     """Bytes one rank sends on `level` per reduction of the trainable buckets.
 
-    Those of small ones go to all ranks, in parts; between two ranks in a ring, which is the same.
+    Those of small ones are summed on both levels, in parts, which are gathered inside the node.
     """
     total = 0
     for bucket in which:
         itemsize, cut = bucket.reduce_dtype.itemsize, bucket.cluster.cut
         if cut is not None and not bucket.stored.is_frozen:
-            nbytes = 2 * (cut.size - 1) * bucket.layout.numel * itemsize // cut.size
-            crossing = nbytes * (cut.size - cut.num_local) // (cut.size - 1)
-            total += crossing if level == "node" else nbytes - crossing
+            numel, (rank, size) = bucket.layout.numel, cut.place_on("local")
+            own_bytes = len(torch.arange(numel).tensor_split(size)[rank]) * itemsize
+            inside = numel * itemsize + (size - 2) * own_bytes
+            total += 2 * (cut.num_nodes - 1) * own_bytes // cut.num_nodes if level == "node" else inside
         elif not bucket.stored.is_frozen:
             total += _piece_numel(level, bucket) * itemsize
     return total

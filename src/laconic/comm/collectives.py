@@ -178,6 +178,10 @@ class Communicator(SumWay):
         """True if there are other ranks, and they are there: not in a rehearsal."""
         self._paces = self._uses_sends and level != "local" and self.size > 2 and self.has_peers
         self._journals = {each: journal_of(each) for each in (group, self._reduce_group) if each is not None}
+        cut = cluster.cut
+        has_levels = cut is not None and cut.num_nodes > 1 and cut.num_local > 1
+        self._levels = [Communicator(cut, each, owner) for each in ("local", "node")] if has_levels else []  # type: ignore[arg-type]
+        """Of replicas, the levels that their messages take: `sum_in_place`."""
         self._device_type = cluster.device_type
         self.is_stream_ordered = self._device_type != "cpu" and backend != "gloo"
         """True if waiting never blocks the thread, so that one transfer may start right behind another."""
@@ -307,7 +311,14 @@ class Communicator(SumWay):
 
         On Gloo, whose ring takes 2 (R - 1) trips, a small tensor takes two: each rank sums a part, and all gather the
         parts. Large ones would fill the queues: [Note: Rounds of pieces] in comm/pacing.py.
+
+        Replicas on several ranks of several nodes sum a part each inside their node, sum it across the nodes, and gather
+        the parts inside the node. So a node sends 2 (N - 1) / N of the bytes over the wire. In a ring of all ranks it
+        sends almost twice them, and in two trips between all ranks up to twice as much as in a ring.
         """
+        if self._levels:
+            yield from self._sum_by_levels(tensor)
+            return
         is_small = tensor.nbytes <= _TWO_TRIPS_BYTES and tensor.numel() >= self.size
         if not self._uses_sends or not is_small:
             self._meet(tensor.nbytes)
@@ -316,6 +327,18 @@ class Communicator(SumWay):
             pending.wait()
             return
         yield from self._reduce_by_sends(tensor, dist.ReduceOp.SUM, "gradients")
+
+    def _sum_by_levels(self, tensor: Tensor) -> Iterator[None]:
+        local, node = self._levels
+        is_even = len(tensor) % local.size == 0
+        numels = None if is_even else [len(part) for part in tensor.tensor_split(local.size)]
+        transfer = local.start_reduce_scatter(tensor, numels=numels)
+        yield
+        part = transfer.finish()
+        yield from node.sum_in_place(part)
+        pending = local.all_gather(tensor, part, "gradients", numels=numels)
+        yield
+        pending.wait()
 
     def _meet(self, nbytes: int) -> None:
         """Let Gloo add up what has one length on all ranks: [Note: Messages that meet their like]."""
