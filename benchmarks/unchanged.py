@@ -196,6 +196,8 @@ def record_bytes() -> Counter[str]:
         count(*args, **kwargs)
 
     cls.count = count_here_too
+    if getattr(cls, "observer", 0) is None:  # else transfers count themselves where nobody observes them
+        cls.observer = staticmethod(lambda *_: None)
     return sizes
 
 
