@@ -269,7 +269,7 @@ def assert_nothing_gathered(model: Any) -> None:
     for module in model.modules():
         unit = unit_of(module)
         if unit is not None:
-            resting = {GatherState.IDLE, GatherState.FULL} if unit.gather.stays_whole else {GatherState.IDLE}
+            resting = {GatherState.IDLE, GatherState.WHOLE} if unit.gather.stays_whole else {GatherState.IDLE}
             assert unit.gather.state in resting, unit.name
             assert unit.phase is UnitPhase.REST, unit.name
             for bucket in unit.buckets:

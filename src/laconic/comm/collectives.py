@@ -312,9 +312,9 @@ class Communicator(SumWay):
         On Gloo, whose ring takes 2 (R - 1) trips, a small tensor takes two: each rank sums a part, and all gather the
         parts. Large ones would fill the queues: [Note: Rounds of pieces] in comm/pacing.py.
 
-        Replicas on several ranks of several nodes sum a part each inside their node, sum it across the nodes, and gather
-        the parts inside the node. So a node sends 2 (N - 1) / N of the bytes over the wire. In a ring of all ranks it
-        sends almost twice them, and in two trips between all ranks up to twice as much as in a ring.
+        Replicas on several ranks of several nodes sum a part each inside their node, sum that across the nodes, and
+        gather the parts inside. So each of N nodes sends 2 (N - 1) / N of the bytes over the wire. In a ring of all R
+        ranks it would send 2 (R - 1) / R of them, and in two trips between all ranks L times 2 (N - 1) / N.
         """
         if self._levels:
             yield from self._sum_by_levels(tensor)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import count, repeat
 from operator import attrgetter, is_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +69,21 @@ class _Attributes:
         self.number = len(self.sharded) + len(self.gathered)
 
 
+class _Memory(NamedTuple):
+    """The memory of a full buffer, as it is seen."""
+
+    tensor: Tensor
+    """What the parameters are views of, (L * N * C,)."""
+    alias: Tensor
+    """What the engine writes to: it has a version of its own."""
+    node_shard: Tensor
+    """The part of `alias` that is this rank's node shard, (N * C,)."""
+    storage: torch.UntypedStorage
+    nbytes: int
+    is_shard: bool
+    """True if it is the shard's own memory, as on a mesh of one rank."""
+
+
 class FullBuffer:
     """The gathered weights of one bucket, (L * N * C,), and the gathered parameters that are views of them.
 
@@ -85,11 +101,9 @@ class FullBuffer:
         self._stored, self._form, self._places, self._keeps_weights = stored, form, places, keeps_weights
         self.is_around = False
         """True if other units run while the weights are gathered; the root sets it."""
-        self._tensor: Tensor | None = None
-        self._alias: Tensor | None = None
+        self._memory: _Memory | None = None
         self.is_allocated = False
         """True while it has memory of its own."""
-        self._is_shard = False
         self.parameters: list[nn.Parameter] = []
         """The gathered parameters, in the order of the sharded ones; empty before the first gather."""
         self._views: list[nn.Parameter] = []
@@ -97,6 +111,10 @@ class FullBuffer:
         self._versions: list[int] = []
         self.trained: list[bool] = []
         """Of each gathered parameter when it was shown: its version, and whether it trained."""
+        self._saved_versions: list[int] = []
+        """Those of `_views`, while there is no memory."""
+        self._shown_version = -1
+        """That of the shard when the parameters were shown, in the first uses."""
         self._looks_left = _NUM_LOOKS
         self._attributes: list[_Attributes] = []
         self._sink: GradientSink | None = None
@@ -109,40 +127,41 @@ class FullBuffer:
     @property
     def is_made(self) -> bool:
         """True if parameters may be views of it."""
-        return self._tensor is not None
+        return self._memory is not None
 
     def allocate(self) -> Tensor:
         """Allocate its memory in the dtype of the wire, unless it is allocated already. Returns the engine's alias."""
-        if self._tensor is None:
-            self._make()
-        elif not self.is_allocated and not self._is_shard:
-            self._storage.resize_(self._nbytes)
+        memory = self._memory
+        if memory is None:
+            memory = self._make()
+        elif not self.is_allocated and not memory.is_shard:
+            memory.storage.resize_(memory.nbytes)
             self.is_allocated = True
             _compat.set_versions(self._views, self._saved_versions)
-            self._stored.ledger.hold(self._nbytes, full_of=self.is_around)
-        assert self._alias is not None
-        return self._alias
+            self._stored.ledger.hold(memory.nbytes, full_of=self.is_around)
+        return memory.alias
 
-    def _make(self) -> None:
+    def _make(self) -> _Memory:
         stored, form = self._stored, self._form
         # An inference tensor has no versions and could not be trained with later.
         with torch.inference_mode(False), torch.enable_grad():
             device = stored.cluster.device if stored.is_offloaded else stored.shard.device
             is_whole = stored.cluster.size == 1 and stored.shard.device == device
-            self._is_shard = is_whole and form.compute_dtype == stored.shard.dtype and not form.converts
-            if self._is_shard:
-                self._tensor = stored.shard.data
+            is_shard = is_whole and form.compute_dtype == stored.shard.dtype and not form.converts
+            if is_shard:
+                tensor = stored.shard.data
             else:
-                self._tensor = torch.empty(form.geometry.whole_numel, dtype=form.dtype, device=device)
+                tensor = torch.empty(form.geometry.whole_numel, dtype=form.dtype, device=device)
                 self.is_allocated = True
-                stored.ledger.hold(self._tensor.nbytes, full_of=self.is_around)
-            self._storage, self._nbytes = self._tensor.untyped_storage(), self._tensor.nbytes
-            self._alias = self._tensor.data
-            self._node_alias = self._alias[form.geometry.node_in_whole]
+                stored.ledger.hold(tensor.nbytes, full_of=self.is_around)
+            alias, storage = tensor.data, tensor.untyped_storage()
+            node_shard = alias[form.geometry.node_in_whole]
+            self._memory = _Memory(tensor, alias, node_shard, storage, tensor.nbytes, is_shard)
             self.parameters = [] if form.converts else list(map(self._parameter, count(), self.views()))
             self._views = [
                 each for each, spec in zip(self.parameters, stored.specs, strict=False) if spec.dtensor is None
             ]
+        return self._memory
 
     def decode(self) -> None:
         """Make the gathered parameters out of a buffer that is complete, if they convert: [Note: Conversion]."""
@@ -154,31 +173,32 @@ class FullBuffer:
     def node_shard(self) -> Tensor:
         """This rank's node shard within the buffer, which is allocated: (N * C,), a view."""
         self.allocate()
-        return self._node_alias
+        assert self._memory is not None, "it was allocated"
+        return self._memory.node_shard
 
     def free(self) -> None:
         """Free the memory, and what was decoded from it. Views stay."""
-        if self._tensor is not None and self.is_allocated:
-            self._storage.resize_(0)
+        if self._memory is not None and self.is_allocated:
+            self._memory.storage.resize_(0)
             self.is_allocated = False
             self._saved_versions = list(map(_version_of, self._views))
             _compat.set_versions(self._views, [version + 1 for version in self._saved_versions])
-            self._stored.ledger.hold(-self._nbytes, full_of=self.is_around)
+            self._stored.ledger.hold(-self._memory.nbytes, full_of=self.is_around)
             if self._form.converts:
                 self._form.free()
 
     def drop(self) -> None:
         """Free the memory for good: the next gather makes another buffer, with other gathered parameters."""
         self.free()
-        self._tensor = self._alias = None
+        self._memory = None
         self._versions, self._attributes = [], []
         self._form.forget()
 
     def views(self) -> list[Tensor]:
         """The elements of each parameter, in its shape."""
-        assert self._tensor is not None
+        assert self._memory is not None, "it was made"
         return [
-            spec.assemble(self._tensor[spec.slot.offset : spec.slot.offset + spec.slot.numel])
+            spec.assemble(self._memory.tensor[spec.slot.offset : spec.slot.offset + spec.slot.numel])
             for spec in self._stored.specs
         ]
 
@@ -248,8 +268,9 @@ class FullBuffer:
         self.reconcile()
         self._places.show(self._stored.parameters, instead_of=self.parameters)
         now, before = list(map(_version_of, self.parameters)), self._versions
-        if not all(map(is_, map(Tensor.untyped_storage, self._views), repeat(self._storage))):
-            self._refuse_other_memory()
+        assert self._memory is not None, "it was shown"
+        if not all(map(is_, map(Tensor.untyped_storage, self._views), repeat(self._memory.storage))):
+            self._refuse_other_memory(self._memory.storage)
         looks = self._looks_left > 0 and self._looks()
         if not before or (now == before and not looks):
             return
@@ -269,12 +290,12 @@ class FullBuffer:
         is_real = not self._stored.shard.is_meta and not _compat.is_fake(self._stored.shard)
         return is_real and self.has_own_bits and self._shown_version == self._stored.version
 
-    def _refuse_other_memory(self) -> None:
+    def _refuse_other_memory(self, storage: torch.UntypedStorage) -> None:
         """Refuse gathered parameters that have got other memory (`parameter.data = values`), and take it from them."""
         moved = [
             index
             for index, (each, spec) in enumerate(zip(self.parameters, self._stored.specs, strict=True))
-            if spec.dtensor is None and each.untyped_storage() is not self._storage
+            if spec.dtensor is None and each.untyped_storage() is not storage
         ]
         views = self.views()
         for index in moved:

@@ -80,9 +80,13 @@ class GatherState(Enum):
     """Compute may use the full buffers."""
     SHOWN = auto()
     """The modules show the gathered parameters, too."""
+    WHOLE = auto()
+    """The unit is released, and its full buffers stay."""
 
 
-_COMPLETE = (GatherState.FULL, GatherState.SHOWN)
+_COMPLETE = (GatherState.FULL, GatherState.SHOWN, GatherState.WHOLE)
+AT_REST = (GatherState.IDLE, GatherState.WHOLE)
+"""The states in which `UnitGather.release` has nothing to do."""
 
 
 class BucketGather:
@@ -285,8 +289,6 @@ class UnitGather:
         """The gathers that the present one consists of: those of buckets that are not whole already."""
         self._events: list[Event] = []
         self.state = GatherState.IDLE
-        self.is_released = True
-        """True if `release` has nothing to do. Full buffers that stay are released, too."""
         self.stays = False
         """True if the weights stay after forward: [Note: Late copies]."""
 
@@ -334,7 +336,6 @@ class UnitGather:
                     self._renew()
                     break
         if self.state is GatherState.IDLE:
-            self.is_released = False
             if self._observer.inspects:
                 self._drop_damaged()
             self._moving = self._gathers
@@ -353,6 +354,11 @@ class UnitGather:
                     gather.make_room()
             else:
                 self.go_on()
+
+    @property
+    def is_complete(self) -> bool:
+        """True if compute may use the full buffers."""
+        return self.state in _COMPLETE
 
     @property
     def is_late(self) -> bool:
@@ -412,7 +418,7 @@ class UnitGather:
                 bucket.full.reconcile()
             else:
                 bucket.full.show()
-        self.state, self.is_released = GatherState.SHOWN, False
+        self.state = GatherState.SHOWN
 
     def _complete(self) -> None:
         self.go_on()
@@ -436,13 +442,12 @@ class UnitGather:
         Raises:
             RuntimeError: a gathered parameter was edited in place; the edit would be lost.
         """
-        if self.is_released:
+        if self.state in AT_REST:
             return
         if self.state not in _COMPLETE:
             self._complete()
-        self.is_released = True
         was_shown = self.state is GatherState.SHOWN
-        self.state = GatherState.FULL if self.stays_whole else GatherState.IDLE
+        self.state = GatherState.WHOLE if self.stays_whole else GatherState.IDLE
         try:
             for bucket in self.buckets if was_shown else ():
                 bucket.full.hide()

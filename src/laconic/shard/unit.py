@@ -55,7 +55,7 @@ from laconic.shard.buffers import Buffers
 from laconic.shard.cache import NodeShard, Slab, choose_device_shards
 from laconic.shard.choosing import Chooser
 from laconic.shard.crossing import Copies
-from laconic.shard.gather import GatherState, HostReads, UnitGather
+from laconic.shard.gather import AT_REST, HostReads, UnitGather
 from laconic.shard.grad import WaitingGradient
 from laconic.shard.hooks import AwaitedHooks, OutputGradients, SavedWeights, map_tensors
 from laconic.shard.itinerary import Order
@@ -426,7 +426,7 @@ class Unit:
 
     def _reach_weights(self) -> bool:
         """Gather the weights if the unit rests: backward reaches one of its forwards past the outputs."""
-        if self.gather.state in (GatherState.FULL, GatherState.SHOWN):
+        if self.gather.is_complete:
             return False
         self._enter_backward(True)
         self.unshard()  # also if the unit is in its backward already
@@ -752,7 +752,7 @@ class Root:
             for gradients in unit.gradients:
                 if gradients.waiting or (not self.is_last_backward and self.reductions.has(gradients)):
                     gradients.show_waiting()
-            if not unit.gather.is_released:
+            if unit.gather.state not in AT_REST:
                 unit.leave_backward()
         self._end_backward()
         syncs = self.probe is None and any(unit.requires_gradient_sync for unit in self.units)
