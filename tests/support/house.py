@@ -1,31 +1,76 @@
-"""The size of the house: lines of Python by room, and the change since the last tag or since this branch left main.
+"""The size of the house: lines of Python by room, the change since the last tag or since this branch left main.
 
 python -m tests.support.house
+
+Lines of code are those without blank lines, comments, docstrings and imports. No room may have more than the ceiling
+that ceilings.toml sets. Who raises one says there which ability the lines have bought.
 """
 
 from __future__ import annotations
 
+import ast
 import subprocess
+import sys
+import tokenize
+import tomllib
 from collections import Counter
+from collections.abc import Mapping
+from io import StringIO
 from pathlib import Path, PurePath
 
 ROOT = Path(__file__).parents[2]
 HOUSE = ("src/laconic", "tests", "benchmarks")
+CEILINGS = "ceilings.toml"
+_NO_CODE = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
+}  # fmt: skip
 
 
 def room_of(path: PurePath) -> str:
-    """The room of a file, given from the root of the repository: of the library its folder, else the top folder."""
-    return f"{path.parts[0]}/{path.parts[2]}" if path.parts[0] == "src" and len(path.parts) > 3 else path.parts[0]
+    """The room of a file, given from the root of the repository: its folder, or the top folder."""
+    folders = [part for part in path.parts[:-1] if part != "laconic"]
+    return "/".join(folders[:2])
+
+
+def code_lines(text: str) -> int:
+    """The lines of a module that hold code: no blank lines, comments, docstrings and imports."""
+    without: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if (is_docstring and isinstance(node.value.value, str)) or isinstance(node, (ast.Import, ast.ImportFrom)):
+            without.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    held: set[int] = set()
+    for token in tokenize.generate_tokens(StringIO(text).readline):
+        if token.type not in _NO_CODE:
+            held.update(range(token.start[0], token.end[0] + 1))
+    return len(held - without)
 
 
 def sizes(root: Path) -> dict[str, tuple[int, int, int]]:
-    """Return the files, lines and characters of each room."""
+    """Return the files, the lines and the lines of code of each room."""
     found: dict[str, tuple[int, int, int]] = {}
     for path in sorted(path for top in HOUSE for path in (root / top).rglob("*.py")):
         text, room = path.read_text(encoding="utf-8"), room_of(path.relative_to(root))
-        files, lines, characters = found.get(room, (0, 0, 0))
-        found[room] = files + 1, lines + text.count("\n"), characters + len(text)
+        files, lines, code = found.get(room, (0, 0, 0))
+        found[room] = files + 1, lines + text.count("\n"), code + code_lines(text)
     return found
+
+
+def above(code: Mapping[str, int], ceilings: Mapping[str, int]) -> list[str]:
+    """Say which rooms have more lines of code than their ceilings, or none, and which ceilings have no room."""
+    return [
+        *(
+            f"{room} has {lines:,} lines of code, and its ceiling in {CEILINGS} is {ceilings[room]:,}: delete some, or "
+            "raise the ceiling and say there what the lines have bought"
+            for room, lines in code.items()
+            if room in ceilings and lines > ceilings[room]
+        ),
+        *(
+            f"{room} has no ceiling in {CEILINGS}: it has {code[room]:,} lines"
+            for room in code.keys() - ceilings.keys()
+        ),
+        *(f"{CEILINGS} has a ceiling for {room}, which is no room" for room in ceilings.keys() - code.keys()),
+    ]
 
 
 def base_of(root: Path) -> str:
@@ -48,20 +93,30 @@ def _git(root: Path, *arguments: str) -> str:
     return answer.stdout.strip() if answer.returncode == 0 else ""
 
 
-def report(root: Path) -> str:
+def report(root: Path, by_room: Mapping[str, tuple[int, int, int]]) -> str:
     """Return the table of the library's rooms, and the sums of the library, the tests and the benchmarks."""
-    by_room, base = sizes(root), base_of(root)
+    base = base_of(root)
     changed = changes(root, base) if base else Counter()
     rooms = sorted({*by_room, *changed})
-    shown = {room: [room] for room in rooms if "/" in room}
+    shown = {room: [room] for room in rooms if room.startswith("src/")}
     shown |= {top: [room for room in rooms if room.split("/")[0] == top] for top in ("src", "tests", "benchmarks")}
-    lines = [f"{'room':<18}{'files':>6}{'lines':>8}{'a line':>8}" + (f"  since {base[:12]}" if base else "")]
+    lines = [f"{'room':<18}{'files':>6}{'lines':>8}{'of code':>8}" + (f"  since {base[:12]}" if base else "")]
     for name, parts in shown.items():
-        files, rows, characters = (sum(by_room.get(room, (0, 0, 0))[column] for room in parts) for column in range(3))
+        files, rows, code = (sum(by_room.get(room, (0, 0, 0))[column] for room in parts) for column in range(3))
         change = f"{sum(changed[room] for room in parts):>+9,}" if base else ""
-        lines.append(f"{name:<18}{files:>6}{rows:>8,}{characters / max(rows, 1):>8.1f}{change}")
+        lines.append(f"{name:<18}{files:>6}{rows:>8,}{code:>8,}{change}")
     return "\n".join(lines)
 
 
+def main() -> int:
+    """Print the table, and what is above its ceiling. Returns 1 if something is."""
+    by_room = sizes(ROOT)
+    print(report(ROOT, by_room))
+    ceilings = tomllib.loads((ROOT / CEILINGS).read_text(encoding="utf-8"))["lines"]
+    wrong = above({room: code for room, (_, _, code) in by_room.items()}, ceilings)
+    print("\n".join(wrong), file=sys.stderr, end="\n" if wrong else "")
+    return int(bool(wrong))
+
+
 if __name__ == "__main__":
-    print(report(ROOT))
+    sys.exit(main())
