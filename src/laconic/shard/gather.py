@@ -89,6 +89,25 @@ AT_REST = (GatherState.IDLE, GatherState.WHOLE)
 """The states in which `UnitGather.release` has nothing to do."""
 
 
+class _UnderWay:
+    """The gather of one bucket from its beginning until it is finished."""
+
+    __slots__ = ("arrived", "begun", "comes_from_cache", "is_crossing", "loaded", "node_shard", "pending")
+
+    def __init__(self, node_shard: Tensor, *, comes_from_cache: bool) -> None:
+        self.node_shard, self.comes_from_cache = node_shard, comes_from_cache
+        self.is_crossing = False
+        """True while the gather across nodes is under way."""
+        self.pending = NOTHING
+        """The gather inside the node."""
+        self.begun: Event = None
+        """An event after which the second stage may begin, if it begins late: [Note: Lengths come with messages]."""
+        self.loaded: Event = None
+        """An event after which the node shard has come from the cache."""
+        self.arrived: Event = None
+        """An event after which the node shard has come from the other nodes."""
+
+
 class BucketGather:
     """The gather of one bucket: from this rank's shard, or from a cached node shard, to the full buffer."""
 
@@ -99,18 +118,14 @@ class BucketGather:
         self.crossing = crossing_of(bucket, self._node, copies_of)
         self.is_stream_ordered = self._node.is_stream_ordered and self._local.is_stream_ordered
         """True if waiting for a transfer never blocks the thread."""
-        self._is_crossing = False
-        self._pending = NOTHING
         self.version: int | None = None
         """That of the parameters whose gather has begun."""
-        self._begun: Event = None
-        """An event after which the second stage may begin, if it begins late: [Note: Lengths come with messages]."""
-        self._loaded: Event = None
-        self._arrived: Event = None
-        self._comes_from_cache = False
-        self._stored: Event = None
+        self._now: _UnderWay | None = None
+        """The gather that is under way."""
         self._unstored: tuple[Tensor, Event] | None = None
         """The node shard that `store` has yet to copy to the cache, and the event after which it is complete."""
+        self._stored: Event = None
+        """An event after which the cache has the node shard."""
         self.early: Held | None = None
         """The memory of a node shard that came early, before the full buffer: [Note: Prefetching] in itinerary.py."""
         self.num_crossings = 0
@@ -119,12 +134,16 @@ class BucketGather:
     @property
     def needs_others(self) -> bool:
         """True if a gather that has begun needs other ranks: not all of it is in the cache."""
-        return self._is_crossing or self._local.size > 1
+        return self._local.size > 1 or self._is_crossing
 
     @property
     def makes_host_wait(self) -> bool:
         """True if the host must wait for the first stage that has begun: [Note: Lengths come with messages]."""
         return self._is_crossing and self.crossing.makes_host_wait
+
+    @property
+    def _is_crossing(self) -> bool:
+        return self._now is not None and self._now.is_crossing
 
     def use(self) -> BucketUse:
         """The bytes of the bucket, where shards are unequal those of the rank that needs most: alike on all ranks.
@@ -175,19 +194,19 @@ class BucketGather:
             )
         bucket.find_hooks()
         self.version = bucket.stored.epoch + bucket.stored.shard._version  # often, so without a call
-        self._comes_from_cache = kept.version == self.version
         if kept.is_direct:
-            self._node_shard = kept.buffer()
+            node_shard = kept.buffer()
         else:
-            self._node_shard = self._allocate_early() if is_early else bucket.full.node_shard()
-        if self._comes_from_cache or (self.crossing.sends_differences and self.crossing.prepare()):
-            self._loaded = kept.load_into(self._node_shard, self._lanes)
-        if self._comes_from_cache:
+            node_shard = self._allocate_early() if is_early else bucket.full.node_shard()
+        now = self._now = _UnderWay(node_shard, comes_from_cache=kept.version == self.version)
+        if now.comes_from_cache or (self.crossing.sends_differences and self.crossing.prepare()):
+            now.loaded = kept.load_into(node_shard, self._lanes)
+        if now.comes_from_cache:
             return
         kept.version = None
         self.num_crossings += 1
-        self._lanes.gather_node.run_job(self.crossing.start, self._node_shard, after=(self._loaded,))
-        self._is_crossing = True
+        self._lanes.gather_node.run_job(self.crossing.start, node_shard, after=(now.loaded,))
+        now.is_crossing = True
 
     def _allocate_early(self) -> Tensor:
         bucket = self.bucket
@@ -201,48 +220,47 @@ class BucketGather:
 
     def make_room(self) -> None:
         """Take the memory in which the second stage gathers, which begins later: [Note: Lengths come with messages]."""
-        if self._begun is None:
+        if self._now is not None and self._now.begun is None:
             self.bucket.full.allocate()
-            self._begun = compute_event(self.bucket.cluster.device)
+            self._now.begun = compute_event(self.bucket.cluster.device)
 
     def start_local(self) -> None:
         """Wait for the node shard and issue the gather inside the node."""
-        full, lane = self.bucket.full.allocate(), self._lanes.gather_local
-        begun, self._begun = self._begun, None
-        if self._is_crossing:
-            self._finish_crossing()
+        now, lane = self._now, self._lanes.gather_local
+        assert now is not None, "it has begun"
+        full, begun = self.bucket.full.allocate(), now.begun
+        if now.is_crossing:
+            self._finish_crossing(now)
         numels = self.bucket.form.geometry.numels_on["local"]
-        job = partial(self._local.all_gather, full, self._node_shard, numels=numels)
+        job = partial(self._local.all_gather, full, now.node_shard, numels=numels)
         if begun is None:
-            self._pending = lane.run_job(job, after=(self._loaded, self._arrived))
+            now.pending = lane.run_job(job, after=(now.loaded, now.arrived))
         else:
-            self._pending = lane.go_on_with(job, after=(begun, self._loaded, self._arrived))
+            now.pending = lane.go_on_with(job, after=(begun, now.loaded, now.arrived))
 
-    def _finish_crossing(self) -> None:
+    def _finish_crossing(self, now: _UnderWay) -> None:
         """Finish the gather across nodes. If an exception cuts it short, the gather stays stale and is begun anew."""
-        version, self.version, self._is_crossing = self.version, None, False
-        self._lanes.gather_node.go_on_with(self.crossing.finish, self._node_shard)
+        version, self.version, now.is_crossing = self.version, None, False
+        self._lanes.gather_node.go_on_with(self.crossing.finish, now.node_shard)
         self.version = version
-        self._arrived = self._lanes.gather_node.record_event()
+        now.arrived = self._lanes.gather_node.record_event()
 
     def finish(self, *, stores: bool = True) -> Event:
         """Finish the gather. Returns the event after which the full buffer may be used.
 
         Without `stores`, `store` copies the node shard to the cache later.
         """
-        self._lanes.gather_local.go_on_with(self._pending.wait)
-        self._pending, self._loaded = NOTHING, None
+        now = self._now
+        assert now is not None, "it has begun"
+        self._lanes.gather_local.go_on_with(now.pending.wait)
+        self._now = None
         event = self._lanes.gather_local.record_event()
-        if self._comes_from_cache:
+        if now.comes_from_cache or not self.bucket.node_shard.is_kept:
             self._unstored = None
         elif self.early is not None:  # its memory goes before that of the full buffer, which has a copy now
             self._unstored = self.bucket.full.node_shard(), event
         else:
-            self._unstored = self._node_shard, self._arrived
-        if not self.bucket.node_shard.is_kept:
-            self._unstored = None
-        self._arrived = None
-        del self._node_shard
+            self._unstored = now.node_shard, now.arrived
         if stores and self._unstored is not None:  # now, so that the copy runs beside the next computation
             self.store()
         return event
