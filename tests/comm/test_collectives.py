@@ -37,6 +37,13 @@ def data_of_ranks(
     return {rank: torch.randn(numel, generator=generator).to(dtype) for rank in ranks}
 
 
+def gathered(tensor: Tensor) -> list[Tensor]:
+    """The tensor of every rank, as bytes."""
+    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, tensor)
+    return [row.view(torch.uint8)[:1000] for row in rows]
+
+
 def assert_moved(
     cluster: laconic.Cluster, before: Snapshot, level: Level, purpose: Purpose, sent: int, received: int | None = None
 ) -> None:
@@ -101,6 +108,28 @@ def test_gathers_and_reductions_over_two_levels_equal_one_process(is_unequal: bo
         assert_moved(cluster, before, "node", "gradients", received, sent)
         assert torch.equal(total, reference.cut(reference.sum_over_ranks(gradients), numels)[own]), "in the same order"
         assert loc == 1 or torch.equal(whole, gradients[me]), "the input is left alone"
+
+
+@pytest.mark.parametrize(("world", "on_node"), [(6, 2), (6, 3), (4, 1), (3, 3)])
+@on_ranks("world", local="on_node")
+def test_a_sum_over_replicas_crosses_between_nodes_once_each_way() -> None:
+    """Each rank sums a part inside its node. All have the same bits, also of tensors with fewer elements than ranks."""
+    cluster = laconic.Cluster.of(laconic.init_mesh("cpu"))
+    n, loc, replicas = cluster.num_nodes, cluster.num_local, cluster.replicas
+    assert replicas is not None
+    me = cluster.node_rank, cluster.local_rank
+    for numel, dtype in product((1, 5, 12, 300_001), (torch.float32, torch.bfloat16)):
+        terms = data_of_ranks(numel, dtype, cluster)
+        total, before = terms[me].clone(), cluster.traffic.snapshot()
+        for _ in Communicator(replicas, "island").sum_in_place(total):
+            pass
+        near = 0.05 if dtype is torch.bfloat16 else 1e-5
+        torch.testing.assert_close(total, reference.sum_over_ranks(terms), rtol=near, atol=near)
+        assert len({tuple(row.tolist()) for row in gathered(total)}) == 1, "the same bits"
+        if n > 1 and loc > 1:
+            own_bytes = len(total.tensor_split(loc)[me[1]]) * dtype.itemsize
+            sent = (cluster.traffic.snapshot() - before).total("node", "gradients", "sent")
+            assert sent == 2 * (n - 1) * own_bytes // n
 
 
 @pytest.mark.parametrize(("world", "on_node"), [(3, 3), (6, 3)])

@@ -178,10 +178,10 @@ class Communicator(SumWay):
         """True if there are other ranks, and they are there: not in a rehearsal."""
         self._paces = self._uses_sends and level != "local" and self.size > 2 and self.has_peers
         self._journals = {each: journal_of(each) for each in (group, self._reduce_group) if each is not None}
-        cut = cluster.cut
-        has_levels = cut is not None and cut.num_nodes > 1 and cut.num_local > 1
-        self._levels = [Communicator(cut, each, owner) for each in ("local", "node")] if has_levels else []  # type: ignore[arg-type]
-        """Of replicas, the levels that their messages take: `sum_in_place`."""
+        cut, self._levels = cluster.cut, list[Communicator]()
+        """Of replicas, the levels that their sums take: `sum_in_place`."""
+        if level == "island" and cut is not None and cut.num_nodes > 1 and cut.num_local > 1:
+            self._levels = [Communicator(cut, "local", owner), Communicator(cut, "node", owner)]
         self._device_type = cluster.device_type
         self.is_stream_ordered = self._device_type != "cpu" and backend != "gloo"
         """True if waiting never blocks the thread, so that one transfer may start right behind another."""
