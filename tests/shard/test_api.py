@@ -230,6 +230,8 @@ def test_an_edit_by_data_of_a_gathered_parameter_is_refused_in_the_first_steps()
     model = shard(build(), cache="host")
     owns = bool(model.out.bias.to_local().numel())
     model.unshard()
+    model.reshard()
+    model.unshard()
     model.out.bias.data.fill_(1)
     with pytest.raises(RuntimeError, match=r"parameter out.bias was edited in place") if owns else nullcontext():
         model.reshard()

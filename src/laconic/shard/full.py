@@ -19,8 +19,8 @@ from laconic.shard.linear import GradientSink, set_sink, write_gradient_in_place
 from laconic.shard.stored import StoredWeights
 
 _version_of, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
-_NUM_LOOKS = 2
-"""How often a bucket is compared with its shard when it is hidden: an edit by `.data` leaves no other trace."""
+_LOOKS = (2, 3)
+"""The uses of a bucket after which it is compared with its shard: an edit by `.data` leaves no other trace."""
 _TINY_NUMEL = 1 << 16
 """A gradient of so many elements is copied sooner than a function in Python has written it in place."""
 
@@ -113,9 +113,9 @@ class FullBuffer:
         """Of each gathered parameter when it was shown: its version, and whether it trained."""
         self._saved_versions: list[int] = []
         """Those of `_views`, while there is no memory."""
-        self._shown_version = -1
+        self._shown_version: int | None = None
         """That of the shard when the parameters were shown, in the first uses."""
-        self._looks_left = _NUM_LOOKS
+        self._num_uses = 0
         self._attributes: list[_Attributes] = []
         self._sink: GradientSink | None = None
 
@@ -238,7 +238,8 @@ class FullBuffer:
         self.reconcile()
         self._places.show(self.parameters, instead_of=self._stored.parameters)
         self._versions = list(map(_version_of, self.parameters))
-        if self._looks_left:
+        if self._num_uses < _LOOKS[-1]:
+            self._num_uses += 1
             self._shown_version = self._stored.version
 
     def reconcile(self) -> None:
@@ -271,7 +272,7 @@ class FullBuffer:
         assert self._memory is not None, "it was shown"
         if not all(map(is_, map(Tensor.untyped_storage, self._views), repeat(self._memory.storage))):
             self._refuse_other_memory(self._memory.storage)
-        looks = self._looks_left > 0 and self._looks()
+        looks = self._shown_version is not None and self._looks()
         if not before or (now == before and not looks):
             return
         self._versions = now
@@ -286,9 +287,11 @@ class FullBuffer:
 
     def _looks(self) -> bool:
         """True if all parameters are to be compared with the shard: a few times, if it is what was gathered."""
-        self._looks_left -= 1
-        is_real = not self._stored.shard.is_meta and not _compat.is_fake(self._stored.shard)
-        return is_real and self.has_own_bits and self._shown_version == self._stored.version
+        stored, shown_version = self._stored, self._shown_version
+        self._shown_version = None
+        if self._num_uses not in _LOOKS or stored.shard.is_meta or _compat.is_fake(stored.shard):
+            return False
+        return self.has_own_bits and shown_version == stored.version
 
     def _refuse_other_memory(self, storage: torch.UntypedStorage) -> None:
         """Refuse gathered parameters that have got other memory (`parameter.data = values`), and take it from them."""
