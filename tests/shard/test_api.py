@@ -230,8 +230,6 @@ def test_an_edit_by_data_of_a_gathered_parameter_is_refused_in_the_first_steps()
     model = shard(build(), cache="host")
     owns = bool(model.out.bias.to_local().numel())
     model.unshard()
-    model.reshard()
-    model.unshard()
     model.out.bias.data.fill_(1)
     with pytest.raises(RuntimeError, match=r"parameter out.bias was edited in place") if owns else nullcontext():
         model.reshard()
@@ -240,6 +238,14 @@ def test_an_edit_by_data_of_a_gathered_parameter_is_refused_in_the_first_steps()
     for _ in range(3):
         train_step(model, optimizer)  # weights that change while they are gathered are no edits of theirs
     model.reshard()
+    model.set_reshard_after_backward(True)
+    checked = shard(build(), checks=laconic.Checks(interval=1))
+    for _ in range(3):
+        train_step(checked)
+    loss = squared_error(checked, inputs(0, 0))
+    checked.out.bias.data.fill_(1)
+    with pytest.raises(laconic.CorruptionError, match="weights"):
+        loss.backward()
 
 
 @on_ranks(2, local=1)

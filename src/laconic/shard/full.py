@@ -19,8 +19,9 @@ from laconic.shard.linear import GradientSink, set_sink, write_gradient_in_place
 from laconic.shard.stored import StoredWeights
 
 _version_of, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
-_LOOKS = (2, 3)
-"""The uses of a bucket after which it is compared with its shard: an edit by `.data` leaves no other trace."""
+_NUM_LOOKS = 2
+"""After so many uses a bucket on a CPU is compared with its shard: an edit by `.data` leaves no other trace. For an
+accelerator the host would have to wait; see `Checks`."""
 _TINY_NUMEL = 1 << 16
 """A gradient of so many elements is copied sooner than a function in Python has written it in place."""
 
@@ -113,9 +114,9 @@ class FullBuffer:
         """Of each gathered parameter when it was shown: its version, and whether it trained."""
         self._saved_versions: list[int] = []
         """Those of `_views`, while there is no memory."""
-        self._shown_version: int | None = None
+        self._shown_version = -1
         """That of the shard when the parameters were shown, in the first uses."""
-        self._num_uses = 0
+        self._looks_left = _NUM_LOOKS
         self._attributes: list[_Attributes] = []
         self._sink: GradientSink | None = None
 
@@ -238,8 +239,7 @@ class FullBuffer:
         self.reconcile()
         self._places.show(self.parameters, instead_of=self._stored.parameters)
         self._versions = list(map(_version_of, self.parameters))
-        if self._num_uses < _LOOKS[-1]:
-            self._num_uses += 1
+        if self._looks_left:
             self._shown_version = self._stored.version
 
     def reconcile(self) -> None:
@@ -272,7 +272,7 @@ class FullBuffer:
         assert self._memory is not None, "it was shown"
         if not all(map(is_, map(Tensor.untyped_storage, self._views), repeat(self._memory.storage))):
             self._refuse_other_memory(self._memory.storage)
-        looks = self._shown_version is not None and self._looks()
+        looks = self._looks_left > 0 and self._looks()
         if not before or (now == before and not looks):
             return
         self._versions = now
@@ -287,11 +287,10 @@ class FullBuffer:
 
     def _looks(self) -> bool:
         """True if all parameters are to be compared with the shard: a few times, if it is what was gathered."""
-        stored, shown_version = self._stored, self._shown_version
-        self._shown_version = None
-        if self._num_uses not in _LOOKS or stored.shard.is_meta or _compat.is_fake(stored.shard):
-            return False
-        return self.has_own_bits and shown_version == stored.version
+        self._looks_left -= 1
+        stored, is_on_host = self._stored, self._stored.cluster.device.type == "cpu"
+        is_there = is_on_host and not stored.shard.is_meta and not _compat.is_fake(stored.shard)
+        return is_there and self.has_own_bits and self._shown_version == stored.version
 
     def _refuse_other_memory(self, storage: torch.UntypedStorage) -> None:
         """Refuse gathered parameters that have got other memory (`parameter.data = values`), and take it from them."""
