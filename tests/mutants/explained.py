@@ -12,7 +12,6 @@ EXPLAINED: dict[str, str] = {
     "layout/packing:shard_candidates: 1 -> 2": "a bucket without elements fits the first size",
     "cyclic/snapshot:Snapshots.blank_state_dict: False -> True": "a load replaces what is blank",
     "cyclic/worker:Worker.begin_run: self.settings.clear() -> pass": "each batch writes its own before they are read",
-    "shard/gather:BucketGather.__init__: False -> True #2": "`start_node` writes it before it is read",
     "codec/lossless_gradients:decode: 0 -> 1": "tops are 0, or 6 and more",
     "codec/lossless_gradients:decode: len(rows) < num_blocks -> len(rows) <= num_blocks": "all rows go where they were",
     "codec/lossless_gradients:_take_apart: 15 -> 16": "the sign fills what a shift leaves",
@@ -35,7 +34,7 @@ EXPLAINED: dict[str, str] = {
     "codec/contexts_numba:find_exponents: 1 -> 2 #6": "entries behind the last value are of no value",
     "islands/saved_state:_plan: sorted({place.island for place in places}) -> list({place.island for place in places})"
     "": "islands have the numbers from 0 on, which a set lists in order",
-    "shard/ledger:Ledger.reset_peak: 0 -> 1 #2": "a byte more of a peak",
+    "shard/ledger:Ledger.reset_peak: 0 -> 1": "a byte more of a peak",
     "checkpoint/islands:IslandSlices: 0 -> 1 #2": "nobody asks which island's own the slices of a checkpoint are",
     "checkpoint/fill:Source.read: not self.is_uneven -> self.is_uneven": "torch plans a read over all ranks, or each"
     " rank its own: they read the same",
@@ -51,11 +50,12 @@ EXPLAINED: dict[str, str] = {
     "shard/placement:Passing: 0 -> 1 #2": "a byte more of a peak",
     "shard/placement:Passing: 0 -> 1 #3": "a byte more of a peak",
     "shard/cache:NodeShard.allocate: self.buffer() -> pass": "the first gather allocates it",
-    "shard/gather:BucketGather.make_room: self._begun is None -> self._begun is not None": "`start_local` allocates it",
+    "shard/gather:BucketGather.make_room: self._now.begun is None -> self._now.begun is not None": "`start_local` takes"
+    " the memory",
     "shard/gather:BucketGather.finish: self.store() -> pass": "whoever reads it next stores it",
     "ragged/tensor:RaggedTensor.redistribute: False -> True": "the result is complete with either",
     "shard/crossing:Copies.__init__: 0 -> 1": "the first crossing is exact, and sets it",
-    "shard/gather:BucketGather.is_stream_ordered: self._node.is_stream_ordered and self._local.is_stream_ordered"
+    "shard/gather:BucketGather.__init__: self._node.is_stream_ordered and self._local.is_stream_ordered"
     " -> self._node.is_stream_ordered or self._local.is_stream_ordered": "both levels have one kind of backend",
     "publish/publisher:Publisher._begin_run: continue -> pass": "nothing follows in the loop",
     "comm/journal:Ticket.tag: 1 -> 2": "any number serves that is the same on all ranks",
@@ -67,11 +67,11 @@ MISSED: dict[str, str] = {
     "shard/cache:Slab.fill: False -> True": "only the end of a process with page-locked memory could tell",
     "shard/cache:NodeShard.kept: self._stored.synchronize() -> pass": "there are no events on a CPU;"
     " tests/rehearse/test_order.py, which is not near, finds the races",
-    "shard/unit:Unit.begin_backward: self.awaited.outputs.discard(hook) -> pass": "the hooks go with their graph; only"
-    " a forward inside a backward, after the unit's own, could tell",
+    "shard/unit:Unit.begin_backward: self.awaited.outputs.discard(ref(hook)) -> pass": "the hooks go with their graph;"
+    " only a forward inside a backward, after the unit's own, could tell",
     "shard/gather:UnitGather.release: self._complete() -> pass": "ranks in one process copy when they wait, so nothing"
     " writes into memory that is free again",
-    "shard/gather:BucketGather.finish: self._early is not None -> self._early is None": "both have the values; only the"
+    "shard/gather:BucketGather.finish: self.early is not None -> self.early is None": "both have the values; only the"
     " count of the memory that is held would differ, for a moment",
     "shard/crossing:LosslessDifferences.makes_host_wait: return self._is_difference -> return None": "the host of a CPU"
     " waits for each transfer",

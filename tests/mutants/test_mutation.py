@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutants.explained import EXPLAINED, MISSED
 from tests.mutants.mutation import mutants
 
 pytestmark = pytest.mark.machine
@@ -44,6 +45,13 @@ def test_each_decision_changes_once_and_text_does_not() -> None:
         ("return total", "return None"),
     ]
     assert {each.function for each in found} == {"choose"}
+
+
+def test_each_explained_mutant_is_one_of_today() -> None:
+    keys = {*EXPLAINED, *MISSED}
+    modules = {key.partition(":")[0] for key in keys}
+    codes = {module: (Path("src/laconic") / f"{module}.py").read_text("utf-8") for module in modules}
+    assert keys - {each.key for module, code in codes.items() for each in mutants(module, code)} == set()
 
 
 MODULES = sorted(Path("src/laconic/layout").glob("[!_]*.py"))
