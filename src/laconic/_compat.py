@@ -383,17 +383,9 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def refuse_transform(parameter: Tensor, name: str) -> None:
-    """Refuse what a torch.func transform has put in the place of a sharded parameter.
-
-    Raises:
-        RuntimeError: a transform has wrapped `parameter`.
-    """
-    if torch._C._functorch.is_functorch_wrapped_tensor(parameter):
-        raise RuntimeError(
-            f"torch.func cannot differentiate by {name}, a sharded parameter: its gradient is a sum over the ranks. "
-            "Call backward() on the loss, or transform by the module's inputs"
-        )
+def is_of_transform(tensor: Tensor) -> bool:
+    """True if a torch.func transform has wrapped the tensor."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def outside_transforms(function: Callable[..., _R], *arguments: Any) -> _R:

@@ -263,7 +263,7 @@ _DTENSOR: dict[str, Callable[[Any], bool]] = {
     "pickle": lambda m: len(pickle.dumps(_of(m))) > 0,
     "share_memory_": lambda m: _of(m).share_memory_(),
 }
-"""What torch and libraries ask of a DTensor."""
+"""The questions that torch and libraries ask of a DTensor."""
 METHODS = {
     "FSDPModule": _FSDP, "DistributedDataParallel": _DDP, "Module": _MODULE, "Parameter": _PARAMETER,
     "Optimizer": _OPTIMIZER, "DTensor": _DTENSOR,

@@ -202,7 +202,7 @@ def _refused(
     base: Config, strategies: Sequence[str], jobs: Sequence[Job], options: argparse.Namespace
 ) -> dict[str, str]:
     """The strategies that cannot run the command's jobs on its ranks, with the reasons."""
-    from laconic.comm.launch import RankInfo  # here, because both import torch: a wrong key is told before
+    from laconic.comm.launch import RankInfo  # here: both import torch, and a wrong key has its error sooner
     from laconic.strategies.checks import check_job
 
     num_ranks = options.nodes * options.local

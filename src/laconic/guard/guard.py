@@ -11,7 +11,6 @@ from laconic.guard.inspection import Inspection
 from laconic.guard.traps import (
     Strays,
     check_embeddings,
-    check_unhooked,
     check_unwrapped,
     note_first_weights,
     refuse_ties,
@@ -42,11 +41,10 @@ class Guard(Inspection):
         """See `Observer`.
 
         Raises:
-            ValueError: see `check_unwrapped`, `check_embeddings` and `check_unhooked`.
+            ValueError: see `check_unwrapped` and `check_embeddings`.
         """
         check_unwrapped(module)
         check_embeddings(module)
-        check_unhooked(module)
 
     @classmethod
     def broadcasting(cls, module: nn.Module, managed: Sequence[ManagedParameter]) -> None:

@@ -32,13 +32,13 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from laconic import _compat
 from laconic.comm.agreement import RankGroup
 from laconic.errors import RanksDifferError
 from laconic.guard.checksum import digest_of
 from laconic.ragged.steps import HOME, OptimizerStep, before_step
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.bucket import Bucket, ManagedParameter
+from laconic.shard.full import refuse_transform
 from laconic.shard.unit import Origin, is_left_alone, unit_of, units_below
 
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
@@ -154,8 +154,7 @@ def _warn_of_copies(optimizer: torch.optim.Optimizer, parameters: Sequence[Tenso
         warnings.warn(
             f"{type(optimizer).__name__} trains {len(copies)} parameters that no unit has, such as {which}, beside "
             "sharded ones: each rank trains a copy of its own, if nothing else sums their gradients. Call fully_shard "
-            "on the module that contains all of them as well, or give them in "
-            "ignored_params",
+            "on the module that contains all of them as well, or give them in ignored_params",
             stacklevel=2,
         )
 
@@ -244,20 +243,6 @@ def check_embeddings(module: nn.Module) -> None:
             )
 
 
-def check_unhooked(module: nn.Module) -> None:
-    """Check that no hook of `Tensor.register_hook` is on a parameter: `fully_shard` would lose it.
-
-    Raises:
-        ValueError: there is one.
-    """
-    for name, parameter in module.named_parameters():
-        if parameter._backward_hooks and not isinstance(parameter, RaggedTensor):
-            raise ValueError(
-                f"{name} has a hook of Tensor.register_hook, which would never run, as gradients of sharded parameters "
-                "come from a reduction: remove it, and use register_post_accumulate_grad_hook, which fully_shard keeps"
-            )
-
-
 def check_unwrapped(module: nn.Module) -> None:
     """Check that nothing in a module that is about to be sharded trains data-parallel already.
 
@@ -317,7 +302,7 @@ def take_values(bucket: Bucket) -> list[str]:
                 module._parameters[name] = sharded
     names = {index: bucket.layout.slots[index].name for index in new}
     for index, parameter in new.items():
-        _compat.refuse_transform(parameter, names[index])
+        refuse_transform(parameter, names[index])
         shape = bucket.sharded[index].shape
         if parameter.dtype != bucket.dtype or parameter.shape != shape:
             raise RuntimeError(

@@ -486,12 +486,11 @@ def _in_new_cut(
 
 
 def _refuse_view(name: str) -> None:
-    def view(self: RaggedTensor) -> NoReturn:
+    def view(self: RaggedTensor) -> Any:
         try:
-            getattr(Tensor, name).__get__(self)
+            return getattr(Tensor, name).__get__(self)
         except NotImplementedError as error:
             raise NoViewError(str(error)) from None
-        raise NoViewError(name)
 
     setattr(RaggedTensor, name, property(view, doc="Refuse: the elements of a row may lie on several ranks."))
 

@@ -399,6 +399,12 @@ def _check_parameters(managed: list[ManagedParameter], offload: OffloadPolicy) -
         check_convertible(parameter, item.name)
         if parameter.is_complex():
             raise ValueError(f"{item.name} is complex ({parameter.dtype}); laconic shards real parameters")
+        if parameter._backward_hooks:
+            raise ValueError(
+                f"{item.name} has a hook of Tensor.register_hook, which would never run, as gradients of sharded "
+                "parameters come from a reduction: remove it, and use register_post_accumulate_grad_hook, which "
+                "fully_shard keeps"
+            )
         rests_on_host = isinstance(offload, CPUOffloadPolicy) and parameter.device.type == "cpu"
         if not parameter.is_meta and not rests_on_host and parameter.device.type != cluster.device_type:
             raise ValueError(

@@ -45,7 +45,7 @@ class ParameterPlaces:
             shown = module._parameters.get(name)
             if shown is not instead_of[index]:
                 if shown is not None:
-                    _compat.refuse_transform(shown, self._names[index])
+                    refuse_transform(shown, self._names[index])
                 raise RuntimeError(
                     f"parameter {self._names[index]} is no longer the one fully_shard made: it was replaced. Copy into "
                     "it instead (param.copy_(value) under torch.no_grad()), or call load_state_dict of the sharded "
@@ -53,6 +53,19 @@ class ParameterPlaces:
                 )
         for index, module, name in self.all:
             module._parameters[name] = parameters[index]
+
+
+def refuse_transform(parameter: Tensor, name: str) -> None:
+    """Refuse what a torch.func transform has put in the place of a sharded parameter.
+
+    Raises:
+        RuntimeError: a transform has wrapped `parameter`.
+    """
+    if _compat.is_of_transform(parameter):
+        raise RuntimeError(
+            f"torch.func cannot differentiate by {name}, a sharded parameter: its gradient is a sum over the ranks. "
+            "Call backward() on the loss, or transform by the module's inputs"
+        )
 
 
 class _Attributes:
@@ -74,9 +87,9 @@ class _Memory(NamedTuple):
     """The memory of a full buffer, as it is seen."""
 
     tensor: Tensor
-    """What the parameters are views of, (L * N * C,)."""
+    """The tensor of which the parameters are views, (L * N * C,)."""
     alias: Tensor
-    """What the engine writes to: it has a version of its own."""
+    """The tensor that the engine writes to, with a version of its own."""
     node_shard: Tensor
     """The part of `alias` that is this rank's node shard, (N * C,)."""
     storage: torch.UntypedStorage
