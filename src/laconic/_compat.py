@@ -45,14 +45,16 @@ _GATHERING = {async_op: _gathering(async_op=async_op) for async_op in (False, Tr
 
 
 def all_gather_flat(output: Tensor, input: Tensor, *, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
-    """Gather equal flat pieces into `output` in rank order; `input` may be this rank's piece of `output`.
-
-    This is the group's own call, since the function of torch.distributed around it takes seven more in Python.
-    """
-    work: dist.Work | None = getattr(group, _ALL_GATHER)(output, input, _GATHERING[async_op])
+    """Gather equal flat pieces into `output` in rank order; `input` may be this rank's piece of `output`."""
+    work = bound_all_gather(group, async_op=async_op)(output, input)
     if not async_op and work is not None:  # else a stream orders it
         work.wait()
     return work
+
+
+def bound_all_gather(group: dist.ProcessGroup, *, async_op: bool) -> Callable[[Tensor, Tensor], dist.Work | None]:
+    """The group's own call of `all_gather_flat`: the function of torch.distributed takes seven more in Python."""
+    return functools.partial(getattr(group, _ALL_GATHER), opts=_GATHERING[async_op])
 
 
 @functools.cache
@@ -62,19 +64,14 @@ def _summing(op: dist.ReduceOp.RedOpType, *, async_op: bool) -> ReduceScatterOpt
     return options
 
 
-def reduce_scatter_flat(
-    output: Tensor,
-    input: Tensor,
-    *,
-    group: dist.ProcessGroup,
-    async_op: bool,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-) -> dist.Work | None:
-    """Sum `input` over the ranks and scatter equal flat pieces of the sum into `output`. Not on Gloo."""
-    work: dist.Work | None = getattr(group, _REDUCE_SCATTER)(output, input, _summing(op, async_op=async_op))
-    if not async_op and work is not None:
-        work.wait()
-    return work
+def bound_reduce_scatter(
+    group: dist.ProcessGroup, *, async_op: bool, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Callable[[Tensor, Tensor], dist.Work | None]:
+    """The group's own call that sums an input over the ranks, and scatters equal flat pieces. Not on Gloo.
+
+    It takes the output, which is this rank's piece, and the input.
+    """
+    return functools.partial(getattr(group, _REDUCE_SCATTER), opts=_summing(op, async_op=async_op))
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str:

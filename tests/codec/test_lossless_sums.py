@@ -18,7 +18,8 @@ from laconic.codec.lossless_gradients import BLOCK, TYPICAL_BITS
 from laconic.codec.lossless_sums import LosslessSum
 from laconic.codec.varying import VaryingMessages, VaryingParts
 from laconic.comm.cluster import Cluster
-from laconic.comm.collectives import NOTHING, Communicator, Pending
+from laconic.comm.collectives import Communicator
+from laconic.comm.moves import NOTHING, Pending
 from laconic.comm.traffic import Purpose
 from tests.support.launch import on_ranks
 from tests.support.sharded_net import moved

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import laconic
 from laconic import _compat
 from laconic.comm import pacing
-from laconic.comm.collectives import NOTHING, Communicator, Pending, all_reduce, pass_on, start_flags, swap_rows
+from laconic.comm.collectives import Communicator, all_reduce, pass_on, start_flags, swap_rows
 from laconic.comm.journal import issue
+from laconic.comm.moves import NOTHING, Pending
 from laconic.comm.pacing import _Pace
 from laconic.comm.traffic import Level, Purpose, Snapshot, Traffic
 from tests.reference import gather as reference
@@ -98,7 +99,7 @@ def test_gathers_and_reductions_over_two_levels_equal_one_process(is_unequal: bo
         whole = gradients[me].clone()
         before = cluster.traffic.snapshot()
         inside = local.start_reduce_scatter(whole, **of_node_shards)
-        assert [len(message) for message in inside.messages] == by_node_shard
+        assert [len(message) for message in inside.sent()] == by_node_shard
         kept = loc * sum(peers) * size if not by_sends else inside_sent
         assert inside.nbytes == (kept if loc > 1 else 0)
         part = inside.finish()
@@ -175,12 +176,13 @@ def test_a_backend_with_streams_runs_collectives_on_the_current_one(monkeypatch:
 
         return issue
 
-    for module, name in ((_compat, "all_gather_flat"), (_compat, "reduce_scatter_flat"), (dist, "all_reduce")):
-        monkeypatch.setattr(module, name, record(name, getattr(module, name)))
+    monkeypatch.setattr(dist, "all_reduce", record("all_reduce", dist.all_reduce))
+    for name, bound in (("flat gather", "bound_all_gather"), ("flat sum", "bound_reduce_scatter")):
+        monkeypatch.setattr(_compat, bound, record(name, getattr(_compat, bound)))
     for name, collective in (("all_gather", gather_lists), ("reduce_scatter", sum_lists)):
         monkeypatch.setattr(dist, name, record(name, collective))
     run_ranks(job_of_streams, 3)
-    names = ("all_gather", "reduce_scatter", "all_gather_flat", "all_reduce", "reduce_scatter_flat")
+    names = ("all_gather", "reduce_scatter", "flat gather", "all_reduce", "flat sum")
     assert issued == {(name, False) for name in names}
 
 

@@ -58,18 +58,26 @@ def transfers(*, late: int, synchronous: bool) -> Iterator[None]:
     """Delay collectives and lanes, or synchronise around each, and overwrite memory that the engine has just freed."""
     running_as_it_is, unshard_as_it_is, reshard_as_it_is = lanes.Lane.running, unit.Unit.unshard, unit.Unit.reshard
 
-    def all_gather(output: Tensor, input: Tensor, *, group: Any, async_op: bool) -> None:
+    def bound_all_gather(group: Any, *, async_op: bool) -> Any:
         assert not async_op, "it would leave the lane"
-        torch.cuda._sleep(late)
-        for part in output.view(dist.get_world_size(group), -1):
-            if part.data_ptr() != input.data_ptr():
-                part.copy_(input)
 
-    def reduce_scatter(output: Tensor, input: Tensor, *, group: Any, async_op: bool) -> None:
+        def all_gather(output: Tensor, input: Tensor) -> None:
+            torch.cuda._sleep(late)
+            for part in output.view(dist.get_world_size(group), -1):
+                if part.data_ptr() != input.data_ptr():
+                    part.copy_(input)
+
+        return all_gather
+
+    def bound_reduce_scatter(group: Any, *, async_op: bool) -> Any:
         assert not async_op, "it would leave the lane"
-        torch.cuda._sleep(late)
-        world = dist.get_world_size(group)
-        torch.mul(input.view(world, -1)[0], world, out=output)
+
+        def reduce_scatter(output: Tensor, input: Tensor) -> None:
+            torch.cuda._sleep(late)
+            world = dist.get_world_size(group)
+            torch.mul(input.view(world, -1)[0], world, out=output)
+
+        return reduce_scatter
 
     @contextmanager
     def running(self: Any, *after: Any) -> Iterator[None]:
@@ -93,8 +101,8 @@ def transfers(*, late: int, synchronous: bool) -> Iterator[None]:
         mock.patch.object(lanes.Lane, "running", running),
         mock.patch.object(unit.Unit, "unshard", unshard),
         mock.patch.object(unit.Unit, "reshard", reshard),
-        mock.patch.object(_compat, "all_gather_flat", all_gather),
-        mock.patch.object(_compat, "reduce_scatter_flat", reduce_scatter),
+        mock.patch.object(_compat, "bound_all_gather", bound_all_gather),
+        mock.patch.object(_compat, "bound_reduce_scatter", bound_reduce_scatter),
     ):
         yield
 

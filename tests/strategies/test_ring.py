@@ -61,7 +61,7 @@ def check_sums(sent: SentBytes) -> None:
             for dtype in (torch.float32, torch.bfloat16):
                 given = inputs(size * part_numel, dtype, whole=dtype == torch.float32)
                 expected = torch.empty(part_numel, dtype=dtype)
-                _compat.reduce_scatter_flat(expected, given[rank].clone(), group=group, async_op=False, op=op)
+                _compat.bound_reduce_scatter(group, async_op=True, op=op)(expected, given[rank].clone()).wait()
                 output, before = torch.full_like(expected, float("nan")), sent.total
                 reduce_scatter(output, given[rank].clone(), group, op)
                 if dtype == torch.float32:

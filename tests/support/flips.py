@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.comm.collectives import Communicator, Pending
+from laconic.comm.collectives import Communicator
+from laconic.comm.journal import Ticket
+from laconic.comm.messages import HostExchange
 from laconic.comm.traffic import Level, Purpose
 from laconic.shard.bucket import Bucket
 from laconic.shard.gather import UnitGather
@@ -67,15 +69,15 @@ def _plainly(real: Any, *arguments: Any, **options: Any) -> Any:
     return real(*arguments, **options)
 
 
-class _Damaging(Pending):
-    """A transfer of which one bit arrives wrong."""
+class _Damaging:
+    """Messages of which one bit arrives wrong."""
 
-    def __init__(self, pending: Pending, landing: Tensor, flip: Flip) -> None:
-        self._pending, self._landing, self._flip = pending, landing, flip
+    def __init__(self, exchange: HostExchange, landing: Tensor, flip: Flip) -> None:
+        self._exchange, self._landing, self._flip = exchange, landing, flip
 
     def wait(self) -> None:
         """Wait, and flip the bit."""
-        self._pending.wait()
+        self._exchange.wait()
         flip_bit(self._landing, bit=self._flip.bit, seed=self._flip.seed)
 
 
@@ -84,21 +86,14 @@ def flipping(flip: Flip) -> AbstractContextManager[None]:
     has_flipped = False
 
     def damaged(
-        exchange: Any,
-        self: Communicator,
-        purpose: Purpose,
-        counted: Any,
-        group: Any,
-        landings: Any,
-        *more: Any,
-        **options: Any,
-    ) -> Pending:
+        begin: Any, self: Communicator, group: Any, ticket: Ticket, landings: Any, *more: Any, **options: Any
+    ) -> Any:
         nonlocal has_flipped
-        pending = exchange(self, purpose, counted, group, landings, *more, **options)
-        if has_flipped or (purpose, self.level) != (flip.purpose, flip.level):
-            return pending
+        exchange = begin(self, group, ticket, landings, *more, **options)
+        if has_flipped or (ticket.label[0], self.level) != (flip.purpose, flip.level):
+            return exchange
         has_flipped = True
-        return _Damaging(pending, landings[self._peers[flip.seed % len(self._peers)]], flip)
+        return _Damaging(exchange, landings[self._peers[flip.seed % len(self._peers)]], flip)
 
     return _replaced(flip.rank, Communicator, "_exchange", damaged)
 

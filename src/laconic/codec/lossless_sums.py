@@ -15,7 +15,8 @@ from torch import Tensor
 from laconic.codec.lossless_gradients import TYPICAL_BITS, decode, encode
 from laconic.codec.sums import Hold, finished
 from laconic.codec.varying import ExpectedLengths, PartsUnderWay, VaryingMessages, VaryingParts
-from laconic.comm.collectives import Communicator, SumTransfer, SumWay
+from laconic.comm.collectives import Communicator
+from laconic.comm.moves import SumTransfer, SumWay
 
 
 class LosslessSum(SumWay):
@@ -54,28 +55,26 @@ class LosslessTransfer(SumTransfer):
     """A sum of `LosslessSum` on its first trip."""
 
     def __init__(self, parts: Sequence[Tensor], rank: int, under_way: PartsUnderWay) -> None:
-        self.messages = parts
-        self._rank, self._under_way = rank, under_way
+        self._parts, self._rank, self._under_way, self.nbytes = parts, rank, under_way, under_way.nbytes
         self._arrived: dict[int, Tensor] | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """See `SumTransfer.nbytes`."""
-        return self._under_way.nbytes
+    def sent(self) -> Sequence[Tensor]:
+        """See `SumTransfer.sent`."""
+        return self._parts
 
     def received(self) -> Sequence[Tensor]:
         """See `SumTransfer.received`."""
-        return [self._term(peer) for peer in range(len(self.messages))]
+        return [self._term(peer) for peer in range(len(self._parts))]
 
     def finish(self) -> Tensor:
         """Wait, and return this rank's part of the sum, (C,): see `ReduceScatter.finish`."""
         total = self._term(0).clone() if self._rank == 0 else self._term(0)
-        for peer in range(1, len(self.messages)):
+        for peer in range(1, len(self._parts)):
             total.add_(self._term(peer))
         return total
 
     def _term(self, peer: int) -> Tensor:
-        own = self.messages[self._rank]
+        own = self._parts[self._rank]
         if peer == self._rank:
             return own
         if self._arrived is None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from laconic.codec.payload import Payload, Piece
-from laconic.comm.collectives import NOTHING, Pending, SumTransfer, SumWay
+from laconic.comm.moves import NOTHING, Pending, SumTransfer, SumWay
 from laconic.comm.traffic import Purpose
 
 
@@ -209,10 +209,12 @@ class CodedTransfer(SumTransfer):
     landing: Tensor
     pending: Pending
 
-    @property
-    def nbytes(self) -> int:
-        """See `SumTransfer.nbytes`."""
-        return self.messages.nbytes + self.landing.nbytes
+    def __post_init__(self) -> None:
+        self.nbytes = self.messages.nbytes + self.landing.nbytes
+
+    def sent(self) -> Tensor:
+        """See `SumTransfer.sent`."""
+        return self.messages
 
     def received(self) -> Sequence[Tensor]:
         """See `SumTransfer.received`. This rank's own has no meaning."""

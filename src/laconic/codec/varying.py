@@ -32,7 +32,8 @@ from torch import Tensor
 
 from laconic.codec.lossless import UnreadMessage
 from laconic.codec.sums import Hold
-from laconic.comm.collectives import NOTHING, Communicator, Pending
+from laconic.comm.collectives import Communicator
+from laconic.comm.moves import NOTHING, Pending
 from laconic.comm.traffic import Purpose
 from laconic.layout.packing import round_up
 

@@ -32,8 +32,8 @@ its own work.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,13 +43,13 @@ from torch import Tensor
 from laconic import _compat
 from laconic.comm.cluster import Cluster
 from laconic.comm.groups import has_peers
-from laconic.comm.journal import Ticket, issue, journal_of
+from laconic.comm.journal import Ticket, issue
 from laconic.comm.messages import HostExchange, start_broadcast, start_exchange, start_to_all
+from laconic.comm.moves import NOTHING, Move, Pending, SumTransfer, SumWay, Tensors
 from laconic.comm.pacing import start_paced_exchange
-from laconic.comm.traffic import Level, Purpose, Traffic
+from laconic.comm.traffic import Level, Purpose
 from laconic.comm.watch import waiting_for
 
-_Tensors = Sequence[Tensor] | Tensor
 _ONE_TRIP_BYTES = 1 << 15
 """Messages of so many bytes from all ranks to one take no longer than the latency of a trip."""
 _TWO_TRIPS_BYTES = 1 << 20
@@ -64,46 +64,6 @@ _UNITED: dict[Any, Callable[[Tensor], Tensor]] = {
 """By operation, the function of all ranks' rows that every rank applies alike."""
 
 
-class Pending(waiting_for):
-    """A transfer under way."""
-
-    __slots__ = ("_works",)
-
-    def __init__(
-        self,
-        works: Sequence[Any],
-        traffic: Traffic,
-        level: Level,
-        ticket: Ticket | None = None,
-    ) -> None:
-        """Take what `wait` waits for, None for what is there; the time is counted in `traffic` for `level`."""
-        self._works = works
-        self.transfer, self.ticket, self.seconds, self.key = ticket or "control", ticket, traffic.waits, level
-
-    def wait(self) -> None:
-        """Block this thread until the data may be used. With NCCL, call this on the stream that began the transfer."""
-        if not self._works:  # a stream orders it, and nothing blocks
-            return
-        with self:
-            for work in self._works:
-                if work is not None:
-                    work.wait()
-
-
-class _Nothing(Pending):
-    """The transfer on a level of one rank: it is complete, and counts no wait."""
-
-    def __init__(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-NOTHING: Pending = _Nothing()
-"""No transfer is under way."""
-
-
 class _Works:
     """The works of several collectives."""
 
@@ -114,48 +74,6 @@ class _Works:
         """Wait for all of them."""
         for work in self._works:
             work.wait()
-
-
-def _broadcast_each(parts: Sequence[Tensor], *, group: dist.ProcessGroup, async_op: bool) -> _Works:
-    """Begin to send part r of rank r to all, one by one."""
-    return _Works(
-        [dist.broadcast(part, group=group, group_src=rank, async_op=async_op) for rank, part in enumerate(parts)]
-    )
-
-
-class SumTransfer(ABC):
-    """A sum over ranks that has begun, of which this rank gets its part."""
-
-    messages: _Tensors
-    """The parts of the input as they are sent: part r is what this rank sends to rank r."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """The bytes that it takes besides its input."""
-
-    @abstractmethod
-    def received(self) -> _Tensors | None:
-        """Wait, and return what each rank has sent, in rank order; None if the backend has added it up already."""
-
-    @abstractmethod
-    def finish(self) -> Tensor:
-        """Wait, and return this rank's part of the sum, (C,)."""
-
-
-class SumWay(ABC):
-    """A way to sum tensors over the ranks of a level."""
-
-    @abstractmethod
-    def start_reduce_scatter(self, whole: Tensor, *, numels: Sequence[int] | None = None) -> SumTransfer:
-        """Begin to sum `whole` over the ranks; this rank will get its own part, of `numels[rank]` elements."""
-
-    @abstractmethod
-    def sum_in_place(self, whole: Tensor) -> Iterator[None]:
-        """Sum `whole` in place, so that all ranks get it alike. Yields while the sum is under way."""
-
-    def forget(self) -> None:  # noqa: B027  most ways lose nothing
-        """Drop what a codec has lost so far."""
 
 
 class Communicator(SumWay):
@@ -177,7 +95,9 @@ class Communicator(SumWay):
         self.has_peers = group is not None and has_peers(group)
         """True if there are other ranks, and they are there: not in a rehearsal."""
         self._paces = self._uses_sends and level != "local" and self.size > 2 and self.has_peers
-        self._journals = {each: journal_of(each) for each in (group, self._reduce_group) if each is not None}
+        self._gathers: dict[Any, Move] = {}
+        self._sums: dict[Any, Move] = {}
+        """The moves that were bound, by what they depend on."""
         cut, self._levels = cluster.cut, list[Communicator]()
         """Of replicas, the levels that their sums take: `sum_in_place`."""
         if level == "island" and cut is not None and cut.num_nodes > 1 and cut.num_local > 1:
@@ -197,31 +117,69 @@ class Communicator(SumWay):
         Cost: the bytes of R - 1 pieces like this one out of this rank, and of all others into it.
         Reference: tests/reference/gather.py.
         """
-        itemsize, group = whole.itemsize, self._gather_group
-        counted = (self.size - 1) * piece.nbytes, whole.nbytes - piece.nbytes
-        if group is not None and not self._uses_sends and numels is None:
-            if not self._has_reduce_scatter or whole.dtype not in _KNOWN:
-                whole, piece = whole.view(torch.uint8), piece.view(torch.uint8)
-            return self._issue(purpose, counted, group, _compat.all_gather_flat, whole, piece)
-        whole, piece = whole.view(torch.uint8), piece.view(torch.uint8)
-        parts = self._parts(whole, None if numels is None else [numel * itemsize for numel in numels])
-        own = parts[self.rank]
-        if group is not None and not self._uses_sends and self._has_reduce_scatter:
-            return self._issue(purpose, counted, group, dist.all_gather, parts, piece)  # [Note: Parts of other lengths]
-        if own.data_ptr() != piece.data_ptr():
-            own.copy_(piece)
-        if group is None:
-            return NOTHING
-        if not self._uses_sends:
-            sent = list(parts)
-            sent[self.rank] = own.clone()  # Gloo writes what it has sent back into the tensor, which others may read
-            return self._issue(purpose, counted, group, _broadcast_each, sent)
-        _compat.show_collective("_allgather_base_")
-        return self._exchange(purpose, counted, group, parts, [piece] * self.size, nbytes=whole.nbytes)
+        if numels is not None:  # they may be others each time
+            return self._bind_gather(whole, piece, purpose, numels).start(whole, piece)
+        key = purpose, whole.nbytes, whole.dtype
+        move = self._gathers.get(key)
+        if move is None:
+            move = self._gathers[key] = self._bind_gather(whole, piece, purpose)
+        return move.start(whole, piece)
 
-    def start_reduce_scatter(
-        self, whole: Tensor, purpose: Purpose = "gradients", *, numels: Sequence[int] | None = None
-    ) -> ReduceScatter:
+    def _bind_gather(self, whole: Tensor, piece: Tensor, purpose: Purpose, numels: Sequence[int] | None = None) -> Move:
+        group, sizes = self._gather_group, None if numels is None else [numel * whole.itemsize for numel in numels]
+        if group is None:
+            return self._move(partial(self._own_part, sizes), purpose, None, None)
+        begin: Callable[..., Any]
+        if self._uses_sends:
+            begin = partial(self._send_pieces, group, sizes)
+        elif sizes is not None:  # [Note: Parts of other lengths]
+            begin = partial(self._gather_parts, group, sizes)
+        elif self._has_reduce_scatter and whole.dtype in _KNOWN:
+            begin = _compat.bound_all_gather(group, async_op=not self.is_stream_ordered)
+        else:
+            begin = partial(self._gather_bytes, group)
+        counted = (self.size - 1) * piece.nbytes, whole.nbytes - piece.nbytes
+        return self._move(begin, purpose, counted, group, nbytes=whole.nbytes, sends=self._uses_sends)
+
+    def _own_part(self, sizes: Sequence[int] | None, whole: Tensor, piece: Tensor) -> list[Tensor]:
+        """Copy `piece` to its place in `whole`, unless it is there. Returns the parts of all ranks, as bytes."""
+        parts = list(self._parts(whole.view(torch.uint8), sizes))
+        own = parts[self.rank]
+        if own.data_ptr() != piece.data_ptr():
+            own.copy_(piece.view(torch.uint8))
+        return parts
+
+    def _send_pieces(
+        self, group: dist.ProcessGroup, sizes: Sequence[int] | None, ticket: Ticket, whole: Tensor, piece: Tensor
+    ) -> HostExchange:
+        """Gather by sends and receives: [Note: Collectives on Gloo]."""
+        _compat.show_collective("_allgather_base_")
+        parts = self._own_part(sizes, whole, piece)
+        return self._exchange(group, ticket, parts, [piece.view(torch.uint8)] * self.size)
+
+    def _send_terms(self, group: dist.ProcessGroup, ticket: Ticket, terms: Tensors, parts: Tensors) -> HostExchange:
+        """Send the terms of a sum to those who add them up, likewise."""
+        _compat.show_collective("_reduce_scatter_base_")
+        return self._exchange(group, ticket, terms, parts)
+
+    def _gather_parts(self, group: dist.ProcessGroup, sizes: Sequence[int], whole: Tensor, piece: Tensor) -> Any:
+        """Gather parts of other lengths: by the backend or, on Gloo, by broadcasts."""
+        async_op = not self.is_stream_ordered
+        if self._has_reduce_scatter:
+            parts = self._parts(whole.view(torch.uint8), sizes)
+            return dist.all_gather(list(parts), piece.view(torch.uint8), group=group, async_op=async_op)
+        sent = self._own_part(sizes, whole, piece)
+        sent[self.rank] = sent[self.rank].clone()  # Gloo writes what it has sent back, into what others may read
+        return _Works(
+            [dist.broadcast(part, group=group, group_src=rank, async_op=async_op) for rank, part in enumerate(sent)]
+        )
+
+    def _gather_bytes(self, group: dist.ProcessGroup, whole: Tensor, piece: Tensor) -> Any:
+        """Gather what the backend does not know by its dtype."""
+        begin = _compat.bound_all_gather(group, async_op=not self.is_stream_ordered)
+        return begin(whole.view(torch.uint8), piece.view(torch.uint8))
+
+    def start_reduce_scatter(self, whole: Tensor, *, numels: Sequence[int] | None = None) -> ReduceScatter:
         """Begin to sum `whole` over the ranks; this rank will get its own part of the sum.
 
         Shapes: R ranks; whole (R * C,), flat and contiguous -> (C,), part `rank` of the sum, by `ReduceScatter.finish`.
@@ -231,31 +189,42 @@ class Communicator(SumWay):
         Reference: tests/reference/gather.py.
         """
         group = self._reduce_group
-        parts = whole.view(self.size, -1) if numels is None else list(whole.split(list(numels)))
         if group is None:
-            return ReduceScatter(NOTHING, [whole], parts)
-        own = parts[self.rank]
-        counted = whole.nbytes - own.nbytes, (self.size - 1) * own.nbytes
+            return ReduceScatter(NOTHING, [whole], whole, numels)
+        own_numel = len(whole) // self.size if numels is None else numels[self.rank]
+        key = whole.nbytes, own_numel, numels is None  # the bytes that leave a rank hang on its own part alone
+        move = self._sums.get(key)
+        if move is None:
+            move = self._sums[key] = self._bind_sum(group, whole, own_numel, numels)
         if self._uses_sends:  # [Note: Collectives on Gloo]
-            terms = [own if i == self.rank else torch.empty_like(own) for i in range(self.size)]
+            parts = self._parts(whole, numels)
+            terms = [part if i == self.rank else whole.new_empty(own_numel) for i, part in enumerate(parts)]
             received = terms[1 if self.rank == 0 else 0]  # it may become the sum, unlike the input
             nbytes = (self.size - 1) * received.nbytes
-            _compat.show_collective("_reduce_scatter_base_")
-            pending = self._exchange(purpose, counted, group, terms, parts, nbytes=whole.nbytes)
-            return ReduceScatter(pending, terms, parts, nbytes=nbytes, out=received)
+            return ReduceScatter(move.start(terms, parts), terms, whole, numels, nbytes=nbytes, out=received)
         if self._has_reduce_scatter:
-            landing = torch.empty_like(own)
-            if numels is None:
-                pending = self._issue(purpose, counted, group, _compat.reduce_scatter_flat, landing, whole)
-            else:  # [Note: Parts of other lengths]
-                pending = self._issue(purpose, counted, group, dist.reduce_scatter, landing, parts)
-            return ReduceScatter(pending, [landing], parts, nbytes=landing.nbytes)
-        landing = own.new_empty(self.size * len(own))
-        sizes = None if numels is None else list(numels)
-        pending = self._issue(purpose, counted, group, dist.all_to_all_single, landing, whole, None, sizes)
-        return ReduceScatter(pending, list(landing.view(self.size, -1)), parts, nbytes=landing.nbytes)
+            landing = whole.new_empty(own_numel)
+            sent = whole if numels is None else self._parts(whole, numels)  # [Note: Parts of other lengths]
+            return ReduceScatter(move.start(landing, sent), [landing], whole, numels, nbytes=landing.nbytes)
+        landing, sizes = whole.new_empty(self.size * own_numel), None if numels is None else list(numels)
+        terms = list(landing.view(self.size, -1))
+        return ReduceScatter(move.start(landing, whole, None, sizes), terms, whole, numels, nbytes=landing.nbytes)
 
-    def _parts(self, whole: Tensor, numels: Sequence[int] | None) -> _Tensors:
+    def _bind_sum(self, group: dist.ProcessGroup, whole: Tensor, own_numel: int, numels: Sequence[int] | None) -> Move:
+        own_bytes, async_op = own_numel * whole.itemsize, not self.is_stream_ordered
+        begin: Callable[..., Any]
+        if self._uses_sends:
+            begin = partial(self._send_terms, group)
+        elif not self._has_reduce_scatter:
+            begin = partial(dist.all_to_all_single, group=group, async_op=async_op)
+        elif numels is None:
+            begin = _compat.bound_reduce_scatter(group, async_op=async_op)
+        else:
+            begin = partial(dist.reduce_scatter, group=group, async_op=async_op)
+        counted = whole.nbytes - own_bytes, (self.size - 1) * own_bytes
+        return self._move(begin, "gradients", counted, group, nbytes=whole.nbytes, sends=self._uses_sends)
+
+    def _parts(self, whole: Tensor, numels: Sequence[int] | None) -> Tensors:
         """The parts of all ranks: rows, or with `numels` tensors of other lengths: [Note: Parts of other lengths]."""
         return whole.view(self.size, -1) if numels is None else list(whole.split(list(numels)))
 
@@ -278,20 +247,20 @@ class Communicator(SumWay):
         """
         group = self._reduce_group
         assert group is not None, "a level of one rank has nobody to send to"
+        begin = partial(dist.all_to_all_single, group=group, async_op=not self.is_stream_ordered)
         if numels is None:
             sent_bytes = (self.size - 1) * messages.nbytes // self.size
             counted = sent_bytes, sent_bytes
             if self._uses_sends:  # [Note: Collectives on Gloo]
-                return self._exchange(purpose, counted, group, landings, messages, nbytes=messages.nbytes)
-            return self._issue(purpose, counted, group, dist.all_to_all_single, landings, messages)
+                return self._send(purpose, counted, group, landings, messages, nbytes=messages.nbytes)
+            return self._move(begin, purpose, counted, group).start(landings, messages)
         counted = messages.nbytes, landings.nbytes
         if self._uses_sends:
             rows = list(landings)
             rows.insert(self.rank, landings.new_empty(0))
-            return self._exchange(purpose, counted, group, rows, list(messages.split(list(numels))))
+            return self._send(purpose, counted, group, rows, list(messages.split(list(numels))))
         comes = [0 if peer == self.rank else landings.shape[1] for peer in range(self.size)]
-        landing = landings.view(-1)
-        return self._issue(purpose, counted, group, dist.all_to_all_single, landing, messages, comes, list(numels))
+        return self._move(begin, purpose, counted, group).start(landings.view(-1), messages, comes, list(numels))
 
     def start_all_reduce(self, tensor: Tensor, purpose: Purpose = "gradients") -> Pending:
         """Begin to sum `tensor` over the ranks, in place.
@@ -300,11 +269,11 @@ class Communicator(SumWay):
 
         Cost: 2 (R - 1) / R of its bytes out of and into each of R ranks, as a ring moves them.
         """
-        if self._reduce_group is None:
-            return NOTHING
-        return self._issue(
-            purpose, self._bytes_of_ring(tensor), self._reduce_group, dist.all_reduce, tensor, is_ring=True
-        )
+        return NOTHING if self._reduce_group is None else self._start_ring(tensor, purpose)
+
+    def _start_ring(self, tensor: Tensor, purpose: Purpose, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+        begin = partial(dist.all_reduce, op=op, group=self._reduce_group, async_op=not self.is_stream_ordered)
+        return self._move(begin, purpose, self._bytes_of_ring(tensor), self._reduce_group, is_ring=True).start(tensor)
 
     def sum_in_place(self, tensor: Tensor) -> Iterator[None]:
         """Sum `tensor` as `start_all_reduce` does. Yields while the sum is under way.
@@ -345,7 +314,7 @@ class Communicator(SumWay):
         if self._uses_sends and self.has_peers and self._reduce_group is not None:
             word = torch.zeros(self.size + 1, 1, dtype=torch.uint8)
             words = word[1:], [word[0]] * self.size
-            self._exchange("gradients", None, self._reduce_group, *words, paces=False, nbytes=nbytes).wait()
+            self._send("gradients", None, self._reduce_group, *words, paces=False, nbytes=nbytes).wait()
 
     def _reduce_by_sends(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, purpose: Purpose) -> Iterator[None]:
         """Reduce a small tensor in place, in two trips: each rank unites a part, and all gather the parts."""
@@ -355,13 +324,14 @@ class Communicator(SumWay):
         parts = list(tensor.view(-1).tensor_split(self.size))
         own = parts[self.rank]
         terms = [own if peer == self.rank else torch.empty_like(own) for peer in range(self.size)]
-        pending = self._exchange(purpose, counted, group, terms, parts, paces=False, nbytes=tensor.nbytes)
+        there = self._send(purpose, counted, group, terms, parts, paces=False, nbytes=tensor.nbytes)
         yield
-        pending.wait()
+        there.wait()
         own.copy_(_UNITED[op](torch.stack(terms)))
-        pending = self._exchange(purpose, None, group, parts, [own] * self.size, paces=False, nbytes=tensor.nbytes)
+        sent = [own] * self.size
+        back = self._send(purpose, None, group, parts, sent, paces=False, nbytes=tensor.nbytes)
         yield
-        pending.wait()
+        back.wait()
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce a small tensor in place, now. The traffic is that of a ring: 2 (R - 1) / R of the bytes each way."""
@@ -371,9 +341,7 @@ class Communicator(SumWay):
             for _ in self._reduce_by_sends(tensor, op, "control"):
                 pass
             return tensor
-        ticket = self._ticket("control", self._bytes_of_ring(tensor), self._reduce_group, is_ring=True)
-        with self._traffic.waiting(self.level, "control", ticket):
-            dist.all_reduce(tensor, op=op, group=self._reduce_group)
+        self._start_ring(tensor, "control", op).wait()
         return tensor
 
     def copy_first(self, tensor: Tensor) -> None:
@@ -399,69 +367,65 @@ class Communicator(SumWay):
         nbytes = 2 * (self.size - 1) * tensor.nbytes // self.size
         return nbytes, nbytes
 
-    def _ticket(
+    def _send(
         self,
         purpose: Purpose,
         counted: tuple[int, int] | None,
         group: dist.ProcessGroup,
-        *,
-        nbytes: int | None = None,
-        is_ring: bool = False,
-    ) -> Ticket:
-        """Count a transfer, and note that this rank issues it.
-
-        `counted` are the bytes that leave this rank and those that enter it; None stands for a transfer whose bytes an
-        earlier one has. `nbytes` are alike on all ranks.
-        """
-        traffic = self._traffic
-        if counted is None:
-            pass
-        elif self._cluster.cut is None and Traffic.observer is None:  # at each transfer, so without calls
-            traffic.sizes[self.level, purpose, "sent"] += counted[0]
-            traffic.sizes[self.level, purpose, "received"] += counted[1]
-        else:
-            sent, received = (self._cluster.bytes_by_level(self.level, size, is_ring=is_ring) for size in counted)
-            for level, size in sent.items():
-                traffic.count(level, purpose, sent_bytes=size, received_bytes=received[level])
-        return Ticket(self._journals[group], (purpose, self._owner, nbytes))
-
-    def _issue(
-        self,
-        purpose: Purpose,
-        counted: tuple[int, int] | None,
-        group: dist.ProcessGroup,
-        collective: Callable[..., Any],
-        *arguments: Any,
-        is_ring: bool = False,
-    ) -> Pending:
-        """Begin a collective of the backend: [Note: Collectives on a stream]."""
-        ticket = self._ticket(purpose, counted, group, is_ring=is_ring)
-        work = collective(*arguments, group=group, async_op=not self.is_stream_ordered)
-        return Pending(() if self.is_stream_ordered else (work,), self._traffic, self.level, ticket)
-
-    def _exchange(
-        self,
-        purpose: Purpose,
-        counted: tuple[int, int] | None,
-        group: dist.ProcessGroup,
-        landings: _Tensors,
-        messages: _Tensors,
+        landings: Tensors,
+        messages: Tensors,
         *,
         paces: bool = True,
         nbytes: int | None = None,
     ) -> Pending:
+        """Begin an exchange that is made once: see `_move` and `_exchange`."""
+        begin = partial(self._exchange, group, paces=paces)
+        return self._move(begin, purpose, counted, group, nbytes=nbytes, sends=True).start(landings, messages)
+
+    def _exchange(
+        self,
+        group: dist.ProcessGroup,
+        ticket: Ticket,
+        landings: Tensors,
+        messages: Tensors,
+        *,
+        paces: bool = True,
+    ) -> HostExchange:
         """Receive from every peer and send to every peer; both arguments are indexed by rank.
 
-        Small parts that shall go all at once have no pieces: `paces` is False. `nbytes` are alike on all ranks.
+        Small parts that shall go all at once have no pieces: `paces` is False.
         """
-        ticket = self._ticket(purpose, counted, group, nbytes=nbytes)
         # alike on all ranks, also if this one's part is empty
         if paces and self._paces and any(each.nbytes for each in (*landings, *messages)):
-            exchange = HostExchange(ticket, [start_paced_exchange(group, ticket.tag(), list(landings), list(messages))])
-            return Pending([exchange], self._traffic, self.level, ticket)
+            return HostExchange(ticket, [start_paced_exchange(group, ticket.tag(), list(landings), list(messages))])
         with waiting_for(ticket):  # a lost connection may be an error already
-            exchange = start_exchange(group, ticket, landings, messages)
-        return Pending([exchange], self._traffic, self.level, ticket)
+            return start_exchange(group, ticket, landings, messages)
+
+    def _move(
+        self,
+        begin: Callable[..., Any],
+        purpose: Purpose,
+        counted: tuple[int, int] | None,
+        group: dist.ProcessGroup | None,
+        *,
+        is_ring: bool = False,
+        nbytes: int | None = None,
+        sends: bool = False,
+    ) -> Move:
+        """Bind a transfer that `begin` begins: see `Move`.
+
+        `counted` are the bytes that leave this rank and those that enter it; with `is_ring` they go to the next one.
+        None stands for a transfer whose bytes an earlier one has. `nbytes` are alike on all ranks; sends have them in
+        their name.
+        """
+        by_level = []
+        if counted is not None:
+            sent, received = (self._cluster.bytes_by_level(self.level, size, is_ring=is_ring) for size in counted)
+            by_level = [(level, purpose, size, received[level]) for level, size in sent.items()]
+        return Move(
+            begin, self._traffic, self.level, group, (purpose, self._owner, nbytes if sends else None), by_level,
+            sends=sends, is_stream_ordered=self.is_stream_ordered,
+        )  # fmt: skip
 
 
 class ReduceScatter(SumTransfer):
@@ -471,24 +435,24 @@ class ReduceScatter(SumTransfer):
         self,
         pending: Pending,
         terms: Sequence[Tensor],
-        messages: _Tensors,
+        whole: Tensor,
+        numels: Sequence[int] | None = None,
         *,
         nbytes: int = 0,
         out: Tensor | None = None,
     ) -> None:
         """Take the terms of this rank's part of the sum, in rank order; they are complete once `pending` has ended.
 
-        Terms have the shape (C,). A single term is the sum. `messages` are the parts of the input, one for each rank;
-        the backend may still read them. The terms occupy `nbytes` bytes besides the input. `out` is the term that may
-        become the sum.
+        Terms have the shape (C,). A single term is the sum. `whole` is the input, of equal parts or of those of
+        `numels`; the backend may still read it. The terms occupy `nbytes` bytes besides the input. `out` is the term
+        that may become the sum.
         """
-        self._pending, self._terms, self._out, self._nbytes = pending, terms, out, nbytes
-        self.messages = messages
+        self._pending, self._terms, self._out, self._whole, self._numels = pending, terms, out, whole, numels
+        self.nbytes = nbytes
 
-    @property
-    def nbytes(self) -> int:
-        """See `SumTransfer.nbytes`."""
-        return self._nbytes
+    def sent(self) -> Sequence[Tensor]:
+        """See `SumTransfer.sent`."""
+        return self._whole.split(len(self._terms[0]) if self._numels is None else list(self._numels))
 
     def received(self) -> Sequence[Tensor] | None:
         """See `SumTransfer.received`."""

@@ -35,7 +35,8 @@ from torch import Tensor
 
 from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster
-from laconic.comm.collectives import SumTransfer, start_flags, swap_rows
+from laconic.comm.collectives import start_flags, swap_rows
+from laconic.comm.moves import SumTransfer
 from laconic.comm.traffic import Level
 from laconic.guard.checksum import checksum_of, checksums, digest_of
 from laconic.shard.bucket import Bucket
@@ -229,7 +230,7 @@ class Inspection(Observer):
     def sum_begun(self, bucket: Bucket, level: Level, transfer: SumTransfer) -> None:
         """Take the checksums of what this rank sends for a sum of gradients, in a step that is checked."""
         if self.is_due(bucket):
-            self._sent[transfer] = _checksums_of(transfer.messages)
+            self._sent[transfer] = _checksums_of(transfer.sent())
 
     def sum_arrived(self, bucket: Bucket, level: Level, transfer: SumTransfer) -> None:
         """Take the checksums of what came for a sum of gradients, unless only the backend has seen it. It waits."""

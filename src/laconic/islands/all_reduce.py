@@ -26,7 +26,7 @@ from laconic.codec import CODECS, Codec
 from laconic.codec.payload import Payload
 from laconic.codec.sums import CodedSum, Messages
 from laconic.comm.cluster import Cluster
-from laconic.comm.collectives import NOTHING, Pending
+from laconic.comm.moves import NOTHING, Pending
 from laconic.comm.traffic import Purpose, Traffic
 
 

@@ -28,8 +28,8 @@ from laconic import _compat
 from laconic.codec import Codec
 from laconic.codec.payload import Part, Payload, Piece, parts_of_islands, payload_of, shards_of_nodes
 from laconic.comm.cluster import Cluster
-from laconic.comm.collectives import NOTHING, Pending
 from laconic.comm.launch import RankInfo
+from laconic.comm.moves import NOTHING, Pending
 from laconic.config import Config, DataConfig, SyncConfig
 from laconic.data.batches import Batch
 from laconic.hf.layers import layers_to_shard

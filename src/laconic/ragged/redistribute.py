@@ -16,8 +16,8 @@ from torch import Tensor
 
 from laconic import _compat
 from laconic.comm.cluster import Cluster
-from laconic.comm.collectives import Pending
 from laconic.comm.journal import issue
+from laconic.comm.moves import Pending
 from laconic.comm.traffic import IslandLevel, Purpose
 from laconic.layout.bucket import BucketLayout, Extent
 from laconic.ragged.spec import RaggedSpec

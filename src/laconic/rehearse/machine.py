@@ -36,7 +36,7 @@ _OWN = str(Path(__file__).parent)
 FSDP2 = str(Path(fully_shard_of_torch.__file__).parent)
 _OPTIMIZERS = str(Path(torch.optim.__file__).parent)
 _NOT_THE_PROGRAM = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), "<")
-_BELOW_SITES = ("shard/lanes.py", "comm/collectives.py", "comm/messages.py")
+_BELOW_SITES = ("shard/lanes.py", "comm/collectives.py", "comm/messages.py", "comm/moves.py")
 _MAX_RUNS = 4096
 _FEW_BYTES = 1024
 """Tensors with values that are no larger are single numbers of the program, of which no cost is told."""

@@ -68,7 +68,8 @@ from laconic.codec.payload import parts_of_islands, payload_of, shards_of_nodes
 from laconic.codec.sums import CodedSum, Messages
 from laconic.codec.varying import VaryingMessages
 from laconic.comm.cluster import Cluster
-from laconic.comm.collectives import NOTHING, Communicator, SumWay, start_flags
+from laconic.comm.collectives import Communicator, start_flags
+from laconic.comm.moves import NOTHING, SumWay
 from laconic.comm.traffic import Level
 from laconic.ragged.steps import OptimizerStep, after_step, before_step
 from laconic.shard.bucket import Bucket

@@ -31,7 +31,8 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from laconic.comm.collectives import NOTHING, Communicator
+from laconic.comm.collectives import Communicator
+from laconic.comm.moves import NOTHING
 from laconic.ragged.tensor import delay_edits, withdraw
 from laconic.shard.bucket import Bucket
 from laconic.shard.crossing import CopiesOf, crossing_of

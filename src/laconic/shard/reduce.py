@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from laconic import _compat
 from laconic._compat import GradientUse
-from laconic.comm.collectives import SumTransfer
+from laconic.comm.moves import SumTransfer
 from laconic.comm.traffic import Level
 from laconic.shard.bucket import Bucket
 from laconic.shard.crossing import ways_of_sums
