@@ -238,9 +238,8 @@ class _Shown:
         return f"{self._overloadpacket}.default"
 
 
-def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Set the numbers by which autograd knows whether tensors that it has saved are as they were."""
-    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
+"""Sets the numbers by which autograd knows whether tensors that it has saved are as they were."""
 
 
 def show_collective(name: str) -> None:

@@ -111,12 +111,12 @@ class Guard(Inspection):
 
     def reducing(self, unit: Unit, *, across_nodes: bool) -> None:
         """See `Observer`."""
-        self._program.note(f"the reduction of {unit.name}{'' if across_nodes else ' inside the node'}")
+        self._program.note(f"the reduction of {unit.progress.name}{'' if across_nodes else ' inside the node'}")
 
     def all_issued(self) -> None:
         """See `Observer`."""
         self._note_frozen()
-        self._program.start_comparison(diverges=any(bucket.replicas_diverge for bucket in self._buckets))
+        self._program.start_comparison(diverges=any([bucket.replicas_diverge for bucket in self._buckets]))  # noqa: C419  a generator takes a call for each
 
     def _note_frozen(self) -> None:
         """Let the ranks compare what was frozen, or trains again, since the last backward."""

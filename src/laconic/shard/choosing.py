@@ -56,6 +56,9 @@ class PlacingRoot(Protocol):
     def place(self, placements: Mapping[Any, Placement], /) -> None:
         """Let units rest elsewhere."""
 
+    def full_bytes(self) -> dict[bool, int]:
+        """The bytes of full buffers now: of units around others (True), and of the others."""
+
     def allocate_resting(self, units: Iterable[Any], /) -> int:
         """Allocate the device memory in which weights of `units` stay. Returns its bytes."""
 
@@ -66,7 +69,7 @@ class Chooser:
     def __init__(self, root: PlacingRoot, units: Sequence[Placeable]) -> None:
         """Choose for `units` of `root`, which has found them just now."""
         self._root, self._units = root, units
-        root.ledger.watch_passing()
+        root.ledger.watch_passing(root.full_bytes)
         self._held_before: int | None = None  # until the first forward
         self._is_done = False
         self._version_before: int | None = None  # of the weights, before an optimizer's step

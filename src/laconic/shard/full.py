@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from itertools import count, repeat
-from operator import attrgetter, is_
+from operator import add, attrgetter, is_
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from laconic.shard.form import Form
 from laconic.shard.linear import GradientSink, set_sink, write_gradient_in_place
 from laconic.shard.stored import StoredWeights
 
-_version_of, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
+_version_of, _requires_grad, _next = attrgetter("_version"), attrgetter("requires_grad"), partial(add, 1)
 _NUM_LOOKS = 2
 """After so many uses a bucket on a CPU is compared with its shard: an edit by `.data` leaves no other trace. For an
 accelerator the host would have to wait; see `Checks`."""
@@ -120,12 +120,12 @@ class FullBuffer:
         """True while it has memory of its own."""
         self.parameters: list[nn.Parameter] = []
         """The gathered parameters, in the order of the sharded ones; empty before the first gather."""
-        self._views: list[nn.Parameter] = []
+        self._views: tuple[nn.Parameter, ...] = ()
         """The gathered parameters whose memory is this buffer's."""
         self._versions: list[int] = []
         self.trained: list[bool] = []
         """Of each gathered parameter when it was shown: its version, and whether it trained."""
-        self._saved_versions: list[int] = []
+        self._saved_versions: tuple[int, ...] = ()
         """Those of `_views`, while there is no memory."""
         self._shown_version = -1
         """That of the shard when the parameters were shown, in the first uses."""
@@ -137,6 +137,11 @@ class FullBuffer:
     def has_own_bits(self) -> bool:
         """True if it has the shards' elements, maybe in another dtype, but not coded or converted."""
         return self._keeps_weights and not self._form.converts
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of memory of its own that it has now."""
+        return self._memory.nbytes if self._memory is not None and self.is_allocated else 0
 
     @property
     def is_made(self) -> bool:
@@ -152,7 +157,7 @@ class FullBuffer:
             memory.storage.resize_(memory.nbytes)
             self.is_allocated = True
             _compat.set_versions(self._views, self._saved_versions)
-            self._stored.ledger.hold(memory.nbytes, full_of=self.is_around)
+            self._stored.ledger.hold(memory.nbytes)
         return memory.alias
 
     def _make(self) -> _Memory:
@@ -167,14 +172,14 @@ class FullBuffer:
             else:
                 tensor = torch.empty(form.geometry.whole_numel, dtype=form.dtype, device=device)
                 self.is_allocated = True
-                stored.ledger.hold(tensor.nbytes, full_of=self.is_around)
+                stored.ledger.hold(tensor.nbytes)
             alias, storage = tensor.data, tensor.untyped_storage()
             node_shard = alias[form.geometry.node_in_whole]
             self._memory = _Memory(tensor, alias, node_shard, storage, tensor.nbytes, is_shard)
             self.parameters = [] if form.converts else list(map(self._parameter, count(), self.views()))
-            self._views = [
-                each for each, spec in zip(self.parameters, stored.specs, strict=False) if spec.dtensor is None
-            ]
+            self._views = tuple(
+                [each for each, spec in zip(self.parameters, stored.specs, strict=False) if spec.dtensor is None]
+            )
         return self._memory
 
     def decode(self) -> None:
@@ -186,7 +191,8 @@ class FullBuffer:
 
     def node_shard(self) -> Tensor:
         """This rank's node shard within the buffer, which is allocated: (N * C,), a view."""
-        self.allocate()
+        if not self.is_allocated:
+            self.allocate()
         assert self._memory is not None, "it was allocated"
         return self._memory.node_shard
 
@@ -195,9 +201,9 @@ class FullBuffer:
         if self._memory is not None and self.is_allocated:
             self._memory.storage.resize_(0)
             self.is_allocated = False
-            self._saved_versions = list(map(_version_of, self._views))
-            _compat.set_versions(self._views, [version + 1 for version in self._saved_versions])
-            self._stored.ledger.hold(-self._memory.nbytes, full_of=self.is_around)
+            self._saved_versions = tuple(map(_version_of, self._views))
+            _compat.set_versions(self._views, tuple(map(_next, self._saved_versions)))
+            self._stored.ledger.device_bytes -= self._memory.nbytes  # no peak rises, so without a call
             if self._form.converts:
                 self._form.free()
 

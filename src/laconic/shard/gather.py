@@ -117,6 +117,7 @@ class BucketGather:
         self._node = Communicator(bucket.cluster, "node", bucket.unit_name)
         self._local = Communicator(bucket.cluster, "local", bucket.unit_name)
         self.crossing = crossing_of(bucket, self._node, copies_of)
+        self.has_local_peers = self._local.size > 1
         self.is_stream_ordered = self._node.is_stream_ordered and self._local.is_stream_ordered
         """True if waiting for a transfer never blocks the thread."""
         self.version: int | None = None
@@ -133,18 +134,14 @@ class BucketGather:
         """The gathers that began with this rank's shard, not with the cache."""
 
     @property
-    def needs_others(self) -> bool:
-        """True if a gather that has begun needs other ranks: not all of it is in the cache."""
-        return self._local.size > 1 or self._is_crossing
+    def is_crossing(self) -> bool:
+        """True while the gather across nodes is under way."""
+        return self._now is not None and self._now.is_crossing
 
     @property
     def makes_host_wait(self) -> bool:
         """True if the host must wait for the first stage that has begun: [Note: Lengths come with messages]."""
-        return self._is_crossing and self.crossing.makes_host_wait
-
-    @property
-    def _is_crossing(self) -> bool:
-        return self._now is not None and self._now.is_crossing
+        return self.is_crossing and self.crossing.makes_host_wait
 
     def use(self) -> BucketUse:
         """The bytes of the bucket, where shards are unequal those of the rank that needs most: alike on all ranks.
@@ -172,12 +169,6 @@ class BucketGather:
     def is_stale(self) -> bool:
         """True if the parameters have changed since the gather began."""
         return self.version != self.bucket.stored.version
-
-    @property
-    def is_whole(self) -> bool:
-        """True if the full buffer stays, and has the weights of the present version."""
-        kept = self.bucket.node_shard
-        return kept.is_whole and kept.version == self.bucket.stored.version
 
     def start_node(self, *, is_early: bool) -> None:
         """Issue the gather across nodes, unless the cache has the node shard of this version.
@@ -242,9 +233,8 @@ class BucketGather:
     def _finish_crossing(self, now: _UnderWay) -> None:
         """Finish the gather across nodes. If an exception cuts it short, the gather stays stale and is begun anew."""
         version, self.version, now.is_crossing = self.version, None, False
-        self._lanes.gather_node.go_on_with(self.crossing.finish, now.node_shard)
+        now.arrived = self._lanes.gather_node.event_after(self.crossing.finish, now.node_shard)
         self.version = version
-        now.arrived = self._lanes.gather_node.record_event()
 
     def finish(self, *, stores: bool = True) -> Event:
         """Finish the gather. Returns the event after which the full buffer may be used.
@@ -253,9 +243,8 @@ class BucketGather:
         """
         now = self._now
         assert now is not None, "it has begun"
-        self._lanes.gather_local.go_on_with(now.pending.wait)
+        event = self._lanes.gather_local.event_after(now.pending.wait)
         self._now = None
-        event = self._lanes.gather_local.record_event()
         if now.comes_from_cache or not self.bucket.node_shard.is_kept:
             self._unstored = None
         elif self.early is not None:  # its memory goes before that of the full buffer, which has a copy now
@@ -357,13 +346,11 @@ class UnitGather:
         if self.state is GatherState.IDLE:
             if self._observer.inspects:
                 self._drop_damaged()
-            self._moving = self._gathers
-            if self.may_stay_whole:
-                self._moving = [gather for gather in self._gathers if not gather.is_whole]
+            self._moving = self._stale() if self.may_stay_whole else self._gathers
             for gather in self._moving:
                 gather.start_node(is_early=is_early)
             for gather in self._moving:
-                if gather.needs_others:
+                if gather.has_local_peers or gather.is_crossing:  # not all is in the cache
                     self._observer.gather_begun(self)
                     break
             self.state = GatherState.NODE
@@ -373,6 +360,15 @@ class UnitGather:
                     gather.make_room()
             else:
                 self.go_on()
+
+    def _stale(self) -> list[BucketGather]:
+        """The gathers of buckets whose full buffers do not have the weights of the present version already."""
+        stale = []
+        for gather in self._gathers:  # at each use, so without calls
+            kept, stored = gather.bucket.node_shard, gather.bucket.stored
+            if not kept.is_whole or kept.version != stored.epoch + stored.shard._version:
+                stale.append(gather)
+        return stale
 
     @property
     def is_complete(self) -> bool:
@@ -400,7 +396,7 @@ class UnitGather:
         self.release()
         self.state = GatherState.IDLE
         for gather in self._gathers:
-            if gather.bucket.node_shard.is_whole and gather.is_stale:
+            if gather.bucket.form.converts and gather.bucket.node_shard.is_whole and gather.is_stale:
                 gather.bucket.form.free()
 
     def store(self) -> None:

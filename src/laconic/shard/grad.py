@@ -63,6 +63,7 @@ class UsedParameters:
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
+        self._all_used = torch.ones(len(bucket.sharded), dtype=torch.uint8)
         self._used: set[int] = set()
         self._new: set[int] = set()  # parameters whose `.grad` was None until the last reduction
 
@@ -88,7 +89,9 @@ class UsedParameters:
 
     def flags(self) -> Tensor:
         """1 for each parameter that got a gradient on this rank, else 0: uint8, (P,)."""
-        return torch.tensor([index in self._used for index in range(len(self.bucket.sharded))], dtype=torch.uint8)
+        if len(self._used) == len(self._all_used):  # most often
+            return self._all_used
+        return torch.tensor([index in self._used for index in range(len(self._all_used))], dtype=torch.uint8)
 
     @property
     def needs_others(self) -> bool:
@@ -102,8 +105,8 @@ class UsedParameters:
 
         `used` has what some rank used, (P,); it may leave out what this one did.
         """
-        own, new, has_hooks = set(self._used), set(self._new), self.has_hooks
-        self.forget()
+        own, new, has_hooks = self._used, self._new, self.has_hooks
+        self._used, self._new = set(), set()
         for index in sorted(new - own):
             if not used[index]:
                 self.bucket.sharded[index].grad = None

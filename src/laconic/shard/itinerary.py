@@ -48,7 +48,7 @@ from typing import NamedTuple
 import torch
 
 from laconic import _compat
-from laconic.shard.gather import UnitGather
+from laconic.shard.gather import GatherState, UnitGather
 
 
 class _Ahead(NamedTuple):
@@ -212,7 +212,8 @@ class Order:
         self._left, self._way_back = [], None
 
     def _begin_others(self, gather: UnitGather, ahead: _Ahead) -> None:
-        gather.start_local()
+        if gather.state is GatherState.NODE:
+            gather.start_local()
         for other in ahead.whole:
             other.begin()
         self._late = ahead.late

@@ -48,6 +48,15 @@ class Lane:
         with self.going_on(*after):
             return job(*arguments)
 
+    def event_after(self, job: Callable[..., object], *arguments: Any) -> Event:
+        """Call `job` in `going_on`. Returns the event that completes with it."""
+        if self._stream is None:
+            job(*arguments)
+            return None
+        with self.going_on():
+            job(*arguments)
+        return self.record_event()
+
     def running(self, *after: Event) -> AbstractContextManager[Any]:
         """Start a job: issue the body here, after everything on the compute stream so far and the given events."""
         if self._stream is None:

@@ -26,14 +26,14 @@ end of the backward the host waits once, for the last of them, and only then add
 an older gradient would read memory that is still being written. A bucket whose parameters have hooks waits at once.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
 from laconic import _compat
 from laconic._compat import GradientUse
-from laconic.comm.moves import SumTransfer
 from laconic.comm.traffic import Level
 from laconic.shard.bucket import Bucket
 from laconic.shard.crossing import ways_of_sums
@@ -43,6 +43,10 @@ from laconic.shard.grad import Agreement, UsedParameters, WaitingGradient, Waiti
 from laconic.shard.lanes import Event, Lanes, wait_for
 from laconic.shard.ledger import Held
 from laconic.shard.linear import is_gradient
+
+_requires_grad = attrgetter("requires_grad")
+_OF_AN_ISLAND: tuple[Level, ...] = ("local", "node")
+"""The levels of an island, in the order in which gradients are summed."""
 
 
 class BucketGradients:
@@ -58,6 +62,7 @@ class BucketGradients:
         self._numel, self._device = bucket.layout.numel, bucket.cluster.device
         self._places = [(slice(each.offset, each.offset + each.numel), each.shape) for each in bucket.layout.slots]
         """The elements of each parameter in the buffer, and its shape."""
+        self._all = range(len(bucket.sharded))
         self._written: set[int] = set()
         self.waiting: dict[Level, Held] = {}
         """Sums of earlier backwards, by the level that they have yet to cross: this rank's, (L * N * C,), wait to be
@@ -66,7 +71,7 @@ class BucketGradients:
         self._written_before: set[int] = set()
         """The parameters that have a part in the gradients that wait whole."""
         self.used = UsedParameters(bucket)
-        self._leaving: list[Tensor] = []
+        self.leaving: list[Tensor] = []
         """Shards of gradients on their way to host memory: [Note: Gradients that leave the device]."""
         self.shown = WaitingSums(bucket)
         bucket.full.set_sink(self)
@@ -197,10 +202,6 @@ class BucketGradients:
         probe(self.bucket, full.memory)
         full.free()
 
-    def start_sum(self, level: Level, whole: Tensor) -> SumTransfer:
-        """Begin to sum `whole` on a level; this rank will get its part."""
-        return self.ways[level].start_reduce_scatter(whole, numels=self.bucket.geometry.numels_on[level])
-
     def forget_lost(self) -> None:
         """Drop what a codec has lost of earlier gradients."""
         for way in self.ways.values():
@@ -221,16 +222,15 @@ class BucketGradients:
                 self.bucket.stored.part(sums.memory, index).zero_()
         return cleared
 
-    def _trainable(self) -> list[int]:
+    def _trainable(self) -> Sequence[int]:
         """The parameters to whose `.grad` sums are added.
 
         One that was frozen after an earlier micro-batch keeps that one's gradient, as in torch.
         """
-        return [
-            index
-            for index, parameter in enumerate(self.bucket.sharded)
-            if parameter.requires_grad or self.bucket.stored.is_frozen or index in self.used
-        ]
+        trains = list(map(_requires_grad, self.bucket.sharded))
+        if all(trains) or not any(trains):  # most often; without calls
+            return self._all
+        return [index for index, each in enumerate(trains) if each or index in self.used]
 
     def discard(self) -> None:
         """Drop the gradients of a failed backward, and the partial sums that may include some of them."""
@@ -241,7 +241,7 @@ class BucketGradients:
         self.waiting.clear()
         self._written.clear()
         self._written_before.clear()
-        self._leaving.clear()
+        self.leaving.clear()
         self.used.forget()
         self.shown.take()
 
@@ -259,29 +259,25 @@ class BucketGradients:
         if not self.bucket.stored.is_offloaded or shard.device.type == "cpu":
             self._add_to_grad(shard)
             return
-        self._leaving.append(self.bucket.stored.host_copy(shard, non_blocking=True))
-
-    @property
-    def leaves(self) -> bool:
-        """True if gradients are on their way to host memory."""
-        return bool(self._leaving)
+        self.leaving.append(self.bucket.stored.host_copy(shard, non_blocking=True))
 
     def land(self) -> None:
         """Add what has arrived in host memory to `.grad`. The host has waited for it."""
-        leaving, self._leaving = self._leaving, []
+        leaving, self.leaving = self.leaving, []
         for on_host in leaving:
             self._add_to_grad(on_host)
 
     def _add_to_grad(self, shard: Tensor) -> None:
-        trainable = [(index, self.bucket.sharded[index]) for index in self._trainable()]
-        base = getattr(trainable[0][1].grad, "base", None)
-        if base is not None and all(getattr(parameter.grad, "base", None) is base for _, parameter in trainable):
+        sharded, stored, trainable = self.bucket.sharded, self.bucket.stored, self._trainable()
+        base = getattr(sharded[trainable[0]].grad, "base", None)
+        if base is not None and all(getattr(sharded[index].grad, "base", None) is base for index in trainable):
             base.add_(shard)  # one operation for all gradients
             return
-        self.bucket.ledger.hold_until_freed(shard, on_host=self.bucket.stored.is_offloaded)
-        parts, new = self.bucket.stored.parts(shard), []
-        for index, parameter in trainable:
-            local, present = parts[index], parameter.grad
+        self.bucket.ledger.hold_until_freed(shard, on_host=stored.is_offloaded)
+        parts, new = stored.geometry.slices[shard.numel()], []
+        for index in trainable:
+            parameter, local = sharded[index], shard[parts[index]]
+            present = parameter.grad
             if present is None or isinstance(present, WaitingGradient):
                 new.append(index)
             if present is None:
@@ -324,12 +320,15 @@ class Reduction:
     def advance(self) -> None:
         """Finish the sum that is under way, if one is, and begin the next one. Compute waits for none that begins."""
         lane = self.gradients.lanes.reduce
+        if not lane.has_stream:
+            self.level = next(self._moves, None)
+            if self.level != "local":
+                self._free_after(None)
+            return
         self.level = lane.run_job(next, self._moves, None)
         if self.level is None:
             self.ended = lane.record_event()
             self._free_after(self._summed or self.ended)
-        elif not lane.has_stream and self.level != "local":
-            self._free_after(None)
 
     def free_bucket(self) -> None:
         """Free the bucket, as soon as compute has waited for the sum that reads it. Before that begins, do nothing."""
@@ -341,7 +340,7 @@ class Reduction:
 
         See [Note: Who may free a transfer buffer] in shard/lanes.py.
         """
-        if self._full is not None or event is self.ended:
+        if event is not None and (self._full is not None or event is self.ended):
             wait_for(event)
         if self._full is not None:
             self._full.free()
@@ -355,30 +354,39 @@ class Reduction:
 
     def _sum(self) -> Iterator[Level]:
         """Sum on each level, and yield it meanwhile. The result goes to `.grad`, or waits for a later backward."""
-        gradients, bucket = self.gradients, self.gradients.bucket
-        fresh = shard = None
-        if self._full is None:
-            yield "local"
-        else:
-            if bucket.reduce_dtype is torch.float16:
-                self._full.memory.div_(bucket.divide_before)
-            fresh = yield from self._reduce_scatter("local", self._full.memory)
-        node_shard = self._with_waiting("node", fresh, goes_on=self._across_nodes)
-        if bucket.cluster.num_local > 1:
-            self._summed = gradients.lanes.reduce.record_event()
-        del fresh
-        if node_shard is None:
-            yield "node"
-        else:
-            shard = yield from self._reduce_scatter("node", node_shard.memory)
-            if self._summed is None and bucket.cluster.num_nodes > 1:
-                self._summed = gradients.lanes.reduce.record_event()
-            if self.cleared:
-                self._drop_cleared(shard)
-            node_shard.free()
+        gradients, bucket, lane = self.gradients, self.gradients.bucket, self.gradients.lanes.reduce
+        observer, cluster, shard = gradients.observer, bucket.cluster, None
+        total = self._full
+        if total is not None and bucket.reduce_dtype is torch.float16:
+            total.memory.div_(bucket.divide_before)
+        for level in _OF_AN_ISLAND:
+            if level == "node":
+                total, shard = self._with_waiting(level, shard, goes_on=self._across_nodes), None
+                if lane.has_stream and cluster.num_local > 1:
+                    self._summed = lane.record_event()
+            if total is None:
+                yield level
+                continue
+            way, numels = gradients.ways[level], bucket.geometry.numels_on[level]
+            transfer = way.start_reduce_scatter(total.memory, numels=numels)
+            bucket.ledger.hold(transfer.nbytes)
+            if observer.inspects and len(total.memory):
+                observer.sum_begun(bucket, level, transfer)
+            yield level
+            if observer.inspects:
+                observer.sum_arrived(bucket, level, transfer)
+            shard = transfer.finish()
+            bucket.ledger.device_bytes -= transfer.nbytes  # no peak rises, so without a call
+            if level == "node":
+                if self._summed is None and lane.has_stream and cluster.num_nodes > 1:
+                    self._summed = lane.record_event()
+                if self.cleared:
+                    self._drop_cleared(shard)
+                total.free()
+            del transfer
         if not self._across_nodes:
             return
-        if gradients.has_replicas:
+        if cluster.num_islands > 1 and gradients.has_replicas:
             total = self._with_waiting("island", shard, goes_on=self._across_islands)
             if total is None:
                 return
@@ -386,27 +394,13 @@ class Reduction:
             total.free()
             for _ in gradients.ways["island"].sum_in_place(shard):
                 yield "island"
-            if gradients.observer.inspects:
-                gradients.observer.replicas_summed(bucket, shard)
+            if observer.inspects:
+                observer.replicas_summed(bucket, shard)
         if shard is not None and self._keeps_sum:
             if self.cleared:
                 self._drop_cleared(shard)
             gradients.accumulate(shard)
             self.changed_grad = True
-
-    def _reduce_scatter(self, level: Level, whole: Tensor) -> Generator[Level, None, Tensor]:
-        gradients = self.gradients
-        transfer, ledger = gradients.start_sum(level, whole), gradients.bucket.ledger
-        nbytes, inspects = transfer.nbytes, gradients.observer.inspects
-        ledger.hold(nbytes)
-        if inspects and len(whole):
-            gradients.observer.sum_begun(gradients.bucket, level, transfer)
-        yield level
-        if inspects:
-            gradients.observer.sum_arrived(gradients.bucket, level, transfer)
-        total = transfer.finish()
-        ledger.hold(-nbytes)
-        return total
 
     def _with_waiting(self, level: Level, fresh: Tensor | None, *, goes_on: bool) -> Held | None:
         """Add the sums that wait to cross `level` to fresh ones. Returns the total, or None if it waits, too."""
@@ -528,13 +522,15 @@ class ReductionQueue:
 
 def _land(reduced: Sequence[BucketGradients], reads: HostReads | None = None) -> None:
     """Put gradients into `.grad`. If some leave the device, the host waits once, for them and for `reads`."""
-    if any(gradients.leaves for gradients in reduced):
-        lane = reduced[0].lanes.reduce
-        with lane.going_on(reads.last() if reads is not None else None):
-            written = lane.record_event()
-        assert written is not None, "they leave a device"
-        written.synchronize()
-        if reads is not None:
-            reads.let_edit()
-    for gradients in reduced:
+    leaving = [gradients for gradients in reduced if gradients.leaving]
+    if not leaving:
+        return
+    lane = reduced[0].lanes.reduce
+    with lane.going_on(reads.last() if reads is not None else None):
+        written = lane.record_event()
+    assert written is not None, "they leave a device"
+    written.synchronize()
+    if reads is not None:
+        reads.let_edit()
+    for gradients in leaving:
         gradients.land()

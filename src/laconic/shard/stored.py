@@ -34,6 +34,8 @@ class StoredWeights:
     ) -> None:
         """Copy this rank's shard, of `dtype`, out of whole parameters. `trains` says which require gradients."""
         self.specs, self.layout, self.cluster, self._offload = specs, layout, specs[0].cluster, offload
+        self.is_offloaded = isinstance(offload, CPUOffloadPolicy)
+        """True if the shard and the gradients of the sharded parameters rest in host memory."""
         self.geometry = Geometry.of(layout, shard=self.cluster.shard_index, num_nodes=self.cluster.num_nodes)
         """Of the elements of the layout; `Form.geometry` is that of what a gather sends."""
         self.ledger = Ledger()
@@ -51,11 +53,6 @@ class StoredWeights:
     def version(self) -> int:
         """A number that every change of the parameters increases: [Note: Versions] in ragged/tensor.py."""
         return self.epoch + self.shard._version
-
-    @property
-    def is_offloaded(self) -> bool:
-        """True if the shard and the gradients of the sharded parameters rest in host memory: `CPUOffloadPolicy`."""
-        return isinstance(self._offload, CPUOffloadPolicy)
 
     @property
     def is_frozen(self) -> bool:

@@ -78,6 +78,7 @@ class UnitPhase(Enum):
     """Between the backwards of two of its forwards, whose gradients are reduced together."""
 
 
+_IN_BACKWARD = (UnitPhase.BACKWARD, UnitPhase.PAUSE)
 _LEFT_ALONE = "_laconic_left_alone"
 """The attribute of parameters that a call of `fully_shard` was told to leave alone."""
 
@@ -433,7 +434,7 @@ class Unit:
         return True
 
     def _enter_backward(self, gathers: bool) -> None:
-        backward = self.root.begin_backward()
+        backward = self.root.backward or self.root.begin_backward()
         if self.phase is UnitPhase.BACKWARD:
             return
         self._become(UnitPhase.BACKWARD)
@@ -452,11 +453,7 @@ class Unit:
         if not self.reduce_once_per_backward or not self.awaited.inputs:
             self._end_backward()
         elif self.awaited.outputs:
-            self._become(UnitPhase.PAUSE if self._is_in_backward else UnitPhase.REST)
-
-    @property
-    def _is_in_backward(self) -> bool:
-        return self.phase in (UnitPhase.BACKWARD, UnitPhase.PAUSE)
+            self._become(UnitPhase.PAUSE if self.phase in _IN_BACKWARD else UnitPhase.REST)
 
     @property
     def _frees_after_backward(self) -> bool:
@@ -468,7 +465,8 @@ class Unit:
 
         Returns whether it may be that of the gradients that wait whole: not if a probe gets those of this backward.
         """
-        self.root.begin_backward()
+        if self.root.backward is None:
+            self.root.begin_backward()
         if self._was_recomputed:  # the last sums have run beside that, so to wait for them takes no time
             self.root.reductions.free_buckets()
         return self.root.probe is None
@@ -479,7 +477,7 @@ class Unit:
         if self._frees_after_backward:
             self.gather.release()
         backward = self.root.backward
-        reduces = (self._is_in_backward or self.fills_unused) and backward is not None and backward.adds_to_grad
+        reduces = (self.phase in _IN_BACKWARD or self.fills_unused) and backward is not None and backward.adds_to_grad
         self._become(UnitPhase.REST)
         self._num_early_sums += self.root.probe is None and not self.requires_gradient_sync
         # All trained buckets, with or without gradients here: [Note: Gradients that do not come].
@@ -489,16 +487,11 @@ class Unit:
                     gradients.fill_unused()
                 if self.root.probe is not None:
                     gradients.show_unreduced(self.root.probe)
-                elif self._keeps_gradients_whole:
-                    gradients.keep_whole()
+                elif self.placement.gradients == "rank" and not self.requires_gradient_sync:
+                    gradients.keep_whole()  # [Note: Gradients that wait whole]
                 else:
                     self._reduce(gradients, gradients.take_full())
         self.progress.note("after backward")
-
-    @property
-    def _keeps_gradients_whole(self) -> bool:
-        """True in a micro-batch whose gradients wait for those of the next: [Note: Gradients that wait whole]."""
-        return self.placement.gradients == "rank" and not self.requires_gradient_sync
 
     def _reduce(self, gradients: BucketGradients, full: Held | None) -> None:
         across_nodes = self.requires_gradient_sync
@@ -525,7 +518,7 @@ class Unit:
     def finish_backward(self) -> None:
         """Reduce the gradients that are left and, in a micro-batch that syncs, partial sums of earlier ones."""
         is_left_out = self.fills_unused and not self.has_ended
-        if is_left_out or self._is_in_backward or any(gradients.full is not None for gradients in self.gradients):
+        if is_left_out or self.phase in _IN_BACKWARD or any(gradients.full is not None for gradients in self.gradients):
             self._end_backward()
         self.awaited.inputs.clear()  # of a retained graph; its next backward begins at the outputs
         syncs = self.requires_gradient_sync and self.root.probe is None
@@ -658,6 +651,13 @@ class Root:
     def version(self) -> int:
         """A number that every change of weights increases."""
         return sum(bucket.stored.version for bucket in self.buckets)
+
+    def full_bytes(self) -> dict[bool, int]:
+        """The bytes of full buffers now: of units that are around others (True), and of those that are not."""
+        found = {False: 0, True: 0}
+        for bucket in self.buckets:
+            found[bucket.full.is_around] += bucket.full.nbytes
+        return found
 
     def allocate_resting(self, units: Iterable[Unit]) -> int:
         """Allocate the device memory in which weights of `units` stay. Returns its bytes."""
