@@ -357,11 +357,18 @@ def outside_compilation(function: _F) -> _F:
     return cast(_F, functools.update_wrapper(outside, function))
 
 
+def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """What applies an autograd function outside of torch.func transforms.
+
+    The function's own `apply` reads the signature of `forward` first, in some fifty calls.
+    """
+    applied: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return applied
+
+
 def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """Apply an autograd function. Its own `apply` reads the signature of `forward` first, in some fifty calls."""
-    if in_transform():
-        return function.apply(*arguments)
-    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+    """Apply an autograd function, also in a torch.func transform. See `plain_apply`."""
+    return function.apply(*arguments) if in_transform() else plain_apply(function)(*arguments)
 
 
 def is_dynamo_tracing() -> bool:
@@ -371,7 +378,8 @@ def is_dynamo_tracing() -> bool:
 
 def is_transforming() -> bool:
     """True if torch.compile traces or a torch.func transform runs; neither can look into an autograd function."""
-    return torch.compiler.is_compiling() or in_transform()
+    is_traced = torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag  # `is_compiling` in one call
+    return is_traced or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def in_transform() -> bool:

@@ -82,16 +82,19 @@ class BlockCodec(Codec):
         for accelerators: [Note: Fused coding] in codec/fused.py.
         """
         numel = values.numel()
-        blocks = _filled_up(values, self.num_blocks(numel) * self.block).view(-1, self.block)
-        quantize = fused(self._quantize, values.device) if fuse else self._quantize
-        codes, steps = quantize(blocks, numel)
-        return codes[: self.code_bytes(numel)], steps
+        whole = values if numel % self.block == 0 else _filled_up(values, self.num_blocks(numel) * self.block)
+        quantize = fused(self._quantize, values.device) if fuse and not values.is_cpu else self._quantize
+        codes, steps = quantize(whole.view(-1, self.block), numel)
+        return codes if whole is values else codes[: self.code_bytes(numel)], steps
 
     def dequantize(self, codes: Tensor, steps: Tensor, numel: int, *, fuse: bool = False) -> Tensor:
         """Decode what `quantize` returned for `numel` values: (numel,), fp32. `fuse` is as there."""
-        codes = _filled_up(codes, self.code_bytes(self.num_blocks(numel) * self.block))
-        dequantize = fused(self._dequantize, codes.device) if fuse else self._dequantize
-        return dequantize(codes, steps.to(torch.float32).unsqueeze(1)).view(-1)[:numel]
+        is_whole = numel % self.block == 0
+        if not is_whole:
+            codes = _filled_up(codes, self.code_bytes(self.num_blocks(numel) * self.block))
+        dequantize = fused(self._dequantize, codes.device) if fuse and not codes.is_cpu else self._dequantize
+        values = dequantize(codes, steps.to(torch.float32).unsqueeze(1)).view(-1)
+        return values if is_whole else values[:numel]
 
     def form(self, device: torch.device) -> KernelForm | None:
         """The numbers by which the kernels of codec/blocked_triton.py know this codec; None if they do not know it."""
@@ -116,7 +119,7 @@ class BlockCodec(Codec):
         self, out: Tensor, values: Tensor, base: Tensor | None = None, *, check: bool = True, rotates: bool = False
     ) -> None:
         """See `Codec.encode_into`."""
-        if (kernels := self._kernels(values)) is None or check:
+        if check or values.is_cpu or (kernels := self._kernels(values)) is None:
             super().encode_into(out, values, base, check=check, rotates=rotates)
         elif values.numel():
             codes, steps = self._parts(out, values.numel(), rotates=rotates)
@@ -124,7 +127,7 @@ class BlockCodec(Codec):
 
     def decode_into(self, out: Tensor, payload: Tensor, *, adds: bool = False, rotates: bool = False) -> None:
         """See `Codec.decode_into`."""
-        if (kernels := self._kernels(payload)) is None:
+        if payload.is_cpu or (kernels := self._kernels(payload)) is None:
             super().decode_into(out, payload, adds=adds, rotates=rotates)
         elif out.numel():
             codes, steps = self._parts(payload, out.numel(), rotates=rotates)
@@ -146,7 +149,7 @@ class BlockCodec(Codec):
         return payload[:size], payload[size:]
 
     def _encode(self, values: Tensor) -> Tensor:
-        if (kernels := self._kernels(values)) is not None:
+        if not values.is_cpu and (kernels := self._kernels(values)) is not None:
             payload = values.new_empty(self.payload_bytes(values.numel()), dtype=torch.uint8)
             kernels.encode(self, values, None, *self._parts(payload, values.numel()))
             return payload
@@ -154,15 +157,15 @@ class BlockCodec(Codec):
         return torch.cat([codes, steps.view(torch.uint8)])
 
     def _decode(self, payload: Tensor, numel: int) -> Tensor:
-        if self._kernels(payload) is not None:
+        if not payload.is_cpu and self._kernels(payload) is not None:
             values = torch.empty(numel, device=payload.device)
             self.decode_into(values, payload)
             return values
-        codes, steps = self._parts(payload, numel)
-        return self.dequantize(codes, steps.clone().view(torch.bfloat16), numel, fuse=True)
+        size = self.code_bytes(numel)
+        return self.dequantize(payload[:size], payload[size:].clone().view(torch.bfloat16), numel, fuse=True)
 
     def _decode_rotated(self, payload: Tensor, numel: int) -> Tensor:
-        if self._kernels(payload) is None:
+        if payload.is_cpu or self._kernels(payload) is None:
             return super()._decode_rotated(payload, numel)
         values = torch.empty(numel, device=payload.device)
         self.decode_into(values, payload, rotates=True)

@@ -17,10 +17,10 @@ by one, and reduces by an all-to-all, as it does with equal parts.
 [Note: Messages that nobody awaits]
 A model may be dropped while a gather is under way, as after an exception in forward. Gloo loses a connection whose
 receive is dropped before its message has come: the bytes stay in the socket, and each later message waits behind them,
-for ever. So an exchange that is dropped before it has ended leaves its works, which keep its tensors, to the journal of
-its process group. They go when a later exchange of the group has ended, because messages between two ranks come in the
-order in which both have issued them. To wait for them instead would hang if the other rank had dropped its model before
-it had begun.
+for ever. So the journal of the process group has the works of each exchange, too, which keep its tensors. They go when
+it has ended, or a later exchange of the group, because messages between two ranks come in the order in which both have
+issued them. To wait for those of a dropped exchange would hang if the other rank had dropped its model before it had
+begun.
 
 [Note: Collectives on a stream]
 NCCL runs a collective with `async_op=True` on a stream of its own, whatever the caller's stream and its priority. With
@@ -48,7 +48,7 @@ from laconic.comm.messages import HostExchange, start_broadcast, start_exchange,
 from laconic.comm.moves import NOTHING, Move, Pending, SumTransfer, SumWay, Tensors
 from laconic.comm.pacing import start_paced_exchange
 from laconic.comm.traffic import Level, Purpose
-from laconic.comm.watch import waiting_for
+from laconic.comm.watch import raise_diagnosis, waiting_for
 
 _ONE_TRIP_BYTES = 1 << 15
 """Messages of so many bytes from all ranks to one take no longer than the latency of a trip."""
@@ -191,7 +191,7 @@ class Communicator(SumWay):
         group = self._reduce_group
         if group is None:
             return ReduceScatter(NOTHING, [whole], whole, numels)
-        own_numel = len(whole) // self.size if numels is None else numels[self.rank]
+        own_numel = whole.numel() // self.size if numels is None else numels[self.rank]
         key = whole.nbytes, own_numel, numels is None  # the bytes that leave a rank hang on its own part alone
         move = self._sums.get(key)
         if move is None:
@@ -224,9 +224,9 @@ class Communicator(SumWay):
         counted = whole.nbytes - own_bytes, (self.size - 1) * own_bytes
         return self._move(begin, "gradients", counted, group, nbytes=whole.nbytes, sends=self._uses_sends)
 
-    def _parts(self, whole: Tensor, numels: Sequence[int] | None) -> Tensors:
+    def _parts(self, whole: Tensor, numels: Sequence[int] | None) -> Sequence[Tensor]:
         """The parts of all ranks: rows, or with `numels` tensors of other lengths: [Note: Parts of other lengths]."""
-        return whole.view(self.size, -1) if numels is None else list(whole.split(list(numels)))
+        return whole.view(self.size, -1).unbind() if numels is None else whole.split(list(numels))
 
     def start_all_to_all(
         self,
@@ -398,8 +398,11 @@ class Communicator(SumWay):
         # alike on all ranks, also if this one's part is empty
         if paces and self._paces and any(each.nbytes for each in (*landings, *messages)):
             return HostExchange(ticket, [start_paced_exchange(group, ticket.tag(), list(landings), list(messages))])
-        with waiting_for(ticket):  # a lost connection may be an error already
+        try:
             return start_exchange(group, ticket, landings, messages)
+        except RuntimeError as error:  # a lost connection may be an error already
+            raise_diagnosis(error)
+            raise
 
     def _move(
         self,

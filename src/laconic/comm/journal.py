@@ -40,8 +40,8 @@ class Journal:
         self.ranks, self.own_rank = dist.get_process_group_ranks(group), dist.get_rank()
         self.count = 0
         self.last: deque[Label] = deque(maxlen=_KEPT)
-        self.dropped: list[tuple[int, Sequence[dist.Work | None]]] = []
-        """The works of transfers that nobody awaits any more, by number: [Note: Messages that nobody awaits]."""
+        self.under_way: deque[tuple[int, Sequence[dist.Work]]] = deque()
+        """The works of transfers that have not ended, by number: [Note: Messages that nobody awaits]."""
 
     def issue(
         self, kind: str, unit: str = "", senders: Sequence[int] | None = None, nbytes: int | None = None
@@ -51,11 +51,6 @@ class Journal:
         With `nbytes`, transfers of other bytes are others.
         """
         return Ticket(self, (kind, unit, nbytes), senders)
-
-    def forget_dropped(self, *, before: int) -> None:
-        """Free the works of dropped transfers with a smaller number than a transfer that has ended."""
-        for entry in [each for each in self.dropped if each[0] < before]:
-            self.dropped.remove(entry)
 
     def entries(self) -> Entries:
         """Return the journal in the form that the other ranks read."""

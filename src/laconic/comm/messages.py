@@ -33,21 +33,21 @@ def uses_sends(group: dist.ProcessGroup) -> bool:
 class HostExchange:
     """Messages under way: [Note: Messages that nobody awaits] in collectives.py."""
 
+    __slots__ = ("_ticket", "_works")
+
     def __init__(self, ticket: Ticket, works: Sequence[Any]) -> None:
         """Take what `wait` waits for."""
         self._ticket, self._works = ticket, works
+        ticket.journal.under_way.append((ticket.number, works))
 
     def wait(self) -> None:
         """Wait for the messages that come, and until those that go may change."""
         for work in self._works:
             work.wait()
         self._works = ()
-        self._ticket.journal.forget_dropped(before=self._ticket.number)
-
-    def __del__(self) -> None:
-        """Leave what is under way to the journal."""
-        if self._works:
-            self._ticket.journal.dropped.append((self._ticket.number, self._works))
+        under_way, number = self._ticket.journal.under_way, self._ticket.number
+        while under_way and under_way[0][0] <= number:
+            under_way.popleft()
 
 
 def start_exchange(
@@ -57,9 +57,16 @@ def start_exchange(
 
     Both arguments are indexed by rank; the tensors are contiguous and on the host.
     """
-    peers = [peer for peer in range(group.size()) if peer != group.rank()]
-    works = [_compat.irecv(landings[peer], group, peer, ticket.tag(landings[peer].nbytes)) for peer in peers]
-    works += [_compat.isend(messages[peer], group, peer, ticket.tag(messages[peer].nbytes)) for peer in peers]
+    peers, tags = list(range(group.size())), dict[int, int]()
+    del peers[group.rank()]
+    works = []
+    for begin, tensors in ((group.recv, landings), (group.send, messages)):
+        for peer in peers:
+            tensor = tensors[peer]
+            tag = tags.get(tensor.nbytes)
+            if tag is None:
+                tag = tags[tensor.nbytes] = ticket.tag(tensor.nbytes)
+            works.append(begin([tensor], peer, tag))
     return HostExchange(ticket, works)
 
 

@@ -182,8 +182,8 @@ class waiting_for:
         if self.seconds is not None:
             self.seconds[self.key] += time.perf_counter() - self._begun_s
         try:
-            if isinstance(error, RuntimeError) and not isinstance(error, (PeerFailedError, RanksDifferError)):
-                _raise_diagnosis(error)
+            if isinstance(error, RuntimeError):
+                raise_diagnosis(error)
         finally:
             here.awaited = self._before
             waits.by_thread.pop(thread, None)
@@ -192,8 +192,10 @@ class waiting_for:
             here.events += 1
 
 
-def _raise_diagnosis(error: RuntimeError) -> None:
-    """Raise what is behind the error of a transfer, if it is known."""
+def raise_diagnosis(error: RuntimeError) -> None:
+    """Raise what is behind the error of a transfer, if it is known and `error` does not say it."""
+    if isinstance(error, (PeerFailedError, RanksDifferError)):
+        return
     line = "" if _watch is None else _watch.verdict or _watch.told_verdict()  # at once: who told it may host the store
     first = "" if line else first_failure_behind(error)
     if not line and not first and _watch is not None:

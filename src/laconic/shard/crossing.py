@@ -49,13 +49,15 @@ after the step is trusted if the version before was.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
+from operator import attrgetter
 from typing import ClassVar
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -245,9 +247,10 @@ class CodedDifferences(DifferenceCrossing):
     def __init__(self, bucket: Bucket, node: Communicator, copies: Copies) -> None:
         super().__init__(bucket, node, copies)
         self._messages = _messages_of(bucket, node)
-        self._version_before_step: int | None = None
-        self._trusted_version: int | None = None
-        _all.add(self)
+        self.version_before_step: int | None = None
+        self.trusted_version: int | None = None
+        """See [Note: Versions of the optimizer]."""
+        _all.add(ref(self, _all.discard))
 
     @property
     def most_bytes(self) -> int:
@@ -257,20 +260,11 @@ class CodedDifferences(DifferenceCrossing):
     @property
     def was_edited(self) -> bool:
         """See `DifferenceCrossing.was_edited`."""
-        return self.state is not CopyState.LOST and self.bucket.stored.version != self._trusted_version
-
-    def note_step_begins(self) -> None:
-        """Remember the version before an optimizer's step: [Note: Versions of the optimizer]."""
-        self._version_before_step = self.bucket.stored.version
-
-    def note_step_ended(self) -> None:
-        """Trust the version after an optimizer's step if that before was trusted."""
-        if self._version_before_step == self._trusted_version:
-            self._trusted_version = self.bucket.stored.version
+        return self.state is not CopyState.LOST and self.bucket.stored.version != self.trusted_version
 
     def start(self, node_shard: Tensor) -> None:
         """See `WeightCrossing.start`."""
-        self._trusted_version = self.bucket.stored.version
+        self.trusted_version = self.bucket.stored.version
         super().start(node_shard)
 
     def settle(self) -> None:
@@ -357,19 +351,25 @@ class LosslessDifferences(DifferenceCrossing):
             self.bucket.ledger.hold_until_freed(self._last, on_host=False)
 
 
-_all: WeakSet[CodedDifferences] = WeakSet()
+_edits_of = attrgetter("edits")
+_all: set[ref[CodedDifferences]] = set()
+"""A WeakSet would take calls in Python for what a set of references does without."""
 
 
 @before_step
 def _begin_step(_: OptimizerStep) -> None:
-    for each in _all:
-        each.note_step_begins()
+    for reference in tuple(_all):
+        if (each := reference()) is not None:
+            stored = each.bucket.stored
+            each.version_before_step = stored.epoch + stored.shard._version  # often, so without a call
 
 
 @after_step
 def _end_step(_: Optimizer) -> None:
-    for each in _all:
-        each.note_step_ended()
+    for reference in tuple(_all):
+        if (each := reference()) is not None and each.version_before_step == each.trusted_version:
+            stored = each.bucket.stored
+            each.trusted_version = stored.epoch + stored.shard._version
 
 
 class Copies:
@@ -378,6 +378,7 @@ class Copies:
     def __init__(self, cluster: Cluster, observer: Observer) -> None:
         self._cluster, self._observer = cluster, observer
         self._members: list[DifferenceCrossing] = []
+        self._exact_every = sys.maxsize
         self._decided: dict[DifferenceCrossing, tuple[int, bool]] = {}  # the version, and whether it is a difference
         self._steps = 0  # since the last exact crossing of all
         self._has_differed = False
@@ -385,6 +386,7 @@ class Copies:
     def add(self, member: DifferenceCrossing) -> None:
         """Add a bucket, in the same order on all ranks."""
         self._members.append(member)
+        self._exact_every = min(self._exact_every, member.bucket.wire.exact_every)
 
     def may_differ(self, member: DifferenceCrossing) -> bool:
         """Whether the bucket's present version crosses as a difference, on all ranks alike.
@@ -405,8 +407,9 @@ class Copies:
 
     def _decide(self) -> None:
         """Agree on the next crossing of each bucket. Collective over the cluster."""
-        self._warn_of_edits()
-        must_be_exact, differing, is_due = self._ask_all_ranks()
+        edited = {each for each in self._members if each.was_edited}
+        self._warn_of(edited)
+        must_be_exact, differing, is_due = self._ask_all_ranks(edited)
         is_mistrusted = any(self._observer.mistrusts_copies(each.bucket) for each in self._members)
         if (is_due or is_mistrusted) and not differing:
             known = {each.bucket: each for each in self._members if each not in must_be_exact}
@@ -417,15 +420,17 @@ class Copies:
         self._steps = 0 if len(must_be_exact) == len(self._members) else self._steps + 1
         self._decided = {each: (each.bucket.stored.version, each not in must_be_exact) for each in self._members}
 
-    def _ask_all_ranks(self) -> tuple[set[DifferenceCrossing], list[DifferenceCrossing], bool]:
+    def _ask_all_ranks(
+        self, edited: set[DifferenceCrossing]
+    ) -> tuple[set[DifferenceCrossing], list[DifferenceCrossing], bool]:
         """Return, alike on all ranks, three answers in one small message.
 
         They are the buckets that some rank must send exactly; those of the others in whose differences ranks have come
         to different numbers; and whether it is time to compare copies, and to cross exactly.
         """
-        needs = [each.state is CopyState.LOST or each.was_edited for each in self._members]
+        needs = [each.state is CopyState.LOST or each in edited for each in self._members]
         numbers = [each.number % 256 for each in self._members]
-        is_due = self._steps + 1 >= min(each.bucket.wire.exact_every for each in self._members)
+        is_due = self._steps + 1 >= self._exact_every
         mine = [*needs, *numbers, *(255 - number for number in numbers), is_due]
         flags = start_flags(self._cluster, torch.tensor(mine, dtype=torch.uint8)).wait().tolist()  # the largest of each
         some_need, highest, lowest_from_255 = (flags[i : i + len(needs)] for i in range(0, 3 * len(needs), len(needs)))
@@ -454,10 +459,10 @@ class Copies:
             stacklevel=2,
         )
 
-    def _warn_of_edits(self) -> None:
+    def _warn_of(self, edited: set[DifferenceCrossing]) -> None:
         for each in self._members:
-            each.edits = each.edits + 1 if each.was_edited else 0
-        worst = max(self._members, key=lambda each: each.edits)
+            each.edits = each.edits + 1 if each in edited else 0
+        worst = max(self._members, key=_edits_of)
         if worst.edits == _EDITS_BEFORE_WARNING:
             warnings.warn(
                 f"the weights of {worst.bucket.layout.slots[0].name} cross the wire exactly, not in few bits, because "

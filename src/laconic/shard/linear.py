@@ -66,24 +66,24 @@ def sink_of(parameter: Tensor) -> tuple[GradientSink, int] | None:
 
 
 def _forward(module: nn.Linear, input: Tensor) -> Tensor:
-    weight = module.weight
-    if not _compat.is_transforming():
-        sink, index = sink_of(weight) or (None, 0)
-        if sink is not None and _can_write(input, weight, sink, index):
-            output: Tensor = _compat.apply_function(LinearInPlace, input, weight, module.bias, sink, index)
-            return output
-    return functional.linear(input, weight, module.bias)
-
-
-def _can_write(input: Tensor, weight: Tensor, sink: GradientSink, index: int) -> bool:
-    return (
-        weight.requires_grad
+    own = module._parameters  # `module.weight` takes a call of torch's
+    weight, bias = own.get("weight"), own.get("bias")
+    if weight is None:  # a parametrization makes it
+        return functional.linear(input, module.weight, module.bias)
+    sink_of_weight = getattr(weight, "_laconic_sink", None)
+    if (
+        sink_of_weight is not None
+        and not _compat.is_transforming()
+        and weight.requires_grad
         and torch.is_grad_enabled()
         and type(input) in (Tensor, nn.Parameter)
         and input.dtype == weight.dtype
-        and sink.accepts(index, weight.shape, weight.dtype)
+        and sink_of_weight[0].accepts(sink_of_weight[1], weight.shape, weight.dtype)
         and not torch.is_autocast_enabled(input.device.type)
-    )
+    ):
+        output: Tensor = _apply(input, weight, bias, *sink_of_weight)
+        return output
+    return functional.linear(input, weight, bias)
 
 
 def use_of_gradient(ctx: Any, position: int) -> GradientUse:
@@ -116,7 +116,10 @@ class LinearInPlace(torch.autograd.Function):
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         rows = gradient.reshape(-1, gradient.shape[-1])
         weight_gradient = None
-        use = use_of_gradient(ctx, 1) if needs_weight else GradientUse.UNUSED
+        use = GradientUse.UNUSED
+        if needs_weight:  # see `use_of_gradient`
+            is_traced = _compat.is_transforming()
+            use = GradientUse.RETURNED if is_traced else _compat.gradient_use(ctx.next_functions[1][0])
         if use is not GradientUse.UNUSED:
             left, right = rows.t(), input.reshape(-1, input.shape[-1])
             if use is GradientUse.ACCUMULATED and not torch.is_grad_enabled():
@@ -126,3 +129,6 @@ class LinearInPlace(torch.autograd.Function):
         bias_gradient = rows.sum(0) if needs_bias else None
         input_gradient = gradient @ weight if needs_input else None
         return input_gradient, weight_gradient, bias_gradient, None, None
+
+
+_apply = _compat.plain_apply(LinearInPlace)

@@ -28,6 +28,7 @@ an older gradient would read memory that is still being written. A bucket whose 
 
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 from laconic import _compat
 from laconic._compat import GradientUse
 from laconic.comm.traffic import Level
+from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.bucket import Bucket
 from laconic.shard.crossing import ways_of_sums
 from laconic.shard.extension import Observer
@@ -42,7 +44,6 @@ from laconic.shard.gather import HostReads
 from laconic.shard.grad import Agreement, UsedParameters, WaitingGradient, WaitingSums
 from laconic.shard.lanes import Event, Lanes, wait_for
 from laconic.shard.ledger import Held
-from laconic.shard.linear import is_gradient
 
 _requires_grad = attrgetter("requires_grad")
 _OF_AN_ISLAND: tuple[Level, ...] = ("local", "node")
@@ -60,8 +61,9 @@ class BucketGradients:
         self.full: Held | None = None
         """This backward's gradients, (L * N * C,), whose reduction has not begun."""
         self._numel, self._device = bucket.layout.numel, bucket.cluster.device
-        self._places = [(slice(each.offset, each.offset + each.numel), each.shape) for each in bucket.layout.slots]
-        """The elements of each parameter in the buffer, and its shape."""
+        self._places = [slice(each.offset, each.offset + each.numel) for each in bucket.layout.slots]
+        """The elements of each parameter in the buffer."""
+        self._shapes = [tuple(each.shape) for each in bucket.layout.slots]
         self._all = range(len(bucket.sharded))
         self._written: set[int] = set()
         self.waiting: dict[Level, Held] = {}
@@ -117,7 +119,8 @@ class BucketGradients:
             )
         if self.bucket.stored.specs[index].dtensor is not None or self.bucket.form.converts:
             gradient = self.bucket.part_of_gradient(index, gradient)
-        view = self._view(index)
+        # at each gradient, so without calls: see `_view`
+        view = (self.full or self._allocate()).memory[self._places[index]].view(self._shapes[index])
         if index in self._written:
             view.add_(gradient)
         else:
@@ -128,17 +131,17 @@ class BucketGradients:
         """See `GradientSink.accepts`."""
         buffer = self.full or self.waiting.get("local")
         taken = buffer.memory.dtype if buffer is not None else self.bucket.reduce_dtype
-        return is_gradient(shape, self.bucket.layout.slots[index].shape) and dtype == taken
+        return dtype == taken and len(shape) == 2 and tuple(shape) == self._shapes[index]
 
     def add_product(self, index: int, left: Tensor, right: Tensor) -> None:
         """See `GradientSink.add_product`, and [Note: Gradients written in place] in shard/linear.py."""
-        slot = self.bucket.layout.slots[index]
-        if not is_gradient((*left.shape[:-1], *right.shape[1:]), slot.shape):
+        if (*left.shape[:-1], *right.shape[1:]) != self._shapes[index]:
+            slot = self.bucket.layout.slots[index]
             raise ValueError(  # torch would give the memory another shape, and leave the rest of it as it was
                 f"a product {tuple(left.shape)} @ {tuple(right.shape)} cannot be the gradient of {slot.name}, "
                 f"{tuple(slot.shape)}; ask `accepts` first, and return such a gradient to autograd"
             )
-        view = self._view(index)
+        view = (self.full or self._allocate()).memory[self._places[index]].view(self._shapes[index])
         if index in self._written:
             view.addmm_(left, right)
         else:
@@ -156,8 +159,7 @@ class BucketGradients:
         return self.full
 
     def _view(self, index: int) -> Tensor:
-        part, shape = self._places[index]
-        return (self.full or self._allocate()).memory[part].view(shape)
+        return (self.full or self._allocate()).memory[self._places[index]].view(self._shapes[index])
 
     def fill_unused(self) -> None:
         """Give all trained parameters a gradient: zeros, if no rank has another."""
@@ -275,13 +277,15 @@ class BucketGradients:
             return
         self.bucket.ledger.hold_until_freed(shard, on_host=stored.is_offloaded)
         parts, new = stored.geometry.slices[shard.numel()], []
+        device = shard.device if shard.device != stored.shard.device else sharded[trainable[0]].device
         for index in trainable:
             parameter, local = sharded[index], shard[parts[index]]
             present = parameter.grad
             if present is None or isinstance(present, WaitingGradient):
                 new.append(index)
             if present is None:
-                gradient = parameter.like(local)  # type: ignore[attr-defined]
+                spec = parameter.spec  # type: ignore[attr-defined]
+                gradient: Any = RaggedTensor.__new__(RaggedTensor, local, spec, device=device)  # without its `__init__`
                 gradient.base = shard  # so `shard` lives, and is counted, until the last of its gradients goes
                 parameter.grad = gradient
             else:
