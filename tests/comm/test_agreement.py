@@ -6,12 +6,12 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from laconic import _compat
 from laconic.comm import agreement
 from laconic.comm.agreement import RankGroup
 from laconic.errors import JobError
@@ -182,8 +182,13 @@ def job_gather_damaged(text: str) -> str:
 def test_short_values_take_one_trip(monkeypatch: pytest.MonkeyPatch) -> None:
     """A longer one takes a second trip with the rest of the longest: 12 bytes of header and 102 of JSON in all."""
     sent: list[int] = []
-    send = _compat.isend
-    monkeypatch.setattr(_compat, "isend", lambda tensor, *more: sent.append(len(tensor)) or send(tensor, *more))
+    send = agreement.start_to_all
+
+    def counting(group: Any, ticket: Any, arriving: Any, rows: Any) -> Any:
+        sent.append(rows.shape[1])
+        return send(group, ticket, arriving, rows)
+
+    monkeypatch.setattr(agreement, "start_to_all", counting)
     run_ranks(job_gather_short_and_long, 2)
     assert sorted(sent) == 2 * [12 + 102 - 64] + 4 * [64]
 

@@ -49,7 +49,7 @@ _CALLS: dict[str, Any] = {
 }  # fmt: skip
 _ATTRIBUTES: dict[str, Any] = {
     "is_stream_ordered": False, "_host_waits": True, "_is_param": True, "_release": None, "_faults": _EMPTY,
-    "_delayed": None, "_late": _EMPTY, "_stream": None, "_leaving": _EMPTY, "_summed": None,
+    "_delayed": None, "_late": _EMPTY, "_stream": None, "leaving": _EMPTY, "_summed": None,
 }  # fmt: skip
 """What attributes of the library have on a CPU."""
 _RETURNS: dict[str, Any] = {
