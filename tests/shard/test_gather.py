@@ -31,9 +31,10 @@ def events_of(model: Any, run: Callable[[], Any]) -> list[str]:
             continue
 
         def begin(gather: Any = unit.gather, begin: Any = unit.gather.begin, name: str = name, **options: bool) -> None:
-            if gather.state is GatherState.IDLE:
-                events.append(f"gather {name or 'root'}")
+            is_idle, crossings = gather.state is GatherState.IDLE, list(gather.crossings())
             begin(**options)
+            if is_idle or list(gather.crossings()) != crossings:  # what stays whole is never idle
+                events.append(f"gather {name or 'root'}")
 
         look = partial(lambda name, *_: events.append(f"forward {name or 'root'}"), name)
         handles.append(module.register_forward_pre_hook(look))
@@ -190,6 +191,20 @@ def test_a_policy_may_set_a_number_of_units() -> None:
     root, first, *others = _ahead_of_each(model)
     assert root | first == {"blocks.0", "blocks.1", "blocks.2", "blocks.3"}
     assert others == [{"blocks.4"}, {"blocks.5"}, {"blocks.6"}, set(), set(), set()]
+
+
+@on_ranks(2, local=1)
+def test_units_that_stay_whole_are_gathered_at_once() -> None:
+    """They take no memory for that. In backward there is nothing to gather."""
+    model = sharded_net.shard(sharded_net.build(Uneven), cache="rank")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):  # the order is known after the first one
+        batch = sharded_net.inputs(0, dist.get_rank())
+        events = events_of(model, lambda: sharded_net.squared_error(model, batch).backward())  # noqa: B023
+        optimizer.step()
+    units = ["root", *(f"blocks.{index}" for index in range(len(model.blocks)))]
+    assert [event for event in events if event.startswith("gather")] == [f"gather {name}" for name in units]
+    assert gathered_before(events, "forward blocks.0") == set(units[2:])
 
 
 @on_ranks(2, local=1)
