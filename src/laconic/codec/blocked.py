@@ -208,7 +208,7 @@ class Even(BlockCodec):
     def _dequantize(self, codes: Tensor, steps: Tensor) -> Tensor:
         if self.bits == 8:
             return codes.view(torch.int8).to(torch.float32).view(-1, self.block).mul_(steps)
-        if self.bits == 4 and not torch.compiler.is_compiling():  # compiled arithmetic needs no table
+        if self.bits == 4 and not torch.compiler.is_dynamo_compiling():  # compiled arithmetic needs no table
             return _look_up_pairs(_even_pairs(self._largest, codes.device), codes).view(-1, self.block).mul_(steps)
         return unpack(codes, self.bits).to(torch.float32).sub_(self._largest).view(-1, self.block).mul_(steps)
 

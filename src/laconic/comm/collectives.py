@@ -95,8 +95,7 @@ class Communicator(SumWay):
         self.has_peers = group is not None and has_peers(group)
         """True if there are other ranks, and they are there: not in a rehearsal."""
         self._paces = self._uses_sends and level != "local" and self.size > 2 and self.has_peers
-        self._gathers: dict[Any, Move] = {}
-        self._sums: dict[Any, Move] = {}
+        self._moves: dict[tuple[Any, ...], Move] = {}
         """The moves that were bound, by what they depend on."""
         cut, self._levels = cluster.cut, list[Communicator]()
         """Of replicas, the levels that their sums take: `sum_in_place`."""
@@ -119,10 +118,10 @@ class Communicator(SumWay):
         """
         if numels is not None:  # they may be others each time
             return self._bind_gather(whole, piece, purpose, numels).start(whole, piece)
-        key = purpose, whole.nbytes, whole.dtype
-        move = self._gathers.get(key)
+        key = "gather", purpose, whole.nbytes, whole.dtype
+        move = self._moves.get(key)
         if move is None:
-            move = self._gathers[key] = self._bind_gather(whole, piece, purpose)
+            move = self._moves[key] = self._bind_gather(whole, piece, purpose)
         return move.start(whole, piece)
 
     def _bind_gather(self, whole: Tensor, piece: Tensor, purpose: Purpose, numels: Sequence[int] | None = None) -> Move:
@@ -192,10 +191,10 @@ class Communicator(SumWay):
         if group is None:
             return ReduceScatter(NOTHING, [whole], whole, numels)
         own_numel = whole.numel() // self.size if numels is None else numels[self.rank]
-        key = whole.nbytes, own_numel, numels is None  # the bytes that leave a rank hang on its own part alone
-        move = self._sums.get(key)
+        key = "sum", whole.nbytes, own_numel, numels is None  # whose bytes hang on this rank's own part alone
+        move = self._moves.get(key)
         if move is None:
-            move = self._sums[key] = self._bind_sum(group, whole, own_numel, numels)
+            move = self._moves[key] = self._bind_sum(group, whole, own_numel, numels)
         if self._uses_sends:  # [Note: Collectives on Gloo]
             parts = self._parts(whole, numels)
             terms = [part if i == self.rank else whole.new_empty(own_numel) for i, part in enumerate(parts)]
@@ -245,22 +244,27 @@ class Communicator(SumWay):
             others in their order.
         Cost: the bytes of the messages to others out of this rank, and those of R - 1 landings into it.
         """
-        group = self._reduce_group
-        assert group is not None, "a level of one rank has nobody to send to"
-        begin = partial(dist.all_to_all_single, group=group, async_op=not self.is_stream_ordered)
         if numels is None:
-            sent_bytes = (self.size - 1) * messages.nbytes // self.size
-            counted = sent_bytes, sent_bytes
-            if self._uses_sends:  # [Note: Collectives on Gloo]
-                return self._send(purpose, counted, group, landings, messages, nbytes=messages.nbytes)
-            return self._move(begin, purpose, counted, group).start(landings, messages)
-        counted = messages.nbytes, landings.nbytes
+            key = "to all", purpose, messages.nbytes
+            move = self._moves.get(key)
+            if move is None:
+                sent_bytes = (self.size - 1) * messages.nbytes // self.size
+                move = self._moves[key] = self._bind_to_all(purpose, (sent_bytes, sent_bytes), messages.nbytes)
+            return move.start(landings, messages)
+        move = self._bind_to_all(purpose, (messages.nbytes, landings.nbytes))
         if self._uses_sends:
             rows = list(landings)
             rows.insert(self.rank, landings.new_empty(0))
-            return self._send(purpose, counted, group, rows, list(messages.split(list(numels))))
+            return move.start(rows, messages.split(list(numels)))
         comes = [0 if peer == self.rank else landings.shape[1] for peer in range(self.size)]
-        return self._move(begin, purpose, counted, group).start(landings.view(-1), messages, comes, list(numels))
+        return move.start(landings.view(-1), messages, comes, list(numels))
+
+    def _bind_to_all(self, purpose: Purpose, counted: tuple[int, int], nbytes: int | None = None) -> Move:
+        group, sends = self._reduce_group, self._uses_sends  # [Note: Collectives on Gloo]
+        assert group is not None, "a level of one rank has nobody to send to"
+        in_one_call = partial(dist.all_to_all_single, group=group, async_op=not self.is_stream_ordered)
+        begin = (lambda *sent: self._exchange(group, *sent)) if sends else in_one_call
+        return self._move(begin, purpose, counted, group, nbytes=nbytes, sends=sends)
 
     def start_all_reduce(self, tensor: Tensor, purpose: Purpose = "gradients") -> Pending:
         """Begin to sum `tensor` over the ranks, in place.
