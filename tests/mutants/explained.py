@@ -67,8 +67,8 @@ MISSED: dict[str, str] = {
     "shard/cache:Slab.fill: False -> True": "only the end of a process with page-locked memory could tell",
     "shard/cache:NodeShard.kept: self._stored.synchronize() -> pass": "there are no events on a CPU;"
     " tests/rehearse/test_order.py, which is not near, finds the races",
-    "shard/unit:Unit.begin_backward: self.awaited.outputs.discard(ref(hook)) -> pass": "the hooks go with their graph;"
-    " only a forward inside a backward, after the unit's own, could tell",
+    "shard/hooks:OutputGradients.__call__: self._awaited.outputs.discard(ref(self)) -> pass": "the hooks go with their"
+    " graph; only a forward inside a backward, after the unit's own, could tell",
     "shard/gather:UnitGather.release: self._complete() -> pass": "ranks in one process copy when they wait, so nothing"
     " writes into memory that is free again",
     "shard/gather:BucketGather.finish: self.early is not None -> self.early is None": "both have the values; only the"
@@ -77,9 +77,6 @@ MISSED: dict[str, str] = {
     " waits for each transfer",
     "codec/lossless_triton:_read: first += _CHUNK -> pass": "no tile of the tests has more events than one chunk holds",
     "codec/lossless_triton:_write: tl.debug_barrier() -> pass": "the interpreter runs one program after another",
-    "shard/gather:UnitGather._renew: gather.bucket.node_shard.is_whole and gather.is_stale ->"
-    " gather.bucket.node_shard.is_whole or gather.is_stale": "frozen weights in few bits are decoded again, beside"
-    " those of the unit that train",
     "ragged/packing:_told_by_shards: sorted(swap_rows(cluster, rows).tolist()) ->"
     " list(swap_rows(cluster, rows).tolist())": "the conversions of the tests make of each share what"
     " another rank would make of it",

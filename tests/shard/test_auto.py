@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -227,16 +227,16 @@ def test_what_waiting_whole_would_save_is_counted() -> None:
 def _let_rank_1_lack_memory(num_times: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
     """Returns, by rank, what will have been the bytes of each try."""
     tried: dict[int, list[int]] = defaultdict(list)
-    allocate = Root.allocate_resting
+    allocate = Root.allocate_chosen
 
-    def allocate_or_raise(root: Root, units: Sequence[Any]) -> int:
+    def allocate_or_raise(root: Root) -> int:
         own = tried[dist.get_rank()]
-        own.append(sum(bucket.node_shard.nbytes for unit in units for bucket in unit.buckets))
+        own.append(sum(bucket.node_shard.nbytes for unit in root.units for bucket in unit.buckets))
         if dist.get_rank() == 1 and len(own) <= num_times:
             raise error
-        return allocate(root, units)
+        return allocate(root)
 
-    monkeypatch.setattr(Root, "allocate_resting", allocate_or_raise)
+    monkeypatch.setattr(Root, "allocate_chosen", allocate_or_raise)
     monkeypatch.setattr(choosing, "_LEAST_BYTES", 1)
     return tried
 

@@ -53,10 +53,10 @@ HOST_4BIT = {"cache": "host", "wire": "4bit"}
 @pytest.mark.parametrize(
     ("policies", "most"),
     [
-        ({"cache": "none"}, {"one tensor": 311, "nine tensors": 351}),
-        ({"cache": "host"}, {"one tensor": 294, "nine tensors": 334}),
-        ({"cache": "rank"}, {"one tensor": 253, "nine tensors": 293}),
-        (HOST_4BIT, {"one tensor": 406, "nine tensors": 556}),
+        ({"cache": "none"}, {"one tensor": 245, "nine tensors": 269}),
+        ({"cache": "host"}, {"one tensor": 231, "nine tensors": 255}),
+        ({"cache": "rank"}, {"one tensor": 193, "nine tensors": 217}),
+        (HOST_4BIT, {"one tensor": 319, "nine tensors": 427}),
     ],
     ids=["none", "host", "rank", "4bit"],
 )

@@ -64,18 +64,6 @@ _UNITED: dict[Any, Callable[[Tensor], Tensor]] = {
 """By operation, the function of all ranks' rows that every rank applies alike."""
 
 
-class _Works:
-    """The works of several collectives."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Wait for all of them."""
-        for work in self._works:
-            work.wait()
-
-
 class Communicator(SumWay):
     """Sends tensors along one level of a cluster."""
 
@@ -101,8 +89,7 @@ class Communicator(SumWay):
         """Of replicas, the levels that their sums take: `sum_in_place`."""
         if level == "island" and cut is not None and cut.num_nodes > 1 and cut.num_local > 1:
             self._levels = [Communicator(cut, "local", owner), Communicator(cut, "node", owner)]
-        self._device_type = cluster.device_type
-        self.is_stream_ordered = self._device_type != "cpu" and backend != "gloo"
+        self.is_stream_ordered = cluster.device_type != "cpu" and backend != "gloo"
         """True if waiting never blocks the thread, so that one transfer may start right behind another."""
 
     def all_gather(
@@ -169,9 +156,7 @@ class Communicator(SumWay):
             return dist.all_gather(list(parts), piece.view(torch.uint8), group=group, async_op=async_op)
         sent = self._own_part(sizes, whole, piece)
         sent[self.rank] = sent[self.rank].clone()  # Gloo writes what it has sent back, into what others may read
-        return _Works(
-            [dist.broadcast(part, group=group, group_src=rank, async_op=async_op) for rank, part in enumerate(sent)]
-        )
+        return [dist.broadcast(part, group=group, group_src=rank, async_op=async_op) for rank, part in enumerate(sent)]
 
     def _gather_bytes(self, group: dist.ProcessGroup, whole: Tensor, piece: Tensor) -> Any:
         """Gather what the backend does not know by its dtype."""

@@ -43,18 +43,8 @@ class Pending(waiting_for):
                     work.wait()
 
 
-class _Nothing(Pending):
-    """The transfer on a level of one rank: it is complete, and counts no wait."""
-
-    def __init__(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-NOTHING: Pending = _Nothing()
-"""No transfer is under way."""
+NOTHING = Pending((), Traffic(), "local")
+"""No transfer is under way, or it is one on a level of one rank."""
 
 
 class Move:
@@ -81,7 +71,7 @@ class Move:
         """Bind a transfer between the ranks of a group; None stands for this rank alone, which waits for nobody.
 
         Args:
-            begin: begins it, with the arguments of `start`, and returns the backend's work, or None.
+            begin: begins it, with the arguments of `start`, and returns the backend's work, a list of works, or None.
             traffic: counts bytes, and the time of waiting.
             level: the level on which time is counted.
             group: see above.
@@ -109,7 +99,7 @@ class Move:
         ticket = Ticket(self._journal, self._label)
         work = self._begin(ticket, *tensors) if self._sends else self._begin(*tensors)
         if not self._is_stream_ordered:
-            return Pending((work,), traffic, self.level, ticket)
+            return Pending(work if type(work) is list else (work,), traffic, self.level, ticket)
         if work is not None:
             work.wait()  # without a block: the stream waits
         return Pending((), traffic, self.level, ticket)

@@ -201,7 +201,7 @@ def _rehearse(
             for unit in units:
                 unit.begin_counting()
             if number and units:  # the first step has found the root
-                units[0].root.ledger.watch_passing()
+                units[0].root.watch_passing()
             take_step()
         machine.mark(END)
         outer_states = set() if stepper.local is None else _sync_all(machine, stepper.local, take_step)

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from laconic.plan.fake_kernels import CudaChoices
 from laconic.plan.phase import LayerInput, Phase
 from laconic.plan.recorder import Recorder
-from laconic.shard.hooks import OutputGradients, map_tensors, tensors_in, watch_inputs
+from laconic.shard.hooks import AwaitedHooks, OutputGradients, map_tensors, tensors_in
 from laconic.shard.linear import LinearInPlace, is_gradient, set_sink
 
 _FOR_THE_LOSS = {"labels", "num_items_in_batch"}
@@ -228,6 +228,7 @@ class _Unit:
 
     def __init__(self, tracing: Tracing, index: int, parent: int) -> None:
         self._tracing, self._index, self._parent = tracing, index, parent
+        self._awaited = AwaitedHooks(lambda: None, self._reach_inputs)
         self._recorder = tracing._recorder
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -243,33 +244,25 @@ class _Unit:
             )
         if self._tracing._is_backward or not torch.is_grad_enabled():
             return args, kwargs
-        watched = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        if watched:
-            identities = dict(zip(map(id, watched), watch_inputs(self, watched), strict=True))
-            args, kwargs = map_tensors(lambda tensor: identities.get(id(tensor), tensor), (args, kwargs))
-        return args, kwargs
+        return self._awaited.watch_inputs(args, kwargs)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """End a forward, unless backward recomputes it."""
         if self._tracing._is_backward:
             return
         if torch.is_grad_enabled() and self._index != self._parent:
-            hook = OutputGradients(self)
+            hook = OutputGradients(AwaitedHooks(self._begin_backward(), lambda: None))
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(hook)
         self._recorder.begin(self._parent, is_backward=False)
 
-    def begin_backward(self, hook: OutputGradients) -> None:
-        """Begin a backward at the first gradient of the outputs."""
-        if not getattr(hook, "has_run", False):
-            hook.has_run = True  # type: ignore[attr-defined]
-            self._recorder.begin(self._index, is_backward=True)
+    def _begin_backward(self) -> Callable[[], None]:
+        """A function whose first call begins a backward."""
+        begin = iter([partial(self._recorder.begin, self._index, is_backward=True)])
+        return lambda: next(begin, lambda: None)()
 
-    def await_inputs(self, node: Any) -> None:
-        """See `laconic.shard.hooks.Watching`."""
-
-    def reach_inputs(self, node: Any) -> None:
+    def _reach_inputs(self) -> None:
         """End a backward at the gradients of the inputs."""
         if self._index != self._parent:
             self._recorder.begin(self._parent, is_backward=True)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,21 +28,24 @@ from laconic.comm.collectives import copy_first
 from laconic.ragged.dtensor import is_torch_dtensor
 
 
-class _Unit(Protocol):
-    """What a unit says about its buffers."""
+class Owner(NamedTuple):
+    """A unit, as its buffers see it."""
 
     modules: Sequence[nn.Module]
-    buckets: Any
     cluster: Cluster
-    broadcast_buffers: bool
+    shares: bool
+    """True if all ranks get the first rank's buffers."""
 
 
 class Buffers:
     """The buffers of all units of one root: [Note: Buffers]."""
 
-    def __init__(self, units: Sequence[_Unit]) -> None:
-        """Take the units of one tree, outermost first."""
-        owners: dict[nn.Module, _Unit] = {}
+    def __init__(self, units: Sequence[Owner], diverges: Callable[[Cluster], bool]) -> None:
+        """Take the units of one tree, outermost first.
+
+        `diverges` says whether a cluster's islands train on their own.
+        """
+        owners: dict[nn.Module, Owner] = {}
         covered: set[nn.Module] = set()
         self._names: dict[nn.Module, str] = {}
         for unit in units:
@@ -50,10 +53,9 @@ class Buffers:
                 for name, child in module.named_modules():
                     self._names.setdefault(child, name)
                     owners[child] = unit
-                    if unit.broadcast_buffers:
+                    if unit.shares:
                         covered.add(child)
-        self._units = units
-        self._owners = owners
+        self._owners, self._diverges = owners, diverges
         self._shared: dict[Cluster, list[nn.Module]] = defaultdict(list)
         for child in owners:
             if child in covered:
@@ -112,9 +114,6 @@ class Buffers:
                     local = buffer._local_tensor if is_torch_dtensor(buffer) else buffer
                     found.setdefault(id(buffer), (f"{self._names[module]}.{name}".lstrip("."), local))
         return dict(found.values())
-
-    def _diverges(self, cluster: Cluster) -> bool:
-        return any(b.replicas_diverge for unit in self._units for b in unit.buckets if b.cluster is cluster)
 
     def _watched(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers that may come to differ, with their names; only on a first rank, which alone says so."""

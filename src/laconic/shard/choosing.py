@@ -15,9 +15,10 @@ first step needed. If a rank finds no room, all choose again, within half of the
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,47 +35,45 @@ _LEAST_BYTES = 1 << 20
 """Half of a budget that is smaller is no budget."""
 
 
-class Placeable(Protocol):
-    """A unit, as a chooser sees it."""
-
-    cache: Cache
-
-    def use(self) -> UnitUse:
-        """Its use in the first step."""
-
-
-class PlacingRoot(Protocol):
+class PlacingRoot(ABC):
     """A root, as a chooser sees it."""
 
     cluster: Cluster
     ledger: Ledger
 
     @property
+    @abstractmethod
     def version(self) -> int:
         """A number that every change of weights increases."""
 
-    def place(self, placements: Mapping[Any, Placement], /) -> None:
-        """Let units rest elsewhere."""
+    @abstractmethod
+    def watch_passing(self) -> None:
+        """Let the ledger keep what its `passing` needs from now on."""
 
-    def full_bytes(self) -> dict[bool, int]:
-        """The bytes of full buffers now: of units around others (True), and of the others."""
+    @abstractmethod
+    def uses_to_place(self) -> list[UnitUse]:
+        """The use of each unit that a chooser places, since the counting began."""
 
-    def allocate_resting(self, units: Iterable[Any], /) -> int:
-        """Allocate the device memory in which weights of `units` stay. Returns its bytes."""
+    @abstractmethod
+    def place_chosen(self, placements: Sequence[Placement]) -> None:
+        """Let the units that a chooser places rest elsewhere."""
+
+    @abstractmethod
+    def allocate_chosen(self) -> int:
+        """Allocate the device memory in which the weights of these units stay. Returns its bytes."""
 
 
 class Chooser:
     """Places the units of one root whose cache is "auto", once the first step has shown what they need."""
 
-    def __init__(self, root: PlacingRoot, units: Sequence[Placeable]) -> None:
-        """Choose for `units` of `root`, which has found them just now."""
-        self._root, self._units = root, units
-        root.ledger.watch_passing(root.full_bytes)
+    def __init__(self, root: PlacingRoot, caches: Sequence[Cache]) -> None:
+        """Choose for the units of `root` that have these caches. It has found them just now."""
+        self._root = root
+        root.watch_passing()
         self._held_before: int | None = None  # until the first forward
         self._is_done = False
         self._version_before: int | None = None  # of the weights, before an optimizer's step
         self._passing = Passing()
-        caches = [unit.cache for unit in units]
         self._given: dict[str, int | None] = {
             name: min((size for cache in caches if (size := getattr(cache, name)) is not None), default=None)
             for name in ("device_bytes", "host_bytes")
@@ -110,7 +109,7 @@ class Chooser:
 
     def _choose(self) -> Chosen:
         cluster = self._root.cluster
-        uses = [unit.use() for unit in self._units]
+        uses = self._root.uses_to_place()
         speeds, room, passing, uses = _agree(cluster, _measured(cluster), self._room(), self._passing, uses)
         device_bytes, host_bytes = room.device_bytes, room.host_bytes
         while True:
@@ -145,8 +144,8 @@ class Chooser:
         """Place the units, and return whether all ranks have room: [Note: Room is tried]. Collective."""
         has_room = True
         try:
-            self._root.place(dict(zip(self._units, choice.placements, strict=True)))
-            resting_bytes = self._root.allocate_resting(self._units)
+            self._root.place_chosen(choice.placements)
+            resting_bytes = self._root.allocate_chosen()
             rest_bytes = max(0, step_bytes + choice.saving.device_bytes - resting_bytes)
             torch.empty(rest_bytes, dtype=torch.uint8, device=self._root.cluster.device)
         except (RuntimeError, OSError, MemoryError) as error:

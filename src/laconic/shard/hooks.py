@@ -6,7 +6,7 @@ import copy
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -16,28 +16,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 from laconic import _compat
 
 
-class Watching(Protocol):
-    """A unit that gets the reports: [Note: When a unit is done with backward] in shard/unit.py."""
-
-    def begin_backward(self, hook: OutputGradients) -> None:
-        """Backward reaches the outputs that `hook` watches."""
-
-    def await_inputs(self, node: Any) -> None:
-        """The graph has a node that will report gradients at the inputs."""
-
-    def reach_inputs(self, node: Any) -> None:
-        """Backward reaches the inputs that `node` watches."""
-
-
 class OutputGradients:
-    """A hook on the outputs of one forward, which runs at the first gradient. It lives as long as the graph."""
+    """A hook on the outputs of one forward, which runs at each gradient. It lives as long as the graph."""
 
-    def __init__(self, unit: Watching) -> None:
-        self._unit = unit
+    def __init__(self, awaited: AwaitedHooks) -> None:
+        self._awaited = awaited
 
     def __call__(self, gradient: Tensor | None) -> None:
-        """Report the first gradient, which may be None."""
-        self._unit.begin_backward(self)
+        """Report a gradient, which may be None."""
+        self._awaited.outputs.discard(ref(self))
+        self._awaited.begin()
 
     def follow(self, tensor: Tensor) -> Tensor:
         """Return `tensor` as an output whose gradient, or whose tangent's gradient, runs the hook."""
@@ -68,34 +56,29 @@ class _Followed(torch.autograd.Function):
         return None if tangent is None else _Followed.apply(ctx.hook, tangent)
 
 
-def watch_inputs(unit: Watching, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return `inputs` as the forward shall use them, so that backward reports the arrival of their gradients."""
-    made: tuple[Tensor, ...] = _compat.apply_function(_InputGradients, unit, *inputs)
-    return made
-
-
 class _InputGradients(torch.autograd.Function):
     """The identity on the inputs of one forward; its backward reports that gradients have reached them."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(unit: Watching, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(awaited: AwaitedHooks, *inputs: Tensor) -> tuple[Tensor, ...]:
         return tuple(map(Tensor.detach, inputs))  # else torch would refuse to change them in place
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.unit = inputs[0]
-        ctx.unit.await_inputs(ctx)
+        ctx.awaited = inputs[0]
+        ctx.awaited.inputs.add(ref(ctx, ctx.awaited.inputs.discard))
         ctx.set_materialize_grads(False)  # an input without a gradient has None, not zero
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.unit.reach_inputs(ctx)
+        ctx.awaited.inputs.discard(ref(ctx))
+        ctx.awaited.end()
         return (None, *gradients)
 
     @staticmethod
-    def jvp(ctx: Any, unit: None, *tangents: Tensor) -> Any:
+    def jvp(ctx: Any, awaited: None, *tangents: Tensor) -> Any:
         return tangents
 
 
@@ -103,11 +86,12 @@ class AwaitedHooks:
     """The hooks on outputs and inputs that backward has yet to run for one unit.
 
     They die with their graph, also if a forward is never run backward. A WeakSet would take calls in Python for what
-    these sets of references do without.
+    these sets of references do without. See [Note: When a unit is done with backward] in shard/unit.py.
     """
 
-    def __init__(self, unit: Watching) -> None:
-        self._unit = unit
+    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        """`begin` is called when backward reaches outputs, and `end` when it reaches inputs."""
+        self.begin, self.end = begin, end
         self.outputs: set[ref[OutputGradients]] = set()
         self.inputs: set[ref[Any]] = set()
 
@@ -119,11 +103,12 @@ class AwaitedHooks:
     def watch_inputs(self, args: Any, kwargs: Any) -> Any:
         """Return the arguments of a forward as it shall use them."""
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # most often
-            return (watch_inputs(self._unit, args) if args[0].requires_grad else args), kwargs
+            return (_compat.apply_function(_InputGradients, self, *args) if args[0].requires_grad else args), kwargs
         watched = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if not watched:
             return args, kwargs
-        identities = dict(zip(map(id, watched), watch_inputs(self._unit, watched), strict=True))
+        made = _compat.apply_function(_InputGradients, self, *watched)
+        identities = dict(zip(map(id, watched), made, strict=True))
         if len(args) == len(watched) and not kwargs and all(map(operator.is_, args, watched)):  # most often
             return tuple(identities[id(tensor)] for tensor in watched), kwargs
         return map_tensors(lambda tensor: identities.get(id(tensor), tensor), (args, kwargs))
@@ -138,7 +123,7 @@ class AwaitedHooks:
             tensors = [output] if output.requires_grad else []
         else:
             tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        hook = OutputGradients(self._unit)
+        hook = OutputGradients(self)
         if tensors:
             self.outputs.add(ref(hook, self.outputs.discard))
             for tensor in tensors:

@@ -10,9 +10,10 @@ reduce dtype, a graph of the gradient, autocast, compilation), the layer takes t
 So it does in a backward that does not add to `.grad` of the weight, such as `autograd.grad` of an input.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +23,21 @@ from laconic import _compat
 from laconic._compat import GradientUse
 
 
-class GradientSink(Protocol):
+class GradientSink(ABC):
     """The destination of one bucket's gradients."""
 
+    @abstractmethod
     def accepts(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> bool:
         """True if `add_product` takes a product of this shape and dtype for parameter `index`.
 
         It takes products of two matrices only, without a cast. All others go the way of autograd's gradients.
         """
 
+    @abstractmethod
     def collect(self, index: int, parameter: nn.Parameter) -> None:
         """Move the gradient that autograd put on gathered parameter `index`."""
 
+    @abstractmethod
     def add_product(self, index: int, left: Tensor, right: Tensor) -> None:
         """Add left @ right, which `accepts` takes, to the gradient of parameter `index`.
 

@@ -44,13 +44,14 @@ from laconic.shard.gather import HostReads
 from laconic.shard.grad import Agreement, UsedParameters, WaitingGradient, WaitingSums
 from laconic.shard.lanes import Event, Lanes, wait_for
 from laconic.shard.ledger import Held
+from laconic.shard.linear import GradientSink
 
 _requires_grad = attrgetter("requires_grad")
 _OF_AN_ISLAND: tuple[Level, ...] = ("local", "node")
 """The levels of an island, in the order in which gradients are summed."""
 
 
-class BucketGradients:
+class BucketGradients(GradientSink):
     """The gradients of one bucket, from the first one in a backward to `.grad` of the sharded parameters."""
 
     def __init__(self, bucket: Bucket, lanes: Lanes, begin_backward: Callable[[], bool], observer: Observer) -> None:

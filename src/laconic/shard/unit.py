@@ -51,13 +51,13 @@ from laconic.layout.granularity import Blocks, check_matched
 from laconic.ragged.tensor import admit_edits
 from laconic.shard import extension
 from laconic.shard.bucket import Bucket
-from laconic.shard.buffers import Buffers
+from laconic.shard.buffers import Buffers, Owner
 from laconic.shard.cache import NodeShard, Slab, choose_device_shards
-from laconic.shard.choosing import Chooser
+from laconic.shard.choosing import Chooser, PlacingRoot
 from laconic.shard.crossing import Copies
 from laconic.shard.gather import AT_REST, HostReads, UnitGather
 from laconic.shard.grad import WaitingGradient
-from laconic.shard.hooks import AwaitedHooks, OutputGradients, SavedWeights, map_tensors
+from laconic.shard.hooks import AwaitedHooks, SavedWeights, map_tensors
 from laconic.shard.itinerary import Order
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Held, Ledger
@@ -145,7 +145,7 @@ class Unit:
         """True once a forward's backward has ended, in the present backward."""
         self.keeps_for_a_step = False
         """True if node shards stay until a backward or a step ends: the root knows."""
-        self.awaited = AwaitedHooks(self)
+        self.awaited = AwaitedHooks(self._reach_outputs, self._reach_inputs)
         for module in self.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
@@ -416,13 +416,8 @@ class Unit:
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def await_inputs(self, node: Any) -> None:
-        """Expect `node`, on the inputs of a forward, to report the end of that forward's backward."""
-        self.awaited.inputs.add(ref(node, self.awaited.inputs.discard))
-
-    def begin_backward(self, hook: OutputGradients) -> None:
+    def _reach_outputs(self) -> None:
         """Gather the weights: backward reaches the outputs of one of this unit's forwards."""
-        self.awaited.outputs.discard(ref(hook))
         _compat.outside_transforms(self._enter_backward, self.unshard_in_backward)
 
     def _reach_weights(self) -> bool:
@@ -447,9 +442,8 @@ class Unit:
         if not backward.adds_to_grad:
             backward.adds_to_grad = any(each.adds_to_grad() for each in self.gradients)
 
-    def reach_inputs(self, node: Any) -> None:
+    def _reach_inputs(self) -> None:
         """End the backward of one of this unit's forwards: [Note: When a unit is done with backward]."""
-        self.awaited.inputs.discard(ref(node))
         if not self.reduce_once_per_backward or not self.awaited.inputs:
             self._end_backward()
         elif self.awaited.outputs:
@@ -558,7 +552,7 @@ class Unit:
         self.settle_copies()
 
 
-class Root:
+class Root(PlacingRoot):
     """The outermost unit and all below it: what they share, and where their forwards and backwards begin and end."""
 
     def __init__(self, top: Unit) -> None:
@@ -607,10 +601,11 @@ class Root:
             raise
         with torch.inference_mode(False):  # training could not fill a slab of inference tensors
             self._place_caches()
-        to_place = [unit for unit in self.units if unit.cache.where == "auto"]
-        self.chooser = Chooser(self, to_place) if to_place else None
+        self._to_place = [unit for unit in self.units if unit.cache.where == "auto"]
+        self.chooser = Chooser(self, [unit.cache for unit in self._to_place]) if self._to_place else None
         """Chooses where units rest, once; None if their caches say."""
-        self._buffers = Buffers(self.units)
+        owners = [Owner(unit.modules, unit.cluster, unit.broadcast_buffers) for unit in self.units]
+        self._buffers = Buffers(owners, self._diverges)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -625,6 +620,9 @@ class Root:
     def copies_of(self, cluster: Cluster) -> Copies:
         """The copies of the weights that the nodes of `cluster` have: [Note: Exact crossings] in crossing.py."""
         return self._copies.setdefault(cluster, Copies(cluster, self.observer))
+
+    def _diverges(self, cluster: Cluster) -> bool:
+        return any(bucket.replicas_diverge for bucket in self.buckets if bucket.cluster is cluster)
 
     def set_placements(self, placements: Mapping[str, Placement]) -> None:
         """See `ShardedModule.set_placements`."""
@@ -652,16 +650,27 @@ class Root:
         """A number that every change of weights increases."""
         return sum(bucket.stored.version for bucket in self.buckets)
 
-    def full_bytes(self) -> dict[bool, int]:
-        """The bytes of full buffers now: of units that are around others (True), and of those that are not."""
+    def watch_passing(self) -> None:
+        """See `PlacingRoot.watch_passing`."""
+        self.ledger.watch_passing(self._full_bytes)
+
+    def _full_bytes(self) -> dict[bool, int]:
         found = {False: 0, True: 0}
         for bucket in self.buckets:
             found[bucket.full.is_around] += bucket.full.nbytes
         return found
 
-    def allocate_resting(self, units: Iterable[Unit]) -> int:
-        """Allocate the device memory in which weights of `units` stay. Returns its bytes."""
-        shards = [bucket.node_shard for unit in units for bucket in unit.buckets]
+    def uses_to_place(self) -> list[UnitUse]:
+        """See `PlacingRoot.uses_to_place`."""
+        return [unit.use() for unit in self._to_place]
+
+    def place_chosen(self, placements: Sequence[Placement]) -> None:
+        """See `PlacingRoot.place_chosen`."""
+        self.place(dict(zip(self._to_place, placements, strict=True)))
+
+    def allocate_chosen(self) -> int:
+        """See `PlacingRoot.allocate_chosen`."""
+        shards = [bucket.node_shard for unit in self._to_place for bucket in unit.buckets]
         return sum(shard.allocate() for shard in shards)
 
     def _place_caches(self) -> None:
