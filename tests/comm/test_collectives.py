@@ -202,6 +202,9 @@ def job_of_streams() -> None:
     node.start_all_reduce(total).wait()
     torch.testing.assert_close(total, whole * node.size)
     torch.testing.assert_close(node.start_reduce_scatter(whole).finish(), own * node.size)
+    buffer = own.clone()
+    node.copy_first(buffer)
+    assert torch.equal(buffer, shards[0, 0])
 
 
 @pytest.mark.parametrize(("world", "on_node"), [(4, 2), (3, 1)])

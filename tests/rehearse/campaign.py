@@ -20,7 +20,7 @@ from tests.rehearse.programs import Watched
 
 _CALLS = {
     *("running", "going_on", "record_event", "wait_for", "synchronize", "wait_event", "wait_stream"),
-    *("run_job", "go_on_with", "result", "_wait"),
+    *("run_job", "go_on_with", "event_after", "result", "_wait"),
 }
 """The calls that order streams: those of shard/lanes.py, and torch's. And those that order threads and messages."""
 _LIBRARY = Path(laconic.__file__).parent
@@ -29,6 +29,7 @@ _OTHERS = {
     ("shard/lanes.py", "going_on"): "every site of a lane passes it",
     ("shard/lanes.py", "run_job"): "every site of a lane passes it",
     ("shard/lanes.py", "go_on_with"): "every site of a lane passes it",
+    ("shard/lanes.py", "event_after"): "every site of a lane passes it",
     ("shard/lanes.py", "record_event"): "every site of a lane passes it",
     ("shard/lanes.py", "compute_event"): "every site that calls it passes it",
     ("shard/lanes.py", "running"): "every site of a lane passes it",

@@ -83,7 +83,7 @@ class BlockCodec(Codec):
         """
         numel = values.numel()
         whole = values if numel % self.block == 0 else _filled_up(values, self.num_blocks(numel) * self.block)
-        quantize = fused(self._quantize, values.device) if fuse and not values.is_cpu else self._quantize
+        quantize = fused(self._quantize, values.device) if fuse else self._quantize
         codes, steps = quantize(whole.view(-1, self.block), numel)
         return codes if whole is values else codes[: self.code_bytes(numel)], steps
 
@@ -92,7 +92,7 @@ class BlockCodec(Codec):
         is_whole = numel % self.block == 0
         if not is_whole:
             codes = _filled_up(codes, self.code_bytes(self.num_blocks(numel) * self.block))
-        dequantize = fused(self._dequantize, codes.device) if fuse and not codes.is_cpu else self._dequantize
+        dequantize = fused(self._dequantize, codes.device) if fuse else self._dequantize
         values = dequantize(codes, steps.to(torch.float32).unsqueeze(1)).view(-1)
         return values if is_whole else values[:numel]
 
@@ -119,7 +119,7 @@ class BlockCodec(Codec):
         self, out: Tensor, values: Tensor, base: Tensor | None = None, *, check: bool = True, rotates: bool = False
     ) -> None:
         """See `Codec.encode_into`."""
-        if check or values.is_cpu or (kernels := self._kernels(values)) is None:
+        if check or not values.is_cuda or (kernels := self._kernels(values)) is None:
             super().encode_into(out, values, base, check=check, rotates=rotates)
         elif values.numel():
             codes, steps = self._parts(out, values.numel(), rotates=rotates)
@@ -127,7 +127,7 @@ class BlockCodec(Codec):
 
     def decode_into(self, out: Tensor, payload: Tensor, *, adds: bool = False, rotates: bool = False) -> None:
         """See `Codec.decode_into`."""
-        if payload.is_cpu or (kernels := self._kernels(payload)) is None:
+        if not payload.is_cuda or (kernels := self._kernels(payload)) is None:
             super().decode_into(out, payload, adds=adds, rotates=rotates)
         elif out.numel():
             codes, steps = self._parts(payload, out.numel(), rotates=rotates)
@@ -149,7 +149,7 @@ class BlockCodec(Codec):
         return payload[:size], payload[size:]
 
     def _encode(self, values: Tensor) -> Tensor:
-        if not values.is_cpu and (kernels := self._kernels(values)) is not None:
+        if values.is_cuda and (kernels := self._kernels(values)) is not None:
             payload = values.new_empty(self.payload_bytes(values.numel()), dtype=torch.uint8)
             kernels.encode(self, values, None, *self._parts(payload, values.numel()))
             return payload
@@ -157,7 +157,7 @@ class BlockCodec(Codec):
         return torch.cat([codes, steps.view(torch.uint8)])
 
     def _decode(self, payload: Tensor, numel: int) -> Tensor:
-        if not payload.is_cpu and self._kernels(payload) is not None:
+        if payload.is_cuda and self._kernels(payload) is not None:
             values = torch.empty(numel, device=payload.device)
             self.decode_into(values, payload)
             return values
@@ -165,7 +165,7 @@ class BlockCodec(Codec):
         return self.dequantize(payload[:size], payload[size:].clone().view(torch.bfloat16), numel, fuse=True)
 
     def _decode_rotated(self, payload: Tensor, numel: int) -> Tensor:
-        if payload.is_cpu or self._kernels(payload) is None:
+        if not payload.is_cuda or self._kernels(payload) is None:
             return super()._decode_rotated(payload, numel)
         values = torch.empty(numel, device=payload.device)
         self.decode_into(values, payload, rotates=True)

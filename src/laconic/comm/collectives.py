@@ -188,7 +188,7 @@ class Communicator(SumWay):
             return ReduceScatter(move.start(terms, parts), terms, whole, numels, nbytes=nbytes, out=received)
         if self._has_reduce_scatter:
             landing = whole.new_empty(own_numel)
-            sent = whole if numels is None else self._parts(whole, numels)  # [Note: Parts of other lengths]
+            sent = whole if numels is None else list(self._parts(whole, numels))  # [Note: Parts of other lengths]
             return ReduceScatter(move.start(landing, sent), [landing], whole, numels, nbytes=landing.nbytes)
         landing, sizes = whole.new_empty(self.size * own_numel), None if numels is None else list(numels)
         terms = list(landing.view(self.size, -1))

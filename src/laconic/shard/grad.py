@@ -63,7 +63,6 @@ class UsedParameters:
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
-        self._all_used = torch.ones(len(bucket.sharded), dtype=torch.uint8)
         self._used: set[int] = set()
         self._new: set[int] = set()  # parameters whose `.grad` was None until the last reduction
 
@@ -89,9 +88,10 @@ class UsedParameters:
 
     def flags(self) -> Tensor:
         """1 for each parameter that got a gradient on this rank, else 0: uint8, (P,)."""
-        if len(self._used) == len(self._all_used):  # most often
-            return self._all_used
-        return torch.tensor([index in self._used for index in range(len(self._all_used))], dtype=torch.uint8)
+        count = len(self.bucket.sharded)
+        if len(self._used) == count:  # most often
+            return torch.ones(count, dtype=torch.uint8)
+        return torch.tensor([index in self._used for index in range(count)], dtype=torch.uint8)
 
     @property
     def needs_others(self) -> bool:

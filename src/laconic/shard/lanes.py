@@ -55,7 +55,7 @@ class Lane:
             return None
         with self.going_on():
             job(*arguments)
-        return self.record_event()
+        return self._stream.record_event()
 
     def running(self, *after: Event) -> AbstractContextManager[Any]:
         """Start a job: issue the body here, after everything on the compute stream so far and the given events."""
