@@ -44,10 +44,10 @@ _STEP_LIMITS = {"default": 1000, "foreach": 300, "fused": 160}
 """The most calls in Python of AdamW's step for a unit of nine tensors, by its implementation."""
 _TRIED = (
     "What units ask is bound or looked up once: before, none had 995 and 1,370 calls. What is left is six calls for "
-    "each of four to six transfers, whose wait is noted for those who look for ranks that do not come, and one to three "
-    "for each thing that a unit does. A toy with moves that are bound once, two calls each, without checks, caches, "
-    "counters and names, takes 0.15x and 0.33x of FSDP2's time. In few bits each message takes a dozen operations of torch on a CPU, which "
-    "has no kernels for them."
+    "each of four to six transfers, whose wait is noted for those who look for ranks that do not come, and one to "
+    "three for each thing that a unit does. A toy with moves that are bound once, two calls each, without checks, "
+    "caches, counters and names, takes 0.15x and 0.33x of FSDP2's time. In few bits each message takes a dozen "
+    "operations of torch on a CPU, which has no kernels for them."
 )
 _IMPLEMENTATIONS: dict[str, dict[str, Any]] = {"default": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
