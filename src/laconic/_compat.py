@@ -358,7 +358,7 @@ def outside_compilation(function: _F) -> _F:
 
 
 def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """What applies an autograd function outside of torch.func transforms.
+    """Return the call that applies an autograd function. Call it outside of torch.func transforms only.
 
     The function's own `apply` reads the signature of `forward` first, in some fifty calls.
     """

@@ -141,7 +141,7 @@ class BlockCodec(Codec):
 
     def _kernels(self, tensor: Tensor) -> ModuleType | None:
         """The module of triton's kernels, if they are for this codec and run on this tensor."""
-        return kernels_for(tensor, "codec.blocked_triton") if tensor.is_cuda and self.has_kernels else None
+        return kernels_for(tensor, "codec.blocked_triton") if self.has_kernels else None
 
     def _parts(self, payload: Tensor, numel: int, *, rotates: bool = False) -> tuple[Tensor, Tensor]:
         """The codes and the steps of a payload of `numel` values."""

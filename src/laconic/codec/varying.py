@@ -136,7 +136,7 @@ class VaryingMessages:
         more = sent[begin : begin + rest]
         piece[: len(more)] = more
         arriving = piece.new_empty(rest * self._way.size)
-        self._way.all_gather(arriving, piece, self._purpose).wait()
+        self._way.all_gather(arriving, piece, self._purpose, numels=[rest] * self._way.size).wait()
         return [torch.cat(both) for both in zip(parts, arriving.split(rest), strict=True)]
 
     @property

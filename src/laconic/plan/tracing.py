@@ -20,7 +20,7 @@ from laconic.plan.fake_kernels import CudaChoices
 from laconic.plan.phase import LayerInput, Phase
 from laconic.plan.recorder import Recorder
 from laconic.shard.hooks import AwaitedHooks, OutputGradients, map_tensors, tensors_in
-from laconic.shard.linear import LinearInPlace, is_gradient, set_sink
+from laconic.shard.linear import LinearInPlace, set_sink
 
 _FOR_THE_LOSS = {"labels", "num_items_in_batch"}
 """The arguments of a model that no layer needs, though some models hand all of theirs on."""
@@ -175,7 +175,7 @@ class Tracing:
 
     def accepts(self, parameter: Tensor, shape: Sequence[int], dtype: torch.dtype) -> bool:
         """See `laconic.shard.linear.GradientSink`; a parameter stands for its index."""
-        return is_gradient(shape, parameter.shape)
+        return len(shape) == 2 and tuple(shape) == tuple(parameter.shape)
 
     def add_product(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
         """See `laconic.shard.linear.GradientSink`."""

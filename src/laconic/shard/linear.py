@@ -48,11 +48,6 @@ class GradientSink(ABC):
         """
 
 
-def is_gradient(product: Sequence[int], gradient: Sequence[int]) -> bool:
-    """True if a product of this shape is one of two matrices, and is the whole of a gradient of that shape."""
-    return len(product) == 2 and tuple(product) == tuple(gradient)
-
-
 def write_gradient_in_place(module: nn.Module) -> None:
     """Replace the forward of `module`, if it is a linear layer: [Note: Gradients written in place]."""
     if type(module).forward is nn.Linear.forward:

@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from weakref import ref
 
@@ -652,13 +652,7 @@ class Root(PlacingRoot):
 
     def watch_passing(self) -> None:
         """See `PlacingRoot.watch_passing`."""
-        self.ledger.watch_passing(self._full_bytes)
-
-    def _full_bytes(self) -> dict[bool, int]:
-        found = {False: 0, True: 0}
-        for bucket in self.buckets:
-            found[bucket.full.is_around] += bucket.full.nbytes
-        return found
+        self.ledger.watch_passing(partial(_full_bytes, ref(self)))
 
     def uses_to_place(self) -> list[UnitUse]:
         """See `PlacingRoot.uses_to_place`."""
@@ -781,6 +775,17 @@ class Root(PlacingRoot):
         for unit in self.units:
             unit.abandon()
         self._end_backward()
+
+
+def _full_bytes(reference: ref[Root]) -> dict[bool, int]:
+    """The bytes of a root's full buffers, of units around others (True) and of the others.
+
+    Gradients that wait hold the ledger. If the ledger held the root, that would be a cycle that Python never frees.
+    """
+    found, root = {False: 0, True: 0}, reference()
+    for bucket in [] if root is None else root.buckets:
+        found[bucket.full.is_around] += bucket.full.nbytes
+    return found
 
 
 @dataclass(kw_only=True)
