@@ -1,111 +1,26 @@
 """Data-parallel training for PyTorch that says little on the wire."""
 
+import ast
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from laconic.shard import extension
 
-if TYPE_CHECKING:  # at run time, `__getattr__` imports a name when it is first used
-    from laconic.codec.linear import quantize_
-    from laconic.codec.scaled import ScaledFormat
-    from laconic.codec.scaled_linear import convert_to_scaled_training
-    from laconic.comm.cluster import Cluster, default_mesh, init_mesh
-    from laconic.cyclic.runtime import CyclicDataParallel
-    from laconic.guard.audit import audit
-    from laconic.guard.inspection import CorruptionError
-    from laconic.hf.saving import load_safetensors, save_safetensors
-    from laconic.islands.fragments import SyncSchedule
-    from laconic.islands.local_steps import LocalSteps
-    from laconic.islands.policies import Coding, Membership, OuterSGD, SyncPolicy, outer_sgd
-    from laconic.layout.granularity import Block, elements, rows, whole
-    from laconic.optim.ema import EMA
-    from laconic.partial.updates import assign_slice, partial_updates, unsliced, unsliced_state_dict
-    from laconic.ragged.tensor import RaggedTensor
-    from laconic.shard.api import fully_shard
-    from laconic.shard.policies import Cache, Checks, Placement, Prefetch, Wire
-    from laconic.shard.sharded_module import ShardedModule
-
 __version__ = "0.1.0"
 
-__all__ = [
-    "EMA",
-    "Block",
-    "Cache",
-    "Checks",
-    "Cluster",
-    "Coding",
-    "CorruptionError",
-    "CyclicDataParallel",
-    "LocalSteps",
-    "Membership",
-    "OuterSGD",
-    "Placement",
-    "Prefetch",
-    "RaggedTensor",
-    "ScaledFormat",
-    "ShardedModule",
-    "SyncPolicy",
-    "SyncSchedule",
-    "Wire",
-    "assign_slice",
-    "audit",
-    "convert_to_scaled_training",
-    "default_mesh",
-    "elements",
-    "fully_shard",
-    "init_mesh",
-    "load_safetensors",
-    "outer_sgd",
-    "partial_updates",
-    "quantize_",
-    "rows",
-    "save_safetensors",
-    "unsliced",
-    "unsliced_state_dict",
-    "whole",
-]
-
 _HOMES = {
-    "Block": "laconic.layout.granularity",
-    "Cache": "laconic.shard.policies",
-    "Checks": "laconic.shard.policies",
-    "Cluster": "laconic.comm.cluster",
-    "Coding": "laconic.islands.policies",
-    "OuterSGD": "laconic.islands.policies",
-    "SyncPolicy": "laconic.islands.policies",
-    "SyncSchedule": "laconic.islands.fragments",
-    "outer_sgd": "laconic.islands.policies",
-    "CorruptionError": "laconic.guard.inspection",
-    "CyclicDataParallel": "laconic.cyclic.runtime",
-    "EMA": "laconic.optim.ema",
-    "LocalSteps": "laconic.islands.local_steps",
-    "Membership": "laconic.islands.policies",
-    "Placement": "laconic.shard.policies",
-    "Prefetch": "laconic.shard.policies",
-    "RaggedTensor": "laconic.ragged.tensor",
-    "ScaledFormat": "laconic.codec.scaled",
-    "ShardedModule": "laconic.shard.sharded_module",
-    "Wire": "laconic.shard.policies",
-    "assign_slice": "laconic.partial.updates",
-    "audit": "laconic.guard.audit",
-    "convert_to_scaled_training": "laconic.codec.scaled_linear",
-    "default_mesh": "laconic.comm.cluster",
-    "elements": "laconic.layout.granularity",
-    "fully_shard": "laconic.shard.api",
-    "init_mesh": "laconic.comm.cluster",
-    "load_safetensors": "laconic.hf.saving",
-    "partial_updates": "laconic.partial.updates",
-    "quantize_": "laconic.codec.linear",
-    "rows": "laconic.layout.granularity",
-    "save_safetensors": "laconic.hf.saving",
-    "unsliced": "laconic.partial.updates",
-    "unsliced_state_dict": "laconic.partial.updates",
-    "whole": "laconic.layout.granularity",
+    alias.name: node.module
+    for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body
+    if isinstance(node, ast.ImportFrom) and node.module is not None
+    for alias in node.names
 }
-"""The module of each public name. `import laconic` itself imports no torch: a command checks its arguments and its job
-description first, and a mistake there is told at once. `load_safetensors` and `save_safetensors` need the package
-safetensors; all other names need torch alone."""
+"""The module of each public name, as the stub beside this file has it. `import laconic` itself imports no torch: a
+command checks its arguments and its job description first, and a mistake there is told at once. `load_safetensors` and
+`save_safetensors` need the package safetensors; all other names need torch alone."""
+
+__all__ = sorted(_HOMES)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
