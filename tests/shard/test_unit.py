@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.support import sharded_net
 from tests.support.launch import on_ranks
@@ -136,3 +137,28 @@ def test_a_step_after_an_exception_is_an_ordinary_step(cache: str, resets: bool)
         handle.remove()
         model(x)
     sharded_net.assert_nothing_gathered(model)
+
+
+@pytest.mark.parametrize("recomputes", [None, False, True], ids=["plain", "checkpoint", "reentrant checkpoint"])
+@on_ranks(4, local=2)
+def test_a_frozen_unit_that_stays_whole_awaits_no_backward(recomputes: bool | None) -> None:
+    """Gradients pass through it, and its sharded parameters are shown again behind the root's backward."""
+    model = sharded_net.build()
+    model.blocks[1].requires_grad_(False)
+    model = sharded_net.shard(model, cache="rank")
+    if recomputes is not None:
+        block = model.blocks[1]
+        block.forward = partial(checkpoint, block.forward, use_reentrant=recomputes)
+    batches = sharded_net.micro_batches(1)
+    _, want = sharded_net.oracle_of(model).gradients(batches)
+    for trains in (False, True, False):
+        model.blocks[1].requires_grad_(trains)
+        loss = sharded_net.squared_error(model, batches[0][dist.get_rank()])
+        assert len(model.blocks[1]._laconic_unit.awaited.outputs) == trains
+        assert len(model._laconic_unit.awaited.outputs) == 1
+        loss.backward()
+        sharded_net.assert_nothing_gathered(model)
+        got = sharded_net.full_gradients(model)
+        assert any(name.startswith("blocks.1.") for name in got) == trains
+        torch.testing.assert_close(got, {name: want[name] for name in got})
+        model.zero_grad()

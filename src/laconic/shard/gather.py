@@ -277,8 +277,9 @@ class BucketGather:
         kept = self.bucket.node_shard
         if not kept.is_whole:
             self.bucket.full.free()
-        may_drop = kept.is_kept and kept.until == "change" and self.bucket.stored.is_frozen and not self.is_stale
-        if may_drop and self.bucket.drop_shard() and stored is not None:
+        if not kept.is_kept or self.bucket.stored.is_dropped or True in self.bucket.full.trained or self.is_stale:
+            return
+        if self.bucket.drop_shard() and stored is not None:
             stored.synchronize()  # once in a run: from now on the host reads the parameter in the cache
 
 

@@ -19,6 +19,9 @@ time, as in FSDP2. `set_reduce_once_per_backward` sums them in the bucket instea
 With `create_graph=True` the graph of the gradients needs the weights as well, so they stay gathered until the next
 backward without it.
 
+A frozen unit whose weights stay whole, such as the base under a LoRA, has nothing to do in backward: it awaits nothing,
+and its forward costs two hooks less on each tensor. The root, which always awaits, shows the sharded parameters.
+
 [Note: Several modules in one unit]
 The modules of `fully_shard([a, b])` are gathered and freed together. One pass begins when the first of them is called,
 and ends when each has returned, when one is called again, or with the root's forward. The inputs of the module that
@@ -143,6 +146,8 @@ class Unit:
         self._was_recomputed = False
         self.has_ended = False
         """True once a forward's backward has ended, in the present backward."""
+        self._awaits_backward = True
+        """False if backward has nothing to do for the present forward: [Note: When a unit is done with backward]."""
         self.keeps_for_a_step = False
         """True if node shards stay until a backward or a step ends: the root knows."""
         self.awaited = AwaitedHooks(self._reach_outputs, self._reach_inputs)
@@ -337,7 +342,7 @@ class Unit:
         begins_pass = not self._entered or module in self._entered
         _compat.outside_transforms(self._enter_forward, module, begins_pass)
         if torch.is_grad_enabled():
-            if begins_pass:
+            if begins_pass and self._awaits_backward:
                 args, kwargs = self.awaited.watch_inputs(args, kwargs)
             if self._saved.looks and not _compat.in_backward():
                 self._saved.enter(module, lambda: [each for bucket in self.buckets for each in bucket.full.parameters])
@@ -348,10 +353,14 @@ class Unit:
             self._begin_pass()
         self.phase = UnitPhase.FORWARD
         self._entered.add(module)
-        if begins_pass:
-            self.gather.show_begun()
-        else:
+        if not begins_pass:
             self.gather.show()
+            return
+        self.gather.show_begun()
+        stays = self.gather.stays and self.gather.stays_whole
+        self._awaits_backward = self.is_root or not stays or self.root.observer.inspects
+        for bucket in self.buckets:  # at each forward, so without calls
+            self._awaits_backward |= True in bucket.full.trained
 
     def _begin_pass(self) -> None:
         """Begin the forward of the unit: [Note: Several modules in one unit]."""
@@ -384,7 +393,7 @@ class Unit:
             output = _cast(output, self.precision.output_dtype)
         if _compat.in_backward() and self._is_recomputed:
             return output
-        if torch.is_grad_enabled():
+        if self._awaits_backward and torch.is_grad_enabled():
             output = self.awaited.watch_outputs(output, name=self.progress.name, trains=self._trains)
         if len(self._entered) == len(self.modules):
             self.end_pass()
