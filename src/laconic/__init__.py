@@ -20,7 +20,7 @@ _HOMES = {
 command checks its arguments and its job description first, and a mistake there is told at once. `load_safetensors` and
 `save_safetensors` need the package safetensors; all other names need torch alone."""
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
