@@ -87,7 +87,6 @@ LOSSLESS: tuple[Policy, ...] = (
     ),
     _lossless("host", "lossless-4bit", cache="host"),
     _lossless("device", "lossless-2bit", cache="device"),
-    _lossless("predicted, host", cache="host", wire=laconic.Wire(weights="lossless", prediction=True)),
 )  # fmt: skip
 """The policies whose weights cross as lossless differences."""
 POLICIES: tuple[Policy, ...] = (
@@ -197,7 +196,7 @@ def _losses_or_error(
 
 def exact_twin(policy: Policy) -> Policy:
     """The same training with weights that cross as they are."""
-    wire = replace(laconic.Wire.of(policy.options["wire"]), weights="exact", prediction=False)
+    wire = replace(laconic.Wire.of(policy.options["wire"]), weights="exact")
     return replace(policy, name=f"{policy.name}, exact", options={**policy.options, "wire": wire})
 
 

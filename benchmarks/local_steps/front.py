@@ -52,7 +52,6 @@ _OUTER = tuple({"outer_lr": lr, "outer_momentum": momentum} for lr, momentum in 
 CHANGES: dict[str, dict[str, Any]] = {
     "the recipe": {},
     "the last exchange as the others": {"last_codec": ""},
-    "128 of 4,096": {"codec": "top128"},
     "feedback whole": {"error_feedback": 1.0},
     "outer 1.0 and 0.5": {"outer_momentum": 0.5},
     "outer 2.0 and 0": {"outer_lr": 2.0},

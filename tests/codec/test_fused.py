@@ -16,7 +16,7 @@ from laconic.codec.rotation import rotated_numel
 BLOCKED = [name for name, codec in CODECS.items() if isinstance(codec, BlockCodec)]
 
 
-@pytest.mark.parametrize("name", BLOCKED[::4])
+@pytest.mark.parametrize("name", BLOCKED[::2])
 def test_a_graph_of_all_sizes_has_the_bits_of_the_chain(name: str) -> None:
     codec = CODECS[name]
     assert isinstance(codec, BlockCodec)
@@ -66,7 +66,7 @@ def test_a_gpu_codes_to_the_bits_of_a_cpu(name: str, rotates: bool) -> None:
         on_gpu, gpu_sums = on_cpu.cuda(), sums.cuda()
         codec.encode_into(on_gpu, values.cuda(), base.cuda(), check=False, rotates=rotates)
         codec.encode_into(on_cpu, values, base, check=False, rotates=rotates)
-        if name in ("int2", "ternary"):  # their steps hold a sum, whose order is the device's
+        if name == "int2":  # its steps hold a sum, whose order is the device's
             assert (on_gpu.cpu() != on_cpu).float().mean() < 0.01
         else:
             assert torch.equal(on_gpu.cpu(), on_cpu)

@@ -99,7 +99,7 @@ def assert_all_equal(run: Any) -> None:
     assert all(torch.equal(own, other) for other in others)
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "int2", "ternary", "bf16"])
+@pytest.mark.parametrize("codec", ["int8", "int4", "int2", "bf16"])
 def test_a_stage_is_coded_as_the_oracle_codes_tensors(codec: str) -> None:
     """Sizes that fit no block, neighbours that fill whole blocks, vectors between them, and several dtypes."""
     generator = torch.Generator().manual_seed(0)

@@ -199,7 +199,7 @@ def test_every_codec_keeps_islands_equal_and_its_bytes() -> None:
     counter = laconic.Cluster.of(mesh).traffic
     for name, codec in [*CODECS.items(), ("", CODECS["int4"])]:
         model = build(make, seed=dist.get_rank())
-        given: dict[str, Any] = {"codec": name, "error_feedback": name in ("e3m0", "top64")} if name else {}
+        given: dict[str, Any] = {"codec": name, "error_feedback": name in ("e2m1", "top64")} if name else {}
         local = LocalSteps(model, adamw(model), mesh=mesh, every=2, **given)
         assert torch.equal(flat(model), flat(build(make))), "all start from island 0's parameters"
         before = counter.snapshot()
@@ -245,7 +245,7 @@ def test_a_resumed_run_equals_the_unbroken_one() -> None:
 
     def start(seed: int) -> tuple[Any, LocalSteps]:
         model = shard(build(make, seed=seed), [], mesh=mesh)
-        options: dict[str, Any] = {"fragments": 2, "overlap": 1, "codec": "e3m0", "error_feedback": True}
+        options: dict[str, Any] = {"fragments": 2, "overlap": 1, "codec": "e2m1", "error_feedback": True}
         return model, LocalSteps(model, adamw(model), mesh=mesh, every=4, **options)
 
     def run(model: Any, local: LocalSteps, steps: range) -> None:

@@ -36,7 +36,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 _SHAPES = ((70, 96), (64, 64), (5000,), (129, 33), (3, 50, 64))
 _MATRICES = ((1, 16), (131, 48), (2, 272))
 _CODECS = {**CODECS, **{f"{name} of weights": each for name, each in WEIGHT_CODECS.items()}}
-_TIES = {"int8": 127, "int4": 7, "int3": 3, "int2": 3, "e2m1": 12, "e3m0": 64, "nf4": 1}
+_TIES = {"int8": 127, "int4": 7, "int2": 3, "e2m1": 12, "nf4": 1}
 """The largest whole number of a code, which gives a block a step of one; halves between are ties."""
 
 Comparisons = Iterator[tuple[str, bool]]
@@ -334,7 +334,7 @@ def _optimizers() -> Comparisons:
 def sample() -> Comparisons:
     """A comparison of each kind, or a few, in some seconds."""
     torch.manual_seed(0)
-    for name in ("int4", "ternary", "int2", "e2m1", "nf4 of weights"):
+    for name in ("int4", "int2", "e2m1", "nf4 of weights"):
         codec = _CODECS[name]
         assert isinstance(codec, BlockCodec)
         for rotates in {False, name == "int4"}:

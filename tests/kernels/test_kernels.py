@@ -71,7 +71,7 @@ def of_gradients(name: str, facts: dict[str, Any], moved: dict[str, float]) -> N
 @pytest.mark.parametrize(
     ("kind", "num", "check"),
     [
-        ((), 6 * 2 * 4 + 2 * 4 + 5 * 2 + 2, of_codecs),
+        ((), 4 * 2 * 4 + 2 * 4 + 5 * 2 + 2, of_codecs),
         (("lossless",), 3 * 2 * 3 + 3, of_tiles),
         (("gradients",), 3 * 4 + 1, of_gradients),
     ],
@@ -90,7 +90,7 @@ def test_kernels_compile_and_take_little(
 def test_kernels_of_codecs_have_the_bits_of_their_twins() -> None:
     found = told("tests.kernels.interpreted", TRITON_INTERPRET="1")
     assert found["different"] == []
-    assert found["compared"] > 1000
+    assert found["compared"] > 800
     assert set(found["kernels_a_piece"].values()) == {1}
 
 

@@ -20,15 +20,13 @@ BLOCK = 128
 LEVELS = {
     "int8": [float(k) for k in range(-127, 128)],
     "int4": [float(k) for k in range(-7, 8)],
-    "int3": [float(k) for k in range(-3, 4)],
     "int2": [-3.0, -1.0, 1.0, 3.0],
-    "ternary": [-1.0, 0.0, 1.0],
     "e2m1": [sign * k for sign in (-1.0, 1.0) for k in (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)],
 }
 """The whole numbers that a code stands for."""
-STEPS = {"int2": 0.9957 / 2, "ternary": 1.2240}
+STEPS = {"int2": 0.9957 / 2}
 """The steps that follow from a block's root mean square, in its multiples; others follow from its largest value."""
-ROTATED = ("int4", "int3", "int2", "ternary", "e2m1")
+ROTATED = ("int4", "int2", "e2m1")
 """The codecs whose gradients are rotated."""
 Runs = Mapping[str, Sequence[tuple[int, int]]]
 """For each tensor, by shard, the run [start, stop) of its flattened elements."""
@@ -61,7 +59,7 @@ def coded_block(values: Tensor, codec: str) -> Tensor:
     inverse = step.reciprocal()  # a product with it, in fp32, decides between two levels that are equally near
     if codec == "e2m1":
         return levels[(values[:, None] * inverse - levels).abs().argmin(1)] * step
-    if codec in ("int8", "ternary"):
+    if codec == "int8":
         return (values * inverse).round().clamp(levels.min(), levels.max()) * step
     places = values * (inverse / 2) + 2 if codec == "int2" else values * inverse + (levels.max() + 0.5)
     return levels[places.clamp(0, len(levels) - 1).long()] * step

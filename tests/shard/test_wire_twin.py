@@ -101,9 +101,8 @@ def twin_of(model: Any, wire: laconic.Wire, make: Callable[[], nn.Module] = Toy)
 WIRES = {
     "4bit": laconic.Wire.of("4bit"),
     "bf16": laconic.Wire(weights="bf16", gradients="bf16"),
-    "int3": laconic.Wire(weights="int3", gradients="e2m1"),
+    "e2m1": laconic.Wire(weights="int4", gradients="e2m1"),
     "feedback": laconic.Wire(weights="int4", gradients="int2", feedback=True),
-    "ternary": laconic.Wire(weights="int4", gradients="ternary", feedback=True),
     "due": laconic.Wire(weights="int4", gradients="int4", exact_every=2),
 }
 
@@ -111,11 +110,11 @@ WIRES = {
 @pytest.mark.parametrize(
     ("world", "local", "islands", "wire_name", "cache", "accumulation", "shares"),
     [
-        (2, 1, 1, "int3", "host", 2, None),
+        (2, 1, 1, "e2m1", "host", 2, None),
         (2, 1, 1, "bf16", "host", 2, None),
         (4, 2, 1, "4bit", "host", 1, [3.0, 1.0, 2.5, 2.0]),
         (3, 1, 1, "due", "host", 1, None),
-        (2, 1, 1, "ternary", "device", 2, None),
+        (2, 1, 1, "feedback", "device", 2, None),
         (3, 1, 3, "4bit", "host", 2, None),
         (4, 1, 2, "feedback", "device", 1, None),
     ],

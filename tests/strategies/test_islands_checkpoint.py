@@ -36,7 +36,7 @@ KEPT_AT, STEPS = 4, 7
 """After step 4 a fragment is in flight, and so it is after step 6, but for the last step's `finish`."""
 
 RUNS: dict[str, dict[str, Any]] = {
-    "feedback": {"sync": {**STREAMED, "codec": "e3m0", "error_feedback": True, "mixing": 0.5, "islands": 2}},
+    "feedback": {"sync": {**STREAMED, "codec": "e2m1", "error_feedback": True, "mixing": 0.5, "islands": 2}},
     "slices": {"sync": {**STREAMED, "codec": "int8", "slices": 4, **SLICED}, "train": {"async_save": True}},
     "adamw8bit": {
         "sync": {"mode": "local", "every": 3, "mixing": 0.5, "slices": 2},

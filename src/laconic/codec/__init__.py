@@ -3,7 +3,7 @@
 import torch
 
 from laconic.codec.base import Codec, FloatCodec
-from laconic.codec.blocked import E2M1, E3M0, BlockCodec, Even, Float4, Nf4, Ternary, TwoBit
+from laconic.codec.blocked import BlockCodec, E2m1, Even, Nf4, TwoBit
 from laconic.codec.sparse import TopK
 from laconic.codec.tiles import Tiling
 
@@ -14,16 +14,12 @@ CODECS: dict[str, Codec] = {
         FloatCodec("bf16", torch.bfloat16),
         Even(8),
         Even(4),
-        Even(3),
         TwoBit(),
-        Ternary(),
-        Float4("e2m1", E2M1),
-        Float4("e3m0", E3M0),
+        E2m1(),
         TopK(64),
-        TopK(128),
     )
 }
-"""All codecs of messages, by name. `e3m0` is for values of many scales (arXiv 2501.18512)."""
+"""All codecs of messages, by name."""
 
 
 WEIGHT_CODECS: dict[str, BlockCodec] = {"nf4": Nf4(), "int8": Even(8, block=64)}
@@ -48,11 +44,10 @@ __all__ = [
     "WEIGHT_CODECS",
     "BlockCodec",
     "Codec",
+    "E2m1",
     "Even",
-    "Float4",
     "FloatCodec",
     "Nf4",
-    "Ternary",
     "Tiling",
     "TopK",
     "TwoBit",

@@ -2,9 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-
-from laconic.codec.fused import kept
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
@@ -43,31 +40,3 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     else:
         parts = tuple(packed >> shift for shift in range(0, 8, bits))
     return (torch.stack(parts, dim=1) & (2**bits - 1)).view(-1)
-
-
-def pack_fives(counts: Tensor) -> Tensor:
-    """Put five numbers of -1, 0 and 1 into a byte: plus one they are digits of base three, the first the lowest.
-
-    Zeros fill up the last byte. Shapes: counts (n,), fp32 -> (n / 5 rounded up,), uint8.
-    """
-    first, second, third, fourth, fifth = functional.pad(counts, (0, -len(counts) % 5)).view(-1, 5).unbind(1)
-    sums = first.add(second, alpha=3).add_(third, alpha=9).add_(fourth, alpha=27).add_(fifth, alpha=81)
-    return sums.add_(121).to(torch.uint8)
-
-
-def unpack_fives(codes: Tensor) -> Tensor:
-    """Take apart what `pack_fives` has put together: (n,), uint8 -> (5 n,), fp32. Any byte has five numbers."""
-    if torch.compiler.is_compiling():  # compiled arithmetic needs no table
-        return _fives_of(codes).view(-1)
-    return _fives_by_byte(codes.device).index_select(0, codes.to(torch.int32)).view(-1)
-
-
-def _fives_of(codes: Tensor) -> Tensor:
-    """The five numbers of each byte, by division: (n,), uint8 -> (n, 5), fp32."""
-    return torch.stack([codes // 3**place % 3 for place in range(5)], dim=1).to(torch.float32) - 1
-
-
-@kept
-def _fives_by_byte(device: torch.device) -> Tensor:
-    """The five numbers of each byte, (256, 5), fp32. A CPU copies rows several times as fast as it divides."""
-    return _fives_of(torch.arange(256, dtype=torch.uint8, device=device))

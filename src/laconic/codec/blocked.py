@@ -21,14 +21,12 @@ import torch
 from torch import Tensor
 
 from laconic.codec.base import Codec, by_size
-from laconic.codec.bits import pack_bits, pack_fives, unpack, unpack_fives
+from laconic.codec.bits import pack_bits, unpack
 from laconic.codec.fused import fused, kept, kernels_for
 from laconic.codec.rotation import rotated_numel
 
 KERNEL_NUMEL = 2048
 """The values that a program of a kernel codes: sixteen for each thread of four warps."""
-E3M0 = (0, 1, 2, 4, 8, 16, 32, 64)
-"""The magnitudes of a 4-bit number with three exponent bits and no mantissa, in steps."""
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
 """The magnitudes of a 4-bit number with two exponent bits and one mantissa bit, in steps."""
 NF4 = (
@@ -41,8 +39,6 @@ _STEP_ROUNDING = 1 + 2**-8  # the largest factor by which a step changes in bf16
 _SCALE_ROUNDING = 1 + 2**-7  # the largest factor by which `_round_up_to_bf16` enlarges a scale
 _TWO_BIT_STEP = 0.9957
 """The best step of four even levels for a normal distribution of variance 1 (J. Max, 1960, table II)."""
-_TERNARY_STEP = 1.2240
-"""The best step of three levels for a normal distribution of variance 1 (J. Max, 1960, table I)."""
 
 
 class KernelForm(NamedTuple):
@@ -96,9 +92,9 @@ class BlockCodec(Codec):
         values = dequantize(codes, steps.to(torch.float32).unsqueeze(1)).view(-1)
         return values if is_whole else values[:numel]
 
-    def form(self, device: torch.device) -> KernelForm | None:
-        """The numbers by which the kernels of codec/blocked_triton.py know this codec; None if they do not know it."""
-        return None
+    @abstractmethod
+    def form(self, device: torch.device) -> KernelForm:
+        """The numbers by which the kernels of codec/blocked_triton.py know this codec."""
 
     @abstractmethod
     def _quantize(self, blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
@@ -135,9 +131,8 @@ class BlockCodec(Codec):
 
     @cached_property
     def has_kernels(self) -> bool:
-        """Whether triton's kernels know this codec, and its blocks are powers of two, which hold whole rotations."""
-        is_known = type(self).form is not BlockCodec.form
-        return is_known and 32 <= self.block <= KERNEL_NUMEL and self.block & (self.block - 1) == 0
+        """Whether its blocks are powers of two, which hold whole rotations: triton's kernels know no others."""
+        return 32 <= self.block <= KERNEL_NUMEL and self.block & (self.block - 1) == 0
 
     def _kernels(self, tensor: Tensor) -> ModuleType | None:
         """The module of triton's kernels, if they are for this codec and run on this tensor."""
@@ -176,7 +171,7 @@ class Even(BlockCodec):
     """Round to a whole number of equal steps. The largest value of a block takes 2^(bits - 1) - 1; zero is exact."""
 
     def __init__(self, bits: int, block: int = 128) -> None:
-        """`bits` is 3, 4 or 8; `block` is a multiple of 8."""
+        """`bits` is 4 or 8; `block` is a multiple of 8."""
         self.name, self.bits, self.block = f"int{bits}", bits, block
         self._largest = 2 ** (bits - 1) - 1
 
@@ -208,9 +203,9 @@ class Even(BlockCodec):
     def _dequantize(self, codes: Tensor, steps: Tensor) -> Tensor:
         if self.bits == 8:
             return codes.view(torch.int8).to(torch.float32).view(-1, self.block).mul_(steps)
-        if self.bits == 4 and not torch.compiler.is_dynamo_compiling():  # compiled arithmetic needs no table
-            return _look_up_pairs(_even_pairs(self._largest, codes.device), codes).view(-1, self.block).mul_(steps)
-        return unpack(codes, self.bits).to(torch.float32).sub_(self._largest).view(-1, self.block).mul_(steps)
+        if torch.compiler.is_dynamo_compiling():  # compiled arithmetic needs no table
+            return unpack(codes, 4).to(torch.float32).sub_(self._largest).view(-1, self.block).mul_(steps)
+        return _look_up_pairs(_even_pairs(self._largest, codes.device), codes).view(-1, self.block).mul_(steps)
 
 
 class TwoBit(BlockCodec):
@@ -251,54 +246,20 @@ class TwoBit(BlockCodec):
         return (2 * unpack(codes, 2).to(torch.float32) - 3).view(-1, self.block) * steps
 
 
-class Ternary(BlockCodec):
-    """Round to -1, 0 or 1 step; a step is the best one for normal values of the block's root mean square.
+class E2m1(BlockCodec):
+    """Round to a sign and one of eight magnitudes, of which the largest value of a block takes the last."""
 
-    A value above half a step takes a step, so large values are clipped: meant for rotated values, or with feedback of
-    the error. Five codes make a byte, since 3^5 = 243, so a byte may have values of two blocks.
-    """
-
-    name = "ternary"
+    name = "e2m1"
 
     def __init__(self, block: int = 128) -> None:
-        """`block` is any number."""
+        """`block` is even."""
         self.block = block
 
     @property
     def max_relative_error(self) -> float:
-        """The bound from: no value's error exceeds the value, as zero is among the levels."""
-        return 1.0
-
-    @by_size
-    def code_bytes(self, numel: int) -> int:
-        """See `BlockCodec.code_bytes`: a byte for five values."""
-        return -(-numel // 5)
-
-    def _quantize(self, blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        roots, _ = _root_mean_squares(blocks, numel)
-        steps = _to_steps(roots * _TERNARY_STEP)
-        # a half rounds to the even zero; a NaN in the byte would change the next block's values
-        counts = (blocks * _inverses(steps)).clamp_(-1, 1).round_().nan_to_num_(nan=0.0)
-        return pack_fives(counts.view(-1)), steps
-
-    def _dequantize(self, codes: Tensor, steps: Tensor) -> Tensor:
-        counts = unpack_fives(codes)[: len(steps) * self.block]  # the last byte may have more
-        return counts.view(-1, self.block).mul_(steps)
-
-
-class Float4(BlockCodec):
-    """Round to a sign and one of eight magnitudes, of which the largest value of a block takes the last."""
-
-    def __init__(self, name: str, magnitudes: tuple[int, ...], block: int = 128) -> None:
-        """`magnitudes` are eight whole numbers, ascending from 0; `block` is even."""
-        self.name, self.block = name, block
-        self._magnitudes = magnitudes
-
-    @property
-    def max_relative_error(self) -> float:
         """The error of rounding between two magnitudes, and of values that round to zero."""
-        between = max((b - a) / (b + a) for a, b in zip(self._magnitudes[1:], self._magnitudes[2:], strict=False))
-        flushed = self._magnitudes[1] / self._magnitudes[-1] / 2 * _STEP_ROUNDING
+        between = max((b - a) / (b + a) for a, b in itertools.pairwise(E2M1[1:]))
+        flushed = E2M1[1] / E2M1[-1] / 2 * _STEP_ROUNDING
         return math.hypot(between * _STEP_ROUNDING, flushed * math.sqrt(self.block - 1))
 
     @by_size
@@ -308,20 +269,20 @@ class Float4(BlockCodec):
 
     def form(self, device: torch.device) -> KernelForm:
         """See `BlockCodec.form`: borders are in half steps."""
-        positive = torch.tensor(self._magnitudes, device=device, dtype=torch.float32)
+        positive = torch.tensor(E2M1, device=device, dtype=torch.float32)
         numbers = torch.cat([positive, -positive])
-        return KernelForm("float", 4, float(self._magnitudes[-1]), positive[1:] + positive[:-1], numbers)
+        return KernelForm("float", 4, float(E2M1[-1]), positive[1:] + positive[:-1], numbers)
 
     def _quantize(self, blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        _, nearest = _tables(self._magnitudes, blocks.device)
+        _, nearest = _e2m1_tables(blocks.device)
         sizes = blocks.abs()
-        steps = _to_steps(sizes.amax(1).div_(self._magnitudes[-1]))
+        steps = _to_steps(sizes.amax(1).div_(E2M1[-1]))
         halves = sizes.mul_(2 * _inverses(steps)).nan_to_num_(nan=0.0).clamp_(0, len(nearest) - 1).to(torch.int32)
         codes = nearest.index_select(0, halves.view(-1)) | ((blocks.view(-1) < 0).to(torch.uint8) << 3)
         return pack_bits(codes, 4), steps
 
     def _dequantize(self, codes: Tensor, steps: Tensor) -> Tensor:
-        pairs, _ = _tables(self._magnitudes, codes.device)
+        pairs, _ = _e2m1_tables(codes.device)
         return _look_up_pairs(pairs, codes).view(-1, self.block).mul_(steps)
 
 
@@ -430,14 +391,14 @@ def _even_pairs(largest: int, device: torch.device) -> Tensor:
 
 
 @kept
-def _tables(magnitudes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def _e2m1_tables(device: torch.device) -> tuple[Tensor, Tensor]:
     """The two values of each byte, (256, 2), in steps, and the nearest magnitude for 0, 1, 2, ... half steps.
 
     The borders between magnitudes are whole numbers of half steps.
     """
-    positive = torch.tensor(magnitudes, device=device, dtype=torch.float32)
+    positive = torch.tensor(E2M1, device=device, dtype=torch.float32)
     borders = positive[1:] + positive[:-1]
-    halves = torch.arange(2 * magnitudes[-1] + 2, device=device)
+    halves = torch.arange(2 * E2M1[-1] + 2, device=device)
     nearest = torch.bucketize(halves.to(torch.float32), borders, right=True).to(torch.uint8)
     return _pairs_by_byte(torch.cat([positive, -positive])), nearest
 

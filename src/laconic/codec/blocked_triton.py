@@ -137,16 +137,13 @@ def _encode(  # type: ignore[no-untyped-def]  # triton types its arguments
     half = tl.where(is_bad, _NAN, half)
     tl.store(steps + 2 * row, (half & 255).to(tl.uint8), mask=row * BLOCK < coded_numel)
     tl.store(steps + 2 * row + 1, (half >> 8).to(tl.uint8), mask=row * BLOCK < coded_numel)
-    PER: tl.constexpr = 8 if BITS == 3 else 8 // BITS
-    BYTES: tl.constexpr = 3 if BITS == 3 else 1
-    word = code
+    PER: tl.constexpr = 8 // BITS
+    byte = code
     if PER > 1:
         apart = tl.reshape(code, (ROWS, BLOCK // PER, PER))
-        word = tl.sum(apart << (BITS * tl.arange(0, PER))[None, None, :], axis=2)
-    place = (row[:, None] * (BLOCK // PER) + tl.arange(0, BLOCK // PER)[None, :]) * BYTES
-    for index in tl.static_range(BYTES):
-        byte = ((word >> (8 * index)) & 255).to(tl.uint8)
-        tl.store(codes + place + index, byte, mask=place + index < code_bytes)
+        byte = tl.sum(apart << (BITS * tl.arange(0, PER))[None, None, :], axis=2)
+    place = row[:, None] * (BLOCK // PER) + tl.arange(0, BLOCK // PER)[None, :]
+    tl.store(codes + place, byte.to(tl.uint8), mask=place < code_bytes)
 
 
 @triton.jit
@@ -166,18 +163,14 @@ def _decode(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    PER: tl.constexpr = 8 if BITS == 3 else 8 // BITS
-    BYTES: tl.constexpr = 3 if BITS == 3 else 1
+    PER: tl.constexpr = 8 // BITS
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = row * BLOCK < coded_numel
     low = tl.load(steps + 2 * row, mask=is_row, other=0).to(tl.int32)
     high = tl.load(steps + 2 * row + 1, mask=is_row, other=0).to(tl.int32)
     step = ((low << 16) | (high << 24)).to(tl.float32, bitcast=True)
-    place = (row[:, None] * (BLOCK // PER) + tl.arange(0, BLOCK // PER)[None, :]) * BYTES
+    place = row[:, None] * (BLOCK // PER) + tl.arange(0, BLOCK // PER)[None, :]
     code = tl.load(codes + place, mask=place < code_bytes, other=0).to(tl.int32)
-    for index in tl.static_range(1, BYTES):
-        more = tl.load(codes + place + index, mask=place + index < code_bytes, other=0).to(tl.int32)
-        code |= more << (8 * index)
     if PER > 1:
         apart = (code[:, :, None] >> (BITS * tl.arange(0, PER))[None, None, :]) & ((1 << BITS) - 1)
         code = tl.reshape(apart, (ROWS, BLOCK))

@@ -13,7 +13,7 @@ from laconic.policy import Count, Policy, Positive, ProperShare, Switch, keys_of
 if TYPE_CHECKING:
     import torch
 
-CodecName = Literal["fp32", "bf16", "int8", "int4", "int3", "int2", "ternary", "e2m1", "e3m0", "top64", "top128"]
+CodecName = Literal["fp32", "bf16", "int8", "int4", "int2", "e2m1", "top64"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +25,11 @@ class Coding(Policy):
     """
 
     codec: Any = option("int4", hint=CodecName)
-    """The format of pseudo-gradients on the wire: 32, 16, 8, 4, 3, 2, 1.6, 4, 4, 0.16 or 0.29 bits a parameter. Python
-    also takes a `Codec`. One island alone sends nothing, and uses fp32."""
+    """The format of pseudo-gradients on the wire: 32, 16, 8, 4, 2, 4 or 0.16 bits a parameter. Python also takes a
+    `Codec`. One island alone sends nothing, and uses fp32."""
     error_feedback: Switch = False
     """Add to each pseudo-gradient what the codec has lost of the earlier ones: all of it, or this share at each sync.
-    `top64` and `top128` need it."""
+    `top64` needs it."""
     last_codec: Any = option(None, hint=CodecName | None)
     """The format of the last exchange of each fragment, where islands know how many steps they take. What feedback
     still holds would be lost with the end of training, and `int4` brings it home. Default: that of all others."""

@@ -24,8 +24,8 @@ SumsWhere = Literal["node", "rank"]
 Until = Literal["change", "backward"]
 OnDamage = Literal["raise", "regather"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
-WireWeights = Literal["exact", "lossless", "bf16", "int8", "int4", "int3"]
-WireGradients = Literal["exact", "lossless", "bf16", "int8", "int4", "int3", "e2m1", "int2", "ternary"]
+WireWeights = Literal["exact", "lossless", "bf16", "int8", "int4"]
+WireGradients = Literal["exact", "lossless", "bf16", "int8", "int4", "e2m1", "int2"]
 WireName = Literal["exact", "8bit", "4bit", "lossless", "lossless-4bit", "lossless-2bit"]
 
 
@@ -169,12 +169,11 @@ class Wire(Policy):
     weights: WireWeights = "exact"
     """The codec of weights. "exact" sends weights. The others send differences to the weights in the receivers' caches:
     [Note: Differences] in shard/crossing.py. "lossless" needs gathered weights of 16 bits or fewer, loses nothing, and
-    takes about 3 bits a weight at a learning rate of 1e-3, and 1 at 1e-5. int3 is experimental."""
+    takes about 3 bits a weight at a learning rate of 1e-3, and 1 at 1e-5."""
     gradients: WireGradients = "exact"
     """The codec of gradients, once per optimizer step, after the sums inside the nodes. "lossless" loses nothing, and
     takes some 11 bits of a gradient in bf16 and 27 of one in fp32. Codecs of four bits and fewer rotate them first.
-    "ternary" has three levels, five values in a byte. Sums over islands come back in eight bits, or
-    in bf16 if gradients cross in bf16. int3, int2 and ternary are experimental."""
+    Sums over islands come back in eight bits, or in bf16 if gradients cross in bf16. int2 is experimental."""
     as_values: bool = False
     """Weights cross as themselves instead of differences, as in ZeRO++: "bf16" or "int8", every time they change.
     Without a cache there is no other way."""
@@ -283,7 +282,7 @@ class Wire(Policy):
     @property
     def rotates_gradients(self) -> bool:
         """True if gradients are rotated before they are coded."""
-        return self.gradients in ("int4", "int3", "e2m1", "int2", "ternary")
+        return self.gradients in ("int4", "e2m1", "int2")
 
 
 def _codec(name: str) -> Codec | None:
