@@ -1,16 +1,13 @@
 """How many bits lossless differences of weights take in real training: codec/lossless.py, one process, plain PyTorch.
 
-    python -m benchmarks.lossless            both rows, recorded in RESULTS.md: a minute on a GPU, hours on 2 cores
+    python -m benchmarks.lossless            the row, recorded in RESULTS.md: a minute on a GPU, hours on 2 cores
     python -m benchmarks.lossless --quick    a tiny model and few steps, printed only
 
 A Llama of 10.8 million parameters learns bytes of Python's own sources, with AdamW on fp32 weights and bf16 copies of
 them in forward and backward, as FSDP2 with `param_dtype=bf16` does it. It trains at 1e-3; from its last state short
 runs go on at the smaller rates of fine-tuning and of reinforcement learning. At the end of each, a step's copies are
-coded against those before it. Float8 and NVFP4 copies are those of laconic's scaled formats, of the same weights.
-
-[Note: Bits a weight]
-All bits of all payloads, with the vectors and the scales of float8 and FP4 formats as they are, over all weights. The
-entropy is that of the differences under the very contexts of the code, without any bits for scales and tables.
+coded against those before it. Float8 copies are those of a scaled format of laconic, of the same weights. A weight's
+bits are all bits of all payloads, with vectors and the format's scales as they are, over all weights.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,19 +26,17 @@ from torch import Tensor, nn
 
 from benchmarks.llama import Llama, PlainLlama, loss_of
 from laconic.codec import lossless
-from laconic.codec.patterns import E2M1_PAIRS, PatternForm
 from laconic.codec.payload import DEVICE_PIECE_NUMEL, HOST_PIECE_NUMEL
 from laconic.codec.scaled import SCALED_FORMATS
 from laconic.compare.markdown import markdown
 from tests.support.measure import Benchmark
 from tests.support.record import Record, Row, write_section
 
-TARGETS = {1e-3: 3.5, 3e-4: 2.5, 1e-4: 1.7, 1e-5: 0.8, 1e-6: 0.3}
+TARGETS = {1e-3: 3.8, 3e-4: 2.5, 1e-4: 1.7, 1e-5: 0.8, 1e-6: 0.3}
 """The bits a weight that bf16 copies may take, by learning rate."""
 FLOAT8_RATE, FLOAT8_TARGET = 1e-4, 0.6
-ENTROPY_MARGIN = 0.5
-FLOAT8, NVFP4 = "fp8_128x128", "nvfp4"
-FORMATS = ("bf16", FLOAT8, NVFP4)
+FLOAT8 = "fp8_128x128"
+FORMATS = ("bf16", FLOAT8)
 _SECTION = "bits of weights"
 _TEXT_BYTES = 24_000_000
 _VECTOR_BITS = 16
@@ -78,12 +73,8 @@ class Bits:
 
     weights: int = 0
     coded: float = 0.0
-    without_last: float = 0.0
-    """The bits of payloads for receivers that do not keep the last difference."""
     plain: float = 0.0
     """The bits of vectors and of the format's scales."""
-    parts: list[float] = field(default_factory=lambda: [0.0] * len(lossless.PartBytes._fields))
-    entropy: float = 0.0
     unchanged: float = 0.0
     encode_s: list[float] = field(default_factory=list)
     """The seconds a value of each payload."""
@@ -93,11 +84,6 @@ class Bits:
     def total(self) -> float:
         """Bits a weight, all included."""
         return (self.coded + self.plain) / self.weights
-
-    @property
-    def entropy_bits(self) -> float:
-        """The entropy under the same contexts, in bits a weight."""
-        return self.entropy / self.weights
 
 
 class Bench:
@@ -129,15 +115,12 @@ class Bench:
 
     def _coded(self, rate: float, run: _Run, steps: int, rates: Callable[[int], float]) -> None:
         """Take steps, and code the last of them in each format."""
-        versions: list[list[Tensor]] = []
         for step in range(steps):
-            if step >= steps - self.recipe.measured - 2:
-                versions = [*versions[-2:], [weight.clone() for weight in run.weights]]
+            is_measured = step >= steps - self.recipe.measured
+            held = [weight.clone() for weight in run.weights] if is_measured else []
             run.step(rates(step))
-            if step >= steps - self.recipe.measured:
-                for name in FORMATS:
-                    bits = self.bits.setdefault((rate, name), Bits())
-                    _add(bits, [*versions[-2:], run.weights], name, self.device)
+            for name in FORMATS if is_measured else ():
+                _add(self.bits.setdefault((rate, name), Bits()), held, run.weights, name, self.device)
         print(f"{rate:g}: loss {run.loss:.3f}", file=sys.stderr, flush=True)
 
 
@@ -197,59 +180,36 @@ def _text() -> Tensor:
     return torch.frombuffer(text, dtype=torch.uint8)
 
 
-def _add(bits: Bits, versions: list[list[Tensor]], name: str, device: torch.device) -> None:
-    """Add the bits of a step: three versions of the weights, of which the second is held and the last is new."""
-    bits.weights += sum(weight.numel() for weight in versions[-1])
-    matrices = [[weight for weight in version if weight.dim() > 1] for version in versions]
-    bits.plain += _VECTOR_BITS * sum(weight.numel() for weight in versions[-1] if weight.dim() == 1)
-    before, held, new = (_copies(version, name) for version in matrices)
-    bits.plain += 8 * new[1]
-    form = E2M1_PAIRS if name == NVFP4 else None
-    histograms: list[Tensor] = []
-    for own in zip(*(_pieces(each[0], device) for each in (before, held, new)), strict=True):
-        _code(bits, *own, form=form, histograms=histograms)
-    bits.entropy += _entropy(histograms)
+def _add(bits: Bits, held: list[Tensor], new: list[Tensor], name: str, device: torch.device) -> None:
+    """Add the bits of a step: of the weights that are held, and the new ones."""
+    bits.weights += sum(weight.numel() for weight in new)
+    bits.plain += _VECTOR_BITS * sum(weight.numel() for weight in new if weight.dim() == 1)
+    (old, _), (fresh, nbytes) = (_copies([each for each in some if each.dim() > 1], name) for some in (held, new))
+    bits.plain += 8 * nbytes
+    piece_numel = HOST_PIECE_NUMEL if device.type == "cpu" else DEVICE_PIECE_NUMEL
+    for pair in zip(old.split(piece_numel), fresh.split(piece_numel), strict=True):
+        _code(bits, *pair)
 
 
 def _copies(weights: list[Tensor], name: str) -> tuple[Tensor, int]:
     """The copies of matrices in a format, flat, and the bytes of their scales."""
     if name == "bf16":
         return torch.cat([weight.reshape(-1) for weight in weights]).bfloat16(), 0
-    own, codes, nbytes = SCALED_FORMATS[name], [], 0
-    for weight in weights:
-        scale = own.matrix_scale(own.largest_of(weight)) if own.has_matrix_scale else None
-        of_matrix, scales = own.quantize(weight, scale)
-        codes.append(of_matrix.view(torch.uint8).view(-1))
-        nbytes += scales.nbytes + (0 if scale is None else scale.nbytes)
-    flat = torch.cat(codes)
-    return (flat if name == NVFP4 else flat.view(torch.float8_e4m3fn)), nbytes
+    pairs = [SCALED_FORMATS[name].quantize(weight, None) for weight in weights]
+    codes = torch.cat([own.view(torch.uint8).view(-1) for own, _ in pairs]).view(torch.float8_e4m3fn)
+    return codes, sum(scales.nbytes for _, scales in pairs)
 
 
-def _pieces(flat: Tensor, device: torch.device) -> Iterator[Tensor]:
-    """Runs of values that are coded at once."""
-    return iter(flat.split(HOST_PIECE_NUMEL if device.type == "cpu" else DEVICE_PIECE_NUMEL))
-
-
-def _code(
-    bits: Bits, before: Tensor, held: Tensor, new: Tensor, *, form: PatternForm | None, histograms: list[Tensor]
-) -> None:
-    last = lossless.last_difference(before, held, form=form)
+def _code(bits: Bits, held: Tensor, new: Tensor) -> None:
     start_s = _now_s(held)
-    payload = lossless.encode(held, new, last, form=form)
-    bits.encode_s.append((_now_s(held) - start_s) / len(last))
+    payload = lossless.encode(held, new)
+    bits.encode_s.append((_now_s(held) - start_s) / len(held))
     start_s = _now_s(held)
-    decoded = lossless.decode(held, payload, last, form=form)
-    bits.decode_s.append((_now_s(held) - start_s) / len(last))
+    decoded = lossless.decode(held, payload)
+    bits.decode_s.append((_now_s(held) - start_s) / len(held))
     assert torch.equal(decoded.view(torch.uint8), new.view(torch.uint8)), "the new values come out"
     bits.coded += 8 * len(payload)
-    bits.without_last += 8 * len(lossless.encode(held, new, form=form))
-    if len(payload) < new.nbytes:
-        parts = lossless.part_bytes(payload, len(last))
-        bits.parts = [sum_ + 8 * part for sum_, part in zip(bits.parts, parts, strict=True)]
-    contexts, differences = lossless.differences_by_context(held, new, last, form=form)
-    bits.unchanged += float((differences == 0).sum())
-    pairs = contexts.long() * 2**20 + differences + 2**19
-    histograms.append(torch.stack(pairs.unique(return_counts=True)).cpu())
+    bits.unchanged += float((held.view(torch.uint8) == new.view(torch.uint8)).view(len(held), -1).all(1).sum())
 
 
 def _now_s(values: Tensor) -> float:
@@ -258,30 +218,13 @@ def _now_s(values: Tensor) -> float:
     return time.perf_counter()
 
 
-def _entropy(histograms: list[Tensor]) -> float:
-    """The entropy of all differences, each given its context, in bits: of (2, k), pairs and how often they occur."""
-    pairs, counts = torch.cat(histograms, dim=1)
-    pairs, index = pairs.unique(return_inverse=True)
-    sums = torch.zeros(len(pairs), dtype=torch.float64).index_add_(0, index, counts.double())
-    contexts = pairs >> 20
-    of_context = torch.zeros(int(contexts.max()) + 1, dtype=torch.float64).index_add_(0, contexts, sums)
-    return float((sums * (of_context[contexts] / sums).log2()).sum())
-
-
 def _table(bench: Bench) -> str:
-    columns = (
-        "copies", "lr", "unchanged", "entropy, same contexts", "bits a weight", "without the last difference",
-        *(f"of it {name}" for name in lossless.PartBytes._fields), "vectors, formats' scales",
-    )  # fmt: skip
-    rows = []
-    for name in FORMATS:
-        for rate in TARGETS:
-            if found := bench.bits.get((rate, name)):
-                weights = found.weights
-                without = (found.without_last + found.plain) / weights
-                figures = found.entropy_bits, found.total, without, *(part / weights for part in found.parts)
-                shown = [f"{figure:.3f}" for figure in (*figures, found.plain / weights)]
-                rows.append([name, f"{rate:g}", f"{found.unchanged / weights:.1%}", *shown])
+    columns = ("copies", "lr", "unchanged", "bits a weight", "of it vectors and scales")
+    rows = [
+        [name, f"{rate:g}", f"{found.unchanged / found.weights:.1%}", f"{found.total:.3f}",
+         f"{found.plain / found.weights:.3f}"]
+        for name in FORMATS for rate in TARGETS if (found := bench.bits.get((rate, name)))
+    ]  # fmt: skip
     return markdown(columns, rows, num_text_columns=1)
 
 
@@ -320,24 +263,9 @@ def bits_row(bench: Bench) -> Row:
         note=(
             f"{recipe.llama}, bytes of Python's sources, AdamW on fp32 weights: {recipe.first} steps at 1e-3 (loss "
             f"{bench.loss:.2f}), then {recipe.tune} steps from there at each other rate; means of the last "
-            f"{recipe.measured} steps of each; payloads decoded to the bit. Plain torch on {bench.device.type}: encode "
+            f"{recipe.measured} steps of each; payloads decoded to the bit. On {bench.device.type}: encode "
             f"{encode_s * 1e9:.2f}, decode {decode_s * 1e9:.2f} ns a value, medians of payloads."
         ),
-    )
-
-
-@BENCHMARK.row("entropy")
-def entropy(bench: Bench) -> Row:
-    """Bits a weight above the entropy under the same contexts."""
-    found = bench.measure()
-    keys = [*((rate, "bf16") for rate in TARGETS), (FLOAT8_RATE, FLOAT8)]
-    above = [found[key].total - found[key].entropy_bits for key in keys]
-    return Row(
-        claim=f"bits a weight above the entropy with the same context, at lr {_in_words(TARGETS)}; float8 copies",
-        required=f"<= +{ENTROPY_MARGIN} each",
-        measured=f"{' / '.join(f'{bits:+.2f}' for bits in above[:-1])}; {above[-1]:+.2f}",
-        is_met=max(above) <= ENTROPY_MARGIN,
-        note="entropies " + " / ".join(f"{found[key].entropy_bits:.3f}" for key in keys) + ", by counted differences.",
     )
 
 

@@ -6,9 +6,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -88,16 +86,15 @@ class Coding:
     """The bits, seconds and kernels of a piece of bf16 values that is coded without loss."""
 
     numel: int
-    uses_last: bool
     bits: float = 0.0
     """Of the payload, a value."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of "encode" and "decode", of either in "plain" torch on the same device, and of a "copy"."""
+    """Of "encode" and "decode", and of a "copy"."""
     kernels: dict[str, dict[str, float]] = field(default_factory=dict)
     """For "encode" and "decode": the microseconds of each kernel, and of copies and fills. Empty on a CPU."""
     launches: dict[str, int] = field(default_factory=dict)
     is_right: bool = False
-    """Payloads are those of plain torch, and decode to the new values, to the bit."""
+    """Payloads are those of a CPU, and decode to the new values, to the bit."""
 
     @property
     def ratio(self) -> float:
@@ -107,27 +104,21 @@ class Coding:
     def __str__(self) -> str:
         seconds = {what: f"{each / self.numel * 1e12:.1f}" for what, each in self.seconds.items()}
         parts = [
-            f"{way} {seconds[way]} ps a value ({2e-9 * self.numel / self.seconds[way]:.0f} GB/s of values; plain torch "
-            f"{seconds[f'{way}, plain']})"
+            f"{way} {seconds[way]} ps a value ({2e-9 * self.numel / self.seconds[way]:.0f} GB/s of values)"
             + f"; {self.launches[way]} launches: {', '.join(f'{k} {v:.0f} us' for k, v in self.kernels[way].items())}"
             * bool(self.launches[way])
             for way in ("encode", "decode")
         ]
-        told = f"{self.numel} values, {'with' if self.uses_last else 'without'} last differences, {self.bits:.2f} bits"
+        told = f"{self.numel} values, {self.bits:.2f} bits"
         return f"{told}: {'; '.join(parts)}; copy {seconds['copy']}" + "; WRONG BITS" * (not self.is_right)
 
 
 def versions_of_weights(numel: int, device: torch.device) -> list[Tensor]:
-    """Three versions of bf16 weights, two steps of AdamW apart: its steps are alike from one to the next."""
+    """Two versions of bf16 weights, a step of AdamW apart."""
     generator = torch.Generator(device).manual_seed(0)
-    weights, drift = (torch.randn(numel, generator=generator, device=device) for _ in range(2))
+    weights, step = (torch.randn(numel, generator=generator, device=device) for _ in range(2))
     weights *= 0.02
-    versions = [weights.bfloat16()]
-    for _ in range(2):
-        noise = torch.randn(numel, generator=generator, device=device)
-        weights += _LOSSLESS_RATE * 0.3 * (0.8 * drift + 0.6 * noise)
-        versions.append(weights.bfloat16())
-    return versions
+    return [weights.bfloat16(), (weights + _LOSSLESS_RATE * 0.3 * step).bfloat16()]
 
 
 def launched_by(call: Callable[[], object], device: torch.device) -> tuple[int, dict[str, float]]:
@@ -145,29 +136,23 @@ def launched_by(call: Callable[[], object], device: torch.device) -> tuple[int, 
 
 
 def lossless_coding_rank(sizes: Sizes, device_type: str) -> list[Coding]:
-    """Return what pieces of each size take, with and without last differences."""
+    """Return what pieces of each size take."""
     device = device_of(device_type)
-    return [_coding(numel, device, uses_last=uses) for numel in sizes.lossless_numels for uses in (False, True)]
+    return [_coding(numel, device) for numel in sizes.lossless_numels]
 
 
-def _coding(numel: int, device: torch.device, *, uses_last: bool) -> Coding:
-    before, held, new = versions_of_weights(numel, device)
-    last = lossless.last_difference(before, held) if uses_last else None
-    payload = lossless.encode(held, new, last)
-    found = Coding(numel=numel, uses_last=uses_last, bits=8 * len(payload) / numel)
-    found.is_right = torch.equal(lossless.decode(held, payload, last).view(torch.int16), new.view(torch.int16))
+def _coding(numel: int, device: torch.device) -> Coding:
+    held, new = versions_of_weights(numel, device)
+    payload = lossless.encode(held, new)
+    found = Coding(numel=numel, bits=8 * len(payload) / numel)
+    found.is_right = torch.equal(lossless.decode(held, payload).view(torch.int16), new.view(torch.int16))
+    found.is_right &= torch.equal(lossless.encode(held.cpu(), new.cpu()), payload.cpu())
     calls: dict[str, Callable[[], object]] = {
-        "encode": lambda: lossless.encode(held, new, last),
-        "decode": lambda: lossless.decode(held, payload, last),
+        "encode": lambda: lossless.encode(held, new),
+        "decode": lambda: lossless.decode(held, payload),
     }
-    for kind in ("", ", plain"):
-        with mock.patch.object(lossless, "kernels_for", return_value=None) if kind else nullcontext():
-            if kind:
-                found.is_right &= torch.equal(lossless.encode(held, new, last), payload)
-            for way, call in calls.items():
-                more = {"repeats": 3, "calls": 1} if kind else {}
-                found.seconds[way + kind] = seconds_of(call, device, **more)
     for way, call in calls.items():
+        found.seconds[way] = seconds_of(call, device)
         found.launches[way], found.kernels[way] = launched_by(call, device)
     source = torch.empty(numel * _LOSSLESS_BYTES // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

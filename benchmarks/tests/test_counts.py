@@ -1,4 +1,4 @@
-"""The arithmetic of benchmarks: bytes, padding, entropy, memory and ratios are computed from measurements."""
+"""The arithmetic of benchmarks: bytes, padding, memory and ratios are computed from measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from benchmarks import layout, lossless
+from benchmarks import layout
 from benchmarks.optimizers import TINY_MIX, CollectiveBytes, measure_adamw8bit, measure_muon
 from benchmarks.plan import memory
 from benchmarks.plan.bench import Bench, any_cluster
@@ -73,15 +73,6 @@ def test_optimizers_move_and_keep_what_they_claim() -> None:
     adamw = run_ranks(measure_adamw8bit, 4, TINY_MIX, 2, local=2)[0]
     assert adamw["is_equal"] == 1
     assert 2 < adamw["state_bytes"] < 8
-
-
-def test_the_entropy_is_that_of_each_context() -> None:
-    """Context 0 has one value, context 1 has two that are equally frequent: half of all values take a bit."""
-    pairs = torch.tensor([5, 2**20 + 1, 2**20 + 2])
-    histograms = [torch.stack([pairs, torch.tensor([3, 2, 0])]), torch.stack([pairs, torch.tensor([1, 0, 2])])]
-    kept = [histogram[:, histogram[1] > 0] for histogram in histograms]
-    assert lossless._entropy(kept) == pytest.approx(4.0)
-    assert lossless._entropy(kept[:1]) == pytest.approx(0.0)
 
 
 SLICES = "islands int4, 2 slices"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from contextlib import nullcontext, suppress
-from unittest import mock
+from contextlib import suppress
 
 import pytest
 import torch
@@ -17,8 +16,6 @@ from tests.support.patterns import gradients, with_mean, with_outside
 
 DTYPES = list(TYPICAL_BITS)
 LENGTHS = (0, 1, 257, 1000)
-plain = mock.patch.object(lossless_gradients, "kernels_for", return_value=None)
-in_both_ways = pytest.mark.parametrize("loops", [True, False], ids=["loops", "plain"])
 
 
 def patterns_of(values: Tensor) -> list[int]:
@@ -32,17 +29,15 @@ def decoded(message: Tensor, like: Tensor) -> Tensor:
     return out
 
 
-@in_both_ways
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_messages_are_those_of_the_oracle_and_bring_the_values(dtype: torch.dtype, loops: bool) -> None:
+def test_messages_are_those_of_the_oracle_and_bring_the_values(dtype: torch.dtype) -> None:
     form = oracle.FORMS[str(dtype).removeprefix("torch.")]
-    with nullcontext() if loops else plain:
-        for numel in LENGTHS:
-            for number, values in enumerate(gradients(dtype, numel)):
-                message = encode(values).read()
-                assert message.tolist() == oracle.encode(form, patterns_of(values)), (numel, number)
-                assert patterns_of(decoded(message, values)) == patterns_of(values), (numel, number)
-                assert len(message) <= values.nbytes
+    for numel in LENGTHS:
+        for number, values in enumerate(gradients(dtype, numel)):
+            message = encode(values).read()
+            assert message.tolist() == oracle.encode(form, patterns_of(values)), (numel, number)
+            assert patterns_of(decoded(message, values)) == patterns_of(values), (numel, number)
+            assert len(message) <= values.nbytes
 
 
 def test_every_pattern_of_sixteen_bits_comes_as_it_was() -> None:
@@ -69,40 +64,35 @@ def test_gradients_take_the_bits_that_the_note_says() -> None:
     assert len(encode(rows.view(-1)).read()) < 0.12 * rows.nbytes, "rows of zeros take a byte"
 
 
-@in_both_ways
-def test_a_damaged_message_is_an_error_or_other_values_and_reads_no_memory_beside_it(loops: bool) -> None:
+def test_a_damaged_message_is_an_error_or_other_values_and_reads_no_memory_beside_it() -> None:
     draw = random.Random(0)
     values = (torch.randn(5000, generator=torch.Generator().manual_seed(1)) * 1e-3).to(torch.bfloat16)
     good = encode(values).read()
     refused = 0
-    with nullcontext() if loops else plain:
-        for number in range(120):
-            message = good.clone()
-            message[draw.randrange(len(message))] ^= draw.randrange(1, 256)
-            message[draw.randrange(20)] *= number % 2
-            cut = message[: draw.randrange(len(message))]
-            longer = torch.cat([message, message[: draw.randrange(1, 50)]])
-            with suppress(ValueError):
-                decoded((message, cut, longer)[number % 3], values)
-                continue
-            refused += 1
+    for number in range(120):
+        message = good.clone()
+        message[draw.randrange(len(message))] ^= draw.randrange(1, 256)
+        message[draw.randrange(20)] *= number % 2
+        cut = message[: draw.randrange(len(message))]
+        longer = torch.cat([message, message[: draw.randrange(1, 50)]])
+        with suppress(ValueError):
+            decoded((message, cut, longer)[number % 3], values)
+            continue
+        refused += 1
     assert refused > 60
     for message in (good[:-1], torch.zeros(5, dtype=torch.uint8)):
-        error = pytest.raises(ValueError, match="does not have the size that follows from its blocks")
-        with nullcontext() if loops else plain, error:
+        with pytest.raises(ValueError, match="does not have the size that follows from its blocks"):
             decoded(message, values)
 
 
-@in_both_ways
-def test_a_message_as_long_as_the_values_is_the_values_and_the_mean_of_exponents_is_rounded(loops: bool) -> None:
-    with nullcontext() if loops else plain:
-        for num, nbytes in ((158, 511), (159, 512), (160, 512)):
-            values = with_outside(num)
-            message = encode(values).read()
-            assert len(message) == nbytes
-            assert torch.equal(message, values.view(torch.uint8)) == (nbytes == values.nbytes)
-            assert patterns_of(decoded(message, values)) == patterns_of(values)
-        assert [int(encode(with_mean(num)).read()[0]) for num in (127, 128)] == [127 + 3, 128 + 3]
+def test_a_message_as_long_as_the_values_is_the_values_and_the_mean_of_exponents_is_rounded() -> None:
+    for num, nbytes in ((158, 511), (159, 512), (160, 512)):
+        values = with_outside(num)
+        message = encode(values).read()
+        assert len(message) == nbytes
+        assert torch.equal(message, values.view(torch.uint8)) == (nbytes == values.nbytes)
+        assert patterns_of(decoded(message, values)) == patterns_of(values)
+    assert [int(encode(with_mean(num)).read()[0]) for num in (127, 128)] == [127 + 3, 128 + 3]
 
 
 def test_kernels_code_where_there_are_some_and_the_host_reads_no_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,9 +106,8 @@ def test_kernels_code_where_there_are_some_and_the_host_reads_no_length(monkeypa
         def decode(form: GradientForm, message: Tensor, out: Tensor) -> None:
             out.fill_(form.row_bytes + len(message))
 
-    monkeypatch.setattr(
-        lossless_gradients, "kernels_for", lambda tensor, name: Kernels if name.endswith("_triton") else None
-    )
+    monkeypatch.setattr(lossless_gradients, "coder_of", lambda tensor, what: Kernels)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
     buffer, length = encode(torch.ones(2000)[::2])
     assert (len(buffer), length.tolist()) == (4000, [864])
     assert torch.equal(decoded(buffer[:100], torch.ones(1000)), torch.full((1000,), 964.0))

@@ -48,16 +48,15 @@ _BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _TYPES = {"values": "*fp32", "base": "*fp32", "out": "*fp32", "borders": "*fp32", "numbers": "*fp32", "codes": "*u8",
           "steps": "*u8", "table": "*i64", "owners": "*i32", "signed_near": "*u8", "unsigned_near": "*u8",
           "signed_values": "*fp32", "unsigned_values": "*fp32", "matrix_scale": "*fp32"}  # fmt: skip
-_LOSSLESS_TYPES = {"last": "*i8", "counts": "*i32", "entries": "*i32", "costs": "*i32", "defaults": "*i32",
-                   "table": "*u8", "words": "*i32", "sizes": "*i16", "head": "*u8", "begins": "*i32",
-                   "lengths": "*i32", "payload": "*u8", "payload_words": "*i32", "numbers": "*u8", "changes": "*i32",
+_LOSSLESS_TYPES = {"table": "*u8", "words": "*i32", "sizes": "*i16", "head": "*u8", "begins": "*i32", "length": "*i32",
+                   "num_done": "*i32", "payload": "*u8", "payload_words": "*i32", "numbers": "*u8", "changes": "*i32",
                    "change_bytes": "*u8", "fault": "*i32", "new": "*u8", "out": "*u8", "out_words": "*i32"}  # fmt: skip
 _GRADIENT_TYPES = {"counts": "*i64", "ends": "*i64", "live_ends": "*i64", "outside_ends": "*i64", "length": "*i64",
                    "buffer": "*u8", "message": "*u8"}  # fmt: skip
-_INTEGERS = ("numel", "coded_numel", "code_bytes", "offset", "num_rows", "num_columns", "across", "stride",
-             "num_options", "num_tiles", "known", "nbytes", "all_words", "num_blocks", "whole")  # fmt: skip
+_INTEGERS = ("numel", "coded_numel", "code_bytes", "offset", "num_rows", "num_columns", "across", "num_tiles", "known",
+             "nbytes", "all_words", "num_blocks", "whole")  # fmt: skip
 _ALIGNED = ("values", "base", "out", "codes", "steps", "scales", "matrix_scale", "table", "owners", "held", "new",
-            "last", "counts", "words", "sizes", "head", "begins", "lengths", "defaults", "numbers", "changes",
+            "counts", "words", "sizes", "head", "begins", "num_done", "numbers", "changes",
             "change_bytes", "ends", "live_ends", "outside_ends", "length", "buffer", "buffer_values",
             "numel", "coded_numel", "code_bytes", "num_rows", "num_columns")  # fmt: skip
 _INSTRUCTION = re.compile(r"(?:^|[;{\s])([a-z]\w*(?:[.:]\w+)+)\s+([^;]*);")
@@ -112,11 +111,8 @@ def kernels() -> Iterator[tuple[str, Compilation]]:
 
 
 _LOSSLESS_FORMS = {"bf16": torch.bfloat16, "float8": torch.float8_e4m3fn, "plain bytes": torch.uint8}
-"""Two patterns a byte, which no wire sends, are left out."""
-
-
-_OF_LAST = frozenset({"reads sizes", "reads defaults", "writes begins", "writes lengths"})
-"""The accesses of the last program of `_write` alone, besides its writes to the head."""
+_OF_LAST = frozenset({"reads sizes", "writes begins", "writes length"})
+"""The accesses of the last program of `_write` alone."""
 
 
 def lossless_kernels() -> Iterator[tuple[str, Compilation]]:
@@ -125,17 +121,15 @@ def lossless_kernels() -> Iterator[tuple[str, Compilation]]:
         form = pattern_form_of(dtype)
         kind = "*i16" if form.bits == 16 else "*i8"
         types = {**_LOSSLESS_TYPES, "held": kind, "new": kind, "out": kind}
-        for uses_last in (False, True):
-            constants = lossless_triton.constants_of_form(form, uses_last)
-            for kernel in (lossless_triton._sample, lossless_triton._write, lossless_triton._read):
-                own = Compilation(
-                    kernel=kernel, constants=constants, numel=contexts.TILE, num_warps=lossless_triton.NUM_WARPS,
-                    types=types, of_one_program=_OF_LAST if kernel is lossless_triton._write else frozenset(),
-                )  # fmt: skip
-                yield f"lossless {name}, {kernel.fn.__name__[1:]}{', last' * uses_last}", own
-    choice = {"RARE": contexts.RARE, "RICE_OPTIONS": 2 * contexts.RICE_CODES, "USES_LAST": True}
+        for kernel in (lossless_triton._write, lossless_triton._read):
+            own = Compilation(
+                kernel=kernel, constants=lossless_triton.constants_of_form(form), numel=contexts.TILE,
+                num_warps=lossless_triton.NUM_WARPS, types=types,
+                of_one_program=_OF_LAST if kernel is lossless_triton._write else frozenset(),
+            )  # fmt: skip
+            yield f"lossless {name}, {kernel.fn.__name__[1:]}", own
     for kernel, constants in (
-        (lossless_triton._choose, choice), (lossless_triton._find, {}),
+        (lossless_triton._find, {}),
         (lossless_triton._gather, {"MOST_WORDS": contexts.TILE // 2, "TILE_BYTES": 2 * contexts.TILE}),
     ):  # fmt: skip
         yield (

@@ -18,72 +18,68 @@ from triton.runtime.interpreter import interpreter_builder
 
 from laconic.codec import lossless, lossless_triton
 from laconic.codec.contexts import TILE
-from laconic.codec.lossless import decode, decode_in_pieces, encode, encode_in_pieces, last_difference
+from laconic.codec.lossless import decode, decode_in_pieces, encode, encode_in_pieces
 from tests.kernels.interpreted import Comparisons, as_a_device_does, both, on_device, takes
-from tests.support.patterns import DTYPES, WILD, bits_of, form_of, random_patterns, trained
+from tests.support.patterns import DTYPES, WILD, bits_of, random_patterns, trained
 
-KERNELS = ("_sample", "_choose", "_write", "_gather", "_find", "_read")
+KERNELS = ("_write", "_gather", "_find", "_read")
 _SHORT, _LONG = TILE + 1030, 8 * TILE + 78
-"""A tile that is not full, and nine tiles, of which every second is in the sample."""
+"""A tile that is not full, and nine tiles."""
 
-Versions = tuple[Tensor, Tensor, Tensor | None]
-"""Held values, new ones, and the last differences."""
+Versions = tuple[Tensor, Tensor]
+"""Held values, and new ones."""
 
 
 def _versions() -> Iterator[tuple[str, str, Versions]]:
     """Yield the name of a format, a case, and its versions."""
     for name in DTYPES:
         for step in (1e-2, 1e-3, 1e-5) if name == "bfloat16" else (1e-3,):
-            before, held, new = trained(name, _SHORT, step)
-            yield name, f"{step:g}", (held, new, last_difference(before, held, form=form_of(name)))
-            yield name, f"{step:g}, no last difference", (held, new, None)
-        mixed, nbytes = new.clone(), TILE * form_of(name).bits // 8
+            held, new = trained(name, _SHORT, step)
+            yield name, f"{step:g}", (held, new)
+        mixed, nbytes = new.clone(), TILE * DTYPES[name].itemsize
         bits_of(mixed)[:nbytes] = bits_of(random_patterns(name, TILE, 1))
-        yield name, "a tile without any rule", (held, mixed, None)
-        yield name, "any patterns", (held, random_patterns(name, _SHORT, 2), None)
-        yield name, "no change", (held, held, None)
+        yield name, "a tile without any rule", (held, mixed)
+        yield name, "any patterns", (held, random_patterns(name, _SHORT, 2))
+        yield name, "no change", (held, held)
     for numel in (1, 513, TILE, _LONG):
-        before, held, new = trained("bfloat16", numel, 1e-3)
-        yield "bfloat16", f"{numel} values", (held, new, last_difference(before, held))
+        yield "bfloat16", f"{numel} values", tuple(trained("bfloat16", numel, 1e-3))  # type: ignore[misc]
     for step in (1e-2, 1e-5):
-        before, held, new = trained("bfloat16", _SHORT, step)
+        held, new = trained("bfloat16", _SHORT, step)
         new[5 : 5 + 397 * len(WILD) : 397] = WILD
         held[700 : 700 + 401 * len(WILD) : 401] = WILD
-        yield "bfloat16", f"wild values among {step:g}", (held, new, last_difference(before, held))
+        yield "bfloat16", f"wild values among {step:g}", (held, new)
 
 
 def _compared(versions: Iterable[tuple[str, str, Versions]]) -> Comparisons:
-    for name, case, (held, new, last) in versions:
-        form = form_of(name)
-        payload, own = both(lambda h=held, n=new, a=last, f=form: encode(h, n, a, form=f))  # type: ignore[misc]
+    for name, case, (held, new) in versions:
+        payload, own = both(lambda h=held, n=new: encode(h, n))  # type: ignore[misc]
         yield f"{name}, {case}, encode", torch.equal(own, payload)
         apart = torch.zeros(len(payload) + 3, dtype=torch.uint8)
         apart[3:] = payload
         with ExitStack() as stack:
             on_device(stack)
-            decoded = decode(held, apart[3:], last, form=form)  # at an odd address
+            decoded = decode(held, apart[3:])  # at an odd address
         yield f"{name}, {case}, decode", torch.equal(bits_of(decoded), bits_of(new))
 
 
 def _backwards() -> Comparisons:
     """Programs that run from the last to the first: whichever finishes last does what is left to do."""
-    before, held, new = trained("bfloat16", _LONG, 1e-3)
-    last, forwards = last_difference(before, held), interpreter_builder.set_grid_idx
+    (held, new), forwards = trained("bfloat16", _LONG, 1e-3), interpreter_builder.set_grid_idx
 
     def set_from_the_end(x: int, y: int, z: int) -> None:
         forwards(interpreter_builder.grid_dim[0] - 1 - x, y, z)
 
-    payload = encode(held, new, last)
+    payload = encode(held, new)
     with ExitStack() as stack:
         on_device(stack)
         stack.enter_context(mock.patch.object(interpreter_builder, "set_grid_idx", set_from_the_end))
-        yield "backwards, encode", torch.equal(encode(held, new, last), payload)
+        yield "backwards, encode", torch.equal(encode(held, new), payload)
 
 
 def _pieces() -> Comparisons:
     """Messages of several pieces, decoded in place."""
     with mock.patch.multiple(lossless, HOST_PIECE_NUMEL=2 * TILE, DEVICE_PIECE_NUMEL=2 * TILE):
-        _, held, new = trained("bfloat16", 2 * TILE + _SHORT, 1e-4)
+        held, new = trained("bfloat16", 2 * TILE + _SHORT, 1e-4)
         yield "pieces, encode", torch.equal(*both(lambda: encode_in_pieces(held, new).read()))
         message, copy = encode_in_pieces(held, new).read(), held.clone()
         with ExitStack() as stack:
@@ -94,9 +90,8 @@ def _pieces() -> Comparisons:
 
 def _damaged() -> Comparisons:
     """Nothing but a ValueError or other values comes of a damaged payload."""
-    before, held, new = trained("bfloat16", 1500, 1e-3)
-    last, refused = last_difference(before, held), 0
-    payload, generator = encode(held, new, last), torch.Generator().manual_seed(0)
+    (held, new), refused = trained("bfloat16", 1500, 1e-3), 0
+    payload, generator = encode(held, new), torch.Generator().manual_seed(0)
     for _ in range(24):
         bad = payload.clone()
         place, bit = (int(torch.randint(most, (1,), generator=generator)) for most in (len(bad), 8))
@@ -104,7 +99,7 @@ def _damaged() -> Comparisons:
         with ExitStack() as stack:
             on_device(stack)
             try:
-                decode(held, bad, last)
+                decode(held, bad)
             except ValueError:
                 refused += 1
     yield "damage is noticed", refused > 2
@@ -112,12 +107,11 @@ def _damaged() -> Comparisons:
 
 def takes_a_piece() -> dict[str, dict[str, int]]:
     """The launches and the waits of the host that a piece takes, each way."""
-    before, held, new = trained("bfloat16", TILE, 1e-3)
-    last = last_difference(before, held)
-    payload, message, copy = encode(held, new, last), encode_in_pieces(held, new).read(), held.clone()
+    held, new = trained("bfloat16", TILE, 1e-3)
+    payload, message, copy = encode(held, new), encode_in_pieces(held, new).read(), held.clone()
     runs: dict[str, Callable[[], object]] = {
-        "encode": lambda: encode(held, new, last),
-        "decode": lambda: decode(held, payload, last),
+        "encode": lambda: encode(held, new),
+        "decode": lambda: decode(held, payload),
         "encode a message": lambda: encode_in_pieces(held, new),
         "decode a message": lambda: decode_in_pieces(copy, message, faults=[]),
     }

@@ -12,7 +12,7 @@ from tests.kernels.apart import told
 pytestmark = pytest.mark.machine
 
 OF_PAYLOADS = {"payload", "payload_words", "all_words", "nbytes"}
-OF_TENSORS = {"stride", "num_tiles", "known"}
+OF_TENSORS = {"num_tiles", "known"}
 OF_GRADIENTS = {"message", "nbytes", "num_blocks", "whole"}
 """The arguments that vary with what has changed, and with the number of values: no kernel is compiled for each."""
 
@@ -38,15 +38,15 @@ def of_tiles(name: str, facts: dict[str, Any], moved: dict[str, float]) -> None:
     assert facts["orders_programs"] == (kernel == "write")
     compiled_for = set(facts["compiled_for"])
     assert not compiled_for & (OF_PAYLOADS | OF_TENSORS | ({"new"} if kernel == "gather" else set()))
-    if kernel not in ("write", "read"):  # others are over few tiles, or over tables
+    if kernel not in ("write", "read"):  # others are over tables, or over what is coded
         return
     nbytes = 2 if form == "lossless bf16" else 1
     assert moved["reads held"] == nbytes
     assert moved.get("reads new", 0) == nbytes * (kernel == "write")
-    assert moved.get("reads last", 0) == (", last" in name)
     assert moved.get("writes out", 0) == nbytes * (kernel == "read")
-    # the table has 192 bytes, and a payload is some bits a value, which several threads ask for
-    cached = sum(each for what, each in moved.items() if what.split()[-1] in ("table", "payload", "payload_words"))
+    # codes have 24 bytes, and a payload is some bits a value, which several threads ask for
+    of_few = ("codes", "table", "payload", "payload_words")
+    cached = sum(each for what, each in moved.items() if what.split()[-1] in of_few)
     assert facts["bytes_a_value"] - cached <= 12
 
 
@@ -72,7 +72,7 @@ def of_gradients(name: str, facts: dict[str, Any], moved: dict[str, float]) -> N
     ("kind", "num", "check"),
     [
         ((), 4 * 2 * 4 + 2 * 4 + 5 * 2 + 2, of_codecs),
-        (("lossless",), 3 * 2 * 3 + 3, of_tiles),
+        (("lossless",), 3 * 2 + 2, of_tiles),
         (("gradients",), 3 * 4 + 1, of_gradients),
     ],
 )
@@ -97,12 +97,10 @@ def test_kernels_of_codecs_have_the_bits_of_their_twins() -> None:
 def test_lossless_kernels_have_the_bytes_of_their_twin() -> None:
     found = told("tests.kernels.lossless", TRITON_INTERPRET="1")
     assert found["different"] == []
-    assert found["compared"] > 80
-    for way, kernels, reads in (
-        ("encode", 4, 1), ("decode", 2, 1), ("encode a message", 4, 0), ("decode a message", 2, 0),
-    ):  # fmt: skip
+    assert found["compared"] > 50
+    for way, reads in (("encode", 1), ("decode", 1), ("encode a message", 0), ("decode a message", 0)):
         takes = found["takes"][way]
-        assert takes.pop("triton") == kernels
+        assert takes.pop("triton") == 2
         assert takes.pop("reads of the host", 0) == reads
         assert sum(takes.values()) <= (4 if "message" in way else 2), "of torch, on few numbers, or a copy of a payload"
 

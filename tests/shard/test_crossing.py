@@ -198,7 +198,7 @@ def test_weights_cross_exactly_for_each_cause() -> None:
 @pytest.mark.parametrize("weights", ["int4", "lossless"])
 @on_ranks(2, local=1)
 def test_copies_that_differ_are_made_equal_once_and_then_named(weights: Any) -> None:
-    wire = laconic.Wire(weights=weights, exact_every=4, prediction=weights == "lossless")
+    wire = laconic.Wire(weights=weights, exact_every=4)
     model, optimizer = coded(wire=wire, mp_policy=BF16)
     damaged = next(each for each in crossings_after(model, optimizer) if "up" in each.bucket.layout.slots[0].name)
 
@@ -221,7 +221,7 @@ class Interrupted(BaseException):
     """Stands for what may arrive while a difference is added."""
 
 
-@pytest.mark.parametrize("wire", ["4bit", laconic.Wire(weights="lossless", prediction=True)], ids=["4bit", "lossless"])
+@pytest.mark.parametrize("wire", ["4bit", "lossless"])
 @on_ranks(2, local=1)
 def test_a_difference_that_is_read_in_part_is_never_a_base(wire: Any) -> None:
     """One rank is interrupted in the middle of a difference. Next time the weights cross exactly, on all ranks."""

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from laconic.codec.patterns import E2M1_PAIRS, PatternForm, pattern_form_of
-
 DTYPES = {
     "bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2, "uint8": torch.uint8, "e2m1": torch.uint8,
+    "float8_e5m2": torch.float8_e5m2, "uint8": torch.uint8,
 }  # fmt: skip
 WILD = (
     torch.tensor([0x7FC0, 0xFFFF, 0x7F80, 0xFF80, 0x8000, 0x0000, 0x0001, 0x8001, 0x7F7F, 0xFF7F])
@@ -21,13 +19,9 @@ WILD = (
 """NaNs, infinities, zeros of both signs, denormals, the largest numbers."""
 
 
-def form_of(name: str) -> PatternForm:
-    return E2M1_PAIRS if name == "e2m1" else pattern_form_of(DTYPES[name])
-
-
 def random_patterns(name: str, numel: int, seed: int) -> Tensor:
-    """Any patterns; `numel` is even for two a byte."""
-    nbytes = numel * form_of(name).bits // 8
+    """Any patterns."""
+    nbytes = numel * DTYPES[name].itemsize
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(256, (nbytes,), generator=generator, dtype=torch.uint8).view(DTYPES[name])
 
@@ -63,13 +57,13 @@ def with_mean(num: int) -> Tensor:
 
 
 def trained(name: str, numel: int, step: float, seed: int = 0) -> list[Tensor]:
-    """Three versions of values that drift by steps of one size, as weights under Adam do."""
+    """Two versions of values that drift by steps of one size, as weights under Adam do."""
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(numel, generator=generator)
     weights[:: max(3, numel // 7)] = 0.0
     drift = torch.randn(numel, generator=generator)
     versions = []
-    for _ in range(3):
+    for _ in range(2):
         weights = weights + step * (drift + 0.3 * torch.randn(numel, generator=generator))
         versions.append(shown(name, weights))
     return versions
@@ -79,11 +73,6 @@ def shown(name: str, weights: Tensor) -> Tensor:
     """Weights as copies of a format; of whole numbers their tens."""
     if name == "uint8":
         return (40 * weights).clamp(0, 255).to(torch.uint8)
-    if name == "e2m1":
-        borders = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-        codes = torch.bucketize(2 * weights.abs(), borders).to(torch.uint8) | (weights.signbit().to(torch.uint8) << 3)
-        low, high = codes.view(-1, 2).unbind(1)
-        return low | (high << 4)
     return weights.to(DTYPES[name])
 
 

@@ -5,21 +5,15 @@ from torch import Tensor
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """Put codes of 1, 2, 3, 4 or 8 bits side by side, the first in the lowest bits.
+    """Put codes of 1, 2, 4 or 8 bits side by side, the first in the lowest bits.
 
-    Shapes: codes (n,), uint8, with n * bits a multiple of 8, and of 24 for three bits -> (n * bits / 8,), uint8.
+    Shapes: codes (n,), uint8, with n * bits a multiple of 8 -> (n * bits / 8,), uint8.
     """
     if bits == 8:
         return codes
     if bits == 4:  # a pair of codes is a number of 16 bits
         pairs = codes.view(torch.int16)
         return (pairs >> 4).bitwise_or_(pairs).to(torch.uint8)
-    if bits == 3:
-        a, b, c, d, e, f, g, h = codes.view(-1, 8).unbind(1)
-        low = a | (b << 3) | (c << 6)
-        middle = (c >> 2) | (d << 1) | (e << 4) | (f << 7)
-        high = (f >> 1) | (g << 2) | (h << 5)
-        return torch.stack([low, middle, high], dim=1).view(-1)
     parts = codes.view(-1, 8 // bits).unbind(1)
     packed = parts[0]
     for place, part in enumerate(parts[1:], start=1):
@@ -31,12 +25,5 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     """Take apart what `pack_bits` has put together: (n * bits / 8,), uint8 -> (n,), uint8."""
     if bits == 8:
         return packed
-    if bits == 3:
-        low, middle, high = packed.view(-1, 3).unbind(1)
-        parts: tuple[Tensor, ...] = (
-            low, low >> 3, (low >> 6) | (middle << 2), middle >> 1, middle >> 4, (middle >> 7) | (high << 1), high >> 2,
-            high >> 5,
-        )  # fmt: skip
-    else:
-        parts = tuple(packed >> shift for shift in range(0, 8, bits))
+    parts = [packed >> shift for shift in range(0, 8, bits)]
     return (torch.stack(parts, dim=1) & (2**bits - 1)).view(-1)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import lru_cache, wraps
 from importlib import import_module
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -92,6 +92,31 @@ def _kernels(name: str) -> ModuleType | None:
         return import_module(f"laconic.{name}")
     except ImportError:
         return None
+
+
+def coder_on(device_type: str, what: Literal["lossless", "lossless_gradients"]) -> ModuleType:
+    """The module that codes without loss on a device: numba's loops on a CPU, triton's kernels on CUDA.
+
+    Raises:
+        ModuleNotFoundError: the package is not installed.
+        ValueError: no module is for the device.
+    """
+    package = {"cpu": "numba", "cuda": "triton"}.get(device_type)
+    if package is None:
+        raise ValueError(f"nothing codes without loss on {device_type!r}; use wire='exact' or '4bit'")
+    module = _kernels(f"codec.{what}_{package}")
+    if module is None:
+        raise ModuleNotFoundError(
+            f"{package} is not installed, which codes without loss on {device_type!r}: pip install {package}; or use "
+            "wire='exact' or '4bit' (a publisher: encoding='gaps')",
+            name=package,
+        )
+    return module
+
+
+def coder_of(tensor: Tensor, what: Literal["lossless", "lossless_gradients"]) -> ModuleType:
+    """See `coder_on`: that of the tensor's device."""
+    return coder_on("cuda" if tensor.is_cuda else tensor.device.type, what)
 
 
 def kept(make: Callable[..., R]) -> Callable[..., R]:

@@ -33,8 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from laconic.codec.bits import pack_bits, unpack
-from laconic.codec.fused import kernels_for
+from laconic.codec.fused import coder_of
 from laconic.codec.lossless import UnreadMessage
 
 BLOCK = 256
@@ -82,31 +81,17 @@ def encode(values: Tensor) -> UnreadMessage:
 
     Raises:
         ValueError: the values are not flat, or of another dtype.
+        ModuleNotFoundError: see `coder_on`.
     """
     form, values = _form_of(values), values.contiguous()
     raw = values.view(torch.uint8)
     if not len(raw):
         return UnreadMessage.of(raw)
-    if (kernels := kernels_for(values, "codec.lossless_gradients_triton")) is not None:
-        return UnreadMessage(*kernels.encode(form, values.contiguous()))
-    message = _coded(values, form)
+    coder = coder_of(values, "lossless_gradients")
+    if values.is_cuda:
+        return UnreadMessage(*coder.encode(form, values))
+    message = coder.encode(form, values)
     return UnreadMessage.of(message if len(message) < len(raw) else raw)
-
-
-def _coded(values: Tensor, form: GradientForm) -> Tensor:
-    if (loops := kernels_for(values, "codec.lossless_gradients_numba")) is not None:
-        message: Tensor = loops.encode(form, values)
-        return message
-    exponents, rest = _take_apart(values, form)
-    is_live = (exponents.amax(1) | rest.amax(1)) > 0
-    exponents, rest = exponents[is_live], rest[is_live]
-    tops = _tops(exponents)
-    # exponents above the top wrap around, and are far below it
-    codes = (tops.unsqueeze(1) - exponents).clamp_(max=OUTSIDE)
-    rows = torch.cat([rest, pack_bits(codes.view(-1), 3).view(-1, _CODE_BYTES)], dim=1)
-    all_tops = torch.zeros_like(is_live, dtype=torch.uint8)
-    all_tops[is_live] = tops
-    return torch.cat([all_tops, rows.view(-1), exponents[codes == OUTSIDE]])
 
 
 def decode(message: Tensor, out: Tensor) -> None:
@@ -123,33 +108,9 @@ def decode(message: Tensor, out: Tensor) -> None:
     if len(message) == len(raw):
         raw.copy_(message)
         return
-    num_blocks = -(-len(out) // BLOCK)
-    _check_sizes(num_blocks <= len(message) < len(raw))
-    if (kernels := kernels_for(out, "codec.lossless_gradients_triton")) is not None:
-        kernels.decode(form, message, out)
-        return
-    if (loops := kernels_for(out, "codec.lossless_gradients_numba")) is not None:
-        _check_sizes(loops.decode(form, message, out))
-        return
-    tops, body = message[:num_blocks], message[num_blocks:]
-    is_live = tops > 0
-    num_bytes = int(is_live.sum()) * form.row_bytes
-    _check_sizes(num_bytes <= len(body))
-    rows, outside = body[:num_bytes].view(-1, form.row_bytes), body[num_bytes:]
-    codes = unpack(rows[:, form.rest_bytes :].reshape(-1), 3).view(-1, BLOCK)
-    is_outside = codes == OUTSIDE
-    _check_sizes(len(outside) == int(is_outside.sum()))
-    exponents = tops[is_live].unsqueeze(1) - codes
-    exponents.masked_scatter_(is_outside, outside)
-    if len(rows) < num_blocks:
-        exponents, rows = (_among_zeros(each, is_live) for each in (exponents, rows))
-    _put_together(exponents, rows[:, : form.rest_bytes], form, out)
-
-
-def _among_zeros(rows: Tensor, is_live: Tensor) -> Tensor:
-    whole = rows.new_zeros(len(is_live), rows.shape[1])
-    whole[is_live] = rows
-    return whole
+    _check_sizes(-(-len(out) // BLOCK) <= len(message) < len(raw))
+    fits = coder_of(out, "lossless_gradients").decode(form, message, out)
+    _check_sizes(out.is_cuda or fits)
 
 
 def _form_of(values: Tensor) -> GradientForm:
@@ -167,46 +128,3 @@ def _check_sizes(agree: bool) -> None:
             "a message of lossless gradients does not have the size that follows from its blocks: it is damaged, or "
             "ranks do not run the same program"
         )
-
-
-# -- values as exponents, and all other bits ---------------------------------------------------------------------------
-
-
-def _take_apart(values: Tensor, form: GradientForm) -> tuple[Tensor, Tensor]:
-    """The exponents, (b, BLOCK), and signs and mantissas, (b, rest_bytes), both uint8, of values in blocks."""
-    missing = -len(values) % BLOCK
-    if missing:
-        values = torch.cat([values, values[-1:].expand(missing)])
-    halves = values.contiguous().view(torch.int16).view(len(values), -1)
-    upper = halves[:, -1]
-    turned = (upper << 1) - (upper >> 15)  # the exponent, the mantissa, and the sign as the lowest bit
-    octets = turned.view(torch.uint8).view(-1, 2)
-    exponents, rest = octets[:, 1], [octets[:, 0].reshape(-1, BLOCK)]
-    if form.extra_bits:
-        rest.append(pack_bits(exponents & 7, 3).view(-1, _CODE_BYTES))
-        exponents = exponents >> form.extra_bits
-    if form.tail_bytes:
-        rest.append(halves[:, 0].contiguous().view(torch.uint8).view(-1, form.tail_bytes * BLOCK))
-    return exponents.reshape(-1, BLOCK), torch.cat(rest, dim=1) if len(rest) > 1 else rest[0]
-
-
-def _put_together(exponents: Tensor, rest: Tensor, form: GradientForm, out: Tensor) -> None:
-    """The reverse of `_take_apart`, for as many values as `out` has."""
-    octets = exponents.new_empty(exponents.numel(), 2)
-    octets[:, 0].view(-1, BLOCK).copy_(rest[:, :BLOCK])
-    octets[:, 1].view(-1, BLOCK).copy_(exponents)
-    if form.extra_bits:
-        extra = unpack(rest[:, BLOCK:].reshape(-1), 3)
-        octets[:, 1] = (octets[:, 1] << form.extra_bits) | extra
-    turned = octets.view(torch.int16).view(-1)[: len(out)]
-    halves = out.view(torch.int16).view(len(out), -1)
-    torch.bitwise_or((turned >> 1) & 0x7FFF, turned << 15, out=halves[:, -1])
-    if form.tail_bytes:
-        halves[:, 0] = rest[:, BLOCK:].clone().view(-1).view(torch.int16)[: len(out)]
-
-
-def _tops(exponents: Tensor) -> Tensor:
-    """The top of each block's window, (b,), uint8: three above the mean, but not above all."""
-    middle = (exponents.sum(1, dtype=torch.int32) + BLOCK // 2) // BLOCK
-    tops = torch.minimum(middle + OUTSIDE // 2, exponents.amax(1)).clamp_(min=LOWEST_TOP)
-    return tops.to(torch.uint8)

@@ -1,7 +1,4 @@
-"""Lossless gradients on a CPU, compiled by numba: a block is a few loops over its values.
-
-Messages have the bytes of the plain chain in codec/lossless_gradients.py, and so have values.
-"""
+"""Lossless gradients on a CPU, compiled by numba: a block is a few loops over its values."""
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
 # numba types the functions that it compiles
@@ -22,7 +19,10 @@ _compiled = compiled(repr((BLOCK, OUTSIDE, LOWEST_TOP)).encode())
 
 
 def encode(form: GradientForm, values: Tensor) -> Tensor:
-    """See `lossless_gradients.encode`: a message that may be longer than the values."""
+    """See `lossless_gradients.encode`: a message that may be longer than the values.
+
+    Reference: tests/reference/lossless_gradients.py.
+    """
     num_blocks = -(-len(values) // BLOCK)
     message = np.empty(num_blocks * (1 + form.row_bytes + BLOCK), np.uint8)
     outside = np.empty(num_blocks * BLOCK, np.uint8)

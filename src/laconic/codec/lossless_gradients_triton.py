@@ -1,6 +1,6 @@
 """Lossless gradients in few kernels of triton: a program has some blocks of values, and writes or reads their rows.
 
-Messages have the bytes of the plain chain in codec/lossless_gradients.py, and so have values.
+Messages have the bytes of those of codec/lossless_gradients_numba.py, and so have values.
 
 [Note: Kernels of lossless gradients]
 Where a row begins depends on the blocks of zeros before it, and where exponents outside of windows begin depends on all

@@ -1,13 +1,13 @@
 """Lossless differences on a CPU, compiled by numba: each tile is a few loops over its values.
 
-Payloads have the bytes of the plain chain in codec/lossless.py, and so have values; an error is found where it finds
-one. The chain takes some fifty operations on all values, each of which reads and writes memory; these loops keep a tile
-in the caches of a processor and take a twentieth of the time. They hold no lock of Python.
+These loops keep a tile in the caches of a processor. They hold no lock of Python. Payloads are those of the oracle,
+tests/reference/lossless.py.
 
-Work that needs no order is done for a whole tile, in vector instructions: codec/contexts_numba.py says how. The rest is
-left for short loops without branches, as the processor cannot foresee the bits of a payload. To write, four fields are
-put together first, which mostly have at most 64 bits. The values in buckets seldom change, so they are found by bits
-that say which values have a code, 64 in a word. Events cost time, and values do not.
+Work that needs no order is a loop of its own over a tile, in int32: the compiler turns that into vector instructions.
+numba widens sums and products to int64, so each step of these says that it is an int32. The rest is left for short
+loops without branches, as the processor cannot foresee the bits of a payload. To write, four fields are put together
+first, which mostly have at most 64 bits. The values in buckets seldom change, so they are found by bits that say which
+values have a code, 64 in a word. Events cost time, and values do not.
 """
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
@@ -21,11 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laconic.codec import bits_numba, contexts, contexts_numba
+from laconic.codec import bits_numba, contexts
 from laconic.codec.bits_numba import (
     LANES,
     SPARE,
     insert,
+    leading_zeros,
     list_octets,
     list_ones,
     num_ones,
@@ -38,34 +39,17 @@ from laconic.codec.bits_numba import (
     where,
     window,
 )
-from laconic.codec.cells import check_sizes
-from laconic.codec.contexts_numba import (
-    BINS,
-    BLOCK,
-    BLOCKS,
-    CONSTANTS,
-    IDLE,
-    NONE,
-    PREDICT,
-    TILE,
-    choose_entries,
-    find_contexts,
-    find_differences,
-    find_exponents,
-    find_scales,
-    look_up,
-    number,
-    options,
-    prediction,
-    signs,
-    turned,
-)
+from laconic.codec.contexts import BLOCK, CLASSES, IDLE, TILE, head_bytes
 from laconic.codec.loops import array_of, compiled
 from laconic.codec.patterns import PatternForm
 
-_RICE_CODES, _RAW, _BUCKETS = contexts.RICE_CODES, contexts.RAW, contexts.BUCKETS
-_CODE, _FLIP, _LOWEST_BASE = contexts.CODE, contexts.FLIP, contexts.LOWEST_BASE
+_BLOCKS = TILE // BLOCK
+_RICE_CODES, _RAW, _NONE, _BUCKETS = contexts.RICE_CODES, contexts.RAW, contexts.NONE, contexts.BUCKETS
+_CODE, _FLIP = contexts.CODE, contexts.FLIP
+_LOWEST_BASE, _MAX_LEVEL = contexts.LOWEST_BASE, contexts.MAX_LEVEL
+_STEP_BITS, _MAX_STEP = contexts.STEP_BITS, contexts.MAX_STEP
 _MAX_QUOTIENT, _MAX_EVENTS = contexts.MAX_QUOTIENT, contexts.MAX_EVENTS
+_CODES = np.array(contexts.CODES, dtype=np.uint8)
 _SIZES, _BITS = len(contexts.BUCKET_BITS), np.array(contexts.BUCKET_BITS, dtype=np.int64)
 _IS_SIZE = np.isin(np.arange(_CODE + 1) - _BUCKETS, _BITS)
 """Of each code."""
@@ -74,74 +58,43 @@ _MOST_UNARY_BITS = 1 << 16  # of a tile, as its head can say
 _JOINED = 4  # fields that are put together
 _WIDTH, _UNARY = 16, 21  # the lowest bits of a value's parts, see `_code`
 
-_compiled = compiled(CONSTANTS, *(inspect.getsource(each).encode() for each in (bits_numba, contexts_numba)))
+_constants = repr([(name, value) for name, value in sorted(vars(contexts).items()) if isinstance(value, int | tuple)])
+_compiled = compiled(_constants.encode(), inspect.getsource(bits_numba).encode())
 
 
-def encode(form: PatternForm, held: Tensor, new: Tensor, last: Tensor | None) -> Tensor:
-    """The payload of differences, (bytes,), uint8, which may be longer than the new values.
-
-    Shapes: held and new (n,), last (n,), int8.
-    """
-    olds, news, lasts, numel = _patterns(form, held), _patterns(form, new), _lasts(last), form.numel(held)
-    levels, base, sizes, blocks = _tiles(numel)
-    counts = np.zeros((1 if last is None else 2, (IDLE + 1) * BINS), np.int32)
-    find_scales(olds, news, lasts, contexts.sample_stride(len(base)), *_form(form), levels, base, counts)
-    table, (entries, costs, defaults) = np.empty(IDLE, np.uint8), options(form.bits)
-    choose_entries(counts, entries, costs, defaults, table)
-    num_sent = int(np.count_nonzero(table != defaults))
-    head_words = (5 * len(base) + (blocks + 1) // 2 + IDLE // 8 + num_sent + 3) // 4
+def encode(form: PatternForm, held: Tensor, new: Tensor) -> Tensor:
+    """The payload of differences, (bytes,), uint8, which may be longer than the new values. Shapes: (n,) each."""
+    olds, news, numel = array_of(form.patterns(held)), array_of(form.patterns(new)), len(held)
+    (levels, base, sizes), head_words = _tiles(numel), (head_bytes(numel) + 3) // 4
     words = np.empty(head_words + len(base) * (TILE * form.bits // 32), np.uint32)
-    num_words = _write(olds, news, lasts, *_form(form), levels, base, table, words[head_words:], sizes)
+    num_words = _write(olds, news, *_form(form), _CODES, levels, base, words[head_words:], sizes)
     octets = words[: head_words + num_words].view(np.uint8)
-    _write_head(sizes, base, levels[:blocks], table, defaults, octets[: 4 * head_words])
+    _write_head(sizes, base, levels[: -(-numel // BLOCK)], octets[: 4 * head_words])
     return torch.from_numpy(octets)
 
 
-def decode(form: PatternForm, held: Tensor, payload: Tensor, last: Tensor | None) -> Tensor:
-    """The new patterns, (n,), int16.
+def decode(form: PatternForm, held: Tensor, payload: Tensor) -> Tensor | None:
+    """The new patterns, (n,), int16; None if the sizes in the payload do not fit the held values.
 
-    Shapes: held (n,), last (n,), int8; payload (bytes,), uint8: whole words, with at least the known parts of a head.
-
-    Raises:
-        ValueError: the sizes in the payload do not fit the held values.
+    Shapes: held (n,); payload (bytes,), uint8: whole words, with at least the known parts of a head.
     """
-    num_words, new = len(payload) // 4, torch.empty(form.numel(held), dtype=torch.int16)
+    num_words, new = len(payload) // 4, torch.empty(len(held), dtype=torch.int16)
     words = np.zeros(num_words + SPARE, np.uint32)
     octets = words[:num_words].view(np.uint8)
     octets[:] = array_of(payload)
-    levels, base, sizes, blocks = _tiles(len(new))
-    table, (_, _, defaults) = np.empty(IDLE, np.uint8), options(form.bits)
-    head_words = _read_head(octets, defaults, sizes, base, levels[:blocks], table)
-    check_sizes(head_words is not None and num_words == head_words + sizes[:, 1].sum())
-    olds, runs = _patterns(form, held), words[head_words:]
-    check_sizes(_read(olds, _lasts(last), *_form(form), levels, base, table, runs, sizes, array_of(new)))
-    return new
+    levels, base, sizes = _tiles(len(new))
+    table = np.empty(CLASSES, np.uint8)
+    head_words = _read_head(octets, sizes, base, levels[: -(-len(new) // BLOCK)], table)
+    if head_words is None or num_words != head_words + sizes[:, 1].sum():
+        return None
+    olds, runs = array_of(form.patterns(held)), words[head_words:]
+    return new if _read(olds, *_form(form), levels, base, table, runs, sizes, array_of(new)) else None
 
 
-def moved_ulps(form: PatternForm, held: Tensor, new: Tensor) -> Tensor:
-    """See `lossless.last_difference`."""
-    last = torch.empty(form.numel(held), dtype=torch.int8)
-    contexts_numba.write_last_difference(_patterns(form, held), _patterns(form, new), *_form(form), array_of(last))
-    return last
-
-
-def _tiles(numel: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Room for the levels of all tiles' blocks, zeros, their bases and their sizes; and the number of blocks."""
+def _tiles(numel: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Room for the levels of all tiles' blocks, zeros, their bases and their sizes."""
     tiles = -(-numel // TILE)
-    return (
-        np.zeros(tiles * BLOCKS, np.int32),
-        np.empty(tiles, np.int32),
-        np.empty((tiles, 2), np.int64),
-        -(-numel // BLOCK),
-    )
-
-
-def _patterns(form: PatternForm, values: Tensor) -> np.ndarray:
-    return array_of(form.patterns(values).to(torch.int16))
-
-
-def _lasts(last: Tensor | None) -> np.ndarray:
-    return np.empty(0, np.int8) if last is None else array_of(last)
+    return np.zeros(tiles * _BLOCKS, np.int32), np.empty(tiles, np.int32), np.empty((tiles, 2), np.int64)
 
 
 def _form(form: PatternForm) -> tuple[int, np.int32]:
@@ -153,15 +106,98 @@ def _num_buckets(num_values, m):
     return (num_values + ((1 << m) - 1)) >> m
 
 
+# -- what both sides know ----------------------------------------------------------------------------------------------
+
+
+@_compiled
+def signs(bits, mantissa):
+    """The place of a pattern's sign, and the bits that a sign turns over: [Note: Numbers in the order of values]."""
+    return np.int32(bits - 1), np.int32((1 << (bits - 1)) - 1 if mantissa >= 0 else 0)
+
+
+@_compiled
+def number(pattern, sign, half):
+    """The number of a pattern, and the reverse. See `signs`."""
+    return np.int32(pattern ^ np.int32(right(pattern, sign) & half))
+
+
+@_compiled
+def find_exponents(patterns, bits, mantissa, exponents):
+    """The exponents of a tile's patterns; that of zeros fills it up."""
+    if mantissa < 0:
+        exponents[:] = 1
+        return
+    mask = np.int32((1 << (bits - 1 - mantissa)) - 1)
+    for i in range(len(patterns)):
+        exponents[i] = max(np.int32(right(patterns[i], mantissa) & mask), np.int32(1))
+    exponents[len(patterns) :] = 1
+
+
+@_compiled
+def find_contexts(exponents, levels, base, num, context):
+    """The context of each of the `num` values of a tile whose blocks have these levels; idle ones fill it up."""
+    most = np.int32(CLASSES - 1)
+    for block in range(_BLOCKS):
+        of_block = context[block * BLOCK : (block + 1) * BLOCK]
+        if levels[block] == 0:
+            of_block[:] = IDLE
+            continue
+        own, scale = exponents[block * BLOCK : (block + 1) * BLOCK], np.int32(levels[block] + base)
+        for i in range(BLOCK):
+            of_block[i] = min(max(np.int32(scale - own[i]), np.int32(0)), most)
+    context[num:] = IDLE
+
+
+@_compiled
+def _look_up(context, table, entries):
+    """The entry of each value of a tile by its context. Idle values have NONE."""
+    lowest, highest = np.uint8(IDLE), np.uint8(0)
+    for i in range(TILE):
+        lowest = min(lowest, context[i])
+        highest = max(highest, context[i] if context[i] < IDLE else np.uint8(0))
+    for i in range(TILE):
+        entries[i] = np.uint8(_NONE) if context[i] == IDLE else np.uint8(0)
+    for each in range(lowest, highest + 1):  # some ten: to compare all with each takes less time
+        own, entry = np.uint8(each), table[each]
+        for i in range(TILE):
+            entries[i] |= entry if context[i] == own else np.uint8(0)
+
+
+@_compiled
+def find_differences(held, new, bits, mantissa, moved):
+    """The differences of a tile; zeros fill it up."""
+    sign, half = signs(bits, mantissa)
+    for i in range(len(held)):
+        old, fresh = np.int32(held[i]), np.int32(new[i])
+        moved[i] = number(fresh, sign, half) - number(old, sign, half)
+    moved[len(held) :] = 0
+
+
 # -- encode ------------------------------------------------------------------------------------------------------------
 
 
 @_compiled
-def _take_off(entries, last, moved):
-    """Take predictions off the differences of a tile whose entries say so."""
-    for i in range(len(last)):
-        predicts = np.int32(entries[i] // PREDICT)
-        moved[i] = np.int32(moved[i] - np.int32(predicts * prediction(last[i])))
+def find_scales(exponents, moved, levels):
+    """Find the levels of a tile's blocks; its base."""
+    scales, highest = np.empty(_BLOCKS, np.int32), _LOWEST_BASE
+    for block in range(_BLOCKS):
+        own, of_own = moved[block * BLOCK : (block + 1) * BLOCK], exponents[block * BLOCK : (block + 1) * BLOCK]
+        top, changed, total = np.int32(0), np.int32(0), np.int32(0)
+        for i in range(BLOCK):
+            top = max(top, np.int32(of_own[i]))
+            changed |= own[i]
+        levels[block] = changed != 0
+        if changed:
+            for i in range(BLOCK):
+                below = min(np.int32(top - of_own[i]), np.int32(30))
+                total = np.int32(total + min(right(abs(own[i]) << _STEP_BITS, below), np.int32(_MAX_STEP)))
+            scales[block] = top - _STEP_BITS + 32 - leading_zeros(total)
+            highest = max(highest, scales[block])
+    base = min(max(highest - _MAX_LEVEL, _LOWEST_BASE), _LOWEST_BASE + 255)
+    for block in range(_BLOCKS):
+        if levels[block]:
+            levels[block] = min(max(scales[block] - base, 1), _MAX_LEVEL)
+    return base
 
 
 @_compiled
@@ -173,11 +209,9 @@ def _code(moved, entries, new, bits, coded):
     mask, whole = np.int32((1 << bits) - 1), np.int32(bits)
     unary_bits, field_bits, codes = np.int32(0), np.int32(0), np.int32(0)
     for i in range(len(new)):
-        entry, value, pattern = np.int32(entries[i]), moved[i], np.int32(new[i] & mask)
-        code = np.int32(entry & _CODE)
+        code, value, pattern = np.int32(entries[i]), np.int32(-moved[i]), np.int32(new[i] & mask)
         is_rice = code < _RICE_CODES
         low = code if is_rice else np.int32(0)
-        value = value if entry & _FLIP else np.int32(-value)
         zigzag = np.int32(np.int32(value << 1) ^ np.int32(value >> 31))
         # in a bucket, the smaller zigzag number of a value with as many events as mean that its pattern follows
         limit = np.int32(np.int32(_MAX_QUOTIENT) << low) if is_rice else np.int32(2 * _MAX_EVENTS - 1)
@@ -276,8 +310,11 @@ def _put_buckets(run, end, num_values, num_events, zeros, events):
 
 
 @_compiled
-def _write(held, new, last, bits, mantissa, levels, base, table, words, sizes):
-    """Write the runs of all tiles, and for each the bits of unary numbers and its words; the number of all words."""
+def _write(held, new, bits, mantissa, table, levels, base, words, sizes):
+    """Find the scales of all tiles, and write their runs; the number of all words.
+
+    `sizes` gets for each tile the bits of its unary numbers and its words.
+    """
     exponents, context, entries = np.empty(TILE, np.uint8), np.empty(TILE, np.uint8), np.empty(TILE, np.uint8)
     moved, coded, changes = np.empty(TILE, np.int32), np.empty(TILE, np.int32), np.empty(TILE, np.uint8)
     joined, widths = np.empty(TILE // _JOINED, np.uint64), np.empty(TILE // _JOINED, np.uint8)
@@ -286,15 +323,15 @@ def _write(held, new, last, bits, mantissa, levels, base, table, words, sizes):
     run, num_words = np.empty(2 * _MOST_WORDS, np.uint64), 0
     for tile in range(len(base)):
         first, behind = tile * TILE, min((tile + 1) * TILE, len(held))
-        own, past, own_levels = new[first:behind], last[first:behind], levels[tile * BLOCKS : (tile + 1) * BLOCKS]
+        own, own_levels = new[first:behind], levels[tile * _BLOCKS : (tile + 1) * _BLOCKS]
         sizes[tile, 0] = sizes[tile, 1] = 0
+        find_differences(held[first:behind], own, bits, mantissa, moved)
+        find_exponents(held[first:behind], bits, mantissa, exponents)
+        base[tile] = find_scales(exponents, moved, own_levels)
         if not own_levels.any():
             continue
-        find_differences(held[first:behind], own, past, bits, mantissa, moved)
-        find_exponents(held[first:behind], bits, mantissa, exponents)
-        find_contexts(exponents, own_levels, base[tile], past, len(own), context)
-        look_up(context, table, len(past) > 0, entries)
-        _take_off(entries, past, moved)
+        find_contexts(exponents, own_levels, base[tile], len(own), context)
+        _look_up(context, table, entries)
         unary_bits, field_bits, has_buckets = _code(moved, entries, own, bits, coded)
         if has_buckets:
             _collect(entries, moved, changes, num_values, num_events, zeros, events)
@@ -319,8 +356,8 @@ def _write(held, new, last, bits, mantissa, levels, base, table, words, sizes):
 
 
 @_compiled
-def _write_head(sizes, base, levels, table, defaults, head):
-    """Write the head of a payload: [Note: Codes that decode in parallel]."""
+def _write_head(sizes, base, levels, head):
+    """Write the head of a payload, which names no code: [Note: Codes that decode in parallel]."""
     head[:] = 0
     at = 0
     for tile in range(len(sizes)):
@@ -332,20 +369,13 @@ def _write_head(sizes, base, levels, table, defaults, head):
         at += 1
     for block in range(len(levels)):
         head[at + (block >> 1)] |= levels[block] << 4 * (block & 1)
-    is_sent = at + ((len(levels) + 1) >> 1)
-    at = is_sent + IDLE // 8
-    for context in range(IDLE):
-        if table[context] != defaults[context]:
-            head[is_sent + (context >> 3)] |= 1 << (context & 7)
-            head[at] = table[context]
-            at += 1
 
 
 # -- decode ------------------------------------------------------------------------------------------------------------
 
 
 @_compiled
-def _read_head(payload, defaults, sizes, base, levels, table):
+def _read_head(payload, sizes, base, levels, table):
     """Read the head of a payload; its words, or None if it is cut short."""
     at = 0
     for tile in range(len(sizes)):
@@ -357,11 +387,11 @@ def _read_head(payload, defaults, sizes, base, levels, table):
         at += 1
     for block in range(len(levels)):
         levels[block] = (payload[at + (block >> 1)] >> 4 * (block & 1)) & 15
-    is_sent = at + ((len(levels) + 1) >> 1)
-    at = is_sent + IDLE // 8
-    for context in range(IDLE):
-        table[context] = defaults[context]
-        if (payload[is_sent + (context >> 3)] >> (context & 7)) & 1:
+    is_named = at + ((len(levels) + 1) >> 1)
+    at = is_named + CLASSES
+    for context in range(CLASSES):
+        table[context] = _CODES[context]
+        if payload[is_named + context]:
             if at == len(payload):
                 return None
             table[context] = _known(payload[at])
@@ -374,8 +404,8 @@ def _known(entry):
     """An entry of a table, without what means nothing: buckets have no other bits, and no unknown sizes."""
     code = entry & _CODE
     if code >= _BUCKETS:
-        return np.uint8(code if _IS_SIZE[code] else NONE)
-    return np.uint8(entry & (_CODE | _FLIP | PREDICT))
+        return np.uint8(code if _IS_SIZE[code] else _NONE)
+    return np.uint8(entry & (_CODE | _FLIP))
 
 
 @_compiled
@@ -498,8 +528,8 @@ def _read_fields(words, at, num_bits, widths, places, fields):
 
 
 @_compiled
-def _turn(entries, quotients, fields, last, moved):
-    """Find the differences of values with Rice codes, and count those of all in the direction of numbers."""
+def _turn(entries, quotients, fields, moved):
+    """Find the differences of values with Rice codes."""
     for i in range(TILE):
         entry = np.int32(entries[i])
         low = np.int32(entry & 15)
@@ -507,10 +537,6 @@ def _turn(entries, quotients, fields, last, moved):
         value = np.int32(np.int32(zigzag >> 1) ^ np.int32(-np.int32(zigzag & 1)))
         value = value if entry & _FLIP else np.int32(-value)
         moved[i] = value if np.int32(entry & _CODE) < _RICE_CODES else moved[i]
-    for i in range(len(last)):
-        entry = np.int32(entries[i])
-        predicts = np.int32(entry // PREDICT) if np.int32(entry & _CODE) < _RICE_CODES else np.int32(0)
-        moved[i] = turned(np.int32(moved[i] + np.int32(predicts * prediction(last[i]))), last[i])
 
 
 @_compiled
@@ -524,7 +550,7 @@ def _move(held, moved, quotients, fields, bits, mantissa, new):
 
 
 @_compiled
-def _read(held, last, bits, mantissa, levels, base, table, words, sizes, new):
+def _read(held, bits, mantissa, levels, base, table, words, sizes, new):
     """Read the new patterns of all tiles; whether all sizes agree. SPARE words lie behind those of all tiles."""
     exponents, context, entries = np.empty(TILE, np.uint8), np.empty(TILE, np.uint8), np.empty(TILE, np.uint8)
     quotients, widths, fields = np.empty(TILE, np.int32), np.empty(TILE, np.uint8), np.empty(TILE, np.int32)
@@ -534,7 +560,7 @@ def _read(held, last, bits, mantissa, levels, base, table, words, sizes, new):
     first_word = 0
     for tile in range(len(base)):
         first, behind = tile * TILE, min((tile + 1) * TILE, len(held))
-        own, past, own_levels = held[first:behind], last[first:behind], levels[tile * BLOCKS : (tile + 1) * BLOCKS]
+        own, own_levels = held[first:behind], levels[tile * _BLOCKS : (tile + 1) * _BLOCKS]
         unary_bits, num_words = sizes[tile, 0], sizes[tile, 1]
         run = words[first_word : first_word + num_words + SPARE]
         first_word += num_words
@@ -546,11 +572,11 @@ def _read(held, last, bits, mantissa, levels, base, table, words, sizes, new):
             new[first:behind] = own
             continue
         if unary_bits == 0:  # patterns
-            entries[: len(own)], entries[len(own) :] = _RAW, NONE
+            entries[: len(own)], entries[len(own) :] = _RAW, _NONE
         else:
             find_exponents(own, bits, mantissa, exponents)
-            find_contexts(exponents, own_levels, base[tile], past, len(own), context)
-            look_up(context, table, len(past) > 0, entries)
+            find_contexts(exponents, own_levels, base[tile], len(own), context)
+            _look_up(context, table, entries)
         num_rice, codes = 0, np.uint8(0)
         for i in range(TILE):
             num_rice += entries[i] & _CODE < _RICE_CODES
@@ -567,6 +593,6 @@ def _read(held, last, bits, mantissa, levels, base, table, words, sizes, new):
         if at < 0 or (at + field_bits + 31) >> 5 != num_words:
             return False
         _read_fields(run, np.uint64(at), field_bits, widths, places, fields)
-        _turn(entries, quotients, fields, past, moved)
+        _turn(entries, quotients, fields, moved)
         _move(own, moved, quotients, fields, bits, mantissa, new[first:behind])
     return True

@@ -1,22 +1,16 @@
 """Lossless differences in few kernels of triton: each tile is one program, which reads its values once.
 
-Payloads have the bytes of the plain chain in codec/lossless.py, and so have values.
+Payloads have the bytes of those of codec/lossless_numba.py, and so have values.
 
 [Note: Lossless kernels]
-To encode takes three kernels over values and one over a table. `_sample` counts the differences of some tiles by
-context, `_choose` finds the code of each context, and `_write` writes the run of each tile to a scratch place of the
-length that patterns have, which no run exceeds. The last of its programs to finish adds up the lengths of runs, and
-writes the rest of the head. `_gather` moves the runs together, into memory of the length that the new values have. So
-the host need not know how long a payload is.
+To encode takes two kernels. `_write` writes the run of each tile to a scratch place of the length that patterns have,
+which no run exceeds. The last of its programs to finish adds up the lengths of runs. `_gather` moves the runs together,
+into memory of the length that the new values have. So the host need not know how long a payload is.
 
 Each program adds one to a counter at its end, and the one that finds all others there is the last: `_is_last`. A
 barrier puts the stores of all its threads before the addition, which releases them to the whole GPU. The last addition
 acquires what all others have released, and a barrier puts the loads of all threads after it. No program waits for
 another, so they may run in any order.
-
-The last program of `_sample` could choose the codes in the same way, but alone. In the code for an H100 that is 62,000
-instructions for each of four schedulers, 35 us at one a cycle. Six programs of `_choose` have 11,000 each, 6 us, and
-run at the same time. Another launch costs the GPU less than the difference, so `_choose` is a kernel.
 
 To decode takes one kernel over tables, `_find`, and one over values, `_read`. Unary numbers are found by a running sum
 over the bits of a run: the place of each one goes to a scratch place of its index. Events of buckets are added to
@@ -32,6 +26,7 @@ barrier of their own. But for the lengths of runs, no program reads what another
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -44,14 +39,14 @@ from laconic.codec.patterns import PatternForm
 
 NUM_WARPS = 16
 _TABLE_WARPS = 4
+_ALIGNMENT = 16  # of addresses for which triton compiles no other kernel
 _TILE: tl.constexpr = tl.constexpr(contexts.TILE)
 _BLOCK: tl.constexpr = tl.constexpr(contexts.BLOCK)
 _BLOCKS: tl.constexpr = tl.constexpr(contexts.TILE // contexts.BLOCK)
 _CLASSES: tl.constexpr = tl.constexpr(contexts.CLASSES)
-_RANKS: tl.constexpr = tl.constexpr(contexts.RANKS)
 _IDLE: tl.constexpr = tl.constexpr(contexts.IDLE)
-_CONTEXTS: tl.constexpr = tl.constexpr(256)
-"""A power of two that is no less than _IDLE."""
+_CONTEXTS: tl.constexpr = tl.constexpr(32)
+"""A power of two that is no less than _CLASSES."""
 _RICE_CODES: tl.constexpr = tl.constexpr(contexts.RICE_CODES)
 _RAW: tl.constexpr = tl.constexpr(contexts.RAW)
 _NONE: tl.constexpr = tl.constexpr(contexts.NONE)
@@ -63,113 +58,88 @@ _MAX_LEVEL: tl.constexpr = tl.constexpr(contexts.MAX_LEVEL)
 _LOWEST_BASE: tl.constexpr = tl.constexpr(contexts.LOWEST_BASE)
 _STEP_BITS: tl.constexpr = tl.constexpr(contexts.STEP_BITS)
 _MAX_STEP: tl.constexpr = tl.constexpr(contexts.MAX_STEP)
-_EXACT_BINS: tl.constexpr = tl.constexpr(contexts.EXACT_BINS)
-_EXACT_BITS: tl.constexpr = tl.constexpr(contexts.EXACT_BINS.bit_length())
-_BINS: tl.constexpr = tl.constexpr(contexts.BINS)
-_OPTIONS: tl.constexpr = tl.constexpr(64)
-"""A power of two that is no less than the number of codes to choose from."""
 _GROUP: tl.constexpr = tl.constexpr(8)
 """The neighbours whose fields are put together before they are written."""
-_ROWS: tl.constexpr = tl.constexpr(32)
-"""The contexts of a program of `_choose`."""
 _CHUNK: tl.constexpr = tl.constexpr(2048)
 """The bits, words or tiles that are looked at together."""
 assert contexts.BUCKET_BITS == (1, 2, 3, 4, 6, 8, 10), "kernels compute them: _bucket_bits"
 
 
-def encode(form: PatternForm, held: Tensor, new: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor]:
+def encode(form: PatternForm, held: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     """The payload of differences, or the new values if it is no shorter, and its length. See `lossless.encode`.
 
-    Shapes: held and new (n,), contiguous, on CUDA; last (n,), int8 -> (bytes of new,), uint8, of which the payload is
-        the first part, and (1,), int32, the bytes of the payload. The host reads nothing.
+    Shapes: held and new (n,), contiguous, on CUDA -> (bytes of new,), uint8, of which the payload is the first part,
+        and (1,), int32, the bytes of the payload. The host reads nothing.
     """
-    numel, device = form.numel(held), held.device
-    num_tiles = triton.cdiv(numel, contexts.TILE)
-    own, known = constants_of_form(form, last is not None), head_bytes(numel)
-    old, fresh = _patterns(held), _patterns(new)
-    past = old if last is None else last
-    entries, costs = contexts.options_of(form.bits, device)
-    defaults = contexts.defaults(device)
-    stride = contexts.sample_stride(num_tiles)
-    # two histograms, and the number of programs of `_write` that are done
-    counts = torch.zeros(2 * contexts.IDLE * contexts.BINS + 1, dtype=torch.int32, device=device)
-    _sample[(triton.cdiv(num_tiles, stride),)](old, fresh, past, counts, numel, stride, **own, num_warps=NUM_WARPS)
-    table = torch.empty(contexts.IDLE, dtype=torch.uint8, device=device)
-    _choose[(contexts.IDLE // _ROWS.value,)](
-        counts, entries, costs, defaults, table, len(entries), RARE=contexts.RARE, RICE_OPTIONS=2 * contexts.RICE_CODES,
-        USES_LAST=last is not None, num_warps=_TABLE_WARPS,
-    )  # fmt: skip
-    head = torch.empty(known + contexts.IDLE + 3, dtype=torch.uint8, device=device)
-    sizes, most_words = head[: 4 * num_tiles].view(torch.int16), triton.cdiv(contexts.TILE * form.bits, 32)
-    begins, lengths, words = (
-        torch.empty(size, dtype=torch.int32, device=device) for size in (num_tiles, 2, num_tiles * most_words)
+    numel, device = len(held), held.device
+    num_tiles, most_words = triton.cdiv(numel, contexts.TILE), contexts.TILE * form.bits // 32
+    scratch = torch.zeros(_ALIGNMENT + triton.cdiv(contexts.head_bytes(numel), 4) * 4, dtype=torch.uint8, device=device)
+    num_done, head = scratch[:4].view(torch.int32), scratch[_ALIGNMENT:]
+    sizes = head[: 4 * num_tiles].view(torch.int16)
+    begins, length, words = (
+        torch.empty(size, dtype=torch.int32, device=device) for size in (num_tiles, 1, num_tiles * most_words)
     )
     _write[(num_tiles,)](
-        old, fresh, past, table, defaults, words, sizes, head, begins, lengths, counts, numel,
-        **own, num_warps=NUM_WARPS,
+        _patterns(held), _patterns(new), _codes(device), words, sizes, head, begins, length, num_done, numel,
+        **constants_of_form(form), num_warps=NUM_WARPS,
     )  # fmt: skip
     payload = torch.empty(-(-new.nbytes // 4) * 4, dtype=torch.uint8, device=device)
     payload[: len(head)] = head[: len(payload)]
     _gather[(num_tiles,)](
-        words, sizes, begins, lengths, new.view(torch.uint8), payload, payload.view(torch.int32), new.nbytes,
+        words, sizes, begins, length, new.view(torch.uint8), payload, payload.view(torch.int32), new.nbytes,
         MOST_WORDS=most_words, TILE_BYTES=contexts.TILE * form.bits // 8, num_warps=_TABLE_WARPS,
     )  # fmt: skip
-    return payload[: new.nbytes], lengths[1:]
+    return payload[: new.nbytes], length
 
 
-def decode(form: PatternForm, held: Tensor, payload: Tensor, last: Tensor | None, out: Tensor) -> Tensor:
+def decode(form: PatternForm, held: Tensor, payload: Tensor, out: Tensor) -> Tensor:
     """Decode a payload that is not the new values themselves into `out`, which may be `held`.
 
-    Shapes: held and out (n,), contiguous, on CUDA; payload (4 k,), uint8, no shorter than its head; last (n,), int8 ->
-        (1,), int32: not 0 if the payload is damaged. The host reads nothing.
+    Shapes: held and out (n,), contiguous, on CUDA; payload (4 k,), uint8, no shorter than its head -> (1,), int32: not
+        0 if the payload is damaged. The host reads nothing.
     """
     if payload.storage_offset() % 4:  # words begin at multiples of four bytes
         payload = payload.clone()
-    numel, device = form.numel(held), held.device
-    num_tiles, known = triton.cdiv(numel, contexts.TILE), head_bytes(numel)
-    table = torch.empty(contexts.IDLE, dtype=torch.uint8, device=device)
+    numel, device = len(held), held.device
+    num_tiles = triton.cdiv(numel, contexts.TILE)
+    table = torch.empty(contexts.CLASSES, dtype=torch.uint8, device=device)
     begins, fault = (torch.empty(size, dtype=torch.int32, device=device) for size in (num_tiles, 1))
     _find[(1,)](
-        payload, contexts.defaults(device), table, begins, fault, len(payload), num_tiles, known, num_warps=_TABLE_WARPS
-    )
+        payload, _codes(device), table, begins, fault, len(payload), num_tiles, contexts.head_bytes(numel),
+        num_warps=_TABLE_WARPS,
+    )  # fmt: skip
     numbers = torch.empty(num_tiles * contexts.TILE, dtype=torch.uint8, device=device)
     changes = torch.empty(num_tiles * contexts.TILE // 8, dtype=torch.int32, device=device)
-    old = _patterns(held)
     _read[(num_tiles,)](
-        old, old if last is None else last, payload, payload.view(torch.int32), table, begins, numbers, changes,
+        _patterns(held), payload, payload.view(torch.int32), table, begins, numbers, changes,
         changes.view(torch.uint8), fault, _patterns(out), numel, len(payload) // 4, num_tiles,
-        **constants_of_form(form, last is not None), num_warps=NUM_WARPS,
+        **constants_of_form(form), num_warps=NUM_WARPS,
     )  # fmt: skip
     return fault
 
 
-def constants_of_form(form: PatternForm, uses_last: bool) -> dict[str, Any]:
+def constants_of_form(form: PatternForm) -> dict[str, Any]:
     """The constants of the kernels over values for a form."""
-    mantissa = -1 if form.mantissa_bits is None else form.mantissa_bits
-    return {"BITS": form.bits, "MANTISSA": mantissa, "USES_LAST": uses_last}
-
-
-def head_bytes(numel: int) -> int:
-    """The bytes of a head before the entries of the table."""
-    num_blocks = triton.cdiv(numel, contexts.BLOCK)
-    return 5 * triton.cdiv(numel, contexts.TILE) + triton.cdiv(num_blocks, 2) + contexts.IDLE // 8
+    return {"BITS": form.bits, "MANTISSA": -1 if form.mantissa_bits is None else form.mantissa_bits}
 
 
 def _patterns(values: Tensor) -> Tensor:
-    """The values as whole numbers of as many bits, or two in a byte."""
+    """The values as whole numbers of as many bits."""
     return values.view(torch.int16 if values.element_size() == 2 else torch.int8)
+
+
+@lru_cache
+def _codes(device: torch.device) -> Tensor:
+    """The code of each context, (CLASSES,), uint8."""
+    return torch.tensor(contexts.CODES, dtype=torch.uint8, device=device)
 
 
 # -- what both sides know ----------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _patterns_at(patterns, first, numel, BITS: tl.constexpr, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
+def _patterns_at(patterns, first, numel, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
     """Those of a tile from the value `first` on, zeros beyond the last; a sign fills what is above it."""
-    if BITS == 4:
-        at = first // 2 + tl.arange(0, _TILE // 2)
-        pairs = tl.load(patterns + at, mask=2 * at < numel, other=0).to(tl.int32)
-        return tl.reshape((pairs[:, None] << (28 - 4 * tl.arange(0, 2))[None, :]) >> 28, (_TILE,))
     at = first + tl.arange(0, _TILE)
     pattern = tl.load(patterns + at, mask=at < numel, other=0).to(tl.int32)
     return pattern & 0xFF if MANTISSA < 0 else pattern
@@ -207,26 +177,8 @@ def _by_block(of_blocks):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rank_of(last):  # type: ignore[no-untyped-def]
-    size = tl.abs(last)
-    return tl.where(size > 2, tl.minimum(_bit_length(size) + 1, _RANKS - 1), size)
-
-
-@triton.jit
-def _last_at(last, at, is_own):  # type: ignore[no-untyped-def]
-    return tl.load(last + at, mask=is_own, other=0).to(tl.int32)
-
-
-@triton.jit
-def _prediction_of(last):  # type: ignore[no-untyped-def]
-    return (230 * tl.abs(last) + 128) >> 8
-
-
-@triton.jit
-def _context(exponent, scale, level, past, is_own, USES_LAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    context = tl.minimum(tl.maximum(scale - exponent, 0), _CLASSES - 1) * _RANKS
-    if USES_LAST:
-        context += _rank_of(past)
+def _context(exponent, scale, level, is_own):  # type: ignore[no-untyped-def]
+    context = tl.minimum(tl.maximum(scale - exponent, 0), _CLASSES - 1)
     return tl.where(is_own & (level > 0), context, _IDLE)
 
 
@@ -246,60 +198,6 @@ def _scales(moved, exponent):  # type: ignore[no-untyped-def]
     highest = tl.max(tl.where(is_changed, scale, _LOWEST_BASE), axis=0)
     base = tl.minimum(tl.maximum(highest - _MAX_LEVEL, _LOWEST_BASE), _LOWEST_BASE + 255)
     return tl.where(is_changed, tl.minimum(tl.maximum(scale - base, 1), _MAX_LEVEL), 0), base
-
-
-@triton.jit
-def _bin(value):  # type: ignore[no-untyped-def]
-    size = tl.abs(value)
-    large = 2 * (_bit_length(size) - _EXACT_BITS) + (value < 0).to(tl.int32) + 2 * _EXACT_BINS + 1
-    return tl.where(size > _EXACT_BINS, large, value + _EXACT_BINS)
-
-
-@triton.jit(do_not_specialize=["stride"])
-def _sample(  # type: ignore[no-untyped-def]  # triton types its arguments
-    held, new, last, counts, numel, stride, BITS: tl.constexpr, MANTISSA: tl.constexpr, USES_LAST: tl.constexpr
-):
-    begin = tl.program_id(0) * stride * _TILE
-    at = begin + tl.arange(0, _TILE)
-    is_own = at < numel
-    old, fresh = _patterns_at(held, begin, numel, BITS, MANTISSA), _patterns_at(new, begin, numel, BITS, MANTISSA)
-    moved = _number(fresh, BITS, MANTISSA) - _number(old, BITS, MANTISSA)
-    exponent = _exponent(old, BITS, MANTISSA)
-    level, base = _scales(moved, exponent)
-    past = _last_at(last, at, is_own) if USES_LAST else 0
-    context = _context(exponent, _by_block(level + base), _by_block(level), past, is_own, USES_LAST)
-    if USES_LAST:
-        moved = tl.where(past < 0, -moved, moved)
-        rest = _bin(moved - _prediction_of(past))
-        tl.atomic_add(counts + _IDLE * _BINS + context * _BINS + rest, 1, mask=context < _IDLE, sem="relaxed")
-    tl.atomic_add(counts + context * _BINS + _bin(moved), 1, mask=context < _IDLE, sem="relaxed")
-
-
-@triton.jit
-def _choose(  # type: ignore[no-untyped-def]
-    counts, entries, costs, defaults, table, num_options,
-    RARE: tl.constexpr, RICE_OPTIONS: tl.constexpr, USES_LAST: tl.constexpr,
-):  # fmt: skip
-    context, option = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS), tl.arange(0, _OPTIONS)
-    sums, others = tl.zeros((_ROWS, _OPTIONS), tl.int64), tl.zeros((_ROWS, _OPTIONS), tl.int64)
-    num = tl.zeros((_ROWS,), tl.int32)
-    for index in range(_BINS):
-        cost = tl.load(costs + index * num_options + option, mask=option < num_options, other=1 << 30).to(tl.int64)
-        count = tl.load(counts + context * _BINS + index)
-        num += count
-        sums += count.to(tl.int64)[:, None] * cost[None, :]
-        if USES_LAST:
-            count = tl.load(counts + (_IDLE + context) * _BINS + index)
-            others += count.to(tl.int64)[:, None] * cost[None, :]
-    # the sum and, below it, the option: so the first of the best is the least
-    best = tl.min((sums << 6) + option[None, :], axis=1)
-    entry = tl.load(entries + (best & 63))
-    if USES_LAST:
-        is_rice = (option < RICE_OPTIONS)[None, :]
-        other = tl.min(tl.where(is_rice, (others << 6) + option[None, :], 1 << 62), axis=1)
-        entry = tl.where((other >> 6) < (best >> 6), tl.load(entries + (other & 63)) | 64, entry)
-    entry = tl.where(num < RARE, tl.load(defaults + context), entry)
-    tl.store(table + context, entry.to(tl.uint8))
 
 
 @triton.jit
@@ -324,14 +222,14 @@ def _add_fields(words, value, offset, width, is_own):  # type: ignore[no-untyped
 
 @triton.jit
 def _write(  # type: ignore[no-untyped-def]
-    held, new, last, table, defaults, words, sizes, head, begins, lengths, counts, numel,
-    BITS: tl.constexpr, MANTISSA: tl.constexpr, USES_LAST: tl.constexpr,
+    held, new, codes, words, sizes, head, begins, length, num_done, numel,
+    BITS: tl.constexpr, MANTISSA: tl.constexpr,
 ):  # fmt: skip
     tile, num_tiles, level_bytes = tl.program_id(0), tl.num_programs(0), tl.cdiv(numel, 2 * _BLOCK)
     at = tile * _TILE + tl.arange(0, _TILE)
     is_own = at < numel
-    old = _patterns_at(held, tile * _TILE, numel, BITS, MANTISSA)
-    fresh = _patterns_at(new, tile * _TILE, numel, BITS, MANTISSA)
+    old = _patterns_at(held, tile * _TILE, numel, MANTISSA)
+    fresh = _patterns_at(new, tile * _TILE, numel, MANTISSA)
     moved = _number(fresh, BITS, MANTISSA) - _number(old, BITS, MANTISSA)
     exponent = _exponent(old, BITS, MANTISSA)
     level, base = _scales(moved, exponent)
@@ -340,16 +238,9 @@ def _write(  # type: ignore[no-untyped-def]
     pair = tile * (_BLOCKS // 2) + tl.arange(0, _BLOCKS // 2)
     tl.store(head + 5 * num_tiles + pair, pairs.to(tl.uint8), mask=pair < level_bytes)
 
-    past = _last_at(last, at, is_own) if USES_LAST else 0
-    context = _context(exponent, _by_block(level + base), _by_block(level), past, is_own, USES_LAST)
-    entry = tl.load(table + context, mask=context < _IDLE, other=_NONE).to(tl.int32)
-    code = entry & 31
-    if USES_LAST:
-        moved = tl.where(past < 0, -moved, moved)
-    value = moved
-    if USES_LAST:
-        value -= _prediction_of(past) * ((entry >> 6) & 1)
-    turned = tl.where((entry & 32) != 0, value, -value)
+    context = _context(exponent, _by_block(level + base), _by_block(level), is_own)
+    code = tl.load(codes + context, mask=context < _IDLE, other=_NONE).to(tl.int32)
+    turned = -moved
     zigzag = (turned << 1) ^ (turned >> 31)
     is_rice = code < _RICE_CODES
     quotient = tl.where(is_rice, tl.minimum(zigzag >> code, _MAX_QUOTIENT), 0)
@@ -406,9 +297,9 @@ def _write(  # type: ignore[no-untyped-def]
                 event_at += (total >> 16) * (m + 1)
     width = own_field >> 16
     _add_fields(own, own_field & 0xFFFF, event_at + tl.cumsum(width, axis=0) - width, width, width > 0)
-    if _is_last(counts + 2 * _IDLE * _BINS):
-        known = 5 * num_tiles + level_bytes + _IDLE // 8
-        _lay_out(sizes, table, defaults, head, begins, lengths, num_tiles, known, numel * BITS // 8)
+    if _is_last(num_done):
+        head_words = (5 * num_tiles + level_bytes + _CLASSES + 3) // 4
+        _lay_out(sizes, begins, length, num_tiles, head_words, numel * BITS // 8)
 
 
 @triton.jit
@@ -421,10 +312,10 @@ def _is_last(num_done):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _lay_out(sizes, table, defaults, head, begins, lengths, num_tiles, known, nbytes):  # type: ignore[no-untyped-def]
-    """The begin of each run, the table in the head, and the lengths of head and payload."""
+def _lay_out(sizes, begins, length, num_tiles, head_words, nbytes):  # type: ignore[no-untyped-def]
+    """The word of the payload at which each run begins, and the length of the payload."""
     lane = tl.arange(0, _CHUNK)
-    total = 0
+    total = head_words
     for first in range(0, num_tiles, _CHUNK):
         tile = first + lane
         # others have written it: not from the multiprocessor's own cache
@@ -432,34 +323,22 @@ def _lay_out(sizes, table, defaults, head, begins, lengths, num_tiles, known, nb
         num_words = num_words.to(tl.int32) & 0xFFFF
         tl.store(begins + tile, total + tl.cumsum(num_words, axis=0) - num_words, mask=tile < num_tiles)
         total += tl.sum(num_words, axis=0)
-    context = tl.arange(0, _CONTEXTS)
-    entry = tl.load(table + context, mask=context < _IDLE, other=0).to(tl.int32)
-    is_sent = (entry != tl.load(defaults + context, mask=context < _IDLE, other=0)).to(tl.int32)
-    octet, bit = tl.arange(0, _CONTEXTS // 8), tl.arange(0, 8)
-    octets = tl.sum(tl.reshape(is_sent, (_CONTEXTS // 8, 8)) << bit[None, :], axis=1)
-    tl.store(head + known - _IDLE // 8 + octet, octets.to(tl.uint8), mask=octet < _IDLE // 8)
-    order, num_sent = tl.cumsum(is_sent, axis=0) - 1, tl.sum(is_sent, axis=0)
-    tl.store(head + known + order, entry.to(tl.uint8), mask=is_sent != 0)
-    begin = (known + num_sent + 3) // 4 * 4
-    fill = known + num_sent + bit
-    tl.store(head + fill, tl.zeros_like(bit).to(tl.uint8), mask=fill < begin)
-    tl.store(lengths, begin)
-    tl.store(lengths + 1, tl.minimum(begin + 4 * total, nbytes))
+    tl.store(length, tl.minimum(4 * total, nbytes))
 
 
 @triton.jit(do_not_specialize=["nbytes"], do_not_specialize_on_alignment=["new"])
 def _gather(  # type: ignore[no-untyped-def]
-    words, sizes, begins, lengths, new, out, out_words, nbytes, MOST_WORDS: tl.constexpr, TILE_BYTES: tl.constexpr,
+    words, sizes, begins, length, new, out, out_words, nbytes, MOST_WORDS: tl.constexpr, TILE_BYTES: tl.constexpr,
 ):  # fmt: skip
     """Move the run of a tile behind the head; or its new values, if the payload would be no shorter than those."""
     tile, lane = tl.program_id(0), tl.arange(0, _CHUNK)
-    if tl.load(lengths + 1) >= nbytes:
+    if tl.load(length) >= nbytes:
         for first in range(0, TILE_BYTES, _CHUNK):
             at = tile * TILE_BYTES + first + lane
             tl.store(out + at, tl.load(new + at, mask=at < nbytes, other=0), mask=at < nbytes)
     else:
         num_words = tl.load(sizes + 2 * tile + 1).to(tl.int32) & 0xFFFF
-        own, run = words + tile * MOST_WORDS, out_words + tl.load(lengths) // 4 + tl.load(begins + tile)
+        own, run = words + tile * MOST_WORDS, out_words + tl.load(begins + tile)
         for first in range(0, num_words, _CHUNK):
             is_own = first + lane < num_words
             tl.store(run + first + lane, tl.load(own + first + lane, mask=is_own, other=0), mask=is_own)
@@ -476,16 +355,15 @@ def _size_at(payload, place, is_own):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["nbytes", "num_tiles", "known"], do_not_specialize_on_alignment=["payload"])
-def _find(payload, defaults, table, begins, fault, nbytes, num_tiles, known):  # type: ignore[no-untyped-def]
+def _find(payload, codes, table, begins, fault, nbytes, num_tiles, known):  # type: ignore[no-untyped-def]
     context = tl.arange(0, _CONTEXTS)
-    is_known = context < _IDLE
-    octet = tl.load(payload + known - _IDLE // 8 + (context >> 3), mask=is_known, other=0).to(tl.int32)
-    is_sent = (octet >> (context & 7)) & 1
-    place = known + tl.cumsum(is_sent, axis=0) - 1
-    entry = tl.load(payload + place, mask=(is_sent != 0) & (place < nbytes), other=0).to(tl.int32) & 127
-    entry = tl.where(is_sent != 0, entry, tl.load(defaults + context, mask=is_known, other=0))
+    is_known = context < _CLASSES
+    is_named = (tl.load(payload + known - _CLASSES + context, mask=is_known, other=0) != 0).to(tl.int32)
+    place = known + tl.cumsum(is_named, axis=0) - 1
+    entry = tl.load(payload + place, mask=(is_named != 0) & (place < nbytes), other=0).to(tl.int32) & 63
+    entry = tl.where(is_named != 0, entry, tl.load(codes + context, mask=is_known, other=0))
     tl.store(table + context, entry.to(tl.uint8), mask=is_known)
-    total = (known + tl.sum(is_sent, axis=0) + 3) // 4 * 4
+    total = (known + tl.sum(is_named, axis=0) + 3) // 4 * 4
     lane = tl.arange(0, _CHUNK)
     for first in range(0, num_tiles, _CHUNK):
         tile = first + lane
@@ -535,8 +413,8 @@ def _fields_at(run, offset, width, num_words):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["all_words", "num_tiles"], do_not_specialize_on_alignment=["payload", "payload_words"])
 def _read(  # type: ignore[no-untyped-def]
-    held, last, payload, payload_words, table, begins, numbers, changes, change_bytes, fault, out, numel, all_words,
-    num_tiles, BITS: tl.constexpr, MANTISSA: tl.constexpr, USES_LAST: tl.constexpr,
+    held, payload, payload_words, table, begins, numbers, changes, change_bytes, fault, out, numel, all_words,
+    num_tiles, BITS: tl.constexpr, MANTISSA: tl.constexpr,
 ):  # fmt: skip
     tile, lane = tl.program_id(0), tl.arange(0, _TILE)
     at = tile * _TILE + lane
@@ -562,15 +440,14 @@ def _read(  # type: ignore[no-untyped-def]
     tl.store(own_changes + tl.arange(0, _TILE // 8), tl.full((_TILE // 8,), 0x44444444, tl.int32))
     tl.debug_barrier()
 
-    old = _patterns_at(held, tile * _TILE, numel, BITS, MANTISSA)
+    old = _patterns_at(held, tile * _TILE, numel, MANTISSA)
     block = tile * _BLOCKS + tl.arange(0, _BLOCKS)
     is_block = block * _BLOCK < numel
     level = tl.load(payload + 5 * num_tiles + (block >> 1), mask=is_block, other=0).to(tl.int32)
     level = (level >> (4 * (block & 1))) & 15
     base = tl.load(payload + 4 * num_tiles + tile).to(tl.int32) + _LOWEST_BASE
-    past = _last_at(last, at, is_own) if USES_LAST else 0
     exponent = _exponent(old, BITS, MANTISSA)
-    context = _context(exponent, _by_block(level + base), _by_block(level), past, is_own, USES_LAST)
+    context = _context(exponent, _by_block(level + base), _by_block(level), is_own)
     entry = tl.load(table + context, mask=context < _IDLE, other=_NONE).to(tl.int32)
     entry = tl.where(is_raw, tl.where(is_own, _RAW, _NONE), entry)
     code = entry & 31
@@ -580,8 +457,8 @@ def _read(  # type: ignore[no-untyped-def]
     quotient = tl.load(own_numbers + rank, mask=is_rice & (rank < num_ones), other=0).to(tl.int32)
     num_cells = tl.sum(is_rice.to(tl.int32), axis=0)
     unary_at = num_cells + tl.sum(quotient, axis=0)
-    # registers are few: above the entry, of 7 bits, are the quotient, of 5, the change plus 4, and the last difference
-    entry |= (quotient << 7) | (4 << 12) | (past << 16)
+    # registers are few: above the entry, of 6 bits, are the quotient, of 5, and the change plus 4
+    entry |= (quotient << 6) | (4 << 11)
 
     # the events of buckets: each zero is one
     field_at, slot_at = unary_bits, 0
@@ -618,10 +495,10 @@ def _read(  # type: ignore[no-untyped-def]
             pair = change_bytes + tile * (_TILE // 2) + (slot >> 1)
             # not from the multiprocessor's own cache, which atomic operations pass by
             pair = tl.load(pair, mask=is_member, other=0, cache_modifier=".cg").to(tl.int32)
-            entry += tl.where(is_member, ((pair >> (4 * (slot & 1))) & 15) - 4, 0) << 12
+            entry += tl.where(is_member, ((pair >> (4 * (slot & 1))) & 15) - 4, 0) << 11
             slot_at += count
 
-    quotient, change, past = (entry >> 7) & 31, ((entry >> 12) & 15) - 4, entry >> 16
+    quotient, change = (entry >> 6) & 31, (entry >> 11) - 4
     is_escaped = (quotient >= _MAX_QUOTIENT) | (tl.abs(change) >= _MAX_EVENTS) | (code == _RAW)
     width = tl.where(is_escaped, BITS, tl.where(is_rice, code, 0))
     field = _fields_at(run, field_at + tl.cumsum(width, axis=0) - width, width, most_words)
@@ -632,15 +509,6 @@ def _read(  # type: ignore[no-untyped-def]
     zigzag = tl.where(is_rice, (quotient << code) | field, 0)
     value = (zigzag >> 1) ^ -(zigzag & 1)
     value = tl.where((entry & 32) != 0, value, -value)
-    if USES_LAST:
-        value += _prediction_of(past) * ((entry >> 6) & 1)
     moved = tl.where(is_rice, value, change)
-    if USES_LAST:
-        moved = tl.where(past < 0, -moved, moved)
     pattern = tl.where(is_escaped, field, _number(_number(old, BITS, MANTISSA) + moved, BITS, MANTISSA))
-    if BITS == 4:
-        pattern = tl.sum(tl.reshape(pattern & 15, (_TILE // 2, 2)) << (4 * tl.arange(0, 2))[None, :], axis=1)
-        byte = tile * (_TILE // 2) + tl.arange(0, _TILE // 2)
-        tl.store(out + byte, pattern.to(tl.int8), mask=2 * byte < numel)
-    else:
-        tl.store(out + at, pattern.to(out.dtype.element_ty), mask=is_own)
+    tl.store(out + at, pattern.to(out.dtype.element_ty), mask=is_own)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from laconic.codec.fused import coder_on
 from laconic.publish.changes import bits_of, take_over, taken
 from laconic.publish.digests import added, digest_at, run_digest
 from laconic.publish.encodings import (
@@ -86,6 +87,8 @@ class OwnShares:
         Cost: host memory for the shares in these dtypes, page-locked if a tensor is on an accelerator. There,
             `take` and `compare` need less memory than the largest share takes, and no more than 200 MB.
         """
+        if encoding != "gaps":
+            coder_on("cpu", "lossless")  # which may name a package that is missing
         self._encoding = encoding
         self.shapes = {name: holding.shape for name, holding in holdings.items()}
         self.dtypes = {name: published_dtype(holding.dtype, dtype) for name, holding in holdings.items()}

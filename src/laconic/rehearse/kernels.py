@@ -66,18 +66,17 @@ class LosslessCoder:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
 
-    def encode(self, held: Tensor, new: Tensor, last: Tensor | None = None) -> UnreadMessage:
+    def encode(self, held: Tensor, new: Tensor) -> UnreadMessage:
         """See `lossless.encode_in_pieces`."""
         buffer, length = held.new_empty(new.nbytes, dtype=torch.uint8), held.new_empty(1, dtype=torch.int64)
-        written = [buffer, length, torch.empty_like(new), *([] if last is None else [last])]
+        written = [buffer, length, torch.empty_like(new)]
         _launch(self._machine, _write_message, written, [*_passes(held, new), held, new])
         return UnreadMessage(buffer, length)
 
-    def decode(self, held: Tensor, message: Tensor, last: Tensor | None = None, *, faults: list[Tensor]) -> None:
+    def decode(self, held: Tensor, message: Tensor, *, faults: list[Tensor]) -> None:
         """See `lossless.decode_in_pieces`."""
         fault = held.new_empty(1, dtype=torch.int32)
-        written = [held, fault, *([] if last is None else [last])]
-        _launch(self._machine, _read_message, written, [*_passes(held, held), message])
+        _launch(self._machine, _read_message, [held, fault], [*_passes(held, held), message])
         faults.append(fault)
 
 

@@ -31,7 +31,7 @@ from laconic.rehearse.operations import Inputs, Kind, inputs_of, kind_of, run, s
 from laconic.rehearse.tape import HOST
 from laconic.rehearse.threads import threads_of
 from laconic.rehearse.world import COLLECTIVES
-from laconic.shard import cache, crossing
+from laconic.shard import api, cache, crossing
 
 R = TypeVar("R")
 _DEVICE = torch.Tensor.device.__get__
@@ -150,6 +150,7 @@ def accelerator(
             *((module, "kernels_for", kernels_of(machine)) for module in (blocked, scaled)),
             (crossing, "encode_in_pieces", LosslessCoder(machine).encode),
             (crossing, "decode_in_pieces", LosslessCoder(machine).decode),
+            (api, "coder_on", lambda *_: None),  # which this machine needs not have
             (lossless_sums, "encode", GradientCoder(machine).encode),
             (lossless_sums, "decode", GradientCoder(machine).decode),
         ):

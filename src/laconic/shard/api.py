@@ -33,6 +33,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parameter import is_lazy
 
 from laconic import _compat
+from laconic.codec.fused import coder_on
 from laconic.codec.lossless_gradients import CODED_DTYPES
 from laconic.comm.cluster import Cluster, default_mesh
 from laconic.comm.collectives import share_first
@@ -474,10 +475,11 @@ def _resolve_wire(wire: Wire, cache: Cache, managed: list[ManagedParameter], pre
 
 
 def _check_lossless(managed: Iterable[ManagedParameter], precision: MixedPrecisionPolicy) -> None:
-    """Refuse lossless crossings of matrices that are gathered in more than 16 bits.
+    """Refuse lossless crossings of matrices that are gathered in more than 16 bits, or that nothing here codes.
 
     Raises:
         ValueError: there is one.
+        ModuleNotFoundError: see `coder_on`.
     """
     for item in managed:
         parameter = item.parameter
@@ -489,19 +491,25 @@ def _check_lossless(managed: Iterable[ManagedParameter], precision: MixedPrecisi
                 "whose bits change in every step; pass mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
                 "reduce_dtype=torch.float32) (in a job: shard.param_dtype = \"bfloat16\"), or wire='exact' or '4bit'"
             )
+        if is_coded:
+            coder_on(item.cluster.device_type, "lossless")
 
 
 def _check_lossless_gradients(managed: Iterable[ManagedParameter], precision: MixedPrecisionPolicy) -> None:
-    """Refuse lossless crossings of gradients that are reduced in a dtype without a code.
+    """Refuse lossless crossings of gradients that are reduced in a dtype without a code, or that nothing here codes.
 
     Raises:
         ValueError: there is one.
+        ModuleNotFoundError: see `coder_on`.
     """
     for item in managed:
         parameter = item.parameter
         dtype = precision.reduce_dtype or compute_dtype_of(parameter.dtype, precision)
         crosses = max(item.cluster.num_nodes, item.cluster.num_islands) > 1
-        if crosses and parameter.requires_grad and parameter.ndim > 1 and dtype not in CODED_DTYPES:
+        if not (crosses and parameter.requires_grad and parameter.ndim > 1):
+            continue
+        coder_on(item.cluster.device_type, "lossless_gradients")
+        if dtype not in CODED_DTYPES:
             raise ValueError(
                 f"Wire(gradients='lossless') codes gradients of {', '.join(map(str, CODED_DTYPES))}, but that of "
                 f"{item.name} is reduced in {dtype}; pass mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32) "

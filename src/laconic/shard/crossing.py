@@ -39,8 +39,7 @@ Gathered weights of 16 bits or fewer can be equal to the optimizer's to the bit,
 owner sends by how many units in the last place each pattern has moved (codec/lossless.py). Then copies never lag. Any
 patterns may become any others, so an edit or a state dict asks for no exact crossing: a difference to the copy is as
 good, if maybe longer. What is left of [Note: Exact crossings] is about copies that are not there, or may be damaged.
-Lengths vary with what has changed: [Note: Lengths that vary] in codec/varying.py. With `Wire(prediction=True)` all
-nodes keep the last difference of each pattern, too. An exact crossing has none, so all begin with zeros after it.
+Lengths vary with what has changed: [Note: Lengths that vary] in codec/varying.py.
 
 [Note: Versions of the optimizer]
 `Bucket.version` counts all edits. Hooks before and after each optimizer's step tell its edits from others: the version
@@ -286,8 +285,6 @@ class LosslessDifferences(DifferenceCrossing):
     def __init__(self, bucket: Bucket, node: Communicator, copies: Copies) -> None:
         super().__init__(bucket, node, copies)
         self._messages = VaryingMessages(node, bucket.ledger.hold, "weights")
-        self._last: Tensor | None = None
-        """The last difference of each element of the node shard, (N * C,), int8, if it predicts the next one."""
         self._faults: list[Tensor] = []
         """Whether the last messages fitted the copies, as a device finds out: the host reads it with the next ones."""
 
@@ -326,29 +323,21 @@ class LosslessDifferences(DifferenceCrossing):
         if new is None:
             new = torch.empty_like(own)
             self.bucket.form.write(new)
-        last = None if self._last is None else self.bucket.form.own_part(self._last)
         typical_bytes = len(own) * TYPICAL_BITS // 8
-        self._messages.start(lambda: encode_in_pieces(own, new, last), typical_bytes=typical_bytes)
+        self._messages.start(lambda: encode_in_pieces(own, new), typical_bytes=typical_bytes)
         own.copy_(new)
 
     def _add(self, node_shard: Tensor) -> None:
         parts = self.bucket.form.peers_of(node_shard)
-        lasts = [None] * len(parts) if self._last is None else self.bucket.form.peers_of(self._last)
 
         def read(peer: int, message: Tensor) -> None:
-            decode_in_pieces(parts[peer], message, lasts[peer], faults=self._faults)
+            decode_in_pieces(parts[peer], message, faults=self._faults)
 
         check_faults(self._faults)  # of the messages before, with which a device is done
         self._messages.finish(read)
 
     def _begin_anew(self, node_shard: Tensor) -> None:
         self._messages.forget()
-        if self._last is not None:
-            self._last.zero_()
-        elif self.bucket.wire.prediction and not self.bucket.stored.is_frozen:  # now: the first step shows the memory
-            with torch.inference_mode(False):
-                self._last = torch.zeros_like(node_shard, dtype=torch.int8)
-            self.bucket.ledger.hold_until_freed(self._last, on_host=False)
 
 
 _edits_of = attrgetter("edits")

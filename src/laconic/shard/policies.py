@@ -183,9 +183,6 @@ class Wire(Policy):
     feedback: bool = False
     """Add what the codec lost of a gradient to the next one. It takes N - 1 fp32 shards of device memory with N nodes,
     and less than one more with replicas. Under the cyclic schedule it takes the memory of all gradients."""
-    prediction: bool = False
-    """With lossless weights: keep the last difference of each gathered weight, a byte on the device, which predicts the
-    next one. It saves 0.4 to 0.8 bits a weight at learning rates of 3e-4 and more, and little below."""
     exact_every: Count = 1000
     """Optimizer steps from one exact crossing of the weights to the next."""
     word: WireName | None = field(default=None, init=False, compare=False, repr=False)
@@ -198,8 +195,6 @@ class Wire(Policy):
         self._check("weights", not self.as_values or self.weights in ("bf16", "int8"), f"with as_values=True: {values}")
         message = "needs as_values=True: the difference between frozen weights and their copy is zero"
         self._check("frozen", not self.frozen or self.as_values, message)
-        message = "needs weights='lossless', whose differences it predicts"
-        self._check("prediction", not self.prediction or self.weights == "lossless", message)
         message = "needs gradients in a codec that loses something, as 'int4'"
         self._check("feedback", not self.feedback or not self.keeps_gradients, message)
 
@@ -239,7 +234,7 @@ class Wire(Policy):
 
     def for_exact_weights(self) -> Wire:
         """The policy of weights that cross no wire, or cross it as they are: that of the gradients alone."""
-        return dataclasses.replace(self, weights="exact", as_values=False, frozen=False, prediction=False)
+        return dataclasses.replace(self, weights="exact", as_values=False, frozen=False)
 
     def warn_of_one_node(self, ranks: str, remedy: str) -> None:
         """Warn that the policy has nothing to act on, because these ranks share a node."""
