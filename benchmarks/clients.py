@@ -405,7 +405,7 @@ def real_ratio(sizes: dict[str, int], skip: tuple[str, ...] | None) -> float:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import laconic
-    from laconic.codec.linear import frozen_bytes
+    from laconic.layers.linear import frozen_bytes
 
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)).to(torch.bfloat16)

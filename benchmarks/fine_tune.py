@@ -99,7 +99,10 @@ def _prepare(options: Options) -> Iterator[Bench]:
 
 
 BENCHMARK = Benchmark(
-    measures=("laconic.codec", "laconic.hf", "laconic.shard"), name="fine_tune", prepare=_prepare, save=_save
+    measures=("laconic.codec", "laconic.hf", "laconic.layers", "laconic.shard"),
+    name="fine_tune",
+    prepare=_prepare,
+    save=_save,
 )
 
 

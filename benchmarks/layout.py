@@ -324,7 +324,7 @@ def scaled(bench: Bench) -> Row:
         required=", ".join(f"{name} <= {most:.2f}x" for name, most in _MOST_BYTES.items()) + "; equal to the bit",
         measured=f"{each}; losses of {len(equal)} of {len(apart)} formats equal to the bit",
         is_met=all(is_met.values()) and len(equal) == len(apart),
-        measures=("laconic.codec", "laconic.layout", "laconic.ragged", "laconic.shard"),
+        measures=("laconic.codec", "laconic.layers", "laconic.layout", "laconic.ragged", "laconic.shard"),
         note=(
             f"2 nodes x 2 ranks, {steps} steps of AdamW on fp32 weights, computed in bf16, cache=host; all parameters "
             "are those of linear layers, of sizes that need no padding (row padding-coarse has that of 128 rows). An "

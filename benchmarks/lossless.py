@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from benchmarks.llama import Llama, PlainLlama, loss_of
 from laconic.codec import lossless
 from laconic.codec.payload import DEVICE_PIECE_NUMEL, HOST_PIECE_NUMEL
-from laconic.codec.scaled import SCALED_FORMATS
 from laconic.compare.markdown import markdown
+from laconic.layers.scaled import SCALED_FORMATS
 from tests.support.measure import Benchmark
 from tests.support.record import Record, Row, write_section
 
@@ -234,7 +234,7 @@ def _save(record: Record, bench: Bench) -> None:
 
 
 BENCHMARK = Benchmark(
-    measures=("laconic.codec.lossless", "laconic.codec.patterns"),
+    measures=("laconic.codec.contexts", "laconic.codec.lossless", "laconic.codec.lossless_numba"),
     name="lossless",
     prepare=lambda options: Bench(QUICK if options.quick else FULL),
     save=_save,

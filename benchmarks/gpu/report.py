@@ -39,7 +39,7 @@ ORDER = (
 )  # fmt: skip
 """The rows, in order of worth: first whether the numbers are right, then the time of a step."""
 _TESTS = (
-    "tests/codec/test_fused.py", "tests/codec/test_cuda.py", "tests/codec/test_scaled.py", "tests/codec/test_sparse.py",
+    "tests/codec/test_cuda.py", "tests/codec/test_sparse.py", "tests/layers/test_scaled.py",
     "tests/optim/test_adamw8bit.py", "tests/shard/test_cuda.py", "tests/checkpoint/test_cuda.py",
     "tests/publish/test_cuda.py",
 )  # fmt: skip

@@ -1,8 +1,8 @@
 """The public names, each imported from its home: `laconic.__getattr__` reads this file, and so do type checkers."""
 
-from laconic.codec.linear import quantize_ as quantize_
-from laconic.codec.scaled import ScaledFormat as ScaledFormat
-from laconic.codec.scaled_linear import convert_to_scaled_training as convert_to_scaled_training
+from laconic.layers.linear import quantize_ as quantize_
+from laconic.layers.scaled import ScaledFormat as ScaledFormat
+from laconic.layers.scaled_linear import convert_to_scaled_training as convert_to_scaled_training
 from laconic.comm.cluster import Cluster as Cluster
 from laconic.comm.cluster import default_mesh as default_mesh
 from laconic.comm.cluster import init_mesh as init_mesh

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import laconic
-from laconic.codec.scaled import SCALED_FORMATS
+from laconic.layers.scaled import SCALED_FORMATS
 from tests.support import sharded_net
 from tests.support.launch import on_ranks
 

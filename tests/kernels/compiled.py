@@ -33,14 +33,14 @@ from laconic.codec import (
     lossless_gradients,
     lossless_gradients_triton,
     lossless_triton,
-    scaled_triton,
 )
 from laconic.codec.blocked import BlockCodec
-from laconic.codec.dynamic_map import DynamicMap
 from laconic.codec.lossless_gradients import BLOCK
 from laconic.codec.patterns import pattern_form_of
-from laconic.codec.scaled import SCALED_FORMATS
+from laconic.layers import scaled_triton
+from laconic.layers.scaled import SCALED_FORMATS
 from laconic.optim import adamw8bit_triton
+from laconic.optim.dynamic_map import DynamicMap
 
 CAPABILITIES = (80, 90, 100)
 """A100, H100 and B200."""

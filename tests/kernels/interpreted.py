@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpreterBuilder
 
-from laconic.codec import CODECS, WEIGHT_CODECS, blocked_triton, scaled_triton
+from laconic.codec import CODECS, WEIGHT_CODECS, blocked_triton
 from laconic.codec.blocked import BlockCodec
 from laconic.codec.payload import Payload, pieces_of
-from laconic.codec.scaled import SCALED_FORMATS, ScaledFormat
+from laconic.layers import scaled_triton
+from laconic.layers.scaled import SCALED_FORMATS, ScaledFormat
 from laconic.optim.adamw8bit import AdamW8bit
 
 _NUMELS = (1, 63, 128, 1000, 5001)

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from laconic.codec.scaled import SCALED_FORMATS, ScaledFormat
-from laconic.codec.scaled_linear import (
+from laconic.layers import scaled, scaled_linear
+from laconic.layers.scaled import SCALED_FORMATS, ScaledFormat
+from laconic.layers.scaled_linear import (
     _RECIPES,
     ScaledTensor,
     _swizzled,
     convert_to_scaled_training,
+    multiplies_codes,
     product_of_codes,
 )
 from tests.reference.scaled import rounded, rounding
@@ -177,3 +180,50 @@ def test_what_cannot_be_converted_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             ScaledFormat(name="odd", **given)  # type: ignore[arg-type]
+
+
+def as_device(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    """Let tensors say that they are on CUDA, on a machine without Triton."""
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr(scaled, "kernels_for", lambda tensor, name: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
+@pytest.mark.parametrize(("capability", "formats"), [
+    ((8, 0), set()),
+    ((9, 0), {"fp8_128x128", "fp8_1x128", "fp8_1x128_e8m0"}),
+    ((10, 0), {"mxfp8", "nvfp4"}),
+])  # fmt: skip
+def test_each_device_multiplies_the_codes_that_it_knows(
+    capability: tuple[int, int], formats: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_device(monkeypatch, capability)
+
+    def known(*shape: int, dtype: torch.dtype = torch.bfloat16, outputs: int = 256) -> set[str]:
+        rows = torch.zeros(shape, dtype=dtype)
+        return {name for name, each in SCALED_FORMATS.items() if multiplies_codes(each, rows, outputs)}
+
+    assert known(32, 384) == formats
+    assert known(32, 384, dtype=torch.float32) == known(32, 384, outputs=24) == set()
+    assert known(24, 384) == known(32, 392) == set()
+
+
+def test_a_layer_multiplies_codes_where_the_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product gets the codes of both sides, and the bias is added to it."""
+    as_device(monkeypatch, (10, 0))
+    torch.manual_seed(0)
+    layer: Any = convert_to_scaled_training(nn.Sequential(nn.Linear(64, 32, dtype=torch.bfloat16)), "nvfp4")
+    x, given = torch.randn(16, 64, dtype=torch.bfloat16), []
+
+    def product(codes: Tensor, scales: Tensor, scale: Tensor | None, weight: Any, dtype: torch.dtype) -> Tensor:
+        given.append((codes, scales, scale))
+        decoded = weight.weight_format.of_rows.dequantize(codes, scales, scale, dtype)
+        return functional.linear(decoded, weight.dequantize(dtype))
+
+    monkeypatch.setattr(scaled_linear, "product_of_codes", product)
+    by_codes = layer(x)
+    monkeypatch.setattr(scaled_linear, "multiplies_codes", lambda *_: False)
+    decoded = layer(x)
+    ((codes, scales, scale),) = given
+    assert (codes.shape, scales.shape, scale.shape) == ((16, 32), (16, 4), ())
+    torch.testing.assert_close(by_codes, decoded, rtol=1e-2, atol=1e-2)

@@ -42,8 +42,8 @@ from tests.support import launch
 
 _ROOT = Path(__file__).parents[2]
 _SHARES = {
-    "codec": 30, "layout": 25, "store": 15, "islands": 25, "cyclic": 35, "shard": 40, "publish": 30, "comm": 20,
-    "ragged": 15, "checkpoint": 15, "guard": 10, "partial": 10, "optim": 20,
+    "codec": 22, "layers": 8, "layout": 25, "store": 15, "islands": 25, "cyclic": 35, "shard": 40, "publish": 30,
+    "comm": 20, "ragged": 15, "checkpoint": 15, "guard": 10, "partial": 10, "optim": 20,
 }  # fmt: skip
 """The mutants that are drawn of each room."""
 _AT_LEAST = {"inside": 95, "all": 97}

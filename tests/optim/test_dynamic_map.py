@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laconic.codec import tiles
-from laconic.codec.dynamic_map import dequantize, dynamic_map, map_values, quantize
 from laconic.codec.tiles import Tiling
+from laconic.optim.dynamic_map import dequantize, dynamic_map, map_values, quantize
 from tests.reference import adamw8bit as reference
 
 CPU = torch.device("cpu")

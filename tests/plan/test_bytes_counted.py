@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from laconic import init_mesh
-from laconic.codec.scaled import SCALED_FORMATS
-from laconic.codec.scaled_linear import ScaledWeight
 from laconic.config import Config, ShardConfig, from_dict
+from laconic.layers.scaled import SCALED_FORMATS
+from laconic.layers.scaled_linear import ScaledWeight
 from laconic.plan.candidates import CANDIDATES
 from laconic.plan.estimates import Estimate
 from laconic.plan.machine import Simulator

@@ -24,7 +24,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import laconic
-from laconic.codec.linear import QuantizedLinear, WeightFormat
+from laconic.layers.linear import QuantizedLinear, WeightFormat
 from laconic.publish import Publisher, PublishError, Reader, ReaderGroup
 from laconic.publish.forms import CodedWeight
 from laconic.publish.staging import StagedTensor

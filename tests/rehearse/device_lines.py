@@ -30,7 +30,7 @@ import laconic
 
 LIBRARY = Path(laconic.__file__).parent
 ROOMS = (
-    "comm", "layout", "ragged", "codec", "shard", "guard", "optim", "islands", "partial", "cyclic", "store",
+    "comm", "layout", "ragged", "codec", "layers", "shard", "guard", "optim", "islands", "partial", "cyclic", "store",
     "checkpoint", "_compat.py",
 )  # fmt: skip
 """The core."""

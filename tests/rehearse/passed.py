@@ -50,9 +50,9 @@ WATCHES = (
     *(_in_interpreter(f"tests.kernels.{each}") for each in ("interpreted", "lossless", "gradients")),
     watched_tests(
         "tests/rehearse/test_accelerator.py",
-        "tests/codec/test_on_device.py",
-        "tests/codec/test_fused.py",
-        "tests/codec/test_scaled.py::test_the_device_gets_codes_and_scales_as_it_wants_them",
+        "tests/layers/test_scaled.py::test_the_device_gets_codes_and_scales_as_it_wants_them",
+        "tests/layers/test_scaled.py::test_each_device_multiplies_the_codes_that_it_knows",
+        "tests/layers/test_scaled.py::test_a_layer_multiplies_codes_where_the_device_does",
         "tests/optim/test_adamw8bit.py::test_without_triton_a_device_takes_the_torch_version",
         "tests/comm/test_communicators.py",
         "tests/comm/test_launch.py",

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import laconic
-from laconic.codec import scaled
-from laconic.codec.scaled import SCALED_FORMATS, ScaledFormat
 from laconic.comm.cluster import default_mesh
 from laconic.cyclic.links import Links
 from laconic.cyclic.stage import synchronize
+from laconic.layers import scaled
+from laconic.layers.scaled import SCALED_FORMATS, ScaledFormat
 from laconic.rehearse import rehearsal
 from laconic.rehearse.tape import HOST, Wait
 

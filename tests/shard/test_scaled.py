@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import laconic
-from laconic.codec.scaled import SCALED_FORMATS
-from laconic.codec.scaled_linear import ScaledWeight
+from laconic.layers.scaled import SCALED_FORMATS
+from laconic.layers.scaled_linear import ScaledWeight
 from laconic.optim import AdamW8bit
 from laconic.partial.patterns import sliced_layer
 from laconic.partial.updates import partial_updates

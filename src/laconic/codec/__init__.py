@@ -1,4 +1,4 @@
-"""Tensors in few bits and back: codecs for messages, maps for 8-bit states, coded sums."""
+"""Tensors in few bits and back: codecs for messages, and coded sums."""
 
 import torch
 

@@ -4,7 +4,7 @@
 Coding is a chain of a dozen operations on every element. On a CPU each of them runs over a piece that lies in the
 processor's caches; compiled code was not faster there. On an accelerator each would read and write device memory. So on
 CUDA two kernels of triton, codec/blocked_triton.py, read a piece and write its message, or the reverse. Two more, of
-codec/scaled_triton.py, do the same for the formats with scales. Other accelerators, and codecs and blocks that no
+layers/scaled_triton.py, do the same for the formats with scales. Other accelerators, and codecs and blocks that no
 kernel holds, leave the chain to torch.compile, once for all sizes. A compiled product and sum may be rounded once
 instead of twice, so a value in the middle between two codes may take the other one. Decoded values have equal bits all
 the same: [Note: Codes are whole multiples of a step] in codec/blocked.py. Where no compiler works, the chain runs as it

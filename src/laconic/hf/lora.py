@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from laconic.codec.linear import QuantizedLinear
 from laconic.errors import JobError
 from laconic.hf.layers import has_adapters
+from laconic.layers.linear import QuantizedLinear
 
 if TYPE_CHECKING:  # publishing needs torch alone, and the description of a job needs pydantic
     from laconic.config import LoraConfig

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laconic.codec.linear import quantize_
 from laconic.config import JobError, LoraConfig, ModelConfig
 from laconic.hf.folder import ModelFolder
 from laconic.hf.layers import base_model, layers_to_shard
@@ -34,6 +33,7 @@ from laconic.hf.lora import (
     row_norms,
 )
 from laconic.hf.weights import Whole, load_folder, parameter_ids, whole_tensors, write_whole
+from laconic.layers.linear import quantize_
 
 META = torch.device("meta")
 # Configuration files have these keys and transformers reads them, although some classes of configurations lack them.

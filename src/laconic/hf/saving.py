@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laconic.codec.linear import quantized_layers
 from laconic.comm.agreement import RankGroup
 from laconic.errors import JobError
 from laconic.hf.folder import (
@@ -34,6 +33,7 @@ from laconic.hf.folder import (
     write_tensors,
 )
 from laconic.hf.weights import load_folder, named_tensors
+from laconic.layers.linear import quantized_layers
 from laconic.ragged.collect import collect
 from laconic.shard.sharded_module import plain_class
 

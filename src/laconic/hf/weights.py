@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from laconic.checkpoint.state import persistent_buffers, reshard, strip
-from laconic.codec.linear import QuantizedLinear
 from laconic.hf.folder import ModelFolder, ModelFolderError
+from laconic.layers.linear import QuantizedLinear
 from laconic.ragged.parts import JoinedTensor, joined, sliced_parts, whole_parameters
 
 _MAX_LISTED = 8

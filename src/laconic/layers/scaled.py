@@ -55,7 +55,7 @@ class ScaledFormat:
     element: Literal["e4m3", "e2m1"] = "e4m3"
     scale: Literal["fp32", "e8m0", "e4m3"] = "fp32"
     scales_input: bool = True
-    """Encode the matrix that it multiplies, too: [Note: Scaled weights] in codec/scaled_linear.py."""
+    """Encode the matrix that it multiplies, too: [Note: Scaled weights] in layers/scaled_linear.py."""
 
     def __post_init__(self) -> None:
         if min(self.height, self.width) < 1:
@@ -181,7 +181,7 @@ class ScaledFormat:
 
     def _kernels(self, tensor: Tensor) -> ModuleType | None:
         """The module of triton's kernels, if they are for this format and run on this tensor: [Note: Fused coding]."""
-        return kernels_for(tensor, "codec.scaled_triton") if self.has_kernels else None
+        return kernels_for(tensor, "layers.scaled_triton") if self.has_kernels else None
 
     def _grid(self, shape: Sequence[int]) -> Grid:
         return Grid(

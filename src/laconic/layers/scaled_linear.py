@@ -30,8 +30,8 @@ from torch.nn import functional
 from torch.nn.functional import ScalingType, SwizzleType
 from torch.utils._pytree import tree_map_only
 
-from laconic.codec.linear import output_layer, tied_parameters
-from laconic.codec.scaled import ScaledFormat, ScaledName, scaled_format_named
+from laconic.layers.linear import output_layer, tied_parameters
+from laconic.layers.scaled import ScaledFormat, ScaledName, scaled_format_named
 from laconic.layout.granularity import Block
 
 _aten = torch.ops.aten

@@ -1,7 +1,7 @@
 """The scaled formats in one triton kernel each way: a matrix is read once, and its codes and scales are written once.
 
 A program takes some blocks of the matrix, whose elements lie side by side in a row of its tensors. Both kernels have
-the bits of the plain chains in codec/scaled.py on every GPU: e4m3 and e2m1 numbers are made and read as integers, which
+the bits of the plain chains in layers/scaled.py on every GPU: e4m3 and e2m1 numbers are made and read as integers, as
 GPUs before the H100 need anyhow, and quotients are rounded correctly. The one exception is the sign of a NaN.
 """
 

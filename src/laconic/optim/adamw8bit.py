@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from laconic.codec.dynamic_map import dequantize, dynamic_map, quantize
 from laconic.codec.tiles import Grid, Tiling
 from laconic.layout.bucket import BucketLayout, DerivedLayout, row_block
 from laconic.optim.base import Group, RaggedOptimizer, check_range, local_of, zeros_beside
+from laconic.optim.dynamic_map import dequantize, dynamic_map, quantize
 from laconic.ragged.dtensor import DTensorShard
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from laconic.codec.dynamic_map import DITHER_BITS, DITHER_FACTORS, dither_offset, dynamic_map
 from laconic.codec.tiles import Grid
+from laconic.optim.dynamic_map import DITHER_BITS, DITHER_FACTORS, dither_offset, dynamic_map
 
 _FIRST: tl.constexpr = tl.constexpr(DITHER_FACTORS[0])
 _SECOND: tl.constexpr = tl.constexpr(DITHER_FACTORS[1])
@@ -213,7 +213,7 @@ def _store(  # type: ignore[no-untyped-def]
     LOWEST: tl.constexpr,
     HIGHEST: tl.constexpr,
 ):
-    """Encode one moment: [Note: Dithered rounding] and `DynamicMap.near` in codec/dynamic_map.py."""
+    """Encode one moment: [Note: Dithered rounding] and `DynamicMap.near` in optim/dynamic_map.py."""
     largest = tl.max(tl.abs(moment))
     tl.store(scale, largest)
     ratio = tl.div_rn(moment, tl.zeros_like(moment) + tl.where(largest == 0, 1.0, largest))

@@ -28,7 +28,7 @@ from laconic.rehearse.tape import HOST, Entry, Free, Mark, Record, Step, Transfe
 _KINDS: Mapping[str, Kind] = {
     "shard/stored.py": "parameters", "shard/form.py": "parameters", "shard/full.py": "parameters",
     "shard/reduce.py": "gradients", "shard/cache.py": "cache", "plan/phantom.py": "gradients",
-    "codec/dynamic_map.py": "optimizer",
+    "optim/dynamic_map.py": "optimizer",
     "_fully_shard/_fsdp_param.py": "parameters", "_fully_shard/_fsdp_param.py:to_sharded_post_forward": "cache",
     "_fully_shard/_fsdp_param.py:to_accumulated_grad_if_needed": "gradients",
 }  # fmt: skip

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from laconic.codec.linear import quantized_layers
+from laconic.layers.linear import quantized_layers
 from laconic.plan.equal_layers import Run
 from laconic.plan.phase import LayerInput, Operations, Phase
 

@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from laconic.checkpoint import state
-from laconic.codec.linear import QuantizedLinear, quantized_layers
 from laconic.errors import JobError
 from laconic.hf.hub_names import FolderRun
 from laconic.hf.requantizing import Requantizer
+from laconic.layers.linear import QuantizedLinear, quantized_layers
 from laconic.publish.coordinates import CheckpointContents, contents_of, in_folder
 from laconic.publish.staging import CAST_DTYPES, StagedTensor, digests_of, memory_of
 from laconic.publish.versions import PublishError, VersionManifest

@@ -43,7 +43,7 @@ class BlockKernels:
 
 
 class ScaledKernels:
-    """Stands for codec/scaled_triton.py."""
+    """Stands for layers/scaled_triton.py."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -105,7 +105,7 @@ def _passes(*values: Tensor, often: int = PASSES_OF_LOOPS) -> list[Tensor]:
 
 def kernels_of(machine: Machine) -> Callable[..., Any]:
     """Return what takes the place of `kernels_for` in laconic.codec."""
-    modules = {"codec.blocked_triton": BlockKernels(machine), "codec.scaled_triton": ScaledKernels(machine)}
+    modules = {"codec.blocked_triton": BlockKernels(machine), "layers.scaled_triton": ScaledKernels(machine)}
 
     def kernels_for(tensor: Tensor, name: str) -> Any:
         return modules[name] if tensor.is_cuda and type(tensor) is Tensor else None  # not so while a chain stands in

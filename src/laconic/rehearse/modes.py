@@ -24,7 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from laconic.codec import blocked, fused, lossless_sums, scaled
+from laconic.codec import blocked, fused, lossless_sums
+from laconic.layers import scaled
 from laconic.rehearse.kernels import GradientCoder, LosslessCoder, kernels_of
 from laconic.rehearse.machine import CPU, CUDA, Event, Machine, Run, Stream, aten
 from laconic.rehearse.operations import Inputs, Kind, inputs_of, kind_of, run, stands_for, value_without

@@ -18,11 +18,11 @@ import psutil
 import torch
 from torch import nn
 
-from laconic.codec.linear import quantized_layers
 from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
 from laconic.hf.layers import base_model
 from laconic.lab.counters import InterfaceBytes, interface_bytes, loopback_bytes
+from laconic.layers.linear import quantized_layers
 from laconic.plan.known import device_named
 from laconic.strategies.memory import whole_numel
 from laconic.strategies.stepper import Stepper, StepResult
