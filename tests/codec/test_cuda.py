@@ -1,4 +1,4 @@
-"""Lossless coders on a GPU: the kernels' bytes are those of a CPU. It needs pytest and numba."""
+"""Codecs and lossless coders on a GPU: the kernels' bytes are those of a CPU. It needs pytest and numba."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from laconic.codec import lossless, lossless_gradients
+from laconic.codec import CODECS, BlockCodec, lossless, lossless_gradients
 from laconic.codec.contexts import TILE
 from laconic.codec.lossless import decode, decode_in_pieces, encode, encode_in_pieces
+from laconic.codec.rotation import rotated_numel
 from tests.support.patterns import DTYPES, WILD, bits_of, gradients, random_patterns, trained
 
 pytestmark = [
@@ -143,3 +144,26 @@ def test_a_gpu_reads_nothing_beside_a_damaged_message_of_gradients() -> None:
         lossless_gradients.decode(bad, out)
     lossless_gradients.decode(good, out)
     assert torch.equal(bits_of(out.cpu()), bits_of(values))
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize("name", [name for name, codec in CODECS.items() if isinstance(codec, BlockCodec)])
+def test_a_gpu_codes_to_the_bits_of_a_cpu(name: str, rotates: bool) -> None:
+    codec = CODECS[name]
+    torch.manual_seed(0)
+    for numel in (1, 1000, 128 * 300):
+        values, base, sums = torch.randn(numel), torch.randn(numel, dtype=torch.bfloat16), torch.randn(numel)
+        coded_numel = rotated_numel(numel) if rotates else numel
+        on_cpu = torch.empty(codec.payload_bytes(coded_numel), dtype=torch.uint8)
+        on_gpu, gpu_sums = on_cpu.cuda(), sums.cuda()
+        codec.encode_into(on_gpu, values.cuda(), base.cuda(), check=False, rotates=rotates)
+        codec.encode_into(on_cpu, values, base, check=False, rotates=rotates)
+        if name == "int2":  # its steps hold a sum, whose order is the device's
+            assert (on_gpu.cpu() != on_cpu).float().mean() < 0.01
+        else:
+            assert torch.equal(on_gpu.cpu(), on_cpu)
+        decoded = codec.decode(on_gpu, numel, rotates=rotates).cpu()
+        torch.testing.assert_close(decoded, codec.decode(on_gpu.cpu(), numel, rotates=rotates), rtol=0, atol=0)
+        codec.decode_into(gpu_sums, on_gpu, adds=True, rotates=rotates)
+        codec.decode_into(sums, on_gpu.cpu(), adds=True, rotates=rotates)
+        torch.testing.assert_close(gpu_sums.cpu(), sums, rtol=0, atol=0)

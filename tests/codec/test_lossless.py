@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from laconic.codec import fused, lossless, lossless_gradients
+from laconic.codec import kernels, lossless, lossless_gradients
 from laconic.codec.contexts import BLOCK, CLASSES, TILE
 from laconic.codec.lossless import check_faults, decode, decode_in_pieces, encode, encode_in_pieces
 from laconic.codec.patterns import PLAIN_BYTES, PatternForm, pattern_form_of
@@ -112,7 +112,7 @@ ALL_PATTERNS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
 
 def check_pairs(held: Tensor, new: Tensor) -> None:
     """Every new pattern after every held one: coded, though the values themselves are shorter."""
-    form, coder = pattern_form_of(new.dtype), fused.coder_of(new, "lossless")
+    form, coder = pattern_form_of(new.dtype), kernels.coder_of(new, "lossless")
     olds, news = held.repeat_interleave(len(new)), new.repeat(len(held))
     for old_part, new_part in zip(olds.split(1 << 20), news.split(1 << 20), strict=True):
         if new.is_cuda:
@@ -228,17 +228,17 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
 
 
 def test_without_a_coder_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "_kernels", lambda name: None)
+    monkeypatch.setattr(kernels, "_kernels", lambda name: None)
     x = torch.ones(8, dtype=torch.bfloat16)
     for device_type, package in (("cpu", "numba"), ("cuda", "triton")):
         message = rf"{package} is not installed.* on '{device_type}': pip install {package}; or use wire='exact' or"
         with pytest.raises(ModuleNotFoundError, match=message):
-            fused.coder_on(device_type, "lossless")
+            kernels.coder_on(device_type, "lossless")
     for code in (lambda: encode(x, x), lambda: lossless_gradients.encode(x)):
         with pytest.raises(ModuleNotFoundError, match="pip install numba"):
             code()
     with pytest.raises(ValueError, match="nothing codes without loss on 'xpu'; use wire='exact' or '4bit'"):
-        fused.coder_on("xpu", "lossless")
+        kernels.coder_on("xpu", "lossless")
 
 
 def test_numbers_are_in_the_order_of_values() -> None:

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from laconic.codec import fused
+from laconic.codec import kernels
 from laconic.optim import adamw8bit
 from tests.kernels.apart import TRITON
 
@@ -29,7 +29,7 @@ def _forget() -> None:
         del sys.modules[name]
     for name in MODULES:
         sys.modules.pop(f"tests.kernels.{name}", None)
-    fused._kernels.cache_clear()
+    kernels._kernels.cache_clear()
     adamw8bit._kernels.cache_clear()
 
 

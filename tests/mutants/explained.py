@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 EXPLAINED: dict[str, str] = {
-    "codec/blocked:BlockCodec.quantize: fused(self._quantize, values.device) if fuse else self._quantize"
-    " -> self._quantize": "compiled coding has the bits of the plain chain; it is faster",
-    "codec/blocked:BlockCodec._encode: True -> False": "the same",
     "layers/scaled:ScaledFormat.dequantize: codes.device.type != 'cpu' -> codes.device.type == 'cpu'": "panels bound"
     " the memory of a processor's decoding; all at once gives the same",
     "layers/linear:QuantizedLinear.dequantized: False -> True": "the bias is replaced at once",

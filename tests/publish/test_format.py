@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic.codec.fused import kernels_for
+from laconic.codec.kernels import kernels_for
 from laconic.publish import changes
 from laconic.publish.changes import bits_of, put, take_over, taken
 from laconic.publish.digests import added, digest_at, run_digest

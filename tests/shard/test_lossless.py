@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import laconic
 import laconic.optim
-from laconic.codec import fused
+from laconic.codec import kernels
 from laconic.shard.crossing import CopyState, LosslessDifferences
 from laconic.shard.policies import Precision, ShardPolicy
 from tests.shard.test_scaled import converted
@@ -299,7 +299,7 @@ def test_refusals_name_the_remedy() -> None:
         with pytest.raises(ValueError, match=message):
             shard(model, **{"wire": "lossless", **options})  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "_kernels", lambda name: None)
+        patch.setattr(kernels, "_kernels", lambda name: None)
         for wire in ("lossless", laconic.Wire(gradients="lossless")):
             with pytest.raises(ModuleNotFoundError, match=r"numba is not installed.*pip install numba; or use wire="):
                 shard(build(), cache="host", mp_policy=HALF, wire=wire)

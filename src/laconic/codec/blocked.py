@@ -22,7 +22,7 @@ from torch import Tensor
 
 from laconic.codec.base import Codec, by_size
 from laconic.codec.bits import pack_bits, unpack
-from laconic.codec.fused import fused, kept, kernels_for
+from laconic.codec.kernels import kept, kernels_for
 from laconic.codec.rotation import rotated_numel
 
 KERNEL_NUMEL = 2048
@@ -71,25 +71,22 @@ class BlockCodec(Codec):
     def code_bytes(self, numel: int) -> int:
         """The bytes of the codes of `numel` values."""
 
-    def quantize(self, values: Tensor, *, fuse: bool = False) -> tuple[Tensor, Tensor]:
+    def quantize(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Encode values (numel,), fp32. Returns codes (code_bytes(numel),), uint8, and steps (b,), bf16.
 
-        Values that are not finite make their block NaN: [Note: Codes are whole multiples of a step]. `fuse` compiles
-        for accelerators: [Note: Fused coding] in codec/fused.py.
+        Values that are not finite make their block NaN: [Note: Codes are whole multiples of a step].
         """
         numel = values.numel()
         whole = values if numel % self.block == 0 else _filled_up(values, self.num_blocks(numel) * self.block)
-        quantize = fused(self._quantize, values.device) if fuse else self._quantize
-        codes, steps = quantize(whole.view(-1, self.block), numel)
+        codes, steps = self._quantize(whole.view(-1, self.block), numel)
         return codes if whole is values else codes[: self.code_bytes(numel)], steps
 
-    def dequantize(self, codes: Tensor, steps: Tensor, numel: int, *, fuse: bool = False) -> Tensor:
-        """Decode what `quantize` returned for `numel` values: (numel,), fp32. `fuse` is as there."""
+    def dequantize(self, codes: Tensor, steps: Tensor, numel: int) -> Tensor:
+        """Decode what `quantize` returned for `numel` values: (numel,), fp32."""
         is_whole = numel % self.block == 0
         if not is_whole:
             codes = _filled_up(codes, self.code_bytes(self.num_blocks(numel) * self.block))
-        dequantize = fused(self._dequantize, codes.device) if fuse else self._dequantize
-        values = dequantize(codes, steps.to(torch.float32).unsqueeze(1)).view(-1)
+        values = self._dequantize(codes, steps.to(torch.float32).unsqueeze(1)).view(-1)
         return values if is_whole else values[:numel]
 
     @abstractmethod
@@ -148,7 +145,7 @@ class BlockCodec(Codec):
             payload = values.new_empty(self.payload_bytes(values.numel()), dtype=torch.uint8)
             kernels.encode(self, values, None, *self._parts(payload, values.numel()))
             return payload
-        codes, steps = self.quantize(values, fuse=True)
+        codes, steps = self.quantize(values)
         return torch.cat([codes, steps.view(torch.uint8)])
 
     def _decode(self, payload: Tensor, numel: int) -> Tensor:
@@ -157,7 +154,7 @@ class BlockCodec(Codec):
             self.decode_into(values, payload)
             return values
         size = self.code_bytes(numel)
-        return self.dequantize(payload[:size], payload[size:].clone().view(torch.bfloat16), numel, fuse=True)
+        return self.dequantize(payload[:size], payload[size:].clone().view(torch.bfloat16), numel)
 
     def _decode_rotated(self, payload: Tensor, numel: int) -> Tensor:
         if not payload.is_cuda or self._kernels(payload) is None:
@@ -203,8 +200,6 @@ class Even(BlockCodec):
     def _dequantize(self, codes: Tensor, steps: Tensor) -> Tensor:
         if self.bits == 8:
             return codes.view(torch.int8).to(torch.float32).view(-1, self.block).mul_(steps)
-        if torch.compiler.is_dynamo_compiling():  # compiled arithmetic needs no table
-            return unpack(codes, 4).to(torch.float32).sub_(self._largest).view(-1, self.block).mul_(steps)
         return _look_up_pairs(_even_pairs(self._largest, codes.device), codes).view(-1, self.block).mul_(steps)
 
 

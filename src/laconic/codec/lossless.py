@@ -47,7 +47,7 @@ import torch
 from torch import Tensor
 
 from laconic.codec.contexts import head_bytes
-from laconic.codec.fused import coder_of
+from laconic.codec.kernels import coder_of
 from laconic.codec.patterns import PatternForm, pattern_form_of
 from laconic.codec.payload import DEVICE_PIECE_NUMEL, HOST_PIECE_NUMEL
 

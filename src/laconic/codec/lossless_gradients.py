@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from laconic.codec.fused import coder_of
+from laconic.codec.kernels import coder_of
 from laconic.codec.lossless import UnreadMessage
 
 BLOCK = 256

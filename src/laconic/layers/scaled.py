@@ -26,7 +26,7 @@ from torch import Tensor
 
 from laconic.codec.bits import pack_bits, unpack
 from laconic.codec.blocked import E2M1
-from laconic.codec.fused import fused, kernels_for
+from laconic.codec.kernels import kernels_for
 from laconic.codec.tiles import Grid
 from laconic.layout.granularity import Block, rows
 
@@ -146,7 +146,7 @@ class ScaledFormat:
             return codes, scales
         codes = torch.empty_like(matrix, dtype=torch.uint8 if self.is_packed else self.code_dtype)
         grid = self._grid(matrix.shape)
-        encode = fused(_ENCODERS[self.scale], matrix.device)
+        encode = _ENCODERS[self.scale]
         for panel in grid.panels(scales, is_whole=matrix.device.type != "cpu"):
             own_codes, own_scales = encode(panel.read(matrix).to(torch.float32), matrix_scale)
             panel.write(codes, own_codes)
@@ -168,7 +168,7 @@ class ScaledFormat:
             codes = unpack(codes.reshape(-1), 4).view(codes.shape[0], -1)
         matrix = torch.empty(codes.shape, dtype=dtype, device=codes.device)
         grid, as_bytes = self._grid(codes.shape), codes.view(torch.uint8)
-        decode = fused(_decode_e2m1 if self.is_packed else _decode_e4m3, codes.device)
+        decode = _decode_e2m1 if self.is_packed else _decode_e4m3
         for panel in grid.panels(scales, is_whole=codes.device.type != "cpu"):
             panel.write(matrix, decode(panel.read(as_bytes), scales[panel.scales], matrix_scale))
         return matrix
@@ -180,7 +180,7 @@ class ScaledFormat:
         return is_power and self.height * self.width <= _MOST_IN_KERNELS
 
     def _kernels(self, tensor: Tensor) -> ModuleType | None:
-        """The module of triton's kernels, if they are for this format and run on this tensor: [Note: Fused coding]."""
+        """The module of triton's kernels, if they are for this format and tensor: [Note: Kernels of codecs]."""
         return kernels_for(tensor, "layers.scaled_triton") if self.has_kernels else None
 
     def _grid(self, shape: Sequence[int]) -> Grid:

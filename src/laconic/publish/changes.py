@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from laconic.codec.fused import kernels_for
+from laconic.codec.kernels import kernels_for
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_NUMEL = torch.iinfo(torch.int32).max

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from laconic.codec.fused import coder_on
+from laconic.codec.kernels import coder_on
 from laconic.publish.changes import bits_of, take_over, taken
 from laconic.publish.digests import added, digest_at, run_digest
 from laconic.publish.encodings import (

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial, wraps
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest import mock
@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from laconic.codec import blocked, fused, lossless_sums
+from laconic.codec import blocked, lossless_sums
 from laconic.layers import scaled
 from laconic.rehearse.kernels import GradientCoder, LosslessCoder, kernels_of
 from laconic.rehearse.machine import CPU, CUDA, Event, Machine, Run, Stream, aten
@@ -107,7 +107,6 @@ def accelerator(
         with _placing(machine, (False, True)):  # of any size, in no memory
             return torch.empty(nbytes, dtype=torch.uint8)
 
-    kernel: Callable[[Any], Any] = lambda function: function  # noqa: E731
     replaced: list[tuple[Any, str, Any]] = []
     if not has_values:
         replaced += [
@@ -115,7 +114,6 @@ def accelerator(
             (torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(_by_device_and_dtype)),
         ]
     if cost_of is not None:
-        kernel = lambda function: partial(_as_one_kernel, machine, function)  # noqa: E731
         replaced.append((clip_grad, "_group_tensors_by_device_and_dtype", _by_device_and_dtype))
         replaced.append((_fsdp_param, "_chunk_with_empty", _Chunks))
     if device_type == "cuda":
@@ -147,7 +145,6 @@ def accelerator(
             (torch.UntypedStorage, "resize_", resize),
             (torch.UntypedStorage, "__getitem__", part_of),
             (torch.autograd, "_engine_run_backward", backward),
-            (fused, "_fused", kernel),
             *((module, "kernels_for", kernels_of(machine)) for module in (blocked, scaled)),
             (crossing, "encode_in_pieces", LosslessCoder(machine).encode),
             (crossing, "decode_in_pieces", LosslessCoder(machine).decode),
@@ -181,19 +178,6 @@ def _in_a_thread(run: Callable[[], R]) -> R:
     thread.start()
     thread.join()
     return end.result()
-
-
-def _as_one_kernel(machine: Machine, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a function that torch.compile would make one kernel of: it reads its arguments and writes its results."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        results = function(*arguments)
-        is_device = any(isinstance(each, Tensor) and machine.is_on_device(each) for each in arguments)
-        for tensor in pytree.tree_leaves(results):
-            machine.take(tensor, is_device=is_device)
-        if machine.is_recording and machine.cost_of is not None:
-            cost = machine.cost_of(function, arguments, {}, results)
-            machine.add_step("coding", [(each, True) for each in pytree.tree_leaves(results)], None, cost)
-    return results
 
 
 class _Chunks:

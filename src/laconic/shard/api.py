@@ -33,7 +33,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parameter import is_lazy
 
 from laconic import _compat
-from laconic.codec.fused import coder_on
+from laconic.codec.kernels import coder_on
 from laconic.codec.lossless_gradients import CODED_DTYPES
 from laconic.comm.cluster import Cluster, default_mesh
 from laconic.comm.collectives import share_first
