@@ -405,11 +405,12 @@ def real_ratio(sizes: dict[str, int], skip: tuple[str, ...] | None) -> float:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import laconic
-    from laconic.layers.linear import frozen_bytes
 
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)).to(torch.bfloat16)
-    return frozen_bytes(laconic.quantize_(model.requires_grad_(False), "nf4", skip=skip)).ratio
+    in_bf16 = sum(parameter.nbytes for parameter in model.parameters())
+    laconic.quantize_(model.requires_grad_(False), "nf4", skip=skip)
+    return sum(parameter.nbytes for parameter in model.parameters()) / in_bf16
 
 
 def _quantize(model: nn.Module) -> None:

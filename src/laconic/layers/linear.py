@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -285,38 +284,6 @@ def tied_parameters(model: nn.Module) -> set[nn.Parameter]:
     """The parameters that several modules of a model show."""
     shown = Counter(each for module in model.modules() for each in module._parameters.values() if each is not None)
     return {parameter for parameter, count in shown.items() if count > 1}
-
-
-@dataclass(frozen=True, kw_only=True)
-class FrozenBytes:
-    """The size of a model's frozen parameters, over all ranks, without padding."""
-
-    stored: int
-    """As they rest: codes, scales, and the parameters that are not quantised."""
-    in_bf16: int
-    """The same parameters with two bytes each."""
-    quantized_share: float
-    """The share of the parameters that is quantised."""
-
-    @property
-    def ratio(self) -> float:
-        """`stored` as a share of `in_bf16`."""
-        return self.stored / self.in_bf16
-
-
-def frozen_bytes(model: nn.Module) -> FrozenBytes:
-    """Count the frozen parameters of a model, sharded or not, with `QuantizedLinear`s or without."""
-    stored = numel = quantized = 0
-    coded: set[int] = set()
-    for layer in quantized_layers(model):
-        quantized += layer.in_features * layer.out_features
-        coded |= {id(layer.weight_codes), id(layer.weight_scales)}
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            stored += parameter.numel() * parameter.element_size()
-            numel += 0 if id(parameter) in coded else parameter.numel()
-    numel += quantized
-    return FrozenBytes(stored=stored, in_bf16=2 * numel, quantized_share=quantized / max(1, numel))
 
 
 def quantized_layers(model: nn.Module) -> Iterator[QuantizedLinear]:
