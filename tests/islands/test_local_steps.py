@@ -18,6 +18,7 @@ from laconic.errors import JobError
 from laconic.islands.fragments import fragment_of
 from laconic.islands.local_steps import LocalSteps
 from tests.reference.local_steps import Islands
+from tests.support.codec_bounds import BOUNDS
 from tests.support.launch import on_ranks, run_ranks
 from tests.support.partial_models import partial_net
 from tests.support.sharded_net import Net, build, shard, squared_error
@@ -74,7 +75,7 @@ def coarse(values: Tensor) -> Tensor:
 class Coarse(Codec):
     """Values rounded one by one, as in the oracle, which codes a parameter where a fragment codes its flat buffer."""
 
-    name, max_relative_error = "coarse", 1.0
+    name = "coarse"
 
     def payload_bytes(self, numel: int) -> int:
         return numel
@@ -209,7 +210,7 @@ def test_every_codec_keeps_islands_equal_and_its_bytes() -> None:
         want = 2 * 2 * trips  # syncs, other islands
         assert (counter.snapshot() - before).total("island", "outer", "sent") == want
         (report,) = local.reports
-        assert report.codec_error <= codec.max_relative_error
+        assert report.codec_error <= BOUNDS[name or "int4"]
         assert (report.codec_error == 0) == (name == "fp32")
         assert_same_everywhere(flat(model))
 

@@ -221,7 +221,7 @@ class Interrupted(BaseException):
     """Stands for what may arrive while a difference is added."""
 
 
-@pytest.mark.parametrize("wire", ["4bit", "lossless"])
+@pytest.mark.parametrize("wire", ["4bit", laconic.Wire(weights="lossless")], ids=["4bit", "lossless"])
 @on_ranks(2, local=1)
 def test_a_difference_that_is_read_in_part_is_never_a_base(wire: Any) -> None:
     """One rank is interrupted in the middle of a difference. Next time the weights cross exactly, on all ranks."""

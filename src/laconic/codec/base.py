@@ -34,11 +34,6 @@ class Codec(ABC):
     is_sparse = False
     """True if most values become zero, so that the sum of several vectors has more that are not zero than each."""
 
-    @property
-    @abstractmethod
-    def max_relative_error(self) -> float:
-        """The bound of |decode(encode(x)) - x| / |x| in Euclidean norms, for every finite x that does not underflow."""
-
     @abstractmethod
     def payload_bytes(self, numel: int) -> int:
         """The bytes that `numel` encoded values take."""
@@ -120,11 +115,6 @@ class FloatCodec(Codec):
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name, self._dtype = name, dtype
-
-    @property
-    def max_relative_error(self) -> float:
-        """Half a unit in the last place; zero for fp32."""
-        return 0.0 if self._dtype == torch.float32 else torch.finfo(self._dtype).eps / 2
 
     def payload_bytes(self, numel: int) -> int:
         """See `Codec.payload_bytes`: the size of the type for each value."""

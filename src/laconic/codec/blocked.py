@@ -10,8 +10,6 @@ decodes to NaN.
 
 from __future__ import annotations
 
-import itertools
-import math
 from abc import abstractmethod
 from functools import cached_property, lru_cache
 from types import ModuleType
@@ -35,8 +33,6 @@ NF4 = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 """The values of NormalFloat4, ascending: quantiles of a normal distribution, scaled to [-1, 1] (arXiv 2305.14314)."""
-_STEP_ROUNDING = 1 + 2**-8  # the largest factor by which a step changes in bf16
-_SCALE_ROUNDING = 1 + 2**-7  # the largest factor by which `_round_up_to_bf16` enlarges a scale
 _TWO_BIT_STEP = 0.9957
 """The best step of four even levels for a normal distribution of variance 1 (J. Max, 1960, table II)."""
 
@@ -172,11 +168,6 @@ class Even(BlockCodec):
         self.name, self.bits, self.block = f"int{bits}", bits, block
         self._largest = 2 ** (bits - 1) - 1
 
-    @property
-    def max_relative_error(self) -> float:
-        """The error of a block with one large value, whose step is large for the others."""
-        return math.sqrt(self.block) * _STEP_ROUNDING / (2 * self._largest)
-
     @by_size
     def code_bytes(self, numel: int) -> int:
         """See `BlockCodec.code_bytes`: `bits` for each value."""
@@ -215,11 +206,6 @@ class TwoBit(BlockCodec):
         """`block` is a multiple of 4."""
         self.block = block
 
-    @property
-    def max_relative_error(self) -> float:
-        """The bound from: no value's error exceeds half a step or, where it is clipped, the value."""
-        return math.hypot(1.0, _TWO_BIT_STEP * _STEP_ROUNDING / 2)
-
     @by_size
     def code_bytes(self, numel: int) -> int:
         """See `BlockCodec.code_bytes`: two bits for each value."""
@@ -249,13 +235,6 @@ class E2m1(BlockCodec):
     def __init__(self, block: int = 128) -> None:
         """`block` is even."""
         self.block = block
-
-    @property
-    def max_relative_error(self) -> float:
-        """The error of rounding between two magnitudes, and of values that round to zero."""
-        between = max((b - a) / (b + a) for a, b in itertools.pairwise(E2M1[1:]))
-        flushed = E2M1[1] / E2M1[-1] / 2 * _STEP_ROUNDING
-        return math.hypot(between * _STEP_ROUNDING, flushed * math.sqrt(self.block - 1))
 
     @by_size
     def code_bytes(self, numel: int) -> int:
@@ -294,14 +273,6 @@ class Nf4(BlockCodec):
     def __init__(self, block: int = 64) -> None:
         """`block` is even."""
         self.block = block
-
-    @property
-    def max_relative_error(self) -> float:
-        """The error of rounding between two values of one sign, and of values that round to zero."""
-        pairs = [(a, b) for a, b in itertools.pairwise(NF4) if a * b > 0]
-        between = max(abs(b - a) / abs(b + a) for a, b in pairs) * _SCALE_ROUNDING
-        flushed = -NF4[6] / 2 * _SCALE_ROUNDING
-        return math.hypot(between, flushed * math.sqrt(self.block - 1), _SCALE_ROUNDING - 1)
 
     @by_size
     def code_bytes(self, numel: int) -> int:

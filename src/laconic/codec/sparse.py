@@ -44,11 +44,6 @@ class TopK(Codec):
         self._fields = (keep + (CHUNK >> self._low_bits), keep * self._low_bits, keep, keep)
         """The bits of a chunk: buckets, low bits of places, which magnitudes, and signs."""
 
-    @property
-    def max_relative_error(self) -> float:
-        """The bound for values of one size, of which nearly all are left out. Magnitudes are rounded to bf16."""
-        return 1 + 2**-8
-
     def payload_bytes(self, numel: int) -> int:
         """See `Codec.payload_bytes`: the bits of places, two bits for each kept value, and two bf16 magnitudes."""
         return -(-numel // CHUNK) * (-(-sum(self._fields) // 8) + _SCALE_BYTES)
