@@ -10,17 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.plan.bench import Bench, any_cluster, columns
-from benchmarks.plan.jobs import (
-    CYCLIC,
-    ISLANDS,
-    PEERS,
-    PEERS_ISLANDS,
-    STRATEGIES,
-    VARIANTS,
-    Case,
-    candidate_of,
-    make_cases,
-)
+from benchmarks.plan.jobs import CYCLIC, ISLANDS, PEERS, STRATEGIES, VARIANTS, Case, candidate_of, make_cases
 from benchmarks.plan.processes import most_resident_bytes
 from laconic.plan.estimates import MARGIN
 from laconic.plan.prediction import Refusal
@@ -51,8 +41,8 @@ def cases(bench: Bench) -> list[Case]:
 
 
 def large_cases(bench: Bench, model: str, strategy: str, variants: Sequence[str] = (), *, rows: int = 8) -> list[Case]:
-    """The case of a job whose rows fill hundreds of megabytes; none if a package is not installed."""
-    tables = {**STRATEGIES, **ISLANDS, **PEERS, **PEERS_ISLANDS, **CYCLIC}
+    """The case of a job whose rows fill hundreds of megabytes."""
+    tables = {**STRATEGIES, **ISLANDS, **PEERS, **CYCLIC}
     layers = [tables[strategy], *(VARIANTS[variant] for variant in variants)]
     layers.append({"train": {"micro_batch_size": rows}, "data": {"sequence_length": 128}})
     name = ", ".join((strategy, *variants, *(["1 row"] if rows == 1 else [])))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -91,16 +90,9 @@ CYCLIC: dict[str, dict[str, Any]] = {
 
 PEERS: dict[str, dict[str, Any]] = {
     name: {"shard": {"strategy": name}}
-    for name in ("fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp", "deepspeed", "deepspeed-hpz")
+    for name in ("fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp")
 }
-"""The strategies of others that `laconic train` runs too."""
-
-PEERS_ISLANDS: dict[str, dict[str, Any]] = {
-    "torchft-diloco": {
-        "shard": {"strategy": "torchft-diloco"}, "sync": {"codec": "fp32", "every": 2, "error_feedback": False},
-    },
-}  # fmt: skip
-"""Local steps of others."""
+"""The strategies of PyTorch."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "LoRA": {"lora": {"enabled": True, "rank": 4, "targets": ["q_proj", "v_proj"]}},
@@ -162,10 +154,6 @@ def make_cases(
     """Make cases of one model, each given as its name, its sections and its candidate. Unknown strategies are named."""
     found = []
     for name, layers, candidate in jobs:
-        package = candidate.partition("-")[0]
-        if package in ("deepspeed", "torchft") and importlib.util.find_spec(package) is None:
-            print(f"left out: {model}, {name}: {package} is not installed; put .venv/peers on PYTHONPATH", flush=True)
-            continue
         try:
             found.append(make_case(f"{model}, {name}", model, *layers, out=out, candidate=candidate, steps=steps))
         except ConfigError as error:

@@ -29,9 +29,9 @@ _CLOSE = 0.05
 _PAYLOAD_BITS_PER_S = 8 * 8e9 / 6.745
 _SLOW_BITS_PER_S = 8 * 8e9 / 67.66
 """The paper's own measurement of the same copy on 1 GbE."""
-_ZERO_3 = ("deepspeed", "fsdp2")
-"""The planner's names of ZeRO-3 on a flat ring, the paper's own system first."""
-_HPZ = ("fsdp2-hpz",)
+_ZERO_3 = "fsdp2"
+"""The planner's name of ZeRO-3 on a flat ring."""
+_HPZ = "fsdp2-hpz"
 """Gathered once across nodes, frozen weights too: what the paper measured as ZeRO++, and FCDP-Sched."""
 
 
@@ -66,9 +66,7 @@ def job(width: int, heads: int, layers: int = 40, **sections: dict[str, Any]) ->
     return from_dict(Config, table)
 
 
-def _first(predictor: Predictor, names: tuple[str, ...]) -> Estimate:
-    """The first of these strategies that the planner knows."""
-    name = next(name for name in names if name in CANDIDATES)
+def _estimated(predictor: Predictor, name: str) -> Estimate:
     found = predictor.estimate(CANDIDATES[name])
     assert isinstance(found, Estimate), found
     return found
@@ -79,17 +77,16 @@ def row(bench: Bench) -> Row:
     lines: list[tuple[str, str, float, float]] = []
     full = Predictor(job(4800, 40), cluster(2))
     for nodes, said_s in ((2, 53.3), (4, 55.7)):
-        found = _first(full.on(cluster(nodes)), _ZERO_3)
+        found = _estimated(full.on(cluster(nodes)), _ZERO_3)
         lines.append((f"10B, {nodes} nodes, ZeRO-3: s", found.label, found.seconds, said_s))
     lora = job(7936, 62, lora=_LORA)
     adapters = Predictor(lora, cluster(2))
     in_gib = 2 / 2**30  # both nodes
-    for names, said in ((_ZERO_3, 213.73), (_HPZ, 108.28)):
-        found = _first(adapters, names)
-        lines.append((f"30B LoRA, 2 nodes, {'ZeRO-3' if names is _ZERO_3 else 'ZeRO++, FCDP-Sched'}: GiB", found.label,
-                      found.wire_bytes * in_gib, said))  # fmt: skip
+    for name, words, said in ((_ZERO_3, "ZeRO-3", 213.73), (_HPZ, "ZeRO++, FCDP-Sched", 108.28)):
+        found = _estimated(adapters, name)
+        lines.append((f"30B LoRA, 2 nodes, {words}: GiB", found.label, found.wire_bytes * in_gib, said))
     fp32 = dataclasses.replace(lora, shard=lora.shard.with_keys(reduce_dtype="float32"))
-    host = _first(Predictor(fp32, cluster(2)), ("host",))
+    host = _estimated(Predictor(fp32, cluster(2)), "host")
     across = host.ranks_per_node * sum(
         size for (level, purpose), size in host.sent_bytes.items()
         if level == "node" and purpose in ("weights", "gradients")
@@ -123,13 +120,13 @@ def row(bench: Bench) -> Row:
 def slow_row(bench: Bench) -> Row:
     """Compare the planner with the most that the paper claims: LoRA on 1 GbE."""
     names, models = (
-        {"ZeRO-3": _ZERO_3, "ZeRO++": _HPZ, "int8": ("zero++",), "FCDP": ("host",)},
+        {"ZeRO-3": _ZERO_3, "ZeRO++": _HPZ, "int8": "zero++", "FCDP": "host"},
         ((4800, 40), (7936, 62)),
     )
     lines, ratios = [], dict[str, list[float]]()
     for width, heads in models:
         predictor = Predictor(job(width, heads, lora=_LORA), cluster(2, _SLOW_BITS_PER_S))
-        found = {name: _first(predictor, of_name) for name, of_name in names.items()}
+        found = {name: _estimated(predictor, of_name) for name, of_name in names.items()}
         for name, each in found.items():
             ratios.setdefault(name, []).append(each.seconds / found["FCDP"].seconds)
             lines.append([f"{width} wide, {each.label}", f"{each.seconds:.1f}", f"{ratios[name][-1]:.1f}x"])

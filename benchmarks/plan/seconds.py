@@ -7,27 +7,17 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from benchmarks.plan.bench import Bench, columns
-from benchmarks.plan.jobs import (
-    CYCLIC,
-    ISLANDS,
-    PEERS,
-    PEERS_ISLANDS,
-    STRATEGIES,
-    VARIANTS,
-    Case,
-    candidate_of,
-    make_cases,
-)
+from benchmarks.plan.jobs import CYCLIC, ISLANDS, PEERS, STRATEGIES, VARIANTS, Case, candidate_of, make_cases
 from benchmarks.plan.lab import Run
 from laconic.lab import format_rate
 from tests.support.record import Row
 
 RATES = (20e6, 50e6, 100e6, 200e6, None)
-_STRATEGIES = ("none", "host", "device", "8bit", "4bit", "zero++", "fsdp2", "fsdp2-hpz", "hsdp", "ddp", "deepspeed")
+_STRATEGIES = ("none", "host", "device", "8bit", "4bit", "zero++", "fsdp2", "fsdp2-hpz", "hsdp", "ddp")
 _ON_SLOW_WIRES = ("none", "host", "8bit", "4bit", "zero++", "fsdp2", "ddp")
 _COMPARED = ("none", "host", "fsdp2", "hsdp", "ddp")
-_MORE = ("fsdp2-gloo", "deepspeed-hpz", "islands fp32", "islands int4", "torchft-diloco")
-_ON_THREE = ("none", "host", "4bit", "zero++", "fsdp2", "fsdp2-gloo", "ddp", "deepspeed")
+_MORE = ("fsdp2-gloo", "islands fp32", "islands int4")
+_ON_THREE = ("none", "host", "4bit", "zero++", "fsdp2", "fsdp2-gloo", "ddp")
 _NEW: tuple[tuple[str, str, tuple[str, ...], tuple[int, int], float | None], ...] = (
     ("demo", "weights stay", ("host", "none"), (2, 2), 200e6),
     ("demo", "offload", ("host",), (2, 2), 200e6),
@@ -46,7 +36,7 @@ _NEW: tuple[tuple[str, str, tuple[str, ...], tuple[int, int], float | None], ...
     ("deep", "", ("host", "4bit", "fsdp2"), (3, 1), None),
 )
 """(model, variant, strategies, cluster, rate) of runs with what no run had before, later than the planner's rules."""
-_EXACT = ("none", "host", "device", "fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp", "deepspeed", "deepspeed-hpz")
+_EXACT = ("none", "host", "device", "fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp")
 _MOST_BYTES = 0.02
 _FEW_BYTES = 1e6
 """Where a step sends less at a node's interface, headers of small messages weigh too much to be left out."""
@@ -59,7 +49,7 @@ def cases_at(
 ) -> list[Case]:
     """A model under strategies, in few steps where a step takes long."""
     usual = 12 if rate is None else 3 if rate < 40e6 else 4 if rate < 80e6 else 8
-    tables = {**STRATEGIES, **ISLANDS, **CYCLIC, **PEERS, **PEERS_ISLANDS}
+    tables = {**STRATEGIES, **ISLANDS, **CYCLIC, **PEERS}
     layers = [{"data": {"sequence_length": 128}, "train": {"micro_batch_size": 4}}]
     layers += [VARIANTS[variant]] if variant else []
     jobs = [(f"{name}, {variant}" if variant else name, [*layers, tables[name]], candidate_of(name)) for name in names]

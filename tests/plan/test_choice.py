@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from laconic import cli
 from laconic.config import Config, ConfigError, OptimizerConfig, SyncConfig, from_dict, load
@@ -22,6 +24,7 @@ from laconic.plan.choice import break_even
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import MARGIN, Estimate
 from laconic.plan.forks import map_forked
+from laconic.plan.job_cli import print_choice
 from laconic.plan.prediction import Predictor, Refusal
 from tests.plan.traces import cluster
 
@@ -92,6 +95,9 @@ def test_the_fastest_exact_strategy_is_taken(predictor: Predictor) -> None:
         assert entry.reason
         assert entry.is_recommended == (entry.estimate is choice.recommended)
     by_name = {entry.estimate.strategy: entry for entry in choice.entries}
+    console = Console(file=io.StringIO())
+    print_choice(choice, console)
+    assert "not planned: DeepSpeed ZeRO-3; " in console.file.getvalue()  # type: ignore[attr-defined]
     assert "waits" in by_name["none"].reason
     assert "wire" in by_name["none"].reason
     assert "inexact" in by_name["4bit"].reason
@@ -141,8 +147,9 @@ def test_the_break_even_rate_is_where_two_strategies_take_equally_long(predictor
 
 
 def test_refused_jobs_and_strategies_say_why(predictor: Predictor) -> None:
-    with pytest.raises(ConfigError, match="'zero' is not known"):
-        candidate_named("zero")
+    for name, message in (("zero", "'zero' is not known"), ("deepspeed", "'deepspeed' is run, not planned: `laconic c")):
+        with pytest.raises(ConfigError, match=message):
+            candidate_named(name)
     muon = dataclasses.replace(predictor.config, optimizer=OptimizerConfig(name="muon"))
     shares = dataclasses.replace(predictor.config, shard=predictor.config.shard.with_keys(shares=[3, 3, 1, 1]))
     message = "shard.shares: laconic plan predicts ranks that are all alike; leave shares out"
@@ -173,6 +180,7 @@ def test_the_command_ranks_writes_and_draws(
     assert "take laconic host" in printed
     assert "laconic none: 1.4" in printed
     assert "1.50x the bytes" in printed
+    assert "not planned" not in printed, "the strategies were named"
     assert load(best).shard.policy.cache.where == "host"
     text = picture.read_text()
     ElementTree.fromstring(text)

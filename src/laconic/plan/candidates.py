@@ -21,6 +21,8 @@ Make = Callable[[Simulator, StepWork, Shape], Program]
 ranks."""
 CANDIDATES: Mapping[str, Strategy] = {name: each for name, each in registry.strategies().items() if each.in_plan}
 """The strategies that the planner lists, by name."""
+RUN_ALONE = tuple(each for each in registry.strategies().values() if not each.predict)
+"""Engines of other makers: `laconic compare` runs them, and nothing predicts them."""
 BUDGET = "budget"
 """The strategy whose `device_budget_bytes` is what the host cache leaves of the device's memory."""
 
@@ -29,9 +31,11 @@ def candidate_named(name: str) -> Strategy:
     """The strategy with this name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or nothing predicts it.
     """
     name = registry.canonical(name)
+    if any(name == each.name for each in RUN_ALONE):
+        raise ConfigError(f"strategy {name!r} is run, not planned: `laconic compare` measures it beside the others")
     if name not in CANDIDATES:
         raise ConfigError(registry.unknown(name, CANDIDATES))
     return CANDIDATES[name]

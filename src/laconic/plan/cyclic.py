@@ -79,7 +79,7 @@ class CyclicProgram(Program):
         workers = num_workers(settings, first_rank(machine.cluster))
         check_wire(settings.wire, settings.states)
         self._schedule = Schedule(
-            Rule.named(settings.rule, workers), settings.states, has_norm=work.optimizer.max_grad_norm > 0
+            Rule.named(settings.rule, workers), settings.states, has_norm=work.job.optimizer.max_grad_norm > 0
         )
         self._work, self._stages = work, cut_trace(machine, work, workers)
 

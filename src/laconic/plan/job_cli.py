@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from laconic.config import ConfigError, load, to_dict, to_toml
-from laconic.plan.candidates import CANDIDATES, candidate_named
+from laconic.plan.candidates import CANDIDATES, RUN_ALONE, candidate_named
 from laconic.plan.choice import Choice, Contender, choose
 from laconic.plan.cluster_file import load_cluster
 from laconic.plan.estimates import Estimate
@@ -123,6 +123,9 @@ def print_choice(choice: Choice, console: Console, *, explains_all: bool = False
         labels = "; ".join(refusal.label for refusal in choice.refusals)
         names = ",".join(refusal.strategy for refusal in choice.refusals)
         console.print(f"not possible: {labels}. Why: add --strategies {names}", soft_wrap=True)
+    if RUN_ALONE and not explains_all:
+        labels = "; ".join(each.label for each in RUN_ALONE)
+        console.print(f"not planned: {labels}. `laconic compare` runs them", soft_wrap=True)
     notes = dict.fromkeys(note for entry in choice.entries for note in entry.estimate.notes)
     for note in notes:
         console.print(f"note: {note}", soft_wrap=True)

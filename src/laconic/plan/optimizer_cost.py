@@ -1,18 +1,14 @@
-"""An optimizer's step on whole tensors, for programs that are written by hand: the trainer's own, rehearsed."""
+"""An optimizer's step on whole tensors: the trainer's own, rehearsed on one rank."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import nn
 
-from laconic.comm.traffic import Level
 from laconic.config import OptimizerConfig
-from laconic.plan.machine import PlanTransfer, Simulator
 from laconic.plan.op_cost import Costs, OpWork
 from laconic.plan.phase import Operations, Phase
 from laconic.rehearse import rehearsal
@@ -62,33 +58,3 @@ def optimizer_cost(settings: OptimizerConfig, model: nn.Module, device_type: str
             most = max(most, held)
     phase = Phase(work=tuple(work), peak_bytes=0, end_bytes=0)
     return OptimizerCost(state_bytes=state_bytes, transient_bytes=most, phase=phase)
-
-
-@cache
-def adamw_cost(settings: OptimizerConfig, numel: float, itemsize: int) -> OptimizerCost:
-    """The cost of torch's AdamW on a flat tensor of `numel` elements."""
-    dtype = torch.float32 if itemsize == 4 else torch.bfloat16
-    flat = nn.Parameter(torch.empty(round(numel), dtype=dtype, device="meta"))
-    return optimizer_cost(settings, nn.ParameterList([flat]), "cpu")
-
-
-class UpdateCost:
-    """The gradient norm and the optimizer's step, which follow backward."""
-
-    def __init__(self, machine: Simulator, cost: OptimizerCost, *, gradient_bytes: float) -> None:
-        """`gradient_bytes` are those of this rank's gradients."""
-        self._machine, self._cost = machine, cost
-        self._gradient_bytes = gradient_bytes
-        self._has_states = False
-
-    def run(self, norms: Mapping[Level, float]) -> None:
-        """Clip, and step. `norms` has the bytes that a rank sends on each level for the norms."""
-        machine = self._machine
-        machine.touch("norm", self._gradient_bytes)
-        machine.wait(machine.send(PlanTransfer(name="norm", purpose="control", sent=dict(norms))), "norm")
-        machine.touch("clip", 2 * self._gradient_bytes)
-        if not self._has_states:
-            self._has_states = True
-            machine.hold("optimizer", self._cost.state_bytes)
-        with machine.holding("transfers", self._cost.transient_bytes):
-            machine.compute("optimizer", self._cost.phase)

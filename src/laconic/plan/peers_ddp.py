@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from laconic.plan.machine import Job, PlanTransfer, Simulator
+from laconic.plan.machine import Job, PlanTransfer, Reading, Simulator
 from laconic.plan.model_trace import ModelTrace, ParameterSpec
-from laconic.plan.optimizer_cost import UpdateCost, optimizer_cost
-from laconic.plan.program import Shape, StepWork, WrittenProgram
+from laconic.plan.optimizer_cost import optimizer_cost
+from laconic.plan.program import Program, Shape, StepWork
 from laconic.rehearse.rings import Places, Ring
 
 FIRST_BUCKET_BYTES = 2**20
@@ -39,7 +39,7 @@ class _Bucket:
     """The backward phase, as an index among them, in which the last gradient becomes ready."""
 
 
-class Ddp(WrittenProgram):
+class Ddp(Program):
     """DDP on a machine: [Note: DDP's buckets]."""
 
     def __init__(self, machine: Simulator, work: StepWork, shape: Shape) -> None:
@@ -56,19 +56,27 @@ class Ddp(WrittenProgram):
         self._has_grads, self._own_bytes = False, 0.0
         """Whether micro-batches before have left gradients, and the memory of these beside the buckets."""
         updated = self._updated(work.rehearsals.model(work.job))
-        self._update = UpdateCost(
-            machine, optimizer_cost(work.optimizer, updated, machine.device_type), gradient_bytes=self._gradient_bytes
-        )
+        self._optimizer = optimizer_cost(work.job.optimizer, updated, machine.device_type)
+        self._has_states = False
 
     def _updated(self, model: nn.Module) -> nn.Module:
         """The parameters that a rank updates."""
         return model
 
+    def read(self, machine: Simulator) -> Reading:
+        """See `Program.read`."""
+        for _ in range(2):
+            self.step()
+        with machine.reading() as reading:
+            self.step()
+        return reading
+
     def step(self) -> None:
-        """See `Program.step`."""
-        for index in range(self._work.micro_batches):
-            self._run(syncs=index == self._work.micro_batches - 1)
-        self._update.run({})
+        """Run one optimizer step."""
+        count = self._work.job.train.accumulation
+        for index in range(count):
+            self._run(syncs=index == count - 1)
+        self._update()
 
     def _run(self, *, syncs: bool) -> None:
         machine = self._machine
@@ -92,6 +100,17 @@ class Ddp(WrittenProgram):
             self._own_bytes = 0.0
         self._has_grads = not syncs
 
+    def _update(self) -> None:
+        """Clip the gradients by their norm, and step."""
+        machine, cost = self._machine, self._optimizer
+        machine.touch("norm", self._gradient_bytes)
+        machine.touch("clip", 2 * self._gradient_bytes)
+        if not self._has_states:
+            self._has_states = True
+            machine.hold("optimizer", cost.state_bytes)
+        with machine.holding("transfers", cost.transient_bytes):
+            machine.compute("optimizer", cost.phase)
+
     def _begin(self, place: int, bucket: _Bucket) -> Job | None:
         self._machine.touch(f"divide bucket {place}", 2 * bucket.nbytes)
         route = self._ring.all_reduce(bucket.nbytes)
@@ -102,7 +121,7 @@ class DdpZero1(Ddp):
     """DDP whose optimizer's states are cut over the ranks, on a machine: [Note: ZeRO-1's parts]."""
 
     def step(self) -> None:
-        """See `Program.step`."""
+        """See `Ddp.step`."""
         super().step()
         route = self._ring.gather(self._gradient_bytes)
         self._machine.wait(self._machine.send(PlanTransfer.along(route, "broadcast", "weights")), "broadcast")

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from laconic.config import Config, OptimizerConfig
+from laconic.config import Config
 from laconic.plan.job_trace import trace_job
 from laconic.plan.machine import Reading, Simulator
 from laconic.plan.model_trace import ModelTrace
@@ -41,16 +41,6 @@ class StepWork:
     placements: Mapping[str, Placement] | None = None
     """Where units rest, by their names; None: as the job's cache says."""
 
-    @property
-    def micro_batches(self) -> int:
-        """The micro-batches of a rank in a step."""
-        return self.job.train.accumulation
-
-    @property
-    def optimizer(self) -> OptimizerConfig:
-        """The section of the job with the optimizer."""
-        return self.job.optimizer
-
 
 class Program(ABC):
     """The steps of one strategy on a machine."""
@@ -63,22 +53,6 @@ class Program(ABC):
     @abstractmethod
     def read(self, machine: Simulator) -> Reading:
         """Read a step after caches and optimizer states are warm."""
-
-
-class WrittenProgram(Program):
-    """A program that is written by hand, step by step."""
-
-    @abstractmethod
-    def step(self) -> None:
-        """Run one optimizer step."""
-
-    def read(self, machine: Simulator) -> Reading:
-        """See `Program.read`."""
-        for _ in range(2):
-            self.step()
-        with machine.reading() as reading:
-            self.step()
-        return reading
 
 
 def add_share(reading: Reading, other: Reading, share: float) -> None:

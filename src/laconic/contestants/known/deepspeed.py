@@ -45,7 +45,7 @@ _DEEPSPEED = Strategy(
     ),
     reduces_always=True,
     stepper="laconic.contestants.deepspeed:DeepSpeedStepper",
-    predict="laconic.contestants.deepspeed_plan:deepspeed",
+    in_plan=False,
 )
 _HPZ = _DEEPSPEED.variant(
     name="deepspeed-hpz",

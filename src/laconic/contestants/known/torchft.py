@@ -51,6 +51,6 @@ STRATEGIES = (
         saves=False,
         stepper="laconic.contestants.torchft:TorchftStepper",
         parallelize="laconic.contestants.torchft:shard_inside_islands",
-        predict="laconic.contestants.torchft_plan:TorchftDiloco",
+        in_plan=False,
     ),
 )
