@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-import xml.etree.ElementTree as ElementTree
+import sys
 from pathlib import Path
+from typing import Any
 
+import matplotlib
 import pytest
 
 from laconic import cli
@@ -106,6 +107,7 @@ def test_json_holds_the_numbers_of_the_table(folder: Path, capsys: pytest.Captur
         (["--model", "{folder}"], ["no causal language model"]),
         (["--model", "llama-3-70b", "--ranks=8,x"], ["--ranks: 'x' is not a positive number"]),
         (["--model", "llama-3-70b", "--ranks=2", "--draw", "{folder}/missing/layer.svg"], ["missing first"]),
+        (["--model", "llama-3-70b", "--ranks=2", "--draw", "layer.docx"], ["end it in .png, .svg, .pdf"]),
     ],
 )
 def test_mistakes_are_named_before_the_work(
@@ -121,28 +123,32 @@ def test_mistakes_are_named_before_the_work(
     assert all(message in shown.err for message in messages), shown.err
 
 
-def drawn(unit: UnitShapes, num_ranks: int, num_rows: int) -> ElementTree.Element:
-    return ElementTree.fromstring(draw_layout(plan_of(unit, num_ranks, rows(num_rows), itemsize=2), "a < b"))
+def test_without_matplotlib_the_message_says_how_to_install_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert cli.main(["plan", "layout", "--model", str(folder), "--ranks", "2", "--draw", "a.png"]) == 2
+    assert "--draw needs matplotlib; pip install '.[bench]' in a clone" in capsys.readouterr().err
+
+
+def drawn(unit: UnitShapes, num_ranks: int, num_rows: int) -> Any:
+    return draw_layout(plan_of(unit, num_ranks, rows(num_rows), itemsize=2), "a picture")
 
 
 def test_the_picture_shows_every_extent_to_scale() -> None:
-    picture = drawn(LLAMA_3_70B, 12, 16)
+    (axes,) = drawn(LLAMA_3_70B, 12, 16).axes
     (bucket,) = plan_of(LLAMA_3_70B, 12, rows(16), itemsize=2).buckets
     extents = [bucket.extent(index, shard) for shard in range(12) for index in range(len(bucket.slots))]
-    rects = [rect for rect in picture.iter("{http://www.w3.org/2000/svg}rect") if len(rect)]  # those with a title
-    assert len(rects) == sum(extent is not None for extent in extents)
-    widths = [float(rect.get("width", 0)) for rect in rects]
-    bar = max(widths)
-    expected = [bar * extent.numel / bucket.shard_numel for extent in extents if extent is not None]
-    assert all(math.isclose(a, b, abs_tol=0.5) for a, b in zip(widths, expected, strict=True))
+    bars = [path.get_extents() for line in axes.collections for path in line.get_paths()]
+    assert [bar.width for bar in bars] == pytest.approx([each.numel for each in extents if each is not None])
+    assert len(axes.patches) == 12, "a frame for each rank, white where nothing covers it"
 
 
 def test_the_picture_of_many_ranks_leaves_some_out(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "layer.svg"
     arguments = ["--model", str(folder), "--ranks", "2", "--rows", "1", "--draw", str(file)]
-    assert cli.main(["plan", "layout", *arguments]) == 0
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # letters stay letters
+        assert cli.main(["plan", "layout", *arguments]) == 0
     assert "LlamaDecoderLayer on 2 ranks, blocks of 1 row" in file.read_text()
-    labels = [text.text or "" for text in drawn(GPT_OSS_120B, 1024, 16).iter("{http://www.w3.org/2000/svg}text")]
-    ranks = [label for label in labels if label.startswith("rank ")]
-    assert ranks == [f"rank {rank}" for rank in [*range(12), 1021, 1022, 1023]]
-    assert "a < b" in labels
+    labels = [label.get_text() for label in drawn(GPT_OSS_120B, 1024, 16).axes[0].get_yticklabels()]
+    assert labels == [f"rank {rank}" for rank in [*range(12), 1021, 1022, 1023]]

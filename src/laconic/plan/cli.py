@@ -1,4 +1,4 @@
-"""`laconic plan`: what a job takes, the figures of a cluster, the padding of layouts, and cyclic schedules."""
+"""`laconic plan`: what a job takes, the figures of a cluster, and the padding of layouts."""
 
 import argparse
 import atexit
@@ -14,7 +14,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from laconic.cyclic.schedule import RULES, STATES, Rule, Schedule
 from laconic.errors import JobError
 from laconic.extras import how_to_install
 from laconic.layout.granularity import rows
@@ -22,10 +21,9 @@ from laconic.plan.job_cli import add_job
 from laconic.plan.known import models
 from laconic.plan.measure_cli import add_measure
 from laconic.plan.padding import LayoutRow, UnitShapes, layout_rows, plan_of, shapes_of
-from laconic.plan.pictures import SUFFIXES, draw_layout, draw_timesteps
+from laconic.plan.pictures import SUFFIXES, draw_layout
 from laconic.plan.remedies import Advice, advise
 from laconic.plan.saying import say
-from laconic.plan.timesteps import CyclicPlan
 from laconic.plan.tracing import TraceError
 from laconic.rehearse import without_collector
 
@@ -44,17 +42,6 @@ examples:
   laconic plan layout --model ./my-model --ranks 8,12 --rows 1,32 --explain
   laconic plan layout --model llama-3-70b --ranks 8 --rows 16 --draw layer.svg"""
 
-_CYCLIC = """\
-The time steps of the cyclic schedule: the stage that each worker runs (F1: forward of the first stage; B4: backward of
-the fourth), the stage activations that are alive, and the messages. A time step is the forward or the backward of one
-stage. The command needs no GPU and no other rank."""
-
-_CYCLIC_EPILOG = """\
-examples:
-  laconic plan cyclic --stages 4
-  laconic plan cyclic --stages 8 --rule lag2 --states sharded --json
-  laconic plan cyclic --stages 4 --draw cyclic.png"""
-
 
 def main(argv: Sequence[str]) -> int:
     """Run the command, and return its exit code: 2 for a mistake in the arguments, else 0."""
@@ -67,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
         mistake = str(error)
     except ModuleNotFoundError as error:
         missing = str(error.name).partition(".")[0]
-        option, extra = ("--draw", "bench") if missing == "matplotlib" else ("--model", "train")
+        option = "--draw" if options.command == "layout" else "--timeline"
+        option, extra = (option, "bench") if missing == "matplotlib" else ("--model", "train")
         mistake = f"{option} needs {missing}; {how_to_install(extra)}"
     else:
         return 0
@@ -83,11 +71,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     layout = commands.add_parser("layout", help="the padding of a model's layouts at a list of group sizes")
     layout.set_defaults(run=_layout)
     layout.description, layout.epilog = _LAYOUT, _LAYOUT_EPILOG
-    cyclic = commands.add_parser("cyclic", help="the time steps, activations and messages of a cyclic schedule")
-    cyclic.set_defaults(run=_cyclic)
-    cyclic.description, cyclic.epilog = _CYCLIC, _CYCLIC_EPILOG
-    for command in (layout, cyclic):
-        command.formatter_class = argparse.RawDescriptionHelpFormatter
+    layout.formatter_class = argparse.RawDescriptionHelpFormatter
     layout.add_argument("--model", required=True, help="a known name, a config.json, or a folder with a config.json")
     layout.add_argument(
         "--ranks", type=_counts, default=[8, 64, 128], metavar="N,...", help="numbers of ranks that share a unit"
@@ -99,15 +83,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     layout.add_argument("--explain", action="store_true", help="name the tensors that force each bucket's size")
     layout.add_argument("--json", action="store_true", help="print JSON, with explanations")
     layout.add_argument(
-        "--draw", type=_picture, metavar="FILE.svg", help="draw the layout for the first number of ranks and of rows"
-    )
-    cyclic.add_argument("--stages", type=_count, required=True, metavar="N", help="stages of the model, and workers")
-    cyclic.add_argument("--rule", choices=RULES, default="v2", help="update rule (default: v2)")
-    cyclic.add_argument("--states", choices=STATES, default="replicated", help="where states lie (default: replicated)")
-    cyclic.add_argument("--batches", type=_count, default=3, metavar="T", help="batches of the run (default: 3)")
-    cyclic.add_argument("--json", action="store_true", help="print JSON, with every message")
-    cyclic.add_argument(
-        "--draw", type=_picture, metavar="FILE", help=f"draw the time steps; FILE ends in {', '.join(SUFFIXES)}"
+        "--draw", type=_picture, metavar="FILE", help="draw the layout for the first number of ranks and of rows"
     )
     is_job = argv[:1] and not argv[0].startswith("-") and argv[0] not in commands.choices
     return parser.parse_args(["job", *argv] if is_job else argv)
@@ -129,6 +105,8 @@ def _picture(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text!r} is in a folder that does not exist; make {path.parent} first")
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a folder; give the name of a file")
+    if path.suffix not in SUFFIXES:
+        raise argparse.ArgumentTypeError(f"{text!r} names no kind of picture; end it in {', '.join(SUFFIXES)}")
     return path
 
 
@@ -148,17 +126,7 @@ def _layout(options: argparse.Namespace) -> None:
         num_ranks, num_rows = options.ranks[0], options.rows[0]
         plan = plan_of(largest, num_ranks, rows(num_rows), itemsize=options.itemsize)
         title = f"{options.model}: {largest.name} on {num_ranks} ranks, blocks of {_count_rows(num_rows)}"
-        options.draw.write_text(draw_layout(plan, title), encoding="utf-8")
-
-
-def _cyclic(options: argparse.Namespace) -> None:
-    schedule = Schedule(Rule.named(options.rule, options.stages), options.states)
-    if options.draw and options.draw.suffix not in SUFFIXES:
-        raise ValueError(f"--draw {options.draw} names no known kind of picture; end it in {', '.join(SUFFIXES)}")
-    plan = CyclicPlan(schedule=schedule, batches=options.batches)
-    print(json.dumps(plan.to_dict(), indent=1) if options.json else plan)
-    if options.draw:
-        draw_timesteps(plan, options.draw)
+        draw_layout(plan, title).savefig(options.draw)
 
 
 def _count_rows(count: int) -> str:

@@ -16,7 +16,7 @@ from laconic.plan.candidates import CANDIDATES, RUN_ALONE, candidate_named
 from laconic.plan.choice import Choice, Contender, choose
 from laconic.plan.cluster_file import load_cluster
 from laconic.plan.estimates import Estimate
-from laconic.plan.pictures import SUFFIXES, draw_timeline
+from laconic.plan.pictures import SUFFIXES, draw_timelines
 from laconic.plan.prediction import Predictor
 from laconic.plan.units import format_quantity
 from laconic.store import files
@@ -92,7 +92,7 @@ def run_job(options: argparse.Namespace) -> None:
         estimate = predictor.estimate(chosen, keeps_spans=True)
         if not isinstance(estimate, Estimate):
             raise ConfigError(f"--strategy {chosen.name} cannot run this job: {estimate.reason}")
-        draw_timeline(estimate, options.timeline)
+        draw_timelines([estimate], options.timeline)
     if options.out is not None:
         if choice.job is None:
             raise ConfigError(f"--out {options.out} is not written: {choice.remedy or 'nothing is recommended'}")
