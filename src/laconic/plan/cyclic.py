@@ -18,10 +18,10 @@ limit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -30,16 +30,17 @@ from torch import Tensor
 from laconic.comm.cluster import make_mesh
 from laconic.comm.traffic import Level, Purpose, Traffic
 from laconic.config import ConfigError, OptimizerConfig, ScheduleConfig
-from laconic.cyclic import runtime, worker
+from laconic.cyclic import placement, runtime, worker
 from laconic.cyclic.coding import check_wire
 from laconic.cyclic.links import PURPOSES, ActivationMeta, Links
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.cyclic.schedule import Message, Rule, Schedule
+from laconic.plan import cyclic_stages
 from laconic.plan.cyclic_stages import Clock, PhantomStage, PlannedStage, cut_trace
 from laconic.plan.estimates import first_rank
 from laconic.plan.machine import Job, Kind, PlanLane, Reading, Simulator
 from laconic.plan.op_cost import Costs
-from laconic.plan.playing import Player
+from laconic.plan.playing import Kinds, Player
 from laconic.plan.program import Program, StepWork, add_share
 from laconic.plan.rehearsal import END, Rehearsal
 from laconic.rehearse import Machine, rehearsal
@@ -53,11 +54,6 @@ _LEAST, _MOST = 3, 12
 """The batches of a reading. Above the most, bytes are means over some of the batches of a period."""
 _ROWS = 4
 """The rows of a batch. It is the number that rehearsed batons bring: [Note: Messages of the machine]."""
-_KINDS: Mapping[str, Kind] = {
-    "cyclic/placement.py": "parameters", "plan/cyclic_stages.py": "parameters",
-    "plan/cyclic_stages.py:play_backward": "gradients",
-}  # fmt: skip
-"""See `laconic.plan.playing`. What a message has brought is of the kind of the message."""
 
 
 class CyclicProgram(Program):
@@ -215,7 +211,11 @@ class SharedWires:
 
 
 class DevicePlayer(Player):
-    """Plays the tape of one device."""
+    """Plays the tape of one device. What a message has brought is of the kind of the message."""
+
+    asked_by: ClassVar[Kinds] = {
+        **Player.asked_by, "parameters": (placement, cyclic_stages), "gradients": (PhantomStage.play_backward,),
+    }  # fmt: skip
 
     def __init__(self, network: SharedWires, rehearsal: Rehearsal, number: int) -> None:
         cluster, device_type = network.machine.cluster, network.machine.device_type
@@ -281,8 +281,3 @@ class DevicePlayer(Player):
         machine = self.machine
         latency_s, bytes_s = machine.cluster.latency_s(level), machine.bytes_s(level, nbytes)
         machine.now_s += machine.exposed_s(level, bytes_s=bytes_s, latency_s=latency_s) / 2
-
-    def _kind_of(self, number: int) -> Kind | None:
-        place = self._memories[number].place
-        own = _KINDS.get(place) or _KINDS.get(place.partition(":")[0])
-        return own if own and number not in self._rehearsal.kinds else super()._kind_of(number)

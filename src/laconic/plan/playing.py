@@ -14,35 +14,43 @@ of Gloo frees its memory when it gets there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar
 
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+from laconic.codec import dynamic_map
+from laconic.plan import phantom
 from laconic.plan.machine import Job, Kind, PlanLane, PlanTransfer, Reading, Simulator
 from laconic.plan.op_cost import Copy, OpWork
 from laconic.plan.phantom import Alive, PhaseBegin, Rest
 from laconic.plan.rehearsal import END, STEPS, Rehearsal
-from laconic.rehearse.machine import COMPUTE
+from laconic.rehearse.machine import COMPUTE, origin_of
 from laconic.rehearse.tape import HOST, Entry, Free, Mark, Record, Step, Transfer, Wait
+from laconic.shard import cache, form, full, reduce, stored
 
-_KINDS: Mapping[str, Kind] = {
-    "shard/stored.py": "parameters", "shard/form.py": "parameters", "shard/full.py": "parameters",
-    "shard/reduce.py": "gradients", "shard/cache.py": "cache", "plan/phantom.py": "gradients",
-    "optim/dynamic_map.py": "optimizer",
-    "_fully_shard/_fsdp_param.py": "parameters", "_fully_shard/_fsdp_param.py:to_sharded_post_forward": "cache",
-    "_fully_shard/_fsdp_param.py:to_accumulated_grad_if_needed": "gradients",
-}  # fmt: skip
-"""The kind of memory that a file of an engine, or a function of it, asks for. All others take it for transfers and for
-work."""
+Kinds = Mapping[Kind, Sequence[ModuleType | Callable[..., Any]]]
+"""The modules of an engine, or functions of them, that ask for each kind of memory. All others take it for transfers
+and for work."""
 
 
 class Player:
     """Plays a rehearsal on a machine: [Note: Streams on a machine]."""
 
+    asked_by: ClassVar[Kinds] = {
+        "parameters": (stored, form, full, _fsdp_param),
+        "gradients": (reduce, phantom, _fsdp_param.FSDPParam.to_accumulated_grad_if_needed),
+        "cache": (cache, _fsdp_param.FSDPParam.to_sharded_post_forward),
+        "optimizer": (dynamic_map,),
+    }
+
     def __init__(self, machine: Simulator, rehearsal: Rehearsal) -> None:
         self.machine = self._machine = machine
         self._rehearsal, self._memories = rehearsal, rehearsal.tape.memories
         self._entries = rehearsal.tape.entries
+        self._kinds = {origin_of(owner): kind for kind, owners in self.asked_by.items() for owner in owners}
         self._stretches: list[tuple[Any, int]] = [
             (entry.label, place)
             for place, entry in enumerate(self._entries)
@@ -229,8 +237,8 @@ class Player:
         memory = self._memories[number]
         if number in self._rehearsal.outer_states or (memory.is_pinned if self._is_cpu else not memory.is_device):
             return None
-        own = self._rehearsal.kinds.get(number) or _KINDS.get(memory.place)
-        return own or _KINDS.get(memory.place.partition(":")[0], "transfers")
+        own = self._rehearsal.kinds.get(number) or self._kinds.get(memory.place)
+        return own or self._kinds.get(memory.place.partition(":")[0], "transfers")
 
     # -- order ---------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -485,13 +485,22 @@ def _origin() -> str:
 
 @functools.cache
 def _origin_of(code: CodeType) -> str:
-    file = code.co_filename
-    if file.startswith(_LIBRARY) and not file.startswith(_OWN):
-        return f"{file[len(_LIBRARY) + 1 :]}:{code.co_name}"
+    file = _file_of(code.co_filename)
+    return f"{file}:{code.co_name}" if file else ""
+
+
+def _file_of(path: str) -> str:
+    if path.startswith(_LIBRARY) and not path.startswith(_OWN):
+        return path[len(_LIBRARY) + 1 :]
     for root in (FSDP2, _OPTIMIZERS):
-        if file.startswith(root):
-            return f"{Path(root).name}{file[len(root) :]}:{code.co_name}"
+        if path.startswith(root):
+            return f"{Path(root).name}{path[len(root) :]}"
     return ""
+
+
+def origin_of(owner: ModuleType | Callable[..., Any]) -> str:
+    """The `place` of memory that a module asks for, or a function of it, on a machine that asks for costs."""
+    return _file_of(str(owner.__file__)) if isinstance(owner, ModuleType) else _origin_of(owner.__code__)
 
 
 @dataclass(frozen=True, slots=True)
