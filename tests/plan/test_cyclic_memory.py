@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -122,7 +121,7 @@ class Watched(DevicePlayer):
 
 def block(stage: nn.Module) -> PlannedBlock:
     own = trainable(stage)
-    specs = tuple(replace(spec(name, *each.shape), is_written_in_place=False) for name, each in own.items())
+    specs = tuple(spec(name, *each.shape) for name, each in own.items())
     return PlannedBlock(name="a stage", parameters=specs, forward=NOTHING, backward=NOTHING)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from laconic.config import Config, from_dict
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.model_trace import ModelTrace, ParameterSpec, Segment, UnitSpec
-from laconic.plan.phase import Operations, Phase
+from laconic.plan.phase import Arrival, Operations, Phase
 from laconic.plan.program import StepWork, work_of
 from laconic.plan.rehearsal import Rehearsals
 
@@ -40,39 +40,38 @@ def job(table: Mapping[str, Any] = MODEL, *, rows: int = 1, tokens: int = 32, **
 
 
 def spec(name: str, *shape: int, dtype: torch.dtype = torch.float32, is_trained: bool = True) -> ParameterSpec:
-    return ParameterSpec(
-        name=name, shape=shape, dtype=dtype, compute_dtype=dtype, is_trained=is_trained, is_written_in_place=True
-    )
+    return ParameterSpec(name=name, shape=shape, dtype=dtype, is_trained=is_trained)
 
 
-def phase(seconds: float = 0.0, *, peak: int = 0, end: int = 0) -> Phase:
+def phase(seconds: float = 0.0, *, peak: int = 0, end: int = 0, trained: Iterable[str] = ()) -> Phase:
+    """A phase in which the gradients of some parameters come, in place where that is possible."""
     work = (Operations(dtype="float32", flops=seconds * FLOPS_PER_S, memory_bytes=0.0, count=1),) if seconds else ()
-    return Phase(work=work, peak_bytes=peak, end_bytes=end)
+    come = tuple(Arrival(name, peak, peak, is_in_place=True) for name in trained)
+    return Phase(work=work, peak_bytes=peak, end_bytes=end, arrivals=come)
 
 
 def trace(
     layers: Sequence[Sequence[ParameterSpec]],
-    root: Sequence[ParameterSpec] = (),
     *,
     forward_s: float = 0.0,
     backward_s: float = 0.0,
     saved_bytes: int = 0,
 ) -> ModelTrace:
-    """A root around layers that all take as long and save as much."""
+    """A root without parameters around layers that all take as long and save as much."""
     units = [UnitSpec(name=f"layers.{index}", parameters=tuple(own)) for index, own in enumerate(layers)]
-    units.append(UnitSpec(name="Model", parameters=tuple(root)))
     last = len(layers)
-    order = [last, *range(last), last]
-    there = [phase(forward_s, peak=saved_bytes, end=saved_bytes) if unit < last else phase() for unit in order]
-    back = [phase(backward_s, peak=0, end=-saved_bytes) if unit < last else phase() for unit in order]
-    segments = [Segment(unit=unit, is_backward=False, phase=each) for unit, each in zip(order, there, strict=True)]
-    segments += [
-        Segment(unit=unit, is_backward=True, phase=each) for unit, each in zip(order[::-1], back[::-1], strict=True)
-    ]
+    segments = [Segment(unit=last, is_backward=False, phase=phase())] * 2
+    back = list(segments)
+    for unit, own in enumerate(layers):
+        there = phase(forward_s, peak=saved_bytes, end=saved_bytes)
+        segments.insert(-1, Segment(unit=unit, is_backward=False, phase=there))
+        given = phase(backward_s, end=-saved_bytes, trained=[each.name for each in own if each.is_trained])
+        back.insert(1, Segment(unit=unit, is_backward=True, phase=given))
     return ModelTrace(
-        units=tuple(units), segments=tuple(segments), method="traced", micro_batch_size=1, sequence_length=1,
-        compute_dtype=None, device_type="cpu", gradients_in_place=True,
-    )  # fmt: skip
+        units=(*units, UnitSpec(name="Model", parameters=())),
+        segments=(*segments, *(replace(each, is_backward=True) for each in back)),
+        device_type="cpu",
+    )
 
 
 def model_of(trace: ModelTrace) -> nn.Module:

@@ -27,7 +27,7 @@ def predict(
 
     Raises:
         ConfigError: the cluster file lacks a figure that these ranks need.
-        TraceError: the model cannot be traced, and there is no formula for it.
+        TraceError: the model cannot be traced.
     """
     cluster = fitting_cluster(cluster, nodes=nodes, local=local)
     traced: dict[str, Predictor] = {}

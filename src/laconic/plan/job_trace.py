@@ -29,7 +29,7 @@ def trace_job(config: Config, *, device_type: str | None = None, model: nn.Modul
     Raises:
         JobError: the model cannot be built; the message says why.
         ValueError: the model cannot be divided into sync.slices slices.
-        TraceError: the model cannot be traced, and there is no formula for it.
+        TraceError: the model cannot be traced.
     """
     sync = config.sync
     if model is None or sync.slices > 1:
@@ -40,17 +40,15 @@ def trace_job(config: Config, *, device_type: str | None = None, model: nn.Modul
     precision = config.shard.policy.precision
     trace = trace_model(
         model,
-        micro_batch_size=config.train.micro_batch_size,
-        sequence_length=config.data.sequence_length,
-        arguments=batch_of(config.data, config.train.micro_batch_size),
+        batch_of(config.data, config.train.micro_batch_size),
         compute_dtype=getattr(torch, precision.param_dtype) if precision.param_dtype else None,
         device_type=device_type,
         gradients_in_place=writes_in_place(config.shard, config.schedule, config.model.dtype),
     )
-    notes = []
     if config.train.compile:
-        notes.append("train.compile fuses operations, so a step computes as much, but reads, writes and keeps less")
-    return replace(trace, notes=(*trace.notes, *notes))
+        note = "train.compile fuses operations, so a step computes as much, but reads, writes and keeps less"
+        return replace(trace, notes=(note,))
+    return trace
 
 
 def writes_in_place(shard: ShardConfig, schedule: ScheduleConfig, dtype: str) -> bool:

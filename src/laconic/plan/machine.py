@@ -28,7 +28,7 @@ from typing import Literal
 
 from laconic.comm.traffic import Level, Purpose
 from laconic.plan.cluster_spec import ClusterSpec
-from laconic.plan.model_trace import Phase
+from laconic.plan.phase import Phase
 from laconic.rehearse.rings import Route
 
 Kind = Literal["parameters", "gradients", "optimizer", "transfers", "activations", "cache"]

@@ -28,9 +28,7 @@ from torch import Tensor, nn
 from laconic.hf.layers import layers_to_shard, rows_packed
 from laconic.plan.equal_layers import Run, list_of_equal, only_three, repeat_middle
 from laconic.plan.phase import LayerInput, Phase
-from laconic.plan.trace_formula import SOURCE, formula_run
-from laconic.plan.tracing import TraceError, Tracing
-from laconic.ragged.parts import slice_of_parameters
+from laconic.plan.tracing import Tracing
 
 LossFn = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 """Runs a model on keyword arguments and returns the loss."""
@@ -45,13 +43,7 @@ class ParameterSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     """The dtype in which the parameter rests."""
-    compute_dtype: torch.dtype
-    """The dtype of the gathered parameter."""
     is_trained: bool
-    is_written_in_place: bool
-    """Whether backward writes the whole gradient into the bucket as products: [Note: Gradients written in place]."""
-    slice_index: int | None = None
-    """The slice of partial updates; None for a parameter that all islands train."""
 
     @property
     def numel(self) -> int:
@@ -64,13 +56,16 @@ class ParameterSpec:
         return self.numel * self.dtype.itemsize
 
 
+Parameters = tuple[ParameterSpec, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class UnitSpec:
     """A module given to `fully_shard`, and the parameters that become its own, in the order of its buckets."""
 
     name: str
     """The module's name in the model; for the model itself, its class."""
-    parameters: tuple[ParameterSpec, ...]
+    parameters: Parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,22 +85,13 @@ class ModelTrace:
     """In the order of the calls of `fully_shard`: layers in forward order, then the model itself, the root."""
     segments: tuple[Segment, ...]
     """In the order of execution: the root's embedding, the layers, the root's head and loss, and all of it backward."""
-    method: str
-    """`traced`; or `formula`, with the module that cannot be traced and the formula's source."""
+    device_type: str
     notes: tuple[str, ...] = ()
     """What the trace leaves out or assumes."""
-    micro_batch_size: int
-    sequence_length: int
-    compute_dtype: torch.dtype | None
-    """The dtype of gathered parameters; None if they keep their own."""
-    device_type: str
-    gradients_in_place: bool
-    """Whether gradients of linear layers' weights are written in place where the engine can."""
     layer_inputs: tuple[LayerInput, ...] = ()
-    """The tensors with which layers are called: hidden states first, then those that all layers together get besides.
-    By formula: hidden states alone."""
+    """The tensors with which layers are called: hidden states first, then those that all layers together get besides."""
     before_layers: frozenset[str] = frozenset()
-    """The names of the modules that run before the first layer. By formula: of the embeddings."""
+    """The names of the modules that run before the first layer."""
     tied: tuple[str, ...] = ()
     """The names of trained parameters that have another name, too."""
 
@@ -119,41 +105,12 @@ class ModelTrace:
         """The segments of backward."""
         return tuple(segment for segment in self.segments if segment.is_backward)
 
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes of activations alive at once."""
-        alive = peak = 0
-        for segment in self.segments:
-            peak = max(peak, alive + segment.phase.peak_bytes)
-            alive += segment.phase.end_bytes
-        return peak
-
-    @property
-    def peak_with_gradients_bytes(self) -> int:
-        """The most bytes of activations, and of gradients that stay where autograd puts them, alive at once."""
-        alive = peak = 0
-        for segment in self.segments:
-            peak = max(peak, alive + segment.phase.peak_with_gradients_bytes)
-            alive += segment.phase.end_bytes + segment.phase.gradient_bytes
-        return peak
-
-    @property
-    def flops(self) -> Mapping[str, float]:
-        """The FLOPs of all products, by dtype."""
-        found: dict[str, float] = {}
-        for segment in self.segments:
-            for dtype, flops in segment.phase.flops.items():
-                found[dtype] = found.get(dtype, 0.0) + flops
-        return found
-
 
 def trace_model(
     model: nn.Module,
+    arguments: Mapping[str, Any],
     *,
-    micro_batch_size: int,
-    sequence_length: int,
     units: Sequence[nn.Module] | None = None,
-    arguments: Mapping[str, Any] | None = None,
     loss: LossFn | None = None,
     compute_dtype: torch.dtype | None = None,
     device_type: str = "cpu",
@@ -163,93 +120,61 @@ def trace_model(
 
     Args:
         model: the model, on any device; the meta device is enough.
-        micro_batch_size: the rows of a micro-batch.
-        sequence_length: the tokens of a row.
-        units: the modules that `fully_shard` is called on, inner ones first. Default: a transformers model's layers.
-            The model itself always follows as the root.
-        arguments: keyword arguments of the model, with tensors on any device. Default: `input_ids` and `labels`.
+        arguments: the keyword arguments of the model: a micro-batch, with tensors on any device.
+        units: the modules that `fully_shard` is called on. Default: a transformers model's layers. The model itself
+            always follows as the root.
         loss: runs the model. Default: `model(**arguments, use_cache=False).loss`.
-        compute_dtype: the dtype of gathered parameters and of inputs, `MixedPrecisionPolicy.param_dtype`.
+        compute_dtype: the dtype of gathered parameters and of inputs, `MixedPrecisionPolicy.param_dtype`. Default: their
+            own.
         device_type: "cpu" or "cuda".
         gradients_in_place: whether the engine may write gradients into its buckets, as it does if it reduces them in
             the dtype of gathered parameters. False: autograd allocates all of them.
 
     Raises:
-        TraceError: the model cannot be traced, and there is no formula for it: it has no layers, or no configuration
-            with its sizes. The message names the module that cannot be traced.
+        TraceError: the model cannot be traced. The message names the module that cannot.
         ValueError: an unknown device type.
     """
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"device_type must be 'cpu' or 'cuda', got {device_type!r}")
-    layers = list(layers_to_shard(model) if units is None else units)
-    layers = [layer for layer in layers if layer is not model]
+    layers = [layer for layer in (layers_to_shard(model) if units is None else units) if layer is not model]
     names = {module: name for name, module in model.named_modules()}
-    unit_names = [*(names[layer] for layer in layers), type(model).__name__]
-    arguments = _arguments(micro_batch_size, sequence_length) if arguments is None else arguments
     make = partial(
         Tracing, model=model, arguments=arguments, loss=loss or _loss, compute_dtype=compute_dtype,
         device_type=device_type, gradients_in_place=gradients_in_place,
     )  # fmt: skip
-    method = "traced"
-    try:
-        tracing, run, parameters = _run(model, layers, make, compute_dtype)
-        inputs, before = tracing.layer_inputs, frozenset(tracing.before_layers)
-    except TraceError as error:
-        parameters = _parameters([*layers, model], compute_dtype, set())
-        try:
-            run, hidden = formula_run(
-                model, layers, rows=micro_batch_size, tokens=sequence_length, compute_dtype=compute_dtype
-            )
-            inputs = (hidden,)
-            before = frozenset(name for name, module in model.named_modules() if isinstance(module, nn.Embedding))
-        except ValueError as reason:
-            raise TraceError(error.module, f"{error.reason}. And {reason}") from error
-        method = f"formula ({SOURCE}): {error}"
+    tracing, run, parameters = _run(model, layers, make)
+    unit_names = [*(names[layer] for layer in layers), type(model).__name__]
     return ModelTrace(
         units=tuple(UnitSpec(name=name, parameters=own) for name, own in zip(unit_names, parameters, strict=True)),
         segments=tuple(Segment(unit=unit, is_backward=back, phase=phase) for unit, back, phase in run),
-        method=method,
-        micro_batch_size=micro_batch_size,
-        sequence_length=sequence_length,
-        compute_dtype=compute_dtype,
         device_type=device_type,
-        gradients_in_place=gradients_in_place,
-        layer_inputs=inputs,
-        before_layers=before,
+        layer_inputs=tracing.layer_inputs,
+        before_layers=frozenset(tracing.before_layers),
         tied=_tied(model),
     )
 
 
-Parameters = tuple[ParameterSpec, ...]
 _Traced = tuple[Tracing, Run, list[Parameters]]
 """A trace that has run, the phases of all layers, and the parameters of each unit."""
 
 
-def _run(
-    model: nn.Module, layers: list[nn.Module], make: Callable[..., Tracing], compute_dtype: torch.dtype | None
-) -> _Traced:
+def _run(model: nn.Module, layers: list[nn.Module], make: Callable[..., Tracing]) -> _Traced:
     """Trace. Reference: the same with `_trace` alone."""
     container = list_of_equal(model, layers)
     if container is not None:
         with only_three(container) as three:
-            tracing, run, (first, middle, last, root) = _trace([*three, model], make, compute_dtype)
+            tracing, run, (first, middle, last, root) = _trace([*three, model], make)
         repeated = repeat_middle(run, len(layers))
         if repeated is not None:
             return tracing, repeated, [first, *[middle] * (len(layers) - 2), last, root]
-    return _trace([*layers, model], make, compute_dtype)
+    return _trace([*layers, model], make)
 
 
-def _trace(modules: list[nn.Module], make: Callable[..., Tracing], compute_dtype: torch.dtype | None) -> _Traced:
+def _trace(modules: list[nn.Module], make: Callable[..., Tracing]) -> _Traced:
     tracing = make(modules=modules)
     with rows_packed("position_ids" in tracing.arguments) if "transformers" in sys.modules else nullcontext():
         run = tracing.run()
-    return tracing, run, _parameters(modules, compute_dtype, tracing.written_in_place)
-
-
-def _arguments(micro_batch_size: int, sequence_length: int) -> dict[str, Tensor]:
-    """A batch as the trainer makes it of a stream of tokens: data/batches.py."""
-    ids = torch.empty(micro_batch_size, sequence_length, dtype=torch.int64, device="meta")
-    return {"input_ids": ids, "labels": ids}
+    return tracing, run, _parameters(modules)
 
 
 def _loss(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
@@ -265,26 +190,17 @@ def _tied(model: nn.Module) -> tuple[str, ...]:
     return tuple(each[0] for each in names.values() if len(each) > 1)
 
 
-def _parameters(
-    modules: Sequence[nn.Module], compute_dtype: torch.dtype | None, in_place: set[int]
-) -> list[Parameters]:
+def _parameters(modules: Sequence[nn.Module]) -> list[Parameters]:
     """The parameters of each unit that no earlier unit has."""
     seen: set[nn.Parameter] = set()
     found = []
     for module in modules:
         own = [(name, parameter) for name, parameter in module.named_parameters() if parameter not in seen]
         seen |= {parameter for _, parameter in own}
-        slices = slice_of_parameters(module)
         found.append(
             tuple(
                 ParameterSpec(
-                    name=name,
-                    shape=tuple(parameter.shape),
-                    dtype=parameter.dtype,
-                    compute_dtype=(compute_dtype if parameter.is_floating_point() else None) or parameter.dtype,
-                    is_trained=parameter.requires_grad,
-                    is_written_in_place=id(parameter) in in_place,
-                    slice_index=slices[name],
+                    name=name, shape=tuple(parameter.shape), dtype=parameter.dtype, is_trained=parameter.requires_grad
                 )
                 for name, parameter in own
             )

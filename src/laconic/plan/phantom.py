@@ -153,12 +153,7 @@ class Phantom:
         parameters = {spec.name: (spec, self._shown(unit, spec)) for spec in self._trace.units[unit].parameters}
         for phase in reversed(phases):
             hidden = _Step.apply(hidden, None, self._end_backward)
-            come = phase.arrivals
-            if not come and phase is phases[-1]:  # a formula does not say when gradients come
-                peak = phase.peak_bytes
-                trained = (spec for spec, _ in parameters.values() if spec.is_trained)
-                come = tuple(Arrival(spec.name, peak, peak, spec.is_written_in_place) for spec in trained)
-            for arrival in reversed(come):
+            for arrival in reversed(phase.arrivals):
                 spec, parameter = parameters[arrival.name]
                 hidden = _Step.apply(hidden, parameter, partial(self._give, spec, arrival))
             hidden = _Step.apply(hidden, None, partial(self._begin_backward, unit, phase))

@@ -10,7 +10,6 @@ products are one sum.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -68,33 +67,12 @@ class Phase:
     """The most bytes of activations alive at once, minus those alive at the start."""
     end_bytes: int
     """The bytes of activations alive at the end, minus those alive at the start."""
-    largest_gradient_bytes: int = 0
-    """The largest gradient of a parameter that autograd handed over. `peak_bytes` has it until then."""
     gradient_bytes: int = 0
-    """The bytes of all gradients of parameters that autograd handed over."""
+    """The bytes of all gradients of parameters that autograd handed over. `peak_bytes` has each until then."""
     peak_with_gradients_bytes: int = 0
     """As `peak_bytes`, but the gradients that were handed over in this phase stay."""
     arrivals: tuple[Arrival, ...] = ()
     """The gradients of parameters, in the order in which they come."""
-
-    @property
-    def flops(self) -> Mapping[str, float]:
-        """The FLOPs of all products, by dtype."""
-        found: Counter[str] = Counter()
-        for work in self.work:
-            if work.dtype is not None:
-                found[work.dtype] += work.flops * work.count  # type: ignore[assignment]  # floats count, too
-        return dict(found)
-
-    @property
-    def memory_bytes(self) -> float:
-        """The bytes that all operations read and write."""
-        return sum(work.memory_bytes * work.count for work in self.work)
-
-    @property
-    def ops(self) -> int:
-        """The number of operations."""
-        return sum(work.count for work in self.work)
 
     def seconds(
         self,

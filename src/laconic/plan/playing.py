@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-from laconic.codec import dynamic_map
+from laconic.optim import dynamic_map
 from laconic.plan import phantom
 from laconic.plan.machine import Job, Kind, PlanLane, PlanTransfer, Reading, Simulator
 from laconic.plan.op_cost import Copy, OpWork

@@ -119,7 +119,7 @@ class Predictor:
             program, machine, strategy=candidate.name, label=candidate.label, is_peer=not candidate.is_own,
             inexact=candidate.inexact or program.inexact,
             tokens=batches * train.micro_batch_size * job.data.sequence_length,
-            notes=trace.notes if trace.method == "traced" else (trace.method, *trace.notes),
+            notes=trace.notes,
         )  # fmt: skip
 
     def _check_workers(self, schedule: ScheduleConfig) -> None:
@@ -183,7 +183,7 @@ def estimate(
     Raises:
         ConfigError: there is no such strategy, or the cluster file lacks a figure.
         JobError: the model cannot be built.
-        TraceError: the model cannot be traced, and there is no formula for it.
+        TraceError: the model cannot be traced.
     """
     (found,) = Predictor(config, cluster, device_type=device_type).all([strategy])
     return found

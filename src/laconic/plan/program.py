@@ -73,7 +73,7 @@ def work_of(
 
     Raises:
         JobError: the model cannot be built.
-        TraceError: the model cannot be traced, and there is no formula for it.
+        TraceError: the model cannot be traced.
     """
     return StepWork(
         trace=trace or trace_job(config, device_type=device_type),

@@ -46,7 +46,6 @@ class _OpenPhase:
     other_bytes: float = 0.0
     peak_bytes: int
     peak_with_gradients_bytes: int
-    largest_gradient_bytes: int = 0
     gradient_bytes: int = 0
     arrivals: list[Arrival] = field(default_factory=list)
 
@@ -62,7 +61,6 @@ class _OpenPhase:
             work=tuple(work),
             peak_bytes=self.peak_bytes - self.start_bytes,
             end_bytes=end_bytes - self.start_bytes,
-            largest_gradient_bytes=self.largest_gradient_bytes,
             gradient_bytes=self.gradient_bytes,
             peak_with_gradients_bytes=self.peak_with_gradients_bytes - self.start_with_gradients_bytes,
             arrivals=tuple(
@@ -124,7 +122,6 @@ class Recorder(TorchDispatchMode):
         self._gradient_bytes += nbytes
         if self._phase is not None:
             self._phase.gradient_bytes += nbytes
-            self._phase.largest_gradient_bytes = max(self._phase.largest_gradient_bytes, nbytes)
 
     def add_product(self, name: str, left: Tensor, right: Tensor, itemsize: int) -> None:
         """Count left @ right, the gradient of parameter `name`, written into memory that is no activation.

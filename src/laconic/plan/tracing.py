@@ -30,8 +30,7 @@ class TraceError(RuntimeError):
     """A model cannot be traced."""
 
     def __init__(self, module: str, reason: str) -> None:
-        super().__init__(f"{module} cannot be traced on fake tensors: {reason}")
-        self.module, self.reason = module, reason
+        super().__init__(f"{module} cannot be traced on fake tensors: {reason}; laconic compare measures such a model")
 
 
 class Tracing:
@@ -56,26 +55,17 @@ class Tracing:
         self._is_backward = False
         self._running: list[str] = []
         """The names of the modules whose forward runs, outermost first."""
-        self._collected: set[int] = set()
-        self._produced: set[int] = set()
         self._names: dict[int, str] = {}
-        """The id of every parameter -> its name in its unit."""
+        """The id of every parameter, and of the fake one in its place -> its name in its unit."""
         for module in modules:
             for name, parameter in module.named_parameters():
                 self._names.setdefault(id(parameter), name)
-        self._originals: dict[int, nn.Parameter] = {}
-        """The id of every fake parameter -> the model's own."""
         self.before_layers: set[str] = set()
         """The names of the modules that run before the first layer."""
         self._carried: list[LayerInput] = []
         self._hidden: LayerInput | None = None
         self._seen = WeakIdKeyDictionary()
         """The carried tensors so far, and those of a batch that only the loss needs."""
-
-    @property
-    def written_in_place(self) -> set[int]:
-        """The ids of the parameters whose gradients came as products alone."""
-        return self._produced - self._collected
 
     @property
     def layer_inputs(self) -> tuple[LayerInput, ...]:
@@ -158,7 +148,7 @@ class Tracing:
         if not is_parameter:
             return fake
         parameter = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        self._originals[id(parameter)] = tensor  # type: ignore[assignment]
+        self._names[id(parameter)] = self._names[id(tensor)]
         if tensor.requires_grad:
             parameter.register_post_accumulate_grad_hook(self._collect)
             if self._in_place:  # for parts of a sliced weight: partial/product.py
@@ -167,9 +157,7 @@ class Tracing:
 
     def _collect(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            original = id(self._originals[id(parameter)])
-            self._recorder.hand_over(self._names[original], parameter.grad)
-            self._collected.add(original)
+            self._recorder.hand_over(self._names[id(parameter)], parameter.grad)
 
     # -- the sink of gradients that are written in place ---------------------------------------------------------------
 
@@ -179,19 +167,16 @@ class Tracing:
 
     def add_product(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
         """See `laconic.shard.linear.GradientSink`."""
-        original = id(self._originals[id(parameter)])
-        self._recorder.add_product(self._names[original], left, right, parameter.element_size())
-        self._produced.add(original)
+        self._recorder.add_product(self._names[id(parameter)], left, right, parameter.element_size())
 
     # -- borders of phases ---------------------------------------------------------------------------------------------
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
         handles = []
-        parents = self._parents()
         try:
             for index, module in enumerate(self._modules):
-                unit = _Unit(self, index, parents[index])
+                unit = _Unit(self, index)
                 handles.append(module.register_forward_pre_hook(unit.enter, with_kwargs=True))
                 handles.append(module.register_forward_hook(unit.leave))
             for name, module in self._model.named_modules():
@@ -201,18 +186,6 @@ class Tracing:
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _parents(self) -> list[int]:
-        """For each unit, the innermost unit that contains it; for the root, itself."""
-        insides = [set(module.modules()) for module in self._modules]
-        return [
-            min(
-                (other for other in range(len(self._modules)) if other != index and module in insides[other]),
-                key=lambda other: len(insides[other]),
-                default=self.root,
-            )
-            for index, module in enumerate(self._modules)
-        ]
 
     def _push(self, name: str, module: nn.Module, args: Any) -> None:
         self._running.append(name)
@@ -224,20 +197,19 @@ class Tracing:
 
 
 class _Unit:
-    """The hooks of one unit."""
+    """The hooks of one unit: of a layer, or of the root, whose phases are before, between and after those of layers."""
 
-    def __init__(self, tracing: Tracing, index: int, parent: int) -> None:
-        self._tracing, self._index, self._parent = tracing, index, parent
+    def __init__(self, tracing: Tracing, index: int) -> None:
+        self._tracing, self._index, self._is_layer = tracing, index, index != tracing.root
         self._awaited = AwaitedHooks(lambda: None, self._reach_inputs)
         self._recorder = tracing._recorder
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Begin a forward, unless backward recomputes it."""
         dtype = self._tracing._compute_dtype
-        if not self._tracing._is_backward and self._index != self._parent:
+        if not self._tracing._is_backward and self._is_layer:
             self._recorder.begin(self._index, is_backward=False)
-            if self._parent == self._tracing.root:
-                self._tracing.note_inputs(*tensors_in((args, kwargs)))
+            self._tracing.note_inputs(*tensors_in((args, kwargs)))
         if dtype is not None:
             args, kwargs = map_tensors(
                 lambda each: each.to(dtype) if each.is_floating_point() else each, (args, kwargs)
@@ -250,12 +222,12 @@ class _Unit:
         """End a forward, unless backward recomputes it."""
         if self._tracing._is_backward:
             return
-        if torch.is_grad_enabled() and self._index != self._parent:
+        if torch.is_grad_enabled() and self._is_layer:
             hook = OutputGradients(AwaitedHooks(self._begin_backward(), lambda: None))
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(hook)
-        self._recorder.begin(self._parent, is_backward=False)
+        self._recorder.begin(self._tracing.root, is_backward=False)
 
     def _begin_backward(self) -> Callable[[], None]:
         """A function whose first call begins a backward."""
@@ -264,8 +236,8 @@ class _Unit:
 
     def _reach_inputs(self) -> None:
         """End a backward at the gradients of the inputs."""
-        if self._index != self._parent:
-            self._recorder.begin(self._parent, is_backward=True)
+        if self._is_layer:
+            self._recorder.begin(self._tracing.root, is_backward=True)
 
 
 def _input_of(tensor: Tensor) -> LayerInput:
