@@ -60,7 +60,6 @@ MODELS: dict[str, dict[str, Any]] = {
 STRATEGIES: dict[str, dict[str, Any]] = {
     "none": {"shard": {"cache": "none"}},
     "host": {},
-    "budget": {"shard": {"device_budget_bytes": 700_000}},
     "device": {"shard": {"cache": "device"}},
     "8bit": {"shard": {"wire": "8bit"}},
     "4bit": {"shard": {"wire": "4bit"}},
@@ -89,8 +88,7 @@ CYCLIC: dict[str, dict[str, Any]] = {
 """The cyclic schedule, in its placements."""
 
 PEERS: dict[str, dict[str, Any]] = {
-    name: {"shard": {"strategy": name}}
-    for name in ("fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp")
+    name: {"shard": {"strategy": name}} for name in ("fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp")
 }
 """The strategies of PyTorch."""
 
@@ -107,6 +105,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "offload": {"shard": {"offload": True}},
     "checks": {"shard": {"check_every": 1}},
     "checks every 2 steps": {"shard": {"check_every": 2}},
+    "device budget": {"shard": {"device_budget_bytes": 700_000}},
     "5 micro-batches": {"train": {"accumulation": 5}},
     "NF4": {"lora": {"enabled": True, "rank": 4, "targets": ["q_proj", "v_proj"], "quantize": "nf4"}},
     "DoRA": {"lora": {"enabled": True, "rank": 4, "targets": ["q_proj", "v_proj"], "dora": True}},

@@ -66,9 +66,7 @@ between steps, nor the thread in which islands sync: `_CYCLIC` and `_ISLANDS`.""
 
 _CYCLIC = tuple((model, strategy) for model in ("demo", "vocabulary") for strategy in CYCLIC)
 """(model, strategy) of cyclic schedules, which are held to their processes, on three nodes."""
-_ISLANDS = tuple(
-    (strategy, rows) for strategy in ("islands int4", "islands int4, 2 slices") for rows in (8, 1)
-)
+_ISLANDS = tuple((strategy, rows) for strategy in ("islands int4", "islands int4, 2 slices") for rows in (8, 1))
 """(strategy, rows) of islands whose last step syncs, which are held to their processes. With one row the sync itself is
 the fullest moment."""
 

@@ -165,7 +165,6 @@ def test_islands_share_bytes_out_over_their_interval_and_overlap_hides_an_exchan
     [
         ("cpu", 2, 4, {"cache": "none"}),
         ("cuda", 6, 1, {"wire": "4bit"}),
-        ("cuda", 10, 1, {"budget": 5 * WIDTH * WIDTH * 4 // 2}),  # five layers' node shards
     ],
 )
 def test_a_few_layers_stand_for_all(

@@ -23,8 +23,6 @@ CANDIDATES: Mapping[str, Strategy] = {name: each for name, each in registry.stra
 """The strategies that the planner lists, by name."""
 RUN_ALONE = tuple(each for each in registry.strategies().values() if not each.predict)
 """Engines of other makers: `laconic compare` runs them, and nothing predicts them."""
-BUDGET = "budget"
-"""The strategy whose `device_budget_bytes` is what the host cache leaves of the device's memory."""
 
 
 def candidate_named(name: str) -> Strategy:

@@ -3,8 +3,8 @@
 [Note: One program, three readings]
 A strategy's step is a program: it computes phases, begins transfers, waits for them, and holds and frees memory, in the
 order of the real code. Programs on laconic's engine are records of that code itself ([Note: Rehearsed steps] in
-rehearsal.py); that of DDP, whose reducer is C++, is written by hand. The machine runs the program of one rank, and reads
-it three times at once. The bytes of the transfers are summed. The memory that is held is summed, and its peak kept. And
+rehearsal.py); that of DDP, whose reducer is C++, is by hand. The machine runs the program of one rank, and reads it
+three times at once. The bytes of the transfers are summed. The memory that is held is summed, and its peak kept. And
 each transfer occupies a lane for as long as the cluster's figures say: it starts when it is issued, but not before the
 lane's last transfer has ended. The program goes on meanwhile, until it waits. So the seconds of a step are those of a
 discrete-event simulation whose events come in the order of the program, as all ranks issue their transfers at fixed

@@ -89,7 +89,7 @@ class ModelTrace:
     notes: tuple[str, ...] = ()
     """What the trace leaves out or assumes."""
     layer_inputs: tuple[LayerInput, ...] = ()
-    """The tensors with which layers are called: hidden states first, then those that all layers together get besides."""
+    """The tensors with which layers are called: hidden states first, then those that all layers get besides."""
     before_layers: frozenset[str] = frozenset()
     """The names of the modules that run before the first layer."""
     tied: tuple[str, ...] = ()
@@ -124,8 +124,8 @@ def trace_model(
         units: the modules that `fully_shard` is called on. Default: a transformers model's layers. The model itself
             always follows as the root.
         loss: runs the model. Default: `model(**arguments, use_cache=False).loss`.
-        compute_dtype: the dtype of gathered parameters and of inputs, `MixedPrecisionPolicy.param_dtype`. Default: their
-            own.
+        compute_dtype: the dtype of gathered parameters and of inputs, `MixedPrecisionPolicy.param_dtype`. Default:
+            their own.
         device_type: "cpu" or "cuda".
         gradients_in_place: whether the engine may write gradients into its buckets, as it does if it reduces them in
             the dtype of gathered parameters. False: autograd allocates all of them.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from laconic import registry
 from laconic.config import Config, ConfigError, ScheduleConfig, ShardConfig
 from laconic.errors import JobError
-from laconic.plan.candidates import BUDGET, CANDIDATES, candidate_named
+from laconic.plan.candidates import CANDIDATES, candidate_named
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import Estimate, first_rank, read_program, shape_of
 from laconic.plan.forks import map_forked
@@ -102,9 +101,7 @@ class Predictor:
         Raises:
             ConfigError: the strategy cannot run the job.
         """
-        job = job_under(candidate, self.config)
-        budget_bytes = self._budget_bytes() if candidate.name == BUDGET else 0
-        return replace(job, shard=job.shard.with_keys(device_budget_bytes=budget_bytes))
+        return job_under(candidate, self.config)
 
     def _estimate(self, candidate: Strategy, job: Config, *, keeps_spans: bool = False) -> Estimate:
         islands = (job.sync.membership.islands or self.cluster.nodes) if job.sync.is_local else 1
@@ -133,21 +130,6 @@ class Predictor:
         blocks = len(self._trace(self.config).units) + 1  # in any precision; most jobs have traced their own already
         if workers > blocks:
             raise ConfigError(f"{workers} workers need as many blocks, and the model has {blocks}; start fewer ranks")
-
-    def _budget_bytes(self) -> int:
-        """The device memory that the host cache leaves, for the node shards that backward wants first.
-
-        Raises:
-            ConfigError: there is none, or it holds all node shards.
-        """
-        host = CANDIDATES["host"]
-        without = self._estimate(host, self.job(host))
-        spare_bytes = math.floor(without.spare_device_bytes)
-        if spare_bytes <= 0 or without.host_bytes == 0:
-            raise ConfigError("no device memory is left for node shards")
-        if spare_bytes >= without.host_bytes:
-            raise ConfigError("the device has memory for all node shards: see laconic device")
-        return spare_bytes
 
     def _trace(self, job: Config) -> ModelTrace:
         key = (

@@ -75,8 +75,6 @@ class Rehearsal:
     """The memories of what islands keep between syncs. They are the host's, on a CPU too, as `OuterFragment` says."""
     buckets: Sequence[tuple[str, BucketLayout]] = ()
     """The name of each bucket's unit, and its layout."""
-    cached_bytes: Sequence[int] = ()
-    """The bytes of each unit's node shard, the root first, as the engine counts units; 0 without a cache."""
     uses: Mapping[str, UnitUse] = field(default_factory=dict)
     """The use of each unit in the last step, by its name."""
     passing: Passing = field(default_factory=Passing)
@@ -218,7 +216,6 @@ def _rehearse(
             buckets=[(unit.name, bucket.layout) for unit in units for bucket in unit.buckets],
             uses={unit.name: unit.use() for unit in units},
             passing=units[0].root.ledger.passing if units else Passing(),
-            cached_bytes=[sum(each.node_shard.nbytes for each in unit.buckets) for unit in units],
             matrices=[matrix for matrices in owned for matrix in matrices],
             fragments=[[_spec_of(each) for each in fragment.parameters.values()] for fragment in fragments],
         )

@@ -4,11 +4,9 @@
 Equal layers add the same seconds, bytes and memory each, once a step has begun and before it ends. So a model of many
 equal layers runs with four of them, and once more with a fifth in the middle: what that adds counts for each layer
 that is left out. Peaks of memory are taken apart, one for each layer's phase, since with more layers memory may be
-fullest at another place. If the last layers' node shards stay on the device, and those of the others on the host, then
-there are four of each kind, and once more a fifth of each. Micro-batches between the first and the last are equal, too.
-All layers run where ranks own whole matrices, since which matrices a rank owns does not follow from those that it would
-own of fewer layers; where a job says how many units are gathered ahead, which may be more than four; and where each
-unit has a place of its own.
+fullest at another place. Micro-batches between the first and the last are equal, too. All layers run where ranks own
+whole matrices, since which matrices a rank owns does not follow from those that it would own of fewer layers; where a
+job says how many units are gathered ahead, which may be more than four; and where units have places of their own.
 
 [Note: Steps now and then]
 A step that checks does more than others. So what a step takes is a mean over the steps from one check to the next:
@@ -30,11 +28,10 @@ from laconic.plan.machine import KINDS, Reading, Simulator
 from laconic.plan.playing import Player
 from laconic.plan.program import Program, Shape, StepWork, add_share
 from laconic.plan.rehearsal import STEPS, Rehearsal
-from laconic.shard.cache import choose_device_shards
 from laconic.shard.policies import Prefetch
 
 _KEPT = 4
-"""Of each kind, two at either end: while a layer computes, the gathers of two more have begun."""
+"""Two at either end: while a layer computes, the gathers of two more have begun."""
 _MICRO_BATCHES = 3
 Figures = dict[tuple[object, ...], float]
 """All numbers of a reading and of a machine after it, which are linear in the number of layers."""
@@ -59,7 +56,7 @@ class RehearsedStep(Program):
         self._num_layers = self.num_layers(machine, work)
         self._micro_batches = config.train.accumulation
         self._few = self._micro_batches if machine.keeps_spans else min(self._micro_batches, _MICRO_BATCHES)
-        self.rehearsal = self._rehearse(self._with_micro_batches(self._few), self._ids(_KEPT, 0))
+        self.rehearsal = self._rehearse(self._with_micro_batches(self._few), self._ids(_KEPT))
 
     def _job(self, *, checks: bool) -> Config:
         """The job in which every step checks, or none. No audit repeats a micro-batch of another rank now and then."""
@@ -70,8 +67,9 @@ class RehearsedStep(Program):
     @staticmethod
     def num_layers(machine: Simulator, work: StepWork) -> int:
         """The number of layers of which a few are rehearsed; 0 if all are."""
-        runs_all = machine.keeps_spans or work.job.optimizer.has_owners
-        runs_all = runs_all or work.job.shard.policy.prefetch != Prefetch() or work.placements is not None
+        policy = work.job.shard.policy
+        has_places = work.placements is not None or policy.cache.device_budget_bytes > 0
+        runs_all = machine.keeps_spans or work.job.optimizer.has_owners or policy.prefetch != Prefetch() or has_places
         layers = 0 if runs_all else work.rehearsals.equal_layers(work.job)
         return layers if layers > _KEPT + 1 else 0
 
@@ -81,7 +79,7 @@ class RehearsedStep(Program):
         if self._checks_every > 1:
             plain, other = copy.deepcopy(reading), copy.copy(self)
             other._config = self._job(checks=True)
-            other.rehearsal = other._rehearse(other._with_micro_batches(self._few), self._ids(_KEPT, 0))
+            other.rehearsal = other._rehearse(other._with_micro_batches(self._few), self._ids(_KEPT))
             checked = other._step(Simulator(machine.cluster, device_type=machine.device_type))
             add_share(reading, checked, 1 / self._checks_every)
             add_share(reading, plain, -1 / self._checks_every)
@@ -126,17 +124,10 @@ class RehearsedStep(Program):
 
     def _all_layers(self, machine: Simulator, micro_batches: int) -> Figures:
         """The figures of all layers, with so many micro-batches."""
-        on_device = self._num_on_device()
-        on_host = self._num_layers - on_device
-        kept = 2 * _KEPT if on_host and on_device else _KEPT
-        few_on_device = min(on_device, max(kept // 2, kept - on_host))
-        few_on_host = min(on_host, kept - few_on_device)
-        base = total = self._figures(machine, few_on_host, few_on_device, micro_batches)
-        for more, left in (((1, 0), on_host - few_on_host), ((0, 1), on_device - few_on_device)):
-            if left:
-                plus = self._figures(machine, few_on_host + more[0], few_on_device + more[1], micro_batches)
-                total = _extended(total, {key: plus.get(key, 0.0) - base[key] + total[key] for key in base}, left)
-        return total
+        found = self._figures(machine, _KEPT, micro_batches)
+        if not self._left_out:
+            return found
+        return _extended(found, self._figures(machine, _KEPT + 1, micro_batches), self._left_out)
 
     def _rehearse(self, config: Config, kept: Sequence[int] | None) -> Rehearsal:
         nodes, local, islands = self._shape.nodes, self._shape.local, self._shape.islands
@@ -145,46 +136,19 @@ class RehearsedStep(Program):
             placements=self._work.placements,
         )  # fmt: skip
 
-    def _num_on_device(self) -> int:
-        """The number of layers whose node shards stay on the device by the budget of a host cache."""
-        budget_bytes = self._config.shard.policy.cache.device_budget_bytes
-        if not budget_bytes:
-            return 0
-        if not self._num_layers:
-            return 0
-        root, layer, *_ = self.rehearsal.cached_bytes
-        chosen = choose_device_shards([root, *[layer] * self._num_layers], budget_bytes)
-        return len(chosen - {0})
-
     def _with_micro_batches(self, count: int) -> Config:
         return replace(self._config, train=replace(self._config.train, accumulation=count))
 
-    def _ids(self, on_host: int, on_device: int) -> list[int] | None:
-        """The layers that stay if there are so many of either kind: the first and the last of each. None: all.
-
-        A further layer in the middle of its kind adds the same as any other. At the border between the two kinds a
-        layer adds something else, so layers of both kinds stay there.
-        """
+    def _ids(self, count: int) -> list[int] | None:
+        """The layers that stay if there are so many: the first and the last. None: all."""
         if not self._num_layers:
             return None
-        begin = self._num_layers - on_device
-        last_on_host = (on_host + 1) // 2 if on_device else on_host // 2
-        first_on_device = (on_device + 1) // 2
-        border = self._num_layers - self._num_on_device() if on_device else begin
-        return [
-            *range(on_host - last_on_host),
-            *range(border - last_on_host, border + first_on_device),
-            *range(begin + first_on_device, self._num_layers),
-        ]
+        return [*range(count - count // 2), *range(self._num_layers - count // 2, self._num_layers)]
 
-    def _figures(self, machine: Simulator, on_host: int, on_device: int, micro_batches: int) -> Figures:
-        config = self._with_micro_batches(micro_batches)
-        if on_device and self._num_layers:
-            budget_bytes = on_device * self.rehearsal.cached_bytes[1]
-            config = replace(config, shard=config.shard.with_keys(device_budget_bytes=budget_bytes))
+    def _figures(self, machine: Simulator, num_layers: int, micro_batches: int) -> Figures:
         player = Player(
             Simulator(machine.cluster, device_type=machine.device_type),
-            self._rehearse(config, self._ids(on_host, on_device)),
+            self._rehearse(self._with_micro_batches(micro_batches), self._ids(num_layers)),
         )
         found: Figures = {}
         for number, reading in enumerate(player.all()):

@@ -171,13 +171,6 @@ STRATEGIES = (
     ),
     _HOST,
     _HOST.variant(
-        name="budget",
-        label="laconic host + device",
-        note="laconic host, with as many node shards on the device as it has room for.",
-        source="FCDP, arXiv 2602.06499, section 4",
-        in_compare=False,
-    ),
-    _HOST.variant(
         name="device",
         label="laconic device",
         note="laconic: weights cross once, and stay on the device until backward.",
