@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from laconic.plan.machine import PlanLane, PlanTransfer, Simulator
+from laconic.config import ConfigError
+from laconic.plan.machine import PlanLane, Simulator
+from laconic.plan.phase import OpWork, Phase
+from laconic.rehearse.rings import Route
 from tests.plan.traces import cluster, phase
 
 
@@ -12,15 +18,16 @@ def on_cpu() -> Simulator:
     return Simulator(cluster(), device_type="cpu")
 
 
-def wire(nbytes: float, name: str = "gather") -> PlanTransfer:
-    return PlanTransfer(name=name, purpose="weights", sent={"node": nbytes})
+def send(machine: Simulator, *after: Any, hops: Any = None, **sent: float) -> Any:
+    """Begin a transfer of so many bytes by level."""
+    return machine.send(Route(sent=sent, hops=hops or {}), "gather", "weights", *after)  # type: ignore[arg-type]
 
 
 def test_a_transfer_runs_beside_compute() -> None:
     """The wire carries 10 MB/s, shared by two ranks, so 1 MB of each rank takes 0.2 s."""
     machine = on_cpu()
     with machine.reading() as reading:
-        job = machine.send(wire(1e6))
+        job = send(machine, node=1e6)
         machine.compute("layer", phase(0.15))
         machine.wait(job)
     assert reading.seconds == pytest.approx(0.2)
@@ -32,8 +39,8 @@ def test_a_transfer_runs_beside_compute() -> None:
 def test_a_lane_has_one_transfer_at_a_time_and_waits_have_their_cause() -> None:
     machine = on_cpu()
     with machine.reading() as reading:
-        first, second = machine.send(wire(1e6)), machine.send(wire(1e6))
-        inside = machine.send(PlanTransfer(name="inside", purpose="weights", sent={"local": 1e6}), second)
+        first, second = send(machine, node=1e6), send(machine, node=1e6)
+        inside = send(machine, second, local=1e6)
         machine.wait(inside)
         machine.wait(first)
     assert reading.seconds == pytest.approx(0.2 + 0.2 + 0.01)
@@ -41,15 +48,19 @@ def test_a_lane_has_one_transfer_at_a_time_and_waits_have_their_cause() -> None:
     assert reading.waits_s[PlanLane.LOCAL] == pytest.approx(0.01)
 
 
-def test_kernels_take_their_products_or_their_bytes_and_their_launches() -> None:
-    machine = Simulator(cluster(device_launch_s=0.001), device_type="cpu")
-    for figures, seconds in (({"nbytes": 1e9, "flops": 5e9}, 1.001), ({"nbytes": 1e8, "flops": 5e9}, 0.501)):
+def test_operations_take_their_products_or_their_bytes_and_their_launches() -> None:
+    machine = Simulator(cluster(device_launch_s=0.001, device_attention_share=0.25), device_type="cpu")
+    product = OpWork(1e8, flops=5e9, dtype="float32")
+    for work, seconds in (
+        (product, 0.501), (replace(product, nbytes=1e9), 1.001), (replace(product, count=4.0), 0.504),
+        (replace(product, is_attention=True), 2.001), (OpWork(1e8, count=7), 0.107),
+    ):  # fmt: skip
         with machine.reading() as reading:
-            machine.touch("product", dtype="float32", **figures)
+            machine.run("a kernel", work)
         assert reading.seconds == pytest.approx(seconds)
-    with machine.reading() as reading:
-        machine.touch("many", 1e8, count=7)
-    assert reading.seconds == pytest.approx(0.107)
+        assert machine.seconds(Phase(work=(work, work), peak_bytes=0, end_bytes=0)) == pytest.approx(2 * seconds)
+    with pytest.raises(ConfigError, match=r"device_flops_per_s\.bfloat16 is missing; .*has float32"):
+        machine.run("a kernel", replace(product, dtype="bfloat16"))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +72,7 @@ def test_cores_that_compute_also_copy(device_type: str, overlap: float, beside: 
     spec = cluster(wire_latency_s=0.01, wire_overlap=overlap)
     for compute_s, seconds in ((0.3, beside), (0.0, blocking)):
         machine = Simulator(spec, device_type=device_type)
-        job = machine.send(wire(1e6))
+        job = send(machine, node=1e6)
         machine.compute("layer", phase(compute_s))
         machine.wait(job)
         assert machine.now_s == pytest.approx(seconds)
@@ -69,12 +80,10 @@ def test_cores_that_compute_also_copy(device_type: str, overlap: float, beside: 
 
 def test_a_ring_of_all_ranks_takes_as_long_as_its_slowest_edge() -> None:
     machine = on_cpu()
-    both = PlanTransfer(name="ring", purpose="gradients", sent={"node": 1e6, "local": 5e6}, hops=3)
-    job = machine.send(both)
-    assert job is not None
+    job = send(machine, node=1e6, local=5e6, hops={"node": 3})
     assert job.lane is PlanLane.WIRE
     assert job.end_s == pytest.approx(0.2)
-    assert machine.send(PlanTransfer(name="none", purpose="gradients", sent={"node": 0.0})) is None
+    assert send(machine, node=0.0) is None
 
 
 def test_copies_to_the_host_take_time_on_accelerators_alone() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,6 @@ from laconic.hf.models import build_model
 from laconic.plan import model_trace
 from laconic.plan.job_trace import batch_of, trace_job, writes_in_place
 from laconic.plan.model_trace import ModelTrace, Segment, trace_model
-from laconic.plan.phase import Operations, Phase
 from laconic.plan.tracing import TraceError
 from laconic.shard.api import _find_parameters
 from laconic.strategies.memory import measured_peak
@@ -48,7 +46,7 @@ def flops_of(*segments: Segment) -> dict[str, float]:
     """The FLOPs of all products, by dtype."""
     found: dict[str, float] = {}
     for work in (work for segment in segments for work in segment.phase.work if work.dtype is not None):
-        found[work.dtype] = found.get(work.dtype, 0.0) + work.flops * work.count
+        found[work.dtype] = found.get(work.dtype, 0.0) + work.flops
     return found
 
 
@@ -191,23 +189,6 @@ def test_recomputation_is_part_of_backward(llama: ModelTrace, recomputed: ModelT
         elif before.unit == 1:
             assert after.phase.end_bytes == ROWS * TOKENS * 64 * 4  # the layer's input
             assert flops_of(after) == flops_of(before)
-
-
-def test_seconds_take_the_slower_of_products_and_memory() -> None:
-    work = (
-        Operations(dtype="bfloat16", flops=100.0, memory_bytes=10.0, count=2),
-        Operations(dtype="float32", flops=1.0, memory_bytes=30.0, count=1),
-        Operations(dtype=None, flops=0.0, memory_bytes=5.0, count=4),
-    )
-    phase = Phase(work=work, peak_bytes=0, end_bytes=0)
-    rates = {"bfloat16": 50.0, "float32": 1.0}
-    assert phase.seconds(rates, 10.0) == 2 * 2.0 + 3.0 + 4 * 0.5
-    assert phase.seconds(rates, 10.0, launch_s=1.0) == 2 * 2.0 + 3.0 + 4 * 0.5 + 7
-    attention = Operations(dtype="bfloat16", flops=100.0, memory_bytes=10.0, count=2, is_attention=True)
-    both = replace(phase, work=(*work, attention))
-    assert both.seconds(rates, 10.0, attention_share=0.25) == phase.seconds(rates, 10.0) + 2 * 4 * 2.0
-    with pytest.raises(ValueError, match=r"multiplies in float32.*bfloat16 only"):
-        phase.seconds({"bfloat16": 50.0}, 10.0)
 
 
 # -- gradients and parameters ------------------------------------------------------------------------------------------

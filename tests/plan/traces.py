@@ -12,7 +12,7 @@ from torch import nn
 from laconic.config import Config, from_dict
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.model_trace import ModelTrace, ParameterSpec, Segment, UnitSpec
-from laconic.plan.phase import Arrival, Operations, Phase
+from laconic.plan.phase import Arrival, OpWork, Phase
 from laconic.plan.program import StepWork, work_of
 from laconic.plan.rehearsal import Rehearsals
 
@@ -45,7 +45,7 @@ def spec(name: str, *shape: int, dtype: torch.dtype = torch.float32, is_trained:
 
 def phase(seconds: float = 0.0, *, peak: int = 0, end: int = 0, trained: Iterable[str] = ()) -> Phase:
     """A phase in which the gradients of some parameters come, in place where that is possible."""
-    work = (Operations(dtype="float32", flops=seconds * FLOPS_PER_S, memory_bytes=0.0, count=1),) if seconds else ()
+    work = (OpWork(0.0, flops=seconds * FLOPS_PER_S, dtype="float32"),) if seconds else ()
     come = tuple(Arrival(name, peak, peak, is_in_place=True) for name in trained)
     return Phase(work=work, peak_bytes=peak, end_bytes=end, arrivals=come)
 

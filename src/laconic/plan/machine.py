@@ -20,7 +20,7 @@ share cores wait for a core. So compute loses the share of the transfer that the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -28,7 +28,7 @@ from typing import Literal
 
 from laconic.comm.traffic import Level, Purpose
 from laconic.plan.cluster_spec import ClusterSpec
-from laconic.plan.phase import Phase
+from laconic.plan.phase import OpWork, Phase
 from laconic.rehearse.rings import Route
 
 Kind = Literal["parameters", "gradients", "optimizer", "transfers", "activations", "cache"]
@@ -60,23 +60,6 @@ class Span:
     end_s: float
     is_wait: bool = False
     """True if compute has waited for `lane`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanTransfer:
-    """A collective, as a mean over the ranks of a node."""
-
-    name: str
-    purpose: Purpose
-    sent: dict[Level, float]
-    """The payload bytes that one rank sends on each level. A ring of all ranks sends on two at once."""
-    hops: int | Mapping[Level, float] = 1
-    """The messages that wait for each other: on the busiest level, or on each, if they pass several."""
-
-    @classmethod
-    def along(cls, route: Route, name: str, purpose: Purpose) -> PlanTransfer:
-        """A transfer along a route."""
-        return cls(name=name, purpose=purpose, sent=dict(route.sent), hops=route.hops or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,28 +166,24 @@ class Simulator:
             self.hold("activations", phase.end_bytes)
 
     def seconds(self, phase: Phase) -> float:
-        """The seconds of a phase on one device."""
-        cluster = self.cluster
-        rates = cluster.device_flops_per_s, cluster.device_memory_bytes_per_s
-        return phase.seconds(*rates, self._launch_s, cluster.device_attention_share)
+        """The seconds of a phase on one device. ConfigError: the cluster has no rate for a dtype."""
+        return sum(map(self._seconds_of, phase.work))
 
-    def touch(
-        self, name: str, nbytes: float, *, flops: float = 0.0, dtype: str | None = None, count: float = 1.0
-    ) -> None:
-        """Run `count` kernels that read and write `nbytes` of device memory in all: [Note: Seconds of an operation].
+    def _seconds_of(self, work: OpWork) -> float:
+        """See [Note: Seconds of an operation]."""
+        product_s = 0.0
+        if work.dtype is not None:
+            share = self.cluster.device_attention_share if work.is_attention else 1.0
+            product_s = work.flops / (share * self.cluster.flops_per_s(work.dtype))
+        return max(product_s, work.nbytes * self._memory_s) + work.count * self._launch_s
 
-        Args:
-            name: their name in pictures.
-            nbytes: the bytes that all of them read and write.
-            flops: the FLOPs of their products.
-            dtype: that of these products.
-            count: the number of kernels.
+    def run(self, name: str, work: OpWork) -> None:
+        """Run operations on the device. ConfigError: the cluster has no rate for their dtype."""
+        self._work(name, self._seconds_of(work))
 
-        Raises:
-            ConfigError: the cluster has no rate for the dtype.
-        """
-        product_s = flops / self.cluster.flops_per_s(dtype) if dtype is not None else 0.0
-        self._work(name, max(product_s, nbytes * self._memory_s) + count * self._launch_s)
+    def touch(self, name: str, nbytes: float) -> None:
+        """Run an operation that reads and writes `nbytes` of device memory in all."""
+        self.run(name, OpWork(nbytes))
 
     def on_host(self, name: str, nbytes: float, *after: Job | None, since: float | None = None) -> Job:
         """Begin work on the host that reads and writes `nbytes`, of which each rank of the node has as much."""
@@ -217,44 +196,48 @@ class Simulator:
         begin_s, self.now_s = self.now_s, self.now_s + seconds
         self._note(PlanLane.COMPUTE, name, begin_s, self.now_s)
 
-    def send(self, transfer: PlanTransfer, *after: Job | None, since: float | None = None) -> Job | None:
-        """Begin a collective, now or when its stream has come to it. None if it sends nothing."""
-        lane, latency_s, bytes_s = self._cost_of(transfer)
+    def send(
+        self, route: Route, name: str, purpose: Purpose, *after: Job | None, since: float | None = None
+    ) -> Job | None:
+        """Begin a collective along a route, now or when its stream has come to it. None if it sends nothing."""
+        lane, latency_s, bytes_s = self._cost_of(route, purpose)
         if lane is None:
             return None
-        job = self._occupy(lane, transfer.name, latency_s + bytes_s, after, since)
-        self._expose(transfer, lane, bytes_s, latency_s)
+        job = self._occupy(lane, name, latency_s + bytes_s, after, since)
+        self._expose(name, lane, bytes_s, latency_s)
         return job
 
-    def send_message(self, transfer: PlanTransfer) -> Job | None:
+    def send_message(self, route: Route, name: str, purpose: Purpose) -> Job | None:
         """Begin one of many messages, now. The next one follows on its lane, whatever the latency of this one."""
-        lane, latency_s, bytes_s = self._cost_of(transfer)
+        lane, latency_s, bytes_s = self._cost_of(route, purpose)
         if lane is None:
             return None
-        sent = self._occupy(lane, transfer.name, bytes_s, ())
-        self._expose(transfer, lane, bytes_s, 0.0)
+        sent = self._occupy(lane, name, bytes_s, ())
+        self._expose(name, lane, bytes_s, 0.0)
         return Job(lane, sent.end_s + latency_s, sent.cause)
 
-    def _cost_of(self, transfer: PlanTransfer) -> tuple[PlanLane | None, float, float]:
-        """Count a transfer; return its lane, if it sends anything, its latency, and the seconds of its bytes."""
+    def _cost_of(self, route: Route, purpose: Purpose) -> tuple[PlanLane | None, float, float]:
+        """Count a transfer; return its lane, if it sends anything, its latency, and the seconds of its bytes.
+
+        A route without hops has one message, on its slowest level.
+        """
         lane, latency_s, bytes_s, seconds = None, 0.0, 0.0, 0.0
-        for level, nbytes in transfer.sent.items():
+        for level, nbytes in route.sent.items():
             if nbytes <= 0:
                 continue
-            self._reading.sent_bytes[level, transfer.purpose] += nbytes  # type: ignore[assignment]
-            hops = transfer.hops if isinstance(transfer.hops, int) else 0
-            each = hops * self.cluster.latency_s(level) if hops else 0.0, self.bytes_s(level, nbytes)
+            self._reading.sent_bytes[level, purpose] += nbytes  # type: ignore[assignment]
+            each = 0.0 if route.hops else self.cluster.latency_s(level), self.bytes_s(level, nbytes)
             if sum(each) >= seconds:
                 (latency_s, bytes_s), seconds = each, sum(each)
             lane = PlanLane.LOCAL if level == "local" and lane is None else PlanLane.WIRE if level != "local" else lane
-        if lane is not None and not isinstance(transfer.hops, int):
-            latency_s = sum(hops * self.cluster.latency_s(level) for level, hops in transfer.hops.items() if hops)
+        if lane is not None and route.hops:
+            latency_s = sum(hops * self.cluster.latency_s(level) for level, hops in route.hops.items() if hops)
         return lane, latency_s, bytes_s
 
-    def _expose(self, transfer: PlanTransfer, lane: PlanLane, bytes_s: float, latency_s: float) -> None:
+    def _expose(self, name: str, lane: PlanLane, bytes_s: float, latency_s: float) -> None:
         exposed_s = self.exposed_s("local" if lane is PlanLane.LOCAL else "node", bytes_s=bytes_s, latency_s=latency_s)
         if exposed_s:
-            self._work(transfer.name, exposed_s)
+            self._work(name, exposed_s)
 
     def bytes_s(self, level: Level, nbytes: float) -> float:
         """The seconds of `nbytes` from each rank. The ranks of a node share its wire."""

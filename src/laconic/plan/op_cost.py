@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from laconic.plan.fake_kernels import grouped_flops
+from laconic.plan.phase import OpWork
 from laconic.rehearse import Machine
 
 _ATEN = torch.ops.aten
@@ -119,21 +120,6 @@ def _attention_product(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     query, key = given["query"].shape, given["key"].shape
     flops = 2.0 * query[0] * query[1] * query[2] * key[2] * query[3]
     return flops / 2 if given.get("is_causal", False) else flops
-
-
-@dataclass(frozen=True, slots=True)
-class OpWork:
-    """An operation on the device or on the host: [Note: Seconds of an operation] in phase.py."""
-
-    nbytes: float
-    """The bytes that it reads and writes."""
-    on_host: bool = False
-    flops: float = 0.0
-    """The FLOPs of its products."""
-    dtype: str | None = None
-    """The dtype of the factors of products; None without products."""
-    count: float = 1.0
-    """The operations for which it stands; `nbytes` and `flops` are those of all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from laconic.config import OptimizerConfig
-from laconic.plan.op_cost import Costs, OpWork
-from laconic.plan.phase import Operations, Phase
+from laconic.plan.op_cost import Costs
+from laconic.plan.phase import OpWork, Phase
 from laconic.rehearse import rehearsal
 from laconic.rehearse.tape import Free, Mark, Step
 from laconic.strategies.memory import state_nbytes
@@ -46,7 +46,7 @@ def optimizer_cost(settings: OptimizerConfig, model: nn.Module, device_type: str
         machine.mark(_STEPS)
         state_bytes = state_nbytes(optimizer)
         places = [place for place, entry in enumerate(tape.entries) if isinstance(entry, Mark)]
-        work: list[Operations] = []
+        work: list[OpWork] = []
         held = most = 0
         for entry in tape.entries[places[-2] : places[-1]]:
             if isinstance(entry, Free):
@@ -54,7 +54,7 @@ def optimizer_cost(settings: OptimizerConfig, model: nn.Module, device_type: str
             elif isinstance(entry, Step) and entry.allocates is not None:
                 held += tape.memories[entry.allocates].nbytes
             elif isinstance(entry, Step) and isinstance(entry.cost, OpWork):
-                work.append(Operations(dtype=None, flops=0.0, memory_bytes=entry.cost.nbytes, count=1))
+                work.append(entry.cost)
             most = max(most, held)
     phase = Phase(work=tuple(work), peak_bytes=0, end_bytes=0)
     return OptimizerCost(state_bytes=state_bytes, transient_bytes=most, phase=phase)

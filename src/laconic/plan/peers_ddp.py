@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from laconic.plan.machine import Job, PlanTransfer, Reading, Simulator
+from laconic.plan.machine import Job, Reading, Simulator
 from laconic.plan.model_trace import ModelTrace, ParameterSpec
 from laconic.plan.optimizer_cost import optimizer_cost
 from laconic.plan.program import Program, Shape, StepWork
@@ -114,7 +114,7 @@ class Ddp(Program):
     def _begin(self, place: int, bucket: _Bucket) -> Job | None:
         self._machine.touch(f"divide bucket {place}", 2 * bucket.nbytes)
         route = self._ring.all_reduce(bucket.nbytes)
-        return self._machine.send(PlanTransfer.along(route, f"reduce bucket {place}", "gradients"))
+        return self._machine.send(route, f"reduce bucket {place}", "gradients")
 
 
 class DdpZero1(Ddp):
@@ -124,7 +124,7 @@ class DdpZero1(Ddp):
         """See `Ddp.step`."""
         super().step()
         route = self._ring.gather(self._gradient_bytes)
-        self._machine.wait(self._machine.send(PlanTransfer.along(route, "broadcast", "weights")), "broadcast")
+        self._machine.wait(self._machine.send(route, "broadcast", "weights"), "broadcast")
 
     def _updated(self, model: nn.Module) -> nn.Module:
         parts: list[list[nn.Parameter]] = [[] for _ in range(self._ring.size)]

@@ -1,4 +1,4 @@
-"""The compute and the activations of one stretch of a step.
+"""The work of operations, and the compute and the activations of one stretch of a step.
 
 [Note: Seconds of an operation]
 An operation takes as long as its products at the device's rate, or as long as its reads and writes at the memory's
@@ -10,22 +10,22 @@ products are one sum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
-class Operations:
-    """Operations of equal cost: [Note: Seconds of an operation]."""
+@dataclass(frozen=True, slots=True)
+class OpWork:
+    """Operations of equal cost, on the device or on the host: [Note: Seconds of an operation]."""
 
-    dtype: str | None
-    """The dtype of the factors of products; None for operations without products."""
-    flops: float
-    """The FLOPs of one operation: two for each multiplication of a product, which a sum follows."""
-    memory_bytes: float
-    """The bytes that one operation reads and writes."""
-    count: int
-    """The number of operations. For those without products, the other figures are means."""
+    nbytes: float
+    """The bytes that all of them read and write."""
+    on_host: bool = False
+    flops: float = 0.0
+    """The FLOPs of all their products: two for each multiplication of a product, which a sum follows."""
+    dtype: str | None = None
+    """The dtype of the factors of products; None without products."""
+    count: float = 1.0
+    """The number of operations."""
     is_attention: bool = False
     """True if the products are those of fused attention."""
 
@@ -61,7 +61,7 @@ class Phase:
     saved tensors, temporaries, casts, logits, the loss, and a parameter's gradient until autograd hands it over.
     """
 
-    work: tuple[Operations, ...]
+    work: tuple[OpWork, ...]
     """The operations. Views take nothing."""
     peak_bytes: int
     """The most bytes of activations alive at once, minus those alive at the start."""
@@ -73,35 +73,3 @@ class Phase:
     """As `peak_bytes`, but the gradients that were handed over in this phase stay."""
     arrivals: tuple[Arrival, ...] = ()
     """The gradients of parameters, in the order in which they come."""
-
-    def seconds(
-        self,
-        flops_per_s: Mapping[str, float],
-        memory_bytes_per_s: float,
-        launch_s: float = 0.0,
-        attention_share: float = 1.0,
-    ) -> float:
-        """Return the seconds of the phase on a device: [Note: Seconds of an operation].
-
-        Args:
-            flops_per_s: the rate of products by dtype.
-            memory_bytes_per_s: the rate of the device's memory, reads and writes together.
-            launch_s: the time that every operation takes in addition.
-            attention_share: the rate of fused attention, as a share of `flops_per_s`.
-
-        Raises:
-            ValueError: a dtype has no rate.
-        """
-        total = 0.0
-        for work in self.work:
-            product_s = 0.0
-            if work.dtype is not None:
-                if work.dtype not in flops_per_s:
-                    raise ValueError(
-                        f"the model multiplies in {work.dtype}, and flops_per_s has rates for "
-                        f"{', '.join(flops_per_s) or 'nothing'} only; add device_flops_per_s.{work.dtype}"
-                    )
-                rate = flops_per_s[work.dtype] * (attention_share if work.is_attention else 1.0)
-                product_s = work.flops / rate
-            total += work.count * (max(product_s, work.memory_bytes / memory_bytes_per_s) + launch_s)
-        return total

@@ -23,9 +23,10 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from laconic.optim import dynamic_map
 from laconic.plan import phantom
-from laconic.plan.machine import Job, Kind, PlanLane, PlanTransfer, Reading, Simulator
-from laconic.plan.op_cost import Copy, OpWork
+from laconic.plan.machine import Job, Kind, PlanLane, Reading, Simulator
+from laconic.plan.op_cost import Copy
 from laconic.plan.phantom import Alive, PhaseBegin, Rest
+from laconic.plan.phase import OpWork
 from laconic.plan.rehearsal import END, STEPS, Rehearsal
 from laconic.rehearse.machine import COMPUTE, origin_of
 from laconic.rehearse.tape import HOST, Entry, Free, Mark, Record, Step, Transfer, Wait
@@ -152,7 +153,7 @@ class Player:
         """Compute, or let the host or another thread compute. Compute waits for what its own thread does there."""
         is_beside = step.timeline in self._threads
         if not work.on_host and not is_beside:
-            self._machine.touch(step.name, work.nbytes, flops=work.flops, dtype=work.dtype, count=work.count)
+            self._machine.run(step.name, work)
             return
         since, after = self._place_of(step.timeline) if is_beside else (None, None)
         job = self._machine.on_host(step.name, work.nbytes, after, since=since)
@@ -166,12 +167,12 @@ class Player:
             self._arriving[timeline] = taped.message
             return
         purpose: Any = taped.purpose
-        transfer = PlanTransfer.along(taped.route, f"{purpose} {taped.unit}".strip(), purpose)
+        name = f"{purpose} {taped.unit}".strip()
         if taped.message is not None:
-            self._sent[taped.message] = self._machine.send_message(transfer)
+            self._sent[taped.message] = self._machine.send_message(taped.route, name, purpose)
             return
         since, after = self._place_of(timeline)
-        job = self._machine.send(transfer, after, since=since)
+        job = self._machine.send(taped.route, name, purpose, after, since=since)
         if job is not None and timeline != self._program:
             self._streams[timeline] = job
 

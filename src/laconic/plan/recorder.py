@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from laconic.plan.fake_kernels import grouped_product
 from laconic.plan.op_cost import bytes_of, flops_of, is_attention, tensors_of
-from laconic.plan.phase import Arrival, Operations, Phase
+from laconic.plan.phase import Arrival, OpWork, Phase
 
 _ADD = torch.ops.aten.add.Tensor
 _WRAPPERS = ("_compile.py", "eval_frame.py")
@@ -51,12 +51,11 @@ class _OpenPhase:
 
     def close(self, end_bytes: int) -> Phase:
         work = [
-            Operations(dtype=dtype, flops=flops, memory_bytes=nbytes, count=count, is_attention=is_attention)
+            OpWork(count * nbytes, flops=count * flops, dtype=dtype, count=count, is_attention=is_attention)
             for (dtype, flops, nbytes, is_attention), count in self.products.items()
         ]
         if self.other_ops:
-            mean = self.other_bytes / self.other_ops
-            work.append(Operations(dtype=None, flops=0.0, memory_bytes=mean, count=self.other_ops))
+            work.append(OpWork(self.other_bytes, count=self.other_ops))
         return Phase(
             work=tuple(work),
             peak_bytes=self.peak_bytes - self.start_bytes,
