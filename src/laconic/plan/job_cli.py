@@ -165,26 +165,14 @@ def choice_as_dict(choice: Choice) -> dict[str, Any]:
 
 def estimate_as_dict(estimate: Estimate) -> dict[str, Any]:
     """A prediction as plain JSON values."""
+    plain = (
+        "strategy", "label", "fits", "inexact", "seconds", "tokens", "seconds_per_token", "wire_bytes",
+        "wire_bytes_per_token", "interface_bytes", "local_bytes", "peak_bytes", "peak", "resting", "host_bytes",
+        "spare_device_bytes", "spare_host_bytes", "notes",
+    )  # fmt: skip
     return {
-        "strategy": estimate.strategy,
-        "label": estimate.label,
-        "fits": estimate.fits,
-        "inexact": estimate.inexact,
-        "seconds": estimate.seconds,
-        "tokens": estimate.tokens,
-        "seconds_per_token": estimate.seconds_per_token,
-        "wire_bytes": estimate.wire_bytes,
-        "wire_bytes_per_token": estimate.wire_bytes_per_token,
-        "interface_bytes": estimate.interface_bytes,
-        "local_bytes": estimate.local_bytes,
+        **{key: getattr(estimate, key) for key in plain},
         "rank_bytes": {f"{level}/{purpose}": size for (level, purpose), size in estimate.sent_bytes.items()},
         "waits_s": {lane.value: seconds for lane, seconds in estimate.waits_s.items()},
         "bound_by": estimate.bound_by.value,
-        "peak_bytes": estimate.peak_bytes,
-        "peak": dict(estimate.peak),
-        "resting": dict(estimate.resting),
-        "host_bytes": estimate.host_bytes,
-        "spare_device_bytes": estimate.spare_device_bytes,
-        "spare_host_bytes": estimate.spare_host_bytes,
-        "notes": list(estimate.notes),
     }

@@ -122,8 +122,7 @@ class Simulator:
         """Allocate device memory; a negative number frees it."""
         self.held[kind] += nbytes  # type: ignore[assignment]
         self._total += nbytes
-        if self._total + self._extra_bytes > self._peak_total:
-            self._note_peak(self._extra_bytes)
+        self.note_peak(self._extra_bytes)
 
     @contextmanager
     def holding(self, kind: Kind, nbytes: float) -> Iterator[None]:
@@ -147,13 +146,9 @@ class Simulator:
     def note_peak(self, extra_bytes: float) -> None:
         """Note that `extra_bytes` of activations and temporaries are alive besides what is held."""
         if self._total + extra_bytes > self._peak_total:
-            self._note_peak(extra_bytes)
-
-    def _note_peak(self, extra_bytes: float) -> None:
-        """Note the fullest moment so far."""
-        self._peak_total = self._total + extra_bytes
-        self._reading.peak = {kind: float(self.held[kind]) for kind in KINDS}
-        self._reading.peak["activations"] += extra_bytes
+            self._peak_total = self._total + extra_bytes
+            self._reading.peak = {kind: float(self.held[kind]) for kind in KINDS}
+            self._reading.peak["activations"] += extra_bytes
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
