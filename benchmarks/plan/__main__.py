@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.plan import counted, fits, largest, memory, paper, scale, seconds
+from benchmarks.plan import counted, fits, memory, paper, scale, seconds
 from benchmarks.plan.bench import Bench, open_bench
 from tests.support.measure import Benchmark
 from tests.support.record import Record
@@ -31,8 +31,7 @@ BENCHMARK = Benchmark(measures=("laconic.plan", "laconic.rehearse", "laconic.sha
     rows={
         "bytes-counted": counted.row, "bytes-interface": seconds.interface, "memory": memory.row,
         "seconds": seconds.seconds, "best": seconds.best,
-        "fits": fits.row, "largest-batch": largest.row, "largest-batch-paper": largest.paper_row,
-        "fcdp-paper": paper.row, "fcdp-slow-wire": paper.slow_row, "scale": scale.row, "scale-8b": scale.row_8b,
+        "fits": fits.row, "fcdp-paper": paper.row, "scale": scale.row, "scale-8b": scale.row_8b,
     },
     save=_save, details=_details,
 )  # fmt: skip

@@ -44,11 +44,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
         "tie_word_embeddings": False,
     },
-    "layers": {
-        "model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 16,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 256,
-        "tie_word_embeddings": False,
-    },
     "experts": {
         "model_type": "mixtral", "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,

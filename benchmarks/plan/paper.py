@@ -1,4 +1,4 @@
-"""The rows `fcdp-paper` and `fcdp-slow-wire`: step times and volumes of the FCDP paper, from the planner.
+"""The row `fcdp-paper`: step times and volumes of the FCDP paper, from the planner.
 
 The paper (arXiv 2602.06499) states: nodes of 8 A40, PCIe 4, 10 GbE; GPT-2-like models (10B: 40 layers of 4800, 40
 heads; 30B: 40 layers of 7936, 62 heads; 50257 tokens); batches of 8 for each GPU; LoRA of rank 8 on queries, keys,
@@ -27,8 +27,6 @@ from tests.support.record import Row
 
 _CLOSE = 0.05
 _PAYLOAD_BITS_PER_S = 8 * 8e9 / 6.745
-_SLOW_BITS_PER_S = 8 * 8e9 / 67.66
-"""The paper's own measurement of the same copy on 1 GbE."""
 _ZERO_3 = "fsdp2"
 """The planner's name of ZeRO-3 on a flat ring."""
 _HPZ = "fsdp2-hpz"
@@ -38,22 +36,22 @@ _HPZ = "fsdp2-hpz"
 _LORA = {"enabled": True, "rank": 8, "targets": ["c_attn", "attn.c_proj"]}
 
 
-def cluster(nodes: int, wire_bits_per_s: float = _PAYLOAD_BITS_PER_S) -> ClusterSpec:
-    """The paper's machines, on 10 GbE unless another rate is given."""
+def cluster(nodes: int) -> ClusterSpec:
+    """The paper's machines, on 10 GbE."""
     return cluster_from_dict(
         {
             "nodes": nodes, "ranks_per_node": 8, "device": "A40", "host_memory_bytes": "512 GB",
-            "wire_bits_per_s": wire_bits_per_s, "wire_header_factor": 1.0, "wire_latency_s": "50 us",
+            "wire_bits_per_s": _PAYLOAD_BITS_PER_S, "wire_header_factor": 1.0, "wire_latency_s": "50 us",
         }
     )  # fmt: skip
 
 
-def job(width: int, heads: int, layers: int = 40, **sections: dict[str, Any]) -> Config:
+def job(width: int, heads: int, **sections: dict[str, Any]) -> Config:
     """A model of the paper."""
     table = {
         "model": {
             "config": {
-                "model_type": "gpt2", "n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": 1024,
+                "model_type": "gpt2", "n_embd": width, "n_layer": 40, "n_head": heads, "n_positions": 1024,
                 "vocab_size": 50257,
             },
             "activation_checkpointing": True,
@@ -114,33 +112,4 @@ def row(bench: Bench) -> Row:
         "assumed) and no unit of its counters (GiB of both nodes fit). FCDP as published crosses on a flat ring; "
         f"laconic's two levels would cross {across * in_gib:.3f} GiB. "
         "Gradients of adapters are in float32, as backward's bytes say.",
-    )
-
-
-def slow_row(bench: Bench) -> Row:
-    """Compare the planner with the most that the paper claims: LoRA on 1 GbE."""
-    names, models = (
-        {"ZeRO-3": _ZERO_3, "ZeRO++": _HPZ, "int8": "zero++", "FCDP": "host"},
-        ((4800, 40), (7936, 62)),
-    )
-    lines, ratios = [], dict[str, list[float]]()
-    for width, heads in models:
-        predictor = Predictor(job(width, heads, lora=_LORA), cluster(2, _SLOW_BITS_PER_S))
-        found = {name: _estimated(predictor, of_name) for name, of_name in names.items()}
-        for name, each in found.items():
-            ratios.setdefault(name, []).append(each.seconds / found["FCDP"].seconds)
-            lines.append([f"{width} wide, {each.label}", f"{each.seconds:.1f}", f"{ratios[name][-1]:.1f}x"])
-    bench.tables["fcdp-slow-wire"] = columns(("model, strategy", "s", "against laconic host"), lines)
-    required = {"ZeRO-3": 100, "ZeRO++": 51}
-    return Row(
-        key="fcdp-slow-wire",
-        claim="LoRA on 1 GbE, 10B / 30B on 2 nodes of the FCDP paper: cache=host against ZeRO-3; against ZeRO++ as the "
-        "paper ran it",
-        required="; ".join(f">= {least}x" for least in required.values()) + ", as FCDP in the paper",
-        measured="; ".join(" / ".join(f"{each:.0f}x" for each in ratios[name]) for name in required),
-        is_met=all(min(ratios[name]) >= least for name, least in required.items()),
-        note="by the planner. The wire's rate is the paper's own measurement of a copy. Its bytes say that its ZeRO++ "
-        "was hpZ without codes, gathering frozen weights in every forward: FSDP2 hpZ here. With ZeRO++'s int8, on two "
-        f"levels: {' / '.join(f'{each:.0f}x' for each in ratios['int8'])}. DeepSpeed's hpZ keeps frozen weights since "
-        "0.13.2, so it has no such gap.",
     )

@@ -42,30 +42,21 @@ def train_all_watched(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _train(config: Config) -> dict[str, Any]:
     gc.collect()
-    before_bytes = memory_bytes("VmRSS")
-    _Watched.most_bytes = 0
     loop.Trainer = _Watched  # type: ignore[misc]
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            summary = loop.run(config)
+            return loop.run(config)
     except JobError as error:  # every rank raises it
         return {"error": str(error)}
-    return {**summary, "grown_bytes": _Watched.most_bytes - before_bytes}
 
 
 class _Watched(loop.Trainer):
-    """A trainer that watches the memory of its process in the last step. The step that the profiler watches is none."""
-
-    most_bytes = 0
+    """A trainer whose last step begins with the memory of its process as the peak."""
 
     def _take_step(self, step: int) -> StepRecord:
-        is_last = step + 1 == self.config.train.steps
-        if is_last:
+        if step + 1 == self.config.train.steps:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the kernel forgets the peak so far
-        record = super()._take_step(step)
-        if is_last:
-            _Watched.most_bytes = memory_bytes("VmHWM")
-        return record
+        return super()._take_step(step)
 
 
 def _show_tensors() -> None:

@@ -15,7 +15,6 @@ from benchmarks.optimizers import TINY_MIX, CollectiveBytes, measure_adamw8bit, 
 from benchmarks.plan import memory
 from benchmarks.plan.bench import Bench, any_cluster
 from benchmarks.plan.jobs import ISLANDS, make_case
-from benchmarks.plan.largest import largest
 from benchmarks.simulated.grid import Cell, SimulatedStep
 from benchmarks.wire import bench
 from laconic.plan.prediction import Refusal
@@ -97,19 +96,6 @@ def test_peaks_are_the_allocators(tmp_path: Path) -> None:
         assert not isinstance(estimate, Refusal)
         measured = summary["resting_bytes"] + summary["step_peak_bytes"]
         assert estimate.peak_bytes == pytest.approx(measured, rel=5e-3), f"{case.name}: {HELD[case.name]}"
-
-
-@pytest.mark.parametrize("near", [1, 2, 7, 8, 30])
-@pytest.mark.parametrize("most", [0, 1, 2, 7, 8, 19])
-def test_the_largest_count_that_runs_is_found_with_few_trials(most: int, near: int) -> None:
-    tried: list[int] = []
-
-    def runs(count: int) -> bool:
-        tried.append(count)
-        return count <= most
-
-    assert largest(runs, near) == most
-    assert len(tried) == len(set(tried)) <= (2 if near == most else 10)
 
 
 @pytest.mark.parametrize(
