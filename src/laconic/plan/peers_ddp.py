@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from laconic.plan.machine import Job, Reading, Simulator
-from laconic.plan.model_trace import ModelTrace, ParameterSpec
+from laconic.plan.model_trace import ModelTrace
 from laconic.plan.optimizer_cost import optimizer_cost
 from laconic.plan.program import Program, Shape, StepWork
 from laconic.rehearse.rings import Places, Ring
@@ -138,38 +138,17 @@ class DdpZero1(Ddp):
 
 
 def _buckets(trace: ModelTrace) -> list[_Bucket]:
-    """The buckets as `compute_bucket_assignment_by_size` makes them, of gradients in the order of backward."""
-    last: dict[int, int] = {}
-    for index, segment in enumerate(trace.backward):
-        last[segment.unit] = index
-    ready = [(index, parameter) for parameter, index in _in_order_of_readiness(trace, last)]
+    """The buckets as `compute_bucket_assignment_by_size` makes them, of gradients in the order in which they come."""
     found: list[_Bucket] = []
     sizes: dict[object, int] = {}
     limits: dict[object, int] = {}
-    for index, parameter in ready:
-        kind = parameter.dtype
-        sizes[kind] = sizes.get(kind, 0) + parameter.nbytes
-        if sizes[kind] >= limits.get(kind, FIRST_BUCKET_BYTES):
-            found.append(_Bucket(nbytes=float(sizes.pop(kind)), last=index))
-            limits[kind] = BUCKET_BYTES
-    end = max(last.values(), default=0)
-    return [*found, *(_Bucket(nbytes=float(size), last=end) for size in sizes.values())]
-
-
-def _in_order_of_readiness(trace: ModelTrace, last: dict[int, int]) -> list[tuple[ParameterSpec, int]]:
-    """The trained parameters and the backward phase that ends each gradient.
-
-    The phases of a unit tell how many bytes of gradients come with each. A unit's last parameters come first.
-    """
-    left = {
-        index: [each for each in reversed(unit.parameters) if each.is_trained] for index, unit in enumerate(trace.units)
-    }
-    found: list[tuple[ParameterSpec, int]] = []
     for index, segment in enumerate(trace.backward):
-        room = segment.phase.gradient_bytes
-        pending = left.get(segment.unit, [])
-        while pending and (last[segment.unit] == index or pending[0].nbytes <= room):
-            room -= pending[0].nbytes
-            found.append((pending.pop(0), index))
-    end = max(last.values(), default=0)
-    return [*found, *((each, end) for pending in left.values() for each in pending)]
+        parameters = {each.name: each for each in trace.units[segment.unit].parameters}
+        for parameter in (parameters[arrival.name] for arrival in segment.phase.arrivals):
+            kind = parameter.dtype
+            sizes[kind] = sizes.get(kind, 0) + parameter.nbytes
+            if sizes[kind] >= limits.get(kind, FIRST_BUCKET_BYTES):
+                found.append(_Bucket(nbytes=float(sizes.pop(kind)), last=index))
+                limits[kind] = BUCKET_BYTES
+    end = len(trace.backward) - 1
+    return [*found, *(_Bucket(nbytes=float(size), last=end) for size in sizes.values())]

@@ -9,42 +9,22 @@ Unit = Literal["B", "B/s", "bit/s", "FLOP/s", "s", ""]
 _PREFIXES = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _PREFIXES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
 _SHORT = {"": 1, "m": 1e-3, "u": 1e-6, "µ": 1e-6, "n": 1e-9}
-_SPELLINGS: dict[Unit, dict[str, float]] = {
-    "B": {"B": 1},
-    "B/s": {"B/s": 1, "Bps": 1, "bit/s": 1 / 8, "b/s": 1 / 8, "bps": 1 / 8},
-    "bit/s": {"bit/s": 1, "b/s": 1, "bps": 1, "bit": 1, "B/s": 8, "Bps": 8},
-    "FLOP/s": {"FLOP/s": 1, "FLOPS": 1, "FLOPs": 1},
-    "s": {"s": 1},
-    "": {},
+_UNITS: dict[Unit, tuple[str, str, dict[str, float]]] = {
+    "B": ("bytes", "80 GB", {"B": 1}),
+    "B/s": ("bytes per second", "25 GB/s", {"B/s": 1, "Bps": 1, "bit/s": 1 / 8, "b/s": 1 / 8, "bps": 1 / 8}),
+    "bit/s": ("bits per second", "10 Gbit/s", {"bit/s": 1, "b/s": 1, "bps": 1, "bit": 1, "B/s": 8, "Bps": 8}),
+    "FLOP/s": ("FLOP/s", "312 TFLOP/s", {"FLOP/s": 1, "FLOPS": 1, "FLOPs": 1}),
+    "s": ("seconds", "20 us", {"s": 1}),
+    "": ("", "", {}),
 }
-"""The ways to write each unit, and how many of the unit one of them is."""
-_EXAMPLES: dict[Unit, str] = {
-    "B": "'80 GB'",
-    "B/s": "'25 GB/s'",
-    "bit/s": "'10 Gbit/s'",
-    "FLOP/s": "'312 TFLOP/s'",
-    "s": "'20 us'",
-    "": "2",
-}
-_WORDS: dict[Unit, str] = {
-    "B": "bytes",
-    "B/s": "bytes per second",
-    "bit/s": "bits per second",
-    "FLOP/s": "FLOP/s",
-    "s": "seconds",
-    "": "",
-}
+"""The words for each unit, an example, the ways to write it, and how many of the unit one of them is."""
 
 
 def unit_for(key: str) -> Unit:
     """The unit in a name: `wire_bits_per_s` is in bits per second, `device_memory_bytes` in bytes."""
     endings: dict[str, Unit] = {
-        "bytes_per_s": "B/s",
-        "bits_per_s": "bit/s",
-        "flops_per_s": "FLOP/s",
-        "bytes": "B",
-        "_s": "s",
-    }
+        "bytes_per_s": "B/s", "bits_per_s": "bit/s", "flops_per_s": "FLOP/s", "bytes": "B", "_s": "s",
+    }  # fmt: skip
     return next((unit for ending, unit in endings.items() if key.endswith(ending)), "")
 
 
@@ -60,7 +40,7 @@ def parse_quantity(text: str, unit: Unit) -> float:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*(\S*)", text.strip())
     if match is not None:
         prefixes = _SHORT if unit == "s" else _PREFIXES
-        for spelling, factor in _SPELLINGS[unit].items():
+        for spelling, factor in _UNITS[unit][2].items():
             prefix = match[2].removesuffix(spelling)
             if spelling == "bit":
                 prefix = prefix.upper()
@@ -71,7 +51,8 @@ def parse_quantity(text: str, unit: Unit) -> float:
 
 def expected(unit: Unit) -> str:
     """The words for a value of `unit` in a message."""
-    return f"a number of {_WORDS[unit]}, or a text such as {_EXAMPLES[unit]}" if unit else "a number"
+    words, example, _ = _UNITS[unit]
+    return f"a number of {words}, or a text such as '{example}'" if unit else "a number"
 
 
 def format_quantity(value: float, unit: Unit) -> str:
