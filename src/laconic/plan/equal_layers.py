@@ -42,14 +42,12 @@ def list_of_equal(model: nn.Module, layers: Sequence[nn.Module]) -> nn.ModuleLis
 
 
 @contextmanager
-def only_three(container: nn.ModuleList) -> Iterator[list[nn.Module]]:
-    """Leave the first, the second and the last module in a list, and yield them."""
-    whole = dict(container._modules)
-    layers: list[Any] = list(whole.values())
-    kept = [layers[0], layers[1], layers[-1]]
+def only(container: nn.ModuleList, kept: Sequence[int]) -> Iterator[list[nn.Module]]:
+    """Leave the modules with these places in a list, and yield them."""
+    whole, layers = container._modules, [container[place] for place in kept]
     try:
-        container._modules = {str(index): layer for index, layer in enumerate(kept)}
-        yield kept
+        container._modules = {str(place): layer for place, layer in enumerate(layers)}
+        yield layers
     finally:
         container._modules = whole
 

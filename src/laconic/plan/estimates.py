@@ -10,6 +10,7 @@ from laconic.comm.traffic import WIRE_LEVELS, Level, Purpose
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.machine import Kind, PlanLane, Reading, Simulator, Span
 from laconic.plan.program import Program, Shape
+from laconic.registry import Strategy
 
 MARGIN = 0.03
 """The share of a device's memory that allocators lose to fragments and that no figure here can know."""
@@ -108,9 +109,8 @@ class Estimate:
 
 
 def read_program(
-    program: Program, machine: Simulator, *, strategy: str, label: str, is_peer: bool, inexact: str, tokens: int,
-    notes: tuple[str, ...],
-) -> Estimate:  # fmt: skip
+    program: Program, machine: Simulator, strategy: Strategy, *, tokens: int, notes: tuple[str, ...]
+) -> Estimate:
     """Run a program until it is warm, and read a step."""
     reading: Reading = program.read(machine)
     cluster = machine.cluster
@@ -120,9 +120,9 @@ def read_program(
     if machine.device_type == "cpu":  # one memory serves as both
         needed += on_host
     return Estimate(
-        strategy=strategy,
-        label=label,
-        is_peer=is_peer,
+        strategy=strategy.name,
+        label=strategy.label,
+        is_peer=not strategy.is_own,
         seconds=reading.seconds,
         tokens=tokens,
         sent_bytes=dict(reading.sent_bytes),
@@ -135,7 +135,7 @@ def read_program(
         header_factor=cluster.wire_header_factor,
         spare_device_bytes=cluster.device_memory_bytes * (1 - MARGIN) - needed,
         spare_host_bytes=cluster.host_memory_bytes * (1 - MARGIN) / cluster.ranks_per_node - on_host,
-        inexact=inexact,
+        inexact=strategy.inexact or program.inexact,
         spans=tuple(reading.spans),
         begin_s=reading.begin_s,
         notes=(*notes, *program.notes),

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.hf.layers import layers_to_shard, rows_packed
-from laconic.plan.equal_layers import Run, list_of_equal, only_three, repeat_middle
+from laconic.plan.equal_layers import Run, list_of_equal, only, repeat_middle
 from laconic.plan.phase import LayerInput, Phase
 from laconic.plan.tracing import Tracing
 
@@ -162,7 +162,7 @@ def _run(model: nn.Module, layers: list[nn.Module], make: Callable[..., Tracing]
     """Trace. Reference: the same with `_trace` alone."""
     container = list_of_equal(model, layers)
     if container is not None:
-        with only_three(container) as three:
+        with only(container, (0, 1, len(layers) - 1)) as three:
             tracing, run, (first, middle, last, root) = _trace([*three, model], make)
         repeated = repeat_middle(run, len(layers))
         if repeated is not None:

@@ -23,28 +23,10 @@ from laconic.rehearse import Machine
 _ATEN = torch.ops.aten
 _ATTENTION = {
     packet: factor
-    for factor, names in (
-        (
-            2,  # Q K^T and P V
-            (
-                "_scaled_dot_product_flash_attention",
-                "_scaled_dot_product_flash_attention_for_cpu",
-                "_scaled_dot_product_efficient_attention",
-                "_scaled_dot_product_cudnn_attention",
-            ),
-        ),
-        (
-            5,  # Q K^T once more, and the gradients of P, V, Q and K
-            (
-                "_scaled_dot_product_flash_attention_backward",
-                "_scaled_dot_product_flash_attention_for_cpu_backward",
-                "_scaled_dot_product_efficient_attention_backward",
-                "_scaled_dot_product_cudnn_attention_backward",
-            ),
-        ),
-    )
-    for name in names
-    if (packet := getattr(_ATEN, name, None)) is not None
+    for name in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+    # forward Q K^T and P V; backward Q K^T once more, and the gradients of P, V, Q and K
+    for end, factor in (("", 2), ("_backward", 5))
+    if (packet := getattr(_ATEN, f"_scaled_dot_product_{name}{end}", None)) is not None
 }
 """The operations of fused attention -> the products of (queries, keys, head size) of each."""
 _GROUPED = getattr(_ATEN, "_grouped_mm", None)

@@ -112,12 +112,8 @@ class Predictor:
         program = registry.load(candidate.predict)(machine, work, shape)
         train = job.train
         batches = num_workers(job.schedule, first_rank(self.cluster)) or train.accumulation * self.cluster.ranks
-        return read_program(
-            program, machine, strategy=candidate.name, label=candidate.label, is_peer=not candidate.is_own,
-            inexact=candidate.inexact or program.inexact,
-            tokens=batches * train.micro_batch_size * job.data.sequence_length,
-            notes=trace.notes,
-        )  # fmt: skip
+        tokens = batches * train.micro_batch_size * job.data.sequence_length
+        return read_program(program, machine, candidate, tokens=tokens, notes=trace.notes)
 
     def _check_workers(self, schedule: ScheduleConfig) -> None:
         """Refuse more workers than the model has blocks, before the rule of thousands of workers is worked out.

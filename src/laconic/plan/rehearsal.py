@@ -39,11 +39,11 @@ from laconic.islands.local_steps import LocalSteps
 from laconic.islands.policies import Membership
 from laconic.layout.bucket import BucketLayout
 from laconic.optim.owners import Matrix
-from laconic.plan.equal_layers import list_of_equal
+from laconic.plan.equal_layers import list_of_equal, only
 from laconic.plan.job_trace import batch_of, build_untrained
 from laconic.plan.machine import Kind
 from laconic.plan.model_trace import ModelTrace
-from laconic.plan.op_cost import Costs
+from laconic.plan.op_cost import Costs, tensors_of
 from laconic.plan.phantom import Phantom
 from laconic.ragged.spec import RaggedSpec
 from laconic.rehearse import Machine, Tape, rehearsal
@@ -147,12 +147,8 @@ class Rehearsals:
         template, container = self._template(job)
         if kept is None or container is None:
             return copy.deepcopy(template)
-        whole, layers = container._modules, list(container)
-        try:
-            container._modules = {str(place): layers[index] for place, index in enumerate(kept)}
+        with only(container, kept):
             return copy.deepcopy(template)
-        finally:
-            container._modules = whole
 
 
 def _rehearse(
@@ -206,7 +202,7 @@ def _rehearse(
         for tensor in (*model.parameters(), *model.buffers()):
             kinds[_number_of(machine, tensor)] = "parameters"
         for state in stepper.optimizer.state.values():
-            kinds.update({_number_of(machine, each): "optimizer" for each in _tensors(state)})
+            kinds.update({_number_of(machine, each): "optimizer" for each in tensors_of(state)})
         owned = getattr(stepper.optimizer, "matrices", {}).values()
         fragments = stepper.local.fragments if stepper.local is not None else ()
         return Rehearsal(
@@ -275,14 +271,6 @@ def _number_of(machine: Machine, tensor: Tensor) -> int | None:
     """The number of a tensor's memory; None if nobody has recorded it."""
     local = getattr(tensor, "_local_tensor", tensor)
     return machine.memory(local).id if machine.knows(local) else None
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(each)
 
 
 def _kinds_of_gradients(machine: Machine, model: nn.Module) -> dict[int | None, Kind]:
