@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.plan.jobs import Case, Predictions
 from benchmarks.plan.lab import LabRuns
-from benchmarks.plan.ranks import train_all_watched
+from benchmarks.plan.ranks import train_all
 from laconic.compare.markdown import markdown
 from laconic.config import to_dict
 from laconic.plan.cluster_spec import ClusterSpec
@@ -35,7 +35,7 @@ class Bench:
         for case in cases:
             shutil.rmtree(case.config.train.output, ignore_errors=True)  # an earlier benchmark may have left it
         jobs = [to_dict(case.config) for case in cases]
-        return launch(train_all_watched, jobs, num_ranks=nodes * local, num_local=local, timeout_s=LAUNCH_S)[0]
+        return launch(train_all, jobs, num_ranks=nodes * local, num_local=local, timeout_s=LAUNCH_S)[0]
 
 
 def any_cluster(nodes: int, local: int) -> ClusterSpec:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from benchmarks.plan.bench import Bench, any_cluster, columns
 from benchmarks.plan.jobs import CYCLIC, ISLANDS, PEERS, STRATEGIES, VARIANTS, Case, candidate_of, make_cases
-from benchmarks.plan.processes import most_resident_bytes
+from benchmarks.plan.processes import runs_within
 from laconic.plan.estimates import MARGIN
 from laconic.plan.prediction import Refusal
 from tests.support.record import Row
@@ -30,23 +30,22 @@ JOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("gpt2", "host", ()),
     ("qwen2", "none", ()),
-    *(("vocabulary", name, ()) for name in ("cyclic replicated", "cyclic sharded")),
+    *(("vocabulary", name, ()) for name in ("cyclic replicated", "cyclic sharded", "islands int4")),
 )
 """(model, strategy, variants)"""
 
 
 def cases(bench: Bench) -> list[Case]:
     """The cases of `JOBS`, or a few of them."""
-    return [case for job in JOBS[:: 6 if bench.quick else 1] for case in large_cases(bench, *job)]
+    return [case for job in JOBS[:: 6 if bench.quick else 1] for case in _large_cases(bench, *job)]
 
 
-def large_cases(bench: Bench, model: str, strategy: str, variants: Sequence[str] = (), *, rows: int = 8) -> list[Case]:
+def _large_cases(bench: Bench, model: str, strategy: str, variants: Sequence[str]) -> list[Case]:
     """The case of a job whose rows fill hundreds of megabytes."""
     tables = {**STRATEGIES, **ISLANDS, **PEERS, **CYCLIC}
     layers = [tables[strategy], *(VARIANTS[variant] for variant in variants)]
-    layers.append({"train": {"micro_batch_size": rows}, "data": {"sequence_length": 128}})
-    name = ", ".join((strategy, *variants, *(["1 row"] if rows == 1 else [])))
-    jobs = [(name, layers, candidate_of(strategy))]
+    layers.append({"train": {"micro_batch_size": 8}, "data": {"sequence_length": 128}})
+    jobs = [(", ".join((strategy, *variants)), layers, candidate_of(strategy))]
     return make_cases(model, jobs, out=bench.out / "fits", steps=_STEPS)
 
 
@@ -62,7 +61,7 @@ def row(bench: Bench) -> Row:
             tight = replace(roomy, device_memory_bytes=int(factor * need_bytes))
             again = bench.predictions.of(case, tight)
             assert not isinstance(again, Refusal), again
-            runs = most_resident_bytes(case, NODES, LOCAL, tight.device_memory_bytes) is not None
+            runs = runs_within(tight.device_memory_bytes, case, NODES, LOCAL)
             if again.fits and not runs:
                 false_fits.append(case.name)
             false_misfits += [factor] * (not again.fits and runs)

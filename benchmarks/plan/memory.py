@@ -1,8 +1,6 @@
-"""The row `memory`: predicted peaks of device memory and host bytes, against the allocator and the process.
+"""The row `memory`: predicted peaks of device memory and host bytes, against the allocator and the engine's own count.
 
-The allocator knows the device's part, and the engine its host cache. On CPU both lie in the memory of one process, so
-larger jobs are also held to the most memory that the kernel saw a fresh process have. Python and its libraries take
-their share of that: as much as in a job whose model takes next to nothing.
+On a CPU both lie in the memory of one process, which the row `fits` limits.
 """
 
 from __future__ import annotations
@@ -10,10 +8,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
-from benchmarks.plan import fits
 from benchmarks.plan.bench import Bench, any_cluster, columns
-from benchmarks.plan.jobs import CYCLIC, PEERS, STRATEGIES, VARIANTS, Case, make_cases
-from benchmarks.plan.processes import most_resident_bytes
+from benchmarks.plan.jobs import PEERS, STRATEGIES, VARIANTS, Case, make_cases
 from laconic.plan.prediction import Refusal
 from tests.support.record import Row
 
@@ -21,7 +17,7 @@ _NODES, _LOCAL = 2, 2
 _WATCHED_STEP = 2
 """States exist by then, and caches are full. DDP makes its buckets anew in this very step, and the allocator sees them:
 what rests, as the trainer counts it, leaves them out."""
-_MOST, _MEDIAN = {"device": 0.03, "host": 0.03, "process": 0.05}, {"device": 5e-5, "host": 5e-5, "process": 0.02}
+_MOST, _MEDIAN = 0.03, 5e-5
 
 NEW: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("demo", "none", ("weights stay",)),
@@ -62,13 +58,7 @@ JOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("deep", "device", ("bf16 parameters", "2 micro-batches", "adamw8bit")),
 )
 """(model, strategy, variants) of each job. torch's profiler cannot watch cyclic schedules, whose messages are under way
-between steps, nor the thread in which islands sync: `_CYCLIC` and `_ISLANDS`."""
-
-_CYCLIC = tuple((model, strategy) for model in ("demo", "vocabulary") for strategy in CYCLIC)
-"""(model, strategy) of cyclic schedules, which are held to their processes, on three nodes."""
-_ISLANDS = tuple((strategy, rows) for strategy in ("islands int4", "islands int4, 2 slices") for rows in (8, 1))
-"""(strategy, rows) of islands whose last step syncs, which are held to their processes. With one row the sync itself is
-the fullest moment."""
+between steps, nor the thread in which islands sync: the row `fits` has them."""
 
 
 def cases(bench: Bench) -> list[Case]:
@@ -104,61 +94,28 @@ def row(bench: Bench) -> Row:
         lines.append(cells)
         print(" | ".join(cells), flush=True)
     bench.tables["memory"] = columns(("job", "device MB, said", "allocator", "", "host MB, said", "engine", ""), lines)
-    return _verdict(device_errors, host_errors, _process_errors(bench))
-
-
-def _process_errors(bench: Bench) -> dict[str, float]:
-    """The errors of device and host bytes together, against the most memory of a fresh process."""
-    (tiny,) = make_cases("llama", [("none", [STRATEGIES["none"]], "none")], out=bench.out / "memory", steps=4)
-    every = 6 if bench.quick else 1
-    on_two = [tiny, *fits.cases(bench)]
-    for strategy, rows in _ISLANDS[::every]:
-        on_two += fits.large_cases(bench, "vocabulary", strategy, rows=rows)
-    on_three = [case for job in _CYCLIC[::every] for case in fits.large_cases(bench, *job)]
-    jobs = [*(((2, 1), case) for case in on_two), *(((3, 1), case) for case in on_three)]
-    errors, lines, base_bytes = {}, [], 0.0
-    for (nodes, local), case in jobs:
-        estimate = bench.predictions.of(case, any_cluster(nodes, local))
-        most_bytes = most_resident_bytes(case, nodes, local)
-        assert not isinstance(estimate, Refusal), estimate
-        assert most_bytes is not None, f"{case.name} failed"
-        said_bytes = estimate.peak_bytes + estimate.host_bytes
-        if case is tiny:
-            base_bytes = most_bytes - said_bytes
-            continue
-        name = f"{case.name}, {nodes} x {local}"
-        errors[name] = said_bytes / (most_bytes - base_bytes) - 1
-        lines.append([name, *map(_mb, (said_bytes, most_bytes - base_bytes, most_bytes)), f"{errors[name]:+.2%}"])
-        print(" | ".join(lines[-1]), flush=True)
-    bench.tables["memory of processes"] = columns(
-        ("job", "device + host MB, said", "process, less libraries", "process", ""), lines
-    )
-    return errors
+    return _verdict(device_errors, host_errors)
 
 
 def _mb(nbytes: float) -> str:
     return f"{nbytes / 1e6:.3f}"
 
 
-def _verdict(device: Mapping[str, float], host: Mapping[str, float], process: Mapping[str, float]) -> Row:
-    kinds = {"device": device, "host": host, "process": process}
+def _verdict(device: Mapping[str, float], host: Mapping[str, float]) -> Row:
+    kinds = {"device": device, "host": host}
     worst = {kind: _worst(errors) for kind, errors in kinds.items()}
     medians = {kind: statistics.median(map(abs, errors.values())) if errors else 0.0 for kind, errors in kinds.items()}
     return Row(
         key="memory",
-        claim=f"device peak and host bytes against the allocator and the process, {len(device)} jobs, {len(NEW)} "
-        "of them never used before",
-        required=f"within {_MOST['device']:.0%} each, median 0, the process {_MOST['process']:.0%} and "
-        f"{_MEDIAN['process']:.0%}; >= 16 new jobs",
+        claim=f"device peak and host bytes against the allocator, {len(device)} jobs, {len(NEW)} of them never used "
+        "before",
+        required=f"within {_MOST:.0%} each, median 0; >= 16 new jobs",
         measured="; ".join(f"{kind} {abs(worst[kind][1]):.2%} at worst, median {medians[kind]:.2%}" for kind in kinds),
-        is_met=all(abs(worst[kind][1]) <= _MOST[kind] and medians[kind] <= _MEDIAN[kind] for kind in kinds)
+        is_met=all(abs(worst[kind][1]) <= _MOST and medians[kind] <= _MEDIAN for kind in kinds)
         and len(device) >= len(JOBS),
         note="device: the peak of torch's allocator in a step, with what rests, in processes of its own for each job; "
-        f"worst: {worst['device'][0]} ({worst['device'][1]:+.2%}). host: the engine's own count of its host cache. "
-        f"process: both together, against the most memory that the kernel saw in a fresh process, {len(process)} "
-        "larger jobs, less what a job with a model of 0.4 million parameters takes; "
-        f"worst: {worst['process'][0]} ({worst['process'][1]:+.2%}).",
-    )  # fmt: skip
+        f"worst: {worst['device'][0]} ({worst['device'][1]:+.2%}). host: the engine's own count of its host cache.",
+    )
 
 
 def _worst(errors: Mapping[str, float]) -> tuple[str, float]:

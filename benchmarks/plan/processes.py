@@ -1,4 +1,4 @@
-"""Jobs on fresh processes, as torchrun starts them: with a memory limit, and the most memory that a process took.
+"""Jobs on fresh processes with a memory limit, started as torchrun starts them.
 
     python -m benchmarks.plan.processes JOB.json LIMIT_BYTES     on each rank
 
@@ -8,6 +8,7 @@ benchmark's memory, too.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import resource
@@ -22,19 +23,18 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.plan.jobs import Case
-from benchmarks.plan.ranks import memory_bytes, train_all_watched
+from benchmarks.plan.ranks import train_all
 from laconic.config import to_dict
 from tests.support.launch import free_port, torchrun_environment
 
 _THREAD_STACK_BYTES, _STACK_BYTES = 1 << 19, 8 << 20
+_M_MMAP_THRESHOLD = -3
+"""A parameter of the C library's `mallopt`."""
 _TIMEOUT_S = 600.0  # bf16 is slow on a processor without units for it
 
 
-def most_resident_bytes(case: Case, nodes: int, local: int, limit_bytes: int = 0) -> int | None:
-    """Train a case and return the most memory that the fullest rank had; None if a rank failed.
-
-    With a limit, the kernel refuses private memory beyond it on every rank: RLIMIT_DATA.
-    """
+def runs_within(limit_bytes: int, case: Case, nodes: int, local: int) -> bool:
+    """Train a case on ranks that have no private memory beyond a limit: RLIMIT_DATA. Returns whether all trained."""
     shutil.rmtree(case.config.train.output, ignore_errors=True)
     job = Path(case.config.train.output).with_suffix(".json")
     job.parent.mkdir(parents=True, exist_ok=True)
@@ -46,23 +46,14 @@ def most_resident_bytes(case: Case, nodes: int, local: int, limit_bytes: int = 0
     for rank, log in enumerate(logs):
         environment = {**os.environ, **torchrun_environment(rank, size, local, port), "OMP_NUM_THREADS": "1"}
         with log.open("w") as stream:
-            ranks.append(
-                subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdout=stream,
-                    stderr=subprocess.STDOUT,
-                    preexec_fn=_let_stacks_be_small if limit_bytes else None,
-                )
-            )
+            own = {"env": environment, "stdout": stream, "preexec_fn": _let_stacks_be_small}
+            ranks.append(subprocess.Popen(command, stderr=subprocess.STDOUT, **own))
     try:
-        if not _wait(ranks, logs):
-            return None
+        return _wait(ranks, logs)
     finally:
         for process in ranks:
             process.kill()
             process.wait()
-    return max(int(log.read_text().splitlines()[-1]) for log in logs)
 
 
 def _let_stacks_be_small() -> None:
@@ -89,22 +80,22 @@ def _wait(ranks: list[subprocess.Popen[bytes]], logs: list[Path]) -> bool:
 
 
 def main() -> int:
-    """Train the job of a file under a limit. Returns the exit code; the last line is the most memory, in bytes."""
+    """Train the job of a file under a limit. Returns the exit code."""
     job, limit_bytes = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
+    # memory of a tensor is the process's from its allocation on, and the system's again as soon as it is freed
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
     dist.init_process_group("gloo")
-    if limit_bytes:
-        resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, resource.RLIM_INFINITY))  # of this thread, the first
-        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
+    resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, resource.RLIM_INFINITY))  # of this thread, the first
+    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
     try:
-        (summary,) = train_all_watched([json.loads(job.read_text())])
+        (summary,) = train_all([json.loads(job.read_text())])
         if "error" in summary:
             raise RuntimeError(summary["error"])
         dist.barrier()
     except (RuntimeError, MemoryError, OSError):
         traceback.print_exc()
         return 1
-    print(f"\n{memory_bytes('VmHWM')}")
     return 0
 
 
