@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,21 +39,21 @@ _ALLOCATES = {
 }  # fmt: skip
 
 
-def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
-    """The FLOPs of an operation's products: [Note: FLOPs that run]."""
-    packet = func._overloadpacket
-    products = _ATTENTION.get(packet)
-    if products is not None:
-        return products * _attention_product(func, args, kwargs)
-    if packet is _GROUPED:
-        return grouped_flops(args[0], args[1])
-    formula = flop_registry.get(packet)
-    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
-
-
-def is_attention(func: Any) -> bool:
-    """Whether an operation is fused attention, forward or backward."""
-    return func._overloadpacket in _ATTENTION
+def op_work(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> OpWork | None:
+    """What an operation that is no view reads, writes and multiplies ([Note: FLOPs that run]); None for nothing."""
+    nbytes = bytes_of(func, args, kwargs, out)
+    if not nbytes:
+        return None
+    packet = getattr(func, "_overloadpacket", None)  # none for a function that is one kernel
+    flops = 0.0
+    if packet in _ATTENTION:
+        flops = _ATTENTION[packet] * _attention_product(func, args, kwargs)
+    elif packet is not None and packet is _GROUPED:
+        flops = grouped_flops(args[0], args[1])
+    elif packet in flop_registry:
+        flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
+    dtype = str(tensors_of((args, kwargs))[0].dtype).removeprefix("torch.") if flops else None
+    return OpWork(nbytes, flops=flops, dtype=dtype, is_attention=packet in _ATTENTION)
 
 
 def bytes_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
@@ -145,19 +145,15 @@ class Costs:
         if self.is_silent:
             return None
         given = [each for each in tensors_of((args, out)) if each.is_meta]
-        nbytes = self._times * bytes_of(func, args, kwargs, out) if given else 0.0
-        if not nbytes:
+        work, times, machine = op_work(func, args, kwargs, out) if given else None, self._times, self.machine
+        if work is None:
             return None
-        machine = self.machine
         assert machine is not None
         if machine.device.type == "cpu":
             on_host = [machine.memory(each).is_pinned for each in given if machine.knows(each)]
         else:
             on_host = [not machine.is_on_device(each) for each in given if machine.knows(each)]
         if any(on_host) and not all(on_host):
-            return Copy(nbytes / 2, to_device=not on_host[0])
-        flops = flops_of(func, args, kwargs, out) if getattr(func, "_overloadpacket", None) in flop_registry else 0.0
-        return OpWork(
-            nbytes, on_host=any(on_host) and machine.device.type != "cpu", flops=self._times * flops,
-            dtype=str(args[0].dtype).removeprefix("torch.") if flops else None, count=self._times,
-        )  # fmt: skip
+            return Copy(times * work.nbytes / 2, to_device=not on_host[0])
+        is_hosts = any(on_host) and machine.device.type != "cpu"
+        return replace(work, nbytes=times * work.nbytes, flops=times * work.flops, count=times, on_host=is_hosts)

@@ -23,7 +23,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from laconic.plan.fake_kernels import grouped_product
-from laconic.plan.op_cost import bytes_of, flops_of, is_attention, tensors_of
+from laconic.plan.op_cost import op_work, tensors_of
 from laconic.plan.phase import Arrival, OpWork, Phase
 
 _ADD = torch.ops.aten.add.Tensor
@@ -40,8 +40,8 @@ class _OpenPhase:
     is_backward: bool
     start_bytes: int
     start_with_gradients_bytes: int
-    products: Counter[tuple[str, float, float, bool]] = field(default_factory=Counter)
-    """The number of operations with products, by dtype, FLOPs, bytes and whether they are fused attention."""
+    products: Counter[OpWork] = field(default_factory=Counter)
+    """The number of equal operations with products."""
     other_ops: int = 0
     other_bytes: float = 0.0
     peak_bytes: int
@@ -51,8 +51,8 @@ class _OpenPhase:
 
     def close(self, end_bytes: int) -> Phase:
         work = [
-            OpWork(count * nbytes, flops=count * flops, dtype=dtype, count=count, is_attention=is_attention)
-            for (dtype, flops, nbytes, is_attention), count in self.products.items()
+            replace(each, nbytes=count * each.nbytes, flops=count * each.flops, count=count)
+            for each, count in self.products.items()
         ]
         if self.other_ops:
             work.append(OpWork(self.other_bytes, count=self.other_ops))
@@ -130,8 +130,8 @@ class Recorder(TorchDispatchMode):
         self._note_gradient(name, 0, is_in_place=True)
         rows, inner = left.shape
         columns = right.shape[1]
-        nbytes = left.nbytes + right.nbytes + rows * columns * itemsize
-        self._add(left.dtype, 2.0 * rows * inner * columns, float(nbytes))
+        nbytes, dtype = left.nbytes + right.nbytes + rows * columns * itemsize, str(left.dtype).removeprefix("torch.")
+        self._add(OpWork(float(nbytes), flops=2.0 * rows * inner * columns, dtype=dtype))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -148,11 +148,7 @@ class Recorder(TorchDispatchMode):
         for tensor in tensors_of(out):
             has_new |= self._watch(tensor, counts=True)
         if has_new or func._schema.is_mutable:
-            nbytes = bytes_of(func, args, kwargs, out)
-            if nbytes:
-                flops = flops_of(func, args, kwargs, out)
-                dtype = tensors_of((args, kwargs))[0].dtype if flops else None
-                self._add(dtype, flops, nbytes, is_attention=is_attention(func))
+            self._add(op_work(func, args, kwargs, out))
         if func is _ADD and _comes_from_autograd() and not args[0]._is_view():
             self._sum = before_bytes, self._alive_bytes - before_bytes
         else:
@@ -183,14 +179,14 @@ class Recorder(TorchDispatchMode):
             both = alive_bytes + self._gradient_bytes
             phase.peak_with_gradients_bytes = max(phase.peak_with_gradients_bytes, both)
 
-    def _add(self, dtype: torch.dtype | None, flops: float, nbytes: float, *, is_attention: bool = False) -> None:
-        if self._phase is None:
+    def _add(self, work: OpWork | None) -> None:
+        if self._phase is None or work is None:
             return
-        if dtype is not None:
-            self._phase.products[str(dtype).removeprefix("torch."), flops, nbytes, is_attention] += 1
+        if work.dtype is not None:
+            self._phase.products[work] += 1
         else:
             self._phase.other_ops += 1
-            self._phase.other_bytes += nbytes
+            self._phase.other_bytes += work.nbytes
 
     def _watch(self, tensor: Tensor, *, counts: bool) -> bool:
         """Follow a tensor's storage until it is freed. Returns whether it is new."""
