@@ -14,8 +14,8 @@ from laconic.compare.markdown import markdown
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import Estimate
 from laconic.plan.forks import map_forked
-from laconic.plan.job_trace import trace_job
 from laconic.plan.machine import PlanLane, Simulator
+from laconic.plan.model_trace import trace_job
 from laconic.plan.pictures import draw_timelines
 from laconic.plan.prediction import Predictor, Refusal
 from tests.support.measure import Options

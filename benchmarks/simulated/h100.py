@@ -8,9 +8,9 @@ from benchmarks.simulated.grid import Bench
 from laconic.config import Config, from_dict
 from laconic.plan.candidates import CANDIDATES
 from laconic.plan.estimates import Estimate
-from laconic.plan.job_trace import build_untrained, trace_job
 from laconic.plan.machine import PlanLane, Simulator
-from laconic.plan.optimizer_cost import optimizer_cost
+from laconic.plan.model_trace import build_untrained, trace_job
+from laconic.plan.peers_ddp import optimizer_cost
 from laconic.plan.prediction import Predictor
 from tests.support.record import Row
 

@@ -8,11 +8,10 @@ import pytest
 
 from laconic.config import Config, OptimizerConfig, ShardConfig, SyncConfig, TrainConfig
 from laconic.optim.muon import cost_of
-from laconic.plan.local_steps import LocalStepsProgram
 from laconic.plan.machine import KINDS, Reading, Simulator
 from laconic.plan.model_trace import ModelTrace, ParameterSpec
 from laconic.plan.program import Shape
-from laconic.plan.rehearsed import RehearsedStep
+from laconic.plan.rehearsed import LocalStepsProgram, RehearsedStep
 from laconic.rehearse.kernels import PASSES_OF_LOOPS
 from tests.plan.traces import cluster, spec, trace, work
 from tests.support.step_bytes import step_bytes

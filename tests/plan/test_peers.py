@@ -13,7 +13,7 @@ from laconic.hf.layers import layers_to_shard
 from laconic.plan.candidates import CANDIDATES
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import Estimate
-from laconic.plan.job_trace import build_untrained
+from laconic.plan.model_trace import build_untrained
 from laconic.plan.prediction import Predictor, Refusal
 from tests.plan.traces import LAYERS, cluster, job
 from tests.support.step_bytes import step_bytes

@@ -19,11 +19,11 @@ from laconic.islands.local_steps import LocalSteps
 from laconic.islands.policies import OuterSGD
 from laconic.plan.candidates import CANDIDATES
 from laconic.plan.estimates import Estimate
-from laconic.plan.local_steps import LocalStepsProgram
 from laconic.plan.machine import Simulator
 from laconic.plan.prediction import Predictor
 from laconic.plan.program import Shape, work_of
 from laconic.plan.rehearsal import Rehearsals
+from laconic.plan.rehearsed import LocalStepsProgram
 from laconic.strategies.memory import measured_peak
 from tests.plan.traces import cluster, model_of, spec, trace, work
 from tests.support.jobs import corpus, table

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from laconic import registry
+from laconic.comm.speed import Speed
 from laconic.config import ConfigError, ScheduleConfig, ShardConfig, SyncConfig
+from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.cyclic import CyclicProgram
-from laconic.plan.local_steps import LocalStepsProgram
+from laconic.plan.estimates import process_bytes
 from laconic.plan.machine import Simulator
-from laconic.plan.placing import placed
 from laconic.plan.program import Program, Shape, StepWork
-from laconic.plan.rehearsed import RehearsedStep
+from laconic.plan.rehearsed import LocalStepsProgram, RehearsedStep
 from laconic.registry import Strategy
-from laconic.shard.policies import Wire
+from laconic.shard.placement import Chosen, Speeds, choose_placements
+from laconic.shard.policies import Placement, Wire
+from laconic.shard.room import MARGIN
 
 Make = Callable[[Simulator, StepWork, Shape], Program]
 """What `Strategy.predict` names: it makes a program from an idle machine, the work of a job under the strategy, and its
@@ -53,12 +57,66 @@ def on_engine(machine: Simulator, work: StepWork, shape: Shape) -> Program:
     make = LocalStepsProgram if work.job.sync.is_local else RehearsedStep
     if work.job.shard.policy.cache.where != "auto":
         return make(machine, work, shape)
-    found = placed(machine, work, shape, make)
-    program = make(machine, replace(work, placements=found.placements), shape)
-    program.notes = (str(found.choice),)
+    placements, choice = placed(machine, work, shape, make)
+    program = make(machine, replace(work, placements=placements), shape)
+    program.notes = (str(choice),)
     return program
 
 
 def cyclic(machine: Simulator, work: StepWork, shape: Shape) -> Program:
     """The cyclic schedule: a `Make`."""
     return CyclicProgram(machine, work)
+
+
+def placed(
+    machine: Simulator, work: StepWork, shape: Shape, make: Callable[..., Program]
+) -> tuple[Mapping[str, Placement], Chosen]:
+    """Choose where units rest as the engine will after the first step of a job with `cache = "auto"`.
+
+    The first step of such a run is one in which nothing rests, or node shards on the host if their copies are needed.
+    It is rehearsed for what it needs of the device, and for the use of each unit. What is left is the engine's to
+    choose within: [Note: Placement] in shard/placement.py. Returns the placement of each unit by its name, and the
+    choice.
+
+    Args:
+        machine: says the cluster and the type of device.
+        work: of a job with `cache = "auto"`.
+        shape: the ranks of an island.
+        make: the program of the same job with another cache.
+
+    Raises:
+        ValueError: copies of weights for differences on the wire have no room.
+    """
+    cluster, policy = machine.cluster, work.job.shard.policy
+    first = policy.cache.placement(keeps_copies=policy.wire.sends_differences)
+    keys = {"cache": first.weights, "device_bytes": None, "host_bytes": None}
+    work = replace(work, job=replace(work.job, shard=work.job.shard.with_keys(**keys)))
+    plain = Simulator(cluster, device_type=machine.device_type)
+    needed_bytes = make(plain, work, shape).read(plain).peak_bytes + process_bytes(machine.device_type)
+    device_bytes, host_bytes = policy.cache.device_bytes, policy.cache.host_bytes
+    if device_bytes is None:
+        device_bytes = max(0, math.floor(cluster.device_memory_bytes * (1 - 1 / MARGIN) - needed_bytes))
+    if host_bytes is None:
+        free_bytes = cluster.host_memory_bytes * (1 - 1 / MARGIN) / cluster.ranks_per_node
+        host_bytes = 0 if machine.device_type == "cpu" else math.floor(free_bytes)
+    first_step = work.rehearsals.of(
+        work.job, work.trace, nodes=shape.nodes, local=shape.local, islands=shape.islands
+    )  # fmt: skip
+    speeds = speeds_of(cluster, shape, device_type=machine.device_type)
+    choice = choose_placements(
+        list(first_step.uses.values()), speeds, device_bytes=device_bytes, host_bytes=host_bytes,
+        passing=first_step.passing,
+    )  # fmt: skip
+    return dict(zip(first_step.uses, choice.placements, strict=True)), choice
+
+
+def speeds_of(cluster: ClusterSpec, shape: Shape, *, device_type: str) -> Speeds:
+    """The speeds of transfers that all ranks of a cluster have at once. The ranks of a node share its wire."""
+    node, local = Speed(), Speed()
+    if shape.nodes > 1:
+        rate = cluster.bytes_per_s("node") / cluster.ranks_per_node
+        node = Speed(latency_s=cluster.latency_s("node"), bytes_per_s=rate)
+    if shape.local > 1:
+        local = Speed(latency_s=cluster.latency_s("local"), bytes_per_s=cluster.bytes_per_s("local"))
+    copy = None if device_type == "cpu" else Speed(bytes_per_s=cluster.host_bytes_per_s(to_device=True))
+    return Speeds(node=node, local=local, copy=copy)

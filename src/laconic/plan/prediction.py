@@ -14,9 +14,8 @@ from laconic.plan.candidates import CANDIDATES, candidate_named
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import Estimate, first_rank, read_program, shape_of
 from laconic.plan.forks import map_forked
-from laconic.plan.job_trace import trace_job, writes_in_place
 from laconic.plan.machine import Simulator
-from laconic.plan.model_trace import ModelTrace
+from laconic.plan.model_trace import ModelTrace, trace_job, writes_in_place
 from laconic.plan.program import work_of
 from laconic.plan.rehearsal import Rehearsal, Rehearsals
 from laconic.plan.tracing import TraceError

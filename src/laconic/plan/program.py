@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from laconic.config import Config
-from laconic.plan.job_trace import trace_job
 from laconic.plan.machine import Reading, Simulator
-from laconic.plan.model_trace import ModelTrace
+from laconic.plan.model_trace import ModelTrace, trace_job
 from laconic.plan.rehearsal import Rehearsals
 from laconic.shard.policies import Placement
 

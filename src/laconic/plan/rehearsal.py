@@ -40,9 +40,8 @@ from laconic.islands.policies import Membership
 from laconic.layout.bucket import BucketLayout
 from laconic.optim.owners import Matrix
 from laconic.plan.equal_layers import list_of_equal, only
-from laconic.plan.job_trace import batch_of, build_untrained
 from laconic.plan.machine import Kind
-from laconic.plan.model_trace import ModelTrace
+from laconic.plan.model_trace import ModelTrace, batch_of, build_untrained
 from laconic.plan.op_cost import Costs, tensors_of
 from laconic.plan.phantom import Phantom
 from laconic.ragged.spec import RaggedSpec
