@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.plan.bench import Bench, any_cluster
-from benchmarks.plan.jobs import CYCLIC, ISLANDS, STRATEGIES, VARIANTS, Case, candidate_of, make_case
+from benchmarks.plan.jobs import ISLANDS, STRATEGIES, VARIANTS, Case, candidate_of, make_case
 from laconic.plan.prediction import Refusal
 from tests.support.record import Row
 
 SHAPES = ((2, 2), (3, 1), (2, 3))
 """(nodes, ranks of each)."""
 VARIED = {
-    "LoRA": ("none", "host", "device", "8bit", "4bit", "zero++", "islands int4", *CYCLIC),
+    "LoRA": ("none", "host", "device", "8bit", "4bit", "zero++", "islands int4"),
     "2 micro-batches": ("none", "host", "4bit", "zero++", "islands int4"),
     "bf16 parameters": ("host", "4bit", "zero++"),
     "bf16 parameters, fp32 sums": ("host", "4bit"),
@@ -55,7 +55,7 @@ class Compared:
 
 def cases(bench: Bench, nodes: int, local: int) -> list[Case]:
     """All cases on a cluster."""
-    tables = {**STRATEGIES, **ISLANDS, **CYCLIC}
+    tables = {**STRATEGIES, **ISLANDS}
     names = ("none", "host", "8bit", "islands int4") if bench.quick else tuple(tables)
     out = bench.out / f"{nodes}x{local}"
     jobs = [(name, "") for name in names]
@@ -63,9 +63,9 @@ def cases(bench: Bench, nodes: int, local: int) -> list[Case]:
     jobs += [(name, variant) for variant, strategies in varied.items() for name in strategies]
     return [
         make_case(
-            f"{name}, {variant}" if variant else name, "demo" if name in CYCLIC else "llama", tables[name],
+            f"{name}, {variant}" if variant else name, "llama", tables[name],
             *([VARIANTS[variant]] if variant else []), out=out, candidate=candidate_of(name),
-            steps=6 if name in CYCLIC else 4,
+            steps=4,
         )
         for name, variant in jobs
     ]  # fmt: skip

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.plan.bench import Bench, any_cluster, columns
-from benchmarks.plan.jobs import CYCLIC, ISLANDS, PEERS, STRATEGIES, VARIANTS, Case, candidate_of, make_cases
+from benchmarks.plan.jobs import ISLANDS, PEERS, STRATEGIES, VARIANTS, Case, candidate_of, make_cases
 from benchmarks.plan.processes import runs_within
 from laconic.plan.estimates import MARGIN
 from laconic.plan.prediction import Refusal
@@ -18,8 +18,7 @@ from tests.support.record import Row
 
 NODES, LOCAL = 2, 1
 _STEPS = 4
-"""In the last of these all memory is in use: DDP makes its buckets anew in the second, and a cyclic schedule's messages
-of two batches are under way from the third on."""
+"""In the last of these all memory is in use: DDP makes its buckets anew in the second."""
 _LIMITS = (1.002, 0.998, 0.9)
 """The limits, in multiples of the predicted need. The last shows that a limit ends jobs at all."""
 JOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -30,7 +29,7 @@ JOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("gpt2", "host", ()),
     ("qwen2", "none", ()),
-    *(("vocabulary", name, ()) for name in ("cyclic replicated", "cyclic sharded", "islands int4")),
+    ("vocabulary", "islands int4", ()),
 )
 """(model, strategy, variants)"""
 
@@ -42,7 +41,7 @@ def cases(bench: Bench) -> list[Case]:
 
 def _large_cases(bench: Bench, model: str, strategy: str, variants: Sequence[str]) -> list[Case]:
     """The case of a job whose rows fill hundreds of megabytes."""
-    tables = {**STRATEGIES, **ISLANDS, **PEERS, **CYCLIC}
+    tables = {**STRATEGIES, **ISLANDS, **PEERS}
     layers = [tables[strategy], *(VARIANTS[variant] for variant in variants)]
     layers.append({"train": {"micro_batch_size": 8}, "data": {"sequence_length": 128}})
     jobs = [(", ".join((strategy, *variants)), layers, candidate_of(strategy))]

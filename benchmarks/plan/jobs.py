@@ -73,15 +73,6 @@ ISLANDS: dict[str, dict[str, Any]] = {
 }
 """Local steps; every node is an island."""
 
-CYCLIC: dict[str, dict[str, Any]] = {
-    f"cyclic {states}": {
-        "schedule": {"kind": "cyclic", "states": states, "cut_by": "parameters"},
-        "optimizer": {"max_grad_norm": 0},
-    }
-    for states in ("replicated", "sharded", "shared")
-}
-"""The cyclic schedule, in its placements."""
-
 PEERS: dict[str, dict[str, Any]] = {
     name: {"shard": {"strategy": name}} for name in ("fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp")
 }
@@ -157,9 +148,7 @@ def make_cases(
 
 def candidate_of(strategy: str) -> str:
     """The planner's name of a strategy that is a key of one of the tables above."""
-    if strategy in ISLANDS:
-        return "local-steps"
-    return strategy.replace(" replicated", "").replace(" ", "-") if strategy in CYCLIC else strategy
+    return "local-steps" if strategy in ISLANDS else strategy
 
 
 class Predictions:

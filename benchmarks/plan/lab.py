@@ -35,7 +35,7 @@ class Run:
     rate_bits_per_s: float | None
     estimate: Estimate
     seconds: float
-    """The median of the timed steps; with local steps and cyclic schedules, whose steps differ, their mean."""
+    """The median of the timed steps; with local steps, whose steps differ, their mean."""
     wire_bytes: float
     """The bytes that a node's interface sends in a step, as the mean over nodes and warm steps."""
     tokens: int
@@ -92,8 +92,6 @@ class LabRuns:
             if case.config.sync.is_local:  # only some steps sync
                 every = case.config.sync.policy.schedule.every
                 warm, mean = slice(every, 2 * every), statistics.fmean
-            elif case.config.schedule.is_cyclic:  # a worker waits for others now in one step, now in another
-                warm, mean = slice(WARM_STEPS + 1, -1), statistics.fmean
             found.append(
                 Run(
                     case=case, nodes=nodes, local=local, rate_bits_per_s=rate, estimate=estimate,

@@ -57,8 +57,8 @@ JOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("deep", "none", ("checkpointing", "LoRA")),
     ("deep", "device", ("bf16 parameters", "2 micro-batches", "adamw8bit")),
 )
-"""(model, strategy, variants) of each job. torch's profiler cannot watch cyclic schedules, whose messages are under way
-between steps, nor the thread in which islands sync: the row `fits` has them."""
+"""(model, strategy, variants) of each job. torch's profiler cannot watch the thread in which islands sync: the row
+`fits` has them."""
 
 
 def cases(bench: Bench) -> list[Case]:

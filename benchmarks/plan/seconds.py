@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from benchmarks.plan.bench import Bench, columns
-from benchmarks.plan.jobs import CYCLIC, ISLANDS, PEERS, STRATEGIES, VARIANTS, Case, candidate_of, make_cases
+from benchmarks.plan.jobs import ISLANDS, PEERS, STRATEGIES, VARIANTS, Case, candidate_of, make_cases
 from benchmarks.plan.lab import Run
 from laconic.lab import format_rate
 from tests.support.record import Row
@@ -49,7 +49,7 @@ def cases_at(
 ) -> list[Case]:
     """A model under strategies, in few steps where a step takes long."""
     usual = 12 if rate is None else 3 if rate < 40e6 else 4 if rate < 80e6 else 8
-    tables = {**STRATEGIES, **ISLANDS, **CYCLIC, **PEERS}
+    tables = {**STRATEGIES, **ISLANDS, **PEERS}
     layers = [{"data": {"sequence_length": 128}, "train": {"micro_batch_size": 4}}]
     layers += [VARIANTS[variant]] if variant else []
     jobs = [(f"{name}, {variant}" if variant else name, [*layers, tables[name]], candidate_of(name)) for name in names]
@@ -75,14 +75,6 @@ def more_runs(bench: Bench) -> list[Run]:
     found = bench.lab.runs(cases_at(bench, "demo", rate, _MORE), 2, 2, rate)
     found += bench.lab.runs(cases_at(bench, "demo", rate, ("none", "host", "fsdp2"), "LoRA"), 2, 2, rate)
     return found + bench.lab.runs(cases_at(bench, "demo", rate, _ON_THREE), 3, 1, rate)
-
-
-def cyclic_runs(bench: Bench) -> list[Run]:
-    """The runs of cyclic schedules. Their steps overlap, so an interface's bytes cannot be cut into steps."""
-    names = tuple(CYCLIC)
-    found = bench.lab.runs(cases_at(bench, "demo", 200e6, names[:2]), 2, 2, 200e6)
-    found += bench.lab.runs(cases_at(bench, "demo", 200e6, names), 3, 1, 200e6)
-    return found + bench.lab.runs(cases_at(bench, "demo", None, names[:2], steps=24), 2, 2, None)
 
 
 def new_runs(bench: Bench) -> list[Run]:
@@ -135,7 +127,7 @@ def seconds(bench: Bench) -> Row:
     found = all_runs(bench)
     new: list[Run] = []
     if not bench.quick:
-        found += more_runs(bench) + cyclic_runs(bench)
+        found += more_runs(bench)
         new = new_runs(bench)
         found += new
     worst, median = _worst(found), _median(found)

@@ -30,14 +30,10 @@ EVERY = 2
 """The steps between two syncs of islands."""
 ISLANDS: dict[str, Any] = {"sync": {"mode": "local", "codec": "int4", "every": EVERY}}
 ADAPTERS: dict[str, Any] = {"lora": {"enabled": True, "rank": 2, "targets": ["q_proj"]}}
-CYCLIC: dict[str, Any] = {"kind": "cyclic", "cut_by": "parameters"}
 TWICE = {"train": {"accumulation": 2}}
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "host, adapters": ("host", ADAPTERS),
     "4bit, checked, two micro-batches": ("4bit", {"shard": {"wire": "4bit", "check_every": 1}, **TWICE}),
-    "cyclic, sharded": (
-        "cyclic-sharded", {"schedule": {**CYCLIC, "states": "sharded"}, "optimizer": {"max_grad_norm": 0}},
-    ),
     "slices": ("local-steps", {"sync": {**ISLANDS["sync"], "slices": 2}}),
     "none": ("none", {"shard": {"cache": "none"}}),
     "zero++, adapters, two micro-batches": ("zero++", {"shard": {"strategy": "zero++"}, **ADAPTERS, **TWICE}),
@@ -50,10 +46,6 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "host, checked every other step": ("host", {"shard": {"check_every": 2}}),
     "muon": ("host", {"optimizer": {"name": "muon", "lr": 0.01}}),
     "islands": ("local-steps", ISLANDS),
-    "cyclic, shared": (
-        "cyclic-shared", {"schedule": {**CYCLIC, "states": "shared"}, "optimizer": {"max_grad_norm": 0}},
-    ),
-    "cyclic, 8bit": ("cyclic", {"schedule": {**CYCLIC, "wire": "8bit"}, "optimizer": {"max_grad_norm": 0}}),
 }  # fmt: skip
 """(candidate, sections) of each job."""
 NAMES = list(JOBS)
@@ -68,8 +60,7 @@ def jobs(folder: Path) -> dict[str, Config]:
         odd = {"hidden_size": 24, "intermediate_size": 38, "num_attention_heads": 4, "num_key_value_heads": 2}
         job["model"]["config"].update(odd)
         job["train"]["output"] = str(folder / name)
-        ends_warm = "every other" not in name and "schedule" not in sections  # a cyclic run sends all at its end
-        job["train"]["steps"] = 3 * EVERY if "sync" in sections else 3 if ends_warm else 4
+        job["train"]["steps"] = 3 * EVERY if "sync" in sections else 4 if "every other" in name else 3
         found[name] = from_dict(Config, job)
     return found
 

@@ -97,7 +97,7 @@ def test_the_fastest_exact_strategy_is_taken(predictor: Predictor) -> None:
     by_name = {entry.estimate.strategy: entry for entry in choice.entries}
     console = Console(file=io.StringIO())
     print_choice(choice, console)
-    assert "not planned: DeepSpeed ZeRO-3; " in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "run, not planned: DeepSpeed ZeRO-3; " in console.file.getvalue()  # type: ignore[attr-defined]
     assert "waits" in by_name["none"].reason
     assert "wire" in by_name["none"].reason
     assert "inexact" in by_name["4bit"].reason
@@ -147,13 +147,13 @@ def test_the_break_even_rate_is_where_two_strategies_take_equally_long(predictor
 
 
 def test_refused_jobs_and_strategies_say_why(predictor: Predictor) -> None:
-    for name, message in (("zero", "'zero' is not known"), ("deepspeed", "is run, not planned: `laconic compare`")):
+    for name, message in (("zero", "'zero' is not known"), ("deepspeed", "is run, not planned: a few steps")):
         with pytest.raises(ConfigError, match=message):
             candidate_named(name)
     muon = dataclasses.replace(predictor.config, optimizer=OptimizerConfig(name="muon"))
     shares = dataclasses.replace(predictor.config, shard=predictor.config.shard.with_keys(shares=[3, 3, 1, 1]))
     message = "shard.shares: laconic plan predicts ranks that are all alike; leave shares out"
-    for config, name, words in ((muon, "cyclic", "cyclic"), (shares, "fsdp2", message)):
+    for config, name, words in ((muon, "fsdp2", "whole blocks or matrices"), (shares, "fsdp2", message)):
         found = Predictor(config, predictor.cluster).estimate(CANDIDATES[name])
         assert isinstance(found, Refusal)
         assert words in found.reason
@@ -200,7 +200,11 @@ def test_the_command_ranks_writes_and_draws(
         (["j"], "absent.toml"),
         (["c"], "absent.toml"),
         (["--out", "/nowhere/best.toml"], "the folder does not exist"),
-        (["--strategies", "host", "--timeline", "step.svg", "--strategy", "cyclic"], "cannot run this job"),
+        (
+            ["--strategies", "host", "--device", "cuda", "--timeline", "s.svg", "--strategy", "fsdp2-gloo"],
+            "cannot run this job",
+        ),
+        (["--strategies", "cyclic"], "'cyclic' is run, not planned"),
     ],
 )
 def test_a_mistake_is_one_line(

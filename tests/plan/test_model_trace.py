@@ -262,7 +262,7 @@ def test_a_job_computes_in_its_param_dtype() -> None:
     assert (head.shape, head.dtype) == ((256, 64), torch.float32)
     for strategy in ("laconic", "fsdp2"):
         plain = job(LLAMA, shard={"strategy": strategy})
-        assert writes_in_place(plain.shard, plain.schedule, plain.model.dtype) is (strategy == "laconic")
+        assert writes_in_place(plain.shard, plain.model.dtype) is (strategy == "laconic")
 
 
 @pytest.mark.heavy

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from laconic import registry
 from laconic.comm.speed import Speed
-from laconic.config import ConfigError, ScheduleConfig, ShardConfig, SyncConfig
+from laconic.config import ConfigError, ShardConfig, SyncConfig
 from laconic.plan.cluster_spec import ClusterSpec
-from laconic.plan.cyclic import CyclicProgram
 from laconic.plan.estimates import process_bytes
 from laconic.plan.machine import Simulator
 from laconic.plan.program import Program, Shape, StepWork
@@ -26,7 +25,7 @@ ranks."""
 CANDIDATES: Mapping[str, Strategy] = {name: each for name, each in registry.strategies().items() if each.in_plan}
 """The strategies that the planner lists, by name."""
 RUN_ALONE = tuple(each for each in registry.strategies().values() if not each.predict)
-"""Engines of other makers: `laconic compare` runs them, and nothing predicts them."""
+"""Engines of other makers, and the cyclic schedule: they run, and nothing predicts them."""
 
 
 def candidate_named(name: str) -> Strategy:
@@ -37,17 +36,16 @@ def candidate_named(name: str) -> Strategy:
     """
     name = registry.canonical(name)
     if any(name == each.name for each in RUN_ALONE):
-        raise ConfigError(f"strategy {name!r} is run, not planned: `laconic compare` measures it beside the others")
+        raise ConfigError(f"strategy {name!r} is run, not planned: a few steps of it, by itself or compared, say more")
     if name not in CANDIDATES:
         raise ConfigError(registry.unknown(name, CANDIDATES))
     return CANDIDATES[name]
 
 
-def is_asked_for(strategy: Strategy, shard: ShardConfig, sync: SyncConfig, schedule: ScheduleConfig) -> bool:
+def is_asked_for(strategy: Strategy, shard: ShardConfig, sync: SyncConfig) -> bool:
     """Whether the job itself has chosen what makes this strategy inexact."""
-    if strategy.has_islands or strategy.schedule is not None:
-        has_sync = strategy.has_islands and sync.is_local
-        return has_sync or (strategy.schedule is not None and schedule.is_cyclic)
+    if strategy.has_islands:
+        return sync.is_local
     wire = strategy.shard.get("wire")
     return wire is not None and shard.policy.wire == Wire.of(wire)
 
@@ -61,11 +59,6 @@ def on_engine(machine: Simulator, work: StepWork, shape: Shape) -> Program:
     program = make(machine, replace(work, placements=placements), shape)
     program.notes = (str(choice),)
     return program
-
-
-def cyclic(machine: Simulator, work: StepWork, shape: Shape) -> Program:
-    """The cyclic schedule: a `Make`."""
-    return CyclicProgram(machine, work)
 
 
 def placed(

@@ -2,7 +2,7 @@
 
 [Note: The choice]
 The fastest strategy that fits and trains the same as ZeRO-3 is recommended. Strategies that train something close
-(islands, rounded crossings, the cyclic schedule) take part only if they are asked for. If a strategy of PyTorch is
+(islands, rounded crossings) take part only if they are asked for. If a strategy of PyTorch is
 within 5 % of the fastest, it is recommended: the plan cannot tell smaller differences, so laconic may buy nothing.
 """
 
@@ -68,7 +68,7 @@ def choose(predictor: Predictor, *, allow: Collection[str] = (), names: Sequence
     found = list(predictor.all(names))
     refusals = tuple(each for each in found if isinstance(each, Refusal))
     estimates = [each for each in found if isinstance(each, Estimate)]
-    own = predictor.config.shard, predictor.config.sync, predictor.config.schedule
+    own = predictor.config.shard, predictor.config.sync
     allowed = {*allow, *(name for name, each in CANDIDATES.items() if is_asked_for(each, *own))}
     may_win = [each for each in estimates if each.fits and _may_win(each, allowed)]
     best = _best(may_win)

@@ -125,7 +125,7 @@ def print_choice(choice: Choice, console: Console, *, explains_all: bool = False
         console.print(f"not possible: {labels}. Why: add --strategies {names}", soft_wrap=True)
     if RUN_ALONE and not explains_all:
         labels = "; ".join(each.label for each in RUN_ALONE)
-        console.print(f"not planned: {labels}. `laconic compare` runs them", soft_wrap=True)
+        console.print(f"run, not planned: {labels}", soft_wrap=True)
     notes = dict.fromkeys(note for entry in choice.entries for note in entry.estimate.notes)
     for note in notes:
         console.print(f"note: {note}", soft_wrap=True)

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor, nn
 
 from laconic import registry
-from laconic.config import Config, DataConfig, ScheduleConfig, ShardConfig
+from laconic.config import Config, DataConfig, ShardConfig
 from laconic.hf.layers import layers_to_shard, rows_packed
 from laconic.hf.models import build_model
 from laconic.hf.tokenizer import load_tokenizer, with_vocabulary
 from laconic.partial.updates import partial_updates
 from laconic.plan.equal_layers import Run, list_of_equal, only, repeat_middle
-from laconic.plan.phase import LayerInput, Phase
+from laconic.plan.phase import Phase
 from laconic.plan.tracing import Tracing
 
 LossFn = Callable[[nn.Module, Mapping[str, Any]], Tensor]
@@ -93,12 +93,6 @@ class ModelTrace:
     device_type: str
     notes: tuple[str, ...] = ()
     """What the trace leaves out or assumes."""
-    layer_inputs: tuple[LayerInput, ...] = ()
-    """The tensors with which layers are called: hidden states first, then those that all layers get besides."""
-    before_layers: frozenset[str] = frozenset()
-    """The names of the modules that run before the first layer."""
-    tied: tuple[str, ...] = ()
-    """The names of trained parameters that have another name, too."""
 
     @cached_property
     def forward(self) -> tuple[Segment, ...]:
@@ -147,20 +141,17 @@ def trace_model(
         Tracing, model=model, arguments=arguments, loss=loss or _loss, compute_dtype=compute_dtype,
         device_type=device_type, gradients_in_place=gradients_in_place,
     )  # fmt: skip
-    tracing, run, parameters = _run(model, layers, make)
+    run, parameters = _run(model, layers, make)
     unit_names = [*(names[layer] for layer in layers), type(model).__name__]
     return ModelTrace(
         units=tuple(UnitSpec(name=name, parameters=own) for name, own in zip(unit_names, parameters, strict=True)),
         segments=tuple(Segment(unit=unit, is_backward=back, phase=phase) for unit, back, phase in run),
         device_type=device_type,
-        layer_inputs=tracing.layer_inputs,
-        before_layers=frozenset(tracing.before_layers),
-        tied=_tied(model),
     )
 
 
-_Traced = tuple[Tracing, Run, list[Parameters]]
-"""A trace that has run, the phases of all layers, and the parameters of each unit."""
+_Traced = tuple[Run, list[Parameters]]
+"""The phases of all layers, and the parameters of each unit."""
 
 
 def _run(model: nn.Module, layers: list[nn.Module], make: Callable[..., Tracing]) -> _Traced:
@@ -168,10 +159,10 @@ def _run(model: nn.Module, layers: list[nn.Module], make: Callable[..., Tracing]
     container = list_of_equal(model, layers)
     if container is not None:
         with only(container, (0, 1, len(layers) - 1)) as three:
-            tracing, run, (first, middle, last, root) = _trace([*three, model], make)
+            run, (first, middle, last, root) = _trace([*three, model], make)
         repeated = repeat_middle(run, len(layers))
         if repeated is not None:
-            return tracing, repeated, [first, *[middle] * (len(layers) - 2), last, root]
+            return repeated, [first, *[middle] * (len(layers) - 2), last, root]
     return _trace([*layers, model], make)
 
 
@@ -179,20 +170,12 @@ def _trace(modules: list[nn.Module], make: Callable[..., Tracing]) -> _Traced:
     tracing = make(modules=modules)
     with rows_packed("position_ids" in tracing.arguments) if "transformers" in sys.modules else nullcontext():
         run = tracing.run()
-    return tracing, run, _parameters(modules)
+    return run, _parameters(modules)
 
 
 def _loss(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
     loss: Tensor = model(**arguments, use_cache=False).loss
     return loss
-
-
-def _tied(model: nn.Module) -> tuple[str, ...]:
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad:
-            names.setdefault(parameter, []).append(name)
-    return tuple(each[0] for each in names.values() if len(each) > 1)
 
 
 def _parameters(modules: Sequence[nn.Module]) -> list[Parameters]:
@@ -243,7 +226,7 @@ def trace_job(config: Config, *, device_type: str | None = None, model: nn.Modul
         batch_of(config.data, config.train.micro_batch_size),
         compute_dtype=getattr(torch, precision.param_dtype) if precision.param_dtype else None,
         device_type=device_type,
-        gradients_in_place=writes_in_place(config.shard, config.schedule, config.model.dtype),
+        gradients_in_place=writes_in_place(config.shard, config.model.dtype),
     )
     if config.train.compile:
         note = "train.compile fuses operations, so a step computes as much, but reads, writes and keeps less"
@@ -251,15 +234,14 @@ def trace_job(config: Config, *, device_type: str | None = None, model: nn.Modul
     return trace
 
 
-def writes_in_place(shard: ShardConfig, schedule: ScheduleConfig, dtype: str) -> bool:
+def writes_in_place(shard: ShardConfig, dtype: str) -> bool:
     """Whether a job runs on laconic's engine and reduces gradients in the dtype in which layers compute.
 
     `dtype` is that of the model's parameters.
     """
     precision = shard.policy.precision
     param_dtype = precision.param_dtype or dtype
-    is_ours = registry.named(shard.strategy).on_engine and not schedule.is_cyclic
-    return is_ours and (precision.reduce_dtype or param_dtype) == param_dtype
+    return registry.named(shard.strategy).on_engine and (precision.reduce_dtype or param_dtype) == param_dtype
 
 
 def build_untrained(config: Config) -> nn.Module:

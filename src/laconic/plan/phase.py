@@ -30,14 +30,6 @@ class OpWork:
     """True if the products are those of fused attention."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerInput:
-    """A tensor with which layers are called: hidden states, a mask, positions, rotary angles."""
-
-    nbytes: int
-    requires_grad: bool
-
-
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """The moment at which autograd has the gradient of a parameter, and whoever waits for it may take memory for it."""

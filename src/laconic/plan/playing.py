@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
@@ -32,26 +32,24 @@ from laconic.rehearse.machine import COMPUTE, origin_of
 from laconic.rehearse.tape import HOST, Entry, Free, Mark, Record, Step, Transfer, Wait
 from laconic.shard import cache, form, full, reduce, stored
 
-Kinds = Mapping[Kind, Sequence[ModuleType | Callable[..., Any]]]
+_ASKED_BY: Mapping[Kind, Sequence[ModuleType | Callable[..., Any]]] = {
+    "parameters": (stored, form, full, _fsdp_param),
+    "gradients": (reduce, phantom, _fsdp_param.FSDPParam.to_accumulated_grad_if_needed),
+    "cache": (cache, _fsdp_param.FSDPParam.to_sharded_post_forward),
+    "optimizer": (dynamic_map,),
+}
 """The modules of an engine, or functions of them, that ask for each kind of memory. All others take it for transfers
 and for work."""
+_KINDS = {origin_of(owner): kind for kind, owners in _ASKED_BY.items() for owner in owners}
 
 
 class Player:
     """Plays a rehearsal on a machine: [Note: Streams on a machine]."""
 
-    asked_by: ClassVar[Kinds] = {
-        "parameters": (stored, form, full, _fsdp_param),
-        "gradients": (reduce, phantom, _fsdp_param.FSDPParam.to_accumulated_grad_if_needed),
-        "cache": (cache, _fsdp_param.FSDPParam.to_sharded_post_forward),
-        "optimizer": (dynamic_map,),
-    }
-
     def __init__(self, machine: Simulator, rehearsal: Rehearsal) -> None:
         self.machine = self._machine = machine
         self._rehearsal, self._memories = rehearsal, rehearsal.tape.memories
         self._entries = rehearsal.tape.entries
-        self._kinds = {origin_of(owner): kind for kind, owners in self.asked_by.items() for owner in owners}
         self._stretches: list[tuple[Any, int]] = [
             (entry.label, place)
             for place, entry in enumerate(self._entries)
@@ -238,8 +236,8 @@ class Player:
         memory = self._memories[number]
         if number in self._rehearsal.outer_states or (memory.is_pinned if self._is_cpu else not memory.is_device):
             return None
-        own = self._rehearsal.kinds.get(number) or self._kinds.get(memory.place)
-        return own or self._kinds.get(memory.place.partition(":")[0], "transfers")
+        own = self._rehearsal.kinds.get(number) or _KINDS.get(memory.place)
+        return own or _KINDS.get(memory.place.partition(":")[0], "transfers")
 
     # -- order ---------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from laconic import registry
-from laconic.config import Config, ConfigError, ScheduleConfig, ShardConfig
+from laconic.config import Config, ConfigError, ShardConfig
 from laconic.errors import JobError
 from laconic.plan.candidates import CANDIDATES, candidate_named
 from laconic.plan.cluster_spec import ClusterSpec
@@ -21,7 +21,6 @@ from laconic.plan.rehearsal import Rehearsal, Rehearsals
 from laconic.plan.tracing import TraceError
 from laconic.registry import Strategy
 from laconic.strategies.checks import check_job
-from laconic.strategies.cyclic import num_workers
 from laconic.strategies.under import job_under
 
 
@@ -85,8 +84,6 @@ class Predictor:
         try:
             _refuse_shares(self.config.shard)
             job = self.config if is_under else self.job(candidate)
-            if job.schedule.is_cyclic:
-                self._check_workers(job.schedule)
             check_job(job, first_rank(self.cluster), self.device_type)
             return self._estimate(candidate, job, keeps_spans=keeps_spans)
         except TraceError:
@@ -110,25 +107,12 @@ class Predictor:
         machine = Simulator(self.cluster, device_type=self.device_type, keeps_spans=keeps_spans)
         program = registry.load(candidate.predict)(machine, work, shape)
         train = job.train
-        batches = num_workers(job.schedule, first_rank(self.cluster)) or train.accumulation * self.cluster.ranks
-        tokens = batches * train.micro_batch_size * job.data.sequence_length
+        tokens = self.cluster.ranks * train.accumulation * train.micro_batch_size * job.data.sequence_length
         return read_program(program, machine, candidate, tokens=tokens, notes=trace.notes)
-
-    def _check_workers(self, schedule: ScheduleConfig) -> None:
-        """Refuse more workers than the model has blocks, before the rule of thousands of workers is worked out.
-
-        Raises:
-            ConfigError: there are more.
-            JobError: the ranks do not fit.
-        """
-        workers = num_workers(schedule, first_rank(self.cluster))
-        blocks = len(self._trace(self.config).units) + 1  # in any precision; most jobs have traced their own already
-        if workers > blocks:
-            raise ConfigError(f"{workers} workers need as many blocks, and the model has {blocks}; start fewer ranks")
 
     def _trace(self, job: Config) -> ModelTrace:
         key = (
-            writes_in_place(job.shard, job.schedule, job.model.dtype),
+            writes_in_place(job.shard, job.model.dtype),
             job.shard.policy.precision.param_dtype,
             job.sync.slices,
         )

@@ -14,16 +14,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional
-from torch.utils.weak import WeakIdKeyDictionary
 
 from laconic.plan.fake_kernels import CudaChoices
-from laconic.plan.phase import LayerInput, Phase
+from laconic.plan.phase import Phase
 from laconic.plan.recorder import Recorder
 from laconic.shard.hooks import AwaitedHooks, OutputGradients, map_tensors, tensors_in
 from laconic.shard.linear import LinearInPlace, set_sink
-
-_FOR_THE_LOSS = {"labels", "num_items_in_batch"}
-"""The arguments of a model that no layer needs, though some models hand all of theirs on."""
 
 
 class TraceError(RuntimeError):
@@ -60,25 +56,6 @@ class Tracing:
         for module in modules:
             for name, parameter in module.named_parameters():
                 self._names.setdefault(id(parameter), name)
-        self.before_layers: set[str] = set()
-        """The names of the modules that run before the first layer."""
-        self._carried: list[LayerInput] = []
-        self._hidden: LayerInput | None = None
-        self._seen = WeakIdKeyDictionary()
-        """The carried tensors so far, and those of a batch that only the loss needs."""
-
-    @property
-    def layer_inputs(self) -> tuple[LayerInput, ...]:
-        """The hidden states that the last layer gets, and whatever else the layers get, each tensor once."""
-        return () if self._hidden is None else (self._hidden, *self._carried)
-
-    def note_inputs(self, hidden: Tensor, *others: Tensor) -> None:
-        """Note the tensors with which a layer is called."""
-        self._hidden = _input_of(hidden)
-        for tensor in others:
-            if tensor not in self._seen:
-                self._seen[tensor] = True
-                self._carried.append(_input_of(tensor))
 
     def run(self) -> list[tuple[int, bool, Phase]]:
         """Trace; return (unit, whether it is backward, phase) in the order of execution.
@@ -94,8 +71,6 @@ class Tracing:
             arguments = map_tensors(_fake_of, dict(self.arguments))
             for tensor in tensors_in(arguments):
                 self._recorder.exclude(tensor)
-            for name in _FOR_THE_LOSS & arguments.keys():
-                self._seen[arguments[name]] = True
             stack.enter_context(self._recorder)
             if self._device_type == "cuda":
                 stack.enter_context(CudaChoices())
@@ -189,8 +164,6 @@ class Tracing:
 
     def _push(self, name: str, module: nn.Module, args: Any) -> None:
         self._running.append(name)
-        if self._hidden is None:
-            self.before_layers.add(name)
 
     def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
         self._running.pop()
@@ -209,7 +182,6 @@ class _Unit:
         dtype = self._tracing._compute_dtype
         if not self._tracing._is_backward and self._is_layer:
             self._recorder.begin(self._index, is_backward=False)
-            self._tracing.note_inputs(*tensors_in((args, kwargs)))
         if dtype is not None:
             args, kwargs = map_tensors(
                 lambda each: each.to(dtype) if each.is_floating_point() else each, (args, kwargs)
@@ -238,10 +210,6 @@ class _Unit:
         """End a backward at the gradients of the inputs."""
         if self._is_layer:
             self._recorder.begin(self._tracing.root, is_backward=True)
-
-
-def _input_of(tensor: Tensor) -> LayerInput:
-    return LayerInput(nbytes=tensor.nbytes, requires_grad=tensor.requires_grad)
 
 
 def _linear(tracing: Tracing, module: nn.Linear, input: Tensor) -> Tensor:

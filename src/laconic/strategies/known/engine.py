@@ -148,8 +148,7 @@ _CYCLIC_SCHEDULE = LACONIC.variant(
     schedule={"states": "replicated"},
     stepper="laconic.strategies.cyclic:CyclicStepper",
     parallelize="",
-    predict="laconic.plan.candidates:cyclic",
-    in_plan=True,
+    predict="",
 )
 
 STRATEGIES = (
