@@ -61,7 +61,5 @@ class Phase:
     """The bytes of activations alive at the end, minus those alive at the start."""
     gradient_bytes: int = 0
     """The bytes of all gradients of parameters that autograd handed over. `peak_bytes` has each until then."""
-    peak_with_gradients_bytes: int = 0
-    """As `peak_bytes`, but the gradients that were handed over in this phase stay."""
     arrivals: tuple[Arrival, ...] = ()
     """The gradients of parameters, in the order in which they come."""

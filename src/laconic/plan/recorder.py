@@ -39,13 +39,11 @@ class _OpenPhase:
     unit: int
     is_backward: bool
     start_bytes: int
-    start_with_gradients_bytes: int
     products: Counter[OpWork] = field(default_factory=Counter)
     """The number of equal operations with products."""
     other_ops: int = 0
     other_bytes: float = 0.0
     peak_bytes: int
-    peak_with_gradients_bytes: int
     gradient_bytes: int = 0
     arrivals: list[Arrival] = field(default_factory=list)
 
@@ -61,7 +59,6 @@ class _OpenPhase:
             peak_bytes=self.peak_bytes - self.start_bytes,
             end_bytes=end_bytes - self.start_bytes,
             gradient_bytes=self.gradient_bytes,
-            peak_with_gradients_bytes=self.peak_with_gradients_bytes - self.start_with_gradients_bytes,
             arrivals=tuple(
                 replace(
                     each, at_bytes=each.at_bytes - self.start_bytes, after_bytes=each.after_bytes - self.start_bytes
@@ -78,8 +75,6 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._quantum = _ALLOCATION_BYTES.get(device_type, 1)
         self._alive_bytes = 0
-        self._gradient_bytes = 0
-        """Of gradients that were handed over."""
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._sizes: dict[int, int] = {}
         """The bytes of every storage that is alive and counts as an activation."""
@@ -99,11 +94,8 @@ class Recorder(TorchDispatchMode):
         if running is not None and (running.unit, running.is_backward) == (unit, is_backward):
             return
         self.end()
-        both = self._alive_bytes + self._gradient_bytes
-        self._phase = _OpenPhase(
-            unit=unit, is_backward=is_backward, start_bytes=self._alive_bytes, start_with_gradients_bytes=both,
-            peak_bytes=self._alive_bytes, peak_with_gradients_bytes=both,
-        )  # fmt: skip
+        alive = self._alive_bytes
+        self._phase = _OpenPhase(unit=unit, is_backward=is_backward, start_bytes=alive, peak_bytes=alive)
 
     def end(self) -> None:
         """End the running phase."""
@@ -118,7 +110,6 @@ class Recorder(TorchDispatchMode):
         nbytes = self._sizes.pop(gradient.untyped_storage()._cdata, 0)
         self._note_gradient(name, nbytes)
         self._alive_bytes -= nbytes
-        self._gradient_bytes += nbytes
         if self._phase is not None:
             self._phase.gradient_bytes += nbytes
 
@@ -176,8 +167,6 @@ class Recorder(TorchDispatchMode):
             if phase.arrivals:
                 last = phase.arrivals[-1]
                 phase.arrivals[-1] = replace(last, after_bytes=max(last.after_bytes, alive_bytes))
-            both = alive_bytes + self._gradient_bytes
-            phase.peak_with_gradients_bytes = max(phase.peak_with_gradients_bytes, both)
 
     def _add(self, work: OpWork | None) -> None:
         if self._phase is None or work is None:
