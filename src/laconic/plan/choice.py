@@ -106,7 +106,7 @@ def _reason(estimate: Estimate, best: Estimate | None, allowed: Collection[str])
     if not estimate.fits:
         return shortfall(estimate)
     if best is None or estimate is best:
-        return f"a step is bound by {_bound(estimate)}"
+        return f"a step is bound by {_words(estimate.bound_by)}"
     slower = estimate.seconds_per_token / best.seconds_per_token
     if not _may_win(estimate, allowed):
         speed = f"{slower:.2f}x the time, and" if slower > 1 else f"{1 / slower:.2f}x as fast, but"
@@ -132,10 +132,6 @@ def shortfall(estimate: Estimate) -> str:
     if estimate.spare_host_bytes < 0:
         lacks.append(f"{format_quantity(-estimate.spare_host_bytes * estimate.ranks_per_node, 'B')} more on each host")
     return f"does not fit: needs {' and '.join(lacks)}"
-
-
-def _bound(estimate: Estimate) -> str:
-    return _words(estimate.bound_by)
 
 
 def _words(lane: PlanLane) -> str:

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from laconic.layout.granularity import Block, elements, rows
 from laconic.layout.packing import plan_unit
-from laconic.plan.padding import ModelShapes, Shape, UnitShapes
+from laconic.plan.padding import ModelShapes, Shape
 from laconic.plan.units import format_quantity
 
 FLAT = 256
@@ -139,7 +139,8 @@ class _Search:
 
     def __init__(self, model: ModelShapes, num_ranks: int, num_rows: int, itemsize: int) -> None:
         self._model, self._num_ranks, self._num_rows, self._itemsize = model, num_ranks, num_rows, itemsize
-        self._units: dict[int, tuple[UnitShapes, ...]] = {}
+        self._units_of = cache(model.units)
+        """The units, by the number of layers in each."""
 
     def cheapest(self, *, is_flat: bool) -> Remedy | None:
         """The cheapest way that pads little enough; None if there is none."""
@@ -173,10 +174,11 @@ class _Search:
 
     def _ways(self, is_flat: bool) -> Iterator[tuple[float, int, int]]:
         """Each number of layers and of replicas, behind the bytes that a rank holds if nothing pads."""
-        node = _NODE if self._num_ranks % _NODE == 0 else 1
+        nodes = self._num_ranks // (_NODE if self._num_ranks % _NODE == 0 else 1)
+        splits = [count for count in range(1, nodes + 1) if nodes % count == 0]
         layers = 1
         while layers == 1 or layers <= min(MOST_LAYERS, len(self._model.layers)):
-            for replicas in _divisors(self._num_ranks // node):
+            for replicas in splits:
                 yield self._least_bytes(layers, replicas, is_flat=is_flat), layers, replicas
             layers *= 2
 
@@ -202,18 +204,9 @@ class _Search:
             return rows(self._num_rows)
         return elements(FLAT if self._num_rows > 1 else 1)  # without granularity, single rows may be cut
 
-    def _units_of(self, layers: int) -> tuple[UnitShapes, ...]:
-        if layers not in self._units:
-            self._units[layers] = self._model.units(layers)
-        return self._units[layers]
-
 
 @lru_cache(maxsize=4096)
 def planned_numel(shapes: Sequence[Shape], num_shards: int, block: Block, itemsize: int) -> int:
     """The elements of a unit with tensors of these shapes and blocks, padding included."""
     names, blocks = [str(index) for index in range(len(shapes))], [block.numel(shape) for shape in shapes]
     return plan_unit(names, shapes, blocks, num_shards=num_shards, itemsize=itemsize).numel
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
