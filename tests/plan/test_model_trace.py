@@ -15,7 +15,8 @@ from laconic.config import Config
 from laconic.hf.layers import layers_to_shard
 from laconic.hf.models import build_model
 from laconic.plan import model_trace
-from laconic.plan.model_trace import ModelTrace, Segment, batch_of, trace_job, trace_model, writes_in_place
+from laconic.plan.model_trace import ModelTrace, batch_of, trace_job, trace_model, writes_in_place
+from laconic.plan.phase import Segment
 from laconic.plan.tracing import TraceError
 from laconic.shard.api import _find_parameters
 from laconic.strategies.memory import measured_peak

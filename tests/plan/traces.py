@@ -11,8 +11,8 @@ from torch import nn
 
 from laconic.config import Config, from_dict
 from laconic.plan.cluster_spec import ClusterSpec
-from laconic.plan.model_trace import ModelTrace, ParameterSpec, Segment, UnitSpec
-from laconic.plan.phase import Arrival, OpWork, Phase
+from laconic.plan.model_trace import ModelTrace, ParameterSpec, UnitSpec
+from laconic.plan.phase import Arrival, OpWork, Phase, Segment
 from laconic.plan.program import StepWork, work_of
 from laconic.plan.rehearsal import Rehearsals
 

@@ -12,16 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from laconic.plan.phase import Phase
+from laconic.plan.phase import Segment
 
 _KEPT = 3
 _INDEX_NAMES = {"layer_idx", "layer_id", "layer_index", "layer_number", "idx", "index", "block_idx"}
-Run = list[tuple[int, bool, Phase]]
-"""(unit, whether it is backward, phase) in the order of execution."""
 
 
 def list_of_equal(model: nn.Module, layers: Sequence[nn.Module]) -> nn.ModuleList | None:
@@ -52,29 +51,27 @@ def only(container: nn.ModuleList, kept: Sequence[int]) -> Iterator[list[nn.Modu
         container._modules = whole
 
 
-def repeat_middle(run: Run, num_layers: int) -> Run | None:
+def repeat_middle(run: Sequence[Segment], num_layers: int) -> list[Segment] | None:
     """Repeat the second of three layers, units 0 to 2 of `run`; unit 3 becomes unit `num_layers`.
 
     None if the layers do not run one after the other, forward and then backward.
     """
     units = [0, 1, num_layers - 1, num_layers]
-    order = [(unit, back) for unit, back, _ in run if unit < _KEPT]
-    if order != [(0, False), (1, False), (2, False), (2, True), (1, True), (0, True)]:
+    places = [(each.unit, each.is_backward, place) for place, each in enumerate(run) if each.unit < _KEPT]
+    if [place[:2] for place in places] != [(0, False), (1, False), (2, False), (2, True), (1, True), (0, True)]:
         return None
-    places = {(unit, back): index for index, (unit, back, _) in enumerate(run) if unit < _KEPT}
-    forward = slice(places[1, False], places[2, False])
-    backward = slice(places[1, True], places[0, True])
+    begin, end, turn, stop = (places[index][2] for index in (1, 2, 4, 5))
 
-    def renamed(part: Run, middle: int = 1) -> Run:
-        return [(middle if unit == 1 else units[unit], back, phase) for unit, back, phase in part]
+    def renamed(part: Sequence[Segment], middle: int = 1) -> list[Segment]:
+        return [replace(each, unit=middle if each.unit == 1 else units[each.unit]) for each in part]
 
     middles = range(1, num_layers - 1)
     return [
-        *renamed(run[: forward.start]),
-        *(item for middle in middles for item in renamed(run[forward], middle)),
-        *renamed(run[forward.stop : backward.start]),
-        *(item for middle in reversed(middles) for item in renamed(run[backward], middle)),
-        *renamed(run[backward.stop :]),
+        *renamed(run[:begin]),
+        *(each for middle in middles for each in renamed(run[begin:end], middle)),
+        *renamed(run[end:turn]),
+        *(each for middle in reversed(middles) for each in renamed(run[turn:stop], middle)),
+        *renamed(run[stop:]),
     ]
 
 

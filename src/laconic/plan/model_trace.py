@@ -31,8 +31,8 @@ from laconic.hf.layers import layers_to_shard, rows_packed
 from laconic.hf.models import build_model
 from laconic.hf.tokenizer import load_tokenizer, with_vocabulary
 from laconic.partial.updates import partial_updates
-from laconic.plan.equal_layers import Run, list_of_equal, only, repeat_middle
-from laconic.plan.phase import Phase
+from laconic.plan.equal_layers import list_of_equal, only, repeat_middle
+from laconic.plan.phase import Segment
 from laconic.plan.tracing import Tracing
 
 LossFn = Callable[[nn.Module, Mapping[str, Any]], Tensor]
@@ -71,15 +71,6 @@ class UnitSpec:
     name: str
     """The module's name in the model; for the model itself, its class."""
     parameters: Parameters
-
-
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """A phase of a step, and the unit whose phase it is."""
-
-    unit: int
-    is_backward: bool
-    phase: Phase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,12 +136,12 @@ def trace_model(
     unit_names = [*(names[layer] for layer in layers), type(model).__name__]
     return ModelTrace(
         units=tuple(UnitSpec(name=name, parameters=own) for name, own in zip(unit_names, parameters, strict=True)),
-        segments=tuple(Segment(unit=unit, is_backward=back, phase=phase) for unit, back, phase in run),
+        segments=tuple(run),
         device_type=device_type,
     )
 
 
-_Traced = tuple[Run, list[Parameters]]
+_Traced = tuple[Sequence[Segment], list[Parameters]]
 """The phases of all layers, and the parameters of each unit."""
 
 

@@ -63,3 +63,12 @@ class Phase:
     """The bytes of all gradients of parameters that autograd handed over. `peak_bytes` has each until then."""
     arrivals: tuple[Arrival, ...] = ()
     """The gradients of parameters, in the order in which they come."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A phase of a step, and the unit whose phase it is."""
+
+    unit: int
+    is_backward: bool
+    phase: Phase

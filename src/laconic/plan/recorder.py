@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from laconic.plan.fake_kernels import grouped_product
 from laconic.plan.op_cost import op_work, tensors_of
-from laconic.plan.phase import Arrival, OpWork, Phase
+from laconic.plan.phase import Arrival, OpWork, Phase, Segment
 
 _ADD = torch.ops.aten.add.Tensor
 _WRAPPERS = ("_compile.py", "eval_frame.py")
@@ -39,33 +39,27 @@ class _OpenPhase:
     unit: int
     is_backward: bool
     start_bytes: int
+    """The bytes alive at its start, from which the others count."""
     products: Counter[OpWork] = field(default_factory=Counter)
     """The number of equal operations with products."""
     other_ops: int = 0
     other_bytes: float = 0.0
-    peak_bytes: int
+    peak_bytes: int = 0
     gradient_bytes: int = 0
     arrivals: list[Arrival] = field(default_factory=list)
 
-    def close(self, end_bytes: int) -> Phase:
+    def close(self, end_bytes: int) -> Segment:
         work = [
             replace(each, nbytes=count * each.nbytes, flops=count * each.flops, count=count)
             for each, count in self.products.items()
         ]
         if self.other_ops:
             work.append(OpWork(self.other_bytes, count=self.other_ops))
-        return Phase(
-            work=tuple(work),
-            peak_bytes=self.peak_bytes - self.start_bytes,
-            end_bytes=end_bytes - self.start_bytes,
-            gradient_bytes=self.gradient_bytes,
-            arrivals=tuple(
-                replace(
-                    each, at_bytes=each.at_bytes - self.start_bytes, after_bytes=each.after_bytes - self.start_bytes
-                )
-                for each in self.arrivals
-            ),
-        )
+        phase = Phase(
+            work=tuple(work), peak_bytes=self.peak_bytes, end_bytes=end_bytes - self.start_bytes,
+            gradient_bytes=self.gradient_bytes, arrivals=tuple(self.arrivals),
+        )  # fmt: skip
+        return Segment(unit=self.unit, is_backward=self.is_backward, phase=phase)
 
 
 class Recorder(TorchDispatchMode):
@@ -81,8 +75,8 @@ class Recorder(TorchDispatchMode):
         self._sum: tuple[int, int] | None = None
         """The bytes alive before the last operation, and its own: of a sum that may be in place."""
         self._phase: _OpenPhase | None = None
-        self.phases: list[tuple[int, bool, Phase]] = []
-        """(unit, whether it is backward, phase) of every phase that has ended."""
+        self.segments: list[Segment] = []
+        """The phases that have ended."""
 
     def exclude(self, tensor: Tensor) -> None:
         """Never count the memory of `tensor`."""
@@ -94,15 +88,14 @@ class Recorder(TorchDispatchMode):
         if running is not None and (running.unit, running.is_backward) == (unit, is_backward):
             return
         self.end()
-        alive = self._alive_bytes
-        self._phase = _OpenPhase(unit=unit, is_backward=is_backward, start_bytes=alive, peak_bytes=alive)
+        self._phase = _OpenPhase(unit=unit, is_backward=is_backward, start_bytes=self._alive_bytes)
 
     def end(self) -> None:
         """End the running phase."""
         self._settle_sum()
         running = self._phase
         if running is not None:
-            self.phases.append((running.unit, running.is_backward, running.close(self._alive_bytes)))
+            self.segments.append(running.close(self._alive_bytes))
         self._phase = None
 
     def hand_over(self, name: str, gradient: Tensor) -> None:
@@ -158,11 +151,13 @@ class Recorder(TorchDispatchMode):
         """Note the gradient of parameter `name`, of which `nbytes` were activations."""
         self._settle_sum()
         if self._phase is not None:
-            self._phase.arrivals.append(Arrival(name, self._alive_bytes, self._alive_bytes - nbytes, is_in_place))
+            alive_bytes = self._alive_bytes - self._phase.start_bytes
+            self._phase.arrivals.append(Arrival(name, alive_bytes, alive_bytes - nbytes, is_in_place))
 
     def _note_peak(self, alive_bytes: int) -> None:
         phase = self._phase
         if phase is not None:
+            alive_bytes -= phase.start_bytes
             phase.peak_bytes = max(phase.peak_bytes, alive_bytes)
             if phase.arrivals:
                 last = phase.arrivals[-1]

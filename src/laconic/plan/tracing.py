@@ -16,7 +16,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional
 
 from laconic.plan.fake_kernels import CudaChoices
-from laconic.plan.phase import Phase
+from laconic.plan.phase import Segment
 from laconic.plan.recorder import Recorder
 from laconic.shard.hooks import AwaitedHooks, OutputGradients, map_tensors, tensors_in
 from laconic.shard.linear import LinearInPlace, set_sink
@@ -57,8 +57,8 @@ class Tracing:
             for name, parameter in module.named_parameters():
                 self._names.setdefault(id(parameter), name)
 
-    def run(self) -> list[tuple[int, bool, Phase]]:
-        """Trace; return (unit, whether it is backward, phase) in the order of execution.
+    def run(self) -> list[Segment]:
+        """Trace; return the phases in the order of execution.
 
         Raises:
             TraceError: an operation has no fake kernel, or needs the elements of a tensor.
@@ -85,7 +85,7 @@ class Tracing:
                 reason = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
                 raise TraceError(self._running[-1] if self._running else type(self._model).__name__, reason) from error
             self._recorder.end()
-        return _without_empty(self._recorder.phases)
+        return _without_empty(self._recorder.segments)
 
     # -- fake parameters -----------------------------------------------------------------------------------------------
 
@@ -233,13 +233,14 @@ def _fake_of(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
 
 
-def _without_empty(phases: list[tuple[int, bool, Phase]]) -> list[tuple[int, bool, Phase]]:
+def _without_empty(segments: list[Segment]) -> list[Segment]:
     """Drop phases without operations. What one frees, the phase before it frees."""
-    kept: list[tuple[int, bool, Phase]] = []
-    for unit, is_backward, phase in phases:
+    kept: list[Segment] = []
+    for each in segments:
+        phase = each.phase
         if phase.work or phase.peak_bytes or phase.gradient_bytes:
-            kept.append((unit, is_backward, phase))
+            kept.append(each)
         elif kept:
-            last_unit, last_is_backward, last = kept[-1]
-            kept[-1] = last_unit, last_is_backward, replace(last, end_bytes=last.end_bytes + phase.end_bytes)
+            last = kept[-1].phase
+            kept[-1] = replace(kept[-1], phase=replace(last, end_bytes=last.end_bytes + phase.end_bytes))
     return kept
