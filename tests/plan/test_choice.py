@@ -147,7 +147,7 @@ def test_the_break_even_rate_is_where_two_strategies_take_equally_long(predictor
 
 
 def test_refused_jobs_and_strategies_say_why(predictor: Predictor) -> None:
-    for name, message in (("zero", "'zero' is not known"), ("deepspeed", "is run, not planned: a few steps")):
+    for name, message in (("zero", "'zero' is not known"), ("deepspeed", "is run, not planned: a short run")):
         with pytest.raises(ConfigError, match=message):
             candidate_named(name)
     muon = dataclasses.replace(predictor.config, optimizer=OptimizerConfig(name="muon"))

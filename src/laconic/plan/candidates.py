@@ -36,7 +36,7 @@ def candidate_named(name: str) -> Strategy:
     """
     name = registry.canonical(name)
     if any(name == each.name for each in RUN_ALONE):
-        raise ConfigError(f"strategy {name!r} is run, not planned: a few steps of it, by itself or compared, say more")
+        raise ConfigError(f"strategy {name!r} is run, not planned: a short run of laconic train or compare measures it")
     if name not in CANDIDATES:
         raise ConfigError(registry.unknown(name, CANDIDATES))
     return CANDIDATES[name]
