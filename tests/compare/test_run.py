@@ -35,8 +35,8 @@ def test_two_strategies_side_by_side(job: Path, capsys: pytest.CaptureFixture[st
     assert report["machine"]["torch"]
     assert (out / "compare.png").exists()
     page = (out / "report.html").read_text()
-    assert "laconic host, step 3: " in page
-    assert "waited" in page
+    assert "data:image/png;base64," in page
+    assert f"{host.step_s:.3f}" in page
     assert (out / "runs/full-1gbit-host/checkpoints/step-3").is_dir()
     assert "| full training | 1gbit | laconic host |" in (out / "compare.md").read_text()
     assert shown.count("laconic host") <= 3, "a row, and the words about it"

@@ -28,15 +28,3 @@ def canned_host(**changes: Any) -> Result:
         "output": "runs/full-200mbit-host",
     }  # fmt: skip
     return canned(**{**values, **changes})
-
-
-def canned_run(strategy: str, index: int = 0, **changes: Any) -> Result:
-    """Return a result of any strategy, with the figures of each step; `index` makes it differ from others."""
-    times = tuple(1.0 + index + 0.1 * step for step in range(6))
-    values: dict[str, Any] = {
-        "strategy": strategy, "steps": 6, "step_s": times[3], "step_times_s": times[2:], "all_step_times_s": times,
-        "all_waits_s": (None,) * 6 if index % 2 else tuple(time / 2 for time in times),
-        "all_wire_bytes": (None,) * 6 if index % 3 else (2e7,) * 6, "wire_bytes": None if index % 3 else 2e7,
-        "losses": tuple(5.0 - 0.2 * step + 0.01 * index for step in range(6)),
-    }  # fmt: skip
-    return canned(**{**values, **changes})

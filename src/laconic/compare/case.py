@@ -52,7 +52,7 @@ class Case:
     save: bool = False
     """Whether the run ends with a checkpoint."""
     log_every: int = 1
-    """The steps from one line of the run's log and of its progress to the next. A line costs some 10 kB on the wire."""
+    """The steps from one line of the run's log to the next. A line costs some 10 kB on the wire."""
     repeat: int = 0
     """The index of this run among equal runs; 0 for the first."""
 

@@ -14,9 +14,9 @@ from laconic import registry
 from laconic.compare.case import STRATEGIES, Case, ComparisonError, Job, config_of
 from laconic.compare.machine import describe_machine, in_words
 from laconic.compare.plot import save_plot
-from laconic.compare.progress import TableReporter
+from laconic.compare.progress import ConsoleReporter
 from laconic.compare.report import render_report
-from laconic.compare.result import Prediction, Result, with_predictions
+from laconic.compare.result import Result
 from laconic.compare.runner import Comparison
 from laconic.compare.table import LEGEND, LEGEND_NO_WIRE, ScreenTable, render, savings_in_words
 from laconic.config import Config, ConfigError, load
@@ -66,22 +66,14 @@ def main(argv: list[str]) -> int:
         with leaving_in_order("compare"):
             base = load(options.config)
             cases = make_cases(base, options)
-            expected: list[Prediction | None] = [None] * len(cases)
-            if options.cluster is not None:  # late, since the planner imports torch: a wrong key is told at once
-                from laconic.compare.predicting import predict
-                from laconic.plan.cluster_file import load_cluster
-
-                cluster = load_cluster(options.cluster)
-                expected = predict(cases, base, cluster, options.out, nodes=options.nodes, local=options.local)
             with Comparison(
                 base, options.out, nodes=options.nodes, local=options.local, wire=not options.no_wire,
                 timeout_s=options.timeout, reporter=_reporter(console, cases, options.device_bytes),
             ) as comparison:  # fmt: skip
-                measured = [comparison.run(case) for case in cases]
+                results = [comparison.run(case) for case in cases]
     except ComparisonError as error:
         print(f"laconic compare: {error}", file=sys.stderr)
         return 1
-    results = with_predictions(measured, expected)
     words = textwrap.wrap(savings_in_words(results, options.device_bytes), 110)
     files = _files(results, cases, options.out, has_log=base.log.tensorboard)
     lines = ["", *words, *_report(results, options), *_left_out(options), *files]
@@ -119,11 +111,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, metavar="S", help="optimizer steps of each run (default 8; with --demo 6)")
     parser.add_argument("--lora", action="store_true", help="after full training, train with LoRA too, as [lora] says")
     parser.add_argument("--save", action="store_true", help="end each run under laconic with a checkpoint")
-    parser.add_argument(
-        "--cluster", type=Path, metavar="C.toml",
-        help="show beside each figure what `laconic plan` expects on these machines; write the file in the lab: "
-        "laconic lab -- -m laconic.cli plan measure --out C.toml",
-    )  # fmt: skip
     parser.add_argument(
         "--device-mb", type=float, metavar="MB",
         help="the device memory of a rank: the table says which strategies do not fit (with --demo: "
@@ -177,9 +164,9 @@ def make_cases(base: Config, options: argparse.Namespace) -> list[Case]:
     return cases
 
 
-def _reporter(console: Console, cases: Sequence[Case], device_bytes: float | None) -> TableReporter:
+def _reporter(console: Console, cases: Sequence[Case], device_bytes: float | None) -> ConsoleReporter:
     labels = [STRATEGIES[case.strategy].label for case in cases]
-    return TableReporter(console, ScreenTable(labels, device_limit_bytes=device_bytes), num_runs=len(cases))
+    return ConsoleReporter(console, table=ScreenTable(labels, device_limit_bytes=device_bytes), num_runs=len(cases))
 
 
 def _strategies(chosen: str | None, *, has_islands: bool) -> Sequence[str]:
@@ -239,7 +226,7 @@ def _report(results: Sequence[Result], options: argparse.Namespace) -> list[str]
     machine = describe_machine()
     cluster = f"{options.nodes} nodes x {options.local} ranks, {_describe_model(results)}"
     legend = LEGEND_NO_WIRE if options.no_wire else LEGEND
-    figures, picture, page = (options.out / name for name in ("compare.json", "compare.png", "report.html"))
+    files = {name: options.out / name for name in ("compare.json", "compare.md", "compare.png", "report.html")}
     report = {
         "command": options.command,
         "machine": machine,
@@ -248,27 +235,25 @@ def _report(results: Sequence[Result], options: argparse.Namespace) -> list[str]
         "rates": list(dict.fromkeys(format_rate(result.rate_bits_per_s) for result in results)),
         "results": [result.to_dict() for result in results],
     }
-    figures.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    page.write_text(
-        render_report(
-            results,
-            title=f"laconic compare: {cluster}",
-            machine=in_words(machine),
-            command=options.command,
-            legend=legend,
-        ),
-        encoding="utf-8",
-    )
-    table = options.out / "compare.md"
-    table.write_text(render(results) + "\n", encoding="utf-8")
-    predicted = [] if options.cluster is None else [render(results), ""]  # the rows so far had no predictions
-    lines = ["", *predicted, legend, f"{cluster}; {in_words(machine)}", ""]
-    lines += [f"figures:         {figures}", f"table:           {table}  (Markdown)", f"report:          {page}"]
+    files["compare.json"].write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    files["compare.md"].write_text(render(results) + "\n", encoding="utf-8")
+    picture, missing = files["compare.png"], ""
     try:
         save_plot(results, picture, title=cluster)
     except ModuleNotFoundError as error:
-        return [*lines, f"no picture, because {error.name} is missing: {how_to_install('bench')}"]
-    return [*lines, f"picture:         {picture}"]
+        missing = f"no picture, because {error.name} is missing: {how_to_install('bench')}"
+    page = render_report(
+        results,
+        title=f"laconic compare: {cluster}",
+        machine=in_words(machine),
+        command=options.command,
+        legend=legend,
+        picture=None if missing else picture,
+    )
+    files["report.html"].write_text(page, encoding="utf-8")
+    lines = ["", legend, f"{cluster}; {in_words(machine)}", ""]
+    lines += [f"figures:         {files['compare.json']}", f"table:           {files['compare.md']}  (Markdown)"]
+    return [*lines, f"report:          {files['report.html']}", missing or f"picture:         {picture}"]
 
 
 def _files(results: Sequence[Result], cases: Sequence[Case], out: Path, *, has_log: bool) -> Iterator[str]:

@@ -13,16 +13,6 @@ from laconic.compare.case import STRATEGIES, Case, Job
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """The figures that somebody expected of a run before it started, in the units of `Result`; None: no expectation."""
-
-    step_s: float | None = None
-    wire_bytes: float | None = None
-    allocated_peak_bytes: float | None = None
-    host_bytes_per_node: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Result:
     """The measurements of one case. Bytes on the wire are the bytes that a node sends, as a mean over nodes."""
 
@@ -67,8 +57,6 @@ class Result:
     """The seconds of every step that a rank waited for the wire; None where nothing counts them."""
     all_wire_bytes: tuple[float | None, ...] = ()
     """The bytes that a node sent in every step, by the interface's counters; None without a wire."""
-    prediction: Prediction | None = None
-    """The prediction of this run; the table and the report show it beside the measurement."""
 
     @property
     def loss(self) -> float:
@@ -94,19 +82,10 @@ class Result:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Rebuild a result from the values of `to_dict`, also if they were written as JSON and read again."""
-        lists = {field.name: tuple(values.get(field.name, ())) for field in dataclasses.fields(cls) if _is_list(field)}
-        prediction, strategy = values.get("prediction"), registry.canonical(values["strategy"])
-        return cls(
-            **{**values, **lists, "strategy": strategy, "prediction": Prediction(**prediction) if prediction else None}
-        )
-
-
-def with_predictions(results: Sequence[Result], predictions: Sequence[Prediction | None]) -> list[Result]:
-    """The results, each with its prediction."""
-    return [
-        dataclasses.replace(result, prediction=prediction)
-        for result, prediction in zip(results, predictions, strict=True)
-    ]
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        known = {name: value for name, value in values.items() if name in fields}  # older files have more
+        lists = {name: tuple(known.get(name, ())) for name, field in fields.items() if _is_list(field)}
+        return cls(**{**known, **lists, "strategy": registry.canonical(values["strategy"])})
 
 
 def read_result(case: Case, folder: Path, *, wall_s: float) -> Result:

@@ -1,20 +1,17 @@
 """The runner of a comparison: it opens one lab, runs one case after the other, and reports the progress."""
 
-import json
 import shutil
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
+from rich.console import Console
+
 from laconic.compare.case import Case, ComparisonError, config_of
-from laconic.compare.progress import Reporter
+from laconic.compare.progress import ConsoleReporter
 from laconic.compare.result import Result, read_result
 from laconic.config import Config, to_toml
 from laconic.lab import Lab, RunResult
 
-_POLL_INTERVAL_S = 0.25  # between two looks at the metrics of a run
 _WARM = (
     "laconic.train.cli", "laconic.train.loop",
     "docstring_parser", "typeguard",  # when tyro reads options
@@ -44,12 +41,12 @@ class Comparison:
 
     def __init__(
         self, base: Config, out: Path, *, nodes: int = 2, local: int = 2, wire: bool = True,
-        timeout_s: float = 1800.0, reporter: Reporter | None = None,
+        timeout_s: float = 1800.0, reporter: ConsoleReporter | None = None,
     ) -> None:  # fmt: skip
         self.base, self.out, self.local = base, out.absolute(), local
         self.lab = Lab(nodes=nodes, wire=wire)
         self.timeout_s = timeout_s
-        self.reporter = reporter or Reporter()
+        self.reporter = reporter or ConsoleReporter(Console(quiet=True))
 
     def __enter__(self) -> Self:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -71,7 +68,7 @@ class Comparison:
         folder.mkdir(parents=True)
         job = folder / "job.toml"
         job.write_text(to_toml(config), encoding="utf-8")
-        with self.reporter.running(case), self._following(folder / "metrics.jsonl"):
+        with self.reporter.running(case):
             outcome = self.run_ranks(["-m", "laconic.train.cli", str(job)], case.rate_bits_per_s)
         (folder / "output.txt").write_text("".join(node.output for node in outcome.nodes), encoding="utf-8")
         if outcome.exit_code:
@@ -85,29 +82,6 @@ class Comparison:
         if self.lab.wire:
             self.lab.set_rate(rate_bits_per_s)
         return self.lab.run(command, local=self.local, timeout_s=self.timeout_s, show=False)
-
-    @contextmanager
-    def _following(self, metrics: Path) -> Iterator[None]:
-        """While the body runs, report every step that rank 0 writes to the file `metrics`."""
-        done = threading.Event()
-        follower = threading.Thread(target=self._follow, args=(metrics, done), daemon=True)
-        follower.start()
-        try:
-            yield
-        finally:
-            done.set()
-            follower.join()
-
-    def _follow(self, metrics: Path, done: threading.Event) -> None:
-        num_read, is_last = 0, False
-        while not is_last:
-            is_last = done.wait(_POLL_INTERVAL_S)
-            lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.exists() else []
-            for line in lines[num_read:]:
-                if line.endswith("\n"):  # rank 0 may still be writing the last line
-                    row = json.loads(line)
-                    self.reporter.step(row["step"], row["loss"], row["step_s"])
-                    num_read += 1
 
 
 def explain_failure(outcome: RunResult) -> str:

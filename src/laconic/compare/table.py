@@ -1,19 +1,19 @@
 """The tables of a comparison: one that grows on the screen, and one in Markdown for its end."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from laconic.compare.case import JOBS, REFERENCE, STRATEGIES
 from laconic.compare.markdown import markdown
 from laconic.compare.result import Result
 from laconic.lab import format_rate
 
-_COLUMNS = (
+COLUMNS = (
     "job", "wire", "strategy", "s / step", "x FSDP2", "wire MB / step", "x FSDP2", "local MB / step",
-    "device MB", "host MB", "loss",
+    "device MB", "host MB", "loss", "largest gap", "waits, s / step",
 )  # fmt: skip
-_NUM_TEXT_COLUMNS = 3
-_LOCAL = _COLUMNS.index("local MB / step") - _NUM_TEXT_COLUMNS
-"""The place among the figures of the one that a terminal has no room for."""
+NUM_TEXT_COLUMNS = 3
+_ON_SCREEN = [*range(2, 7), *range(8, 11)]
+"""The columns that a terminal has room for."""
 _BAR, _BAR_CELLS = "\u2588", 16
 """A cell of the bar for a step's seconds, and the length of FSDP2's."""
 
@@ -22,7 +22,8 @@ FSDP2: with a true ring reduce-scatter, and transfers beside compute, as on NCCL
 all-reduce, which moves gradients twice. wire MB: bytes that each node sends in one optimizer step from the second on,
 by the interface's counters, with headers. local MB: bytes that the ranks of a node send to each other, likewise.
 device MB: peak of torch's allocator on a rank: parameters, gradients, optimizer states, activations, transfers.
-host MB: cached node shards, per node. loss: last step, mean over ranks."""
+host MB: cached node shards, per node. loss: last step, mean over ranks. largest gap: of a step's loss to FSDP2's.
+waits: for the wire, as laconic's engine counts it."""
 
 LEGEND_NO_WIRE = """\
 no wire: the engine counts wire MB and local MB, and baselines have no count. Otherwise as with a wire:
@@ -30,21 +31,15 @@ device MB: peak of torch's allocator on a rank. host MB: cached node shards, per
 
 
 def render(results: Sequence[Result]) -> str:
-    """Return a row per result, in order. Ratios are to FSDP2 in the same job at the same rate, if it was run.
+    """Return the table in Markdown: `table_rows`."""
+    return markdown(COLUMNS, table_rows(results), num_text_columns=NUM_TEXT_COLUMNS)
 
-    Figures that were predicted for some result have a column right of the measurement.
-    """
+
+def table_rows(results: Sequence[Result]) -> list[list[str]]:
+    """Return a row per result, in order. Ratios are to FSDP2 in the same job at the same rate, if it was run."""
     fsdp2 = [result for result in reversed(results) if result.strategy == REFERENCE]
     references = {(result.job, result.rate_bits_per_s): result for result in fsdp2}  # the first of equal runs
-    rows = [_row(result, references.get((result.job, result.rate_bits_per_s))) for result in results]
-    columns = list(_COLUMNS)
-    for position, (name, show) in sorted(_PREDICTED.items(), reverse=True):  # from the right: positions stay valid
-        values: list[float | None] = [getattr(result.prediction, name, None) for result in results]
-        if any(value is not None for value in values):
-            columns.insert(position + 1, "predicted")
-            for row, value in zip(rows, values, strict=True):
-                row.insert(position + 1, "-" if value is None else show(value))
-    return markdown(columns, rows, num_text_columns=_NUM_TEXT_COLUMNS)
+    return [_row(result, references.get((result.job, result.rate_bits_per_s))) for result in results]
 
 
 def _row(result: Result, reference: Result | None) -> list[str]:
@@ -61,7 +56,14 @@ def _row(result: Result, reference: Result | None) -> list[str]:
         megabytes(result.allocated_peak_bytes),
         megabytes(result.host_bytes_per_node),
         f"{result.loss:.4f}",
+        _largest_gap(result, reference) if reference else "-",
+        "-" if result.wait_s is None else f"{result.wait_s:.3f}",
     ]
+
+
+def _largest_gap(result: Result, reference: Result) -> str:
+    gap = max(abs(own - other) for own, other in zip(result.losses, reference.losses, strict=False))
+    return f"{gap:.1e}" if gap else "0"
 
 
 def _wire(result: Result) -> str:
@@ -100,11 +102,10 @@ class ScreenTable:
             yield self._line(["", "s/step", "xFSDP2", "wire MB", "xFSDP2", "device MB", "host MB", "loss"])
         if self._reference is None or result.strategy == REFERENCE:
             self._reference = result
-        _, _, strategy, *cells = _row(result, self._reference if self._reference.strategy == REFERENCE else None)
-        del cells[_LOCAL]
+        row = _row(result, self._reference if self._reference.strategy == REFERENCE else None)
         bar = _BAR * max(1, round(_BAR_CELLS * min(2.0, result.step_s / self._reference.step_s)))
         verdict = "" if fits(result, self._limit_bytes) else "  does not fit"
-        yield f"{self._line([strategy, *cells])}  {bar}{verdict}"
+        yield f"{self._line([row[column] for column in _ON_SCREEN])}  {bar}{verdict}"
 
     def _line(self, cells: Sequence[str]) -> str:
         first, *others = zip(cells, self._widths, strict=True)
@@ -147,12 +148,3 @@ def _saving(result: Result, reference: Result) -> str:
         wire = f" and {result.moved_bytes / reference.moved_bytes:.2f} of its bytes on the wire"
     loss = STRATEGIES[result.strategy].inexact and f", loss {result.loss:.3f} for {reference.loss:.3f}"
     return f"{STRATEGIES[result.strategy].label}: {seconds}{wire}{loss}"
-
-
-_PREDICTED: dict[int, tuple[str, Callable[[float], str]]] = {
-    _COLUMNS.index("s / step"): ("step_s", "{:.3f}".format),
-    _COLUMNS.index("wire MB / step"): ("wire_bytes", megabytes),
-    _COLUMNS.index("device MB"): ("allocated_peak_bytes", megabytes),
-    _COLUMNS.index("host MB"): ("host_bytes_per_node", megabytes),
-}
-"""The field of `Prediction` for a column, by the column's position, and its text."""
