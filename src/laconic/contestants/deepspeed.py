@@ -1,10 +1,9 @@
-"""DeepSpeed's ZeRO-3 as a careful user sets it up, the stepper of a job under it, and its parts in a checkpoint.
+"""DeepSpeed's ZeRO-3 as a careful user sets it up, and the stepper of a job under it.
 
 [Note: ZeRO-3's partitions]
 DeepSpeed cuts every parameter, flattened, into as many equal parts as there are ranks, the last of them padded: rank r
 of W has the elements from r * C on, C = ceil(numel / W). Trainable parts lie one behind the other in one float32 buffer
-for each group of the optimizer, and AdamW's two moments in buffers of the same order. A `RaggedTensor` over a layout
-of one tensor describes such a part. So a checkpoint has the same tensors as under any other strategy.
+for each group of the optimizer.
 
 [Note: DeepSpeed as a baseline]
 DeepSpeed's defaults are for models of billions of parameters. With `stage3_max_reuse_distance` at its default of 1e9
@@ -39,21 +38,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-import laconic.checkpoint
 from laconic import _compat
-from laconic.checkpoint.state import named_parameters
-from laconic.comm.cluster import Cluster, make_mesh
 from laconic.comm.traffic import Snapshot
 from laconic.config import JobError
 from laconic.data.batches import Batch
 from laconic.extras import how_to_install
 from laconic.hf.layers import layers_to_shard
 from laconic.hf.models import materialize
-from laconic.layout.bucket import BucketLayout, Slot
-from laconic.ragged.spec import RaggedSpec
-from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.policies import Precision
 from laconic.strategies.memory import local_nbytes, state_nbytes
 from laconic.strategies.optimizers import make_optimizer
@@ -185,129 +177,20 @@ def zero_3(setup: Setup, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+@torch.no_grad()
+def set_masters(zero: Any, parts: dict[int, Tensor]) -> None:
+    """Copy this rank's part of each trainable parameter, by the parameter's id, to where DeepSpeed keeps it.
 
-
-class Partitions:
-    """The parts of all parameters on this rank, and the optimizer's state for them."""
-
-    def __init__(self, model: nn.Module, zero: Any, groups: list[dict[str, Any]], mesh: DeviceMesh) -> None:
-        """Take a model that DeepSpeed has partitioned over the one axis of `mesh`. Collective at the first call.
-
-        `zero` is DeepSpeed's optimizer of stage 3, and `groups` are the groups of the torch optimizer in it, as they
-        were before DeepSpeed took them.
-        """
-        self._model, self._zero, self._mesh = model, zero, mesh
-        self._cluster = Cluster.of(mesh, num_local=1)
-        self._names = {id(parameter): name for name, parameter in named_parameters(model).items()}
-        self._groups = groups
-        self._masters: dict[int, tuple[Tensor, int]] = {}  # by parameter: the buffer, and where the part begins in it
-        for parameters, buffer in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
-            start = 0
-            for parameter in parameters:
-                self._masters[id(parameter)] = buffer, start
-                start += parameter.ds_tensor.ds_numel
-
-    @torch.no_grad()
-    def set_masters(self, parts: dict[int, Tensor]) -> None:
-        """Copy this rank's part of each trainable parameter, by the parameter's id, into the float32 buffers."""
-        for key, (buffer, start) in self._masters.items():
-            buffer.detach()[start : start + parts[key].numel()].copy_(parts[key])
-        self._publish()
-
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[torch.optim.Optimizer]:
-        """Show `RaggedTensor`s as the model's parameters inside the block; yield an optimizer of them.
-
-        Both share the memory of DeepSpeed's, apart from frozen parameters in bfloat16, which are shown in float32. What
-        is loaded into them is DeepSpeed's at the end of the block.
-        """
-        shown: dict[int, nn.Parameter] = {}
-        wide: list[tuple[Tensor, Tensor]] = []
-        for parameter in self._model.parameters():
-            if id(parameter) not in shown:
-                shown[id(parameter)] = self._show(parameter, wide)
-        own = [(module, module._parameters) for module in self._model.modules()]
-        for module, parameters in own:
-            module._parameters = {
-                name: None if parameter is None else shown[id(parameter)] for name, parameter in parameters.items()
-            }
-        try:
-            optimizer = self._twin(shown)
-            yield optimizer
-            self._take_state(optimizer, shown)
-        finally:
-            for module, parameters in own:
-                module._parameters = parameters
-        for narrow, part in wide:
-            narrow.copy_(part)
-        self._publish()
-
-    def _show(self, parameter: Any, wide: list[tuple[Tensor, Tensor]]) -> nn.Parameter:
-        spec = self._spec(parameter)
-        numel = spec.extent.numel if spec.extent else 0
-        if id(parameter) in self._masters:
-            buffer, start = self._masters[id(parameter)]
-            part = buffer.detach()[start : start + numel]
-        else:
-            part = parameter.ds_tensor.detach()[:numel]
-            if part.dtype == torch.bfloat16:
-                narrow, part = part, part.float()
-                wide.append((narrow, part))
-        return nn.Parameter(RaggedTensor(part, spec), requires_grad=parameter.requires_grad)
-
-    def _spec(self, parameter: Any) -> RaggedSpec:
-        slot = Slot(name=self._names[id(parameter)], shape=tuple(parameter.ds_shape), block=1, offset=0)
-        layout = BucketLayout(
-            slots=(slot,), num_shards=self._cluster.size, shard_numel=max(1, parameter.ds_tensor.ds_numel)
-        )
-        return RaggedSpec(cluster=self._cluster, layout=layout, index=0)
-
-    def _twin(self, shown: dict[int, nn.Parameter]) -> torch.optim.Optimizer:
-        """AdamW over `shown`, whose state are views of the state of DeepSpeed's."""
-        inner = self._zero.optimizer
-        groups = [
-            {**{key: value for key, value in current.items() if key != "params"}, "params": given["params"]}
-            for given, current in zip(self._groups, inner.param_groups, strict=True)
-        ]
-        for group in groups:
-            group["params"] = [shown[id(parameter)] for parameter in group["params"]]
-        twin = torch.optim.AdamW(groups, lr=inner.param_groups[0]["lr"])
-        for key, (buffer, start) in self._masters.items():
-            if state := inner.state.get(buffer):
-                parameter = shown[key]
-                numel = parameter.to_local().numel()  # type: ignore[attr-defined]
-                moments = {
-                    name: RaggedTensor(state[name][start : start + numel], parameter.spec)  # type: ignore[attr-defined]
-                    for name in _MOMENTS
-                }
-                twin.state[parameter] = {"step": state["step"].clone(), **moments}
-        return twin
-
-    @torch.no_grad()
-    def _take_state(self, twin: torch.optim.Optimizer, shown: dict[int, nn.Parameter]) -> None:
-        """Copy the state and the settings of `twin`, which a checkpoint may have replaced."""
-        inner = self._zero.optimizer
-        for current, group in zip(inner.param_groups, twin.param_groups, strict=True):
-            current.update({key: value for key, value in group.items() if key != "params"})
-        for key, (buffer, start) in self._masters.items():
-            state = twin.state.get(shown[key])
-            if not state:
-                continue
-            if not inner.state.get(buffer):
-                inner.state[buffer] = {name: torch.zeros_like(buffer, requires_grad=False) for name in _MOMENTS}
-            own = inner.state[buffer]
-            own["step"] = state["step"].clone()
-            for name in _MOMENTS:
-                part = state[name].to_local()
-                own[name][start : start + part.numel()].copy_(part)
-
-    def _publish(self) -> None:
-        """Copy the float32 buffers to the partitions that DeepSpeed gathers from, as its optimizer's step does."""
-        for low, high in zip(
-            self._zero.fp16_partitioned_groups_flat, self._zero.fp32_partitioned_groups_flat, strict=True
-        ):
-            low.data.copy_(high.data)
+    `zero` is DeepSpeed's optimizer of stage 3. It has the parts in float32, and in the dtype that it gathers.
+    """
+    for parameters, buffer in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
+        start = 0
+        for parameter in parameters:
+            part = parts[id(parameter)]
+            buffer.detach()[start : start + part.numel()].copy_(part)
+            start += parameter.ds_tensor.ds_numel
+    for low, high in zip(zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, strict=True):
+        low.data.copy_(high.data)  # as its optimizer's step does
 
 
 def own_part(whole: Tensor, rank: int, num_ranks: int) -> Tensor:
@@ -338,14 +221,12 @@ class DeepSpeedStepper(Stepper):
         settings = zero_3(setup, Sizes.of(model))
         parts = {id(p): own_part(p, ranks.rank, ranks.world_size) for p in model.parameters() if p.requires_grad}
         self.optimizer = make_optimizer(model, setup.optimizer)
-        groups = [{"params": list(group["params"])} for group in self.optimizer.param_groups]
         with _kept_buffers(model):  # DeepSpeed would round them, too
             _round(model, setup.shard.policy.precision)
             deepspeed.zero.Init(module=model, config_dict_or_path=settings)
             self._engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)
         self._zero = self._engine.optimizer
-        self._partitions = Partitions(model, self._zero, groups, make_mesh(device.type, (ranks.world_size,)))
-        self._partitions.set_masters(parts)
+        set_masters(self._zero, parts)
         self._measure_norm, self._zero._get_norm_groups = self._zero._get_norm_groups, self._checked_norms
         self._mean_loss = math.nan
 
@@ -384,20 +265,12 @@ class DeepSpeedStepper(Stepper):
         return contextlib.nullcontext()
 
     def save(self, save: Save, extra: dict[str, Any]) -> None:
-        """See `Stepper.save`. The checkpoint has the same tensors as under any other strategy."""
-        with self._resting(), self._partitions.shown() as optimizer:
-            save(model=self.module, optimizer=optimizer, local_steps=None, extra=extra)
+        """See `Stepper.save`. A job that wants a checkpoint is refused before: `Strategy.saves`."""
+        raise NotImplementedError("runs under DeepSpeed write no checkpoints")
 
     def load(self, folder: Path) -> dict[str, Any] | None:
-        """See `Stepper.load`."""
-        with self._resting(), self._partitions.shown() as optimizer:
-            return laconic.checkpoint.load_checkpoint(folder, model=self.module, optimizer=optimizer)
-
-    @contextlib.contextmanager
-    def _resting(self) -> Any:
-        """Free gathered parameters: after an evaluation some may be gathered ahead."""
-        self._zero._partition_all_parameters()
-        yield
+        """See `Stepper.load`. As `save`."""
+        raise NotImplementedError("runs under DeepSpeed read no checkpoints")
 
     def traffic(self, before: Snapshot | None = None) -> Snapshot | None:
         """See `Stepper.traffic`."""
@@ -427,7 +300,7 @@ class DeepSpeedStepper(Stepper):
 
 @torch.no_grad()
 def _round(model: nn.Module, precision: Precision) -> None:
-    """Give parameters the dtype in which they are gathered; `Partitions` has the trainable ones in float32."""
+    """Give parameters the dtype in which they are gathered; `set_masters` has the trainable ones in float32."""
     if precision.param_dtype == "bfloat16":
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()

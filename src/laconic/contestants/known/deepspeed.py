@@ -44,6 +44,7 @@ _DEEPSPEED = Strategy(
         _limit("train.compile", False, "gathers inside the layers that would be compiled; leave it out", is_only=True),
     ),
     reduces_always=True,
+    saves=False,
     stepper="laconic.contestants.deepspeed:DeepSpeedStepper",
     in_plan=False,
 )
