@@ -87,7 +87,7 @@ def _set_link(state: str) -> None:
     """Take the link of this node "up" or "down"."""
     from pyroute2 import IPRoute
 
-    from laconic.lab.network import INTERFACE
+    from laconic.lab.wire import INTERFACE
 
     with IPRoute() as route:
         route.link("set", index=route.link_lookup(ifname=INTERFACE)[0], state=state)

@@ -3,12 +3,14 @@
 import os
 import signal
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from laconic.lab import Lab, RunResult
+from laconic.lab import Lab, LabUnavailable, RunResult
+from tests.lab import traces
 from tests.support.launch import PATIENCE_S
 
 pytestmark = pytest.mark.machine
@@ -88,12 +90,18 @@ def test_the_first_failure_is_named_and_ends_all(
     assert run(lab, tmp_path, "pass").exit_code == 0, "the lab goes on"
 
 
-def test_a_run_that_takes_too_long_ends(lab: Lab, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import time; time.sleep(600)")
-    result = lab.run([str(script)], local=2, timeout_s=1, show=False, grace_s=1)
-    assert result.timed_out
-    assert run(lab, tmp_path, "print('after')").nodes[0].output.count("after") == 2
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_ranks_end_with_a_killed_keeper(is_warm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their agent is a child of the keeper, and they are children of their agent."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a killed keeper leaves its folder
+    code = "import os, psutil, time\npsutil.Process(psutil.Process(os.getppid()).ppid()).kill()\ntime.sleep(600)"
+    marker = uuid.uuid4().hex
+    with Lab(nodes=2) as lab:
+        if is_warm:
+            lab.warm_up([])
+        with pytest.raises(LabUnavailable, match="keeper was killed"):
+            run(lab, tmp_path, code, env={traces.MARKER: marker})
+    assert traces.wait_until(lambda: not traces.processes_with_marker(marker))
 
 
 def test_commands_that_are_no_ranks_start_as_ever(lab: Lab) -> None:

@@ -13,19 +13,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from laconic.extras import how_to_install
-from laconic.lab import linux, processes, stale
+from laconic.lab import linux, processes
 from laconic.lab.channel import Channel
-from laconic.lab.wire import node_address
+from laconic.lab.wire import LabNetwork, node_address
 from laconic.lab.worker import EVENTS_FILE, FAILURE_FILE, FOLDER_VARIABLE, claim_failure
-
-if TYPE_CHECKING:
-    from laconic.lab.network import LabNetwork
 
 _PATIENCE_S = 2.0  # from one node's failure to the end of the other nodes, so that each can print its own error
 _TERM_DELAY_S = 1.0  # from the first failure of a rank to the SIGTERM of all ranks
@@ -185,7 +181,7 @@ class _Run:
 class Keeper:
     """The server of one lab: it runs commands on the nodes and sets the rate of the wire, one request at a time."""
 
-    def __init__(self, channel: Channel, folder: Path, network: "LabNetwork | None") -> None:
+    def __init__(self, channel: Channel, folder: Path, network: LabNetwork | None) -> None:
         self.channel = channel
         self.folder = folder
         self._network = network
@@ -252,14 +248,19 @@ class Keeper:
 
 
 def _start(command: list[str], **options: Any) -> int:
-    """Start a process in a session of its own, and return its PID. Raises: OSError if it cannot start."""
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)
+    """Start a process in a session of its own, which ends with this one; return its PID.
+
+    Raises: OSError if it cannot start.
+    """
+    process = subprocess.Popen(  # this process has no threads, so it may run Python between fork and exec
+        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=linux.die_with_parent, **options
+    )
     process.returncode = 0  # so that Popen does not wait for the process: `_reap` does
     return process.pid
 
 
-def _enter_namespaces(*, isolated: bool) -> None:
-    """Move this process into new network and mount namespaces and, if `isolated`, its children into a PID namespace.
+def _enter_namespaces() -> None:
+    """Move this process into new network and mount namespaces.
 
     Without the right to do so, use a user namespace, in which this process is root. Raises: OSError if that fails too.
     """
@@ -272,19 +273,15 @@ def _enter_namespaces(*, isolated: bool) -> None:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"0 {user} 1")
         Path("/proc/self/gid_map").write_text(f"0 {group} 1")
-    linux.mount("none", "/", flags=linux.MS_REC | linux.MS_SLAVE)  # hide later mounts from other processes
-    if isolated:
-        linux.unshare(linux.CLONE_NEWPID)
+    linux.mount("none", "/", linux.MS_REC | linux.MS_SLAVE)  # hide later mounts from other processes
 
 
-def _make_network(folder: Path, options: dict[str, Any]) -> "LabNetwork":
+def _make_network(folder: Path, options: dict[str, Any]) -> LabNetwork:
     """Make the wire, and give its nodes names: without names torch waits for a name server, and then warns.
 
     Raises: OSError if the kernel refuses, ImportError without pyroute2.
     """
     from pyroute2 import NetlinkError  # only a wire needs it
-
-    from laconic.lab.network import LabNetwork
 
     try:
         network = LabNetwork(options["nodes"])
@@ -295,74 +292,40 @@ def _make_network(folder: Path, options: dict[str, Any]) -> "LabNetwork":
     hosts = "".join(f"{address} {name}\n::ffff:{address} {name}\n" for address, name in addresses)
     with contextlib.suppress(OSError):  # no /etc/hosts, or no right to mount over it: the nodes stay without names
         (folder / "hosts").write_text(Path("/etc/hosts").read_text() + hosts)
-        linux.mount(str(folder / "hosts"), "/etc/hosts", flags=linux.MS_BIND)
+        linux.mount(str(folder / "hosts"), "/etc/hosts", linux.MS_BIND)
     return network
 
 
-@contextlib.contextmanager
-def _reporting_refusals(channel: Channel, key: str = "refused") -> Iterator[None]:
-    """If the machine refuses a thing that the body needs, send the reason to the lab as `key`, and end this process."""
+def _set_up(folder: Path, options: dict[str, Any]) -> tuple[LabNetwork | None, str]:
+    """Make the network, if the lab has a wire. Returns it, and why the machine refuses it, or ""."""
     try:
-        yield
+        if not options["wire"]:
+            return None, ""
+        _enter_namespaces()
+        return _make_network(folder, options), ""
     except ImportError as error:
-        reason = f"the wire needs pyroute2 ({error}); {how_to_install('train')}"
+        return None, f"the wire needs pyroute2 ({error}); {how_to_install('train')}"
     except OSError as error:
-        reason = _REFUSED.format(reason=error.strerror or error)
-    else:
-        return
-    channel.send({key: reason})
-    sys.exit()
-
-
-def _serve(channel: Channel, folder: Path, options: dict[str, Any]) -> None:
-    """Make the network, if the lab has a wire, and serve the lab until it ends."""
-    with _reporting_refusals(channel):
-        network = _make_network(folder, options) if options["wire"] else None
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        channel.send({"folder": str(folder)})
-        Keeper(channel, folder, network).serve()
-
-
-def _serve_isolated(channel: Channel, folder: Path, options: dict[str, Any]) -> None:
-    """Serve from the first process of a new PID namespace: when it ends, the kernel ends all others in it."""
-    first = os.fork()
-    if first:
-        channel.close()
-        os.waitpid(first, 0)
-        return
-    try:
-        linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # when the parent ends, the kernel kills this process
-        with _reporting_refusals(channel, key="must_share_pids"):
-            linux.mount("proc", "/proc", kind="proc", flags=linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
-        _serve(channel, folder, options)
-    except Exception:  # of any kind: `os._exit` below would end the process without a traceback
-        sys.excepthook(*sys.exc_info())
-    finally:
-        os._exit(0)
+        return None, _REFUSED.format(reason=error.strerror or error)
 
 
 def main() -> None:
     """Serve a lab. Argument 1 is the descriptor of the keeper's end of the socket, argument 2 the options as JSON."""
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    options = json.loads(sys.argv[2])
     # This process lives as long as its lab, so it handles signals by doing nothing. Its children would inherit SIG_IGN.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
-    stale.clean()
-    folder = stale.make_keepers_folder()
-    isolated = options["wire"] and options["isolated"]
+    processes.clean()
+    folder = processes.make_keepers_folder()
+    linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)  # orphans stay below this process
     try:
-        if options["wire"]:
-            with _reporting_refusals(channel):
-                _enter_namespaces(isolated=isolated)
-        if isolated:
-            _serve_isolated(channel, folder, options)
-        else:
-            linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)  # orphans stay below this process
-            _serve(channel, folder, options)
+        network, refused = _set_up(folder, json.loads(sys.argv[2]))
+        with contextlib.suppress(EOFError, BrokenPipeError):
+            channel.send({"folder": str(folder), "refused": refused})
+            if not refused:
+                Keeper(channel, folder, network).serve()
     finally:
-        if not isolated:
-            processes.kill_descendants()
+        processes.kill_descendants()
         shutil.rmtree(folder, ignore_errors=True)
 
 

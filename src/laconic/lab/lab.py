@@ -125,11 +125,8 @@ class Lab:
         if sys.platform != "linux":
             raise LabUnavailable(f"the lab needs Linux, this is {sys.platform}")
         try:
-            answer = self._start_keeper(isolated=True)
-            if "must_share_pids" in answer:  # as in most containers: the kernel gives the lab no /proc of its own
-                self.close()
-                answer = self._start_keeper(isolated=False)
-            if "refused" in answer:
+            answer = self._start_keeper()
+            if answer["refused"]:
                 raise LabUnavailable(answer["refused"])
         except BaseException:
             self.close()
@@ -137,11 +134,9 @@ class Lab:
         self._folder = Path(answer["folder"])
         return self
 
-    def _start_keeper(self, *, isolated: bool) -> dict[str, Any]:
+    def _start_keeper(self) -> dict[str, Any]:
         """Start a keeper, and return its first message: its folder, or the reason why it has ended."""
-        options = {
-            "nodes": self.nodes, "rate_bits_per_s": self.rate_bits_per_s, "wire": self.wire, "isolated": isolated,
-        }  # fmt: skip
+        options = {"nodes": self.nodes, "rate_bits_per_s": self.rate_bits_per_s, "wire": self.wire}
         own_end, keeper_end = socket.socketpair()
         with keeper_end:
             package = str(Path(__file__).parent.parent)

@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from typing import Any, NoReturn
 
@@ -35,10 +36,11 @@ def _serve(channel: Channel) -> None:
         read_end, write_end = os.pipe()
         between = os.fork()
         if not between:  # it ends at once, so that the keeper adopts the agent
+            own = os.getpid()
             agent = os.fork()
             if not agent:
                 channel.close()
-                _in_fork(_run_agent, request, fds)
+                _in_fork(_run_agent, request, fds, own)
             os.write(write_end, str(agent).encode())
             os._exit(0)
         os.waitpid(between, 0)
@@ -61,9 +63,12 @@ def _in_fork(function: Any, *args: Any) -> NoReturn:
         os._exit(code)
 
 
-def _run_agent(request: dict[str, Any], fds: list[int]) -> int:
+def _run_agent(request: dict[str, Any], fds: list[int], parent: int) -> int:
     """Start the ranks of a node, and wait for them; return the exit code of the first that failed, or 0."""
     os.setsid()
+    while os.getppid() == parent:  # it ends at once, and then the keeper is the parent
+        time.sleep(0.001)
+    linux.die_with_parent()
     for number, fd in enumerate(fds[:_NUM_FDS], start=1):
         os.dup2(fd, number)
     for namespace in fds[_NUM_FDS:]:
@@ -100,7 +105,7 @@ def _torchrun_variables(request: dict[str, Any], local_rank: int) -> dict[str, s
 def _run_rank(script: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+    linux.die_with_parent()
     _limit_threads()
     sys.argv[:] = [worker.__file__, *script]
     try:

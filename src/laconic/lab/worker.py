@@ -18,9 +18,11 @@ file earlier.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import runpy
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -31,6 +33,7 @@ FOLDER_VARIABLE = "LACONIC_LAB_FOLDER"  # the environment variable with the path
 NODE_VARIABLE = "LACONIC_LAB_NODE"  # the environment variable with the number of the node
 EVENTS_FILE = "events"  # the pipe in the folder; a rank writes one JSON object a line, and the keeper reads
 FAILURE_FILE = "failure.json"  # the file in the folder that the first failing rank creates
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 def _identify() -> dict[str, int]:
@@ -82,6 +85,7 @@ def main() -> None:
     is_module = sys.argv[0] == "-m"
     if is_module:
         del sys.argv[0]
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # this process ends with torchrun
     send_event("started", **_identify(), pid=os.getpid())
     try:
         if is_module:
