@@ -23,20 +23,16 @@ from tests.support.planted import examine, open_lab
 LO = Interface(addresses=("127.0.0.1", "::1"), is_up=True, bits_per_s=None)
 ETH = Interface(addresses=("10.0.0.1",), is_up=True, bits_per_s=10e9)
 FACTS = RankFacts(
-    rank=0, node=0, host="box", machine="m", network="n", device_type="cuda", device="H100",
+    rank=0, node=0, host="box", network="n", device_type="cuda", device="H100",
     versions={"torch": "2.13.0", "NCCL": "2.27.5", "Python": "3.12.1"}, locked_bytes=None, open_files=1024,
-    has_rdma=False, host_bytes=128 * 10**9, free_host_bytes=100 * 10**9, device_bytes=80 * 10**9,
-    free_device_bytes=79 * 10**9, disks={"/out": (10**12, "")}, interfaces={"lo": LO, "eth0": ETH}, chosen={},
-    route="eth0", own_address="10.0.0.1",
+    has_rdma=False, interfaces={"lo": LO, "eth0": ETH}, chosen={}, route="eth0", own_address="10.0.0.1",
 )  # fmt: skip
 
 
 def healthy(nodes: int = 2, local: int = 2, **changed: Any) -> list[RankFacts]:
     """The facts of all ranks; `changed` on the ranks of the last node."""
-    ranks = [
-        replace(FACTS, rank=rank, node=rank // local, machine=f"m{rank // local}", network=f"n{rank // local}")
-        for rank in range(nodes * local)
-    ]
+    places = [(rank, rank // local) for rank in range(nodes * local)]
+    ranks = [replace(FACTS, rank=rank, node=node, network=f"n{node}") for rank, node in places]
     return [replace(own, **changed) if own.node == nodes - 1 else own for own in ranks]
 
 
@@ -51,11 +47,11 @@ def lab() -> Iterator[Lab]:
 
 
 @pytest.mark.machine
-def test_a_healthy_lab_has_no_finding(lab: Lab, tmp_path: Path) -> None:
-    code, said, found = examine(lab, tmp_path)
+def test_a_healthy_lab_has_no_finding(lab: Lab) -> None:
+    code, said, found = examine(lab)
     assert (code, found) == (0, []), said
     assert said.startswith("2 nodes, 2 ranks\nnode 0 ")
-    for line in (r"node 1 +\S+: 1 x .* talks over wire0", r"versions +torch \S+, Python", r"wire +.*bit/s, .*latency"):
+    for line in (r"node 1 +\S+: 1 x .* talks over wire0", r"versions +torch \S+, Python", r"wire_bits_per_s +.*bit/s"):
         assert re.search(line, said), said
     steps = re.findall(r'^step +cache = "(\w+)": .* a node sends (.*)$', said, re.M)
     assert [where for where, _ in steps] == ["none", "host", "device", "rank"]
@@ -64,20 +60,20 @@ def test_a_healthy_lab_has_no_finding(lab: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.machine
-def test_seven_faults_of_a_node_are_found_together(lab: Lab, tmp_path: Path) -> None:
-    faults = ["slow-link", "memlock", "clock", "versions", "disk", "host-memory", "slow-node"]
-    code, said, found = examine(lab, tmp_path, *faults)
+def test_five_faults_of_a_node_are_found_together(lab: Lab) -> None:
+    faults = ["slow-link", "memlock", "clock", "versions", "slow-node"]
+    code, said, found = examine(lab, *faults)
     assert sorted(found) == sorted(faults), said
     assert code == 1
     blamed = [line for line in said.splitlines() if re.match("error|warning", line) and "node 1" in line]
-    assert len(blamed) == 6, said
-    assert all(text in said for text in ("torch is ", "2.12.0 on rank 1", f"{tmp_path}: ")), said
+    assert len(blamed) == 4, said
+    assert all(text in said for text in ("torch is ", "2.12.0 on rank 1")), said
 
 
 @pytest.mark.machine
 @pytest.mark.parametrize(("fault", "text"), [("loopback", "lo, which reaches this"), ("missing", "no interface")])
-def test_a_wrong_interface_is_found_before_ranks_hang(lab: Lab, tmp_path: Path, fault: str, text: str) -> None:
-    code, said, found = examine(lab, tmp_path, fault)
+def test_a_wrong_interface_is_found_before_ranks_hang(lab: Lab, fault: str, text: str) -> None:
+    code, said, found = examine(lab, fault)
     assert (code, found) == (1, ["interface"]), said
     assert text in said
     assert "export GLOO_SOCKET_IFNAME=wire0 on node 1" in said
@@ -90,7 +86,7 @@ def test_a_cluster_file_that_cannot_be_written_is_refused_before_the_measurement
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done
     assert f"the folder {tmp_path / 'none'} does not exist" in done.stderr
-    assert "compute" not in done.stdout
+    assert "flops" not in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -102,10 +98,6 @@ def test_a_cluster_file_that_cannot_be_written_is_refused_before_the_measurement
         ({"versions": {**FACTS.versions, "torch": "2.12.0"}}, "versions", "error"),
         ({"versions": {"torch": "2.13.0", "Python": "3.12.1"}}, "versions", "error"),
         ({"versions": {**FACTS.versions, "Python": "3.11.2"}}, "versions", "warning"),
-        ({"disks": {"/out": (10**12, "Disk quota exceeded")}}, "disk", "error"),
-        ({"disks": {"/out": (10**6, "")}}, "disk", "error"),
-        ({"free_host_bytes": 10**9}, "host-memory", "error"),
-        ({"free_host_bytes": 30 * 10**9}, "host-memory", "warning"),
         ({"chosen": {"NCCL_SOCKET_IFNAME": "ib"}}, "interface", "error"),
         ({"chosen": {"GLOO_SOCKET_IFNAME": "eth"}}, "interface", "error"),
         ({"interfaces": {"eth0": replace(ETH, is_up=False)}, "chosen": {"GLOO_SOCKET_IFNAME": "eth0"}}, "interface",
@@ -124,11 +116,10 @@ def test_what_is_no_fault_is_not_found_and_each_device_is_told() -> None:
     """A processor locks nothing, and ranks of one machine may talk over loopback. Facts survive the journey."""
     assert judge_facts(healthy()) == []
     assert [RankFacts.from_json(own.to_json()) for own in healthy()] == healthy()
-    small = [replace(own, locked_bytes=65536, device_type="cpu", device_bytes=0) for own in healthy()]
+    small = [replace(own, locked_bytes=65536, device_type="cpu") for own in healthy()]
     assert judge_facts(small) == []
     assert judge_facts([replace(own, chosen={"GLOO_SOCKET_IFNAME": "lo"}) for own in healthy(nodes=1)]) == []
     assert kinds(judge_facts(healthy(device="A100"))) == [("devices", "warning")]
-    assert kinds(judge_facts(healthy(free_device_bytes=40 * 10**9))) == [("device-memory", "warning")] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`laconic doctor` on a rank whose node, the last one, is ill: python -m tests.support.planted FOLDER FAULTS."""
+"""`laconic doctor` on a rank whose node, the last one, is ill: python -m tests.support.planted FAULTS."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from pyroute2 import IPRoute
 
-from laconic.doctor import cli, facts, probes
-from laconic.lab import Lab, linux
+from laconic.doctor import cli, probes
+from laconic.lab import Lab
 from laconic.lab.wire import INTERFACE, token_bucket
 from laconic.plan.measure import Effort
 from tests.support.launch import PATIENCE_S
 
 SLOW_BITS_PER_S = 10e6
 _ROOT, _IPC_LOCK, _CAPABILITY_VERSION = 0xFFFFFFFF, 14, 0x20080522
-_CLONE_NEWNS, _PRIVATE = 0x00020000, 0x44000
 
 
-def slow_link(folder: str) -> None:
+def slow_link() -> None:
     """What this node sends passes a slower filter."""
     route = IPRoute()
     index = route.link_lookup(ifname=INTERFACE)[0]
@@ -34,7 +32,7 @@ def slow_link(folder: str) -> None:
     route.tc("add", "tbf", index, 0x10000, parent=_ROOT, **token_bucket(SLOW_BITS_PER_S))
 
 
-def small_memlock(folder: str) -> None:
+def small_memlock() -> None:
     """A limit of 64 KiB, without the capability that lifts it."""
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
     libc = ctypes.CDLL(None, use_errno=True)
@@ -44,27 +42,15 @@ def small_memlock(folder: str) -> None:
     assert libc.capset(header, sets) == 0
 
 
-def full_disk(folder: str) -> None:
-    """A disk of 64 KiB is mounted there, which this process alone sees."""
-    linux.unshare(_CLONE_NEWNS)
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.mount(b"none", b"/", None, ctypes.c_ulong(_PRIVATE), None) == 0
-    assert libc.mount(b"tmpfs", folder.encode(), b"tmpfs", ctypes.c_ulong(0), b"size=64k") == 0
-
-
-def skewed_clock(folder: str) -> None:
+def skewed_clock() -> None:
     probes.wall_clock = lambda: time.time() + 90
 
 
-def mixed_versions(folder: str) -> None:
+def mixed_versions() -> None:
     torch.__version__ = "2.12.0"
 
 
-def little_host_memory(folder: str) -> None:
-    facts.free_host_memory_bytes = lambda: 300_000_000
-
-
-def slow_node(folder: str) -> None:
+def slow_node() -> None:
     well = probes.multiply
 
     def many_times(a: torch.Tensor, b: torch.Tensor, product: torch.Tensor) -> None:
@@ -74,18 +60,17 @@ def slow_node(folder: str) -> None:
     probes.multiply = many_times
 
 
-def loopback(folder: str) -> None:
+def loopback() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 
-def missing_interface(folder: str) -> None:
+def missing_interface() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "eth7"
 
 
-FAULTS: dict[str, Callable[[str], None]] = {
+FAULTS: dict[str, Callable[[], None]] = {
     "slow-link": slow_link, "memlock": small_memlock, "clock": skewed_clock, "versions": mixed_versions,
-    "disk": full_disk, "host-memory": little_host_memory, "slow-node": slow_node, "loopback": loopback,
-    "missing": missing_interface,
+    "slow-node": slow_node, "loopback": loopback, "missing": missing_interface,
 }  # fmt: skip
 """By name, which is the kind of the finding, but for both wrong interfaces."""
 
@@ -98,25 +83,24 @@ def open_lab() -> Iterator[Lab]:
         yield lab
 
 
-def examine(lab: Lab, folder: Path, *faults: str) -> tuple[int, str, list[str]]:
+def examine(lab: Lab, *faults: str) -> tuple[int, str, list[str]]:
     """Plant the faults for one run of the doctor: exit code, output of rank 0, kinds of findings."""
-    result = lab.run(["-m", "tests.support.planted", str(folder), ",".join(faults)], show=False, timeout_s=PATIENCE_S)
+    result = lab.run(["-m", "tests.support.planted", *faults], show=False, timeout_s=PATIENCE_S)
     said = result.nodes[0].output
     assert not result.timed_out, said
     return result.exit_code, said, re.findall(r"^(?:error|warning) +([a-z-]+): ", said, re.M)
 
 
 def main() -> int:
-    folder, named = sys.argv[1:]
     probes.QUICK = Effort(
         products=(64,), attention_tokens=(64,), copies_bytes=(1 << 16,), transfers_bytes=(1 << 12,), repetitions=2,
         enough_s=1e-4,
     )  # fmt: skip
     probes._PLACEMENT_S = 1e-9  # one step of each
     if os.environ["RANK"] == "1":
-        for name in named.split(",") if named else ():
-            FAULTS[name](folder)
-    return cli.main(["--folder", folder])
+        for name in sys.argv[1:]:
+            FAULTS[name]()
+    return cli.main([])
 
 
 if __name__ == "__main__":

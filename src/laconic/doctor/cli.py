@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -43,14 +42,6 @@ examples:
 The exit code is 0 if all is well, 1 if something is wrong, and 2 for a mistake in the arguments."""
 
 _TIMEOUT_S = 120.0
-_SHOWN = {
-    "wire": ("wire_bits_per_s", "wire_latency_s", "wire_overlap"),
-    "in a node": ("local_bytes_per_s", "local_latency_s"),
-    "host link": ("host_to_device_bytes_per_s", "device_to_host_bytes_per_s"),
-    "memory": ("device_memory_bytes_per_s", "host_memory_bytes_per_s"),
-    "compute": ("device_flops_per_s.float32", "device_flops_per_s.bfloat16", "device_flops_per_s.float16"),
-}
-"""The figures in each line of the first block."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,10 +66,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--device", default="auto", help='"cpu", "cuda" or another; default: an accelerator, if any')
-    parser.add_argument(
-        "--folder", action="append", metavar="PATH",
-        help="a folder that the run will write, such as its output; several times if need be; default: this one",
-    )  # fmt: skip
     parser.add_argument("--cluster", type=Path, metavar="FILE", help="the rates that the cluster had when it was well")
     parser.add_argument("--out", type=Path, metavar="FILE", help="measure thoroughly, and write the cluster file")
     return parser.parse_args(argv)
@@ -88,8 +75,7 @@ def _examine(options: argparse.Namespace, before: ClusterSpec | None) -> list[Fi
     """Read, measure, judge, and print on rank 0. Returns the same findings on all ranks. Collective."""
     ranks = RankInfo.from_environment()
     device = pick_device(options.device, ranks)
-    folders = [os.path.abspath(folder) for folder in options.folder or ["."]]
-    own = read_facts(ranks, device, [*dict.fromkeys([*folders, tempfile.gettempdir()])])
+    own = read_facts(ranks, device)
     with ending_with_launcher():
         meeting = Meeting(ranks, _TIMEOUT_S)
         facts = [RankFacts.from_json(text) for text in meeting.exchange(own.to_json())]
@@ -139,20 +125,18 @@ def _cluster_lines(facts: Sequence[RankFacts]) -> Iterator[str]:
     yield f"{len(nodes)} node{'s' * (len(nodes) > 1)}, {len(facts)} rank{'s' * (len(facts) > 1)}"
     for node, those in nodes.items():
         own = those[0]
-        free, total = (format_quantity(nbytes, "B") for nbytes in (own.free_host_bytes, own.host_bytes))
         over = own.interface()
         rate = own.interfaces[over].bits_per_s if over in own.interfaces else None
         talks = f", talks over {over}" if over else ""
         talks += f" ({format_quantity(rate, 'bit/s')})" if rate else ""
-        yield f"{f'node {node}':<10}{own.host}: {len(those)} x {own.device}, {free} of {total} host memory free{talks}"
+        yield f"{f'node {node}':<10}{own.host}: {len(those)} x {own.device}{talks}"
     yield f"{'versions':<10}" + ", ".join(f"{name} {version}" for name, version in facts[0].versions.items())
 
 
 def _measured_lines(measured: Measured) -> Iterator[str]:
-    for name, keys in _SHOWN.items():
-        values = [_figure(key, measured.figures[key]) for key in keys if key in measured.figures]
-        if values:
-            yield f"{name:<10}" + ", ".join(values)
+    for key, value in measured.figures.items():  # by the names that they have in a cluster file
+        shown = f"{value:.0%}" if key.endswith("overlap") else format_quantity(value, unit_for(key.partition(".")[0]))
+        yield f"{key:<32}{shown}"
     for step in measured.steps:
         sent = f", a node sends {format_quantity(step.sent_bytes, 'B')}" if measured.links else ""
         yield f'{"step":<10}cache = "{step.where}": {format_quantity(step.step_s, "s")}{sent}'
@@ -169,12 +153,3 @@ def _communicator_lines(cluster: Cluster) -> Iterator[str]:
     if cluster.device_type != "cpu":
         names, taken = "; ".join(cluster.communicators), format_quantity(started_bytes(), "B")
         yield f"{'groups':<10}{len(cluster.communicators)} communicators ({names}), begun in {taken} of device memory"
-
-
-def _figure(key: str, value: float) -> str:
-    section, _, dtype = key.partition(".")
-    words = {"wire_overlap": "hidden by compute", "wire_latency_s": "latency", "local_latency_s": "latency"}
-    words |= {"host_to_device_bytes_per_s": "to the device", "device_to_host_bytes_per_s": "from it"}
-    words |= {"device_memory_bytes_per_s": "of a device", "host_memory_bytes_per_s": "of a node's host"}
-    shown = f"{value:.0%}" if key.endswith("overlap") else format_quantity(value, unit_for(section))
-    return " ".join([shown, dtype or words.get(key, "")]).strip()

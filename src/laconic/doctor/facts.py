@@ -1,4 +1,4 @@
-"""The facts of one rank that need no other rank: versions, limits, memory, disks, network interfaces.
+"""The facts of one rank that need no other rank: versions, limits, network interfaces.
 
 [Note: Facts come before groups]
 The fault may be one that keeps the ranks from making a process group: a wrong interface, or a firewall. So the facts of
@@ -17,9 +17,7 @@ import mmap
 import os
 import platform
 import resource
-import shutil
 import socket
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,11 +31,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from laconic.comm.launch import RankInfo
 from laconic.errors import JobError
-from laconic.plan.measure import device_name, free_host_memory_bytes, host_memory_bytes, machine_id
+from laconic.plan.measure import device_name, machine_id
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_TRIAL_BYTES = 1 << 20
-"""What is written into each folder: a quota, or a disk that is read-only, shows in no count of free bytes."""
 _MOST_TRIED_BYTES = 64 << 20
 """A limit of lockable memory above this is believed without a trial, which would take that much memory."""
 _CONNECT_S = 5.0
@@ -67,8 +63,6 @@ class RankFacts:
     rank: int
     node: int
     host: str
-    machine: str
-    """The same text for all ranks of one machine, also if it plays several nodes."""
     network: str
     """The same text for ranks that share network interfaces."""
     device_type: str
@@ -81,13 +75,6 @@ class RankFacts:
     """The files and sockets that this process may open."""
     has_rdma: bool
     """Whether the node has an RDMA adapter, which needs locked memory."""
-    host_bytes: int
-    free_host_bytes: int
-    device_bytes: int
-    """Of an accelerator; 0 on CPU."""
-    free_device_bytes: int
-    disks: dict[str, tuple[int, str]]
-    """By folder: the free bytes, and the error of a trial to write there, or ""."""
     interfaces: dict[str, Interface]
     chosen: dict[str, str]
     """The `INTERFACE_VARIABLES` that are set."""
@@ -109,22 +96,18 @@ class RankFacts:
     def from_json(cls, text: str | bytes) -> RankFacts:
         """The facts that such a text says."""
         values: dict[str, Any] = json.loads(text)
-        values["disks"] = {folder: tuple(disk) for folder, disk in values["disks"].items()}
         named = values["interfaces"].items()
         values["interfaces"] = {name: Interface(**{**it, "addresses": tuple(it["addresses"])}) for name, it in named}
         return cls(**values)
 
 
-def read_facts(ranks: RankInfo, device: torch.device, folders: Sequence[str]) -> RankFacts:
-    """Read the facts of this rank. Writes 1 MiB into each of `folders` and removes it."""
-    is_cpu = device.type == "cpu"
-    free_device, device_bytes = (0, 0) if is_cpu else torch.accelerator.get_memory_info()
+def read_facts(ranks: RankInfo, device: torch.device) -> RankFacts:
+    """Read the facts of this rank."""
     interfaces = _interfaces()
     return RankFacts(
         rank=ranks.rank,
         node=ranks.rank // ranks.num_local,
         host=platform.node(),
-        machine=machine_id(),
         network=f"{machine_id()}/{_network_namespace()}",
         device_type=device.type,
         device=device_name(device),
@@ -132,11 +115,6 @@ def read_facts(ranks: RankInfo, device: torch.device, folders: Sequence[str]) ->
         locked_bytes=_lockable_bytes(),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0] & (2**63 - 1),
         has_rdma=any(Path("/sys/class/infiniband").glob("*")),
-        host_bytes=host_memory_bytes(),
-        free_host_bytes=free_host_memory_bytes(),
-        device_bytes=device_bytes,
-        free_device_bytes=free_device,
-        disks={folder: _disk(folder) for folder in folders},
         interfaces=interfaces,
         chosen={name: os.environ[name] for name in INTERFACE_VARIABLES if os.environ.get(name)},
         route=_route(os.environ.get("MASTER_ADDR", "127.0.0.1"), interfaces),
@@ -148,12 +126,10 @@ class Meeting:
     """The rendezvous store of all ranks, where they exchange texts without a process group."""
 
     def __init__(self, ranks: RankInfo, timeout_s: float) -> None:
-        self._ranks = ranks
-        self._round = 0
-        if ranks.world_size > 1:
-            store, *_ = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-            self._store = dist.PrefixStore("laconic-doctor", store)
-            self._store.set_timeout(timedelta(seconds=timeout_s))
+        self._ranks, self._round, limit = ranks, 0, timedelta(seconds=timeout_s)
+        store = dist.HashStore() if ranks.world_size == 1 else next(rendezvous("env://", timeout=limit))[0]
+        self._store = dist.PrefixStore("laconic-doctor", store)
+        self._store.set_timeout(limit)
 
     def exchange(self, text: str) -> list[str]:
         """Return the texts of all ranks, by rank, on every rank.
@@ -161,8 +137,6 @@ class Meeting:
         Raises:
             JobError: a rank did not come in time.
         """
-        if self._ranks.world_size == 1:
-            return [text]
         self._round += 1
         self._store.set(f"{self._round}/{self._ranks.rank}", text)
         texts = []
@@ -177,11 +151,10 @@ class Meeting:
     def leave(self) -> None:
         """Wait, on the rank that may host the store, until all have read what they need."""
         self.exchange("")
-        if self._ranks.world_size > 1:
-            self._store.set(f"left/{self._ranks.rank}", "")
-            if self._ranks.is_main:
-                with contextlib.suppress(RuntimeError):  # a rank that has died needs no store
-                    self._store.wait([f"left/{rank}" for rank in range(self._ranks.world_size)])
+        self._store.set(f"left/{self._ranks.rank}", "")
+        if self._ranks.is_main:
+            with contextlib.suppress(RuntimeError):  # a rank that has died needs no store
+                self._store.wait([f"left/{rank}" for rank in range(self._ranks.world_size)])
 
 
 def unreachable(meeting: Meeting, ranks: RankInfo, facts: Sequence[RankFacts]) -> list[tuple[int, int, str]]:
@@ -254,7 +227,7 @@ def _versions() -> dict[str, str]:
 
 def _lockable_bytes() -> int | None:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY or (soft < _MOST_TRIED_BYTES and _can_lock(soft + _TRIAL_BYTES)):
+    if soft == resource.RLIM_INFINITY or (soft < _MOST_TRIED_BYTES and _can_lock(soft + mmap.PAGESIZE)):
         return None  # a process with the capability IPC_LOCK has no limit
     return soft
 
@@ -269,18 +242,6 @@ def _can_lock(nbytes: int) -> bool:
             libc.munlock(address, size)
         del view  # else the memory could not be given back
     return has_locked
-
-
-def _disk(folder: str) -> tuple[int, str]:
-    try:
-        free = shutil.disk_usage(folder).free
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(_TRIAL_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        return 0, error.strerror or str(error)
-    return free, ""
 
 
 def _interfaces() -> dict[str, Interface]:

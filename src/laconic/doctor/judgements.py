@@ -6,7 +6,7 @@ A limit lies far from what a healthy cluster shows, since a doctor that often er
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,8 +16,8 @@ from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.units import format_quantity
 
 Kind = Literal[
-    "interface", "unreachable", "versions", "devices", "memlock", "open-files", "disk", "host-memory", "device-memory",
-    "clock", "slow-link", "slow-node", "slower-than-before",
+    "interface", "unreachable", "versions", "devices", "memlock", "open-files", "clock", "slow-link", "slow-node",
+    "slower-than-before",
 ]  # fmt: skip
 """What can be found; docs/doctor.md has a line for each."""
 
@@ -25,14 +25,6 @@ _LEAST_LOCKED_BYTES = 4e9
 """A model that needs sharding has a larger host cache, and RDMA locks its buffers as well."""
 _FILES, _FILES_PER_RANK = 256, 16
 """What a rank opens: libraries, data and checkpoints; and the connections of its groups to each other rank."""
-_LEAST_DISK_BYTES = 1e9
-"""A checkpoint of the smallest models; on a fuller disk logs and caches fail first."""
-_LEAST_HOST_BYTES = 1e9
-"""For each rank. torch itself takes half of it."""
-_UNEQUAL = 0.5
-"""Nodes that do the same work have the same memory free, but for what else runs there."""
-_LEAST_DEVICE_SHARE = 0.8
-"""A desktop takes less than a tenth of a device; another job takes more."""
 _MOST_SKEW_S = 1.0
 """NTP keeps clocks within a tenth of a second; file systems and log files are read by the second."""
 _SLOW_LINK = 0.5
@@ -94,12 +86,6 @@ _ADVICE: dict[str, tuple[Kind, str, str]] = {
         "in the unit of Slurm or Docker, --ulimit memlock=-1 of docker run"),
     "open-files": ("open-files", "the run fails with `Too many open files`, often after hours",
         "`ulimit -n 65536`; for good: `* - nofile 65536` in /etc/security/limits.conf"),
-    "disk": ("disk", "checkpoints, logs or temporary files cannot be written, and the run fails then",
-        "make room (`du -xh {folder} | sort -h | tail`), or use another: --train.output, TMPDIR"),
-    "host-memory": ("host-memory", "a host cache or the data swaps, or the kernel kills a rank",
-        '`ps aux --sort -rss | head` shows what has it; cache = "none" or "device" needs less'),
-    "device-memory": ("device-memory", "the run has that much less, and shares the device's time",
-        "`nvidia-smi` shows the processes that use it"),
     "clock": ("clock",
         "log files of nodes do not line up, files on a shared disk seem new or old, certificates may fail",
         "`timedatectl set-ntp true` on both, or chrony with one server for all nodes"),
@@ -128,10 +114,7 @@ def _found(
 
 def judge_facts(facts: Sequence[RankFacts]) -> list[Finding]:
     """Judge what the ranks have read, by rank, before they have a process group."""
-    judges: tuple[Callable[[Sequence[RankFacts]], Iterator[Finding]], ...] = (
-        judge_interfaces, judge_versions, judge_limits, judge_disks, judge_memory,
-    )  # fmt: skip
-    return [finding for judge in judges for finding in judge(facts)]
+    return [*judge_interfaces(facts), *judge_versions(facts), *judge_limits(facts)]
 
 
 def judge_measured(facts: Sequence[RankFacts], measured: Measured, before: ClusterSpec | None = None) -> list[Finding]:
@@ -209,40 +192,6 @@ def judge_limits(facts: Sequence[RankFacts]) -> Iterator[Finding]:
         if own.open_files < needed:
             what = f"{_node(own)}: a process may open {own.open_files} files; {len(facts)} ranks need {needed}"
             yield _found("open-files", what, severity="error")
-
-
-def judge_disks(facts: Sequence[RankFacts]) -> Iterator[Finding]:
-    """disk: a folder of the run is full, or cannot be written."""
-    for own in _first_of_nodes(facts):
-        for folder, (free, problem) in own.disks.items():
-            if problem or free < _LEAST_DISK_BYTES:
-                left = problem or f"has {format_quantity(free, 'B')} left"
-                yield _found("disk", f"{_node(own)}: {folder}: {left}", severity="error", folder=folder)
-
-
-def judge_memory(facts: Sequence[RankFacts]) -> Iterator[Finding]:
-    """host-memory, device-memory: something else has the memory that the ranks need."""
-    nodes = _first_of_nodes(facts)
-    most = max(own.free_host_bytes for own in nodes)
-    for own in nodes:
-        sharing = sum(other.machine == own.machine for other in facts)
-        is_less = own.free_host_bytes < _UNEQUAL * most and own.host_bytes >= _UNEQUAL * most
-        is_little = own.free_host_bytes < _LEAST_HOST_BYTES * sharing
-        if is_little or is_less:
-            others = f"; other nodes have up to {format_quantity(most, 'B')}" if is_less else ""
-            yield _found(
-                "host-memory",
-                f"{_node(own)}: {format_quantity(own.free_host_bytes, 'B')} of host memory are free, of "
-                f"{format_quantity(own.host_bytes, 'B')}, for {sharing} ranks{others}",
-                severity="error" if is_little else "warning",
-            )
-    for own in facts:
-        if own.device_bytes and own.free_device_bytes < _LEAST_DEVICE_SHARE * own.device_bytes:
-            yield _found(
-                "device-memory",
-                f"rank {own.rank} on {_node(own)}: {format_quantity(own.free_device_bytes, 'B')} of the device's "
-                f"{format_quantity(own.device_bytes, 'B')} are free",
-            )
 
 
 def judge_clocks(facts: Sequence[RankFacts], clocks_s: Sequence[tuple[float, float]]) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ The size of the work grows until a repetition takes long enough for the clock. T
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import statistics
@@ -453,17 +454,11 @@ def machine_id() -> str:
 
 def host_memory_bytes() -> int:
     """The memory that processes here may use: the machine's, or less if a control group limits it."""
-    return min([psutil.virtual_memory().total, *(limit for limit, _ in _memory_limits())])
+    return min([psutil.virtual_memory().total, *_memory_limits()])
 
 
-def free_host_memory_bytes() -> int:
-    """The memory that processes here can still get without swapping, on the machine and in their control groups."""
-    free = [limit - used for limit, used in _memory_limits()]
-    return max(0, min([psutil.virtual_memory().available, *free]))
-
-
-def _memory_limits() -> Iterator[tuple[int, int]]:
-    """The limit of each control group that has one, and the bytes used in it, without files that can be read again."""
+def _memory_limits() -> Iterator[int]:
+    """The limit of each control group that has one."""
     root = Path("/sys/fs/cgroup")
     try:
         group = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()[0].split(":", 2)[2]
@@ -473,9 +468,5 @@ def _memory_limits() -> Iterator[tuple[int, int]]:
     for path in (folder, *folder.parents):
         if path == root.parent:
             break
-        try:
-            limit, used = (int((path / name).read_text(encoding="utf-8")) for name in ("memory.max", "memory.current"))
-            counts = dict(line.split() for line in (path / "memory.stat").read_text("utf-8").splitlines())
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-        yield limit, used - int(counts.get("inactive_file", 0))
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            yield int((path / "memory.max").read_text(encoding="utf-8"))
