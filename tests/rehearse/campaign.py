@@ -14,9 +14,9 @@ import torch
 
 import laconic
 from laconic.rehearse.order import races
-from laconic.rehearse.replay import Orders
 from laconic.rehearse.tape import Site
 from tests.rehearse.programs import Watched
+from tests.rehearse.replay import Orders
 
 _CALLS = {
     *("running", "going_on", "record_event", "wait_for", "synchronize", "wait_event", "wait_stream"),

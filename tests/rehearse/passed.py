@@ -78,7 +78,7 @@ def passed(watch: Watch, places: Sequence[DevicePlace], root: Path = LIBRARY) ->
     """
     by_file = defaultdict(list)
     for number, place in enumerate(places):
-        by_file[str(root / place.file)].append((number, place.line, place.last_line, place.columns))
+        by_file[str(root / place.file)].append((number, place.line, place.last_line))
     with tempfile.TemporaryDirectory(prefix="laconic-places-") as folder:
         told, target = Path(folder, "places.json"), Path(folder, "passed")
         told.write_text(json.dumps({"passed": str(target), "places": by_file}), encoding="utf-8")

@@ -16,9 +16,9 @@ from laconic.rehearse import Machine, rehearsal
 from laconic.rehearse.machine import byte_runs
 from laconic.rehearse.modes import accelerator
 from laconic.rehearse.order import overlap, races
-from laconic.rehearse.replay import Orders
 from laconic.rehearse.tape import Site, Step, Tape
 from laconic.rehearse.threads import Thread
+from tests.rehearse.replay import Orders
 
 Toy = Callable[[Machine, Any, bool], None]
 """A program of (machine, torch's module of the device, whether its accesses have an order)."""

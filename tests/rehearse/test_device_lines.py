@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rehearse.device_lines import _ATTRIBUTES, _RETURNS, LIBRARY, ROOMS, DevicePlace, device_places
+from tests.rehearse.device_lines import ATTRIBUTES, LIBRARY, RETURNS, ROOMS, DevicePlace, device_places
 from tests.rehearse.passed import REASONS, Watch, not_passed, passed, told, watched_tests
 
 LEAST_SHARE = 0.98
@@ -26,7 +26,7 @@ CODE = {
                 return self._stream  # device
 
             def record_event(self):
-                return None if self._stream is None else self._stream.record_event()  # device 49
+                return None if self._stream is None else self._stream.record_event()
         """,
     "shard/uses.py": """
         def uses(lane: Lane, tensor):
@@ -34,40 +34,31 @@ CODE = {
                 done = lane.record_event()
             if done is not None:
                 done.synchronize()  # device
-            if not tensor.is_cuda or tensor.dtype != torch.bfloat16:  # device 29
+            if not tensor.is_cuda or tensor.dtype != torch.bfloat16:
                 return None
             copied = tensor.cpu()  # device
             return copied  # device
 
-        def copies(tensor, lanes):
-            if tensor is None:
-                return
-            with lanes.to_host.running():  # device
+        def copies(tensor, backend):
+            if backend.device_type == "cuda" and tensor is not None:
                 _only_there()  # device
 
         def _only_there():
-            print(_TABLE)  # device
-
-        def _in_the_table():
-            return 1  # device
-
-        _TABLE = {"it": _in_the_table}
-
-        def devices(tensors) -> set[torch.device]:
-            return {
-                each.device  # device 8
-                for each in tensors if each.device.type != "cpu"
-            }
+            "A docstring."  # which is no line
+            print(1)  # device
+            assert True  # device
 
         def groups(backend, device: torch.device | None):
             accelerator = torch.accelerator.current_accelerator()
             if accelerator is None:
                 raise ValueError("none")
-            return _bound(device)  # device
+            return _only_there()  # device
 
-        def _bound(device):
-            "A docstring."  # which is no line
-            assert device is not None  # device
+        def everywhere():
+            global done
+            done = None
+            if done is not None:
+                print("as another function left it")
 
         def on_any(tensor, flag):
             if tensor.device.type == "meta" or flag:
@@ -91,7 +82,7 @@ CODE = {
                 print("no room of the core")
         """,
 }
-"""Files with a mark at each line of a device; a number is the column of a part of an expression."""
+"""Files with a mark at each line of a device."""
 
 
 def write(folder: Path, code: dict[str, str]) -> None:
@@ -102,25 +93,25 @@ def write(folder: Path, code: dict[str, str]) -> None:
 
 def test_the_branches_that_a_cpu_does_not_take_are_found(tmp_path: Path) -> None:
     write(tmp_path, CODE)
-    marked = set()
-    for name, text in CODE.items():
-        for number, line in enumerate(textwrap.dedent(text).splitlines(), 1):
-            if " # device" in line:
-                column = line.rpartition("# device")[2].strip()
-                marked.add((name, number, int(column) if column else None))
-    found = device_places(tmp_path, ("shard", "optim"))
-    assert {(each.file, each.line, each.columns and each.columns[0]) for each in found} == marked
+    marked = {
+        (name, number)
+        for name, text in CODE.items()
+        for number, line in enumerate(textwrap.dedent(text).splitlines(), 1)
+        if " # device" in line
+    }
+    assert {(each.file, each.line) for each in device_places(tmp_path, ("shard", "optim"))} == marked
 
 
 def test_facts_are_of_names_that_the_library_has() -> None:
     text = "\n".join(path.read_text("utf-8") for path in LIBRARY.rglob("*.py"))
-    assert [name for name in (*_ATTRIBUTES, *_RETURNS) if not re.search(rf"\b{name}\b", text)] == []
+    assert [name for name in (*ATTRIBUTES, *RETURNS) if not re.search(rf"\b{name}\b", text)] == []
 
 
 def test_a_private_attribute_with_a_fact_belongs_to_one_file() -> None:
     """Another file's attribute of that name would be read as if it had the fact. One is the same in two files."""
     code = [path.read_text("utf-8") for room in ROOMS for path in (LIBRARY / room).rglob("*.py")]
-    for name in (name for name in _ATTRIBUTES if name.startswith("_") and name != "_host_waits"):
+    shared = {"_host_waits", "_device_type", "_uses_sends"}
+    for name in (name for name in ATTRIBUTES if name.startswith("_") and name not in shared):
         assert sum(bool(re.search(rf"self\.{name}(: [^=\n]+)? = ", text)) for text in code) <= 1, name
 
 
@@ -132,7 +123,7 @@ RUN = """
             return (
                 flag
             )
-        return 1 if flag else 2
+        return flag
 
     def never():
         return 3
@@ -141,21 +132,15 @@ RUN = """
         thread = threading.Thread(target=on, args=("cpu", False))
         thread.start()
         thread.join()
-        print([each for each in range(3)
-               if on("gpu", True)])
     """
 
 
 @pytest.mark.machine
 def test_what_runs_is_recorded_in_all_threads_unless_the_run_fails(tmp_path: Path) -> None:
     write(tmp_path, {"run.py": RUN})
-
-    def place(line: int, last_line: int, columns: tuple[int, int] | None = None) -> DevicePlace:
-        return DevicePlace(file="run.py", function="on", line=line, last_line=last_line, columns=columns)
-
-    runs = place(6, 8), place(9, 9, (26, 27)), place(18, 19)
-    others = place(9, 9, (11, 12)), place(12, 12)
-    assert passed(Watch(arguments=[str(tmp_path / "run.py")]), (*runs, *others), tmp_path) == set(runs)
+    lines = (9, 9), (6, 8), (12, 12)
+    runs, *others = (DevicePlace(file="run.py", function="on", line=line, last_line=last) for line, last in lines)
+    assert passed(Watch(arguments=[str(tmp_path / "run.py")]), (runs, *others), tmp_path) == {runs}
     with pytest.raises(RuntimeError, match="-c raise SystemExit"):
         passed(Watch(arguments=("-c", "raise SystemExit(3)")), [], tmp_path)
 

@@ -100,21 +100,6 @@ def test_512_ranks_in_one_process_send_what_the_engine_counts() -> None:
     assert on_tape["local weights"] == 2 * weight // 8 * 7
 
 
-@pytest.mark.parametrize("syncs", [False, True], ids=["in a micro-batch that accumulates", "in one that syncs"])
-def test_compute_does_not_wait_for_the_sum_of_the_bucket_before(syncs: bool) -> None:
-    def program() -> None:
-        model = sharded(5, nodes=2, local=2, cache="device")
-        model.set_requires_gradient_sync(syncs)
-        model(torch.randn(4, 64, device="cuda")).sum().backward()
-
-    sums = [each for each in rehearse.overlap(rehearse.run(program, nodes=2, local=2)) if "scatter" in each.transfer.op]
-    assert {each.transfer.level for each in sums} == {"local", *(["node"] if syncs else [])}
-    *before, last = [len(each.compute) for each in sums if each.transfer.level == "local"]
-    assert len(before) == 4
-    assert min(before) > 0, "each sum inside the node runs beside the backward of the next layer"
-    assert last == 0, "nothing is left to compute beside the last"
-
-
 def test_offloaded_weights_rest_on_the_host_and_are_gathered_on_the_device() -> None:
     places: dict[str, Any] = {}
 
