@@ -27,9 +27,11 @@ pytestmark = pytest.mark.machine
 LABORATORY = [sys.executable, "-m", "laconic.cli", "lab"]
 
 
-@pytest.fixture(scope="module")
-def lab() -> Iterator[Lab]:
+@pytest.fixture(scope="module", params=["torchrun", "warm"])
+def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
     with Lab(nodes=2) as lab:
+        if request.param == "warm":
+            lab.warm_up([])
         yield lab
 
 
@@ -128,9 +130,9 @@ BLIND_KEEPER = (
     ("end", "exit_code", "error"),
     [
         ("sys.exit(7)", 7, "exited with code 7"),
+        ("raise ValueError('this one')", 1, "ValueError: this one"),
         (f"{BLIND_KEEPER}; os._exit(9)", 9, "exited with code 9, without a Python exception"),
-        pytest.param("os.kill(os.getpid(), signal.SIGSEGV)", 139, "killed by SIGSEGV, without a Python exception",
-                     marks=pytest.mark.campaign),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL, without a Python exception"),
         pytest.param("threading.Thread(target=time.sleep, args=(600,)).start(); raise OSError('stuck')", 1,
                      "OSError: stuck", marks=pytest.mark.campaign),
     ],
@@ -139,14 +141,15 @@ def test_a_rank_that_fails_ends_all(lab: Lab, script: Path, end: str, exit_code:
     """Without the lab the other ranks would sleep on, because nothing wakes them."""
     script.write_text(
         "import os, psutil, signal, subprocess, sys, threading, time\n"
-        f"if os.environ['RANK'] == '1':\n    {end}\ntime.sleep(600)\n"
+        f"if os.environ['RANK'] == '3':\n    {end}\ntime.sleep(600)\n"
     )
-    result = lab.run([str(script)], show=False, timeout_s=PATIENCE_S)
+    result = lab.run([str(script)], local=2, show=False, timeout_s=PATIENCE_S)
     assert not result.timed_out
     assert result.exit_code == exit_code
     assert result.failure is not None
-    assert (result.failure.rank, result.failure.node, result.failure.local_rank) == (1, 1, 0)
+    assert (result.failure.rank, result.failure.node, result.failure.local_rank) == (3, 1, 1)
     assert result.failure.error.rstrip().endswith(error)
+    assert "laconic/lab" not in result.failure.error, "no frame of ours"
 
 
 def test_a_script_runs_as_it_would_alone(script: Path) -> None:

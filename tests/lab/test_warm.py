@@ -1,7 +1,6 @@
 """Ranks that are forks of a process which has imported their modules."""
 
 import os
-import signal
 import sys
 import uuid
 from collections.abc import Iterator
@@ -64,30 +63,6 @@ dist.barrier()  # a rank that goes at once may be one that another still connect
     result = run(lab, tmp_path, code)
     assert result.exit_code == 0, result
     assert result.nodes[0].sent_bytes == pytest.approx(1e6, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("end", "rank", "exit_code", "error"),
-    [
-        ("raise ValueError('this one')", 2, 1, "ValueError: this one"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 3, -signal.SIGKILL, "SIGKILL"),
-        ("os._exit(9)", 1, 9, "code 9"),
-    ],
-)
-def test_the_first_failure_is_named_and_ends_all(
-    lab: Lab, tmp_path: Path, end: str, rank: int, exit_code: int, error: str
-) -> None:
-    code = f"import os, signal, time\nif os.environ['RANK'] == '{rank}': {end}\ntime.sleep(600)"
-    result = run(lab, tmp_path, code)
-    failure = result.failure
-    assert failure is not None
-    assert (failure.rank, failure.node, failure.local_rank) == (rank, rank // 2, rank % 2)
-    assert failure.exit_code == exit_code
-    assert error in failure.error
-    assert "laconic/lab" not in failure.error, "no frame of ours"
-    assert not result.timed_out
-    assert run(lab, tmp_path, "import sys; sys.exit(7)").exit_code == 7
-    assert run(lab, tmp_path, "pass").exit_code == 0, "the lab goes on"
 
 
 @pytest.mark.parametrize("is_warm", [False, True])
