@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.training import BENCHMARK, Bench, Sizes, device_of
+from benchmarks.gpu.training import BENCHMARK, Bench, Sizes, device_of, seconds_per_call
 from laconic.codec import CODECS, Codec, lossless
 from laconic.optim.adamw8bit import AdamW8bit
 from laconic.shard.cache import free_slab, make_slab
@@ -27,22 +26,7 @@ def seconds_of(call: Callable[[], object], device: torch.device, *, repeats: int
     """Return the median seconds of a call on a device, each time of several calls, after three that are not timed."""
     for _ in range(3):
         call()
-    seconds = []
-    for _ in range(repeats):
-        if device.type == "cuda":
-            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            first.record()
-            for _ in range(calls):
-                call()
-            last.record()
-            torch.cuda.synchronize()
-            seconds.append(first.elapsed_time(last) / 1e3 / calls)
-        else:
-            start_s = time.perf_counter()
-            for _ in range(calls):
-                call()
-            seconds.append((time.perf_counter() - start_s) / calls)
-    return statistics.median(seconds)
+    return statistics.median(seconds_per_call(call, device, calls) for _ in range(repeats))
 
 
 def codecs_rank(sizes: Sizes, device_type: str) -> dict[str, tuple[float, float, float]]:

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
-from benchmarks.gpu.training import BENCHMARK, LOCAL, NODES, Bench, Sizes, Training, become_rank_0, device_of
+from benchmarks.gpu.training import BENCHMARK, BF16, LOCAL, NODES, Bench, Sizes, Training, become_rank_0, device_of
 from laconic.shard.unit import unit_of
 from tests.support.record import Row, ratio_row
 
@@ -44,11 +43,10 @@ def memory_rank(sizes: Sizes, device_type: str, kinds: Sequence[str], is_alone: 
     mesh = laconic.init_mesh(device_type, nodes=NODES, local=LOCAL)
     flat = init_device_mesh(device_type, (dist.get_world_size(),))
     device = device_of(device_type)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     peaks: dict[str, Peak | str] = {}
     for kind in kinds:
         try:
-            peaks[kind] = _peak_of(kind, sizes, device, flat if kind == "fsdp2" else mesh, policy)
+            peaks[kind] = _peak_of(kind, sizes, device, flat if kind == "fsdp2" else mesh)
         except Exception as error:  # of any kind: torch decides how FSDP2 fails over this backend
             if kind != "fsdp2":  # only for FSDP2 a failure is a result
                 raise
@@ -59,8 +57,8 @@ def memory_rank(sizes: Sizes, device_type: str, kinds: Sequence[str], is_alone: 
     return peaks
 
 
-def _peak_of(kind: str, sizes: Sizes, device: torch.device, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> Peak:
-    training = Training(kind, sizes.memory.build(device, torch.float32), sizes.memory, mesh, policy)
+def _peak_of(kind: str, sizes: Sizes, device: torch.device, mesh: DeviceMesh) -> Peak:
+    training = Training(kind, sizes.memory.build(device, torch.float32), sizes.memory, mesh, BF16)
     training.warm_up()
     is_laconic = kind != "fsdp2"
     if is_laconic:

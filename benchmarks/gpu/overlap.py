@@ -105,7 +105,7 @@ def overlap(events: Sequence[Mapping[str, Any]], labels: Iterable[int]) -> Overl
     runs = merge(_interval(event) for event in cached)
     return Overlap(
         copies_us=length(runs),
-        exposed_us=length(runs) - shared(runs, kernels),
+        exposed_us=length(merge([*runs, *kernels])) - length(kernels),
         kernels_us=length(kernels),
         span_us=kernels[-1][1] - kernels[0][0] if kernels else 0.0,
         moved_bytes=sum(event["args"].get("bytes", 0) for event in cached),
@@ -130,18 +130,6 @@ def merge(intervals: Iterable[Interval]) -> list[Interval]:
 def length(intervals: Sequence[Interval]) -> float:
     """Return the total length of disjoint intervals."""
     return sum(end - begin for begin, end in intervals)
-
-
-def shared(left: Sequence[Interval], right: Sequence[Interval]) -> float:
-    """Return the length of the intersection of two lists of disjoint, ordered intervals."""
-    total, i, j = 0.0, 0, 0
-    while i < len(left) and j < len(right):
-        total += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
-        if left[i][1] <= right[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total
 
 
 _PROFILED_STEPS = 2

@@ -6,35 +6,36 @@ Transfers between ranks are free here: both engines run as rank 0 of four ranks 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import laconic
-from benchmarks.gpu.training import BENCHMARK, LOCAL, NODES, Bench, Sizes, Training, become_rank_0, device_of
+from benchmarks.gpu.training import (
+    BENCHMARK,
+    BF16,
+    LOCAL,
+    NODES,
+    Bench,
+    Sizes,
+    Training,
+    become_rank_0,
+    device_of,
+    now_s,
+)
 from benchmarks.llama import Llama
 from tests.support.record import Row, ratio_row
 
 BLOCKS, _STEPS = 5, 3
-_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 HOST_KINDS: dict[str, dict[str, Any]] = {"none": {}, "host": {}, "4bit": {"wire": "4bit"}}
 HOST_LIMITS = {"none": 0.85, "host": 0.9, "4bit": 1.15}
 """The host's time for a step of each kind, at most, as a multiple of FSDP2's."""
 
 
-def _synchronised(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def trainings_of(
-    kinds: dict[str, dict[str, Any]], shape: Llama, device: torch.device, *, fused: bool = True
-) -> dict[str, Training]:
+def trainings_of(kinds: dict[str, dict[str, Any]], shape: Llama, device: torch.device) -> dict[str, Training]:
     """Return the training of each contestant, as rank 0 of ranks that are not there, by name: FSDP2 and caches."""
     mesh = laconic.init_mesh(device.type, nodes=NODES, local=LOCAL)
     flat = init_device_mesh(device.type, (NODES * LOCAL,))
@@ -43,22 +44,20 @@ def trainings_of(
         on_host = "offload_policy" in options
         model = shape.build(torch.device("cpu") if on_host else device, torch.float32)
         cache = "host" if kind == "4bit" else kind
-        found[kind] = Training(cache, model, shape, flat if kind == "fsdp2" else mesh, _BF16, fused=fused, **options)
+        found[kind] = Training(cache, model, shape, flat if kind == "fsdp2" else mesh, BF16, **options)
     return found
 
 
-def alternating(
-    trainings: dict[str, Training], device: torch.device, step: Callable[[Training], object], blocks: int = BLOCKS
-) -> dict[str, list[float]]:
+def alternating(trainings: dict[str, Training], step: Callable[[Training], object]) -> dict[str, list[float]]:
     """Return the seconds of a step of each contestant, block by block, after a block that warms up."""
     times: dict[str, list[float]] = {kind: [] for kind in trainings}
-    for block in range(-1, blocks):
+    for block in range(-1, BLOCKS):
         for kind in sorted(trainings, reverse=bool(block % 2)):
-            start_s = _synchronised(device)
+            start_s = now_s()
             for _ in range(_STEPS):
                 step(trainings[kind])
             if block >= 0:
-                times[kind].append((_synchronised(device) - start_s) / _STEPS)
+                times[kind].append((now_s() - start_s) / _STEPS)
     return times
 
 
@@ -73,7 +72,7 @@ def offload_rank(sizes: Sizes, device_type: str) -> dict[str, list[float]]:
     device = device_of(device_type)
     options = {"offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")}
     trainings = trainings_of(dict.fromkeys(("fsdp2", "none"), options), sizes.memory, device)
-    return alternating(trainings, device, _forward_and_backward)
+    return alternating(trainings, _forward_and_backward)
 
 
 @BENCHMARK.row("offload")
@@ -91,8 +90,7 @@ def offload(bench: Bench) -> Row:
 def host_rank(sizes: Sizes, device_type: str) -> dict[str, list[float]]:
     """Return the host's seconds for a step, block by block, by contestant: the device is never behind."""
     become_rank_0()
-    device = device_of(device_type)
-    return alternating(trainings_of({"fsdp2": {}, **HOST_KINDS}, sizes.host, device), device, Training.step)
+    return alternating(trainings_of({"fsdp2": {}, **HOST_KINDS}, sizes.host, device_of(device_type)), Training.step)
 
 
 def _host_row(kind: str, limit: float) -> None:

@@ -15,10 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
-from benchmarks.gpu.training import BENCHMARK, Bench, Sizes, Training, device_of
+from benchmarks.gpu.training import BENCHMARK, BF16, Bench, Sizes, Training, device_of, now_s
 from laconic.publish import Publisher
 from laconic.shard.unit import unit_of
 from tests.support.record import Row, ratio_row
@@ -49,11 +48,10 @@ def publish_rank(sizes: Sizes, device_type: str) -> Published:
     """Publish versions of a model that trains with fp32 weights in bf16, and gather one of FSDP2."""
     torch.set_num_threads(min(len(os.sched_getaffinity(0)), _MOST_THREADS))
     device = device_of(device_type)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     def made(kind: str, mesh: Any) -> Training:
         model = sizes.memory.build(device, torch.float32)
-        training = Training(kind, model, sizes.memory, mesh, policy, learning_rate=_RATE)
+        training = Training(kind, model, sizes.memory, mesh, BF16, learning_rate=_RATE)
         training.warm_up()
         return training
 
@@ -72,8 +70,8 @@ def publish_rank(sizes: Sizes, device_type: str) -> Published:
                 if version == 1:
                     _change_all(training.model)
                 before = _begin(device)
-                found.seconds[encoding].append(_timed(publisher.publish, device))
-                found.writing[encoding].append(_timed(publisher.wait, device))
+                found.seconds[encoding].append(_timed(publisher.publish))
+                found.writing[encoding].append(_timed(publisher.wait))
                 if device.type == "cuda":
                     peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
                     found.added[encoding].append(int(peak) - before)
@@ -87,7 +85,7 @@ def publish_rank(sizes: Sizes, device_type: str) -> Published:
 
     for _ in range(VERSIONS["gaps"]):
         peer.step()
-        found.gather.append(_timed(gather, device))
+        found.gather.append(_timed(gather))
     return found
 
 
@@ -111,10 +109,8 @@ def _begin(device: torch.device) -> int:
     return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
 
-def _timed(action: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    begun_s = time.perf_counter()
+def _timed(action: Callable[[], object]) -> float:
+    begun_s = now_s()
     action()
     return time.perf_counter() - begun_s
 

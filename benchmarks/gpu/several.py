@@ -13,7 +13,6 @@ import argparse
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,19 +21,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
 from benchmarks.gpu import policies
 from benchmarks.gpu.training import (
     BENCHMARK,
+    BF16,
     BLOCKS,
     FULL,
     STEPS_PER_BLOCK,
     TOY,
-    WARMUP_STEPS,
     Sizes,
     Training,
+    now_s,
     seconds_per_step,
 )
 from laconic import _compat
@@ -43,7 +42,6 @@ from laconic.comm.groups import started_bytes
 from tests.support.record import Record, Row, ratio_row, rows_table
 
 _OURS: dict[str, dict[str, Any]] = {"none": {}, "host": {}, "device": {}, "4bit": {"wire": "4bit"}}
-_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 _GATHERED_BYTES = 1 << 28
 _REPEATS = 10
 
@@ -111,9 +109,8 @@ def _step_times(ranks: Ranks) -> dict[str, list[float]]:
         for name in sorted(options, reverse=bool(block % 2)):  # one model at a time: all together would not fit
             kind = "fsdp2" if name in meshes else "host" if name == "4bit" else name
             model = ranks.sizes.step.build(device, torch.float32)
-            training = Training(kind, model, ranks.sizes.step, meshes.get(name, mesh), _BF16, **options[name])
-            for _ in range(WARMUP_STEPS):
-                training.step()
+            training = Training(kind, model, ranks.sizes.step, meshes.get(name, mesh), BF16, **options[name])
+            training.warm_up()
             seconds = max(ranks.of_all(seconds_per_step(training, device)))
             times.setdefault(name, []).append(seconds)
             del training, model
@@ -145,12 +142,6 @@ def gathers_of_several(ranks: Ranks) -> Row:
 
 def _seconds(move: Callable[[], Any]) -> float:
     """The median seconds of a transfer until this rank's device has done it."""
-
-    def now_s() -> float:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
     move()
     times = []
     for _ in range(_REPEATS):

@@ -26,6 +26,7 @@ from tests.support.measure import Benchmark, BenchmarkError, Options
 from tests.support.record import Row, ratio_row
 
 NODES, LOCAL = 2, 2
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 TIMEOUT_S = 300.0
 WARMUP_STEPS = 3
 LOSS_STEPS = 20
@@ -124,7 +125,6 @@ class Training:
         policy: MixedPrecisionPolicy | None = None,
         *,
         learning_rate: float = 1e-4,
-        fused: bool = True,
         **options: Any,
     ) -> None:
         """`options` are arguments of `fully_shard`, laconic's or torch's."""
@@ -135,7 +135,7 @@ class Training:
                 fsdp2_shard(module, mesh=mesh, mp_policy=policy, **options)
             else:
                 laconic.fully_shard(module, mesh=mesh, mp_policy=policy, cache=kind, **options)  # type: ignore[arg-type]
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=fused, foreach=not fused)
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
         self._steps = 0
         rank = dist.get_rank() if dist.is_initialized() else 0
         device = next(model.parameters()).device if mesh is None else torch.device(mesh.device_type)
@@ -167,20 +167,32 @@ def device_of(device_type: str) -> torch.device:
 
 
 def seconds_per_step(training: Training, device: torch.device) -> float:
-    """Return the mean seconds over the steps of a block, by CUDA events on a GPU."""
+    """Return the mean seconds over the steps of a block."""
+    return seconds_per_call(training.step, device, STEPS_PER_BLOCK)
+
+
+def seconds_per_call(call: Callable[[], object], device: torch.device, calls: int) -> float:
+    """Return the mean seconds of so many calls, by CUDA events on a GPU."""
     if device.type != "cuda":
         start_s = time.perf_counter()
-        for _ in range(STEPS_PER_BLOCK):
-            training.step()
-        return (time.perf_counter() - start_s) / STEPS_PER_BLOCK
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - start_s) / calls
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     first.record()
-    for _ in range(STEPS_PER_BLOCK):
-        training.step()
+    for _ in range(calls):
+        call()
     last.record()
     torch.cuda.synchronize()
-    return first.elapsed_time(last) / 1e3 / STEPS_PER_BLOCK
+    return first.elapsed_time(last) / 1e3 / calls
+
+
+def now_s() -> float:
+    """Return the time at which the device has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def become_rank_0() -> None:
