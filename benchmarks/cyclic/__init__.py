@@ -1,1 +1,1 @@
-"""How much memory the cyclic schedule saves, how fast it is, and how well models train under its rules."""
+"""How much memory the cyclic schedule saves, and how well models train under its rules."""

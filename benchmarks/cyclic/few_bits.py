@@ -8,19 +8,19 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.cyclic.accuracy import WORKERS, begin, language_study, plain_state, results_of, run
-from benchmarks.cyclic.bench import BENCHMARK, TIMEOUT_S, Bench, Setting
+from benchmarks.cyclic.accuracy import WORKERS, Study, plain_state
+from benchmarks.cyclic.bench import BENCHMARK, Bench, Setting
 from laconic import Wire
 from tests.support.launch import launch
 from tests.support.record import Row
 
 RULE = "lag2"
+_TIMEOUT_S = 900.0
 EXACT = "exact"
 WIRES = {
     EXACT: Wire(),
@@ -35,17 +35,15 @@ MOST_BYTES, MOST_LOSS = 0.3, 1e-3
 
 @BENCHMARK.row("few-bits")
 def few_bits(bench: Bench) -> Row:
-    arguments = {**bench.language, **bench.few_bits, "folder": bench.out / "tokens"}
-    setting = bench.language["settings"][0]
-    study = language_study(**arguments)
+    study = Study(**{**bench.language, **bench.few_bits}, folder=bench.out / "tokens")
+    setting = study.settings[0]
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in WIRES}
     for seed in range(study.seeds):
         state = bench.out / f"plain-{seed}.pt"
         torch.save(plain_state(study, setting, seed), state)
         for name, wire in WIRES.items():
             ranks = launch(
-                train_rank, arguments, setting, seed, wire, state,
-                num_ranks=WORKERS, num_local=1, timeout_s=TIMEOUT_S,
+                train_rank, study, setting, seed, wire, state, num_ranks=WORKERS, num_local=1, timeout_s=_TIMEOUT_S
             )  # fmt: skip
             found[name].append((ranks[0][0], sum(sent for _, sent in ranks)))
             print(f"seed {seed}, {name}: test loss {found[name][-1][0]:.4f}, {found[name][-1][1]:,.0f} bytes a step")
@@ -66,7 +64,7 @@ def few_bits(bench: Bench) -> Row:
         is_met=share <= MOST_BYTES and distance <= MOST_LOSS,
         note=(
             f"{CLAIMED}, rule {RULE}, replicated states, {WORKERS} workers on nodes of their own: weights as "
-            f"differences to the workers' copies, sums of gradients at every hop. {study.name}: eval loss after "
+            f"differences to the workers' copies, sums of gradients at every hop. A small Llama: eval loss after "
             f"{study.steps} steps, the first {study.plain_steps} plain and exact; learning rate {setting}; exact "
             f"{statistics.mean(loss for loss, _ in exact):.4f}. Seed by seed, mean ± standard deviation of "
             f"{study.seeds} seeds: {_with_spread(distances[CLAIMED])}; {others}. Bytes are counted at the senders, "
@@ -79,17 +77,16 @@ def _with_spread(distances: Sequence[float]) -> str:
     return f"{statistics.mean(distances):+.3%} ± {statistics.stdev(distances):.3%}"
 
 
-def train_rank(arguments: dict[str, Any], setting: Setting, seed: int, wire: Wire, state: Path) -> tuple[float, float]:
+def train_rank(study: Study, setting: Setting, seed: int, wire: Wire, state: Path) -> tuple[float, float]:
     """Go on from the plain state as one worker. Returns the test loss, and the bytes that it sent a step."""
-    study, rank = language_study(**arguments), dist.get_rank()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    task, stages, trainer = begin(study, RULE, setting, seed, mesh=mesh, wire=wire)
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
+    stages, trainer = study.begin(RULE, setting, seed, mesh=mesh, wire=wire)
     values = torch.load(state, weights_only=False)
     own = {key.replace("devices.0.", f"devices.{rank}.", 1): value for key, value in values.items()}
     trainer.load_state_dict(own)
     before = trainer.traffic.snapshot()
-    run(study, task, trainer, setting, range(study.plain_steps, study.steps), worker=rank)
+    study.run(trainer, setting, seed, range(study.plain_steps, study.steps), worker=rank)
     traffic = trainer.traffic.snapshot() - before
     sent = traffic.wire("sent", "weights") + traffic.wire("sent", "gradients")
-    _, loss = results_of(task, stages)
+    _, loss = study.losses(stages)
     return loss, sent / (study.steps - study.plain_steps)

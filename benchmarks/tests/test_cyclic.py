@@ -1,17 +1,13 @@
-"""benchmarks.cyclic: what its rows compute from traces, observations and studies of accuracy."""
+"""benchmarks.cyclic: what its rows compute from traces and losses."""
 
 from __future__ import annotations
-
-import math
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.cyclic import accuracy, schedule
+from benchmarks.cyclic.accuracy import is_within_noise
 from benchmarks.cyclic.traces import Trace, trace
 
 
@@ -61,27 +57,11 @@ def test_attention_on_a_cpu_takes_time() -> None:
     assert trace(linear, loss).flops == linear_flops + forward + 2.5 * forward
 
 
-def test_live_activations_are_summed_over_workers_in_time() -> None:
-    def worker(*events: tuple[float, int]) -> schedule.Observation:
-        return schedule.Observation(start_s=0.0, end_s=1.0, log=schedule.Log(alive=list(events)), on_time=1.0)
+def test_noise_is_the_deviation_between_seeds() -> None:
+    def seeds(middle: float, spread: float) -> list[float]:
+        return [middle - spread, middle, middle + spread]
 
-    both = [worker((0.1, 1), (0.3, -1)), worker((0.2, 1), (0.3, 1), (0.4, -1), (0.5, -1))]
-    assert schedule.live_over_time(both) == [(0.1, 1), (0.2, 2), (0.3, 1), (0.3, 2), (0.4, 1), (0.5, 0)]
-
-
-@pytest.mark.parametrize(("is_loss", "better", "worse"), [(True, 0.5, 1.5), (False, 1.5, 0.5)])
-def test_noise_is_the_deviation_between_seeds(is_loss: bool, better: float, worse: float) -> None:
-    def outcome(middle: float, spread: float) -> accuracy.Outcome:
-        setting = accuracy.Setting(lr=0.05, momentum=0.5)
-        return accuracy.Outcome(rule="v2", setting=setting, results=(middle - spread, middle, middle + spread))
-
-    plain = outcome(1.0, 0.1)
-    made: Any = SimpleNamespace(is_loss=is_loss)
-    assert accuracy.is_within_noise(made, plain, outcome(better, 0.0))
-    assert not accuracy.is_within_noise(made, plain, outcome(worse, 0.1))
-    assert accuracy.is_within_noise(made, plain, outcome(worse, 0.6))
-    # The standard error of the difference: three seeds of deviation 0.6, and three of 0.1.
-    error = math.sqrt((0.6**2 + 0.1**2) / 3)
-    assert accuracy.is_within_error(made, plain, outcome(1.0 + math.copysign(0.99 * error, worse - 1.0), 0.6))
-    assert not accuracy.is_within_error(made, plain, outcome(1.0 + math.copysign(1.01 * error, worse - 1.0), 0.6))
-    assert accuracy.is_within_error(made, plain, outcome(better, 0.0))
+    plain = seeds(1.0, 0.1)
+    assert is_within_noise(plain, seeds(0.5, 0.0))
+    assert not is_within_noise(plain, seeds(1.5, 0.1))
+    assert is_within_noise(plain, seeds(1.5, 0.6))
