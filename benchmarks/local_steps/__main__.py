@@ -1,11 +1,11 @@
-"""How much traffic and time local steps save, and how much quality they cost: every row of the claim.
+"""How much traffic local steps save, and how much quality they cost: every row of the claim.
 
     python -m benchmarks.local_steps                        all rows, some 90 minutes on 2 cores, recorded in RESULTS.md
-    python -m benchmarks.local_steps --rows bytes,peak      some rows, recorded too
+    python -m benchmarks.local_steps --rows bytes,flops     some rows, recorded too
     python -m benchmarks.local_steps --quick                all rows on tiny jobs, printed only: does the method work?
 
 Four islands of one rank each train a Llama over bytes on the trainer's corpus (islands.py). Other work of the machine
-does not change losses. Run rows with times (wall-clock, overlap) on a quiet machine.
+changes no row.
 
 [Note: Equal tokens]
 All runs of a seed take the same rows in the same steps. With islands, each island sees its part of the rows; every-step
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.local_steps import losses, parity, traffic, partial, front  # isort: skip  # noqa: F401  rows, in order
+from benchmarks.local_steps import losses, traffic, partial  # isort: skip  # noqa: F401  rows, in order
 from benchmarks.local_steps.bench import BENCHMARK
 
 BENCHMARK.save = losses.save

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.local_steps.islands import Answer, Job, Shape, run_jobs, write_jobs
+from benchmarks.local_steps.islands import Answer, Job, Shape, run_jobs
 from laconic.compare.runner import explain_failure
 from laconic.lab import Lab
 from tests.support.launch import launch
@@ -17,11 +17,7 @@ from tests.support.measure import Benchmark
 
 NUM_ISLANDS = 4
 _TIMEOUT_S = 3 * 3600.0
-RATE_BITS_PER_S = 50e6
 _TINY = Shape(hidden=32, intermediate=64, layers=8)
-SMALL_STEP = {"rows": 2, "length": 64}
-"""The batch of timed jobs. It is so small that a step waits for the wire, not for two cores that serve four islands."""
-
 _WARM_STEPS = 880
 """The number of steps of every-step data parallel before all runs: [Note: Equal tokens]."""
 _LOSS_STEPS = 320
@@ -60,70 +56,43 @@ class Bench:
 
     def losses(self, name: str) -> list[float]:
         """Return the final loss of one of `LOSSES`, by seed."""
-        return [answer.evaluations[-1][2] for answer in self.by_seed(name)]
+        return [answer.evaluations[-1][-1] for answer in self.by_seed(name)]
 
     def by_seed(self, name: str) -> list[Answer]:
         """Return the answers of one of `LOSSES`, by seed."""
         jobs = [
             Job(
-                name=f"{name}/{seed}",
-                seed=seed,
-                steps=self.loss_steps,
-                warm_steps=self.warm_steps,
-                shape=_TINY if self.quick else _LOSS_SHAPE,
-                eval_every=self.loss_steps // 8,
+                name=f"{name}/{seed}", seed=seed, steps=self.loss_steps, warm_steps=self.warm_steps,
+                shape=_TINY if self.quick else _LOSS_SHAPE, eval_every=self.loss_steps // 8,
                 **{"every": EVERY, "outer_momentum": OUTER_MOMENTUM, **LOSSES[name]},
             )
             for seed in range(self.seeds)
-        ]
+        ]  # fmt: skip
         for job in jobs:
             if job.name not in self.answers:
                 self.answers[job.name] = self._answer(job)
         return [self.answers[job.name] for job in jobs]
 
-    def kept(self, job: Job, run: Callable[[], Any]) -> Any:
-        """Return what `run` says about a job, read from the job's file; without a file, run it and write the file."""
-        if not self.has(job):
-            self.keep(job, run())
-        return self.read(job)
-
-    def has(self, job: Job) -> bool:
-        """Whether the folder has the answer of a job."""
-        return self._file(job).exists()
-
-    def keep(self, job: Job, answer: Any) -> None:
-        """Write the answer of a job."""
-        self._file(job).write_text(json.dumps(answer))
-
-    def read(self, job: Job) -> Any:
-        """Read the answer of a job."""
-        return json.loads(self._file(job).read_text())
-
-    def _file(self, job: Job) -> Path:
-        return self.folder / f"answer-{hashlib.sha256(repr(job).encode()).hexdigest()[:16]}.json"
-
     def _answer(self, job: Job) -> Answer:
-        return Answer(**self.kept(job, lambda: dataclasses.asdict(self._run([job])[0])))
+        kept = self.folder / f"answer-{hashlib.sha256(repr(job).encode()).hexdigest()[:16]}.json"
+        if not kept.exists():
+            tokens = str(self.folder / "tokens")
+            (found, *_), *_ = launch(
+                run_jobs, tokens, [job], num_ranks=NUM_ISLANDS, num_local=1, timeout_s=_TIMEOUT_S
+            )  # fmt: skip
+            kept.write_text(json.dumps(dataclasses.asdict(found)))
+        return Answer(**json.loads(kept.read_text()))
 
-    def warm_up(self, job: Job) -> None:
-        """Write the weights that `job` begins with into the folder."""
-        self._run([job])
-
-    def _run(self, jobs: Sequence[Job]) -> list[Answer]:
-        tokens = str(self.folder / "tokens")
-        return launch(run_jobs, tokens, jobs, num_ranks=NUM_ISLANDS, num_local=1, timeout_s=_TIMEOUT_S)[0]
-
-    def run_in_lab(self, jobs: Sequence[Job], rate_bits_per_s: float | None) -> dict[str, Answer]:
-        """Run jobs in one launch on the lab's nodes, with one island each, and return their answers by name."""
+    def run_in_lab(self, jobs: Sequence[Job]) -> list[Answer]:
+        """Run jobs in one launch on the lab's nodes, with one island each, and return their answers."""
         given, answers = self.folder / "jobs.json", self.folder / "answers.json"
-        write_jobs(jobs, given)
-        with Lab(nodes=NUM_ISLANDS, rate_bits_per_s=rate_bits_per_s) as lab:
+        given.write_text(json.dumps([dataclasses.asdict(job) for job in jobs]))
+        with Lab(nodes=NUM_ISLANDS) as lab:
             command = ["-m", "benchmarks.local_steps.islands", str(given), str(answers), str(self.folder / "tokens")]
             outcome = lab.run(command, local=1, timeout_s=_TIMEOUT_S, show=False)
         if outcome.exit_code:
             raise RuntimeError(f"the lab's run failed: {explain_failure(outcome)}")
-        found = [Answer(**answer) for answer in json.loads(answers.read_text())]
-        return {job.name: answer for job, answer in zip(jobs, found, strict=True)}
+        return [Answer(**answer) for answer in json.loads(answers.read_text())]
 
 
 BENCHMARK = Benchmark(
@@ -131,9 +100,3 @@ BENCHMARK = Benchmark(
     name="local_steps",
     prepare=lambda options: Bench(options.out, quick=options.quick),
 )
-
-
-def wire_bytes(answer: Answer) -> list[int]:
-    """Return the bytes that island 0 sent at the lab's interface, by step."""
-    assert answer.wire_bytes is not None  # the lab has a wire
-    return answer.wire_bytes

@@ -5,13 +5,13 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from benchmarks.local_steps.bench import BENCHMARK, EVERY, LOSSES, NUM_ISLANDS, OUTER_MOMENTUM, STREAMED, TOP_K, Bench
+from benchmarks.local_steps.bench import BENCHMARK, EVERY, LOSSES, NUM_ISLANDS, OUTER_MOMENTUM, TOP_K, Bench
 from benchmarks.local_steps.islands import Job
 from tests.support.record import Record, Row
 
 _PICTURE = Path(__file__).parents[2] / "docs" / "local-steps.png"
-Curve = list[tuple[int, float, float]]
-"""(step, seconds of training, eval loss) of every evaluation."""
+Curve = list[tuple[int, float]]
+"""(step, eval loss) of every evaluation."""
 
 
 @BENCHMARK.row("loss-codecs")
@@ -78,37 +78,23 @@ def _losses_note(bench: Bench, names: list[str], baseline: str) -> str:
         f"means of {bench.seeds} seeds and, by seed, against {baseline}: {'; '.join(map(described, names))}. "
         f"{bench.by_seed(baseline)[0].num_parameters / 1e6:.2f} M parameters, {bench.loss_steps} steps of "
         f"{NUM_ISLANDS} x {job.rows} x {job.length} tokens after {bench.warm_steps} of data parallel, on one cosine "
-        f"from {job.lr:g}, every={LOSSES[names[-1]].get('every', EVERY)}, streamed in {STREAMED['fragments']} "
-        f"fragments with overlap {STREAMED['overlap']}. Outer learning rate and momentum: {_outer_rates(names)}; "
-        "losses of the outer parameters."
+        f"from {job.lr:g}; losses of the outer parameters. Settings, beside every {EVERY}, outer_lr {job.outer_lr:g} "
+        f"and outer_momentum {OUTER_MOMENTUM:g}: {'; '.join(map(_settings, names))}."
     )
 
 
-def _outer_rates(names: list[str]) -> str:
-    """The outer settings of some of `LOSSES`: equal ones once, and those of slices after them."""
-    rates: dict[str, list[str]] = {}
-    for name in names:
-        options = LOSSES[name]
-        lr, momentum = options.get("outer_lr", Job.outer_lr), options.get("outer_momentum", OUTER_MOMENTUM)
-        sliced = options.get("sliced_lr", lr), options.get("sliced_momentum", momentum)
-        text = f"{lr:g} and {momentum:g}" + (
-            f", of slices {sliced[0]:g} and {sliced[1]:g}" * (sliced != (lr, momentum))
-        )
-        if name != "ddp":
-            rates.setdefault(text, []).append(name)
-    return "; ".join(f"{text} ({', '.join(each)})" for text, each in rates.items())
+def _settings(name: str) -> str:
+    return f"{name}: {', '.join(f'{key} {value}' for key, value in LOSSES[name].items())}"
 
 
 def save_curves(curves: dict[str, Curve], path: Path) -> None:
     """Draw the mean eval loss over tokens, with a line for each of `LOSSES`, and its excess over data parallel."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     job = Job(name="", steps=1)
     tokens_per_step = NUM_ISLANDS * job.rows * job.length
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), constrained_layout=True)
+    figure = Figure(figsize=(10, 3.8), layout="constrained", dpi=110)
+    left, right = figure.subplots(1, 2)
     base = mean_curve(curves, "ddp")
     for name in LOSSES:
         if f"{name}/0" not in curves:
@@ -123,21 +109,17 @@ def save_curves(curves: dict[str, Curve], path: Path) -> None:
     left.legend(frameon=False, fontsize=8)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    figure.savefig(path)
 
 
 def mean_curve(curves: dict[str, Curve], name: str) -> dict[int, float]:
     """Return the mean loss over seeds, by step."""
     runs = [curve for key, curve in curves.items() if key.rsplit("/", 1)[0] == name]
-    return {points[0][0]: statistics.mean(point[2] for point in points) for points in zip(*runs, strict=True)}
+    return {points[0][0]: statistics.mean(loss for _, loss in points) for points in zip(*runs, strict=True)}
 
 
 def save(record: Record, bench: Bench) -> None:
     """Write the rows and the curves of the losses, and draw the picture."""
-    if record.name != BENCHMARK.name:  # a section without curves
-        record.save()
-        return
     known = {key: curve for key, curve in record.known.get("curves", {}).items() if key.rsplit("/", 1)[0] in LOSSES}
     curves = {**known, **{name: answer.evaluations for name, answer in bench.answers.items()}}
     record.save(curves=curves)

@@ -1,27 +1,23 @@
-"""Rows about partial updates: the FLOPs and the memory of one training step of a 1.3 B model, on the meta device.
-
-python -m benchmarks.local_steps.partial    prints a table of more shapes and settings
-"""
+"""Rows about partial updates: the FLOPs and the memory of one training step of a 1.3 B model, on the meta device."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.llama import Llama
 from benchmarks.local_steps.bench import BENCHMARK, Bench
 from laconic.partial.patterns import Kind
 from laconic.partial.updates import partial_updates
 from tests.support.record import Row
 
-Shape = Literal["gpt2", "llama"]
 HIDDEN, LAYERS, HEADS, VOCAB = 2048, 24, 16, 32_000
+_SEQUENCE = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,30 +38,13 @@ class StepCost:
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.activations_bytes
 
 
-def step_cost(
-    shape: Shape,
-    *,
-    slices: int = 1,
-    include: Collection[Kind] = ("mlp", "attention"),
-    batch: int = 1,
-    sequence: int = 1024,
-    checkpointing: bool = False,
-) -> StepCost:
-    """Return the cost of one step of a model of 1.3 B parameters, without allocating its tensors."""
-    model = _model(shape, sequence)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return step_cost_of(model, slices=slices, include=include, batch=batch, sequence=sequence)
-
-
-def step_cost_of(
-    model: nn.Module, *, slices: int, batch: int, sequence: int, include: Collection[Kind] = ("mlp", "attention")
-) -> StepCost:
-    """Return the cost of one step of a causal language model on the meta device. It cuts the model into slices."""
+def step_cost(*, slices: int = 1, include: Collection[Kind] = ("mlp", "attention"), batch: int = 1) -> StepCost:
+    """Return the cost of one step of a model of 1.3 B parameters in slices, without allocating its tensors."""
+    model = _gpt2()
     with torch.device("meta"):
-        tokens = torch.zeros(batch, sequence, dtype=torch.long)
+        tokens = torch.zeros(batch, _SEQUENCE, dtype=torch.long)
         # A mask of all pairs. transformers would read the values of a smaller mask, and a meta tensor has no values.
-        mask = torch.zeros(batch, 1, sequence, sequence, dtype=torch.bool)
+        mask = torch.zeros(batch, 1, _SEQUENCE, _SEQUENCE, dtype=torch.bool)
     partial_updates(model, slice_index=0, num_slices=slices, include=include)
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -106,27 +85,18 @@ class _SavedStorages:
         return sum(storage.nbytes() for storage in self._storages.values())
 
 
-def _model(shape: Shape, sequence: int) -> Any:
-    if shape == "gpt2":  # an MLP of 4 d without a gate; as many heads of keys as of queries
-        import transformers as hf
+def _gpt2() -> Any:
+    """A GPT-2: an MLP of 4 d without a gate, and as many heads of keys as of queries."""
+    import transformers as hf
 
-        sizes = {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS, "vocab_size": VOCAB, "n_positions": sequence}
-        without_dropout = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
-        config: Any = hf.GPT2Config(
-            **sizes,
-            **without_dropout,
-            activation_function="gelu",
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-        with torch.device("meta"):
-            return hf.GPT2LMHeadModel(config)
-    llama = Llama(
-        hidden=HIDDEN, intermediate=5504, layers=LAYERS, heads=HEADS, kv_heads=HEADS, vocab=VOCAB, batch=1,
-        sequence=sequence,
+    sizes = {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS, "vocab_size": VOCAB, "n_positions": _SEQUENCE}
+    without_dropout = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+    config: Any = hf.GPT2Config(
+        **sizes, **without_dropout, activation_function="gelu", tie_word_embeddings=False, bos_token_id=0,
+        eos_token_id=0,
     )  # fmt: skip
-    return llama.build(torch.device("meta"), torch.float32)
+    with torch.device("meta"):
+        return hf.GPT2LMHeadModel(config)
 
 
 @BENCHMARK.row("flops")
@@ -157,26 +127,6 @@ def memory(bench: Bench) -> Row:
 
 
 def _savings(quantity: str, batch: int = 1) -> list[float]:
-    full = step_cost("gpt2", batch=batch)
-    parts = [step_cost("gpt2", slices=4, include=include, batch=batch) for include in (("mlp",), ("mlp", "attention"))]
+    full = step_cost(batch=batch)
+    parts = [step_cost(slices=4, include=include, batch=batch) for include in (("mlp",), ("mlp", "attention"))]
     return [getattr(part, quantity) / getattr(full, quantity) - 1 for part in parts]
-
-
-def main() -> None:
-    """Print the table."""
-    kinds: tuple[tuple[str, tuple[Kind, ...]], ...] = (("MLP", ("mlp",)), ("MLP + attention", ("mlp", "attention")))
-    for shape in ("gpt2", "llama"):
-        for setting in ({}, {"checkpointing": True}, {"batch": 2}):
-            full = step_cost(shape, **setting)  # type: ignore[arg-type]
-            print(f"{shape} {setting}: {full.flops / 1e12:.2f} TFLOP, {full.peak_bytes / 1e9:.2f} GB")
-            for name, include in kinds:
-                part = step_cost(shape, slices=4, include=include, **setting)  # type: ignore[arg-type]
-                print(
-                    f"  1/4 of {name}: FLOPs {part.flops / full.flops - 1:+.2%}, peak "
-                    f"{part.peak_bytes / full.peak_bytes - 1:+.2%} ({part.peak_bytes / 1e9:.2f} GB), activations "
-                    f"{full.activations_bytes / 1e9:.2f} -> {part.activations_bytes / 1e9:.2f} GB"
-                )
-
-
-if __name__ == "__main__":
-    main()
