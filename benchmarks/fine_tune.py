@@ -38,6 +38,10 @@ _LABELS = {
 }
 
 
+Runs = dict[tuple[str, float | None], Result]
+"""Every run of the picture, by strategy and rate."""
+
+
 @dataclass
 class Bench:
     """The open lab, and the runs."""
@@ -46,29 +50,26 @@ class Bench:
     steps: int
 
     @cached_property
-    def results(self) -> list[Result]:
-        """Every run of the picture."""
-        cases = [
-            Case(strategy=name, job="lora", rate_bits_per_s=rate, steps=self.steps, measure_memory=False)
+    def runs(self) -> Runs:
+        """All runs, made when a row first needs them."""
+        return {
+            (name, rate): self.comparison.run(
+                Case(strategy=name, job="lora", rate_bits_per_s=rate, steps=self.steps, measure_memory=False)
+            )
             for name, rate in _LABELS
-        ]
-        return [self.comparison.run(case) for case in cases]
-
-    def result(self, strategy: str, rate: float | None) -> Result:
-        """The run of a strategy at a rate."""
-        return next(each for each in self.results if (each.strategy, each.rate_bits_per_s) == (strategy, rate))
+        }
 
 
-def draw(bench: Bench, path: Path) -> None:
+def draw(runs: Runs, path: Path) -> None:
     """Draw the loss of every run against the seconds since its first step."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.6), layout="constrained", dpi=150)
     axes = figure.subplots()
-    for result in bench.results:
-        label, color, style = _LABELS[result.strategy, result.rate_bits_per_s]
-        passed = [sum(result.step_times_s[:index]) for index in range(len(result.step_times_s) + 1)]
-        axes.plot(passed, result.losses[-len(passed) :], style, color=color, label=label)
+    for key, run in runs.items():
+        label, color, style = _LABELS[key]
+        passed = [sum(run.step_times_s[:index]) for index in range(len(run.step_times_s) + 1)]
+        axes.plot(passed, run.losses[-len(passed) :], style, color=color, label=label)
     axes.set_xlabel("seconds since the first step", fontsize=9)
     axes.set_ylabel("loss", fontsize=9)
     axes.legend(fontsize=8, frameon=False)
@@ -77,10 +78,11 @@ def draw(bench: Bench, path: Path) -> None:
 
 
 def _save(record: Record, bench: Bench) -> None:
-    draw(bench, PICTURE)
+    runs = list(bench.runs.values())
+    draw(bench.runs, PICTURE)
     record.save(
-        more=["The job of examples/chat.toml with a Llama of 256 x 6 layers.", render(bench.results)],
-        results=[result.to_dict() for result in bench.results],
+        more=["The job of examples/chat.toml with a Llama of 256 x 6 layers.", render(runs)],
+        results=[run.to_dict() for run in runs],
     )
 
 
@@ -109,40 +111,33 @@ BENCHMARK = Benchmark(
 @BENCHMARK.row("unshaped")
 def against_unshaped(bench: Bench) -> Row:
     """Compare laconic's step on the slow wire with its step on an unshaped one."""
-    slow, free = bench.result("host", RATE_BITS_PER_S), bench.result("host", None)
+    slow, free = bench.runs["host", RATE_BITS_PER_S], bench.runs["host", None]
+    others = "; ".join(
+        f"{STRATEGIES[name].label} {run.step_s:.3f} s, {(run.wire_bytes or 0) / 1e6:.3g} MB a step"
+        for (name, rate), run in bench.runs.items()
+        if rate is not None
+    )
     return ratio_row(
         claim="LoRA on conversations, 2 nodes x 1 rank at 100 Mbit/s, seconds a step against an unshaped wire",
         ratio=slow.step_s / free.step_s,
         limit=1.15,
-        note=f"{slow.step_s:.3f} s against {free.step_s:.3f} s, medians of {slow.steps} steps. {_others(bench)}",
+        note=f"{slow.step_s:.3f} s against {free.step_s:.3f} s, medians of {slow.steps} steps. At 100 Mbit/s: "
+        f"{others}.",
     )
 
 
 @BENCHMARK.row("losses")
 def losses(bench: Bench) -> Row:
     """Compare the losses of all runs."""
-    first = bench.results[0]
-    worst = max(
-        abs(one - other) / abs(other)
-        for result in bench.results
-        for one, other in zip(result.losses, first.losses, strict=True)
-    )
+    first, *others = (run.losses for run in bench.runs.values())
+    worst = max(abs(a - b) / abs(b) for each in others for a, b in zip(each, first, strict=True))
     return Row(
         claim="LoRA on conversations, losses of laconic, FSDP2 and DDP",
         required="equal within 1e-4 relative, fp32",
         measured=f"within {worst:.1e}",
         is_met=worst <= 1e-4,
-        note=f"the loss falls from {first.losses[0]:.3f} to {first.loss:.3f} in {first.steps} steps.",
+        note=f"the loss falls from {first[0]:.3f} to {first[-1]:.3f} in {len(first)} steps.",
     )
-
-
-def _others(bench: Bench) -> str:
-    found = []
-    for name in ("fsdp2", "ddp"):
-        result = bench.result(name, RATE_BITS_PER_S)
-        found.append(f"{STRATEGIES[name].label} {result.step_s:.3f} s, {(result.wire_bytes or 0) / 1e6:.3g} MB a step")
-    own = bench.result("host", RATE_BITS_PER_S)
-    return f"At 100 Mbit/s: {'; '.join(found)}; laconic {(own.wire_bytes or 0) / 1e6:.3g} MB a step."
 
 
 if __name__ == "__main__":

@@ -1,48 +1,32 @@
-"""How much ragged layouts pad, and how much time and memory they save: every row of the claim.
+"""How much ragged layouts pad, and how long a plan takes: every row of the claim.
 
     python -m benchmarks.layout                              all rows, recorded in RESULTS.md
     python -m benchmarks.layout --rows padding-1,padding-16  some rows, recorded too
     python -m benchmarks.layout --rows many-ranks,many-ranks-rows
                                                              published models on up to 16,384 ranks, in a minute or two
-    python -m benchmarks.layout --quick                      few group sizes and a tiny job, printed only
+    python -m benchmarks.layout --quick                      few group sizes, printed only
 
-Padding and planning time are arithmetic and take some minutes for all 1017 group sizes. Step time and memory are
-measured in the lab on a quiet machine.
-
-[Note: The previous engine]
-The previous engine did not compute gradients in their buckets. The row `step-time` compares the times of both engines:
-both source trees run in the same lab, in turn. The previous tree is the parent of the commit that added `ADDED_FILE`.
+Padding and planning time are arithmetic and take some minutes for all 1017 group sizes.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from benchmarks import many_ranks, previous, scaled_rank
+from benchmarks import many_ranks
 from benchmarks.many_ranks import ManyRanks
-from laconic.compare import Case, Comparison, Result
 from laconic.compare.markdown import markdown
-from laconic.compare.progress import ConsoleReporter
-from laconic.config import load
 from laconic.layout import packing
-from laconic.layout.explain import Cause, Explanation, explain
 from laconic.layout.granularity import rows
 from laconic.plan.padding import UnitShapes, fsdp2_numel, lcm_numel, plan_of
 from tests.support.layers import DEEPSEEK_V3, GPT_OSS_120B
 from tests.support.measure import Benchmark
 from tests.support.record import Record, Row
 
-_REPOSITORY = Path(__file__).parents[1]
-ADDED_FILE = "src/laconic/shard/linear.py"
-_NODES, _LOCAL = 2, 2
-_STEPS, _REPEATS = 12, 3
-_MEMORY_STRATEGIES = ("fsdp2", "host", "none")
 _COLUMNS = ("layer", "ranks", "1 row", "16 rows", "32 rows", "128 rows", "FSDP2", "LCM")
 LAYERS = {"DeepSeek-V3": DEEPSEEK_V3, "GPT-OSS-120B": GPT_OSS_120B}
 SHOWN = (8, 64, 96, 100, 128, 256, 384, 512, 768, 1000, 1024)
@@ -70,14 +54,12 @@ class Padding:
     """The padding under the better of FSDP2's and Megatron-FSDP's rules, which keep single rows whole."""
     plan_s: float
     """The CPU seconds of planning."""
-    reasons: tuple[Explanation, ...]
 
 
 @dataclass
 class Bench:
     """The padding of all cases; each case is planned once."""
 
-    out: Path
     quick: bool
     cases: dict[tuple[str, int, int], Padding] = field(default_factory=dict)
     many: ManyRanks | None = None
@@ -125,7 +107,6 @@ def _measure(layer: UnitShapes, num_ranks: int, num_rows: int) -> Padding:
         other_rules=others / layer.numel - 1,
         num_buckets=len(plan.buckets),
         plan_s=plan_s,
-        reasons=explain(plan, itemsize=_BF16_BYTES),
     )
 
 
@@ -141,7 +122,7 @@ def plan_time_s(layer: UnitShapes, num_ranks: int, num_rows: int) -> float:
 BENCHMARK = Benchmark(
     measures=("laconic.layout", "laconic.ragged", "laconic.shard"),
     name="layout",
-    prepare=lambda options: Bench(options.out, options.quick),
+    prepare=lambda options: Bench(options.quick),
     save=lambda record, bench: save(record, table(bench), bench.many),
     details=lambda bench: _render(table(bench)),
 )
@@ -199,41 +180,6 @@ def _buckets(cases: list[Padding]) -> str:
     )
 
 
-@BENCHMARK.row("padding-coarse")
-def padding_coarse(bench: Bench) -> Row:
-    parts, notes, unexplained, above = [], [], 0, 0
-    for num_rows in (32, 128):
-        by_layer = bench.all(num_rows)
-        cases = [case for layer_cases in by_layer.values() for case in layer_cases]
-        above += sum(case.planned > case.one_bucket for case in cases)
-        cliffs = [case for case in cases if case.planned > 0.05]
-        causes = [_main_cause(case) for case in cliffs]
-        unexplained += causes.count(None)
-        parts.append(f"{num_rows} rows: {max(case.planned for case in cases):.2%} at worst")
-        for layer, layer_cases in by_layer.items():
-            worst = max(layer_cases, key=lambda case: case.planned)
-            reasons = "; ".join(str(reason) for reason in worst.reasons if reason.padding > 0)
-            notes.append(
-                f"{layer}, {num_rows} rows: mean {statistics.fmean(case.planned for case in layer_cases):.2%}, at most "
-                f"{worst.planned:.2%} on {worst.num_ranks} ranks (one bucket: {worst.one_bucket:.2%}): {reasons}"
-            )
-        counts = ", ".join(f"{causes.count(cause)} by {cause.value}" for cause in Cause if cause in causes)
-        notes.append(f"{num_rows} rows: {len(cliffs)} of {len(cases)} plans pad more than 5 %, forced {counts or '-'}")
-    return Row(
-        claim="the same, blocks of 32 and 128 rows",
-        required="reported, never above the single-bucket plan, each cliff explained",
-        measured=f"{', '.join(parts)}; {above} plans above one bucket; {unexplained} cliffs unexplained",
-        is_met=above == 0 and unexplained == 0,
-        note=". ".join(notes) + ". Remedy: a smaller group, or lower blocks.",
-    )
-
-
-def _main_cause(case: Padding) -> Cause | None:
-    """The cause of most of a plan's padding; None if the cause is alignment, which explains no cliff."""
-    worst = max(case.reasons, key=lambda reason: reason.padding)
-    return worst.cause if worst.cause is not Cause.ALIGNMENT else None
-
-
 @BENCHMARK.row("planning-time")
 def planning_time(bench: Bench) -> Row:
     timed = {
@@ -271,113 +217,6 @@ def many_ranks_recommended(bench: Bench) -> Row:
 @BENCHMARK.row("many-ranks-rows")
 def many_ranks_rows(bench: Bench) -> Row:
     return many_ranks.many_ranks_rows(bench.published)
-
-
-@BENCHMARK.row("step-time")
-def step_time(bench: Bench) -> Row:
-    """Time full training with AdamW on an unshaped wire: this engine, FSDP2, and the previous engine."""
-    repeats = 1 if bench.quick else _REPEATS
-    times: dict[str, list[float]] = {"fsdp2": [], "now": [], "before": []}
-    revision = previous.parent_of_added(ADDED_FILE)
-    with previous.source_at(revision, bench.out) as source, _comparison("wire.toml", bench.out / "step-time") as lab:
-        for repeat in range(repeats):
-            times["fsdp2"].append(_run(lab, "fsdp2", repeat).step_s)
-            times["now"].append(_run(lab, "host", repeat).step_s)
-            with previous.running(source):
-                times["before"].append(_run(lab, "host", repeat + repeats).step_s)
-    fsdp2, now, before = (statistics.median(times[name]) for name in ("fsdp2", "now", "before"))
-    return Row(
-        claim="step time on an unshaped wire, full training with AdamW, against FSDP2 / against the engine before",
-        required="<= 0.75x / <= 1.00x",
-        measured=f"{now / fsdp2:.3f}x / {now / before:.3f}x",
-        is_met=now / fsdp2 <= 0.75 and now / before <= 1,
-        note=(
-            f"jobs/wire.toml, cache=host: {now:.3f} s, FSDP2 {fsdp2:.3f} s, before {before:.3f} s; medians of "
-            f"{repeats} alternating runs each: now {_list(times['now'])}, before {_list(times['before'])}."
-        ),
-    )
-
-
-_MOST_BYTES = {"fp8_128x128": 0.51, "fp8_1x128": 0.51, "fp8_1x128_e8m0": 0.51, "mxfp8": 0.52, "nvfp4": 0.29}
-"""Of each scaled format, the most bytes against bf16."""
-
-
-@BENCHMARK.row("scaled")
-def scaled(bench: Bench) -> Row:
-    """Count the bytes of weights that are gathered in few bits, and compare losses with those of whole weights."""
-    steps = 2 if bench.quick else 8
-    in_bf16 = scaled_rank.measure(scaled_rank.BF16, steps)
-    wire, cache, apart = {}, {}, {}
-    for name in _MOST_BYTES:
-        found = scaled_rank.measure(name, steps)
-        wire[name] = sum(each.wire_bytes for each in found) / sum(each.wire_bytes for each in in_bf16)
-        cache[name] = sum(each.cache_bytes for each in found) / sum(each.cache_bytes for each in in_bf16)
-        apart[name] = scaled_rank.largest_difference(found)
-    is_met = {name: max(wire[name], cache[name]) <= most for name, most in _MOST_BYTES.items()}
-    each = "; ".join(f"{name} {wire[name]:.4f}x / {cache[name]:.4f}x" for name in _MOST_BYTES)
-    equal = [name for name in _MOST_BYTES if apart[name] == 0]
-    return Row(
-        claim=(
-            "FP8 128 x 128 and 1 x 128, MXFP8, NVFP4 gathers: bytes on the wire / in the cache against bf16; losses "
-            "against the same quantisation unsharded"
-        ),
-        required=", ".join(f"{name} <= {most:.2f}x" for name, most in _MOST_BYTES.items()) + "; equal to the bit",
-        measured=f"{each}; losses of {len(equal)} of {len(apart)} formats equal to the bit",
-        is_met=all(is_met.values()) and len(equal) == len(apart),
-        measures=("laconic.codec", "laconic.layers", "laconic.layout", "laconic.ragged", "laconic.shard"),
-        note=(
-            f"2 nodes x 2 ranks, {steps} steps of AdamW on fp32 weights, computed in bf16, cache=host; all parameters "
-            "are those of linear layers, of sizes that need no padding (row padding-coarse has that of 128 rows). An "
-            "fp32 scale per 128 values is 1/64 of the values in bf16, so fp8_1x128 takes 0.5156x whatever the engine "
-            "does; with scales that are powers of two (e8m0) it takes 0.5039x. Over the bound: "
-            f"{', '.join(name for name, met in is_met.items() if not met) or 'none'}. The largest difference of a loss "
-            f"is {max(apart.values()):.2g}."
-        ),
-    )
-
-
-@BENCHMARK.row("reserved")
-def reserved(bench: Bench) -> Row:
-    """Compare the peak memory of full training with FSDP2's, on a dense model and on one with fused experts."""
-    ratios, each = {}, []
-    for job in ("experts.toml", "wire.toml"):
-        with _comparison(job, bench.out / f"reserved-{job.removesuffix('.toml')}") as lab:
-            peaks = {name: _peak(lab.run(Case(strategy=name, steps=3))) for name in _MEMORY_STRATEGIES}
-        ratios[job] = {name: peaks[name] / peaks["fsdp2"] for name in ("host", "none")}
-        each.append(
-            f"{job}: host {peaks['host'] / 1e6:.1f}, none {peaks['none'] / 1e6:.1f}, "
-            f"FSDP2 {peaks['fsdp2'] / 1e6:.1f} MB"
-        )
-    mix = ratios["experts.toml"]
-    return Row(
-        claim="reserved memory against FSDP2, on a unit mix like GPT-OSS's",
-        required="<= 0.88x",
-        measured=f"host {mix['host']:.3f}x, none {mix['none']:.3f}x",
-        is_met=max(mix.values()) <= 0.88,
-        note=(
-            "fused experts whose number the ranks do not divide; the most that torch's allocator held on a rank in a "
-            f"step; {'; '.join(each)} (the dense model: host {ratios['wire.toml']['host']:.3f}x, none "
-            f"{ratios['wire.toml']['none']:.3f}x)."
-        ),
-    )
-
-
-def _comparison(job: str, out: Path) -> Comparison:
-    return Comparison(
-        load(_REPOSITORY / "benchmarks" / "jobs" / job), out, nodes=_NODES, local=_LOCAL, reporter=ConsoleReporter()
-    )
-
-
-def _run(lab: Comparison, strategy: str, repeat: int) -> Result:
-    return lab.run(Case(strategy=strategy, steps=_STEPS, measure_memory=False, log_every=100, repeat=repeat))
-
-
-def _peak(result: Result) -> float:
-    return result.allocated_peak_bytes or math.nan
-
-
-def _list(values: list[float]) -> str:
-    return ", ".join(f"{value:.3f}" for value in values) + " s"
 
 
 def table(bench: Bench) -> list[list[str]]:

@@ -79,27 +79,6 @@ def padding_of(model: ModelShapes, num_ranks: int, num_rows: int) -> float:
     return total / model.numel - 1
 
 
-def least_with_expert_axis(model: ModelShapes, num_ranks: int, num_rows: int) -> float:
-    """The least padding with the fused experts of each layer cut over a mesh axis of their own, of any size over one.
-
-    With e groups of experts, num_ranks / e ranks share the experts of a group, and all ranks share the other tensors.
-    """
-    stacks = {shape[0] for unit in model.units() for shape in unit.shapes if len(shape) == 3}
-    sizes = [size for size in range(2, max(stacks) + 1) if num_ranks % size == 0 and all(n % size == 0 for n in stacks)]
-    return min((_with_expert_axis(model, num_ranks, num_rows, size) for size in sizes), default=float("inf"))
-
-
-def _with_expert_axis(model: ModelShapes, num_ranks: int, num_rows: int, num_groups: int) -> float:
-    total, block = 0, rows(num_rows)
-    for unit in model.units():
-        experts = tuple((shape[0] // num_groups, *shape[1:]) for shape in unit.shapes if len(shape) == 3)
-        others = tuple(shape for shape in unit.shapes if len(shape) != 3)
-        if experts:
-            total += unit.count * num_groups * planned_numel(experts, num_ranks // num_groups, block, _ITEMSIZE)
-        total += unit.count * planned_numel(others, num_ranks, block, _ITEMSIZE)
-    return total / model.numel - 1
-
-
 def many_ranks(measured: ManyRanks) -> Row:
     """The remedy that `laconic plan layout` recommends: the cheapest."""
     flat = [cell.advice.remedies[0] for cell in measured.bad if cell.advice is not None and cell.advice.remedies]
@@ -116,25 +95,13 @@ def many_ranks(measured: ManyRanks) -> Row:
 def many_ranks_rows(measured: ManyRanks) -> Row:
     """The cheapest remedy that keeps blocks of rows, for those who need rows for another reason than AdamW8bit."""
     kept = [each for cell in measured.bad if (each := cell.remedy(is_flat=False)) is not None]
-    with_experts = [
-        cell for cell in measured.bad
-        if any(len(shape) == 3 for unit in measured.model(cell.model).units() for shape in unit.shapes)
-    ]  # fmt: skip
-    least = [
-        (least_with_expert_axis(measured.model(cell.model), cell.num_ranks, cell.num_rows), cell)
-        for cell in with_experts
-    ]
-    helped = sum(padding < cell.padding for padding, cell in least)
-    cured = sum(padding <= most_padding(cell.num_ranks) for padding, cell in least)
     several = sum(each.layers_per_unit > 1 for each in kept)
     replicas = sum(each.num_replicas > 1 for each in kept)
     return _row(
         measured,
         "the cheapest remedy that keeps blocks of rows",
         lambda cell: cell.remedy(is_flat=False),
-        f"{replicas} have replicas, {several} have several layers in a unit. {{cost}} Experts over a mesh axis of "
-        f"their own would bring {cured} of the {len(with_experts)} cells of such models below the limit, and pad less "
-        f"at all in {helped}.",
+        f"{replicas} have replicas, {several} have several layers in a unit. {{cost}}",
     )
 
 
@@ -153,7 +120,8 @@ def _row(measured: ManyRanks, name: str, find: Callable[[Cell], Remedy | None], 
         f"Bytes that a rank holds more than with an even cut without padding: {median} in the median, at most {most} "
         f"({_of(dearest)}: {cost.words})."
     )
-    first = f"without one {before[0]:.2%} / {before[1]:.2%} at worst ({_of(max(measured.cells, key=_padding))})"
+    most_padded = max(measured.cells, key=lambda cell: cell.padding)
+    first = f"without one {before[0]:.2%} / {before[1]:.2%} at worst ({_of(most_padded)})"
     limits = [most_padding(_FEW), most_padding(_FEW + 1)]
     return Row(
         measures=MEASURES,
@@ -166,10 +134,6 @@ def _row(measured: ManyRanks, name: str, find: Callable[[Cell], Remedy | None], 
         is_met=not left and worst[0] <= limits[0] and worst[1] <= limits[1],
         note=(f"{first}; {len(measured.bad)} of {len(measured.cells)} cells need one; {note.format(cost=cost_text)}"),
     )
-
-
-def _padding(cell: Cell) -> float:
-    return cell.padding
 
 
 def _of(cell: Cell) -> str:

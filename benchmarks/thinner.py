@@ -16,11 +16,12 @@ import json
 import shutil
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.wire.bench import Bench as WireBench
-from benchmarks.wire.bench import Key, Setup, opened, wire_bytes
+from benchmarks.wire.bench import Key, Setup, opened, seconds_of, wire_bytes
 from laconic.compare import STRATEGIES
 from laconic.compare.table import LEGEND, render
 from laconic.config import Config, load
@@ -33,6 +34,9 @@ THINNER = Setup(job_file="thinner")
 ACCUMULATED = Setup(job_file="thinner_accumulated")
 HALF = Setup(job_file="thinner_half")
 FAST_BITS_PER_S, SLOW_BITS_PER_S = 200e6, 50e6
+_JOBS = Path(__file__).parent / "jobs"
+_TIMEOUT_S = 3600.0
+NODES, LOCAL = 2, 2
 
 
 class Bench(WireBench):
@@ -105,13 +109,11 @@ def accumulated(bench: Bench) -> Row:
 @BENCHMARK.row("seconds")
 def seconds(bench: Bench) -> Row:
     """Seconds a step against FSDP2's ring at two rates."""
-    ratios = []
-    notes = []
+    ratios, notes = [], []
     for rate in (FAST_BITS_PER_S, SLOW_BITS_PER_S):
-        bench.alternate([(name, "full", rate) for name in ("fsdp2", "4bit")], THINNER)
-        times = {name: bench.step_s(name, "full", rate, THINNER) for name in ("fsdp2", "4bit")}
+        times = bench.times(("fsdp2", "4bit"), "full", rate, THINNER)
         ratios.append(times["4bit"] / times["fsdp2"])
-        notes.append(f"{format_rate(rate)}: {_times(times)}")
+        notes.append(f"{format_rate(rate)}: {seconds_of(times)}")
     return Row(
         claim="seconds a step at 200 / 50 Mbit/s, 10.8 M parameters, 4bit against FSDP2's ring",
         required="<= 0.15x / <= 0.09x",
@@ -124,30 +126,26 @@ def seconds(bench: Bench) -> Row:
 @BENCHMARK.row("against-hsdp")
 def against_hsdp(bench: Bench) -> Row:
     """Seconds a step at the slow rate against HSDP and ZeRO++'s algorithm."""
-    names = ("hsdp", "zero++", "4bit")
-    bench.alternate([(name, "full", SLOW_BITS_PER_S) for name in names], THINNER)
-    times = {name: bench.step_s(name, "full", SLOW_BITS_PER_S, THINNER) for name in names}
+    times = bench.times(("hsdp", "zero++", "4bit"), "full", SLOW_BITS_PER_S, THINNER)
     by_hsdp, by_zero = times["4bit"] / times["hsdp"], times["4bit"] / times["zero++"]
     return Row(
         claim="seconds a step at 50 Mbit/s, 4bit against HSDP / ZeRO++'s algorithm",
         required="<= 0.2x / <= 0.85x",
         measured=f"{by_hsdp:.3f}x / {by_zero:.3f}x",
         is_met=by_hsdp <= 0.2 and by_zero <= 0.85,
-        note=f"medians of {bench.repeats} alternating runs: {_times(times)}.",
+        note=f"medians of {bench.repeats} alternating runs: {seconds_of(times)}.",
     )
 
 
 @BENCHMARK.row("unshaped")
 def unshaped(bench: Bench) -> Row:
     """Seconds a step on an unshaped wire against exact crossings: what coding costs."""
-    names = ("host", "4bit")
-    bench.alternate([(name, "full", None) for name in names], THINNER)
-    times = {name: bench.step_s(name, "full", None, THINNER) for name in names}
+    times = bench.times(("host", "4bit"), setup=THINNER)
     return ratio_row(
         claim="seconds a step on an unshaped wire, 4bit against exact (CPU)",
         ratio=times["4bit"] / times["host"],
         limit=1.10,
-        note=f"medians of {bench.repeats} alternating runs: {_times(times)}.",
+        note=f"medians of {bench.repeats} alternating runs: {seconds_of(times)}.",
     )
 
 
@@ -198,14 +196,12 @@ def lossless_bytes(bench: Bench) -> Row:
 @BENCHMARK.row("lossless-seconds", section="lossless")
 def lossless_seconds(bench: Bench) -> Row:
     """Seconds a step against exact crossings in bf16, and with gradients in four bits, at two rates."""
-    names, notes = ("host", "lossless", "4bit", "lossless-4bit"), []
-    by_exact, by_coded = [], []
+    by_exact, by_coded, notes = [], [], []
     for rate in (FAST_BITS_PER_S, SLOW_BITS_PER_S):
-        bench.alternate([(name, "full", rate) for name in names], HALF)
-        times = {name: bench.step_s(name, "full", rate, HALF) for name in names}
+        times = bench.times(("host", "lossless", "4bit", "lossless-4bit"), "full", rate, HALF)
         by_exact.append(times["lossless"] / times["host"])
         by_coded.append(times["lossless-4bit"] / times["4bit"])
-        notes.append(f"{format_rate(rate)}: {_times(times)}")
+        notes.append(f"{format_rate(rate)}: {seconds_of(times)}")
     return Row(
         claim="seconds a step at 200 / 50 Mbit/s in bf16: `lossless` against exact; `lossless-4bit` against `4bit`",
         required="<= 0.62x; <= 0.90x",
@@ -221,44 +217,13 @@ def lossless_seconds(bench: Bench) -> Row:
 @BENCHMARK.row("lossless-unshaped", section="lossless")
 def lossless_unshaped(bench: Bench) -> Row:
     """Seconds a step on an unshaped wire against exact crossings: what lossless coding costs."""
-    names = ("host", "lossless")
-    bench.alternate([(name, "full", None) for name in names], HALF)
-    times = {name: bench.step_s(name, "full", None, HALF) for name in names}
+    times = bench.times(("host", "lossless"), setup=HALF)
     return ratio_row(
         claim="seconds a step on an unshaped wire, `lossless` against exact in bf16 (CPU)",
         ratio=times["lossless"] / times["host"],
         limit=1.10,
-        note=(
-            f"medians of {bench.repeats} alternating runs: {_times(times)}. With numba. Two cores code for four ranks."
-        ),
-    )
-
-
-@BENCHMARK.row("lossless-exact", section="lossless")
-def lossless_exact(bench: Bench) -> Row:
-    """Losses of a long run, and the weights at its end, against those with exact crossings."""
-    steps = 20 if bench.quick else 500
-    losses = {}
-    for name in ("exact", "lossless"):
-        config = job_of(bench, "optimizers", 0, name, steps=steps, folder=f"same-{name}", num_local=1)
-        config = dataclasses.replace(
-            config,
-            shard=config.shard.with_keys(**_HALF_KEYS),
-            train=dataclasses.replace(config.train, log_every=1),
-        )
-        evaluated = train(config, num_ranks=NODES, num_local=1)
-        lines = (Path(config.train.output) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        losses[name] = [line["loss"] for line in map(json.loads, lines) if "loss" in line] + evaluated
-    same = sum(one == other for one, other in zip(losses["exact"], losses["lossless"], strict=True))
-    return Row(
-        claim=f"losses of {steps} steps, and the eval loss at the end, `lossless` against exact",
-        required="equal to the bit",
-        measured=f"{same} of {len(losses['exact'])} are equal",
-        is_met=same == len(losses["exact"]),
-        note=(
-            f"1.7 M parameters in bf16, AdamW, 2 nodes x 1 rank; at the end {losses['exact'][-1]:.6f}. Optimizers, "
-            "accumulation, odd values, edits, loads, resumes, islands and slices are in tests/shard/test_lossless.py."
-        ),
+        note=f"medians of {bench.repeats} alternating runs: {seconds_of(times)}. With numba. Two cores code for four "
+        "ranks.",
     )
 
 
@@ -266,59 +231,25 @@ def _sizes(bench: Bench, setup: Setup, names: tuple[str, ...] = ("fsdp2", "host"
     return ", ".join(f"{STRATEGIES[name].label} {_bytes(bench, name, setup) / 1e6:.3f} MB" for name in names)
 
 
-def _times(times: dict[str, float]) -> str:
-    return ", ".join(f"{STRATEGIES[name].label} {time:.3f} s" for name, time in times.items())
-
-
-_JOBS = Path(__file__).parent / "jobs"
-_TIMEOUT_S = 3600.0
-NODES = 2
-TOKENS_PER_STEP = 1024
+_FIRST_STEPS, _MORE_STEPS, _SEEDS, _EVAL_BATCHES = 240, 120, 3, 64
+_FLOOR = "floor"
 _HALF_KEYS = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
-EIGHT_BIT_GRADIENTS = {"weights": "int4", "gradients": "int8"}
-WIRES: dict[str, dict[str, Any]] = {
-    "exact": {},
-    "4bit": {"wire": "4bit"},
-    "lossless": {"wire": "lossless"},
-    "exact in bf16": _HALF_KEYS,
-    "lossless / int4": {"wire": {"weights": "lossless", "gradients": "int4"}, **_HALF_KEYS},
-    "lossless / int2": {"wire": {"weights": "lossless", "gradients": "int2"}, **_HALF_KEYS},
-    "ZeRO++": {"strategy": "zero++"},
-    "int4 / int2": {"wire": {"weights": "int4", "gradients": "int2", "feedback": True}},
-}
-"""The keys of [shard], by the name of a run."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Runs:
-    """The lengths of paired runs, and their job."""
-
-    job: str
-    first_steps: int
-    more_steps: int
-    seeds: int
-    eval_batches: int = 16
-    num_local: int = 2
-    """The ranks of a node. A step has the same tokens with any."""
-    optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """The name of their folder."""
-        return f"{self.job}-{self.optimizer.get('name', 'adamw')}"
+PAIRED: dict[str, dict[str, Any]] = {
+    "exact": {}, "4bit": {"wire": "4bit"}, "ZeRO++": {"strategy": "zero++"}, _FLOOR: {},
+    "exact in bf16": _HALF_KEYS, "lossless-4bit": {"wire": "lossless-4bit", **_HALF_KEYS},
+    "lossless-2bit": {"wire": "lossless-2bit", **_HALF_KEYS},
+}  # fmt: skip
+"""The keys of [shard], by the name of a run. The floor is exact, and adds up in another order, as on one node."""
 
 
 @BENCHMARK.row("paired")
 def paired(bench: Bench) -> Row:
     """The eval loss of four bits against exact crossings and against ZeRO++."""
-    runs = Runs(job="thinner_losses", first_steps=240, more_steps=120, seeds=3, eval_batches=64)
-    names = ("exact", "4bit", "ZeRO++")
-    losses = paired_losses(bench, runs, names)
-    floor = excess(losses["floor"], losses["exact"])
-    coded, zero = (excess(losses[name], losses["exact"]) for name in ("4bit", "ZeRO++"))
+    losses = paired_losses(bench, ("exact", "4bit", "ZeRO++", _FLOOR))
+    coded, zero, floor = (excess(losses[name], losses["exact"]) for name in ("4bit", "ZeRO++", _FLOOR))
     mean, zero_mean = statistics.mean(coded), statistics.mean(zero)
     apart = [one - other for one, other in zip(coded, zero, strict=True)]
-    error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else 0.0
+    error = statistics.stdev(apart) / len(apart) ** 0.5
     return Row(
         claim="eval loss, paired continuation, 10.8 M parameters, 4bit against exact / against ZeRO++",
         required="<= 0.1 % / not above",
@@ -326,169 +257,103 @@ def paired(bench: Bench) -> Row:
         is_met=max(coded) <= 0.001 and mean <= zero_mean,
         note=(
             f"by seed: 4bit {percents(coded)}; ZeRO++ {percents(zero)}; the noise floor (exact, sums in another order) "
-            f"{percents(floor)}. {losses['exact'][0]:.4f} with exact crossings; {runs.first_steps} exact steps, then "
-            f"{runs.more_steps} of each kind, 1,024 tokens a step, 2 nodes x 2 ranks; {runs.eval_batches * 1024:,} "
+            f"{percents(floor)}. {losses['exact'][0]:.4f} with exact crossings; {_FIRST_STEPS} exact steps, then "
+            f"{_MORE_STEPS} of each kind, 1,024 tokens a step, {NODES} nodes x {LOCAL} ranks; {_EVAL_BATCHES * 1024:,} "
             "held-out tokens."
         ),
     )
 
 
-@BENCHMARK.row("stretch")
-def stretch(bench: Bench) -> Row:
-    """The eval loss of gradients in two bits: experimental."""
-    runs = Runs(job="thinner_losses", first_steps=240, more_steps=120, seeds=2)
-    losses = paired_losses(bench, runs, ("exact", "int4 / int2"), has_floor=False)
-    return Row(
-        claim="eval loss, paired: int4 weights / int2 gradients with feedback",
-        required="measured, experimental",
-        measured=percents(excess(losses["int4 / int2"], losses["exact"])),
-        is_met=True,
-        note=f"by seed, against exact crossings, as in the row above; {runs.eval_batches * 1024:,} held-out tokens.",
-    )
-
-
-@BENCHMARK.row("optimizers")
-def optimizers(bench: Bench) -> Row:
-    """AdamW8bit, Muon and Shampoo with weights in four bits and gradients in eight."""
-    found = {}
-    for name, settings in (
-        ("adamw8bit", {}), ("muon", {"adjust_lr_fn": "match_rms_adamw"}), ("shampoo", {"block_size": 128}),
-    ):  # fmt: skip
-        runs = Runs(
-            job="optimizers",
-            first_steps=150,
-            more_steps=100,
-            seeds=2,
-            num_local=1,
-            optimizer={"name": name, **settings},
-        )
-        losses = paired_losses(bench, runs, ("exact", "8-bit gradients", "4bit"), has_floor=False)
-        found[name] = [excess(losses[wire], losses["exact"]) for wire in ("8-bit gradients", "4bit")]
-    means = {name: statistics.mean(eight) for name, (eight, _) in found.items()}
-    return Row(
-        claim="eval loss, paired, AdamW8bit / Muon / Shampoo, int4 weights and int8 gradients against exact",
-        required="<= 0.2 %",
-        measured=" / ".join(f"{mean:+.3%}" for mean in means.values()),
-        is_met=all(mean <= 0.002 for mean in means.values()),
-        note="by seed: " + "; ".join(
-            f"{name} {percents(eight)}, with int4 gradients {percents(four)}" for name, (eight, four) in found.items()
-        ) + ". 1.7 M parameters, 150 exact steps, then 100 of each kind, 1,024 tokens a step, 2 nodes x 1 rank.",
-    )  # fmt: skip
-
-
 @BENCHMARK.row("lossless-paired", section="lossless")
 def lossless_paired(bench: Bench) -> Row:
     """The eval loss of lossless weights with gradients in four and two bits."""
-    runs = Runs(job="thinner_losses", first_steps=240, more_steps=120, seeds=3, eval_batches=64, num_local=1)
-    names = ("lossless / int4", "lossless / int2")
-    losses = paired_losses(bench, runs, ("exact in bf16", *names), has_floor=False)
-    found = {name: excess(losses[name], losses["exact in bf16"]) for name in names}
+    losses = paired_losses(bench, ("exact in bf16", "lossless-4bit", "lossless-2bit"))
+    found = {name: excess(losses[name], losses["exact in bf16"]) for name in ("lossless-4bit", "lossless-2bit")}
     means = [statistics.mean(each) for each in found.values()]
     return Row(
         claim="eval loss, paired, in bf16, lossless weights with gradients in int4 / int2 against exact ones",
         required="<= 0.1 % / <= 0.5 %",
         measured=" / ".join(f"{mean:+.3%}" for mean in means),
         is_met=means[0] <= 0.001 and means[1] <= 0.005,
-        note=(
-            "by seed: "
-            + "; ".join(f"{name} {percents(each)}" for name, each in found.items())
-            + f". 10.8 M parameters; {runs.first_steps} exact steps, then {runs.more_steps} of each kind, in which the "
-            f"rate falls from 1e-3 to 0; 1,024 tokens a step, 2 nodes x 1 rank, {runs.seeds} seeds."
-        ),
+        note=f"by seed: {'; '.join(f'{name} {percents(each)}' for name, each in found.items())}. As the row paired of "
+        "section thinner.",
     )
 
 
-def _folder_of(runs: Runs, seed: int, name: str) -> str:
-    return f"{runs.name}-{seed}-{name.replace(' / ', '-')}-{runs.eval_batches}"
-
-
-@BENCHMARK.row("scratch")
-def scratch(bench: Bench) -> Row:
-    """Runs from scratch, which scatter by seed."""
-    steps, seeds = (20, 2) if bench.quick else (400, 5)
-    losses: dict[str, list[float]] = {"exact": [], "4bit": []}
+def paired_losses(bench: Bench, names: Sequence[str]) -> dict[str, list[float]]:
+    """The eval loss of each run at its end, by name and seed. Runs of a seed go on from one checkpoint."""
+    first, more, seeds = (6, 4, 2) if bench.quick else (_FIRST_STEPS, _MORE_STEPS, _SEEDS)
+    losses: dict[str, list[float]] = {name: [] for name in names}
     for seed in range(seeds):
-        for name, found in losses.items():
-            folder = f"scratch-{name}-{seed}"
-            config = job_of(bench, "optimizers", seed, name, steps=steps, folder=folder, eval_batches=64, num_local=1)
-            found.append(train(config, num_ranks=NODES, num_local=1)[-1])
-    differences = excess(losses["4bit"], losses["exact"])
-    mean, error = statistics.mean(differences), statistics.stdev(differences) / seeds**0.5
-    return Row(
-        claim=f"eval loss from scratch, {seeds} seeds, 4bit against exact",
-        required="<= 0.3 %, or within a standard error that is below 0.3 %",
-        measured=f"{mean:+.3%} +- {error:.3%}",
-        is_met=mean <= 0.003 or (mean <= error < 0.003),
-        note=f"by seed {percents(differences)}; 1.7 M parameters, {steps} steps of 1,024 tokens, 2 nodes x 1 rank.",
-    )
-
-
-def paired_losses(
-    bench: Bench, runs: Runs, names: tuple[str, ...], *, has_floor: bool = True
-) -> dict[str, list[float]]:
-    """The eval loss of each run at its end, by name and seed: [Note: Paired runs]."""
-    first, more, seeds = (6, 4, 2) if bench.quick else (runs.first_steps, runs.more_steps, runs.seeds)
-    losses: dict[str, list[float]] = {name: [] for name in (*names, *(["floor"] if has_floor else []))}
-    for seed in range(seeds):
-        base = f"{runs.name}-{seed}"
-        common = {
-            "optimizer": runs.optimizer, "seed": seed, "eval_batches": runs.eval_batches, "num_local": runs.num_local,
-        }  # fmt: skip
-        ranks = {"num_ranks": NODES * runs.num_local, "num_local": runs.num_local}
-        begun = job_of(bench, runs.job, wire="exact", steps=first, folder=base, is_first=True, **common)
+        begun = job_of(bench, "thinner_losses", seed, f"paired-{seed}", steps=first, decay_steps=1, save_every=0)
         if not (Path(begun.train.output) / "checkpoints" / f"step-{first}").exists():
-            shutil.rmtree(begun.train.output, ignore_errors=True)  # of a run that was stopped
-            train(begun, **ranks)
+            train(begun)
         for name, found in losses.items():
-            folder = _folder_of(runs, seed, name)
             config = job_of(
-                bench, runs.job, wire="exact" if name == "floor" else name, steps=first + more, decay_steps=more,
-                folder=folder, resume=f"{begun.train.output}/checkpoints/step-{first}",
-                **common,
+                bench, "thinner_losses", seed, f"paired-{seed}-{name}", steps=first + more, decay_steps=more,
+                resume=f"{begun.train.output}/checkpoints/step-{first}",
             )  # fmt: skip
-            on_one_node = {"num_local": NODES * runs.num_local} if name == "floor" else {}
-            found.append(finished(config, **{**ranks, **on_one_node}))
+            config = dataclasses.replace(config, shard=config.shard.with_keys(**PAIRED[name]))
+            known = Path(config.train.output) / "eval.json"
+            if not known.exists():
+                losses_of_run = train(config, num_local=NODES * LOCAL if name == _FLOOR else LOCAL)
+                known.write_text(json.dumps(losses_of_run["eval_loss"][-1]))
+            found.append(float(json.loads(known.read_text())))
     return losses
 
 
-def finished(config: Config, *, num_ranks: int, num_local: int) -> float:
-    """The eval loss at the end of a run, which runs if it has not yet."""
-    known = Path(config.train.output) / "eval.json"
-    if not known.exists():
-        shutil.rmtree(known.parent, ignore_errors=True)  # of a run that was stopped
-        loss = train(config, num_ranks=num_ranks, num_local=num_local)[-1]
-        known.write_text(json.dumps(loss))
-    return float(json.loads(known.read_text()))
+@BENCHMARK.row("adamw8bit-loss", section="optimizers")
+def adamw8bit_loss(bench: Bench) -> Row:
+    """The loss under AdamW8bit beside AdamW, on one rank."""
+    steps, seeds, last = (20, 1, 20) if bench.quick else (300, 6, 20)
+    pairs = []
+    for seed in range(seeds):
+        runs = []
+        for name in ("adamw8bit", "adamw"):
+            config = job_of(bench, "optimizers", seed, f"{name}-{seed}", steps=steps)
+            optimizer = dataclasses.replace(config.optimizer, name=name)
+            runs.append(train(dataclasses.replace(config, optimizer=optimizer), num_ranks=1, num_local=1)["loss"])
+        pairs.append([statistics.mean(losses[-last:]) for losses in runs])
+    adamw8bit, adamw = (statistics.mean(losses) for losses in zip(*pairs, strict=True))
+    difference = adamw8bit / adamw - 1
+    return Row(
+        claim=f"loss after {steps} steps of the trainer, AdamW8bit against AdamW",
+        required="within 0.5 %",
+        measured=f"{difference:+.3%}",
+        is_met=abs(difference) <= 0.005,
+        note=(
+            f"mean of the last {last} steps and of {seeds} seeds, on identical batches: {adamw8bit:.4f} against "
+            f"{adamw:.4f}; by seed {', '.join(f'{a / b - 1:+.2%}' for a, b in pairs)}. 1.7 M parameters, 8 rows of 128 "
+            "bytes a step."
+        ),
+        measures=("laconic.optim", "laconic.ragged", "laconic.shard"),
+    )
 
 
 def job_of(
-    bench: Bench, job: str, seed: int, wire: str, *, steps: int, folder: str, optimizer: dict[str, Any] | None = None,
-    eval_batches: int = 16, num_local: int = 2, decay_steps: int = 1, resume: str = "never", is_first: bool = False,
+    bench: Bench, job: str, seed: int, folder: str, *, steps: int, decay_steps: int = 0, resume: str = "never",
+    save_every: int = -1,
 ) -> Config:  # fmt: skip
-    """The training job of one run on nodes of `num_local` ranks."""
+    """A training job of jobs/, with a seed and a folder of its own, and with so many steps in which the rate falls."""
     base = load(_JOBS / f"{job}.toml")
-    rows = TOKENS_PER_STEP // (NODES * num_local * base.data.sequence_length)
-    keys = {"wire": EIGHT_BIT_GRADIENTS} if wire == "8-bit gradients" else WIRES[wire]
-    decays = {"lr_schedule": "wsd", "decay_steps": decay_steps} if resume != "never" or is_first else {}
     return dataclasses.replace(
         base,
         model=dataclasses.replace(base.model, init_seed=seed),
         data=dataclasses.replace(base.data, cache=str(bench.out / "tokens"), seed=seed),
-        shard=base.shard.with_keys(**keys),
-        optimizer=dataclasses.replace(base.optimizer, **(optimizer or {}), **decays),
+        optimizer=dataclasses.replace(base.optimizer, decay_steps=decay_steps) if decay_steps else base.optimizer,
         train=dataclasses.replace(
-            base.train, steps=steps, micro_batch_size=rows, eval_every=steps, eval_batches=eval_batches, resume=resume,
-            save_every=0 if is_first else -1, output=str(bench.out / folder),
+            base.train, steps=steps, eval_every=steps, eval_batches=_EVAL_BATCHES, resume=resume, save_every=save_every,
+            log_every=1, output=str(bench.out / folder),
         ),
-        log=dataclasses.replace(base.log, progress=False),
     )  # fmt: skip
 
 
-def train(config: Config, *, num_ranks: int, num_local: int) -> list[float]:
-    """Train with the trainer. Returns the eval losses."""
+def train(config: Config, *, num_ranks: int = NODES * LOCAL, num_local: int = LOCAL) -> dict[str, list[float]]:
+    """Train with the trainer. Returns the losses of its steps and of its evaluations."""
+    shutil.rmtree(config.train.output, ignore_errors=True)  # of a run that was stopped
     launch(_train_rank, config, num_ranks=num_ranks, num_local=num_local, backend=None, timeout_s=_TIMEOUT_S)
     lines = (Path(config.train.output) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [line["eval_loss"] for line in map(json.loads, lines) if "eval_loss" in line]
+    return {key: [line[key] for line in map(json.loads, lines) if key in line] for key in ("loss", "eval_loss")}
 
 
 def _train_rank(config: Config) -> None:

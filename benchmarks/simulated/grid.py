@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.simulated.cluster import FIGURES, NODES, RANKS_PER_NODE, RATES_GBIT_PER_S, h100_nodes
@@ -18,13 +17,10 @@ from laconic.plan.machine import PlanLane, Simulator
 from laconic.plan.model_trace import trace_job
 from laconic.plan.pictures import draw_timelines
 from laconic.plan.prediction import Predictor, Refusal
-from tests.support.measure import Options
 from tests.support.record import Row
 
-_COMPUTE = PlanLane.COMPUTE.value
 _LETTERS = {
-    PlanLane.WIRE.value: "w", PlanLane.LOCAL.value: "n", PlanLane.TO_DEVICE.value: "d", PlanLane.TO_HOST.value: "c",
-    PlanLane.HOST.value: "h",
+    PlanLane.WIRE: "w", PlanLane.LOCAL: "n", PlanLane.TO_DEVICE: "d", PlanLane.TO_HOST: "c", PlanLane.HOST: "h",
 }  # fmt: skip
 _LEGEND = (
     "Seconds of a step, and after them the seconds in which compute waits: w for the wire, n for the network inside "
@@ -32,8 +28,6 @@ _LEGEND = (
     "cent of the step is left out. `*`: does not fit in the memory of the devices or hosts. The last column divides "
     "the best of host, device and host offload by the best of FSDP2, HSDP and FSDP2 offload, of those that fit."
 )
-MEASURES = ("laconic.plan", "laconic.rehearse", "laconic.shard")
-"""The packages on which the figures hang."""
 _SHOWN_SHARE = 0.005
 _EQUAL = 1.005
 """Smaller differences are none: the planner's own rule."""
@@ -50,51 +44,14 @@ _GROUP = "Llama 3 8B", "full", 8192
 """The jobs of `simulated-8b`, and of `--quick`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SimulatedStep:
-    """A step of one strategy, or why there is none: what a cell keeps of an estimate."""
-
-    seconds: float = 0.0
-    waits_s: Mapping[str, float] = field(default_factory=dict)
-    """The seconds in which compute waits, by the name of the lane."""
-    busy_s: Mapping[str, float] = field(default_factory=dict)
-    """The seconds in which each lane works."""
-    crossing_bytes: Mapping[str, float] = field(default_factory=dict)
-    """The payload bytes that a rank sends over the wire, by purpose."""
-    peak_bytes: float = 0.0
-    host_bytes: float = 0.0
-    fits: bool = False
-    refused: str = ""
-    """Why the strategy cannot run the job."""
-
-    @classmethod
-    def of(cls, found: Estimate | Refusal) -> SimulatedStep:
-        """The step of an estimate."""
-        if isinstance(found, Refusal):
-            return cls(refused=found.reason)
-        crossing = {
-            purpose: float(sum(found.sent_bytes.get((level, purpose), 0.0) for level in WIRE_LEVELS))
-            for purpose in _PURPOSES
-        }
-        return cls(
-            seconds=_rounded(found.seconds), waits_s=_by_lane(found.waits_s), busy_s=_by_lane(found.busy_s),
-            crossing_bytes={purpose: float(round(size)) for purpose, size in crossing.items()},
-            peak_bytes=float(round(found.peak_bytes)), host_bytes=float(round(found.host_bytes)), fits=found.fits,
-        )  # fmt: skip
-
-    @property
-    def bound(self) -> tuple[float, str]:
-        """The seconds of the busiest of compute and the lanes, below which no step can be, and which it is."""
-        lane = max(self.busy_s, key=lambda each: self.busy_s[each])
-        return self.busy_s[lane], lane
+Step = Estimate | Refusal
+"""A step of one strategy, or why there is none."""
 
 
-def _rounded(seconds: float) -> float:
-    return float(f"{seconds:.6g}")
-
-
-def _by_lane(seconds: Mapping[PlanLane, float]) -> dict[str, float]:
-    return {lane.value: _rounded(value) for lane, value in seconds.items() if value}
+def bound(step: Estimate) -> tuple[float, PlanLane]:
+    """The seconds of the busiest of compute and the lanes, below which no step can be, and which it is."""
+    lane = max(step.busy_s, key=lambda each: step.busy_s[each])
+    return step.busy_s[lane], lane
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,12 +63,16 @@ class Cell:
     tokens: int
     nodes: int
     rate_gbit_per_s: int
-    steps: Mapping[str, SimulatedStep]
+    steps: Mapping[str, Step]
     """By the label of the strategy."""
 
-    def best(self, *, is_own: bool) -> SimulatedStep | None:
+    def best(self, *, is_own: bool) -> Estimate | None:
         """The fastest exact strategy of a side that fits; None if none does."""
-        fitting = [step for label, step in self.steps.items() if step.fits and _may_win(BY_LABEL[label], is_own=is_own)]
+        fitting = [
+            step
+            for label, step in self.steps.items()
+            if not isinstance(step, Refusal) and step.fits and _may_win(BY_LABEL[label], is_own=is_own)
+        ]
         return min(fitting, key=lambda step: step.seconds, default=None)
 
     @property
@@ -164,19 +125,12 @@ class Bench:
         for nodes in self.nodes:
             for rate in RATES_GBIT_PER_S:
                 predictor = first.on(h100_nodes(nodes, rate))
-                steps = {rival.label: SimulatedStep.of(simulate(predictor, rival)) for rival in RIVALS}
+                steps = {rival.label: simulate(predictor, rival) for rival in RIVALS}
                 cell = Cell(model=model, form=form, tokens=tokens, nodes=nodes, rate_gbit_per_s=rate, steps=steps)
                 found.append(cell)
             if self.keeps:
                 _draw(self.out, found[-len(RATES_GBIT_PER_S) :], first)
         return found
-
-
-@contextmanager
-def open_bench(options: Options) -> Iterator[Bench]:
-    """Make the folder for the pictures."""
-    options.out.mkdir(parents=True, exist_ok=True)
-    yield Bench(options.out, quick=options.quick, keeps=options.keeps)
 
 
 def _draw(out: Path, cells: Sequence[Cell], predictor: Predictor) -> None:
@@ -193,8 +147,8 @@ def _draw(out: Path, cells: Sequence[Cell], predictor: Predictor) -> None:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _shown(step: SimulatedStep) -> str:
-    if step.refused:
+def _shown(step: Step) -> str:
+    if isinstance(step, Refusal):
         return "refused"
     waits = [
         f"{letter}{_short(step.waits_s[lane])}"
@@ -234,7 +188,7 @@ def _memory_table(cells: Sequence[Cell]) -> str:
     for cell in cells:
         if cell.rate_gbit_per_s == RATES_GBIT_PER_S[0]:
             shown = [
-                "refused" if step.refused else f"{step.peak_bytes / 1e9:.1f}{'' if step.fits else '*'}"
+                "refused" if isinstance(step, Refusal) else f"{step.peak_bytes / 1e9:.1f}{'' if step.fits else '*'}"
                 for step in cell.steps.values()
             ]
             rows.append([f"{cell.model} {cell.form}, {cell.nodes}, {cell.tokens}", *shown])
@@ -260,26 +214,29 @@ def figures_table() -> str:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def _bound_of_halves_s(step: SimulatedStep, cluster: ClusterSpec, group: tuple[str, str, int]) -> float:
+def _bound_of_halves_s(step: Estimate, cluster: ClusterSpec, group: tuple[str, str, int]) -> float:
     """The seconds below which no step can be whose weights cross in forward, and whose gradients cross in backward."""
     machine = Simulator(cluster)
     forward_s = sum(machine.seconds(each.phase) for each in trace_job(job(*group)).forward)
-    wire_s = {purpose: machine.bytes_s("node", size) for purpose, size in step.crossing_bytes.items()}
-    return max(forward_s, wire_s["weights"]) + max(step.busy_s[_COMPUTE] - forward_s, wire_s["gradients"])
+    weights_s, gradients_s = (
+        machine.bytes_s("node", sum(step.sent_bytes.get((level, purpose), 0.0) for level in WIRE_LEVELS))
+        for purpose in _PURPOSES
+    )
+    return max(forward_s, weights_s) + max(step.busy_s[PlanLane.COMPUTE] - forward_s, gradients_s)
 
 
 def row_8b(bench: Bench) -> Row:
     """How near steps of an 8B model on slow Ethernet come to what their busiest lane allows."""
     cell = next(each for each in bench.cells(*_GROUP) if (each.nodes, each.rate_gbit_per_s) == (2, 25))
-    steps = {label: cell.steps[label] for label in _COMPARED}
-    own = {label: steps[label].seconds / steps[label].bound[0] for label in ("host", "4bit")}
+    steps = {label: step for label in _COMPARED if not isinstance(step := cell.steps[label], Refusal)}
+    own = {label: steps[label].seconds / bound(steps[label])[0] for label in ("host", "4bit")}
     told = []
     for label, step in steps.items():
-        bound_s, lane = step.bound
-        waits = ", ".join(f"{each} {value:.3f} s" for each, value in step.waits_s.items() if value > 1e-3)
+        bound_s, lane = bound(step)
+        waits = ", ".join(f"{each.value} {value:.3f} s" for each, value in step.waits_s.items() if value > 1e-3)
         told.append(
-            f"{label}: the busiest is {lane}, {bound_s:.3f} s, and the step {step.seconds / bound_s:.3f}x of it; "
-            f"compute works {step.busy_s[_COMPUTE]:.3f} s and waits for {waits}"
+            f"{label}: the busiest is {lane.value}, {bound_s:.3f} s, and the step {step.seconds / bound_s:.3f}x of it; "
+            f"compute works {step.busy_s[PlanLane.COMPUTE]:.3f} s and waits for {waits}"
         )
     halves_s = _bound_of_halves_s(steps["4bit"], h100_nodes(cell.nodes, cell.rate_gbit_per_s), _GROUP)
     return Row(
@@ -306,7 +263,9 @@ def row_grid(bench: Bench) -> Row:
     slower = [(cell, ratio) for cell, ratio in both if ratio > _EQUAL]
     worst, worst_ratio = max(both, key=lambda each: each[1])
     alone = [sum(cell.ratio is None and cell.best(is_own=own) is not None for cell in cells) for own in (True, False)]
-    refused = {f"{label}: {step.refused}" for cell in cells for label, step in cell.steps.items() if step.refused}
+    refused = {
+        f"{label}: {step.reason}" for cell in cells for label, step in cell.steps.items() if isinstance(step, Refusal)
+    }
     told = "; ".join(f"{cell} {ratio:.3f}x" for cell, ratio in slower)
     return Row(
         key="simulated-grid",
@@ -325,7 +284,11 @@ def row_grid(bench: Bench) -> Row:
 def _in_four_bits(cells: Sequence[Cell]) -> str:
     """How 4bit, which rounds, stands against torch's best."""
     pairs = [(cell.steps["4bit"], cell.best(is_own=False)) for cell in cells]
-    ratios = [step.seconds / other.seconds for step, other in pairs if step.fits and other is not None]
+    ratios = [
+        step.seconds / other.seconds
+        for step, other in pairs
+        if isinstance(step, Estimate) and step.fits and other is not None
+    ]
     return (
         f"4bit, which rounds and is in no ratio above, takes {min(ratios):.3f}x to {max(ratios):.3f}x of torch's best."
     )

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from benchmarks import layout
-from benchmarks.optimizers import TINY_MIX, CollectiveBytes, measure_adamw8bit, measure_muon
 from benchmarks.plan import memory
 from benchmarks.plan.bench import Bench, any_cluster
 from benchmarks.plan.jobs import ISLANDS, make_case
-from benchmarks.simulated.grid import Cell, SimulatedStep
+from benchmarks.simulated.grid import Cell
 from benchmarks.wire import bench
 from laconic.plan.prediction import Refusal
 from tests.support.canned import canned_host
-from tests.support.launch import on_ranks, run_ranks
 
 W_BYTES = 25_000_000 * 4
 
@@ -42,36 +39,9 @@ def test_formula_of_a_run(strategy: str, num_trainable: int, nbytes: float) -> N
 
 
 def test_padding_is_that_of_the_plan_of_one_bucket_and_of_the_better_rule() -> None:
-    case = layout.Bench(Path(), quick=True).get("GPT-OSS-120B", 1024, 16)
+    case = layout.Bench(quick=True).get("GPT-OSS-120B", 1024, 16)
     found = [100 * each for each in (case.planned, case.one_bucket, case.other_rules)]
     assert found == pytest.approx([1.95, 87.98, 428.68], abs=0.01), "the last by the LCM; FSDP2 pads 694 %"
-
-
-@on_ranks(3)
-def test_each_collective_is_counted_as_its_best_algorithm_moves_it() -> None:
-    """Of 12 x 24 elements in fp32, 1152 bytes."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    sharded = DTensor.from_local(torch.ones(4, 24), mesh, [Shard(0)])
-    partial = DTensor.from_local(torch.ones(12, 24), mesh, [Partial()])
-    for tensor, target, nbytes in (
-        (sharded, Replicate(), 2 * 384),
-        (sharded, Shard(1), 2 / 3 * 384),
-        (partial, Replicate(), 2 * 2 / 3 * 1152),
-        (partial, Shard(0), 2 / 3 * 1152),
-        (sharded, Shard(0), 0),
-    ):
-        with CollectiveBytes(3).counting() as counted:
-            tensor.redistribute(mesh, [target])
-        assert counted.received_bytes == nbytes, (tensor.placements, target)
-
-
-def test_optimizers_move_and_keep_what_they_claim() -> None:
-    muon = run_ranks(measure_muon, 4, TINY_MIX, local=2)[0]
-    assert muon["whole"] == 0 < muon["rows"] <= 1
-    assert muon["fsdp2"] > 2
-    adamw = run_ranks(measure_adamw8bit, 4, TINY_MIX, 2, local=2)[0]
-    assert adamw["is_equal"] == 1
-    assert 2 < adamw["state_bytes"] < 8
 
 
 SLICES = "islands int4, 2 slices"
@@ -108,6 +78,6 @@ def test_peaks_are_the_allocators(tmp_path: Path) -> None:
 )
 def test_the_best_of_a_side_is_exact_and_fits(seconds: dict[str, float], ratio: float | None) -> None:
     """Negative seconds are those of a step that does not fit."""
-    steps = {name: SimulatedStep(seconds=abs(each), peak_bytes=2e9, fits=each > 0) for name, each in seconds.items()}
+    steps: Any = {name: SimpleNamespace(seconds=abs(each), fits=each > 0) for name, each in seconds.items()}
     cell = Cell(model="Llama 3 8B", form="full", tokens=2048, nodes=2, rate_gbit_per_s=25, steps=steps)
     assert cell.ratio == ratio

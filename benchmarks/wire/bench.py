@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from laconic.compare import Case, Comparison, ComparisonError, Result
-from laconic.compare.case import Job, config_of
+from laconic.compare import STRATEGIES, Case, Comparison, Result
+from laconic.compare.case import Job
 from laconic.compare.progress import ConsoleReporter
-from laconic.compare.runner import explain_failure
-from laconic.config import Config, load, to_toml
+from laconic.config import Config, load
 from laconic.lab import LabUnavailable
 from tests.support.measure import Benchmark, BenchmarkError
 from tests.support.step_bytes import StepBytes, step_bytes
 
 _JOBS = Path(__file__).parents[1] / "jobs"
 FLOAT32_BYTES = 4
-RATES_BITS_PER_S = (1e9, 200e6, 100e6)
-"""The rates at which the overlap of full training is measured."""
 RATE_BITS_PER_S = 200e6
 """The rate at which strategies are compared."""
 LORA_RATE_BITS_PER_S = 100e6
 HPZ_RATE_BITS_PER_S = 50e6
 """The rate at which LoRA is compared with strategies that keep weights on a node's devices."""
-SLOWEST_RATE_BITS_PER_S = 20e6
 
 
 @dataclass(frozen=True, order=True)
@@ -50,7 +45,6 @@ HOME = Setup()
 FLAT = Setup(nodes=4, local=1)
 CLUSTERS = tuple(Setup(nodes, local) for local in (1, 2) for nodes in (2, 4, 8))
 """The clusters on which all strategies are compared."""
-GPT2 = Setup(job_file="gpt2")
 COMPARED = ("fsdp2", "hsdp", "ddp", "host")
 """The strategies of a comparison, the strongest baseline first."""
 
@@ -83,7 +77,6 @@ class Bench:
         self._comparisons: dict[Setup, Comparison] = {}
         self._reporter = ConsoleReporter()
         self._labs = contextlib.ExitStack()
-        self._compute_alone: dict[str, float] | None = None
 
     def close(self) -> None:
         """Close all labs."""
@@ -116,6 +109,14 @@ class Bench:
             self.results[key] = self.comparison(setup).run(case)
         return self.results[key]
 
+    def times(
+        self, names: Sequence[str], job: Job = "full", rate_bits_per_s: float | None = None, setup: Setup = HOME
+    ) -> dict[str, float]:
+        """Run strategies in turn, several times. Returns the seconds of a step of each: the medians of its runs."""
+        repeats = range(self.repeats)
+        runs = [{name: self.result(name, job, rate_bits_per_s, repeat, setup) for name in names} for repeat in repeats]
+        return {name: statistics.median(run[name].step_s for run in runs) for name in names}
+
     def _steps(self, key: Key) -> int:
         """The number of steps of a case: few where a step takes long."""
         is_shaped, is_whole = key.rate_bits_per_s is not None, key.job == "full"
@@ -126,32 +127,6 @@ class Bench:
         if not is_shaped or (not is_whole and key.strategy == "host"):
             return 12
         return 6 if is_whole else 4
-
-    def step_s(
-        self, strategy: str, job: Job = "full", rate_bits_per_s: float | None = None, setup: Setup = HOME
-    ) -> float:
-        """Return the seconds per step: the median over the repeats that `alternate` has run."""
-        wanted = (setup, job, rate_bits_per_s, strategy)
-        return statistics.median(run.step_s for key, run in self.results.items() if key[:4] == wanted)
-
-    def alternate(self, cases: Iterable[tuple[str, Job, float | None]], setup: Setup = HOME) -> None:
-        """Run the cases in turn, several times."""
-        for repeat in range(self.repeats):
-            for strategy, job, rate_bits_per_s in cases:
-                self.result(strategy, job, rate_bits_per_s, repeat, setup)
-
-    def compute_alone(self) -> dict[str, float]:
-        """Return the seconds of forward and backward of full training without communication."""
-        if self._compute_alone is None:
-            comparison = self.comparison()
-            job, answer = comparison.out / "alone.toml", comparison.out / "alone.json"
-            job.write_text(to_toml(config_of(comparison.base, Case(strategy="host"), comparison.out)), encoding="utf-8")
-            command = ["-m", "benchmarks.compute_alone", str(job), str(5 if self.quick else 20), str(answer)]
-            outcome = comparison.run_ranks(command, None)
-            if outcome.exit_code:
-                raise ComparisonError(f"compute alone failed: {explain_failure(outcome)}")
-            self._compute_alone = json.loads(answer.read_text())
-        return self._compute_alone
 
 
 @contextmanager
@@ -175,13 +150,16 @@ BENCHMARK = Benchmark(
 def _shrink(base: Config) -> Config:
     assert isinstance(base.model.config, dict)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
-    if base.model.config["model_type"] == "gpt2":
-        sizes = {"n_embd": 96, "n_layer": 3, "vocab_size": 1024}
     return dataclasses.replace(
         base,
         model=dataclasses.replace(base.model, config={**base.model.config, **sizes}),
         lora=dataclasses.replace(base.lora, rank=1),
     )
+
+
+def seconds_of(times: Mapping[str, float]) -> str:
+    """Return the seconds of a step of each strategy in words."""
+    return ", ".join(f"{STRATEGIES[name].label} {time:.3f} s" for name, time in times.items())
 
 
 def wire_bytes(run: Result) -> float:

@@ -8,7 +8,6 @@ from typing import Any
 
 from benchmarks.wire.bench import FLOAT32_BYTES
 from laconic.compare import STRATEGIES, Result
-from laconic.compare.markdown import markdown
 from tests.support.step_bytes import StepBytes, step_bytes
 
 NODES = (2, 4, 8, 16, 32, 64)
@@ -67,19 +66,3 @@ def _draw(axes: Any, level: str, local: int, results: Sequence[Result]) -> None:
     axes.set_ylim(0.0, max(1.0, axes.get_ylim()[1]))
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def formula_table() -> str:
-    """Return the wire bytes of a cache against FSDP2 with a ring, by nodes and ranks, as a Markdown table."""
-    rows = [
-        [
-            str(nodes),
-            *(
-                f"{in_weights('host', nodes, local).node / in_weights('fsdp2', nodes, local).node:.3f}"
-                for local in LOCAL
-            ),
-        ]
-        for nodes in NODES
-    ]
-    columns = ["nodes", *(f"{local} rank{'s' * (local > 1)} each" for local in LOCAL)]
-    return markdown(columns, rows, num_text_columns=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.wire.bench import BENCHMARK, FLAT, HOME, RATE_BITS_PER_S, Bench, Job, Setup, wire_bytes
+from benchmarks.wire.bench import BENCHMARK, FLAT, HOME, RATE_BITS_PER_S, Bench, Job, Setup, seconds_of, wire_bytes
 from laconic.lab import format_rate
 from tests.support.record import Row
 
@@ -34,14 +34,12 @@ def rank_8x1(bench: Bench) -> Row:
 def _on_a_wire(bench: Bench, *setups: Setup) -> Row:
     measured, each, is_met = [], [], True
     for setup in setups:
-        bench.alternate([(name, "full", RATE_BITS_PER_S) for name in _ALL], setup)
-        times = {name: bench.step_s(name, "full", RATE_BITS_PER_S, setup) for name in _ALL}
+        times = bench.times(_ALL, "full", RATE_BITS_PER_S, setup)
         wire_s = 8 * wire_bytes(bench.result("rank", "full", RATE_BITS_PER_S, setup=setup)) / RATE_BITS_PER_S
         by_ddp, by_wire = times["rank"] / times["ddp"], times["rank"] / wire_s
         is_met = is_met and by_ddp <= 1 and by_wire <= _BOUNDS.get(setup, by_wire)
         measured.append(f"{setup}: {by_ddp:.3f}x, {by_wire:.3f}x")
-        seconds = ", ".join(f"{name} {time:.3f} s" for name, time in times.items())
-        each.append(f"{setup}: {seconds}, the wire alone {wire_s:.3f} s")
+        each.append(f"{setup}: {seconds_of(times)}, the wire alone {wire_s:.3f} s")
     bounds = ", ".join(f"<= {_BOUNDS[setup]:.2f}x on {setup}" for setup in setups if setup in _BOUNDS)
     return Row(
         claim=f"step time, whole weights on each rank, {' and '.join(map(str, setups))} at "
@@ -66,8 +64,7 @@ def rank_lora(bench: Bench) -> Row:
 
 
 def _against(bench: Bench, job: Job, rate: float | None, *, by_ddp: float, by_fsdp2: float) -> Row:
-    bench.alternate([(name, job, rate) for name in _ALL])
-    times = {name: bench.step_s(name, job, rate) for name in _ALL}
+    times = bench.times(_ALL, job, rate)
     ratios = [times["rank"] / times[name] for name in _PEERS]
     wire = "an unshaped wire" if rate is None else format_rate(rate)
     return Row(
@@ -77,7 +74,7 @@ def _against(bench: Bench, job: Job, rate: float | None, *, by_ddp: float, by_fs
         measured=" / ".join(f"{ratio:.3f}x" for ratio in ratios),
         is_met=ratios[0] <= by_ddp and ratios[1] <= by_fsdp2,
         note=(
-            f"{HOME}; {', '.join(f'{name} {time:.3f} s' for name, time in times.items())}; medians of {bench.repeats} "
-            f"alternating runs each. Four ranks share two processors. {_WHY[job]}"
+            f"{HOME}; {seconds_of(times)}; medians of {bench.repeats} alternating runs each. Four ranks share two "
+            f"processors. {_WHY[job]}"
         ),
     )

@@ -1,9 +1,8 @@
 """One rank of the row `unequal`: `laconic train` on a part of a processor.
 
-    laconic lab --nodes 2 --local 2 -- -m benchmarks.wire.slowed JOB.toml LIMITS.json
+    laconic lab --nodes 2 --local 2 -- -m benchmarks.wire.slowed JOB.toml GROUPS.json
 
-`LIMITS.json` has a limit for each rank: the share of one processor that it may use, and the control group that holds it
-to that. Without a control group another process stops the rank and lets it go on, as `cpulimit` does.
+`GROUPS.json` has a control group for each rank, which holds it to a share of one processor. Making them wants root.
 """
 
 from __future__ import annotations
@@ -11,13 +10,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-_PERIOD_S = 0.01
+_PERIOD_US = 10_000
 """Short beside a step, so that a rank which has waited has saved up next to nothing."""
 _ROOT = Path("/sys/fs/cgroup")
 _FILES = {
@@ -29,53 +26,30 @@ groups, and what to write. The weight lets other work on the machine take no par
 
 
 @contextlib.contextmanager
-def control_groups(shares: Sequence[float]) -> Iterator[list[str | None]]:
-    """Make a control group for each share of a processor, and remove them at the end; None where it is not allowed."""
+def control_groups(shares: Sequence[float]) -> Iterator[list[str]]:
+    """Make a control group for each share of a processor, and remove them at the end."""
     made: list[Path] = []
+    above, contents = next(files for shown, files in _FILES.items() if (_ROOT / shown).exists())
     try:
-        yield [_made(share, f"laconic-{os.getpid()}-{place}", made) for place, share in enumerate(shares)]
+        for place, share in enumerate(shares):
+            folder = _ROOT / above / f"laconic-{os.getpid()}-{place}"
+            folder.mkdir()
+            made.append(folder)
+            for file, text in contents.items():
+                (folder / file).write_text(text.format(period_us=_PERIOD_US, quota_us=round(share * _PERIOD_US)))
+        yield list(map(str, made))
     finally:
         for folder in made:
             with contextlib.suppress(OSError):  # a process that has just been killed may not be gone yet
                 folder.rmdir()
 
 
-def _made(share: float, name: str, made: list[Path]) -> str | None:
-    values = {"period_us": round(_PERIOD_S * 1e6), "quota_us": round(share * _PERIOD_S * 1e6)}
-    try:
-        above, contents = next(files for shown, files in _FILES.items() if (_ROOT / shown).exists())
-        folder = _ROOT / above / name
-        folder.mkdir()
-        made.append(folder)
-        for file, text in contents.items():
-            (folder / file).write_text(text.format(**values))
-    except (StopIteration, OSError):
-        return None
-    return str(folder)
-
-
-def slow_down(share: float, group: str | None) -> None:
-    """Let this process have a share of a processor from now on."""
-    if group is not None:
-        (Path(group) / "cgroup.procs").write_text("0")  # this process
-        return
-    rank = os.getpid()
-    if os.fork():
-        return
-    with contextlib.suppress(ProcessLookupError):  # the rank has ended
-        while os.getppid() == rank:
-            time.sleep(share * _PERIOD_S)
-            os.kill(rank, signal.SIGSTOP)
-            time.sleep((1 - share) * _PERIOD_S)
-            os.kill(rank, signal.SIGCONT)
-    os._exit(0)
-
-
-def main(job: str, limits: str) -> int:
+def main(job: str, groups: str) -> int:
     """Train, slowed down; return the exit code."""
     from laconic.train import cli, loop  # noqa: F401  # all imports come before the limit
 
-    slow_down(*json.loads(Path(limits).read_text())[int(os.environ["RANK"])])
+    group = json.loads(Path(groups).read_text())[int(os.environ["RANK"])]
+    (Path(group) / "cgroup.procs").write_text("0")  # this process
     return cli.main([job])
 
 

@@ -39,8 +39,7 @@ def unequal(bench: Bench) -> Row:
     gain = step_s["equal"] / step_s["by-speed"]
     first, *others = (each["losses"] for summaries in runs.values() for each in summaries)
     worst = max(abs(a / b - 1) for losses in others for a, b in zip(losses, first, strict=True))
-    found = {tuple(each["rows"]) for each in runs["by-speed"]}
-    limited = "quotas of control groups" if groups[0] else "signals that stop and continue them"
+    divided = " or ".join(sorted({str(list(each["rows"])) for each in runs["by-speed"]}))
     return Row(
         claim=f"tokens/s, rows by measured speed, two of four ranks at half speed, {HOME}, against equal rows",
         required=f">= {_LEAST:.2f}x; losses equal within {_LOSSES:.0e}",
@@ -48,15 +47,15 @@ def unequal(bench: Bench) -> Row:
         is_met=gain >= _LEAST and worst <= _LOSSES,
         measures=("laconic.data.batches", "laconic.data.unequal", "laconic.train.balance"),
         note=(
-            f"ranks have {', '.join(map(str, _SHARES))} of a processor by {limited}; {4 * _ROWS} rows of {_TOKENS} "
-            f"tokens a step, divided into {' or '.join(str(list(rows)) for rows in sorted(found))}, where the shares "
-            f"alone would give 8, 8, 4, 4 and 1.5x; {step_s['equal']:.3f} s a step against {step_s['by-speed']:.3f} s, "
-            f"medians of the steps after {_WARM_STEPS} of {len(runs['equal'])} alternating runs each; unshaped wire."
+            f"ranks have {', '.join(map(str, _SHARES))} of a processor by quotas of control groups; {4 * _ROWS} rows "
+            f"of {_TOKENS} tokens a step, divided into {divided}, where the shares alone would give 8, 8, 4, 4 and "
+            f"1.5x; {step_s['equal']:.3f} s a step against {step_s['by-speed']:.3f} s, medians of the steps after "
+            f"{_WARM_STEPS} of {len(runs['equal'])} alternating runs each; unshaped wire."
         ),
     )
 
 
-def _trained(bench: Bench, rows: str, steps: int, groups: list[str | None], repeat: int) -> dict[str, Any]:
+def _trained(bench: Bench, rows: str, steps: int, groups: list[str], repeat: int) -> dict[str, Any]:
     """The summary of one run."""
     comparison = bench.comparison(replace(HOME, job_file="grid"))
     config = config_of(comparison.base, Case(strategy="host", steps=steps, repeat=repeat), comparison.out)
@@ -67,10 +66,10 @@ def _trained(bench: Bench, rows: str, steps: int, groups: list[str | None], repe
         train=replace(config.train, rows=rows, micro_batch_size=_ROWS, output=str(output)),
         log=replace(config.log, memory_step=0),
     )
-    job, limits = comparison.out / f"{output.name}.toml", comparison.out / "limits.json"
+    job, given = comparison.out / f"{output.name}.toml", comparison.out / "groups.json"
     job.write_text(to_toml(config), encoding="utf-8")
-    limits.write_text(json.dumps(list(zip(_SHARES, groups, strict=True))))
-    outcome = comparison.run_ranks(["-m", "benchmarks.wire.slowed", str(job), str(limits)], None)
+    given.write_text(json.dumps(groups))
+    outcome = comparison.run_ranks(["-m", "benchmarks.wire.slowed", str(job), str(given)], None)
     if outcome.exit_code:
         raise ComparisonError(f"{output.name}: {explain_failure(outcome)}")
     summary: dict[str, Any] = json.loads((output / "summary.json").read_text())

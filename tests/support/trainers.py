@@ -1,7 +1,7 @@
 """Tiny jobs of transformers' and TRL's trainers, each with DDP or with laconic, in this process's ranks.
 
-`run` makes the trainer that a user's script would make, trains, and returns the log. Model, tokenizer and rows are made
-here from seeds; nothing is downloaded.
+`make` returns the trainer that a user's script would make, and `log` what it has logged. Model, tokenizer and rows are
+made here from seeds; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ datasets.disable_progress_bars()
 logging.disable_progress_bar()
 
 WORDS = [f"w{index}" for index in range(124)]
-JOBS = ("trainer", "accumulation", "sft_lora", "dpo_lora", "dpo", "reward", "grpo_lora", "grpo")
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -168,13 +167,6 @@ def make(job: str, folder: str, steps: int, laconic: LaconicArguments | None = N
     trainer = cls(model=model, args=args, train_dataset=rows, **given)
     trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def run(job: str, folder: str, steps: int, laconic: LaconicArguments | None = None, **more: Any) -> dict[str, Any]:
-    """Train a job and return its log: `loss` and `grad_norm` by step."""
-    trainer = make(job, folder, steps, laconic, **more)
-    trainer.train()
-    return log(trainer)
 
 
 def log(trainer: Any) -> dict[str, list[float]]:
