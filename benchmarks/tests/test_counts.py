@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import layout
 from benchmarks.plan import memory

@@ -1,8 +1,5 @@
 """The public names, each imported from its home: `laconic.__getattr__` reads this file, and so do type checkers."""
 
-from laconic.layers.linear import quantize_ as quantize_
-from laconic.layers.scaled import ScaledFormat as ScaledFormat
-from laconic.layers.scaled_linear import convert_to_scaled_training as convert_to_scaled_training
 from laconic.comm.cluster import Cluster as Cluster
 from laconic.comm.cluster import default_mesh as default_mesh
 from laconic.comm.cluster import init_mesh as init_mesh
@@ -18,6 +15,9 @@ from laconic.islands.policies import Membership as Membership
 from laconic.islands.policies import OuterSGD as OuterSGD
 from laconic.islands.policies import SyncPolicy as SyncPolicy
 from laconic.islands.policies import outer_sgd as outer_sgd
+from laconic.layers.linear import quantize_ as quantize_
+from laconic.layers.scaled import ScaledFormat as ScaledFormat
+from laconic.layers.scaled_linear import convert_to_scaled_training as convert_to_scaled_training
 from laconic.layout.granularity import Block as Block
 from laconic.layout.granularity import elements as elements
 from laconic.layout.granularity import rows as rows
