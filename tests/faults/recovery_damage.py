@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 import laconic
 from laconic import rehearse
-from laconic.islands.state_folder import MANIFEST, StateFiles
+from laconic.islands.state_folder import StateFiles
+from laconic.store.series import MANIFEST
 from tests.faults.bench import Bench, Found, campaign
 from tests.faults.damage import damage, tries
 from tests.support.sharded_net import shard

@@ -36,6 +36,12 @@ from tests.faults.islanders import EVERY, Life, adamw, equal_rounds, live_by_tur
 from tests.reference.local_steps import ChangingIslands
 
 
+def a_life(islands: int, last: int = 6, **given: Any) -> Life:
+    """The life of an island of a run that begins with so many."""
+    policy = Membership(rendezvous="meeting:1", islands=islands, timeout_s=4.0)
+    return Life(**{"policy": policy, "last": last, "step_s": 0.1, **given})
+
+
 def islands(
     folder: Path, lives: Sequence[Life], *, local: int = 1, seed: int | None = None
 ) -> tuple[list[Any], dict[int, int]]:
@@ -53,13 +59,8 @@ def islands(
 def test_an_island_goes_and_another_comes(tmp_path: Path, fault: str, seed: int | None) -> None:
     """It dies, or diverges: then it takes part in its last round with a weight of nothing."""
     rounds, at = 16, 2 * EVERY + 2
-    life = Life(policy=Membership(rendezvous="meeting:1", islands=3, timeout_s=4.0), last=rounds, step_s=0.08)
-    lives = [
-        replace(life, tokens=1),
-        replace(life, tokens=5),
-        replace(life, tokens=2, **{fault: at}),
-        replace(life, tokens=3, comes_after=1),
-    ]
+    begin = partial(a_life, 3, rounds, step_s=0.08)
+    lives = [begin(tokens=1), begin(tokens=5), begin(tokens=2, **{fault: at}), begin(tokens=3, comes_after=1)]
     (*staying, gone, coming), members = islands(tmp_path, lives, seed=seed)
     assert gone is None if fault == "dies_at" else isinstance(gone, JobError)
     in_third = 2 if fault == "dies_at" else 3  # which is repeated without the dead one
@@ -88,42 +89,38 @@ def test_an_island_goes_and_another_comes(tmp_path: Path, fault: str, seed: int 
 
 
 def test_those_that_wait_for_islands_that_have_died_begin_without_them(tmp_path: Path) -> None:
-    life = Life(policy=Membership(rendezvous="meeting:1", islands=2, timeout_s=4.0), last=6, step_s=0.1)
-    dying, coming = replace(life, dies_at=9), replace(life, comes_after=1)  # they queue up, and would enter then
+    dying, coming = a_life(2, dies_at=9), a_life(2, comes_after=1)  # they queue up, and would enter then
     results, members = islands(tmp_path, [dying, dying, coming, coming])
     assert results[:2] == [None, None]
     assert {result["number"] for result in results[2:]} == {0, 1}, "of a new generation"
     assert members == dict.fromkeys(range(1, 7), 2)
 
 
-def test_newcomers_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    """Two enter at once, and then all that train die: the two live, and neither will begin a round."""
-    life = Life(policy=Membership(rendezvous="meeting:1", islands=2, timeout_s=4.0), last=6, step_s=0.1)
-    results = islands(tmp_path, [*[replace(life, dies_at=12)] * 2, *[replace(life, comes_after=1)] * 2])[0]
-    for newcomer in results[2:]:
-        assert "islands 0, 1 have given no sign of life for 20 s" in str(newcomer)
+@pytest.mark.parametrize(("founders", "newcomers", "dies_at"), [(2, 2, 12), (1, 1, 14)])
+def test_newcomers_hear_that_the_others_are_gone(founders: int, newcomers: int, dies_at: int, tmp_path: Path) -> None:
+    """They die after the round with which these have entered, before the one to which they would listen.
+
+    Two that enter at once do not wait for each other: neither will begin a round.
+    """
+    dying, coming = a_life(founders, 9, dies_at=dies_at), a_life(founders, 9, comes_after=1)
+    results = islands(tmp_path, [*[dying] * founders, *[coming] * newcomers])[0]
+    gone = ", ".join(map(str, range(founders)))
+    for newcomer in results[founders:]:
+        assert f"islands {gone} have given no sign of life for 20 s; start this one again" in str(newcomer)
 
 
 def test_an_island_that_waits_for_others_says_so_once(tmp_path: Path) -> None:
     policy = Membership(rendezvous="meeting:1", islands=2, timeout_s=4.0, start_timeout_s=60.0)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        [(alone, *_), _] = islands(tmp_path, [Life(policy=policy, last=1)])
+        [(alone, *_), _] = islands(tmp_path, [a_life(2, policy=policy)])
     assert "1 of 2 islands have come to meeting:1 after 60 s" in str(alone)
     assert [str(each.message) for each in said] == ["1 of 2 islands have come to meeting:1; this island waits"]
 
 
-def test_a_newcomer_hears_that_the_others_are_gone(tmp_path: Path) -> None:
-    """They die after the round with which it has entered, before the one to which it would listen."""
-    life = Life(policy=Membership(rendezvous="meeting:1", islands=1, timeout_s=4.0), last=9, step_s=0.1)
-    _, newcomer = islands(tmp_path, [replace(life, dies_at=14), replace(life, comes_after=1)])[0]
-    assert "islands 0 have given no sign of life for 20 s; start this one again" in str(newcomer)
-
-
 def test_a_newcomer_hears_that_the_state_does_not_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elastic, "tell", mock.Mock(side_effect=RuntimeError("Connection closed by peer")))
-    life = Life(policy=Membership(rendezvous="meeting:1", islands=1, timeout_s=4.0), last=9, step_s=0.1)
-    (staying, newcomer), _ = islands(tmp_path, [life, replace(life, comes_after=1)])
+    (staying, newcomer), _ = islands(tmp_path, [a_life(1, 9), a_life(1, 9, comes_after=1)])
     assert staying["number"] == 0
     assert "the island that tells this one the state cannot reach it" in str(newcomer)
 
@@ -136,8 +133,7 @@ def test_a_round_that_always_fails_is_given_up(tmp_path: Path, monkeypatch: pyte
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(elastic.ElasticExchange, "_reduce", fail)
-    life = Life(policy=Membership(rendezvous="meeting:1", islands=2, timeout_s=4.0), last=2)
-    for result in islands(tmp_path, [life, life])[0]:
+    for result in islands(tmp_path, [a_life(2)] * 2)[0]:
         assert "round 1 of the islands has failed again and again, although all 2 live" in str(result)
     assert tries == dict.fromkeys(range(2), elastic._MOST_TRIES)
 

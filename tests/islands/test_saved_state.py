@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from laconic.islands.state_folder import StateFolder
 
 def state(steps: int, island: int, shard: int, of: int, *, slices: int = 0, **sync: Any) -> SavedState:
     key = Sync(**{"start": 1, "token": "a", **sync}, steps=steps)
-    return SavedState(sync=key, island=island, shard=shard, num_shards=of, slices=(slices,), sizes=(3, 5))
+    return SavedState(sync=key, island=island, shard=shard, num_shards=of, slices=(slices,))
 
 
 def places(
@@ -112,7 +111,7 @@ def test_a_part_that_somebody_has_removed_is_written_again(tmp_path: Path) -> No
     folder = StateFolder(folder=tmp_path, run="run", layout="layout")
     folder.create()
     for step in (1, 2, 3):
-        new = replace(state(step, 0, 0, 1), sizes=())
+        new = state(step, 0, 0, 1)
         parts = folder.missing(1, 2)
         assert parts == ([1] if step == 2 else [0, 1])
         folder.write(new, {index: {"step": step} for index in parts}, keep_from=0)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import shutil
-import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +22,7 @@ from torch import nn
 from laconic import checkpoint
 from laconic.data import arrays
 from laconic.integrations import trained_state
-from laconic.islands import saved_state
-from laconic.islands.saved_state import SavedState
+from laconic.islands.saved_state import SavedState, Sync
 from laconic.islands.state_folder import StateFolder
 from laconic.publish import FolderSource, Publisher, Reader
 from laconic.store import folder as store
@@ -33,22 +30,12 @@ from laconic.store.folder import CrashPoint
 from tests.faults.crash_states import on_disk
 from tests.faults.power_loss import Recorder, attached, crash_states
 
+pytestmark = pytest.mark.filterwarnings("error")
 
-class Client(ABC):
-    """A kind of durable folder. A version is a number from 1; a folder without any has version 0."""
-
-    commits_per_write = 1
-
-    @abstractmethod
-    def write(self, folder: Path, version: int) -> None:
-        """Write a version after the one before."""
-
-    @abstractmethod
-    def read(self, folder: Path) -> int:
-        """Return the newest version that loads, of which every value must be right."""
+# -- clients: `write` writes a version, from 1, after the one before; `read` returns the newest that loads, or 0 -------
 
 
-class Checkpoints(Client):
+class Checkpoints:
     """Two checkpoints are kept; each second version overwrites the step of the version before."""
 
     def write(self, folder: Path, version: int) -> None:
@@ -63,19 +50,17 @@ class Checkpoints(Client):
         return found["version"] if found else 0
 
 
-class States(Client):
+class States:
     """Two fragments, of which each version changes one; the state before is kept."""
-
-    def __init__(self) -> None:
-        self._states: dict[Path, StateFolder] = {}
 
     def write(self, folder: Path, version: int) -> None:
         if version == 1:
-            self._states[folder] = StateFolder(folder=folder, run="run", layout="layout")
-            self._states[folder].create()
-        states = self._states[folder]
-        parts = {index: {"version": torch.tensor(version)} for index in states.missing(version % 2, 2)}
-        states.write(_state(version), parts, keep_from=version - 1)
+            self._states = StateFolder(folder=folder, run="run", layout="layout")
+            self._states.create()
+        parts = {index: {"version": torch.tensor(version)} for index in self._states.missing(version % 2, 2)}
+        sync = Sync(start=1, steps=version, token="token")
+        state = SavedState(sync=sync, island=0, shard=0, num_shards=1, slices=())
+        self._states.write(state, parts, keep_from=version - 1)
 
     def read(self, folder: Path) -> int:
         states = StateFolder(folder=folder, run="run", layout="layout")
@@ -91,12 +76,7 @@ class States(Client):
         return max(versions, default=0)
 
 
-def _state(version: int) -> SavedState:
-    sync = saved_state.Sync(start=1, steps=version, token="token")
-    return SavedState(sync=sync, island=0, shard=0, num_shards=1, slices=())
-
-
-class Tokens(Client):
+class Tokens:
     """Each version is another corpus in the same folder."""
 
     def write(self, folder: Path, version: int) -> None:
@@ -119,10 +99,8 @@ class Tokens(Client):
         return version
 
 
-class TrainersFolders(Client):
+class TrainersFolders:
     """A trainer's checkpoint folder for each version, with laconic's sharded tensors in it."""
-
-    commits_per_write = 2
 
     def write(self, folder: Path, version: int) -> None:
         own = folder / f"checkpoint-{version}"
@@ -134,7 +112,7 @@ class TrainersFolders(Client):
         trained_state.mark_complete(own)
 
     def read(self, folder: Path) -> int:
-        newest, _ = trained_state.newest_complete(sorted(folder.glob("checkpoint-*")))
+        newest, _ = trained_state.newest_complete(folder)
         if newest is None:
             return 0
         model = nn.Linear(1, 1)
@@ -143,21 +121,17 @@ class TrainersFolders(Client):
         return int(model.weight.item())
 
 
-class Versions(Client):
+class Versions:
     """Published weights: a whole version, a patch, and a whole version that takes the place of both."""
-
-    def __init__(self) -> None:
-        self._publishers: dict[Path, tuple[nn.Module, Publisher]] = {}
 
     def write(self, folder: Path, version: int) -> None:
         if version == 1:
-            model = nn.Linear(1, 8)
-            model.bias.data.fill_(7)
-            self._publishers[folder] = model, Publisher(model, folder, base_every=2, keep=1)
-        model, publisher = self._publishers[folder]
-        model.weight.data[0] = version
-        assert publisher.publish() == version
-        publisher.wait()
+            self._model = nn.Linear(1, 8)
+            self._model.bias.data.fill_(7)
+            self._publisher = Publisher(self._model, folder, base_every=2, keep=1)
+        self._model.weight.data[0] = version
+        assert self._publisher.publish() == version
+        self._publisher.wait()
 
     def read(self, folder: Path) -> int:
         if not folder.is_dir() or not FolderSource(folder).versions():
@@ -187,26 +161,19 @@ LIMIT = 4
 
 
 @contextmanager
-def writing(client: Client, reached: Callable[[CrashPoint, int], None]) -> Iterator[None]:
+def writing(name: str, reached: Callable[[CrashPoint, int], None]) -> Iterator[None]:
     """Call `reached` with each point that is passed in the block, and the newest version that must survive there."""
-    commits: list[int] = []
+    commits, each = list[CrashPoint](), 2 if name == "a trainer's folders" else 1  # one for the tensors in it
 
     def note(point: CrashPoint) -> None:
-        commits.append(1) if point == CrashPoint.COMMITTED else None
-        reached(point, len(commits) // client.commits_per_write)
+        commits.extend([point] if point == CrashPoint.COMMITTED else [])
+        reached(point, len(commits) // each)
 
     store.on_crash_point = note
     try:
         yield
     finally:
         store.on_crash_point = None
-
-
-@pytest.fixture(autouse=True)
-def _warnings_are_errors() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
 
 
 def loads(name: str, folder: Path, committed: int) -> bool:
@@ -218,7 +185,11 @@ def loads(name: str, folder: Path, committed: int) -> bool:
 def test_a_kill_leaves_the_newest_version_or_the_one_before(name: str, tmp_path: Path) -> None:
     client, live, copies = CLIENTS[name](), tmp_path / "live", list[tuple[CrashPoint, int, Path]]()
     live.mkdir()
-    with writing(client, lambda point, committed: copies.append((point, committed, _copy(live, len(copies))))):
+
+    def copy(point: CrashPoint, committed: int) -> None:
+        copies.append((point, committed, shutil.copytree(live, tmp_path / f"copy-{len(copies)}")))
+
+    with writing(name, copy):
         for version in VERSIONS:
             client.write(live / RUN, version)
     assert client.read(live / RUN) == VERSIONS[-1]
@@ -226,10 +197,6 @@ def test_a_kill_leaves_the_newest_version_or_the_one_before(name: str, tmp_path:
     assert {point for point, *_ in copies} >= {CrashPoint.WRITTEN, CrashPoint.SYNCED, CrashPoint.COMMITTED, *prunes}
     for point, committed, folder in copies:
         assert loads(name, folder, committed), (point, committed)
-
-
-def _copy(live: Path, number: int) -> Path:
-    return shutil.copytree(live, live.with_name(f"copy-{number}"))
 
 
 @pytest.mark.heavy
@@ -241,7 +208,7 @@ def test_a_power_cut_leaves_the_newest_version_or_the_one_before(name: str, tmp_
         passed.append(point)
         recorder.announce(mark=str(len(passed)))
 
-    with attached(recorder.announce), writing(client, mark):
+    with attached(recorder.announce), writing(name, mark):
         for version in VERSIONS:
             client.write(tmp_path / RUN, version)
     for state in crash_states(recorder, limit=LIMIT):

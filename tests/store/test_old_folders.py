@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
 from pathlib import Path
 
 import pytest
@@ -23,12 +22,8 @@ from laconic.data import arrays, tokens
 from laconic.integrations import trained_state
 from tests.support.launch import run_ranks
 
+pytestmark = pytest.mark.filterwarnings("error")
 OLD = Path(__file__).parent / "old"
-
-
-@pytest.fixture(autouse=True)
-def _warnings_are_errors() -> None:
-    warnings.simplefilter("error")
 
 
 def test_checkpoints(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import platform
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -107,14 +108,14 @@ def load_newest(
     """Do what `load_checkpoint` does. Returns the folder of the checkpoint that was loaded too."""
     ranks = RankGroup(error=CheckpointError)
     folder = Path(folder)
-    found = ranks.on_rank_0(
-        lambda: [candidate.to_json() for candidate in commit.candidates(folder)],
-        f"the checkpoint folder {folder} is not readable",
-    )
 
-    def find_damage(candidate: Path, records: Sequence[FileRecord]) -> list[str]:
-        share = records[ranks.rank :: ranks.size]
-        return [problem for problems in ranks.gather(damage(candidate, share)) for problem in problems]
+    def listed() -> list[Any]:
+        return [[str(c.folder), c.manifest and c.manifest.to_json(), c.problem] for c in commit.candidates(folder)]
+
+    found = [
+        commit.Candidate(folder=Path(path), manifest=body and CheckpointManifest.from_json(body), problem=problem)
+        for path, body, problem in ranks.on_rank_0(listed, f"the checkpoint folder {folder} is not readable")
+    ]
 
     def load(candidate: Path, manifest: CheckpointManifest) -> tuple[Path, dict[str, Any]]:
         own = sidecar.read(candidate, ranks.rank if ranks.rank < manifest.world_size else 0)
@@ -138,8 +139,14 @@ def load_newest(
         why_islands = {"islands": why} if why else {}
         return candidate, {"step": manifest.step, **own["extra"], **skipped, **why_islands}
 
-    candidates = [commit.CheckpointCandidate.from_json(fields) for fields in found]
-    return commit.use_newest(folder, candidates, load, find_damage=find_damage, warns=ranks.rank == 0, stacklevel=4)
+    find_damage = partial(damage_in_shares, ranks)
+    return commit.use_newest(folder, found, load, find_damage=find_damage, warns=ranks.rank == 0, stacklevel=4)
+
+
+def damage_in_shares(ranks: RankGroup, folder: Path, records: Sequence[FileRecord]) -> list[str]:
+    """See `store.folder.damage`. Collective: each rank reads a part of the files."""
+    own = damage(folder, records[ranks.rank :: ranks.size])
+    return [problem for problems in ranks.gather(own) for problem in problems]
 
 
 def load_dcp(

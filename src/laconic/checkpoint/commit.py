@@ -1,9 +1,9 @@
 """The checkpoints of a run's folder: which is the newest, how one is committed, and which are removed. No tensors here.
 
 [Note: Commit protocol]
-A run's folder holds checkpoints `step-N`, each a store ([Note: A store] in store/folder.py), and a file `latest` that
-names the newest one for humans and scripts. Every rank writes its own files into `step-N.tmp`. Then rank 0 collects
-their names, sizes and hashes, and commits the folder.
+A run's folder holds checkpoints `step-N`, a series of stores ([Note: A series] in store/series.py), and a file `latest`
+that names the newest one for humans and scripts. Every rank writes its own files into `step-N.tmp`. Then rank 0
+collects their names, sizes and hashes, and commits the folder.
 
 Loading trusts nothing. Each rank hashes its share of the files. A checkpoint that does not match its manifest is
 skipped with a warning, and the one committed before it is tried. "Before" means the manifest's `sequence`, not the
@@ -25,16 +25,15 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from laconic.store import folder as store
 from laconic.store.files import make_folder, remove, sync, write_text
-from laconic.store.folder import CrashPoint, DamagedError, FileRecord, damage, reached
+from laconic.store.folder import CrashPoint, FileRecord, damage, reached
+from laconic.store.series import MANIFEST, Member, Series
 
-MANIFEST = "manifest.json"
 LATEST = "latest"
-_NAME = re.compile(r"^step-(\d+)(\.old\d*)?$")
-_REMAINS = re.compile(rf"^(step-\d+(\.old\d*)?{store.REMAINS}|{LATEST}\.\w+\.tmp)$")
+_NAMES = r"(step-\d+)(?:\.old\d*)?"
 _OWN_FILES = (MANIFEST, ".metadata", "rank-00000.json")
 """Files by which a checkpoint is known, even if it has lost some of them."""
 _SMALL_BYTES = 2**20
@@ -62,6 +61,15 @@ class CheckpointManifest(store.Manifest):
     versions: dict[str, str]
 
 
+Candidate = Member[CheckpointManifest]
+"""A folder that may be a complete checkpoint."""
+
+
+def series(folder: Path) -> Series[CheckpointManifest]:
+    """The checkpoints in a run's folder."""
+    return Series(folder=folder, names=_NAMES, kind=CheckpointManifest, name_of=lambda made: f"step-{made.step}")
+
+
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
@@ -86,7 +94,7 @@ def commit(folder: Path, temporary: Path, manifest: CheckpointManifest, *, keep:
             "the checkpoint folder must be on a file system that all nodes share"
         )
     final = folder / f"step-{manifest.step}"
-    store.commit(temporary, final, manifest, MANIFEST, aside=_aside(final, manifest.step))
+    store.commit(temporary, final, manifest, MANIFEST, aside=_aside(final))
     write_text(folder / LATEST, final.name + "\n")
     sync(folder)
     reached(CrashPoint.NAMED)
@@ -95,9 +103,9 @@ def commit(folder: Path, temporary: Path, manifest: CheckpointManifest, *, keep:
     return final
 
 
-def _aside(final: Path, step: int) -> Path | None:
+def _aside(final: Path) -> Path | None:
     """Return the name under which a damaged checkpoint of the same step is set aside, and warn that it is damaged."""
-    if not os.path.lexists(final) or not (problem := _candidate(final, step).problem):
+    if not os.path.lexists(final) or not (problem := series(final.parent).member(final, final.name).problem):
         return None
     kept = store.free_name(final, "damaged")
     warnings.warn(f"checkpoint {final} is damaged ({problem}); it is kept as {kept.name}", stacklevel=3)
@@ -106,39 +114,18 @@ def _aside(final: Path, step: int) -> Path | None:
 
 def _prune(folder: Path, *, keep: int) -> None:
     """Remove all but the `keep` newest checkpoints, and the remains of interrupted saves and removals."""
-    found = [candidate.folder for candidate in candidates(folder) if candidate.manifest]
-    aside = [path for path in found if ".old" in path.name]
-    store.remove_folders([*[path for path in found if path not in aside][keep:], *aside])
-    for path in folder.iterdir():
-        if _REMAINS.match(path.name):
-            remove(path)
+    found = [candidate.folder.name for candidate in candidates(folder) if candidate.manifest]
+    aside = [name for name in found if ".old" in name]
+    old = {*[name for name in found if name not in aside][keep:], *aside}
+    series(folder).prune(lambda name: name[0] in old)
+    for path in folder.glob(f"{LATEST}.*.tmp"):
+        remove(path)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointCandidate:
-    """A folder that may be a complete checkpoint."""
-
-    folder: Path
-    manifest: CheckpointManifest | None
-    problem: str = ""
-    """Why there is no readable manifest."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON."""
-        body = None if self.manifest is None else self.manifest.to_json()
-        return {"folder": str(self.folder), "manifest": body, "problem": self.problem}
-
-    @staticmethod
-    def from_json(fields: dict[str, Any]) -> CheckpointCandidate:
-        """Return the candidate of `to_json`."""
-        manifest = None if fields["manifest"] is None else CheckpointManifest.from_json(fields["manifest"])
-        return CheckpointCandidate(folder=Path(fields["folder"]), manifest=manifest, problem=fields["problem"])
-
-
-def candidates(folder: Path) -> list[CheckpointCandidate]:
+def candidates(folder: Path) -> list[Candidate]:
     """Return the checkpoints in a run's folder, newest first; or only `folder`, if it is a checkpoint itself.
 
     Damaged ones come first, so that a run that resumes warns of them. The checkpoint that `latest` names is among them
@@ -149,50 +136,41 @@ def candidates(folder: Path) -> list[CheckpointCandidate]:
     """
     try:
         if not folder.is_dir():
-            return (
-                [CheckpointCandidate(folder=folder, manifest=None, problem="is no folder")]
-                if os.path.lexists(folder)
-                else []
-            )
+            return [Candidate(folder=folder, manifest=None, problem="is no folder")] if os.path.lexists(folder) else []
         if any(os.path.lexists(folder / name) for name in _OWN_FILES):
-            return [_candidate(folder)]
-        found = [_candidate(path, int(name[1])) for path in folder.iterdir() if (name := _NAME.match(path.name))]
+            return [series(folder.parent).member(folder)]
+        found = series(folder).members()
     except OSError as error:
         raise CheckpointError(f"the checkpoint folder {folder} is not readable: {error}") from error
     intact = sorted((c for c in found if c.manifest), key=_sequence, reverse=True)
-    damaged = sorted((c for c in found if not c.manifest), key=lambda c: c.folder.name)
+    damaged = [c for c in found if not c.manifest]
     contradiction = _contradiction(folder / LATEST, intact, damaged)
     return [*contradiction, *damaged, *[c for c in intact if c.folder not in {lost.folder for lost in contradiction}]]
 
 
-def _contradiction(
-    latest: Path, intact: Sequence[CheckpointCandidate], damaged: Sequence[CheckpointCandidate]
-) -> list[CheckpointCandidate]:
+def _contradiction(latest: Path, intact: Sequence[Candidate], damaged: Sequence[Candidate]) -> list[Candidate]:
     """Return what `latest` names, as a damaged candidate, if the candidates contradict it; nothing if they fit."""
     if not os.path.lexists(latest):
         return []
     try:
         name = latest.read_text().strip()
     except (OSError, ValueError) as error:
-        return [CheckpointCandidate(folder=latest, manifest=None, problem=f"is unreadable: {error}")]
-    if not _NAME.match(name):
-        return [CheckpointCandidate(folder=latest, manifest=None, problem=f"names no checkpoint, but {name[:80]!r}")]
+        return [Candidate(folder=latest, manifest=None, problem=f"is unreadable: {error}")]
+    if not re.fullmatch(_NAMES, name):
+        return [Candidate(folder=latest, manifest=None, problem=f"names no checkpoint, but {name[:80]!r}")]
     named = [c for c in (*intact, *damaged) if c.folder.name.partition(".")[0] == name]
     if not named:
-        return [
-            CheckpointCandidate(
-                folder=latest.with_name(name), manifest=None, problem=f"is missing, but `{LATEST}` names it"
-            )
-        ]
+        gone = f"is missing, but `{LATEST}` names it"
+        return [Candidate(folder=latest.with_name(name), manifest=None, problem=gone)]
     # A kill just before `latest` moved leaves it at the checkpoint before the newest. That one has its own manifest.
     if (manifest := named[0].manifest) and named[0] is not intact[0]:
         problems = damage(named[0].folder, [file for file in manifest.files if file.size_bytes <= _SMALL_BYTES])
         if problems:
-            return [CheckpointCandidate(folder=named[0].folder, manifest=None, problem="; ".join(problems))]
+            return [Candidate(folder=named[0].folder, manifest=None, problem="; ".join(problems))]
     return []
 
 
-def _sequence(candidate: CheckpointCandidate) -> int:
+def _sequence(candidate: Candidate) -> int:
     return candidate.manifest.sequence if candidate.manifest else 0
 
 
@@ -203,7 +181,7 @@ def next_sequence(folder: Path) -> int:
 
 def use_newest(
     folder: Path,
-    found: Sequence[CheckpointCandidate],
+    found: Sequence[Candidate],
     use: Callable[[Path, CheckpointManifest], _T],
     *,
     find_damage: Callable[[Path, Sequence[FileRecord]], list[str]] = damage,
@@ -233,19 +211,3 @@ def use_newest(
             "restore one from a backup, or start anew in another folder"
         )
     return None
-
-
-def _candidate(folder: Path, step: int | None = None) -> CheckpointCandidate:
-    """Read a folder's manifest; `step` is the step that the folder's name has."""
-    manifest: CheckpointManifest | None = None
-    problem = ""
-    try:
-        manifest = CheckpointManifest.read(folder / MANIFEST)
-    except FileNotFoundError:
-        problem = f"its {MANIFEST} is missing"
-    except (OSError, DamagedError) as error:
-        problem = str(error)
-    if manifest is not None and step not in (None, manifest.step):
-        problem = f"its {MANIFEST} is that of step {manifest.step}"
-        manifest = None
-    return CheckpointCandidate(folder=folder, manifest=manifest, problem=problem)

@@ -20,13 +20,15 @@ from torch import nn
 
 from laconic import checkpoint
 from laconic.checkpoint import commit
+from laconic.checkpoint.api import damage_in_shares
 from laconic.checkpoint.state import persistent_buffers, reshard
 from laconic.comm.agreement import RankGroup
 from laconic.comm.launch import RankInfo
 from laconic.errors import JobError
 from laconic.islands.local_steps import LocalSteps
 from laconic.store.files import sync
-from laconic.store.folder import CrashPoint, FileRecord, Manifest, commit_in_place, damage, describe, reached
+from laconic.store.folder import CrashPoint, FileRecord, Manifest, commit_in_place, describe, reached
+from laconic.store.series import numbered
 
 SHARDS = "laconic"
 """The folder, in the trainer's checkpoint, with the sharded tensors."""
@@ -121,20 +123,17 @@ def mark_complete(folder: str | Path) -> None:
 def incomplete(folder: str | Path) -> str:
     """Say why `folder` is no complete checkpoint; empty if it is one. All ranks call it, and read a part each."""
     folder, ranks = Path(folder), RankGroup(error=JobError)
-    failure = f"{folder} is not readable"
-    listed: list[dict[str, Any]] | str = ranks.on_rank_0(lambda: _listed(folder), failure)
+    listed: list[dict[str, Any]] | str = ranks.on_rank_0(lambda: _listed(folder), f"{folder} is not readable")
     if isinstance(listed, str):
         return listed
-    share = [FileRecord(**record) for record in listed[ranks.rank :: ranks.size]]
-    problems = ranks.on_all(lambda: damage(folder, share), failure)
-    return "; ".join(problem for found in problems for problem in found)
+    return "; ".join(damage_in_shares(ranks, folder, [FileRecord(**record) for record in listed]))
 
 
-def newest_complete(folders: list[Path]) -> tuple[Path | None, list[str]]:
-    """Return the last complete one of `folders`, which are in order, and why later ones were skipped. Collective."""
-    ranks = RankGroup(error=JobError)
+def newest_complete(output: str | Path) -> tuple[Path | None, list[str]]:
+    """Return the last `checkpoint-N` in a folder that is complete, and why later ones were skipped. Collective."""
     skipped: list[str] = []
-    for name in reversed(ranks.broadcast([str(folder) for folder in folders])):
+    found = sorted(numbered(Path(output), r"checkpoint-(\d+)"), key=lambda each: int(each[1][1]), reverse=True)
+    for name in RankGroup(error=JobError).broadcast([str(path) for path, _ in found]):
         if not (reason := incomplete(name)):
             return Path(name), skipped
         skipped.append(f"{name}: {reason}")

@@ -15,7 +15,6 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -211,9 +210,7 @@ class LaconicMixin(_Base):
             if reason := incomplete(wanted):
                 raise ArgumentError(f"cannot resume from {wanted}: {reason}")
             return wanted
-        folders = Path(self.args.output_dir).glob("checkpoint-*")
-        numbered = [folder for folder in folders if folder.name.rpartition("-")[2].isdigit()]
-        newest, skipped = newest_complete(sorted(numbered, key=lambda folder: int(folder.name.rpartition("-")[2])))
+        newest, skipped = newest_complete(self.args.output_dir)
         if skipped and self.is_world_process_zero():
             warnings.warn(f"skipped checkpoints that are not complete: {'; '.join(skipped)}", stacklevel=3)
         if newest is None:

@@ -16,8 +16,17 @@ from torch import Tensor
 from laconic.store.folder import DamagedError
 from laconic.store.tensors import tensor_of, with_tensors
 
+FILES = r"(?:\.index|-fragment-\d+\.part)(?:\.[0-9a-f]+\.tmp)?"
+"""The endings of the files of a state, and of what an interrupted write has left."""
 _DIGEST = 64
 """The characters of a SHA-256."""
+
+
+def manifest(data: bytes) -> dict[str, Any]:
+    """Return the fields of the manifest that an index file stands for. Raises: KeyError, TypeError, ValueError."""
+    values = parse(data)
+    parts = [dict(zip(("name", "sha256", "size_bytes"), part, strict=True)) for part in values.pop("parts")]
+    return {**values, "files": parts}
 
 
 def parse(data: bytes | memoryview, digest: str | None = None) -> Any:

@@ -27,8 +27,6 @@ end of the run, whichever comes first. A thread that is left behind ends when Gl
 
 import atexit
 import contextlib
-import hashlib
-import json
 import threading
 import time
 import warnings
@@ -55,7 +53,7 @@ from laconic.islands.all_reduce import IslandGroup, Mean, mean_over_islands
 from laconic.islands.entrance import Entrance, Listening, in_thread, pair, tell, vector_checksums
 from laconic.islands.exchange import Beginning, Contribution, Exchange, Presence, diverged
 from laconic.islands.fragments import Position
-from laconic.islands.outer_optimizer import OuterFragment
+from laconic.islands.outer_optimizer import OuterFragment, layout_digest
 from laconic.islands.policies import Membership
 
 _T = TypeVar("_T")
@@ -95,9 +93,15 @@ class ElasticExchange(Exchange):
     ) -> None:
         super().__init__(cluster, codec, fragments)
         self._policy, self._run = policy, run
-        own = {"codec": codec.name, "quorum": policy.quorum, "ranks of an island": cluster.size}
-        own["bytes of 4,096 values"] = codec.payload_bytes(4096)  # islands of two releases may code otherwise
-        self._terms = {**terms, **_described(fragments), **own}
+        self._terms = {
+            **terms,
+            "outer optimizer": type(fragments[0].optimizer).__qualname__,
+            "parameters (digest)": layout_digest(fragments)[:16],
+            "codec": codec.name,
+            "quorum": policy.quorum,
+            "ranks of an island": cluster.size,
+            "bytes of 4,096 values": codec.payload_bytes(4096),  # islands of two releases may code otherwise
+        }
         self._ranks = ranks_or_self(cluster.flag_group)
         self._shard = self._ranks.rank
         self._agreements = self._open()
@@ -142,8 +146,7 @@ class ElasticExchange(Exchange):
             JobError: too few islands have come, the others have other settings, the island that tells the state has
                 died, or the store has a damaged entry.
         """
-        for fragment in self._fragments:
-            fragment.create_state()
+        self._create_state()
         generation, number = self._wait_outside(position.rounds)
         self._agreements = self._open(generation)
         roster = self._agreements.welcome(number)
@@ -174,9 +177,6 @@ class ElasticExchange(Exchange):
         told = state.position
         is_known = self._on_all_ranks(not means and told == position and before == vector_checksums(vectors))
         return Beginning(position=told, is_news=not is_known, means=means)
-
-    def _vectors(self) -> list[Tensor]:
-        return [vector for fragment in self._fragments for vector in fragment.vectors()]
 
     def _wait_outside(self, rounds: int) -> list[int]:
         """Wait until this island is a member. Returns its generation and its number."""
@@ -516,13 +516,6 @@ class _Watcher:
                 self._heard[number] = beats, now
             living += now - self._heard[number][1] < self._policy.timeout_s
         return living
-
-
-def _described(fragments: Sequence[OuterFragment]) -> dict[str, Any]:
-    """The facts about fragments that are equal on all islands."""
-    shapes = [[[name, list(each.shape)] for name, each in fragment.parameters.items()] for fragment in fragments]
-    digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
-    return {"outer optimizer": type(fragments[0].optimizer).__qualname__, "parameters (digest)": digest}
 
 
 _entered: weakref.WeakSet[ElasticExchange] = weakref.WeakSet()

@@ -111,9 +111,7 @@ class Exchange:
         `position` is that of this island's state.
         """
         self._go(Presence.COMING)
-        if self._cluster.island_group is not None:
-            for fragment in self._fragments:
-                dist.broadcast(fragment.flat, group=self._cluster.island_group, group_src=0)
+        self._share([fragment.flat for fragment in self._fragments], lead=0)
         self._go(Presence.TRAINING)
         return Beginning(position=position)
 
@@ -154,6 +152,21 @@ class Exchange:
 
     def leave(self) -> None:
         """Go in order: the others do not wait for this island. Nothing may be in flight."""
+
+    def _create_state(self) -> None:
+        """Make the outer optimizer's state, all zero, to fill with what another island or a file has."""
+        for fragment in self._fragments:
+            fragment.create_state()
+
+    def _vectors(self) -> list[Tensor]:
+        """The outer state, in an order that all islands share."""
+        return [vector for fragment in self._fragments for vector in fragment.vectors()]
+
+    def _share(self, vectors: Sequence[Tensor], lead: int) -> None:
+        """Bring vectors of one island to all others. Collective over islands."""
+        if self._cluster.island_group is not None:
+            for vector in vectors:
+                dist.broadcast(vector, group=self._cluster.island_group, group_src=lead)
 
     def _go(self, to: Presence) -> None:
         assert to in _MAY_FOLLOW[self.presence], f"an island that is {self.presence.value} cannot be {to.value} next"

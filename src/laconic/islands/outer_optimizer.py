@@ -14,6 +14,8 @@ an order that does not depend on the holders. When islands come or go, an outer 
 state stays what it was. Without slices there is one group with one outer parameter.
 """
 
+import hashlib
+import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -253,6 +255,12 @@ class OuterFragment:
             self.flat.copy_(before)
             for vector in self.vectors()[1:]:
                 vector.zero_()  # as before the first step
+
+
+def layout_digest(fragments: Sequence[OuterFragment], *kinds: str) -> str:
+    """A digest of the parameters of fragments, with their shapes, and of what else must be equal where there is any."""
+    shapes = [[[name, list(each.shape)] for name, each in fragment.parameters.items()] for fragment in fragments]
+    return hashlib.sha256(json.dumps([shapes, kinds] if kinds else shapes).encode()).hexdigest()
 
 
 def _is_like(value: Any, parameter: nn.Parameter) -> bool:

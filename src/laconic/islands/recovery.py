@@ -20,12 +20,11 @@ loaded, and both wait for the thread first. The inner optimizer's state changes 
 of the synced fragment's part.
 """
 
-import hashlib
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -40,8 +39,8 @@ from laconic.comm.cluster import Cluster
 from laconic.islands.all_reduce import Mean
 from laconic.islands.exchange import Beginning, Exchange, Presence
 from laconic.islands.fragments import Position, SyncSchedule
-from laconic.islands.outer_optimizer import OuterFragment, flat_local
-from laconic.islands.saved_state import Fetch, Place, Plan, SavedState, Sync, make_plan
+from laconic.islands.outer_optimizer import OuterFragment, flat_local, layout_digest
+from laconic.islands.saved_state import Fetch, Place, SavedState, Sync, make_plan
 from laconic.islands.state_folder import Found, StateFolder
 from laconic.ragged.tensor import RaggedTensor
 from laconic.store.folder import DamagedError
@@ -83,7 +82,8 @@ class RecoveringExchange(Exchange):
         self._schedule, self._optimizer = schedule, optimizer
         self._residuals, self._slices = residuals, tuple(slices)
         self._ranks = ranks_or_self(cluster.all_flag_group)
-        self._folder = StateFolder(folder=Path(folder), run=run, layout=_layout(fragments, optimizer))
+        layout = layout_digest(fragments, type(optimizer).__qualname__, type(fragments[0].optimizer).__qualname__)
+        self._folder = StateFolder(folder=Path(folder), run=run, layout=layout)
         names = self._ranks.on_all(self._create, "recovery= needs a folder that can be written, on every machine")
         if len(set(names)) > 1:
             raise ValueError(f"the ranks have different names of the run, {names}; give all of them the same run_id")
@@ -180,8 +180,7 @@ class RecoveringExchange(Exchange):
         Cost: reads this rank's state once. A shard on another machine crosses the wire whole; the outer state goes from
             one island to all others.
         """
-        for fragment in self._fragments:
-            fragment.create_state()
+        self._create_state()
         places, problems = self._look()
         while True:
             plan = make_plan(places)
@@ -202,7 +201,7 @@ class RecoveringExchange(Exchange):
         own = next((fetch for fetch in plan.fetches if fetch.rank == self._ranks.rank), None)
         if own is not None:
             self._load(values, has_inner=own.has_inner)
-        self._share_outer(plan)
+        self._share(self._vectors(), lead=plan.lead)
         return plan.sync.steps
 
     def _look(self) -> tuple[list[Place], list[str]]:
@@ -226,23 +225,21 @@ class RecoveringExchange(Exchange):
         problem, data, own = "", None, None
         works: list[tuple[dist.Work | None, Tensor]] = []
         for fetch in fetches:
-            if self._ranks.rank == fetch.rank:
-                own = fetch
-            if self._ranks.rank == fetch.holder:
+            is_own, is_here = self._ranks.rank == fetch.rank, self._ranks.rank == fetch.holder
+            if not is_own and not is_here:
+                continue
+            read = bytearray(sum(fetch.state.sizes))
+            if is_here:
                 try:
                     read = self._folder.read(fetch.state)
-                except DamagedError as error:
-                    read = bytearray(sum(fetch.state.sizes))  # all zero; a receiver reports it
-                    problem = str(error) if fetch.rank == fetch.holder else problem
-                if fetch.rank == fetch.holder:
-                    data = read
-                else:
-                    message = torch.frombuffer(read, dtype=torch.uint8)
-                    works.append((dist.isend(message, group=self._ranks.group, group_dst=fetch.rank), message))
-            elif self._ranks.rank == fetch.rank:
-                data = bytearray(sum(fetch.state.sizes))
-                message = torch.frombuffer(data, dtype=torch.uint8)
-                works.append((dist.irecv(message, group=self._ranks.group, group_src=fetch.holder), message))
+                except DamagedError as error:  # it is all zero, and a receiver reports it
+                    problem = str(error) if is_own else problem
+            if is_own:
+                own, data = fetch, read
+            if is_own != is_here:
+                message, group = torch.frombuffer(read, dtype=torch.uint8), self._ranks.group
+                send, receive = partial(dist.isend, group_dst=fetch.rank), partial(dist.irecv, group_src=fetch.holder)
+                works.append(((send if is_here else receive)(message, group=group), message))
         for work, _ in works:
             assert work is not None
             work.wait()
@@ -283,13 +280,6 @@ class RecoveringExchange(Exchange):
                 for name, state in part["inner"].items():
                     _restore_inner(self._optimizer, fragment.parameters[name], state)
 
-    def _share_outer(self, plan: Plan) -> None:
-        group = self._cluster.island_group
-        if group is not None:
-            for fragment in self._fragments:
-                for vector in fragment.vectors():
-                    dist.broadcast(vector, group=group, group_src=plan.lead)
-
 
 def trained_slices(folder: str | Path, run: str) -> tuple[int, ...] | None:
     """Return the slices that this machine trained at the run's last sync; None if it has kept no sync."""
@@ -310,13 +300,6 @@ def _without(places: Sequence[Place], failed: Sequence[Fetch]) -> list[Place]:
         replace(place, offers=tuple(state for state in place.offers if (rank, state) not in gone))
         for rank, place in enumerate(places)
     ]
-
-
-def _layout(fragments: Sequence[OuterFragment], optimizer: torch.optim.Optimizer) -> str:
-    """A digest of what must be equal in the run that restores a state."""
-    shapes = [[[name, list(each.shape)] for name, each in fragment.parameters.items()] for fragment in fragments]
-    kinds = [type(each).__qualname__ for each in (optimizer, fragments[0].optimizer)]
-    return hashlib.sha256(json.dumps([shapes, kinds]).encode()).hexdigest()
 
 
 # -- the inner optimizer's state ---------------------------------------------------------------------------------------

@@ -12,12 +12,13 @@ same number. A later start is newer, whatever its step.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from laconic.comm.entries import typed
+from laconic.store.folder import FileRecord
 
-_PLAIN: Any = tuple[tuple[int, int, str], int, int, int, tuple[int, ...], tuple[int, ...]]  # of a saved state
+_PLAIN: Any = tuple[tuple[int, int, str], int, int, int, tuple[int, ...], tuple[FileRecord, ...]]  # of a saved state
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -44,8 +45,8 @@ class SavedState:
     num_shards: int
     slices: tuple[int, ...]
     """The slices that the island trained, in ascending order."""
-    sizes: tuple[int, ...] = ()
-    """The bytes of the index file and of the parts; empty before they are written."""
+    files: tuple[FileRecord, ...] = field(default=(), compare=False)
+    """The parts, by fragment; empty before they are written."""
 
     @property
     def name(self) -> str:
@@ -55,15 +56,20 @@ class SavedState:
 
     def to_json(self) -> list[Any]:
         """Return plain values that can be sent."""
-        sync = [self.sync.start, self.sync.steps, self.sync.token]
-        return [sync, self.island, self.shard, self.num_shards, list(self.slices), list(self.sizes)]
+        sync, files = [self.sync.start, self.sync.steps, self.sync.token], [asdict(each) for each in self.files]
+        return [sync, self.island, self.shard, self.num_shards, list(self.slices), files]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The bytes of the files."""
+        return [each.size_bytes for each in self.files]
 
     @classmethod
     def from_json(cls, values: list[Any]) -> "SavedState":
         """Return the state from the values of `to_json`. Raises: EntryError if they are none."""
-        (start, steps, token), island, shard, num_shards, slices, sizes = typed(_PLAIN, values)
+        (start, steps, token), island, shard, num_shards, slices, files = typed(_PLAIN, values)
         sync = Sync(start=start, steps=steps, token=token)
-        return cls(sync=sync, island=island, shard=shard, num_shards=num_shards, slices=slices, sizes=sizes)
+        return cls(sync=sync, island=island, shard=shard, num_shards=num_shards, slices=slices, files=files)
 
 
 @dataclass(frozen=True, kw_only=True)

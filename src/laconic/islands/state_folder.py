@@ -1,38 +1,33 @@
 """The folder of a machine that keeps the states of a run's last syncs.
 
 [Note: The files of a state]
-A run has a folder of its own, so a run never reads the files of another. A state is a store in it ([Note: A store] in
-store/folder.py), with a file for each fragment, a part. A fragment's part changes only at the fragment's own sync, and
-later states have the same file under one more name (a hard link). The folder's name says what it holds, so that any
-rank on the machine finds it, whatever its number in the job is. A state that is damaged, or not what its name says, is
-reported and counts as missing.
+A run has a folder of its own, so a run never reads the files of another. It is a series of stores ([Note: A series] in
+store/series.py). A state has a file for each fragment, a part. A fragment's part changes only at the fragment's own
+sync, and later states have the same file under one more name (a hard link). The folder's name says what it holds, so
+that any rank on the machine finds it, whatever its number in the job is. A state that is damaged, or not what its name
+says, is reported and counts as missing.
 """
 
+import contextlib
 import hashlib
 import os
 import re
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from laconic.comm.entries import EntryError
 from laconic.islands import earlier_states
 from laconic.islands.saved_state import SavedState
 from laconic.store import folder as store
 from laconic.store import tensors
 from laconic.store.files import link_or_copy, make_folder, remove
 from laconic.store.folder import CrashPoint, DamagedError, FileRecord, reached
+from laconic.store.series import MANIFEST, Member, Series, numbered
 
-MANIFEST = "manifest.json"
-_NAME = re.compile(
-    r"(?P<state>start-(\d+)-step-\d+-island-(\d+)-shard-(\d+)-of-\d+)"
-    rf"(?P<rest>{store.REMAINS}|(?:\.index|-fragment-\d+\.part)(?:\.[0-9a-f]+\.tmp)?|)"
-)
-"""A state, or what an interrupted write or removal has left of it, or a file of an earlier release."""
-_OTHERS = ("run-*", "island-state-*", "slice-*")
+_NAMES = r"(start-(\d+)-step-\d+-island-(\d+)-shard-(\d+)-of-\d+)"
+_OTHERS = r"run-.*|island-state-.*|slice-.*"
 """The names of other runs' states, and of those of the earliest releases."""
 
 
@@ -58,6 +53,15 @@ class StateFiles(store.Manifest):
     state: list[Any]
     """As `SavedState.to_json` returns it."""
 
+    def __post_init__(self) -> None:
+        """Raises: EntryError if it is no state."""
+        SavedState.from_json(self.state)
+
+    @property
+    def saved(self) -> SavedState:
+        """The state, with its files."""
+        return replace(SavedState.from_json(self.state), files=self.files)
+
 
 @dataclass(kw_only=True)
 class StateFolder:
@@ -81,6 +85,10 @@ class StateFolder:
         return self.folder / f"run-{quote(self.run, safe='')}"
 
     @property
+    def _series(self) -> Series[StateFiles]:
+        return Series(folder=self.path, names=_NAMES, kind=StateFiles, name_of=lambda manifest: manifest.saved.name)
+
+    @property
     def _newest(self) -> Path:
         """The newest state of this process that is on disk."""
         return self.path / [*self._written][-1]
@@ -96,18 +104,41 @@ class StateFolder:
 
     def find(self, num_shards: int | None = None) -> Found:
         """Find the states of the run, of islands of `num_shards` ranks or any. Reads the manifests only."""
-        states: list[SavedState] = []
-        problems = self._foreign()
-        for path in self._manifests():
+        states, problems, names = list[SavedState](), list[str](), list[re.Match[str]]()
+        with contextlib.suppress(OSError):  # what cannot be read is not there
+            problems += self._foreign()
+            for member in (*self._series.members(), *self._earlier()):
+                manifest, problem = member.manifest, member.problem
+                if manifest is not None and not (problem := self._misfit(manifest, num_shards)):
+                    states.append(manifest.saved)
+                else:
+                    problems.append(f"{_here(member.folder)} is not used: {problem}")
+            names = [name for _, name in numbered(self.path, _NAMES + ".*")]
+        last_start = max((int(name[2]) for name in names), default=0)
+        return Found(states=tuple(states), problems=tuple(problems), last_start=last_start)
+
+    def _misfit(self, manifest: StateFiles, num_shards: int | None) -> str:
+        """Say why this run cannot restore a state; empty if it can."""
+        if manifest.run != self.run:
+            return f"it is of the run {manifest.run!r}, and this is {self.run!r}"
+        if self.layout not in (None, manifest.layout):
+            return "it is of another model, optimizer or division into fragments"
+        if num_shards not in (None, of := manifest.saved.num_shards):
+            return f"it is of islands of {of} ranks, and now they have {num_shards}"
+        return ""
+
+    def _earlier(self) -> list[Member[StateFiles]]:
+        """The states of earlier releases."""
+        found: list[Member[StateFiles]] = []
+        for path, name in numbered(self.path, rf"{_NAMES}\.index"):
             try:
-                state = self._read_state(path)
-                if num_shards not in (None, state.num_shards):
-                    raise DamagedError(f"it is of islands of {state.num_shards} ranks, and now they have {num_shards}")
-                states.append(state)
-            except (OSError, DamagedError) as error:
-                problems.append(f"{_here(path)} is not used: {error}")
-        starts = [int(named[2]) for _, named in self._named()]
-        return Found(states=tuple(states), problems=tuple(problems), last_start=max(starts, default=0))
+                manifest = StateFiles.from_json(earlier_states.manifest(path.read_bytes()))
+                if manifest.saved.name != name[1]:
+                    raise DamagedError(f"it is that of {manifest.saved.name}")
+                found.append(Member(folder=path, manifest=manifest))
+            except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+                found.append(Member(folder=path, manifest=None, problem=f"it is no index of this state ({error})"))
+        return found
 
     def read(self, state: SavedState) -> bytearray:
         """Return the bytes of a state's files, one after the other, as `parse` takes them.
@@ -115,39 +146,30 @@ class StateFolder:
         Raises:
             DamagedError: a file is missing, or has another size than the state says.
         """
-        path = next((path for path in self._manifests() if _name_of(path) == state.name), self.path / state.name)
+        folder = self.path / state.name
         try:
-            data = path.read_bytes()
-            files = _manifest_of(data)[0].files
-            read = [data, *((path.parent / record.name).read_bytes() for record in files)]
-        except (OSError, DamagedError) as error:
-            raise DamagedError(f"{_here(path)} is not used: {error}") from error
-        if tuple(map(len, read)) != state.sizes:
-            raise DamagedError(f"{_here(path)}, or a file that it lists, is not as it was found")
+            read = [_place(folder, record).read_bytes() for record in state.files]
+        except OSError as error:
+            raise DamagedError(f"{_here(folder)} is not used: {error}") from error
+        if [*map(len, read)] != state.sizes:
+            raise DamagedError(f"{_here(folder)}, or a file that it lists, is not as it was found")
         return bytearray().join(read)
 
     def parse(self, data: bytearray, state: SavedState) -> list[Any]:
         """Return the values of each fragment, from the bytes of `read` on this machine or another one.
 
         Raises:
-            DamagedError: a byte is not as it was written, or it is another state.
+            DamagedError: a byte is not as it was written.
         """
-        whole, begin, pieces = memoryview(data), 0, []
-        for size in state.sizes:
-            pieces.append(whole[begin : begin + size])
-            begin += size
-        manifest, is_earlier = _manifest_of(bytes(pieces[0]))
-        if self._state_of(manifest, len(pieces[0])) != state:
-            raise DamagedError("it is another state than was announced")
-        parts = zip(manifest.files, pieces[1:], strict=True)
-        if is_earlier:
-            return [earlier_states.parse(piece, record.sha256) for record, piece in parts]
-        return [_values_of(record, piece) for record, piece in parts]
+        whole, begin, values = memoryview(data), 0, []
+        for record in state.files:
+            values.append(_values_of(record, whole[begin : begin + record.size_bytes]))
+            begin += record.size_bytes
+        return values
 
     def _foreign(self) -> list[str]:
         """Name the states of other runs, and files of other programs or releases."""
-        found = (path for pattern in _OTHERS for path in _list(self.folder, pattern))
-        others = sorted(path.name for path in found if path != self.path)
+        others = [path.name for path, _ in numbered(self.folder, _OTHERS) if path != self.path]
         if not others:
             return []
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
@@ -155,38 +177,6 @@ class StateFolder:
             f"{_here(self.folder)} has states of other runs, which are not used: {', '.join(others[:3])}{more}; remove "
             "those that are over"
         ]
-
-    def _named(self) -> Iterator[tuple[Path, re.Match[str]]]:
-        """The files and folders of states, with their names' parts."""
-        for path in _list(self.path):
-            if named := _NAME.fullmatch(path.name):
-                yield path, named
-
-    def _manifests(self) -> list[Path]:
-        """The manifest of each state, or the index of an earlier release's state, whether it is there or not."""
-        own = {"": MANIFEST, ".index": ""}
-        return [path / own[named["rest"]] for path, named in self._named() if named["rest"] in own]
-
-    def _read_state(self, path: Path) -> SavedState:
-        """Read a manifest, and return the state that it describes."""
-        data = path.read_bytes()
-        manifest = _manifest_of(data)[0]
-        state = self._state_of(manifest, len(data))
-        if _name_of(path) != state.name:
-            raise DamagedError(f"it holds {state.name}, and not what its name says")
-        if self.layout not in (None, manifest.layout):
-            raise DamagedError("it is of another model, optimizer or division into fragments")
-        return state
-
-    def _state_of(self, manifest: StateFiles, nbytes: int) -> SavedState:
-        """Return the state that a manifest of `nbytes` bytes describes."""
-        if manifest.run != self.run:
-            raise DamagedError(f"it is of the run {manifest.run!r}, and this is {self.run!r}")
-        try:
-            state = SavedState.from_json(manifest.state)
-        except EntryError as error:
-            raise DamagedError(f"it is no manifest of a state ({error})") from error
-        return replace(state, sizes=(nbytes, *(record.size_bytes for record in manifest.files)))
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -237,45 +227,30 @@ class StateFolder:
     def _remove(self, newest: SavedState, keep_from: int) -> None:
         """Remove this rank's states before step `keep_from`, and all of earlier starts."""
         self._written = {name: steps for name, steps in self._written.items() if steps >= keep_from}
-        stale = []
-        for path, named in self._named():
-            start, island, shard = (int(named[number]) for number in (2, 3, 4))
+        needed = (newest.name, *self._written)
+
+        def is_old(name: re.Match[str]) -> bool:
+            start, island, shard = (int(name[number]) for number in (2, 3, 4))
             is_own = (start, island, shard) == (newest.sync.start, newest.island, newest.shard)
-            is_needed = named["state"] in (newest.name, *self._written)
-            if start < newest.sync.start or (is_own and not is_needed):
-                stale.append((path, named["rest"]))
-        store.remove_folders([path for path, rest in stale if not rest])
-        for path, _ in sorted(stale, key=lambda each: each[1] != ".index"):  # or an index would name a missing part
-            remove(path)
+            return start < newest.sync.start or (is_own and name[1] not in needed)
+
+        self._series.prune(is_old, is_old)
+        for path, name in reversed(numbered(self.path, _NAMES + earlier_states.FILES)):  # an index before its parts
+            if is_old(name):
+                remove(path)
 
 
-def _name_of(manifest: Path) -> str:
-    return manifest.stem if manifest.suffix == ".index" else manifest.parent.name
+def _place(folder: Path, record: FileRecord) -> Path:
+    """The file of a part, in the folder of its state; a part of an earlier release lies beside that."""
+    return (folder.parent if record.name.endswith(".part") else folder) / record.name
 
 
 def _values_of(record: FileRecord, data: memoryview) -> Any:
+    if record.name.endswith(".part"):
+        return earlier_states.parse(data, record.sha256)
     if hashlib.sha256(data).hexdigest() != record.sha256:
         raise DamagedError(f"{record.name} does not have the contents that were written")
     return tensors.parse(data)
-
-
-def _manifest_of(data: bytes) -> tuple[StateFiles, bool]:
-    """Return the manifest of a state, and whether it is of an earlier release. Raises: DamagedError."""
-    if data.startswith(b"{"):
-        return StateFiles.parse(data, "it"), False
-    values = earlier_states.parse(data)
-    try:
-        parts = [FileRecord(name=name, size_bytes=size, sha256=digest) for name, digest, size in values.pop("parts")]
-        return StateFiles(**{**values, "files": tuple(parts)}), True
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedError(f"it is no index of a state ({error})") from error
-
-
-def _list(folder: Path, pattern: str = "*") -> list[Path]:
-    try:
-        return sorted(folder.glob(pattern))
-    except OSError:
-        return []
 
 
 def _here(path: Path) -> str:

@@ -33,7 +33,7 @@ from typing import Any, ClassVar, Self
 
 from laconic.store.files import remove, sync, write_text
 
-REMAINS = r"\.(?:tmp|removed\d*)"
+REMAINS = r"(?:\.[0-9a-f]{32})?\.(?:tmp|removed\d*)"
 """A pattern of the endings that an interrupted write or removal leaves at a store's name. Nothing of it is a store."""
 _MAX_THREADS = 8
 _POLL_S = 0.1
@@ -218,7 +218,7 @@ def _checksum(body: dict[str, Any]) -> str:
 def begin(final: Path, *, writer: str = "") -> Path:
     """Make an empty folder, to be renamed to `final`, in a folder that exists.
 
-    Where several programs may write at once, each has a name of its own, in hexadecimal digits. Raises: OSError.
+    Where several programs may write at once, each has a name of its own, of 32 hexadecimal digits. Raises: OSError.
     """
     temporary = final.with_name(f"{final.name}{writer and f'.{writer}'}.tmp")
     remove(temporary)
