@@ -74,7 +74,7 @@ COUNTER_DAMAGE: Mapping[str, Callable[[bytes], bytes]] = {
     }.items()
 }  # fmt: skip
 ENTRIES = ["generation", "terms", "come/{k}", "answer/{k}", "call", "welcome/{k}", "roster/{r}", "verdict/{n}", "ended"]
-COUNTERS = ["come", "beat", "beat/{k}", "done/{n}", "arrivals/{n}", "listening", "ready/{m}"]
+COUNTERS = ["come", "beat", "beat/{k}", "done/{n}", "arrivals/{n}"]
 EARLY = {"generation", "terms", "come/{k}", "come", "welcome/{k}"}
 """The kinds of keys that are read while islands come."""
 
@@ -138,7 +138,7 @@ class _Run:
             self.roster, self.round = roster.number, now
             if now == 4:
                 self.begun.set()
-            self._signs(agreements, number, roster.members, now)
+            self._signs(agreements, number, roster.members)
             agreements.arrive(roster, now, number)
             assert agreements.has_begun(roster, now)
             is_lost = now % 5 == 0 and now not in lost
@@ -158,13 +158,10 @@ class _Run:
             if verdict.newcomers:
                 roster = agreements.enlarge(roster, verdict.newcomers, now, roster.members[0])
 
-    def _signs(self, agreements: Agreements, number: int, members: tuple[int, ...], now: int) -> None:
+    def _signs(self, agreements: Agreements, number: int, members: tuple[int, ...]) -> None:
         agreements.look_for_end()
         agreements.beat(number)
         agreements.beats(members)
-        agreements.note_ready(now)
-        agreements.num_ready(now)
-        agreements.count_listening(0)
         agreements.answer(number)
 
     def forge(self, kind: str, damage: Callable[[bytes], bytes]) -> None:
@@ -174,7 +171,7 @@ class _Run:
         while not self.stop.is_set():
             rosters, rounds = range(self.roster, self.roster + 3), range(self.round, self.round + 4)
             tries = [f"{r}-{n}" for r, n in product(rosters, rounds)]
-            names = {kind.format(k=k, r=r, n=n, m=m) for k, r, n, m in product(range(3), rosters, tries, rounds)}
+            names = {kind.format(k=k, r=r, n=n) for k, r, n in product(range(3), rosters, tries)}
             for name in names:
                 store = agreements._run_store if name in ("generation", "ended") else agreements.store
                 if name not in whole and kind in (*ENTRIES,) and store.check([name]):

@@ -18,14 +18,14 @@ from tests.support.launch import on_ranks
 @pytest.mark.parametrize(("every", "fragments", "overlap"), [(1, 1, 0), (6, 1, 5), (6, 3, 1), (8, 4, 0), (100, 4, 24)])
 def test_every_fragment_is_sent_and_applied_once_a_round(every: int, fragments: int, overlap: int) -> None:
     schedule = SyncSchedule(every=every, fragments=fragments, overlap=overlap)
-    at = [schedule.position(t) for t in range(6 * every)]
-    sent = {t: at[t].rounds % fragments for t in range(1, 5 * every + 1) if at[t].since == 0}
+    steps = range(schedule.interval, 5 * every + 1, schedule.interval)
+    sent = {t: schedule.rounds(t) % fragments for t in steps}
     for begin in range(1, 4 * every):
         window = [sent[t] for t in range(begin, begin + every) if t in sent]
         assert sorted(window) == list(range(fragments)), "each fragment once in every round"
     for t, fragment in sent.items():
-        assert [schedule.in_flight(at[t + late]) for late in range(overlap)] == [fragment] * overlap
-        assert schedule.in_flight(at[t + overlap]) is None, "it is applied before the next one is sent"
+        assert [schedule.in_flight(t + late) for late in range(overlap)] == [fragment] * overlap
+        assert schedule.in_flight(t + overlap) is None, "it is applied before the next one is sent"
     assert list(sent.values())[: fragments + 1] == [*range(1, fragments), 0, 1 % fragments]
 
 

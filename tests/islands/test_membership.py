@@ -142,7 +142,7 @@ def test_a_watcher_hears_that_the_run_has_ended_while_its_island_computes() -> N
     def job() -> None:
         agreements = [Agreements(dist.TCPStore("meeting", 1), "test", "here") for _ in range(2)]
         roster = Roster(number=0, members=(0,), slots=(0,), num_seen=1, round=1)
-        watcher = elastic._Watcher(agreements[0], Membership(rendezvous="meeting:1", islands=1), 0, roster)
+        watcher = elastic._Watcher(agreements[0], 0, roster)
         with pytest.raises(RunEndedError):
             agreements[1]._run.damaged("come", "it is no number")
         watcher.raise_end()
@@ -216,28 +216,20 @@ def test_stuck_and_diverging_islands_are_left_behind(tmp_path: Path) -> None:
     assert all(torch.tensor(values).isfinite().all() for values in staying["outer"].values())
 
 
-def test_a_quorum_does_not_wait_and_ended_runs_begin_anew(tmp_path: Path) -> None:
-    policy = Membership(rendezvous="meeting:1", islands=2, timeout_s=6.0, quorum=1)
-    again = Life(policy=replace(policy, quorum=None), last=6, resumes=True)
-    first = Life(policy=policy, last=4)
-    (_, _, *resumed), members = islands(
-        tmp_path, [replace(first, step_s=0.3), replace(first, step_s=1.0), again, again]
-    )
+def test_ended_runs_begin_anew(tmp_path: Path) -> None:
+    (_, _, *resumed), members = islands(tmp_path, [*[a_life(2, 4)] * 2, *[a_life(2, resumes=True)] * 2])
     assert members == dict.fromkeys(range(1, 7), 2)
-    rounds = [rounds_in(tmp_path / f"island-{job}") for job in range(4)]
-    fast, slow = rounds[0][-1].step, rounds[1][-1].step
-    assert fast >= 4 * EVERY > slow, "the slow one joins with the steps that it has"
     assert {result["number"] for result in resumed} == {0, 1}, "the numbers of a new generation"
-    assert [each.number for each in rounds[2]] == [5, 6], "from the checkpoint's rounds on"
+    assert [each.number for each in rounds_in(tmp_path / "island-2")] == [5, 6], "from the checkpoint's rounds on"
 
 
 def test_a_newcomer_waits_for_the_state_of_the_first_roster(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lead may tell it late; there are no rounds to listen to meanwhile."""
-    position, state, looks = object(), SimpleNamespace(position=None), iter(range(3))
+    state, looks = SimpleNamespace(steps=None), iter(range(3))
 
     def has_come(listening: Any) -> bool:
-        listening.position = position if next(looks) == 2 else None
-        return listening.position is not None
+        listening.steps = 7 if next(looks) == 2 else None
+        return listening.steps is not None
 
     monkeypatch.setattr(elastic, "Listening", lambda *_: state)
     agreements = SimpleNamespace(generation=0, look_for_end=lambda: None, beats=lambda others: [0])
@@ -247,8 +239,8 @@ def test_a_newcomer_waits_for_the_state_of_the_first_roster(monkeypatch: pytest.
     )  # fmt: skip
     newcomer._wait_for = partial(elastic.ElasticExchange._wait_for, newcomer)
     roster: Any = SimpleNamespace(number=0, lead=0)
-    beginning = elastic.ElasticExchange._take_over(newcomer, roster, position)  # type: ignore[arg-type]
-    assert (beginning.position, beginning.is_news) == (position, False)
+    beginning = elastic.ElasticExchange._take_over(newcomer, roster, 7)
+    assert (beginning.steps, beginning.is_news) == (7, False)
 
 
 def test_the_islands_of_a_launch_follow_from_its_nodes() -> None:
@@ -281,7 +273,6 @@ def job_refused() -> None:
         ("leave it out, and save checkpoints", {}, {"recovery": "/tmp"}),
         ("must be HOST:PORT", {"rendezvous": "here"}, {}),
         ("Membership(islands=0) must be at least 1", {"islands": 0}, {}),
-        ("Membership(quorum=0) must be at least 1", {"quorum": 0}, {}),
         ("timeout_s=0", {"timeout_s": 0}, {}),
     ]
 

@@ -62,7 +62,6 @@ START = {key: value for key, value in MEETING.items() if key != "islands"}
         ("sync", START, "sync.islands = None must say with how many islands training starts"),
         ("sync", {**MEETING, "rendezvous": "here"}, "sync.rendezvous = 'here' must be HOST:PORT"),
         ("sync", {**ALONE, "run_id": "a"}, "sync.run_id = 'a' needs sync.rendezvous"),
-        ("sync", {**ALONE, "quorum": 2}, "sync.quorum = 2 needs sync.rendezvous"),
         ("sync", {**ALONE, "timeout_s": 9.0}, "sync.timeout_s = 9.0 needs sync.rendezvous"),
         ("sync", {**MEETING, "recovery": "/dev/shm"}, "does not go with sync.rendezvous: the others tell"),
         ("sync", {**MEETING, "slices": 2}, "does not go with sync.rendezvous: a slice"),

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -114,8 +114,6 @@ class IslandSlices:
 
 _IN_FLIGHT = ("mean", "drift", "sent")
 """The tensors of a fragment in flight. The mean is equal on all islands."""
-_COUNTS = ("steps", "rounds", "since")
-"""The counts of `Position`. Without `membership`, the last two follow from the steps."""
 _TOKENS = "tokens"
 """The tensors from which each fragment makes its next pseudo-gradient. A checkpoint has those of all islands, a
 `state_dict` those of this island."""
@@ -158,8 +156,8 @@ def local_steps_tree(
     rest = {OUTER: _without_empty(shared), ISLANDS: {str(island): _without_empty(own)}}
     told: list[Any] = ranks.gather([island, agreed[_TOKENS]])
     tokens = dict(told)
-    counts = {key: agreed[key] for key in _COUNTS if key in agreed}
-    return model_tensors, rest, {"numbers": numbers, **counts, _TOKENS: [tokens[each] for each in sorted(tokens)]}
+    own_tokens = [tokens[each] for each in sorted(tokens)]
+    return model_tensors, rest, {"numbers": numbers, "steps": agreed["steps"], _TOKENS: own_tokens}
 
 
 def own_optimizer_prefix(island: int) -> str:
@@ -187,9 +185,9 @@ def restore_local_steps(
         fragment.create_state()
     agreed = {k: value for k, value in local_steps.state_dict().items() if k.partition(".")[0] not in _IN_FLIGHT}
     prefix = f"{ISLANDS}.{island}"
-    counts = {key: int(progress[key]) for key in _COUNTS if key in progress} if progress else {"steps": step}
+    steps = int(progress["steps"]) if progress else step
     if island is not None:
-        agreed |= _in_flight(source, local_steps, counts, prefix)
+        agreed |= _in_flight(source, local_steps, steps, prefix)
     vectors, optimizer, _ = _sorted(agreed)
     places, parameters = state.places(model), state.named_parameters(model)
     for name, outer in vectors["outer"].items():
@@ -208,16 +206,15 @@ def restore_local_steps(
     source.read({key: tensor for key, tensor in targets.items() if key in source.entries})
     numbers = {f"outer_optimizer.{key}": number for key, number in (progress["numbers"] if progress else {}).items()}
     known = {key: number for key, number in numbers.items() if key in agreed}
-    others = {key: value for key, value in agreed.items() if key not in (*_COUNTS, _TOKENS)}
+    others = {key: value for key, value in agreed.items() if key not in ("steps", _TOKENS)}
     tokens = progress.get(_TOKENS) if progress and island is not None else None
     own_tokens = {} if tokens is None else {_TOKENS: tokens[island]}
-    local_steps.load_state_dict({**others, **known, **counts, **own_tokens})
+    local_steps.load_state_dict({**others, **known, "steps": steps, **own_tokens})
 
 
-def _in_flight(source: Source, local_steps: LocalSteps, counts: Mapping[str, int], prefix: str) -> dict[str, Tensor]:
+def _in_flight(source: Source, local_steps: LocalSteps, steps: int, prefix: str) -> dict[str, Tensor]:
     """Make room for the fragment in flight; none unless this run's schedule has the same fragment in flight then."""
-    schedule = local_steps.schedule
-    index = schedule.in_flight(replace(schedule.position(counts["steps"]), **counts))
+    index = local_steps.schedule.in_flight(steps)
     if index is None:
         return {}
     fragment = local_steps.fragments[index]
@@ -243,7 +240,7 @@ def _sorted(agreed: Mapping[str, Any]) -> tuple[_Vectors, _Vectors, dict[str, An
             optimizer[key][state.strip(name)] = value
         elif kind == "outer_optimizer":
             numbers[rest] = value
-        elif kind not in (*_COUNTS, _TOKENS):
+        elif kind not in ("steps", _TOKENS):
             vectors[kind][state.strip(rest)] = value
     return vectors, optimizer, numbers
 

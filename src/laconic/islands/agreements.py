@@ -151,12 +151,12 @@ class TypedStore:
         with self.reaching(key):
             return counter(self.store.get(key)) if self.store.check([key]) else 0
 
-    def add(self, key: str, change: int = 1) -> int:
-        """Add to a counter, and return it."""
+    def add(self, key: str) -> int:
+        """Add one to a counter, and return it."""
         self.count(key)  # the store closes the connection of an island that adds to what is no number
         with self.reaching(key):
             try:
-                return self.store.add(key, change)
+                return self.store.add(key, 1)
             except ValueError as error:  # of a store in memory, if the entry has changed since
                 raise EntryError(str(error)) from error
 
@@ -460,20 +460,6 @@ class Agreements:
     def is_untold(self, link: str) -> bool:
         """True if the state does not cross a connection."""
         return self._entries.has(f"untold/{link}")
-
-    # -- quorum --------------------------------------------------------------------------------------------------------
-
-    def count_listening(self, change: int) -> int:
-        """Add to the number of members that wait for the state, and return the number."""
-        return self._entries.add("listening", change) if change else self._entries.count("listening")
-
-    def note_ready(self, round_index: int) -> None:
-        """Note that one more island has taken all steps up to a round."""
-        self._entries.add(f"ready/{round_index}")
-
-    def num_ready(self, round_index: int) -> int:
-        """The number of islands that have taken all steps up to a round."""
-        return self._entries.count(f"ready/{round_index}")
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 

@@ -33,10 +33,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,13 +46,12 @@ from laconic import _compat
 from laconic.codec import Codec
 from laconic.comm.agreement import ranks_or_self
 from laconic.comm.cluster import Cluster
-from laconic.comm.collectives import all_reduce
 from laconic.errors import JobError
 from laconic.islands.agreements import BEAT_S, NO_ROSTER, SILENCE_S, Agreements, Outcome, Roster, RunEndedError, Verdict
 from laconic.islands.all_reduce import IslandGroup, Mean, mean_over_islands
 from laconic.islands.entrance import Entrance, Listening, in_thread, pair, tell, vector_checksums
 from laconic.islands.exchange import Beginning, Contribution, Exchange, Presence, diverged
-from laconic.islands.fragments import Position
+from laconic.islands.fragments import SyncSchedule
 from laconic.islands.outer_optimizer import OuterFragment, layout_digest
 from laconic.islands.policies import Membership
 
@@ -74,7 +73,7 @@ class ElasticExchange(Exchange):
         cluster: this island.
         codec: the format of values on the wire.
         fragments: the outer state.
-        terms: what else must be equal on all islands, as JSON.
+        schedule: when fragments sync.
 
     Raises:
         JobError: the rendezvous does not answer.
@@ -89,17 +88,17 @@ class ElasticExchange(Exchange):
         cluster: Cluster,
         codec: Codec,
         fragments: Sequence[OuterFragment],
-        terms: dict[str, Any],
+        schedule: SyncSchedule,
     ) -> None:
         super().__init__(cluster, codec, fragments)
-        self._policy, self._run = policy, run
+        self._policy, self._run, self._schedule = policy, run, schedule
         self._terms = {
-            **terms,
+            **asdict(schedule),
             "outer optimizer": type(fragments[0].optimizer).__qualname__,
             "parameters (digest)": layout_digest(fragments)[:16],
             "codec": codec.name,
-            "quorum": policy.quorum,
             "ranks of an island": cluster.size,
+            "what islands tell": "steps",  # earlier releases tell more
             "bytes of 4,096 values": codec.payload_bytes(4096),  # islands of two releases may code otherwise
         }
         self._ranks = ranks_or_self(cluster.flag_group)
@@ -137,7 +136,7 @@ class ElasticExchange(Exchange):
 
     # -- coming and going: [Note: Coming] ------------------------------------------------------------------------------
 
-    def enter(self, position: Position) -> Beginning:
+    def enter(self, steps: int) -> Beginning:
         """See `Exchange.enter`. Waits for the founding islands or for the end of a round, and for the state.
 
         Blocks for `start_timeout_s` at most.
@@ -147,26 +146,26 @@ class ElasticExchange(Exchange):
                 died, or the store has a damaged entry.
         """
         self._create_state()
-        generation, number = self._wait_outside(position.rounds)
+        generation, number = self._wait_outside(self._schedule.rounds(steps))
         self._agreements = self._open(generation)
         roster = self._agreements.welcome(number)
         assert roster is not None
         self._number, self._roster, self._round = number, roster, roster.round
         self._go(Presence.COMING)
         if self._ranks.rank == 0:
-            self._watcher = _Watcher(self._open(generation), self._policy, number, roster)
+            self._watcher = _Watcher(self._open(generation), number, roster)
             weakref.finalize(self, self._watcher.stop).atexit = False
         _entered.add(self)
         _leave_at_exit()
         if roster.lead == number:
-            self._tell(roster.newcomers, position)
-            beginning = Beginning(position=position, is_news=False)
+            self._tell(roster.newcomers, steps)
+            beginning = Beginning(steps=steps, is_news=False)
         else:
-            beginning = self._take_over(roster, position)
+            beginning = self._take_over(roster, steps)
         self._go(Presence.TRAINING)
         return beginning
 
-    def _take_over(self, roster: Roster, position: Position) -> Beginning:
+    def _take_over(self, roster: Roster, steps: int) -> Beginning:
         """Get the state that the lead of a roster tells, and the means of the rounds since."""
         vectors = self._vectors()
         before = vector_checksums(vectors)
@@ -174,9 +173,9 @@ class ElasticExchange(Exchange):
         state = Listening(self._open(self._agreements.generation), link, vectors, self._policy.start_timeout_s)
         means = () if roster.number == 0 else self._listen(state, roster)
         self._wait_for(lambda: self._has_come(state), (roster.lead,))
-        told = state.position
-        is_known = self._on_all_ranks(not means and told == position and before == vector_checksums(vectors))
-        return Beginning(position=told, is_news=not is_known, means=means)
+        told = state.steps
+        is_known = self._on_all_ranks(not means and told == steps and before == vector_checksums(vectors))
+        return Beginning(steps=told, is_news=not is_known, means=means)
 
     def _wait_outside(self, rounds: int) -> list[int]:
         """Wait until this island is a member. Returns its generation and its number."""
@@ -192,8 +191,6 @@ class ElasticExchange(Exchange):
         The islands that have `entered` with this one, or later, begin no round: they listen, too.
         """
         means: list[Mean] = []
-        if self._watcher is not None:
-            self._agreements.count_listening(1)
         while not means or not self._on_all_ranks(self._has_come(state)):
             if means and entered.lead not in self._roster.members:
                 raise JobError(f"island {entered.lead} died while it told this one the state; start this island again")
@@ -202,9 +199,6 @@ class ElasticExchange(Exchange):
             fragment = self._round % len(self._fragments)
             nothing = torch.zeros_like(self._fragments[fragment].flat)
             means.append(self.mean(Contribution(fragment=fragment, step=0, values=nothing)))
-        if self._watcher is not None:
-            self._agreements.count_listening(-1)
-            self._watcher.watch(self._round)
         return tuple(means)
 
     def _has_come(self, state: Listening) -> bool:
@@ -233,26 +227,26 @@ class ElasticExchange(Exchange):
     def _on_all_ranks(self, flag: bool) -> bool:
         return all(self._ranks.gather(flag))
 
-    def keep(self, mean: Mean, position: Position, fragment: int, *, is_whole: bool) -> None:
+    def keep(self, mean: Mean, steps: int, fragment: int, *, is_whole: bool) -> None:
         """See `Exchange.keep`: the newcomers of the round hear the state."""
-        self._tell(mean.newcomers, position)
+        self._tell(mean.newcomers, steps)
 
-    def _tell(self, newcomers: Sequence[int], position: Position) -> None:
+    def _tell(self, newcomers: Sequence[int], steps: int) -> None:
         """Tell newcomers the state, in a thread, while this island trains on. Copies the vectors first."""
         if not newcomers:
             return
         copies = [vector.clone() for vector in self._vectors()]
         for number in newcomers:
             link = self._link_to(number)
-            arguments = (self._open(self._agreements.generation), link, position, copies)
+            arguments = (self._open(self._agreements.generation), link, steps, copies)
             self._tellers[link] = threading.Thread(
                 target=self._tell_one, args=arguments, name="laconic-tells", daemon=True
             )
             self._tellers[link].start()
 
-    def _tell_one(self, agreements: Agreements, link: str, position: Position, vectors: Sequence[Tensor]) -> None:
+    def _tell_one(self, agreements: Agreements, link: str, steps: int, vectors: Sequence[Tensor]) -> None:
         try:
-            tell(pair(agreements.store, link, 0, self._policy.start_timeout_s), position, vectors)
+            tell(pair(agreements.store, link, 0, self._policy.start_timeout_s), steps, vectors)
         except RuntimeError:  # the newcomer has died; nothing depends on it
             with contextlib.suppress(JobError):
                 agreements.note_untold(link)
@@ -284,22 +278,10 @@ class ElasticExchange(Exchange):
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
-    def begins(self, *, is_ready: bool) -> bool:
-        """See `Exchange.begins`. Collective over the ranks of the island if there is a quorum.
-
-        Cost: with a quorum, a sum of one number over the ranks of the island in every step.
-        """
+    def look(self) -> None:
+        """See `Exchange.look`. Raises: RunEndedError if an island has ended the run."""
         if self._watcher is not None:
             self._watcher.raise_end()
-        if self._policy.quorum is None:
-            return is_ready
-        begins = self._watcher is not None and self._watcher.begins(is_ready=is_ready)
-        if self._cluster.size > 1:
-            told = torch.tensor(float(begins), device=self._cluster.device)
-            begins = float(all_reduce(self._cluster, told)) > 0
-        if begins and self._watcher is not None:
-            self._watcher.watch(self._watcher.round + 1)
-        return begins
 
     def mean(self, own: Contribution) -> Mean:
         """Return the mean of all islands' contributions. Collective over the members, in the background thread.
@@ -444,27 +426,14 @@ class ElasticExchange(Exchange):
 class _Watcher:
     """A thread of an island's first rank, which answers for it while the rank computes."""
 
-    def __init__(self, agreements: Agreements, policy: Membership, number: int, roster: Roster) -> None:
-        self._agreements, self._policy, self._number = agreements, policy, number
+    def __init__(self, agreements: Agreements, number: int, roster: Roster) -> None:
+        self._agreements, self._number = agreements, number
         self.roster = roster
         """The present roster."""
-        self.round = roster.round
-        """The round that this island begins next."""
-        self._is_ready, self._noted, self._begun = False, 0, 0
-        self._heard: dict[int, tuple[int, float]] = {}
         self._end: RunEndedError | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="laconic-islands-watch", daemon=True)
         self._thread.start()
-
-    def watch(self, round_index: int) -> None:
-        """Go on to a round."""
-        self._is_ready, self.round = False, round_index
-
-    def begins(self, *, is_ready: bool) -> bool:
-        """Whether the round begins, as far as this thread has heard."""
-        self._is_ready = is_ready
-        return self._begun == self.round
 
     def stop(self) -> None:
         """Let the thread end soon."""
@@ -491,31 +460,10 @@ class _Watcher:
                 roster = self.roster
                 if self._agreements.is_over(roster):
                     self._agreements.register(roster, self._number)
-                if self._policy.quorum is not None:
-                    self._look_at(self.round, roster)
         except RunEndedError as error:
             self._end = error
         except JobError:  # the store is gone; the next sync says so
             pass
-
-    def _look_at(self, round_index: int, roster: Roster) -> None:
-        """Find out whether enough islands are ready for a round."""
-        if self._is_ready and self._noted < round_index:
-            self._agreements.note_ready(round_index)
-            self._noted = round_index
-        assert self._policy.quorum is not None
-        num_training = self._num_living(roster) - self._agreements.count_listening(0)
-        if self._agreements.num_ready(round_index) >= max(1, min(self._policy.quorum, num_training)):
-            self._begun = round_index
-
-    def _num_living(self, roster: Roster) -> int:
-        """The number of members that have given a sign of life within the timeout."""
-        now, living = time.monotonic(), 0
-        for number, beats in zip(roster.members, self._agreements.beats(roster.members), strict=True):
-            if self._heard.get(number, (-1, 0.0))[0] != beats:
-                self._heard[number] = beats, now
-            living += now - self._heard[number][1] < self._policy.timeout_s
-        return living
 
 
 _entered: weakref.WeakSet[ElasticExchange] = weakref.WeakSet()

@@ -16,7 +16,6 @@ from laconic import _compat
 from laconic.comm.entries import EntryError, decode, encode
 from laconic.errors import JobError
 from laconic.islands.agreements import SILENCE_S, Agreements
-from laconic.islands.fragments import Position
 from laconic.islands.policies import Membership
 
 _T = TypeVar("_T")
@@ -89,7 +88,7 @@ class Entrance:
         return f"the islands at {self._policy.rendezvous} have not ended a round since this one came"
 
 
-_POSITION_BYTES = 256
+_TEXT_BYTES = 64
 
 
 def pair(store: dist.Store, key: str, rank: int, timeout_s: float) -> dist.ProcessGroup:
@@ -97,26 +96,26 @@ def pair(store: dist.Store, key: str, rank: int, timeout_s: float) -> dist.Proce
     return _compat.gloo_group(dist.PrefixStore(key, store), rank, 2, timeout_s)
 
 
-def tell(link: dist.ProcessGroup, position: Position, vectors: Sequence[Tensor]) -> None:
-    """Send a position and vectors to the rank that listens.
+def tell(link: dist.ProcessGroup, steps: int, vectors: Sequence[Tensor]) -> None:
+    """Send a number of steps and vectors to the rank that listens.
 
     Cost: the vectors' bytes, and 8 for a checksum of each.
     """
-    text = encode(position).encode().ljust(_POSITION_BYTES)
+    text = encode(steps).encode().ljust(_TEXT_BYTES)
     _send(link, torch.frombuffer(bytearray(text), dtype=torch.uint8))
     for vector in vectors:
         _send(link, vector)
         _send(link, torch.tensor([_checksum(vector)]))
 
 
-def listen(link: dist.ProcessGroup, vectors: Sequence[Tensor]) -> Position:
-    """Receive the vectors of `tell` into `vectors`, which have the same shapes, and return the position.
+def listen(link: dist.ProcessGroup, vectors: Sequence[Tensor]) -> int:
+    """Receive the vectors of `tell` into `vectors`, which have the same shapes, and return the steps.
 
     Raises:
         JobError: a bit has flipped on the way.
         RuntimeError: the rank that tells is lost.
     """
-    text = torch.empty(_POSITION_BYTES, dtype=torch.uint8)
+    text = torch.empty(_TEXT_BYTES, dtype=torch.uint8)
     _receive(link, text)
     for vector in vectors:
         _receive(link, vector)
@@ -125,36 +124,34 @@ def listen(link: dist.ProcessGroup, vectors: Sequence[Tensor]) -> Position:
         if int(checksum) != _checksum(vector):
             raise JobError("the state that another island told has changed on the way; start this island again")
     try:
-        return decode(Position, bytes(text.tolist()).rstrip(b" "))
+        return decode(int, bytes(text.tolist()).rstrip(b" "))
     except EntryError as error:
-        raise JobError(
-            f"the position that another island told is damaged ({error}); start this island again"
-        ) from error
+        raise JobError(f"the steps that another island told are damaged ({error}); start this island again") from error
 
 
 class Listening:
     """The state that another island tells this rank, in a thread."""
 
     def __init__(self, agreements: Agreements, link: str, vectors: Sequence[Tensor], patience_s: float) -> None:
-        def run() -> Position:
+        def run() -> int:
             try:
                 return listen(pair(agreements.store, link, 1, patience_s), vectors)
             except (JobError, RuntimeError):
                 agreements.note_untold(link)
                 raise
 
-        self._position = in_thread(run, "laconic-listens")
+        self._steps = in_thread(run, "laconic-listens")
 
     @property
     def has_arrived(self) -> bool:
         """Whether the state is here, or never will be."""
-        return self._position.done()
+        return self._steps.done()
 
     @property
-    def position(self) -> Position:
-        """The position of the island that told the state. Raises: JobError if it has died."""
+    def steps(self) -> int:
+        """The steps after which it is the state. Raises: JobError if the island that told it has died."""
         try:
-            return self._position.result()
+            return self._steps.result()
         except RuntimeError as error:
             raise JobError(
                 f"the state of the other islands did not arrive ({error}): the island that told it has died; start "

@@ -34,7 +34,6 @@ from laconic.codec import Codec
 from laconic.comm.cluster import Cluster
 from laconic.errors import JobError
 from laconic.islands.all_reduce import IslandGroup, Mean, mean_over_islands
-from laconic.islands.fragments import Position
 from laconic.islands.outer_optimizer import OuterFragment
 
 
@@ -76,11 +75,12 @@ _MAY_FOLLOW = {
 class Beginning:
     """The state with which an island begins to train. The outer state is in its fragments already."""
 
-    position: Position
+    steps: int
+    """The inner steps after which it is the state."""
     is_news: bool = True
     """False if this island has had the state already, such as after a restart of all islands from checkpoints."""
     means: tuple[Mean, ...] = ()
-    """The means of the rounds since the position, in order; the caller applies them."""
+    """The means of the rounds since, in order; the caller applies them."""
 
 
 class Exchange:
@@ -105,19 +105,18 @@ class Exchange:
         """This island's slot, which no other island has; -1 outside."""
         return self._cluster.island_rank
 
-    def enter(self, position: Position) -> Beginning:
+    def enter(self, steps: int) -> Beginning:
         """Begin to train, with the same outer state as the others. Collective over the ranks of the island.
 
-        `position` is that of this island's state.
+        This island's state is that after `steps` inner steps.
         """
         self._go(Presence.COMING)
         self._share([fragment.flat for fragment in self._fragments], lead=0)
         self._go(Presence.TRAINING)
-        return Beginning(position=position)
+        return Beginning(steps=steps)
 
-    def begins(self, *, is_ready: bool) -> bool:
-        """Whether a sync begins after this step. `is_ready`: this island has taken all steps up to the next sync."""
-        return is_ready
+    def look(self) -> None:
+        """Raise what this island has heard of the others since the last step."""
 
     def mean(self, own: Contribution) -> Mean:
         """Return the mean of all islands' contributions. Collective over islands, in the background thread.
@@ -141,8 +140,8 @@ class Exchange:
         """Wait until nobody reads the outer state. Returns whether this rank has kept every state so far."""
         return True
 
-    def keep(self, mean: Mean, position: Position, fragment: int, *, is_whole: bool) -> None:
-        """Keep the state after a sync of `fragment` for islands that come later.
+    def keep(self, mean: Mean, steps: int, fragment: int, *, is_whole: bool) -> None:
+        """Keep the state of step `steps`, after a sync of `fragment`, for islands that come later.
 
         `is_whole`: all ranks of the island have kept the state before.
         """

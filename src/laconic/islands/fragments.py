@@ -20,18 +20,6 @@ _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Position:
-    """How far an island is."""
-
-    steps: int
-    """The inner steps that it has taken."""
-    rounds: int
-    """The fragments that it has sent."""
-    since: int
-    """The inner steps since it sent the last one."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class SyncSchedule(Policy):
     """The steps in which fragments are sent and applied. Steps count from 1.
 
@@ -68,14 +56,14 @@ class SyncSchedule(Policy):
         """The number of inner steps between the syncs of two fragments."""
         return self.every // self.fragments
 
-    def position(self, steps: int) -> Position:
-        """The position after `steps` inner steps of islands that all take equally many between syncs."""
-        return Position(steps=steps, rounds=steps // self.interval, since=steps % self.interval)
+    def rounds(self, steps: int) -> int:
+        """The number of fragments that an island has sent after its first `steps` inner steps."""
+        return steps // self.interval
 
-    def in_flight(self, position: Position) -> int | None:
-        """The fragment that is in flight at a position; None if there is none."""
-        is_any = position.rounds > 0 and position.since < self.overlap
-        return position.rounds % self.fragments if is_any else None
+    def in_flight(self, steps: int) -> int | None:
+        """The fragment that is in flight after `steps` inner steps; None if there is none."""
+        rounds = self.rounds(steps)
+        return rounds % self.fragments if rounds and steps % self.interval < self.overlap else None
 
 
 def fragment_of(names: Iterable[str], fragments: int, pattern: FragmentPattern = "strided") -> dict[str, int]:

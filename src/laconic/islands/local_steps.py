@@ -4,8 +4,7 @@
 An all-reduce over islands has two trips with a sum between them, and runs while the next inner steps compute. Each rank
 has one background thread, which makes both trips and the sum. Only this thread uses the group of islands, for one
 all-reduce after the other, so messages have the same order on all islands. The training thread submits an all-reduce
-after one step and waits for it after a later step. The step counter alone determines both steps, unless islands have a
-quorum.
+after one step and waits for it after a later step. The step counter alone determines both steps.
 """
 
 import os
@@ -14,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from laconic.comm.collectives import all_reduce
 from laconic.islands.all_reduce import Mean
 from laconic.islands.elastic import ElasticExchange
 from laconic.islands.exchange import Beginning, Contribution, Exchange, Presence, SyncReport
-from laconic.islands.fragments import Position, fragment_of
+from laconic.islands.fragments import fragment_of
 from laconic.islands.outer_optimizer import Holders, MakeOuter, OuterFragment
 from laconic.islands.policies import Membership, SyncPolicy
 from laconic.islands.recovery import RecoveringExchange
@@ -124,9 +123,6 @@ class LocalSteps:
         self.schedule, self.error_feedback = policy.schedule, error_feedback
         self.steps = 0
         """The inner steps so far."""
-        self.rounds = 0
-        """The fragments sent so far."""
-        self._since = 0  # inner steps since the last fragment was sent
         self._tokens = [0] * self.schedule.fragments  # that each fragment's pseudo-gradient comes from
         self.reports: list[SyncReport] = []
         """The reports of the syncs in the last step."""
@@ -149,14 +145,12 @@ class LocalSteps:
         of = self.cluster, codec, self.fragments
         self._exchange: Exchange = Exchange(*of)
         if membership.rendezvous is not None:
-            terms, run = asdict(self.schedule), _run_name(membership.run_id, "membership=")
-            self._exchange = ElasticExchange(membership, run, *of, terms)
+            run = _run_name(membership.run_id, "membership=")
+            self._exchange = ElasticExchange(membership, run, *of, self.schedule)
         elif membership.folder is not None:
             slices = sorted({holders.order(name) for name, p in synced.items() if p.requires_grad} - {-1})
             run, residuals = _run_name(membership.run_id, "recovery="), self._residuals if error_feedback else None
-            self._exchange = RecoveringExchange(
-                membership.folder, run, *of, self.schedule, residuals, optimizer, slices
-            )
+            self._exchange = RecoveringExchange(membership.folder, run, *of, residuals, optimizer, slices)
         units = filter(None, map(unit_of, model.modules()))
         buckets = [bucket for unit in units for bucket in unit.buckets if bucket.cluster is self.cluster]
         for bucket in buckets:
@@ -168,7 +162,7 @@ class LocalSteps:
                 stacklevel=2,
             )
         if not self._exchange.comes_and_goes:
-            self._take_over(self._exchange.enter(self._position))
+            self._take_over(self._exchange.enter(self.steps))
 
     def _settle(self) -> None:
         """Complete updates of the inner optimizer that are still under way, if it is of a kind that has such."""
@@ -176,14 +170,10 @@ class LocalSteps:
         if settle is not None:
             settle()
 
-    def _go_to(self, position: Position) -> None:
-        """Count on from a position."""
-        self.steps, self.rounds, self._since = position.steps, position.rounds, position.since
-        self._tokens = [0] * len(self._tokens)
-
     @property
-    def _position(self) -> Position:
-        return Position(steps=self.steps, rounds=self.rounds, since=self._since)
+    def rounds(self) -> int:
+        """The fragments sent so far."""
+        return self.schedule.rounds(self.steps)
 
     def enter(self) -> int:
         """Enter the islands of `membership`, and take over their state. Returns the step after which training goes on.
@@ -196,21 +186,20 @@ class LocalSteps:
         """
         if self._exchange.presence is Presence.OUTSIDE:
             self.finish()
-            self._take_over(self._exchange.enter(self._position))
+            self._take_over(self._exchange.enter(self.steps))
         return self.steps
 
     @torch.no_grad()
     def _take_over(self, beginning: Beginning) -> None:
         """Go on from the state that the islands share, and from the means since: [Note: Coming] in elastic.py."""
-        told, missed = beginning.position, len(beginning.means)
-        for number, mean in enumerate(beginning.means, told.rounds + 1):
+        for number, mean in enumerate(beginning.means, self.schedule.rounds(beginning.steps) + 1):
             with torch.enable_grad():
                 self.fragments[number % len(self.fragments)].step(mean.value)
         if beginning.is_news:
             for fragment in self.fragments:
                 fragment.write_inner(fragment.flat)
-        steps = told.steps + missed * self.schedule.interval
-        self._go_to(Position(steps=steps, rounds=told.rounds + missed, since=told.since))
+        self.steps = beginning.steps + len(beginning.means) * self.schedule.interval
+        self._tokens = [0] * len(self._tokens)
 
     @property
     def slot(self) -> int:
@@ -260,16 +249,15 @@ class LocalSteps:
                 "checkpoint, and go on from the step that it returns"
             )
         self.steps += 1
-        self._since += 1
         self._tokens = [count + tokens for count in self._tokens]
         self.reports = []
-        if self._exchange.begins(is_ready=self._since >= self.schedule.interval):
+        self._exchange.look()
+        since = self.steps % self.schedule.interval
+        if since == 0:
             self._settle()
-            self._apply()  # with a quorum a sync may begin before the last one was due
-            self.rounds += 1
-            self._since = 0
+            self._apply()  # what a checkpoint of another schedule had in flight
             self._send(self.rounds % len(self.fragments))
-        if self._in_flight is not None and self._since >= self.schedule.overlap:
+        if self._in_flight is not None and since >= self.schedule.overlap:
             self._settle()
             self._apply()
 
@@ -350,7 +338,7 @@ class LocalSteps:
         ]
         sums = all_reduce(self.cluster, torch.stack(products).to(self.cluster.device))  # over the shards of the island
         *squares, num_kept = sums.tolist()
-        self._exchange.keep(mean, self._position, sent.fragment, is_whole=num_kept == self.cluster.size)
+        self._exchange.keep(mean, self.steps, sent.fragment, is_whole=num_kept == self.cluster.size)
         self.reports.append(self._report(sent, mean, exposed_s, squares))
 
     def _report(self, sent: _InFlight, mean: Mean, exposed_s: float, squares: list[float]) -> SyncReport:
@@ -379,8 +367,6 @@ class LocalSteps:
         """
         self._exchange.settle()  # the caller may write into the views
         state: dict[str, Any] = {"steps": self.steps, "tokens": list(self._tokens)}
-        if self._exchange.comes_and_goes:
-            state |= {"rounds": self.rounds, "since": self._since}
         for index, fragment in enumerate(self.fragments):
             state |= _named("outer", fragment, fragment.flat)
             for key, name, value in fragment.optimizer_state():
@@ -403,9 +389,7 @@ class LocalSteps:
         if missing:
             raise ValueError(f"the state has no outer parameters for {', '.join(missing[:8])}; it is another model's")
         self._exchange.forget()
-        position = self.schedule.position(int(state["steps"]))
-        counts = {key: int(state[key]) for key in ("rounds", "since") if key in state}
-        self._go_to(replace(position, **counts))
+        self.steps = int(state["steps"])
         tokens = state.get("tokens", ())  # a state of an earlier release has none
         self._tokens = list(tokens) if len(tokens) == len(self.fragments) else [0] * len(self.fragments)
         self._in_flight = None

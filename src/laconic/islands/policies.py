@@ -90,10 +90,6 @@ class Membership(Policy):
     run_id: str | None = None
     """The name of the run. Only islands of one run meet, and only states of the same run are restored. Default:
     torchrun's --rdzv-id; `laconic train` keeps a name for `recovery` in the output folder."""
-    quorum: Count | None = None
-    """With `rendezvous`: a sync begins when this many islands have taken their steps, and the others join it with those
-    that they have, so nobody waits for a slow island; means weigh by tokens. Default: islands take equally many steps,
-    and wait for each other."""
     timeout_s: Positive = 120.0
     """With `rendezvous`: the longest, in seconds, that islands wait for one of them at a sync, before they go on
     without it. It must be longer than islands are apart, and longer than the largest message takes. An island whose
@@ -103,7 +99,7 @@ class Membership(Policy):
 
     def _check_keys(self) -> None:
         if self.rendezvous is None:
-            for key in ("quorum", "timeout_s", "start_timeout_s"):
+            for key in ("timeout_s", "start_timeout_s"):
                 is_default = getattr(self, key) == keys_of(Membership)[key].default
                 self._check(key, is_default, "needs {rendezvous}, where islands meet")
             return

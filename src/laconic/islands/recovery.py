@@ -38,7 +38,6 @@ from laconic.comm.agreement import ranks_or_self
 from laconic.comm.cluster import Cluster
 from laconic.islands.all_reduce import Mean
 from laconic.islands.exchange import Beginning, Exchange, Presence
-from laconic.islands.fragments import Position, SyncSchedule
 from laconic.islands.outer_optimizer import OuterFragment, flat_local, layout_digest
 from laconic.islands.saved_state import Fetch, Place, SavedState, Sync, make_plan
 from laconic.islands.state_folder import Found, StateFolder
@@ -57,7 +56,6 @@ class RecoveringExchange(Exchange):
         cluster: the islands.
         codec: the format of values on the wire.
         fragments: the fragments of the model.
-        schedule: when they sync.
         residuals: what encoding has lost so far of each fragment, each (numel,); None without error feedback.
         optimizer: the inner optimizer.
         slices: the slices that this island trains, in ascending order.
@@ -73,14 +71,12 @@ class RecoveringExchange(Exchange):
         cluster: Cluster,
         codec: Codec,
         fragments: Sequence[OuterFragment],
-        schedule: SyncSchedule,
         residuals: Sequence[Tensor] | None,
         optimizer: torch.optim.Optimizer,
         slices: Sequence[int],
     ) -> None:
         super().__init__(cluster, codec, fragments)
-        self._schedule, self._optimizer = schedule, optimizer
-        self._residuals, self._slices = residuals, tuple(slices)
+        self._optimizer, self._residuals, self._slices = optimizer, residuals, tuple(slices)
         self._ranks = ranks_or_self(cluster.all_flag_group)
         layout = layout_digest(fragments, type(optimizer).__qualname__, type(fragments[0].optimizer).__qualname__)
         self._folder = StateFolder(folder=Path(folder), run=run, layout=layout)
@@ -119,7 +115,7 @@ class RecoveringExchange(Exchange):
                 )
         return not self._last_problem
 
-    def keep(self, mean: Mean, position: Position, fragment: int, *, is_whole: bool) -> None:
+    def keep(self, mean: Mean, steps: int, fragment: int, *, is_whole: bool) -> None:
         """See `Exchange.keep`: begin to write the state. Call `settle` before the fragment changes.
 
         Cost: a copy of the inner optimizer's state of the fragment, in host memory, until it is written.
@@ -127,7 +123,7 @@ class RecoveringExchange(Exchange):
         """
         if is_whole:
             self._whole = self._written
-        self._sync = replace(self._sync, steps=position.steps)
+        self._sync = replace(self._sync, steps=steps)
         cluster = self._cluster
         state = SavedState(
             sync=self._sync,
@@ -137,7 +133,7 @@ class RecoveringExchange(Exchange):
             slices=self._slices,
         )
         parts = {index: self._part(index) for index in self._folder.missing(fragment, len(self._fragments))}
-        self._writing = position.steps, self._thread.submit(self._folder.write, state, parts, self._whole)
+        self._writing = steps, self._thread.submit(self._folder.write, state, parts, self._whole)
 
     def forget(self) -> None:
         """See `Exchange.forget`. Waits for the write under way.
@@ -163,14 +159,14 @@ class RecoveringExchange(Exchange):
 
     # -- restoring: [Note: Re-forming] ---------------------------------------------------------------------------------
 
-    def enter(self, position: Position) -> Beginning:
+    def enter(self, steps: int) -> Beginning:
         """See `Exchange.enter`: go on from the newest sync that counts or, without one, as islands that stay do."""
-        steps = self._restore()
-        if not steps:
-            return super().enter(position)
+        restored = self._restore()
+        if not restored:
+            return super().enter(steps)
         self._go(Presence.COMING)
         self._go(Presence.TRAINING)
-        return Beginning(position=self._schedule.position(steps))
+        return Beginning(steps=restored)
 
     def _restore(self) -> int:
         """Restore the newest sync that counts. Returns its step, or 0 without one. Collective over all ranks.
