@@ -1,18 +1,29 @@
-"""The steps in which fragments are sent and applied, their parameters, and means of their largest values alone."""
+"""Fragments: their steps, their parameters, means of their largest values alone, and the islands that hold slices.
+
+The steps of slices are compared with the oracle's in test_local_steps.py.
+"""
 
 from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import laconic
 from laconic.codec import TopK
 from laconic.islands.all_reduce import IslandGroup, mean_over_islands
 from laconic.islands.fragments import SyncSchedule, fragment_of
+from laconic.islands.local_steps import LocalSteps
+from laconic.islands.outer_optimizer import Holders, OuterFragment
+from tests.islands.test_local_steps import BY_HOLDERS, Case, adamw, flat, sgd, take
 from tests.reference.sparse import decoded
-from tests.support.launch import on_ranks
+from tests.support.launch import on_ranks, run_ranks
+from tests.support.partial_models import MlpNet, partial_net
 
 
 @pytest.mark.parametrize(("every", "fragments", "overlap"), [(1, 1, 0), (6, 1, 5), (6, 3, 1), (8, 4, 0), (100, 4, 24)])
@@ -89,3 +100,96 @@ def test_every_island_gets_the_mean_of_what_all_have_kept() -> None:
     torch.testing.assert_close(
         divided.value, torch.where(holders > 0, total / holders.clamp(min=1), 0.0), rtol=1e-2, atol=1e-6
     )
+
+
+# -- slices: each is averaged over the islands that train it, and only they move it ------------------------------------
+
+
+class _Held(Holders):
+    """Two islands; both train whole parameters, one of them trains slice 0, and nobody slice 1."""
+
+    def __init__(self) -> None:
+        self.num_islands = 2
+        self._slices, self._holders = {"first": 0, "second": 1}, {"first": 1, "second": 0}
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True),
+        partial(torch.optim.SGD, lr=0.7, weight_decay=0.1),
+        partial(torch.optim.AdamW, lr=0.1),
+    ],
+)
+def test_a_slice_whose_holders_have_left_keeps_its_values_and_its_momentum(outer: Any) -> None:
+    """Momentum of former holders, or weight decay, would move it, and islands that come back find it elsewhere."""
+    parameters = {name: nn.Parameter(torch.ones(3)) for name in ("whole", "first", "second")}
+    parameters["second"].requires_grad_(False)
+    fragment = OuterFragment(parameters, outer, _Held())
+    fragment.create_state()
+    with torch.no_grad():
+        for vector in fragment.vectors()[1:]:
+            vector.fill_(0.5)  # as holders have left it
+    before = [vector.clone() for vector in fragment.vectors() if vector.ndim]
+    fragment.step(torch.tensor([1.0] * 6 + [0.0] * 3))
+    (was, *states), (now, *new) = before, [vector for vector in fragment.vectors() if vector.ndim]
+    assert not (now[:6] == was[:6]).any()
+    assert torch.equal(now[6:], was[6:])
+    kept = [torch.equal(each, state) for each, state in zip(new, states, strict=True)]
+    assert kept == [index // (len(states) // 3) == 2 for index in range(len(states))]  # section by section
+
+
+@on_ranks(2, local=1)
+def test_a_state_with_numbers_is_loaded_into_other_objects() -> None:
+    case = Case(held=[{0, 1}, {1}], num_slices=2, **BY_HOLDERS)
+    adam = partial(torch.optim.AdamW, lr=0.1)
+    (model, steps), (_, resumed) = case.start(outer=adam), case.start(outer=adam)
+    take(model, steps, range(5))
+    resumed.load_state_dict(steps.state_dict())
+    for fragment, again in zip(steps.fragments, resumed.fragments, strict=True):
+        assert all(map(torch.equal, fragment.vectors(), again.vectors()))
+        assert {float(state["step"]) for state in again.optimizer.state.values()} == {1.0}
+
+
+@on_ranks(2, local=1)
+def test_one_slice_is_plain_local_steps_to_the_bit() -> None:
+    mesh = laconic.init_mesh("cpu", islands=2, nodes=1, local=1)
+    torch.manual_seed(0)
+    models = [partial_net(0, 1), MlpNet()]
+    torch.manual_seed(0)
+    models[1] = MlpNet()
+    for model in models:
+        take(model, LocalSteps(model, adamw(model), mesh=mesh, every=2), range(5))
+    assert torch.equal(*map(flat, models))
+
+
+def job_idle_slices(held: list[int], num_slices: int, folder: str) -> list[str]:
+    """What LocalSteps says of slices without a holder: its error, and its warning if islands may join later."""
+    mesh = laconic.init_mesh("cpu", islands=len(held))
+    said = []
+    for options in ({}, {"recovery": folder, "run_id": "idle"}):
+        model = partial_net(held[dist.get_rank()], num_slices)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                LocalSteps(model, sgd(model), mesh=mesh, **options)  # type: ignore[arg-type]
+            except ValueError as error:
+                said.append(str(error))
+        said += [str(warning.message) for warning in caught if "slice" in str(warning.message)]
+    return said
+
+
+@pytest.mark.parametrize(
+    ("held", "num_slices", "idle", "weights"), [([0, 1], 4, "2, 3", 312), ([0, 2], 3, "1", 208), ([1, 0], 2, "", 0)]
+)
+def test_slices_that_no_island_trains_are_refused_with_the_count_of_their_weights(
+    held: list[int], num_slices: int, idle: str, weights: int, tmp_path: Any
+) -> None:
+    problem = f"no island trains slice {idle} of {num_slices}, so {weights} weights never change"
+    for said in run_ranks(job_idle_slices, 2, held, num_slices, str(tmp_path), local=1):
+        if not idle:
+            assert said == []
+            continue
+        error, warning = said
+        assert error.startswith(f"{problem}; use at most as many slices as islands")
+        assert warning == f"{problem} until an island joins"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -157,48 +159,47 @@ def test_all_islands_have_the_same_parameters() -> None:
         assert all(not p.requires_grad for name, p in model.named_parameters() if of[name] not in (None, i))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"slice_index": 0, "num_slices": 5}, r"num_slices=5 does not divide the 8 heads .*q_proj"),
-        (
-            {"slice_index": 0, "num_slices": 9, "include": ["mlp"]},
-            r"does not divide the 48 rows or columns of .*gate_proj",
-        ),
-        ({"slice_index": 2, "num_slices": 2}, "slice_index 0 to num_slices - 1"),
-        ({"slice_index": 0, "num_slices": 0}, "num_slices must be positive"),
-        ({"slice_index": 0, "num_slices": 2, "include": ["router"]}, "'router'"),
-        ({"slice_index": 0, "num_slices": 2, "include": []}, "include is empty"),
-    ],
-)
-def test_unequal_slices_are_refused_by_name_before_anything_changes(arguments: dict, message: str) -> None:
-    model = build("llama")
+def tied() -> nn.Module:
+    model = nn.ModuleList([Mlp(), Mlp()])
+    model[1].up.weight = model[0].up.weight
+    return model
+
+
+def pattern_of(parameter: str, units: int, kind: type[nn.Module]) -> LayerPattern:
+    """Cut `units` of a parameter along its first dim."""
+    cut = Cut(parameter=parameter, dim=0, segments=(DimRun(start=0, stop=units, units=units),))
+    return LayerPattern(kind="mlp", find=lambda module: [cut] if isinstance(module, kind) else [])
+
+
+LLAMA, HALF = partial(build, "llama"), {"slice_index": 0, "num_slices": 2}
+OWN: dict[str, Any] = {**HALF, "include": ["mlp"], "patterns": MLPS}
+TWICE = [sliced_layer(nn.ModuleList, kind="mlp", rows=["0.up"], columns=["0.down"]), *MLPS]
+CONVOLUTION = partial(nn.Conv1d, 2, 4, 3, bias=False)
+REFUSED: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
+    (LLAMA, {**HALF, "num_slices": 5}, r"num_slices=5 does not divide the 8 heads .*q_proj"),
+    (LLAMA, {**OWN, "num_slices": 9}, r"does not divide the 48 rows or columns of .*gate_proj"),
+    (LLAMA, {**HALF, "slice_index": 2}, "slice_index 0 to num_slices - 1"),
+    (LLAMA, {**HALF, "num_slices": 0}, "num_slices must be positive"),
+    (LLAMA, {**HALF, "include": ["router"]}, "'router'"),
+    (LLAMA, {**HALF, "include": []}, "include is empty"),
+    (MlpNet, HALF, "no attention and no mlp layer of MlpNet is known"),
+    (lambda: partial_updates(LLAMA(), **HALF), HALF, "sliced already"),  # type: ignore[arg-type]
+    (tied, OWN, r"0\.up\.weight and 1\.up\.weight are tied"),
+    (lambda: nn.ModuleList([Mlp()]), {**OWN, "patterns": TWICE}, r"two patterns slice 0\.up\.weight"),
+    (CONVOLUTION, {**OWN, "patterns": [pattern_of("weight", 4, nn.Module)]}, r"\(4, 2, 3\) is cut along dim 0"),
+    (Mlp, {**OWN, "patterns": [pattern_of("up.bias", 6, Mlp)]}, "do not cover dim 0"),
+]
+
+
+@pytest.mark.parametrize(("make", "arguments", "message"), REFUSED)
+def test_what_cannot_be_sliced_is_refused_by_name_before_anything_changes(
+    make: Callable[[], Any], arguments: dict[str, Any], message: str
+) -> None:
+    model = make()
     names = [name for name, _ in model.named_parameters()]
     with pytest.raises(ValueError, match=message):
         partial_updates(model, **arguments)
     assert [name for name, _ in model.named_parameters()] == names
-
-
-def test_models_that_cannot_be_sliced_are_refused() -> None:
-    with pytest.raises(ValueError, match="no attention and no mlp layer of MlpNet is known"):
-        partial_updates(MlpNet(), slice_index=0, num_slices=2)
-    with pytest.raises(ValueError, match="sliced already"):
-        partial_updates(partial_updates(build("llama"), slice_index=0, num_slices=2), slice_index=0, num_slices=2)
-    tied = nn.ModuleList([Mlp(), Mlp()])
-    tied[1].up.weight = tied[0].up.weight
-    with pytest.raises(ValueError, match=r"0\.up\.weight and 1\.up\.weight are tied"):
-        partial_updates(tied, slice_index=0, num_slices=2, include=["mlp"], patterns=MLPS)
-    whole = sliced_layer(nn.ModuleList, kind="mlp", rows=["0.up"], columns=["0.down"])
-    with pytest.raises(ValueError, match=r"two patterns slice 0\.up\.weight"):
-        partial_updates(nn.ModuleList([Mlp()]), slice_index=0, num_slices=2, include=["mlp"], patterns=[whole, *MLPS])
-    by_experts = Cut(parameter="weight", dim=0, segments=(DimRun(start=0, stop=4, units=4),))
-    stack = LayerPattern(kind="mlp", find=lambda module: [by_experts])
-    with pytest.raises(ValueError, match=r"weight of shape \(4, 2, 3\) is cut along dim 0"):
-        partial_updates(nn.Conv1d(2, 4, 3, bias=False), slice_index=0, num_slices=2, include=["mlp"], patterns=[stack])
-    bias = Cut(parameter="up.bias", dim=0, segments=(DimRun(start=0, stop=6, units=6),))
-    short = LayerPattern(kind="mlp", find=lambda module: [bias] if isinstance(module, Mlp) else [])
-    with pytest.raises(ValueError, match="do not cover dim 0"):
-        partial_updates(Mlp(), slice_index=0, num_slices=2, include=["mlp"], patterns=[short])
 
 
 @given(
