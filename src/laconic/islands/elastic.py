@@ -50,7 +50,7 @@ from laconic.errors import JobError
 from laconic.islands.agreements import BEAT_S, NO_ROSTER, SILENCE_S, Agreements, Outcome, Roster, RunEndedError, Verdict
 from laconic.islands.all_reduce import IslandGroup, Mean, mean_over_islands
 from laconic.islands.entrance import Entrance, Listening, in_thread, pair, tell, vector_checksums
-from laconic.islands.exchange import Beginning, Contribution, Exchange, Presence, diverged
+from laconic.islands.exchange import Beginning, Contribution, Exchange, diverged
 from laconic.islands.fragments import SyncSchedule
 from laconic.islands.outer_optimizer import OuterFragment, layout_digest
 from laconic.islands.policies import Membership
@@ -132,7 +132,7 @@ class ElasticExchange(Exchange):
     @property
     def slot(self) -> int:
         """See `Exchange.slot`."""
-        return -1 if self.presence is Presence.OUTSIDE else self._roster.slots[self._roster.members.index(self._number)]
+        return self._roster.slots[self._roster.members.index(self._number)] if self.is_inside else -1
 
     # -- coming and going: [Note: Coming] ------------------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class ElasticExchange(Exchange):
         roster = self._agreements.welcome(number)
         assert roster is not None
         self._number, self._roster, self._round = number, roster, roster.round
-        self._go(Presence.COMING)
+        self.is_inside = True
         if self._ranks.rank == 0:
             self._watcher = _Watcher(self._open(generation), number, roster)
             weakref.finalize(self, self._watcher.stop).atexit = False
@@ -159,11 +159,8 @@ class ElasticExchange(Exchange):
         _leave_at_exit()
         if roster.lead == number:
             self._tell(roster.newcomers, steps)
-            beginning = Beginning(steps=steps, is_news=False)
-        else:
-            beginning = self._take_over(roster, steps)
-        self._go(Presence.TRAINING)
-        return beginning
+            return Beginning(steps=steps, is_news=False)
+        return self._take_over(roster, steps)
 
     def _take_over(self, roster: Roster, steps: int) -> Beginning:
         """Get the state that the lead of a roster tells, and the means of the rounds since."""
@@ -257,15 +254,14 @@ class ElasticExchange(Exchange):
 
     def leave(self) -> None:
         """See `Exchange.leave`."""
-        if self.presence is Presence.OUTSIDE:
+        if not self.is_inside:
             return
         try:
             self._finish_telling()
         finally:
             if self._watcher is not None:
                 self._watcher.end()
-            number, self._number = self._number, -1
-            self._go(Presence.OUTSIDE)
+            number, self._number, self.is_inside = self._number, -1, False
         if self._watcher is not None:
             self._agreements.leave(number)
 

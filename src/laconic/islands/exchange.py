@@ -1,8 +1,8 @@
 """What an island asks of the others, and how islands that stay answer it.
 
 [Note: An island's life]
-An island is outside until it takes part, is coming until it has the outer state of a sync that all shards agree on, and
-then trains. `LocalSteps` knows this much. There are two ways in for an island that comes, or comes back:
+An island is outside until it takes part, and begins to train when it has the outer state of a sync that all shards
+agree on. `LocalSteps` knows this much. There are two ways in for an island that comes, or comes back:
 
 | | through a rendezvous: elastic.py | with a restart of all islands: recovery.py |
 |---|---|---|
@@ -25,7 +25,6 @@ islands tell the same number, the mean is the plain one, to the bit. Slices are 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import torch.distributed as dist
 from torch import Tensor
@@ -56,21 +55,6 @@ class Contribution:
     """The format of the values on the wire, if another than usual."""
 
 
-class Presence(Enum):
-    """Where an island is in its life: [Note: An island's life]."""
-
-    OUTSIDE = "outside"
-    COMING = "coming"
-    TRAINING = "training"
-
-
-_MAY_FOLLOW = {
-    Presence.OUTSIDE: (Presence.COMING,),
-    Presence.COMING: (Presence.TRAINING, Presence.OUTSIDE),
-    Presence.TRAINING: (Presence.OUTSIDE,),
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
     """The state with which an island begins to train. The outer state is in its fragments already."""
@@ -92,7 +76,8 @@ class Exchange:
     def __init__(self, cluster: Cluster, codec: Codec, fragments: Sequence[OuterFragment]) -> None:
         """Take this rank's place, the format of values on the wire, and the outer state."""
         self._cluster, self._codec, self._fragments = cluster, codec, fragments
-        self.presence = Presence.OUTSIDE
+        self.is_inside = False
+        """Whether this island takes part: [Note: An island's life]."""
         self._islands = IslandGroup.of(cluster)
 
     @property
@@ -110,9 +95,8 @@ class Exchange:
 
         This island's state is that after `steps` inner steps.
         """
-        self._go(Presence.COMING)
         self._share([fragment.flat for fragment in self._fragments], lead=0)
-        self._go(Presence.TRAINING)
+        self.is_inside = True
         return Beginning(steps=steps)
 
     def look(self) -> None:
@@ -166,10 +150,6 @@ class Exchange:
         if self._cluster.island_group is not None:
             for vector in vectors:
                 dist.broadcast(vector, group=self._cluster.island_group, group_src=lead)
-
-    def _go(self, to: Presence) -> None:
-        assert to in _MAY_FOLLOW[self.presence], f"an island that is {self.presence.value} cannot be {to.value} next"
-        self.presence = to
 
 
 def diverged(own: Contribution, where: str) -> JobError:

@@ -25,7 +25,7 @@ from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import all_reduce
 from laconic.islands.all_reduce import Mean
 from laconic.islands.elastic import ElasticExchange
-from laconic.islands.exchange import Beginning, Contribution, Exchange, Presence, SyncReport
+from laconic.islands.exchange import Beginning, Contribution, Exchange, SyncReport
 from laconic.islands.fragments import fragment_of
 from laconic.islands.outer_optimizer import Holders, MakeOuter, OuterFragment
 from laconic.islands.policies import Membership, SyncPolicy
@@ -184,7 +184,7 @@ class LocalSteps:
         Raises:
             JobError: see `ElasticExchange.enter`.
         """
-        if self._exchange.presence is Presence.OUTSIDE:
+        if not self._exchange.is_inside:
             self.finish()
             self._take_over(self._exchange.enter(self.steps))
         return self.steps
@@ -243,7 +243,7 @@ class LocalSteps:
     @torch.no_grad()
     def advance(self, *, tokens: int = 1) -> None:
         """Count an inner step that other code took or skipped, such as a gradient scaler, and sync if it is due."""
-        if self._exchange.presence is Presence.OUTSIDE:
+        if not self._exchange.is_inside:
             raise RuntimeError(
                 "this island has not entered: call LocalSteps.enter() before the first forward, after loading a "
                 "checkpoint, and go on from the step that it returns"

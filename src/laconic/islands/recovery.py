@@ -37,7 +37,7 @@ from laconic.codec import Codec
 from laconic.comm.agreement import ranks_or_self
 from laconic.comm.cluster import Cluster
 from laconic.islands.all_reduce import Mean
-from laconic.islands.exchange import Beginning, Exchange, Presence
+from laconic.islands.exchange import Beginning, Exchange
 from laconic.islands.outer_optimizer import OuterFragment, flat_local, layout_digest
 from laconic.islands.saved_state import Fetch, Place, SavedState, Sync, make_plan
 from laconic.islands.state_folder import Found, StateFolder
@@ -164,8 +164,7 @@ class RecoveringExchange(Exchange):
         restored = self._restore()
         if not restored:
             return super().enter(steps)
-        self._go(Presence.COMING)
-        self._go(Presence.TRAINING)
+        self.is_inside = True
         return Beginning(steps=restored)
 
     def _restore(self) -> int:
