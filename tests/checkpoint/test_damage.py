@@ -43,6 +43,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy of the run's folder."""
+    return shutil.copytree(saved, tmp_path / "run")
+
+
 def _load(folder: Path, model: nn.Module | None = None) -> dict[str, Any] | None:
     model = model or make_small()
     return checkpoint.load_checkpoint(folder, model=model, optimizer=torch.optim.AdamW(model.parameters()))
@@ -85,9 +91,7 @@ LOSSES: dict[str, tuple[Any, int]] = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_what_is_lost_is_noticed_and_never_a_fresh_start(loss: str, saved: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(saved, folder)
+def test_what_is_lost_is_noticed_and_never_a_fresh_start(loss: str, folder: Path) -> None:
     lose, step = LOSSES[loss]
     lose(folder)
     if step == 0:
@@ -115,9 +119,7 @@ def test_an_older_manifest_of_the_same_step_is_noticed(tmp_path: Path) -> None:
     assert loaded == {"step": 4, "n": 2}
 
 
-def test_a_damaged_checkpoint_is_never_removed(saved: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(saved, folder)
+def test_a_damaged_checkpoint_is_never_removed(folder: Path, tmp_path: Path) -> None:
     manifest = (folder / "step-2" / "manifest.json").rename(tmp_path / "manifest")
     for step in (3, 4, 5):
         checkpoint.save_checkpoint(folder, step, model=make_small(), optimizer=None, extra={})
@@ -133,10 +135,8 @@ def test_a_damaged_checkpoint_is_never_removed(saved: Path, tmp_path: Path) -> N
     assert _load(folder / "step-2.damaged")["step"] == 2  # type: ignore[index]
 
 
-def test_the_only_intact_copy_of_a_step_stays_until_another_is_committed(saved: Path, tmp_path: Path) -> None:
+def test_the_only_intact_copy_of_a_step_stays_until_another_is_committed(folder: Path) -> None:
     """After a kill, `step-2.old` is intact and `step-2` is not. Step 2 is saved again, and killed once more."""
-    folder = tmp_path / "run"
-    shutil.copytree(saved, folder)
     shutil.rmtree(folder / "step-1")
     shutil.copytree(folder / "step-2", folder / "step-2.old")
     _flip(folder / "step-2" / "__0_0.distcp")
@@ -183,10 +183,9 @@ def test_any_folder_is_loaded_itself_and_one_that_the_nodes_do_not_share_refused
     assert commit.candidates(tmp_path) == []
 
 
-def test_absurd_metadata_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_absurd_metadata_is_refused(folder: Path) -> None:
     """Lengths that no memory holds, and places of bytes before the file."""
-    shutil.copytree(saved / "step-2", tmp_path / "dcp")
-    path = tmp_path / "dcp" / ".metadata"
+    path = folder / "step-2" / ".metadata"
     data = path.read_bytes()
     absurd = [data[:11] + b"\x8d" + (2**62).to_bytes(8, "little") + data[11:], data.replace(b"K\x0d", b"M\xff\xff")]
     for index in range(len(data) - 8):
@@ -196,7 +195,7 @@ def test_absurd_metadata_is_refused(saved: Path, tmp_path: Path) -> None:
         path.write_bytes(mutated)
         model = make_small()
         with pytest.raises(CheckpointError):
-            checkpoint.load_dcp(tmp_path / "dcp", model=model, optimizer=torch.optim.AdamW(model.parameters()))
+            checkpoint.load_dcp(path.parent, model=model, optimizer=torch.optim.AdamW(model.parameters()))
 
 
 class _Hostile:
@@ -231,9 +230,8 @@ class _ByName:
         return (getattr, (self.of, self.name))
 
 
-def test_members_of_enums_load_that_any_python_has_written(saved: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(saved / "step-2", folder)
+def test_members_of_enums_load_that_any_python_has_written(folder: Path) -> None:
+    folder /= "step-2"
     formats = dcp_metadata._MEM_FORMAT_ENCODING
 
     class Old(pickle.Pickler):
@@ -286,9 +284,8 @@ def test_extra_and_random_numbers_come_back(tmp_path: Path) -> None:
     assert loaded == {"n": 3, "x": 0.1, "none": None, "list": [1, "two"], "step": 7}
 
 
-def test_any_damage_is_noticed_and_the_checkpoint_before_is_used(saved: Path, tmp_path: Path) -> None:
+def test_any_damage_is_noticed_and_the_checkpoint_before_is_used(folder: Path) -> None:
     """A sample of `python -m tests.faults --rows checkpoint-damage`."""
-    shutil.copytree(saved, tmp_path / "run")
-    kinds, harmed = damage.tally(tmp_path / "run", 80)
+    kinds, harmed = damage.tally(folder, 80)
     assert set(kinds) == set(damage.KINDS)
     assert harmed == []

@@ -96,6 +96,8 @@ class Case:
     held: list[set[int]] | None = None
     """The slices that each island trains, of `num_slices`; None if the model has none."""
     num_slices: int = 0
+    seed: int = 0
+    """Of the values that a model without slices begins with."""
 
     @property
     def steps(self) -> range:
@@ -105,7 +107,8 @@ class Case:
         return self.held is None or "_slice" not in name or int(name[-1]) in self.held[island]
 
     def model(self, island: int) -> nn.Module:
-        model = build(make) if self.held is None else partial_net(min(self.held[island]), self.num_slices)
+        slices = None if self.held is None else self.held[island]
+        model = build(make, seed=self.seed) if slices is None else partial_net(min(slices), self.num_slices)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(self.trains(name, island))
         return model

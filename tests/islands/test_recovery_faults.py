@@ -8,6 +8,7 @@ import itertools
 import random
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,8 @@ from laconic.store import folder as store
 from laconic.store import tensors
 from laconic.store.folder import CrashPoint, FileRecord
 from tests.faults.recovery_damage import try_cases
-from tests.islands.test_local_steps import adamw, flat, make, sgd, take
+from tests.islands.test_local_steps import Case, adamw, flat, take
 from tests.support.launch import on_ranks, run_ranks
-from tests.support.partial_models import partial_net
 from tests.support.sharded_net import Net, build, shard
 
 EVERY, STEPS, CASES = 2, 6, 8
@@ -173,15 +173,14 @@ def test_nodes_with_other_numbers_find_their_states(tmp_path: Path) -> None:
 # -- islands that come and go with a restart ---------------------------------------------------------------------------
 
 
-def job(machines: list[str], seed: int) -> tuple[int, Tensor]:
-    """Train an island on each machine to step 4; return the step after which it began, and its parameters."""
-    mesh, model = laconic.init_mesh("cpu", islands=len(machines), nodes=1, local=1), build(make, seed=seed)
-    folder = machines[dist.get_rank()]
-    steps = LocalSteps(model, adamw(model), mesh=mesh, every=2, recovery=folder, run_id="test")
+def job(case: Case, machines: list[str]) -> tuple[int, dict[str, Tensor]]:
+    """Train an island on each machine to step 4; return the step after which it began, and the state at the end."""
+    model, steps = case.start(recovery=machines[dist.get_rank()], run_id="test")
     begun = steps.steps
     take(model, steps, range(begun, 4))
     steps.finish()
-    return begun, flat(model)
+    outer = {key: value.clone() for key, value in steps.state_dict().items() if isinstance(value, Tensor)}
+    return begun, {"inner": flat(model), **outer}
 
 
 def machines_of(folder: Path) -> list[str]:
@@ -191,20 +190,14 @@ def machines_of(folder: Path) -> list[str]:
 @on_ranks(1, local=1)
 def test_a_run_that_was_rewound_is_restored_as_it_went_on(tmp_path: Path) -> None:
     """It syncs both fragments, loads the state of the beginning, and syncs one there, trained on other rows."""
-    mesh = laconic.init_mesh("cpu", islands=1, nodes=1, local=1)
-
-    def begin(seed: int) -> tuple[Any, LocalSteps]:
-        model = build(make, seed=seed)
-        options: dict[str, Any] = {"every": 4, "fragments": 2, "recovery": tmp_path / "machine", "run_id": "test"}
-        return model, LocalSteps(model, adamw(model), mesh=mesh, **options)
-
-    model, steps = begin(0)
+    case, kept = Case(islands=1, both={"every": 4, "fragments": 2}), {"recovery": tmp_path, "run_id": "test"}
+    model, steps = case.start(**kept)
     beginning = copy.deepcopy(steps.state_dict())
     take(model, steps, range(4))
     steps.load_state_dict(beginning)
     take(model, steps, range(10, 12))
     steps.finish()
-    _, restored = begin(1)
+    _, restored = replace(case, seed=1).start(**kept)
     assert restored.steps == 2
     assert restored._exchange.is_inside
     for before, after in zip(steps.fragments, restored.fragments, strict=True):
@@ -212,34 +205,29 @@ def test_a_run_that_was_rewound_is_restored_as_it_went_on(tmp_path: Path) -> Non
 
 
 def test_islands_come_and_go(tmp_path: Path) -> None:
+    def run(seed: int, machines: list[str]) -> list[tuple[int, dict[str, Tensor]]]:
+        case = Case(islands=len(machines), both={"every": 2}, seed=seed)
+        return run_ranks(job, len(machines), case, machines, local=1)
+
     machines = machines_of(tmp_path)
-    _, before = run_ranks(job, 2, machines[:2], 0, local=1)[0]
-    joined = run_ranks(job, 3, [machines[2], *machines[:2]], 1, local=1)  # the new machine comes first
-    alone = run_ranks(job, 1, machines[1:2], 2, local=1)
+    (begun, before), _ = run(0, machines[:2])
+    assert begun == 0
+    joined = run(1, [machines[2], *machines[:2]])  # the new machine comes first
+    alone = run(2, machines[1:2])
     for index, damaged in enumerate(sorted((tmp_path / "machine-1").glob("*/*/*"))):
         damaged.write_bytes(damaged.read_bytes()[:100] if index % 2 else b"no file of torch")
-    helped = run_ranks(job, 2, machines[:2], 3, local=1)  # island 1 gets the state of the other
+    helped = run(3, machines[:2])  # island 1 gets the state of the other
     for begun, got in (*joined, *alone, *helped):
         assert begun == 4
-        assert torch.equal(got, before)
-
-
-def job_sliced(held: list[int], machines: list[str]) -> tuple[int, dict[str, Tensor]]:
-    """Train island i's slice `held[i]` up to step 4; return the step after which it began, and the outer state."""
-    mesh = laconic.init_mesh("cpu", islands=len(held), nodes=1, local=1)
-    model, machine = partial_net(held[dist.get_rank()], 2), machines[dist.get_rank()]
-    steps = LocalSteps(model, sgd(model), mesh=mesh, every=2, codec="fp32", recovery=machine, run_id="x")
-    begun = steps.steps
-    take(model, steps, range(begun, 4))
-    steps.finish()
-    return begun, {key: value.clone() for key, value in steps.state_dict().items() if isinstance(value, Tensor)}
+        torch.testing.assert_close(got, before, atol=0, rtol=0)
 
 
 def test_slices_keep_their_outer_state_when_the_number_of_their_holders_changes(tmp_path: Path) -> None:
-    machines = machines_of(tmp_path)
-    _, before = run_ranks(job_sliced, 3, [1, 0, 0], machines, local=1)[0]
+    machines, sliced = machines_of(tmp_path), Case(both={"every": 2}, num_slices=2)
+    three, two = replace(sliced, islands=3, held=[{1}, {0}, {0}]), replace(sliced, held=[{0}, {1}])
+    _, before = run_ranks(job, 3, three, machines, local=1)[0]
     assert any("_slice0.momentum_buffer" in key for key in before)
-    for begun, got in run_ranks(job_sliced, 2, [0, 1], machines, local=1):
+    for begun, got in run_ranks(job, 2, two, machines, local=1):
         assert begun == 4
         torch.testing.assert_close(got, before, atol=0, rtol=0)
 
