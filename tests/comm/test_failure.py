@@ -21,10 +21,9 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from laconic.comm import failure
-from laconic.comm.entries import encode
 from laconic.comm.failure import failing_together, first_failure, record_failure, watch_peers, watch_peers_early
 from laconic.comm.launch import RankInfo, process_group, start_process_group
-from laconic.comm.ring import PeerMessage, PeerRing, _Link, _Place
+from laconic.comm.ring import PeerMessage, PeerRing, _Link
 from laconic.config import to_toml
 from laconic.errors import JobError
 from laconic.rehearse import ranks
@@ -32,30 +31,18 @@ from tests.support.jobs import job
 from tests.support.launch import free_port, on_ranks, started, torchrun_environment
 
 
-def test_a_message_that_comes_in_pieces_is_read_whole() -> None:
+def test_lines_that_come_in_pieces_are_read_whole_and_only_behind_the_token() -> None:
     sent = bytearray()
-    link = _Link(mock.Mock(sendall=sent.extend), 5.0)
-    message = PeerMessage(rank=3, text="the disk is on fire", has_failed=True)
-    for each in (message, None, message):
-        link.tell(each)
-    found = []
-    for octet in sent:
-        link._arrived += bytes([octet])
-        found += link.messages()
-    assert found == [message, None, message]
-    link._arrived = bytes(sent)
-    assert link.messages() == found
-
-
-def test_a_rank_is_where_it_says_until_it_takes_that_back() -> None:
-    place = _Place(host="127.0.0.1", port=9, call="00" * 16, answer="11" * 16)
-    store = dist.HashStore()
-    ring = mock.Mock(_store=store, _next=1)
-    found = [PeerRing._look_up(ring)]
-    for entry in (encode(place), ""):
-        store.set("laconic/ring/1", entry)
-        found.append(PeerRing._look_up(ring))
-    assert found == [None, place, None]
+    own = _Link(mock.Mock(sendall=sent.extend), 1, "token", 5.0, is_caller=True)
+    for line in ("token", "", "two", "three"):
+        own.send(line)
+    for size in (1, 4, 100):
+        pieces = [bytes(sent[begin : begin + size]) for begin in range(0, len(sent), size)]
+        other = _Link(mock.Mock(recv=mock.Mock(side_effect=pieces)), 0, "token", 5.0, is_caller=False)
+        assert [line for _ in pieces for line in other.receive()] == [b"", b"two", b"three"]
+        assert (other.is_known, other.is_over) == (True, False)
+        other.connection.recv.side_effect = [TimeoutError(), b"four", b"", OSError()]  # type: ignore[attr-defined]
+        assert [(other.receive(), other.is_over)[1] for _ in range(4)] == [False, False, True, True]
 
 
 @pytest.fixture
@@ -69,20 +56,18 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> failure._Peers:
 
 
 def test_who_waits_for_news_goes_on_when_a_neighbour_is_gone_and_keeps_to_the_first(peers: failure._Peers) -> None:
-    assert peers._hear([], [2])
-    assert peers._has_heard.is_set()
+    """All that is new is passed on, once. A fork closes the connections of its rank, and watches nobody."""
+    failed, ring = PeerMessage(rank=1, text="rank 1 failed first: ...", has_failed=True), peers.ring
+    for messages, gone in (([], []), ([], [2]), ([failed], []), ([failed], [1])):
+        peers._pass_on(messages, gone)
     first = first_failure(patience_s=3600.0)
     assert first.startswith("rank 2 is gone")
-    assert peers._hear([PeerMessage(rank=1, text="rank 1 failed first: ...", has_failed=True)], [])
-    assert not peers._hear([PeerMessage(rank=1, text="rank 1 failed first: ...", has_failed=True)], [1])
-    assert first_failure() == first
-
-
-def test_a_fork_closes_the_connections_of_its_rank_and_watches_nobody(peers: failure._Peers) -> None:
+    told = [PeerMessage(rank=2, text=first, has_failed=has_failed) for has_failed in (False, True)]
+    assert ring.send.call_args_list == [mock.call(each) for each in told]  # type: ignore[attr-defined]
     for _ in range(2):
         failure._forget()
         assert failure._peers is None
-        peers.ring.abandon.assert_called_once_with()  # type: ignore[attr-defined]
+        ring.abandon.assert_called_once_with()  # type: ignore[attr-defined]
 
 
 @pytest.mark.machine
@@ -166,15 +151,12 @@ def die_unfound(rank: int, port: int, folder: str) -> None:
 
 
 def lose_the_host(rank: int, port: int, folder: str) -> None:
-    """Rank 0 hosts the store, and dies while rank 1 waits for connections."""
+    """Rank 0 hosts the store, and dies before rank 1 has found it."""
     begin(rank, port, folder)
-    store = next(rendezvous("env://"))[0]
     if rank == 0:
-        store.wait(["waits"])
+        next(rendezvous("env://"))[0].wait(["laconic/ring/1"])
         os._exit(9)
-    with failure.ending_after(80, "connections", store):
-        store.set("waits", "")
-        time.sleep(80)
+    start_process_group("gloo", timedelta(seconds=80))
 
 
 def wait_in_vain(rank: int, port: int, folder: str) -> None:
@@ -225,7 +207,7 @@ def hang(error: type[Exception], rank: int, port: int, folder: str) -> None:
     [
         (meet, [1, 9], 0, "rank 0 is stuck because rank 1 is gone"),
         (die_unfound, [1, 9], 0, "rank 0 is stuck because rank 1 is gone"),
-        (lose_the_host, [9, 1], 1, "for connections: the process that hosts the rendezvous is gone"),
+        (lose_the_host, [9, 1], 1, "the host of the rendezvous .rank 0, or the launcher. is gone"),
         (wait_in_vain, [1, 1], 1, r"rank 1 has waited [\d.]+ s for the process group of all ranks"),
         (partial(hang, RuntimeError), [1, 1], 0, "(?s)stuck because rank 1 failed first:.*Error: the disk is on fire"),
         (partial(hang, JobError), [2, None], 0, "^rank 0 is stuck because rank 1 failed first: the disk is on fire\n$"),

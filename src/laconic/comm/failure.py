@@ -12,8 +12,7 @@ their work.
 
 Ranks watch each other before they make their first process group. While Gloo connects the ranks of a group, it waits
 five times as long for a rank as the group's timeout says. A rank that dies before it has published where it is is
-known to nobody but its launcher, so the first group has a bound of its own: `ending_after`. The same thread watches the
-process that hosts the store, rank 0 or the launcher: a rank may wait for connections that Gloo would retry for long.
+known to nobody but its launcher, so the first group has a bound of its own: `ending_after`.
 
 The groups' timeout bounds all other waits, such as those for a rank in an endless loop. Where NCCL waits on the device,
 torch's own watchdog ends the process after the same time. `lab/worker.py` shows first failures too, of any script, and
@@ -35,6 +34,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -42,13 +42,12 @@ import torch.distributed as dist
 
 from laconic.comm.groups import has_peers
 from laconic.comm.journal import here
-from laconic.comm.ring import HOST, HostConnection, PeerMessage, PeerRing
+from laconic.comm.ring import HOST, PeerMessage, PeerRing
 from laconic.errors import JobError
 
 _PEER_TIMEOUT_S = 60.0
 _INTERVAL_S = 5.0  # between two looks at this process
 _GRACE_S = 5.0  # for a rank to fail by itself, once another rank has failed; then for it to show why
-_LOOK_S = 0.25  # between two looks while the first group is made
 _CAUSE_S = 1.0  # for the news of a cause to arrive before the error that it causes is taken for the first
 _ANSWER_S = 5.0  # for the thread to end
 _MOST_CHARACTERS = 100_000  # of a traceback
@@ -122,38 +121,25 @@ def first_failure_behind(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def ending_after(seconds: float, waited_for: str, store: dist.Store | None = None) -> Iterator[None]:
-    """End this process with code 1 and one line if the block takes `seconds` and the grace of this module.
+def ending_after(seconds: float, waited_for: str) -> Iterator[None]:
+    """End this process with code 1 and one line if the block takes `seconds` and the grace of this module."""
 
-    If the process that hosts the `store` is gone, end it after the grace.
-    """
-    begun, is_over = time.monotonic(), threading.Event()
-
-    def watch() -> None:
-        with HostConnection(store) as host:
-            deadline, why = begun + seconds, "another rank has died in its first seconds, or cannot be reached"
-            while not is_over.wait(min(_LOOK_S, max(0.0, deadline + _GRACE_S - time.monotonic()))):
-                if host.is_lost() and deadline > (now := time.monotonic()):
-                    deadline, why = now, "the process that hosts the rendezvous is gone: rank 0, or the launcher"
-                if time.monotonic() >= deadline + _GRACE_S:
-                    break
-        if is_over.is_set():
-            return
-        rank, waited_s = os.environ.get("RANK", "?"), time.monotonic() - begun
+    def end() -> None:
         print(
-            f"rank {rank} has waited {waited_s:.1f} s for {waited_for}: {why}; look at what the other ranks have "
-            "printed",
+            f"rank {os.environ.get('RANK', '?')} has waited {seconds + _GRACE_S:.1f} s for {waited_for}: another rank "
+            "has died in its first seconds, or cannot be reached; look at what the other ranks have printed",
             file=sys.__stderr__ or sys.stderr, flush=True,
         )  # fmt: skip
         os._exit(1)
 
-    watcher = threading.Thread(target=watch, name="laconic-start", daemon=True)
-    watcher.start()
+    timer = threading.Timer(seconds + _GRACE_S, end)
+    timer.daemon = True
+    timer.start()
     try:
         yield
     finally:
-        is_over.set()
-        watcher.join()
+        timer.cancel()
+        timer.join()
 
 
 @contextlib.contextmanager
@@ -236,11 +222,10 @@ class _Peers:
         self._world: weakref.ref[dist.ProcessGroup] | None = None  # None as long as the default group is not made
         self._host_waits = True
         self._rank = rank
-        self._first: tuple[int, str] | None = None
-        self._has_heard = threading.Event()
-        self._has_failed, self._is_told = False, threading.Event()
+        self._first: PeerMessage | None = None
+        self._told: PeerMessage | None = None
+        self._has_heard, self._is_told = threading.Event(), threading.Event()
         self._failing_since: float | None = None  # the time at which this rank began to fail
-        self._to_tell = threading.Event()
         self._is_over = False
         self._lock = threading.Lock()
         # a clone has a connection of its own, so the thread never waits behind a blocking call of the main thread
@@ -260,7 +245,7 @@ class _Peers:
         """Return the first failure, if another rank had it. Wait for news for `patience_s`."""
         if not self._is_over:
             self._has_heard.wait(patience_s)
-        return "" if self._first is None or self._first[0] == self._rank else self._first[1]
+        return "" if self._first is None or self._first.rank == self._rank else self._first.text
 
     def fail(self, error: BaseException) -> str:
         """Tell the others of this rank's end. Returns the first failure, if another rank had it."""
@@ -272,11 +257,8 @@ class _Peers:
         trace = "\n" + "".join(traceback.format_exception(error))[-_MOST_CHARACTERS:]
         told = f" {error}" if isinstance(error, JobError) else trace
         with self._lock:
-            if self._first is None:
-                self._first = self._rank, f"rank {self._rank} failed first:{told}"
-            self._has_failed = True
-        self._to_tell.set()
-        self._is_told.clear()  # the thread sets it again when it has told a neighbour
+            self._learn(PeerMessage(rank=self._rank, text=f"rank {self._rank} failed first:{told}", has_failed=True))
+            self._is_told.clear()  # the thread sets it again when it has told a neighbour
         self.ring.wake()
         self._is_told.wait(_CAUSE_S)
         return self.first_of_others()
@@ -291,55 +273,51 @@ class _Peers:
 
     def _run(self) -> None:
         events, since = here.events, time.monotonic()
-        heard_at: float | None = None
+        heard_s: float | None = None
         with contextlib.suppress(OSError, RuntimeError):  # the store or a socket is lost as this process ends
             while not self._is_over and self.is_current():
-                interval_s = _INTERVAL_S if heard_at is None else min(_INTERVAL_S, _GRACE_S / 20)
-                messages, gone = self.ring.poll(interval_s)
-                is_news = self._hear(messages, gone)
-                if self._to_tell.is_set() or is_news:
-                    self._to_tell.clear()
-                    self._tell()
-                if self._first is not None and self.ring.has_neighbours and not self._to_tell.is_set():
-                    self._is_told.set()
+                self._pass_on(*self.ring.poll(_INTERVAL_S if heard_s is None else min(_INTERVAL_S, _GRACE_S / 20)))
                 if events != here.events:
                     events, since = here.events, time.monotonic()
-                if self._first is not None and self._first[0] != self._rank:
-                    heard_at = heard_at or time.monotonic()
-                    must_end = self._has_failed or self.all_are_needed
-                    waits = here.awaited is not None or not self._host_waits
-                    begun = max(heard_at, self._failing_since or 0.0, 0.0 if must_end else since)
-                    if (must_end or waits) and time.monotonic() - begun > _GRACE_S and not self._is_over:
-                        # torch's hook puts a buffer in place of sys.stderr while it makes a traceback
-                        stream = sys.__stderr__ or sys.stderr
-                        print(f"rank {self._rank} is stuck because {self._first[1]}", file=stream, flush=True)
-                        os._exit(2 if _mistake(self._first[1]) else 1)
+                if self._first is not None and self._first.rank != self._rank:
+                    heard_s = heard_s or time.monotonic()
+                    self._end_if_stuck(self._first, heard_s, since)
         self._is_over = True
         self._is_told.set()
         self.ring.close()
 
-    def _hear(self, messages: list[PeerMessage], gone: list[int]) -> bool:
-        """Take in what the neighbours say. Returns whether anything is new."""
-        is_news = False
+    def _pass_on(self, messages: list[PeerMessage], gone: list[int]) -> None:
+        """Take in what the neighbours say, and tell both all that this rank knows, if that is news."""
         with self._lock:
             for message in messages:
-                is_news |= self._first is None or (message.has_failed and not self._has_failed)
-                self._first = self._first or (message.rank, message.text)
-                self._has_failed |= message.has_failed
+                self._learn(message)
             for rank in gone:
-                is_news |= self._first is None
                 who = "the host of the rendezvous (rank 0, or the launcher)" if rank == HOST else f"rank {rank}"
-                self._first = self._first or (
-                    rank,
+                text = (
                     f"{who} is gone: its process ended without a word, or its machine no longer answers "
-                    f"(rank {self._rank} lost the connection to it)",
+                    f"(rank {self._rank} lost the connection to it)"
                 )
-        if self._first is not None:
+                self._learn(PeerMessage(rank=rank, text=text, has_failed=False))
+            if self._first is None:
+                return
             self._has_heard.set()
-        return is_news
+            if self._first != self._told:
+                self._told = self._first
+                self.ring.send(self._first)
+            if self.ring.has_neighbours:
+                self._is_told.set()
 
-    def _tell(self) -> None:
-        """Tell both neighbours all that this rank knows."""
-        if self._first is not None:
-            rank, text = self._first
-            self.ring.send(PeerMessage(rank=rank, text=text, has_failed=self._has_failed))
+    def _learn(self, message: PeerMessage) -> None:
+        """Keep what happened first, and whether any rank has failed."""
+        first = self._first or message
+        self._first = replace(first, has_failed=first.has_failed or message.has_failed)
+
+    def _end_if_stuck(self, first: PeerMessage, heard_s: float, since: float) -> None:
+        """End the process if it has not failed by itself: another rank has. `since` is the time of the last event."""
+        must_end = first.has_failed or self.all_are_needed
+        waits = here.awaited is not None or not self._host_waits
+        begun_s = max(heard_s, self._failing_since or 0.0, 0.0 if must_end else since)
+        if (must_end or waits) and time.monotonic() - begun_s > _GRACE_S and not self._is_over:
+            # torch's hook puts a buffer in place of sys.stderr while it makes a traceback
+            print(f"rank {self._rank} is stuck because {first.text}", file=sys.__stderr__ or sys.stderr, flush=True)
+            os._exit(2 if _mistake(first.text) else 1)

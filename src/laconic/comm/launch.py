@@ -131,7 +131,7 @@ def start_process_group(backend: str, timeout: datetime.timedelta | None, device
     store, rank, num_ranks = next(rendezvous("env://", timeout=limit))
     store.set_timeout(limit)
     awaited = "the process group of all ranks"
-    with ending_after(limit.total_seconds(), awaited, store), waiting_for(awaited):
+    with ending_after(limit.total_seconds(), awaited), waiting_for(awaited):
         watch_peers_early(store, rank, num_ranks)
         _init(backend, device, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
     watch_peers()
