@@ -29,7 +29,7 @@ from laconic.comm import collectives, journal, watch
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import share_first
 from laconic.comm.entries import decode, encode
-from laconic.comm.journal import Awaited, Entries, Journal, RankRecord, Ticket, issue, reasons_to_wait, waits
+from laconic.comm.journal import Awaited, Entries, Journal, RankRecord, Ticket, here, issue, reasons_to_wait
 from laconic.comm.watch import find_proof, report_waits, waiting_for
 from laconic.errors import RanksDifferError
 from laconic.optim import Muon, matrices_and_rest
@@ -55,7 +55,7 @@ def watching() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watch, "threading", _Threads())
         patch.setattr(watch, "atexit", SimpleNamespace(register=lambda function: None))
-        patch.setattr(journal.Waits, "of_program", lambda self: next(iter(self.by_thread.values()), None))
+        patch.setattr(journal.Here, "ticket", lambda self: next(iter(self.tickets.values()), None))
         yield
 
 
@@ -186,23 +186,6 @@ def test_a_host_that_does_not_wait_names_the_ranks_that_are_behind(watched: None
 # -- while all goes well -----------------------------------------------------------------------------------------------
 
 
-class CountingBoard:
-    """A board that counts what is written and read."""
-
-    def __init__(self) -> None:
-        self.written: list[RankRecord | None] = []
-        self.reads = 0
-
-    def write(self, rank: int, record: RankRecord | None) -> None:
-        self.written.append(record)
-
-    def read(self, rank: int) -> None:
-        self.reads += 1
-
-    def verdict(self) -> None:
-        self.reads += 1
-
-
 def job_goes_on() -> None:
     report_waits(0)  # turned off
     watch.watch_progress()
@@ -213,20 +196,21 @@ def job_goes_on() -> None:
         sharded_net.train_step(model, seed=step)
         time.sleep(0.05)
     own: Any = watch._watch
-    assert not own._board.written
+    put = own._board.put
+    assert not put.call_args_list
     time.sleep(1.2)  # idle, such as during a save
-    assert len(own._board.written) == 1
+    assert len(put.call_args_list) == 1
     dist.barrier()
     sharded_net.train_step(model)
     time.sleep(0.3)
-    assert own._board.written[1:] == [None]
-    assert own._board.reads == 0
+    assert put.call_args_list[1:] == [mock.call(str(dist.get_rank()), None)]
+    assert not own._board.get.called
     own.end()
     assert not own._thread.is_alive()
 
 
 def test_nothing_is_sent_while_ranks_go_on(watched: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_Board", CountingBoard)
+    monkeypatch.setattr(watch, "_Board", mock.Mock)
     run_ranks(job_goes_on, 2, local=1)
 
 
@@ -243,6 +227,7 @@ OWN = record(("a", 3, 2), ("b", 2, 2))
 NO_UNIT = record(last=None, action=None, awaited=None)
 NO_WAIT = record(("a", 3, 2), awaited=None)
 """The host of a rank with NCCL does not wait."""
+ELSEWHERE = "and waits for no transfer of laconic"
 
 
 @pytest.mark.parametrize(
@@ -250,33 +235,25 @@ NO_WAIT = record(("a", 3, 2), awaited=None)
     [
         (OWN, record(("a", 3, 2), ("b", 2, 2)), None),  # it waits as well
         (
-            OWN,
-            record(("a", 2, 2), ("b", 2, 2), action="after backward", awaited=None),
-            "rank 1 never entered forward 3 of a; it was last seen 0 s ago after backward 2 of a, and waits for no "
-            "transfer of laconic",
+            OWN, record(("a", 2, 2), ("b", 2, 2), action="after backward", awaited=None),
+            f"never entered forward 3 of a; it was last seen 0 s ago after backward 2 of a, {ELSEWHERE}",
         ),
-        (record(("a", 3, 3), action="in backward"), OWN, "rank 1 never entered backward 3 of a; it was last seen 0 s"),
+        (record(("a", 3, 3), action="in backward"), OWN, "never entered backward 3 of a; it was last seen 0 s"),
         (
-            OWN,
-            record(("a", 3, 3), awaited=None, has_ended=True),
-            "rank 1 does not take part; it ended 0 s ago in forward 3 of a",
+            OWN, record(("a", 3, 3), awaited=None, has_ended=True),
+            "does not take part; it ended 0 s ago in forward 3 of a",
         ),
-        (
-            OWN,
-            NO_UNIT,
-            "rank 1 does not take part; it was last seen 0 s ago before the first forward, and waits for no transfer "
-            "of laconic",
-        ),
+        (OWN, NO_UNIT, f"does not take part; it was last seen 0 s ago before the first forward, {ELSEWHERE}"),
         (OWN, record(("teacher", 0, 0), None), None),  # another model
         (NO_WAIT, NO_UNIT, None),
-        (NO_WAIT, record(("a", 2, 2)), "rank 1 never entered forward 3 of a"),
+        (NO_WAIT, record(("a", 2, 2)), "never entered forward 3 of a"),
     ],
-)
+)  # fmt: skip
 def test_records_say_who_is_behind(own: RankRecord, other: RankRecord, reason: str | None) -> None:
     own, other = (replace(each, since=time.time()) for each in (own, other))
     found = reasons_to_wait(own, {1: other})
     assert len(found) == (reason is not None)
-    assert not reason or found[0].startswith(reason)
+    assert not reason or found[0].startswith(f"rank 1 {reason}")
 
 
 # -- proof -------------------------------------------------------------------------------------------------------------
@@ -308,6 +285,7 @@ BOTH = {"g": Entries(2, ["x", "y"]), "h": Entries(1, ["z"])}
         # a broadcast of rank 0: only the senders are awaited
         (1, {0: told(None, g=Entries(1, [])), 1: told(Awaited("g", 1, [0]), g=Entries(1, []))}, None),
         (0, {0: CIRCLE[0], 1: told(None, has_ended=True, g=Entries(2, []))}, "it ended 0 s ago"),
+        (1, {**CIRCLE, 2: told(None, has_ended=True, g=Entries(3, []))}, "rank 1 waits for weights"),
         (0, {0: CIRCLE[0], 1: told(None, has_ended=True, g=Entries(3, []))}, None),  # it has done its part
         (
             0,
@@ -325,7 +303,7 @@ def test_what_never_ends_is_proved(own: int, records: dict[int, RankRecord], wor
     assert (proof is None) is (words is None)
     if proof is not None:
         assert str(words) in proof.line
-        assert set(proof.ranks) == ({0, 1, 2} if records is CIRCLE else {0, 1})
+        assert set(proof.ranks) == ({0, 1, 2} if records is CIRCLE else {0, 1} if own == 0 else {1, 2})
 
 
 @on_ranks(3)
@@ -344,7 +322,7 @@ def test_a_thread_of_the_user_proves_nothing() -> None:
 
     def wait() -> None:
         with waiting_for("a save", ticket):
-            seen.append(waits.of_program())
+            seen.append(here.ticket())
 
     thread = threading.Thread(target=wait)
     thread.start()
@@ -389,12 +367,12 @@ def test_the_exception_itself_names_the_ranks(
     watched: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_told: bool
 ) -> None:
     """Told: rank 1 looks for no proof, and is slow to read that of rank 0, which hosts the store and ends at once."""
-    prove, told_verdict, settle = watch._Watch._prove, watch._Watch.told_verdict, watch._Watch.settle
+    told_line, settle = watch._Watch.told_line, watch._Watch.settle
     settled: list[int] = []
 
     def slowly(self: watch._Watch) -> str:
         time.sleep(2.0 * self._rank)
-        return told_verdict(self)
+        return told_line(self)
 
     def settle_and_note(self: watch._Watch) -> None:
         settle(self)
@@ -402,8 +380,9 @@ def test_the_exception_itself_names_the_ranks(
 
     monkeypatch.setattr(watch._Watch, "settle", settle_and_note)
     if is_told:
-        monkeypatch.setattr(watch._Watch, "_prove", lambda self, own: None if self._rank else prove(self, own))
-        monkeypatch.setattr(watch._Watch, "told_verdict", slowly)
+        prove = watch._Watch._prove
+        monkeypatch.setattr(watch._Watch, "_prove", lambda self, *all: None if self._rank else prove(self, *all))
+        monkeypatch.setattr(watch._Watch, "told_line", slowly)
     for text in ranks(job_differ, tmp_path, nodes=2):
         assert "ranks 0 and 1 run different programs" in text
         assert "the whole of inp.weight" in text

@@ -43,19 +43,6 @@ class Journal:
         self.under_way: deque[tuple[int, Sequence[dist.Work]]] = deque()
         """The works of transfers that have not ended, by number: [Note: Messages that nobody awaits]."""
 
-    def issue(
-        self, kind: str, unit: str = "", senders: Sequence[int] | None = None, nbytes: int | None = None
-    ) -> Ticket:
-        """Note that this rank issues a transfer that all ranks of the group issue. `senders` are places in it.
-
-        With `nbytes`, transfers of other bytes are others.
-        """
-        return Ticket(self, (kind, unit, nbytes), senders)
-
-    def entries(self) -> Entries:
-        """Return the journal in the form that the other ranks read."""
-        return Entries(self.count, [described(*label) for label in list(self.last)])
-
 
 class Ticket:
     """A transfer that was issued, and may be waited for."""
@@ -122,8 +109,11 @@ def issue(
     senders: Sequence[int] | None = None,
     nbytes: int | None = None,
 ) -> Ticket:
-    """Note that this rank issues a transfer that all ranks of `group` issue: see `Journal.issue`."""
-    return journal_of(group).issue(kind, unit, senders, nbytes)
+    """Note that this rank issues a transfer that all ranks of `group` issue. `senders` are places in it.
+
+    With `nbytes`, transfers of other bytes are others.
+    """
+    return Ticket(journal_of(group), (kind, unit, nbytes), senders)
 
 
 def journal_of(group: dist.ProcessGroup) -> Journal:
@@ -140,34 +130,6 @@ def last_label(group: dist.ProcessGroup) -> Label | None:
     return journal.last[-1] if journal is not None and journal.last else None
 
 
-def journals() -> dict[str, Entries]:
-    """The journals of all process groups, by their names."""
-    return {journal.name: journal.entries() for journal in list(_journals.values())}
-
-
-class Waits:
-    """The tickets for which threads of this rank wait."""
-
-    def __init__(self) -> None:
-        self.by_thread: dict[int, Ticket] = {}
-        """The ticket of each thread that waits, by its identity."""
-
-    def of_program(self) -> Ticket | None:
-        """The ticket of the main thread, or of one of autograd's.
-
-        While another thread of Python waits, such as a saver's, the program goes on: it proves nothing.
-        """
-        main = threading.main_thread()
-        others = {
-            each.ident
-            for each in threading.enumerate()
-            if each is not main and not isinstance(each, threading._DummyThread)
-        }
-        return next((ticket for thread, ticket in list(self.by_thread.items()) if thread not in others), None)
-
-
-waits = Waits()
-"""Those of this process."""
 _journals: WeakKeyDictionary[dist.ProcessGroup, Journal] = WeakKeyDictionary()
 
 
@@ -202,6 +164,8 @@ class Here:
         """The number of things that happened: units that began or ended, and transfers that were awaited or came."""
         self.awaited: object | None = None
         """The transfer for which a thread of this rank waits; its text is the name."""
+        self.tickets: dict[int, Ticket] = {}
+        """The ticket for which each thread of this rank waits, by the thread's identity."""
         self._units = weakref.WeakValueDictionary[int, UnitProgress]()  # by the number of units made before
         self._num_made = 0
         self.last: tuple[UnitProgress, Action] | None = None
@@ -213,11 +177,24 @@ class Here:
         self._units[unit.number] = unit
         self._num_made += 1
 
+    def ticket(self) -> Ticket | None:
+        """The ticket for which the main thread waits, or one of autograd's.
+
+        While another thread of Python waits, such as a saver's, the program goes on: it proves nothing.
+        """
+        main = threading.main_thread()
+        others = {
+            each.ident
+            for each in threading.enumerate()
+            if each is not main and not isinstance(each, threading._DummyThread)
+        }
+        return next((ticket for thread, ticket in list(self.tickets.items()) if thread not in others), None)
+
     def record(self, since: float, *, has_ended: bool = False) -> RankRecord:
         """Make a record of this rank. `since` is the time of the last event, in seconds since the epoch."""
         last, action = self.last or (None, None)
         units = [unit for reference in self._units.valuerefs() if (unit := reference()) is not None]
-        ticket = waits.of_program()  # before the journals, which then have all that it needs
+        ticket = self.ticket()  # before the journals, which then have all that it needs
         return RankRecord(
             counts={str(unit.number): (unit.name, unit.forwards, unit.backwards) for unit in units},
             last=None if last is None else last.number,
@@ -226,7 +203,10 @@ class Here:
             since=since,
             has_ended=has_ended,
             ticket=None if ticket is None else ticket.awaited(),
-            groups=journals(),
+            groups={
+                each.name: Entries(each.count, [described(*label) for label in list(each.last)])
+                for each in list(_journals.values())
+            },
         )
 
 
@@ -275,13 +255,14 @@ class RankRecord:
             return f"forward {forwards} of {name}" if own[1] < forwards else ""
         return f"backward {backwards} of {name}" if own[2] < backwards else ""
 
-    @property
-    def whereabouts(self) -> str:
-        """Where the rank is, for a message."""
+    def absence(self, rank: int, other: RankRecord) -> str:
+        """Say that this rank, number `rank`, does not come where `other` waits, and where it is."""
+        missed = self.lacks(other)
+        never = f"rank {rank} never entered {missed}" if missed else f"rank {rank} does not take part"
         if self.has_ended:
-            return f"it ended {self.idle_s} s ago {self.step}"
+            return f"{never}; it ended {self.idle_s} s ago {self.step}"
         awaited = f"waits for {self.awaited}" if self.awaited else "waits for no transfer of laconic"
-        return f"it was last seen {self.idle_s} s ago {self.step}, and {awaited}"
+        return f"{never}; it was last seen {self.idle_s} s ago {self.step}, and {awaited}"
 
 
 def reasons_to_wait(own: RankRecord, others: Mapping[int, RankRecord]) -> list[str]:
@@ -289,8 +270,7 @@ def reasons_to_wait(own: RankRecord, others: Mapping[int, RankRecord]) -> list[s
 
     If none is behind but a transfer does not come, these are the ranks that have ended or wait for no transfer.
     """
-    behind = [(rank, other, missed) for rank, other in others.items() if (missed := other.lacks(own))]
-    if behind or own.awaited is None:
-        return [f"rank {rank} never entered {missed}; {other.whereabouts}" for rank, other, missed in behind]
-    elsewhere = [(rank, other) for rank, other in others.items() if other.has_ended or other.awaited is None]
-    return [f"rank {rank} does not take part; {other.whereabouts}" for rank, other in elsewhere]
+    late = [rank for rank, other in others.items() if other.lacks(own)]
+    if not late and own.awaited is not None:
+        late = [rank for rank, other in others.items() if other.has_ended or other.awaited is None]
+    return [others[rank].absence(rank, own) for rank in late]

@@ -36,8 +36,9 @@ import weakref
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from threading import get_ident
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -45,9 +46,11 @@ from laconic import _compat
 from laconic.comm.entries import EntryError, decode, encode
 from laconic.comm.failure import PeerFailedError, first_failure_behind
 from laconic.comm.groups import has_peers
-from laconic.comm.journal import Awaited, Entries, RankRecord, Ticket, here, reasons_to_wait, waits
+from laconic.comm.journal import Awaited, Entries, RankRecord, Ticket, here, reasons_to_wait
+from laconic.comm.ring import address_of
 from laconic.errors import RanksDifferError
 
+_T = TypeVar("_T")
 REMEDY = (
     "All ranks must run the same program: every rank calls the same units, takes the same steps, and calls what is "
     "collective (full_tensor, state_dict, clip_grad_norm_, a save) too"
@@ -65,7 +68,12 @@ class Proof:
 
 def find_proof(own_rank: int, records: Mapping[int, RankRecord]) -> Proof | None:
     """Find a proof that this rank's wait never ends. `records` has this rank's and those that others have told."""
-    return _differing_names(own_rank, records) or _ended(own_rank, records) or _circle(own_rank, records)
+    return _differing_names(own_rank, records) or _vain_wait(own_rank, records)
+
+
+def _proof(ranks: list[int], reasons: str) -> Proof:
+    *first, last = map(str, sorted({*ranks}))
+    return Proof(ranks=ranks, line=f"ranks {', '.join(first)} and {last} run different programs: {reasons}. {REMEDY}")
 
 
 def _differing_names(own_rank: int, records: Mapping[int, RankRecord]) -> Proof | None:
@@ -76,11 +84,11 @@ def _differing_names(own_rank: int, records: Mapping[int, RankRecord]) -> Proof 
             found = _first_difference(own.groups[group], other.groups[group])
             if found is not None:
                 number, name, other_name = found
-                line = (
+                reason = (
                     f"rank {rank} differs from rank {own_rank}: transfer {number} of their group is {other_name} there "
-                    f"({other.step}), and {name} on rank {own_rank} ({own.step}). {REMEDY}"
+                    f"({other.step}), and {name} on rank {own_rank} ({own.step})"
                 )
-                return Proof(ranks=sorted([own_rank, rank]), line=line)
+                return _proof([own_rank, rank], reason)
     return None
 
 
@@ -92,27 +100,20 @@ def _first_difference(own: Entries, other: Entries) -> tuple[int, str, str] | No
     return None
 
 
-def _ended(own_rank: int, records: Mapping[int, RankRecord]) -> Proof | None:
-    """A rank that has ended, and for which this one waits."""
-    for rank in _awaited(own_rank, records):
-        if records[rank].has_ended:
-            return Proof(ranks=[own_rank, rank], line=f"{_reason(own_rank, rank, records)}. {REMEDY}")
-    return None
-
-
-def _circle(own_rank: int, records: Mapping[int, RankRecord]) -> Proof | None:
-    """Ranks that wait for each other in a circle, of which this rank is one."""
+def _vain_wait(own_rank: int, records: Mapping[int, RankRecord]) -> Proof | None:
+    """Ranks that wait for each other, one for the next, from this rank to itself or to a rank that has ended."""
     came_from: dict[int, int] = {}
     waiting = [own_rank]
     for rank in waiting:
         for awaited in _awaited(rank, records):
-            if awaited == own_rank:
-                path = [rank]
+            if awaited == own_rank or records[awaited].has_ended:
+                path = [awaited, rank]
                 while path[-1] != own_rank:
                     path.append(came_from[path[-1]])
                 path.reverse()
-                reasons = [_reason(a, b, records) for a, b in zip(path, [*path[1:], own_rank], strict=True)]
-                return Proof(ranks=path, line=f"{'; '.join(reasons)}: none of them ever goes on. {REMEDY}")
+                reasons = "; ".join(_reason(a, b, records) for a, b in pairwise(path))
+                never = ": none of them ever goes on" if awaited == own_rank else ""
+                return _proof(list(dict.fromkeys(path)), f"{reasons}{never}")
             if awaited not in came_from:
                 came_from[awaited] = rank
                 waiting.append(awaited)
@@ -131,10 +132,8 @@ def _awaited(rank: int, records: Mapping[int, RankRecord]) -> list[int]:
 
 def _reason(rank: int, other: int, records: Mapping[int, RankRecord]) -> str:
     """Say that `rank` waits for `other`, and where both are."""
-    own, missing = records[rank], records[other]
-    missed = missing.lacks(own)
-    never = f"rank {other} never entered {missed}" if missed else f"rank {other} does not take part"
-    return f"rank {rank} waits for {own.awaited} {own.step}: {never}; {missing.whereabouts}"
+    own = records[rank]
+    return f"rank {rank} waits for {own.awaited} {own.step}: {records[other].absence(other, own)}"
 
 
 _KEY = "laconic/progress"
@@ -171,9 +170,9 @@ class waiting_for:
     def __enter__(self) -> None:
         thread = get_ident()
         self._before, here.awaited = here.awaited, self.transfer
-        self._ticket_before = waits.by_thread.pop(thread, None)
+        self._ticket_before = here.tickets.pop(thread, None)
         if self.ticket is not None:
-            waits.by_thread[thread] = self.ticket
+            here.tickets[thread] = self.ticket
         here.events += 1
         self._begun_s = time.perf_counter()
 
@@ -186,9 +185,9 @@ class waiting_for:
                 raise_diagnosis(error)
         finally:
             here.awaited = self._before
-            waits.by_thread.pop(thread, None)
+            here.tickets.pop(thread, None)
             if self._ticket_before is not None:
-                waits.by_thread[thread] = self._ticket_before
+                here.tickets[thread] = self._ticket_before
             here.events += 1
 
 
@@ -196,7 +195,7 @@ def raise_diagnosis(error: RuntimeError) -> None:
     """Raise what is behind the error of a transfer, if it is known and `error` does not say it."""
     if isinstance(error, (PeerFailedError, RanksDifferError)):
         return
-    line = "" if _watch is None else _watch.verdict or _watch.told_verdict()  # at once: who told it may host the store
+    line = "" if _watch is None else _watch.told_line()  # at once: who told it may host the store
     first = "" if line else first_failure_behind(error)
     if not line and not first and _watch is not None:
         line = _watch.explain()
@@ -262,119 +261,106 @@ class _Watch:
         self._events, self._since = here.events, time.time()
         self._is_published = False
         self._line = ""
-        self.verdict = ""
+        self._verdict: Proof | None = None
         """A proof that this rank waits in vain."""
-        self._named: list[int] = []  # the ranks in it
-        self._proof_s = min(_PROOF_S, after_s)
-        self._next_proof_s = self._proof_s
-        self._next_look_s = 0.0  # at the other ranks, counted from the last event
-        self._is_asked, self._has_answered, self._is_over = threading.Event(), threading.Event(), False
-        self._pid = os.getpid()
+        self._next_look_s = self._proof_s = min(_PROOF_S, after_s)  # counted from the last event
+        self._lock, self._ending, self._pid = threading.Lock(), threading.Event(), os.getpid()
         self._thread = threading.Thread(target=self._run, name="laconic-watch", daemon=True)
         self._thread.start()
 
     def explain(self) -> str:
         """Return the line about the ranks that do not come; empty if none is known."""
-        if not self._is_over:
-            self._has_answered.clear()
-            self._is_asked.set()
-            self._has_answered.wait(_ANSWER_S)
-        return self.verdict or self._line
+        with contextlib.suppress(_StoreLost), self._lock:
+            self._look(is_asked=True)
+        return self._line if self._verdict is None else self._verdict.line
 
-    def told_verdict(self) -> str:
-        """Return a proof that other ranks have told and that is about this rank's wait; empty if there is none."""
-        ticket = waits.of_program()
+    def told_line(self) -> str:
+        """Return the proof that this rank waits in vain, if it or another rank has told one; else ""."""
+        ticket = here.ticket()
         with contextlib.suppress(_StoreLost):
             self._take_verdict(None if ticket is None else ticket.awaited())
-        return self.verdict
+        return "" if self._verdict is None else self._verdict.line
 
     def settle(self) -> None:
         """Say that this rank has read the verdict; rank 0 waits until all that it names have."""
-        if not self.verdict:
+        if self._verdict is None:
             return
         with contextlib.suppress(_StoreLost):
-            self._board.acknowledge(self._rank)
-            late, deadline = [rank for rank in self._named if rank != self._rank], time.monotonic() + _ANSWER_S
+            self._board.put(f"read/{self._rank}", True)
+            late, deadline = [rank for rank in self._verdict.ranks if rank != self._rank], time.monotonic() + _ANSWER_S
             while self._rank == 0 and late and time.monotonic() < deadline:
                 time.sleep(_SETTLE_POLL_S)
-                late = [rank for rank in late if not self._board.has_read(rank)]
+                records = {rank: self._board.get(RankRecord, str(rank)) for rank in late}
+                ended = {rank for rank, record in records.items() if record is not None and record.has_ended}
+                late = [rank for rank in late if rank not in ended and not self._board.get(bool, f"read/{rank}")]
 
     def end(self, *, last_word: bool = False) -> None:
         """End the thread. With `last_word`, tell the other ranks that this one ends."""
-        if self._is_over or os.getpid() != self._pid:  # a fork has no threads
+        if self._ending.is_set() or os.getpid() != self._pid:  # a fork has no threads
             return
-        self._is_over = True
-        self._is_asked.set()
+        self._ending.set()
         self._thread.join(_ANSWER_S)  # a thread that returns from C++ while the interpreter ends aborts the process
         if last_word:
             with contextlib.suppress(_StoreLost):
-                self._board.write(self._rank, here.record(time.time(), has_ended=True))
+                self._board.put(str(self._rank), here.record(time.time(), has_ended=True))
 
     def _run(self) -> None:
-        while not self._is_over:
-            is_asked = self._is_asked.wait(self._interval_s)
-            self._is_asked.clear()
-            try:
-                if not self._is_over:
-                    self._look(is_asked=is_asked)
-            except _StoreLost:
-                self._is_over = True
-            self._has_answered.set()
+        with contextlib.suppress(_StoreLost):
+            while not self._ending.wait(self._interval_s):
+                with self._lock:
+                    self._look()
 
-    def _look(self, *, is_asked: bool) -> None:
+    def _look(self, *, is_asked: bool = False) -> None:
         if self._events != here.events:
             self._events, self._since, self._line = here.events, time.time(), ""
-            self._next_look_s = self._after_s + 2 * self._interval_s  # the other ranks' threads have looked by then
-            self._next_proof_s = self._proof_s
+            self._next_look_s = self._proof_s
             if self._is_published:
                 self._is_published = False
-                self._board.write(self._rank, None)
+                self._board.put(str(self._rank), None)
         own, idle_s = here.record(self._since), time.time() - self._since
-        looks_for_proof = own.ticket is not None and (is_asked or idle_s >= self._next_proof_s)
-        if not self._is_published and (is_asked or looks_for_proof or idle_s >= self._after_s):
+        if not self._is_published and (is_asked or idle_s >= (self._after_s if own.ticket is None else self._proof_s)):
             self._is_published = True
-            self._board.write(self._rank, own)
-        if looks_for_proof and not self.verdict:
-            self._next_proof_s = _RARER * idle_s
-            self._prove(own)
-        may_wait = own.awaited is not None or not self._host_waits
-        if self.verdict:
+            self._board.put(str(self._rank), own)
+        if self._verdict is not None or not (is_asked or idle_s >= self._next_look_s):
             return
-        if is_asked or (may_wait and not self._line and idle_s >= self._next_look_s):
-            self._next_look_s = 2 * idle_s
-            self._line = self._compare(own)
+        is_late = idle_s >= self._after_s + 2 * self._interval_s  # the other ranks' threads have looked by then
+        may_wait = own.awaited is not None or not self._host_waits
+        reports = is_asked or (is_late and may_wait and not self._line)
+        if own.ticket is None and not reports:
+            return
+        self._next_look_s = _RARER * idle_s
+        records = ((rank, self._board.get(RankRecord, str(rank))) for rank in range(self._num_ranks))
+        others = {rank: record for rank, record in records if record is not None and rank != self._rank}
+        if own.ticket is not None:
+            self._prove(own, others)
+        if reports and self._verdict is None:
+            self._line = self._compare(own, others)
             if self._line and not is_asked:
                 print(f"laconic: {self._line}", file=sys.stderr, flush=True)
 
-    def _prove(self, own: RankRecord) -> None:
+    def _prove(self, own: RankRecord, others: Mapping[int, RankRecord]) -> None:
         """Look for a proof that this rank waits in vain. If there is one, tell it, and end the wait."""
         self._take_verdict(own.ticket)
-        if not self.verdict:
-            proof = find_proof(self._rank, {self._rank: own, **self._others()})
-            if proof is None:
+        if self._verdict is None:
+            self._verdict = find_proof(self._rank, {self._rank: own, **others})
+            if self._verdict is None:
                 return
-            self._named = proof.ranks
-            self.verdict = f"ranks {_joined(proof.ranks)} run different programs: {proof.line}"
-            self._board.tell(proof.ranks, self.verdict)
-        ticket = waits.of_program()
+            self._board.put("verdict", self._verdict)
+        ticket = here.ticket()
         group = None if ticket is None else ticket.journal.group()
         if group is not None:
             _compat.break_connections(group)
 
     def _take_verdict(self, ticket: Awaited | None) -> None:
         """Take the proof that another rank has told, if it is about the wait of `ticket`."""
-        told = None if ticket is None else self._board.verdict()
-        if told is not None and ticket is not None and set(told[0]) & {self._rank, *ticket.ranks}:
-            self._named, self.verdict = told
+        if self._verdict is None and ticket is not None:
+            told = self._board.get(Proof, "verdict")  # a damaged one can be found again
+            if told is not None and {*told.ranks} & {self._rank, *ticket.ranks}:
+                self._verdict = told
 
-    def _others(self) -> dict[int, RankRecord]:
-        """The records of the ranks that have told one."""
-        others = {rank: self._board.read(rank) for rank in range(self._num_ranks) if rank != self._rank}
-        return {rank: record for rank, record in others.items() if record is not None}
-
-    def _compare(self, own: RankRecord) -> str:
+    def _compare(self, own: RankRecord, others: Mapping[int, RankRecord]) -> str:
         """Return the line about the ranks that do not come; empty if none is behind."""
-        reasons = reasons_to_wait(own, self._others())
+        reasons = reasons_to_wait(own, others)
         if not reasons:
             return ""
         more = f"; and {len(reasons) - _MOST_NAMED} more ranks" if len(reasons) > _MOST_NAMED else ""
@@ -383,55 +369,25 @@ class _Watch:
         return f"rank {self._rank} has waited {own.idle_s} s{awaited} {own.step}: {named}{more}"
 
 
-def _joined(ranks: list[int]) -> str:
-    *first, last = map(str, sorted(set(ranks)))
-    return f"{', '.join(first)} and {last}" if first else last
-
-
 class _StoreLost(Exception):
     """The process that hosts the store has ended."""
 
 
 class _Board:
-    """The records of all ranks in the rendezvous store."""
+    """What ranks tell each other in the rendezvous store: by rank its record, and the last proof."""
 
     def __init__(self) -> None:
         # a clone has a connection of its own, so the thread never waits behind a blocking call of the main thread
         self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=_ANSWER_S))
 
-    def write(self, rank: int, record: RankRecord | None) -> None:
-        """Write the record of a rank; None takes it back."""
+    def put(self, name: str, value: Any) -> None:
+        """Write a value; None takes it back."""
         with self._reaching():
-            self._store.set(f"{_KEY}/{rank}", "" if record is None else encode(record))
+            self._store.set(f"{_KEY}/{name}", "" if value is None else encode(value))
 
-    def tell(self, ranks: list[int], line: str) -> None:
-        """Write a proof about `ranks`, for all."""
-        with self._reaching():
-            self._store.set(f"{_KEY}/verdict", encode((ranks, line)))
-
-    def verdict(self) -> tuple[list[int], str] | None:
-        """Read the last proof that a rank has written; None if there is none, or a damaged one."""
-        return self._read(tuple[list[int], str], "verdict")  # a damaged one can be found again
-
-    def acknowledge(self, rank: int) -> None:
-        """Say that `rank` has read the proof."""
-        with self._reaching():
-            self._store.set(f"{_KEY}/read/{rank}", "")
-
-    def has_read(self, rank: int) -> bool:
-        """Return whether `rank` has read the proof, or has ended."""
-        with self._reaching():
-            if self._store.check([f"{_KEY}/read/{rank}"]):
-                return True
-        record = self.read(rank)
-        return record is not None and record.has_ended
-
-    def read(self, rank: int) -> RankRecord | None:
-        """Read the record of a rank; None if the rank has none, or a damaged one, which a line names."""
-        return self._read(RankRecord, str(rank))
-
-    def _read(self, kind: Any, name: str) -> Any:
+    def get(self, kind: type[_T], name: str) -> _T | None:
+        """Read a value; None if there is none, or a damaged one, which a line names."""
         key = f"{_KEY}/{name}"
         with self._reaching():
             text = self._store.get(key) if self._store.check([key]) else b""
@@ -445,12 +401,10 @@ class _Board:
     @contextlib.contextmanager
     def _reaching(self) -> Iterator[None]:
         """Raise _StoreLost if the store is lost. torch would notice as well, but also log a page of frames."""
-        store = self._store
-        while isinstance(store, dist.PrefixStore):
-            store = store.underlying_store
+        address = address_of(self._store)
         try:
-            if isinstance(store, dist.TCPStore):
-                socket.create_connection((store.host, store.port), _ANSWER_S).close()
+            if address is not None:
+                socket.create_connection(address, _ANSWER_S).close()
             yield
         except (OSError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
             raise _StoreLost from error

@@ -66,7 +66,7 @@ _PER_PROCESS: list[tuple[str, str]] = [
     ("torch.distributed.tensor._random", "_rng_tracker"),
 ]  # fmt: skip
 """Variables of modules that belong to a process: [Note: State of a process]. A new rank has copies of what is there."""
-_PER_PROCESS_OBJECTS = [("laconic.comm.journal", "here"), ("laconic.comm.journal", "waits")]
+_PER_PROCESS_OBJECTS = [("laconic.comm.journal", "here")]
 """Objects that other modules import by name; their attributes are swapped."""
 
 
