@@ -128,7 +128,7 @@ def _decode_into(out: Tensor, held: Tensor, payload: Tensor) -> Tensor | None:
     if held.is_cuda:
         fault: Tensor = coder.decode(form, held, payload, out)
         return fault
-    new: Tensor | None = coder.decode(form, held, payload)
+    new = coder.decode(form, held, payload)
     _check_sizes(new is not None)
     out.copy_(form.tensor(new, held.dtype))
     return None
