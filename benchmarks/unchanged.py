@@ -67,7 +67,7 @@ LEVEL = r"(?<=[:.])(island|node|local)/"
 KINDS = {"checkpoint files": "/checkpoints/", "losses": "loss|grad_norm", "bytes": "bytes", "rest": ""}
 """The kinds of leaves: name -> pattern of the path. A leaf has the first kind that fits."""
 TIMEOUT_S = 120  # for one run of a job, which takes a few seconds
-PRELOADED = ("torch._dynamo", "transformers.models.llama.modeling_llama", "peft", "tyro")
+PRELOADED = ("torch._dynamo", "transformers.models.llama.modeling_llama", "peft")
 STEPS, MIDDLE = 8, 4
 SIZES = {"hidden_size": 64, "intermediate_size": 132, "num_hidden_layers": 3, "num_attention_heads": 4}
 MODEL = {"model_type": "llama", **SIZES, "num_key_value_heads": 4, "max_position_embeddings": 32}

@@ -50,12 +50,13 @@ def test_a_missing_package_is_named_and_a_missing_module_of_laconic_is_a_bug(
 def test_the_module_for_torchrun_names_a_missing_package(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "laconic.train.cli", raising=False)
-    monkeypatch.setitem(sys.modules, "tyro", None)
+    for module in ("laconic.train.cli", "laconic.config", "laconic.config.job"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, "pydantic", None)
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("laconic.train", run_name="__main__")
     assert ended.value.code == 2
-    assert "laconic.train needs the package 'tyro'; pip install '.[train]' in a clone" in capsys.readouterr().err
+    assert "laconic.train needs the package 'pydantic'; pip install '.[train]' in a clone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", sorted(cli.COMMANDS))

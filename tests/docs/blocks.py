@@ -19,6 +19,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from laconic.cli import COMMANDS, main
+from laconic.errors import JobError
 from laconic.train.cli import parse
 
 ROOT = Path(__file__).parents[2]
@@ -139,5 +140,5 @@ def check_job(arguments: list[str]) -> None:
     file = "examples/pretrain.toml" if arguments[0].startswith("my_") else arguments[0]
     try:
         parse([str(ROOT / file), *arguments[1:]])
-    except SystemExit as error:
-        raise AssertionError(f"laconic train {' '.join(arguments)}: exit {error.code}") from error
+    except JobError as error:
+        raise AssertionError(f"laconic train {' '.join(arguments)}: {error}") from error

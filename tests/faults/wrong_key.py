@@ -35,7 +35,7 @@ MISTAKES: Sequence[Mistake] = (
     Mistake(name="wrong block", words=("train", "{job}"), job=b"[shard]\ngranularity = '0 rows'\n", expected="32 rows"),
     Mistake(name="no TOML", words=("train", "{job}"), job=b"[train\n", expected="not valid TOML"),
     Mistake(name="no file", words=("train", "/no/such/job.toml"), expected="/no/such/job.toml"),
-    Mistake(name="wrong option", words=("train", "{job}", "--train.stepz", "3"), expected="--train.stepz", lines=None),
+    Mistake(name="wrong option", words=("train", "{job}", "--train.stepz", "3"), expected="--train.steps"),
     Mistake(name="plan", words=("plan", "{job}", "--cluster", "c.toml"), job=_KEY, expected="train.steps"),
     Mistake(name="compare", words=("compare", "{job}"), job=_KEY, expected="train.steps"),
     Mistake(name="export", words=("export", "run", "out", "--dtype", "int4"), expected="int4", lines=None),

@@ -14,7 +14,6 @@ from laconic.lab import Lab, RunResult
 
 _WARM = (
     "laconic.train.cli", "laconic.train.loop",
-    "docstring_parser", "typeguard",  # when tyro reads options
     "torch._dynamo",  # when a rank makes an optimizer
     "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.utils.tensorboard",
     "transformers.models.llama.modeling_llama", "peft",

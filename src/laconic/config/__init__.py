@@ -1,6 +1,6 @@
 """The description of a training job: typed sections that are read from TOML, strictly, and written back to TOML."""
 
-from laconic.config.job import Config, all_keys, from_dict, load, parse_toml, to_dict, to_toml
+from laconic.config.job import Config, all_keys, from_dict, load, parse_toml, to_dict, to_toml, type_in_words, values_of
 from laconic.config.section import ConfigError
 from laconic.config.sections import (
     DataConfig,
@@ -34,4 +34,6 @@ __all__ = [
     "parse_toml",
     "to_dict",
     "to_toml",
+    "type_in_words",
+    "values_of",
 ]

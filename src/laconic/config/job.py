@@ -1,5 +1,6 @@
 """A training job as one object, which is read from TOML, strictly, and written back to TOML."""
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -85,22 +86,34 @@ def from_dict(cls: type[_T], table: Mapping[str, Any], prefix: str = "") -> _T:
     Raises:
         ConfigError: a key is unknown, or a value has the wrong type or makes no sense.
     """
-    is_section = issubclass(cls, Section)
-    hints = {name: key.hint for name, key in keys_of(cls).items()} if is_section else get_type_hints(cls)
-    values = {}
+    if issubclass(cls, Section):
+        return cls.of_keys(values_of(cls, {key: [value] for key, value in table.items()}, prefix))
+    hints, found = get_type_hints(cls), {}
     for key, value in table.items():
         refuse_absurd(key, "a key")
-        name = f"{prefix}{key}"
         if key not in hints:
             raise ConfigError(_unknown_key(list(hints), key, prefix))
-        if is_section:
-            refuse_absurd(value, name)
-            values[key] = _convert(hints[key], value, name)
-        elif isinstance(value, Mapping):
-            values[key] = from_dict(hints[key], value, f"{name}.")
-        else:
-            raise ConfigError(f"`{name}` is a section ([{name}]), got {shown(value)} ({_type_name(value)})")
-    return cls.of_keys(values) if issubclass(cls, Section) else cls(**values)
+        if not isinstance(value, Mapping):
+            raise ConfigError(
+                f"`{prefix}{key}` is a section ([{prefix}{key}]), got {shown(value)} ({_type_name(value)})"
+            )
+        found[key] = from_dict(hints[key], value, f"{prefix}{key}.")
+    return cls(**found)
+
+
+def values_of(cls: type[Section], table: Mapping[str, list[Any]], prefix: str) -> dict[str, Any]:
+    """The values of keys of a section, each the first of those in `table` that has the type of its key.
+
+    Raises:
+        ConfigError: a key is unknown, or no value for it has its type.
+    """
+    keys, found = keys_of(cls), {}
+    for key, values in table.items():
+        refuse_absurd(key, "a key")
+        if key not in keys:
+            raise ConfigError(_unknown_key(list(keys), key, prefix))
+        found[key] = _convert(keys[key].hint, values, f"{prefix}{key}")
+    return found
 
 
 def all_keys() -> list[str]:
@@ -143,23 +156,24 @@ def _unknown_key(valid: list[str], key: str, prefix: str) -> str:
     return f"unknown {kind} `{name}`; the nearest valid key is `{nearest}` (valid here: {', '.join(keys)})"
 
 
-def _convert(hint: Any, value: Any, name: str) -> Any:
-    try:
-        return TypeAdapter(hint).validate_python(tuple(value) if isinstance(value, list) else value, strict=True)
-    except ValidationError as error:
-        raise ConfigError(f"`{name}` must be {_describe(hint)}, got {shown(value)} ({_type_name(value)})") from error
+def _convert(hint: Any, values: list[Any], name: str) -> Any:
+    for value in values:
+        refuse_absurd(value, name)
+        with contextlib.suppress(ValidationError):
+            return TypeAdapter(hint).validate_python(tuple(value) if isinstance(value, list) else value, strict=True)
+    raise ConfigError(f"`{name}` must be {type_in_words(hint)}, got {shown(values[0])} ({_type_name(values[0])})")
 
 
-def _describe(hint: Any) -> str:
+def type_in_words(hint: Any) -> str:
     """A type as a user writes it in TOML."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(_describe(arg) for arg in args if arg is not types.NoneType)
+        return " or ".join(type_in_words(arg) for arg in args if arg is not types.NoneType)
     if origin is Literal:
         return "one of " + ", ".join(json.dumps(arg) for arg in args)
     if origin is tuple:
         count = "a list" if args[-1] is Ellipsis else f"a list of {len(args)}"
-        return f"{count} of {_describe(args[0])} values"
+        return f"{count} of {type_in_words(args[0])} values"
     return _TOML_TYPES[origin or hint]
 
 

@@ -12,29 +12,24 @@ import json
 import os
 import signal
 import sys
+import textwrap
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import tyro
-from tyro.constructors import (
-    ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    StructConstructorSpec,
-    StructFieldSpec,
-    StructTypeInfo,
-)
+from laconic.config import Config, ConfigError, JobError, load, parse_toml, type_in_words, values_of
+from laconic.policy import keys_of, shown
 
-from laconic.config import Config, ConfigError, JobError, ModelConfig, load, parse_toml
-from laconic.config.section import Section
-from laconic.policy import keys_of, to_keys
+_USAGE = """usage: laconic train [CONFIG.toml] [--SECTION.KEY VALUE ...]
 
-_USAGE = """Trains the model that CONFIG.toml describes; options override it. On 8 devices of one machine:
+Trains the model that CONFIG.toml describes; options override it. On 8 devices of one machine:
   torchrun --nproc-per-node 8 -m laconic.train CONFIG.toml --train.steps 100
-A key of an inline model table is reached as --model.config.KEY VALUE."""
+A key of an inline model table is reached as --model.config.KEY VALUE. A value is spelt as in the file, a text without
+quotes; a list is several values."""
 
-_TABLE_PREFIX = "--model.config."
+_TABLE = "model.config."
 
 
 def command(argv: list[str]) -> int:
@@ -64,15 +59,15 @@ def _parse_or_say(argv: list[str]) -> Config | int:
 
     Nothing here imports torch, so that a mistake is told within a second.
     """
+    if {"-h", "--help"} & {*argv}:
+        if _is_first_in_its_log():
+            print(_help())
+        return 0
     try:
         return parse(argv)
     except JobError as error:
         _say_why(error)
         return 2
-    except SystemExit as leaving:
-        if leaving.code not in (0, None):
-            raise
-        return 0
 
 
 def _run(config: Config) -> int:
@@ -99,33 +94,61 @@ def _run(config: Config) -> int:
     return recorded() or 0
 
 
-def parse(argv: list[str]) -> Config:
+def parse(argv: Sequence[str]) -> Config:
     """The configuration of a command line: defaults, then the file, then the options.
 
     Raises:
-        ConfigError: a mistake in the file.
-        SystemExit: code 2, after tyro's message, for a mistake in an option; code 0 for --help.
+        ConfigError: a mistake in the file or in an option.
     """
     config = Config()
     if argv and not argv[0].startswith("-"):
         config, argv = load(argv[0]), argv[1:]
-    table, argv = _table_options(argv)
+    sections = get_type_hints(Config)
+    for section, given in _options(argv, config).items():
+        if section not in sections:
+            raise ConfigError(f"unknown option `--{section}`; options are --SECTION.KEY, as --help shows them")
+        values = values_of(sections[section], given, f"--{section}.")
+        config = replace(config, **{section: getattr(config, section).with_keys(**values)})
+    return config
+
+
+def _options(argv: Sequence[str], config: Config) -> dict[str, dict[str, Any]]:
+    """The values of the options by section and key. Each is a list of what its words may mean, the likeliest first."""
+    words: dict[str, list[str]] = {}
+    name = ""
+    for word in argv:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            words[name] = [value] if equals else []
+        elif not name:
+            raise ConfigError(f"{word!r} follows no option; give the file first, then options --SECTION.KEY VALUE")
+        else:
+            words[name].append(word)
+    found: dict[str, dict[str, Any]] = {}
+    table: dict[str, Any] = {}
+    for name, given in words.items():
+        if name.startswith(_TABLE):
+            if len(given) != 1:
+                raise ConfigError(f"--{name} needs one value")
+            table[name.removeprefix(_TABLE)] = _toml_value(given[0])
+        else:
+            section, _, key = name.partition(".")
+            found.setdefault(section, {})[key] = _meanings(given)
     if table:
         before = config.model.config
         if isinstance(before, str):
-            raise ConfigError(f"{_TABLE_PREFIX}{next(iter(table))} needs model.config to be a table, got {before!r}")
-        config = replace(config, model=replace(config.model, config={**(before or {}), **table}))
-    with _registry():
-        return tyro.cli(
-            Config,
-            args=argv,
-            default=config,
-            description=_USAGE,
-            prog="laconic train",
-            use_underscores=True,
-            console_outputs=_is_first_in_its_log(),  # otherwise every rank draws the same box
-            config=(tyro.conf.FlagConversionOff,),
-        )
+            raise ConfigError(f"--{_TABLE}{next(iter(table))} needs model.config to be a table, got {before!r}")
+        found.setdefault("model", {})["config"] = [{**(before or {}), **table}]
+    return found
+
+
+def _meanings(words: Sequence[str]) -> list[Any]:
+    """What the words of an option may mean: as in a file, as a text, or as a list of these."""
+    if len(words) == 1:
+        values = [None] if words[0] == "None" else []
+        values += [value for value in [_toml_value(words[0])] if not isinstance(value, str)]
+        return [*values, words[0], [*map(_toml_value, words)], [*words]]
+    return [[*map(_toml_value, words)], [*words]]
 
 
 def _say_why(error: JobError) -> None:
@@ -157,71 +180,24 @@ def _is_first_in_its_log() -> bool:
     return not os.path.samestat(own, launchers)
 
 
-def _table_options(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Split off options `--model.config.KEY VALUE`, whose keys are those of transformers, unknown to tyro."""
-    table: dict[str, Any] = {}
-    rest: list[str] = []
-    words = iter(argv)
-    for word in words:
-        if not word.startswith(_TABLE_PREFIX):
-            rest.append(word)
-            continue
-        key, equals, value = word.removeprefix(_TABLE_PREFIX).partition("=")
-        following = value if equals else next(words, None)
-        if following is None:
-            raise ConfigError(f"{word} needs a value")
-        table[key] = _toml_value(following)
-    return table, rest
-
-
 def _toml_value(text: str) -> Any:
     """The value of a text that is a number, boolean, list or table in TOML; any other text stays a string."""
     try:
-        return parse_toml(f"value = {text}")["value"]
+        return parse_toml(f"value = {text.lower() if text.lower() in ('true', 'false') else text}")["value"]
     except ValueError:
         return text
 
 
-def _registry() -> ConstructorRegistry:
-    """Rules that teach tyro TOML's booleans, and keys that hold a table or a string."""
-    table: PrimitiveConstructorSpec[Any] = PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="PATH|TABLE",
-        instance_from_str=lambda words: _toml_value(words[0]) if words[0].lstrip().startswith("{") else words[0],
-        is_instance=lambda value: value is None or isinstance(value, str | dict),
-        str_from_instance=lambda value: [json.dumps(value)],
-    )
-    boolean: PrimitiveConstructorSpec[Any] = PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="true|false",
-        instance_from_str=_boolean,
-        is_instance=lambda value: isinstance(value, bool),
-        str_from_instance=lambda value: [str(value).lower()],
-    )
-    specs = {bool: boolean, get_type_hints(ModelConfig)["config"]: table}
-    registry = ConstructorRegistry()
-    registry.primitive_rule(lambda info: specs.get(info.type))
-    registry.struct_rule(_section)
-    return registry
-
-
-def _section(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """Tell tyro the keys of a section: [Note: Keys] in policy.py."""
-    cls: Any = info.type
-    if not (isinstance(cls, type) and issubclass(cls, Section)):
-        return None
-    values = to_keys(info.default if isinstance(info.default, cls) else cls())
-    fields = [
-        StructFieldSpec(name=name, type=key.hint, default=values[name], helptext=key.documentation)
-        for name, key in keys_of(cls).items()
-    ]
-    return StructConstructorSpec(instantiate=lambda **given: cls.of_keys(given), fields=tuple(fields))
-
-
-def _boolean(words: list[str]) -> bool:
-    if words[0].lower() not in ("true", "false"):
-        raise ValueError(f"expected true or false, got {words[0]!r}")
-    return words[0].lower() == "true"
+def _help() -> str:
+    """The usage, and all keys with their documentation."""
+    lines = [_USAGE]
+    for section, cls in get_type_hints(Config).items():
+        lines += ["", f"[{section}]"]
+        for name, key in keys_of(cls).items():
+            lines.append(f"  --{section}.{name} {type_in_words(key.hint)}")
+            text = f"{key.documentation()} (default: {shown(key.default)})"
+            lines += textwrap.wrap(text, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
