@@ -25,8 +25,8 @@ from torch.nn import functional
 from benchmarks.cyclic.bench import BENCHMARK, Bench, Setting
 from laconic.config import DataConfig
 from laconic.cyclic import CyclicDataParallel
-from laconic.cyclic.cut import cut
 from laconic.data.tokens import TokenFiles, open_tokens, prepare, rows_at
+from laconic.hf.causal_lm import cut_causal_lm
 from laconic.hf.tokenizer import ByteTokenizer
 from tests.support.launch import launch
 from tests.support.record import Row
@@ -65,7 +65,7 @@ class Study:
                 tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=None,
             )
         )  # fmt: skip
-        stages = cut(model, WORKERS, by="parameters", example=_held_rows(self.folder)[:1])
+        stages = cut_causal_lm(model, WORKERS, by="parameters", example=_held_rows(self.folder)[:1])
         make = functools.partial(_adam, setting=setting)
         return stages, CyclicDataParallel(stages, next_token_loss, make, rule=rule, **arguments)
 

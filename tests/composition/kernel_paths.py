@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.t5.modeling_t5 import T5Attention, T5DenseActDense
 
 import laconic
-from laconic.cyclic.cut import cut
+from laconic.hf.causal_lm import cut_causal_lm
 from laconic.partial.patterns import sliced_layer
 from laconic.ragged.parts import sliced_parameters
 
@@ -292,7 +292,7 @@ def _cyclic(path: Path, strategy: str) -> tuple[dict[str, Tensor], dict[str, Ten
     """The gradients that this worker's stages were stepped with in a cyclic run, and those expected."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = build(path)
-    stages = cut(model, size, example=batch(0), by="parameters")
+    stages = cut_causal_lm(model, size, example=batch(0), by="parameters")
     mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
     run = laconic.CyclicDataParallel(stages, error, Recorder, mesh)
     run.step((batch(rank), batch(rank)))

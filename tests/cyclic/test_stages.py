@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from laconic.cyclic.cut import cut
 from laconic.cyclic.stage import partition, restoring_random_states, synchronize, unstage
+from laconic.hf.causal_lm import cut_causal_lm
 from tests.support.launch import on_ranks
 
 VOCAB = 61
@@ -106,7 +107,7 @@ def test_partitions_worked_out_by_hand(costs: list[float], num_stages: int, bord
 @pytest.mark.parametrize("kind", MODELS)
 def test_stages_of_a_language_model_repeat_it_to_the_bit(kind: str) -> None:
     model, twin = causal_lm(kind), causal_lm(kind)
-    stages = cut(model, 3, by="parameters")
+    stages = cut_causal_lm(model, 3, by="parameters")
     torch.manual_seed(1)
     logits = chain(stages, tokens())
     logits.square().mean().backward()
@@ -126,7 +127,7 @@ def test_masks_and_positions_are_carried(kind: str) -> None:
     masks[0, 0, :5] = 0
     masks[1, 1, :2] = 0
     model = causal_lm(kind).eval()
-    stages = cut(model, 3, by="parameters", example={"input_ids": tokens(), "attention_mask": masks[0]})
+    stages = cut_causal_lm(model, 3, by="parameters", example={"input_ids": tokens(), "attention_mask": masks[0]})
     for mask in masks:
         assert torch.equal(chain(stages, tokens(), mask), model(tokens(), attention_mask=mask).logits)
 
@@ -135,16 +136,16 @@ def test_an_example_gives_up_to_three_inputs_by_position() -> None:
     mask, places = torch.ones(2, 12, dtype=torch.long), torch.arange(12)[None]
     mask[0, :5] = 0
     model = causal_lm("llama").eval()
-    stages = cut(model, 3, by="parameters", example=(tokens(), mask, places))
+    stages = cut_causal_lm(model, 3, by="parameters", example=(tokens(), mask, places))
     expected = model(tokens(), attention_mask=mask, position_ids=places).logits
     assert torch.equal(chain(stages, tokens(), mask, places), expected)
     with pytest.raises(ValueError, match="the example has 4 inputs; give a language model's inputs by name"):
-        cut(model, 3, by="parameters", example=(tokens(), mask, places, mask))
+        cut_causal_lm(model, 3, by="parameters", example=(tokens(), mask, places, mask))
 
 
 def test_a_mask_that_the_example_did_not_have_is_refused() -> None:
     mask = torch.ones(2, 12, dtype=torch.long)
-    stages = cut(causal_lm("llama"), 2, by="parameters", example=(tokens(), mask))
+    stages = cut_causal_lm(causal_lm("llama"), 2, by="parameters", example=(tokens(), mask))
     mask[0, :5] = 0
     with pytest.raises(ValueError, match=r"other arguments than on the example.*attention_mask that masks something"):
         chain(stages, tokens(), mask)
@@ -154,7 +155,7 @@ def test_a_mask_that_the_example_did_not_have_is_refused() -> None:
 
 def test_the_model_lives_on_in_its_stages() -> None:
     model = causal_lm("llama")
-    stages = cut(model, 4)
+    stages = cut_causal_lm(model, 4)
     state = unstage(stages)
     assert state.keys() == model.state_dict().keys()
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
@@ -178,7 +179,7 @@ class DropsLogits(hf.GPT2LMHeadModel):
 def test_stages_train_and_evaluate_as_the_model_does() -> None:
     torch.manual_seed(0)
     model = DropsLogits(hf.AutoConfig.for_model("gpt2", **MODELS["gpt2"]))
-    stages = cut(model.train(), 2, by="parameters")
+    stages = cut_causal_lm(model.train(), 2, by="parameters")
     for stage in stages:
         stage.eval()
     assert torch.equal(chain(stages, tokens()), model.eval()(tokens()).logits)
@@ -376,11 +377,16 @@ BY_SIZE = {"by": "parameters"}
 def test_models_and_cuts_that_are_impossible_are_refused(make: Any, count: int, options: Any, words: str) -> None:
     model = make(2, 2, 1) if make is nn.Bilinear else make()
     with pytest.raises(ValueError, match=words):
-        cut(model, count, **options)
+        (cut if isinstance(model, nn.Sequential | list) else cut_causal_lm)(model, count, **options)
+
+
+def test_a_model_that_is_no_sequence_is_told_where_it_is_cut() -> None:
+    with pytest.raises(ValueError, match=r"Bilinear is no sequence .* laconic\.hf\.causal_lm\.cut_causal_lm"):
+        cut(nn.Bilinear(2, 2, 1), 1)
 
 
 def test_tied_embeddings_fit_into_one_stage() -> None:
-    (whole,) = cut(tied(), 1)
+    (whole,) = cut_causal_lm(tied(), 1)
     assert chain([whole], tokens()).shape == (2, 12, VOCAB)
 
 

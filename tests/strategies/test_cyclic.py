@@ -14,10 +14,11 @@ from torch import Tensor
 from laconic.checkpoint import load_dcp, open_checkpoint
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError
-from laconic.cyclic import Rule, cut
+from laconic.cyclic import Rule
 from laconic.cyclic.meter import Report
 from laconic.data import tokens as data
 from laconic.data.batches import Sampler
+from laconic.hf.causal_lm import cut_causal_lm
 from laconic.hf.export import export
 from laconic.hf.models import build_model
 from laconic.hf.tokenizer import load_tokenizer
@@ -83,7 +84,7 @@ def trained(output: Path) -> dict[str, Tensor]:
 def by_oracle(config: Config, workers: int) -> tuple[dict[str, Tensor], list[float]]:
     """The weights after the last step and the mean loss of each step, by the single-process oracle."""
     model: Any = build_model(config.model, device="cpu")
-    stages = cut(model, workers, example=torch.zeros(2, 16, dtype=torch.int64), by="parameters")
+    stages = cut_causal_lm(model, workers, example=torch.zeros(2, 16, dtype=torch.int64), by="parameters")
 
     def loss_fn(logits: Tensor, rows: Tensor) -> Tensor:
         return model.loss_function(logits=logits, labels=rows, vocab_size=256)

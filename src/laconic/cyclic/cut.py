@@ -3,16 +3,15 @@
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from laconic.comm.agreement import RankGroup
-from laconic.cyclic import causal_lm
 from laconic.cyclic.meter import ActivationMeter
 from laconic.cyclic.stage import (
     ModelBlock,
@@ -31,7 +30,7 @@ _REPEATS = 5  # each block is timed this often: the first time warms up, the med
 
 
 def cut(
-    model: nn.Module | Sequence[nn.Module],
+    model: nn.Module | Sequence[nn.Module] | Sequence[ModelBlock],
     num_stages: int,
     *,
     example: Example | None = None,
@@ -48,35 +47,42 @@ def cut(
     does not matter. The activations that are alive together do, and those of the first stage live longest.
 
     Args:
-        model: an `nn.Sequential`; modules to call one after the other; or a transformers causal language model, whose
-            stages then take the inputs of `example` (default: `input_ids` alone) and return logits.
+        model: an `nn.Sequential`; modules to call one after the other; or blocks of another model. A causal language
+            model of transformers is cut by `laconic.hf.causal_lm.cut_causal_lm`.
         num_stages: the number of stages, one for each worker.
-        example: the inputs of one micro-batch of the usual size, on the model's device; for a language model by
-            position or by name. Default for a language model: 128 tokens.
+        example: the inputs of one micro-batch of the usual size, on the model's device.
         by: the cost that stages share equally: measured time of forward and backward, measured bytes saved for
-            backward, the number of parameters, or a cost for each block (module; or embedding, each layer, head).
+            backward, the number of parameters, or a cost for each block.
             Default: "time", and "memory" on one rank.
         carry: the number of trailing inputs (masks, positions) that every module of a sequence takes and none returns.
 
     Raises:
         ValueError: there are fewer blocks than stages; a stage would have no trainable parameter; stages would share a
-            parameter; a cost is measured without an example; a language model is not the sequence of its layers.
+            parameter; a cost is measured without an example; or the model is no sequence.
     """
     if num_stages < 1:
         raise ValueError(f"num_stages={num_stages} is not possible; give as many stages as there will be workers")
-    modules = [model] if isinstance(model, nn.Module) else model
-    if any(parameter.is_meta for module in modules for parameter in module.parameters()):
-        raise ValueError("the model is on the meta device; give its parameters values before it is cut")
     ranks = RankGroup()
     if by is None:
         by = "time" if ranks.size > 1 else "memory"
     blocks, values = _blocks_of(model, example, carry)
+    refuse_meta(parameter for block in blocks for parameter in _parameters(block))
     costs = ranks.broadcast(_costs(blocks, values, by))
     counts = [0, *accumulate(any(p.requires_grad for p in _parameters(block)) for block in blocks)]
     borders = partition(costs, num_stages, is_allowed=lambda start, stop: counts[stop] > counts[start])
     stages = [Stage(blocks[start:stop]) for start, stop in pairwise(borders)]
     refuse_shared([dict(stage.named_parameters()) for stage in stages])
     return stages
+
+
+def refuse_meta(parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse parameters without values.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if any(parameter.is_meta for parameter in parameters):
+        raise ValueError("the model is on the meta device; give its parameters values before it is cut")
 
 
 class _ModuleBlock:
@@ -97,23 +103,29 @@ class _ModuleBlock:
 
 
 def _blocks_of(
-    model: nn.Module | Sequence[nn.Module], example: Example | None, carry: int
+    model: nn.Module | Sequence[nn.Module] | Sequence[ModelBlock], example: Example | None, carry: int
 ) -> tuple[Sequence[ModelBlock], Values | None]:
     """The blocks of a model, and the inputs of the first block."""
     if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
-        return causal_lm.blocks_of(model, example)
+        raise ValueError(
+            f"{type(model).__name__} is no sequence of modules; give a list of its modules, or an nn.Sequential; or cut"
+            " a causal language model of transformers with laconic.hf.causal_lm.cut_causal_lm"
+        )
     if isinstance(example, Mapping):
         raise ValueError("a sequence of modules takes its inputs by position; give the example as a tuple")
     is_sequential = isinstance(model, nn.Sequential)
     if carry and is_sequential:
         raise ValueError("nn.Sequential passes one value on and has no carried inputs; give list(model) to carry")
-    named = list(model.named_children()) if isinstance(model, nn.Module) else list(enumerate(model))
+    values = None if example is None else (example,) if isinstance(example, Tensor) else tuple(example)
+    if not isinstance(model, nn.Module) and not all(isinstance(each, nn.Module) for each in model):
+        return list(model), values  # type: ignore[arg-type]
+    named: Any = model.named_children() if isinstance(model, nn.Module) else enumerate(model)
+    named = list(named)
     blocks = [
         _ModuleBlock(str(name), module, carry=carry, is_last=number == len(named), takes_tuple=is_sequential)
         for number, (name, module) in enumerate(named, 1)
     ]
-    values = (example,) if isinstance(example, Tensor) else example
-    return blocks, None if values is None else tuple(values)
+    return blocks, values
 
 
 def _parameters(block: ModelBlock) -> Iterator[nn.Parameter]:

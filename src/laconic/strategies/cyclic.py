@@ -26,8 +26,9 @@ from laconic.comm.cluster import make_mesh
 from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
 from laconic.config import DataConfig, JobError, ScheduleConfig
-from laconic.cyclic import CyclicDataParallel, cut
+from laconic.cyclic import CyclicDataParallel
 from laconic.data.batches import Batch
+from laconic.hf.causal_lm import cut_causal_lm
 from laconic.hf.layers import base_model
 from laconic.hf.models import materialize
 from laconic.store.folder import damage
@@ -113,7 +114,7 @@ class CyclicStepper(Stepper):
         by: Any = cut_by
         if blocks_by_stage is not None:  # with these costs the stages are equal, so `cut` makes the same stages
             by = [1 / count for count in blocks_by_stage for _ in range(count)]
-        return list(cut(self.module, self.num_workers, example=inputs, by=by))
+        return list(cut_causal_lm(self.module, self.num_workers, example=inputs, by=by))
 
     def step(self, batches: Sequence[Batch], *, is_last: bool) -> StepResult:
         """See `Stepper.step`."""

@@ -21,12 +21,33 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from laconic.cyclic.stage import ModelBlock, Values, restoring_random_states
+from laconic.cyclic.cut import Criterion, Example, cut, refuse_meta
+from laconic.cyclic.stage import ModelBlock, Stage, Values, restoring_random_states
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _EXAMPLE_TOKENS = 128  # the length of the example if none is given
 _INPUTS = ("input_ids", "attention_mask", "position_ids")  # the names of inputs that an example gives by position
+
+
+def cut_causal_lm(
+    model: nn.Module,
+    num_stages: int,
+    *,
+    example: Example | None = None,
+    by: Criterion | Sequence[float] | None = None,
+) -> list[Stage]:
+    """Cut a causal language model of transformers into stages of equal cost: see `laconic.cyclic.cut`.
+
+    Its blocks are the embedding, each layer and the head. The stages take the inputs of `example`, by position or by
+    name, and return logits. Default: 128 tokens, as `input_ids` alone.
+
+    Raises:
+        ValueError: see `laconic.cyclic.cut`; or the model is not the sequence of its layers.
+    """
+    refuse_meta(model.parameters())
+    blocks, values = blocks_of(model, example)
+    return cut(blocks, num_stages, example=values, by=by)
 
 
 def blocks_of(model: nn.Module, example: Any) -> tuple[Sequence[ModelBlock], Values]:
