@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -92,7 +93,9 @@ def _prepare(options: Options) -> Iterator[Bench]:
     assert isinstance(job.model.config, dict)
     sizes = {} if options.quick else _SIZES
     job = dataclasses.replace(job, model=dataclasses.replace(job.model, config={**job.model.config, **sizes}))
-    data = dataclasses.replace(job.data, path=str(ROOT / str(job.data.path)))
+    rows, chats = options.out / "rows", ROOT / "examples" / "data" / "chat.jsonl"
+    subprocess.run([sys.executable, str(ROOT / "examples" / "chat_rows.py"), str(chats), str(rows)], check=True)
+    data = dataclasses.replace(job.data, path=str(rows))
     try:
         with Comparison(dataclasses.replace(job, data=data), options.out, nodes=2, local=1) as comparison:
             yield Bench(comparison=comparison, steps=4 if options.quick else job.train.steps)

@@ -22,7 +22,6 @@ from laconic.islands.fragments import SyncSchedule
 from laconic.layout.bucket import DerivedLayout
 from laconic.layout.packing import plan_bucket
 from laconic.optim import Muon
-from laconic.train.loggers import JsonlLogger
 
 
 class Wrapped(nn.Linear):
@@ -85,13 +84,6 @@ IN_ONE: dict[str, Callable[[], Any]] = {
 def test_a_call_refuses(message: str) -> None:
     with pytest.raises((ValueError, ArgumentError), match=message):
         IN_ONE[message]()
-
-
-def test_damaged_lines_of_metrics_are_put_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "crc32": 1}\n')
-    JsonlLogger(path, after_step=1).close()
-    assert "is not whole: 1 lines are put aside into metrics.jsonl.damaged" in capsys.readouterr().err
 
 
 def test_islands_and_a_cyclic_schedule_do_not_share_a_job() -> None:

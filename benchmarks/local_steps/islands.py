@@ -27,7 +27,7 @@ from benchmarks.llama import Llama
 from laconic.comm.launch import ExitWithoutTeardown
 from laconic.config import DataConfig, OptimizerConfig
 from laconic.data import tokens as data
-from laconic.data.batches import Sampler
+from laconic.data.batches import Division, drawn_offsets
 from laconic.hf.tokenizer import load_tokenizer
 from laconic.lab.counters import interface_bytes
 from laconic.strategies.optimizers import lr_at

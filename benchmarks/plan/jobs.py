@@ -120,7 +120,7 @@ def make_case(
             "steps": steps, "micro_batch_size": 1, "device": "cpu", "save_every": -1, "log_every": 1000,
             "resume": "never", "output": str(out / "runs" / name.replace(" ", "-").replace(",", "")),
         },
-        "log": {"tensorboard": False, "progress": False, "memory_step": 0},
+        "log": {"tensorboard": False, "memory_step": 0},
     }  # fmt: skip
     for layer in layers:
         for section, values in layer.items():

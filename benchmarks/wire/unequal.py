@@ -45,7 +45,7 @@ def unequal(bench: Bench) -> Row:
         required=f">= {_LEAST:.2f}x; losses equal within {_LOSSES:.0e}",
         measured=f"{gain:.3f}x; within {worst:.1e}",
         is_met=gain >= _LEAST and worst <= _LOSSES,
-        measures=("laconic.data.batches", "laconic.data.unequal", "laconic.train.balance"),
+        measures=("laconic.data.batches", "laconic.train.balance"),
         note=(
             f"ranks have {', '.join(map(str, _SHARES))} of a processor by quotas of control groups; {4 * _ROWS} rows "
             f"of {_TOKENS} tokens a step, divided into {divided}, where the shares alone would give 8, 8, 4, 4 and "

@@ -26,21 +26,20 @@ def text(tokens: np.ndarray) -> str:
     return bytes(tokens).decode()
 
 
-def test_texts_and_jsonl_of_a_file_and_of_a_folder_in_byte_order(tmp_path: Path) -> None:
+def test_texts_of_a_file_and_of_a_folder_in_byte_order(tmp_path: Path) -> None:
     (tmp_path / "source" / "sub").mkdir(parents=True)
-    (tmp_path / "lines").mkdir()
-    lines = '{"text": "one", "body": "1"}\n\n{"text": "twö", "body": "2"}\n'
-    files = {"b.txt": "bee", "a.txt": "ä", "sub/c.md": "sea", ".hidden": "no", "../lines/x.jsonl": lines}
+    files = {"b.txt": "bee", "a.txt": "ä", "sub/c.md": "sea", ".hidden": "no"}
     for name, content in files.items():
         (tmp_path / "source" / name).write_text(content)
-    for path, settings, wanted in [
-        ("source/b.txt", {}, "bee\0"),
-        ("source", {}, "ä\0bee\0sea\0"),
-        ("lines/x.jsonl", {"kind": "jsonl"}, "one\0twö\0"),
-        ("lines/x.jsonl", {"kind": "jsonl", "text_field": "body"}, "1\0002\0"),
-        ("lines", {"kind": "jsonl"}, "one\0twö\0"),
-    ]:
-        assert text(tokens_of(tmp_path, path=str(tmp_path / path), **settings).train) == wanted
+    for path, wanted in [("source/b.txt", "bee\0"), ("source", "ä\0bee\0sea\0")]:
+        assert text(tokens_of(tmp_path, path=str(tmp_path / path)).train) == wanted
+
+
+def test_lines_of_json(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "one", "body": "1"}\n{"text": "twö", "body": "2"}\n')
+    for settings, wanted in [({}, "one\0twö\0"), ({"text_field": "body"}, "1\0002\0")]:
+        assert text(tokens_of(tmp_path, kind="datasets", path=str(path), **settings).train) == wanted
 
 
 def test_datasets_on_disk(tmp_path: Path) -> None:
@@ -96,16 +95,14 @@ def test_a_local_tokenizer_folder(tmp_path: Path) -> None:
         ("text", b"", "is empty: no text in 1 documents"),
         ("text", b"GIF8\0\1\2", "is binary, not text: a NUL byte at offset 4"),
         ("text", b"abc", "shorter than one sequence of data.sequence_length = 16"),
-        ("jsonl", b'{"text": "a"}\nplain', "line 2 is not JSON"),
-        ("jsonl", b"\xff\xfe{}", "line 1 is not JSON"),
-        ("jsonl", b"[1]", "line 1 is a JSON list"),
-        ("jsonl", b'{"txt": "a"}', "line 1 has no text in the field 'text' (data.text_field): it has only ['txt']"),
-        ("jsonl", b'{"text": 3}', "it holds 3 there"),
-        ("jsonl", b'{"text": "a\\u0000"}', "is binary"),
+        ("datasets", b'{"text": "a"}\nplain', "cannot read"),
+        ("datasets", b'{"txt": "a"}', "row 0 has no text in the field 'text' (data.text_field): it has only ['txt']"),
+        ("datasets", b'{"text": 3}', "it holds 3 there"),
+        ("datasets", b'{"text": "a\\u0000"}', "is binary"),
     ],
 )
 def test_bad_corpora_are_refused(tmp_path: Path, kind: str, content: bytes, part: str) -> None:
-    path = tmp_path / "corpus"
+    path = tmp_path / ("corpus.jsonl" if kind == "datasets" else "corpus")
     path.write_bytes(content)
     with pytest.raises(JobError) as refused:
         tokens_of(tmp_path, kind=kind, path=str(path), sequence_length=16)
@@ -146,7 +143,7 @@ def test_tokenised_once_until_the_corpus_changes(tmp_path: Path, monkeypatch: py
 def test_a_file_that_is_missing_or_short_is_written_again(tmp_path: Path, pattern: str, keeps: int | None) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps({"text": f"document {number};"}) + "\n" for number in range(40)))
-    settings: dict[str, Any] = {"kind": "jsonl", "path": str(path), "eval_fraction": 0.25}
+    settings: dict[str, Any] = {"kind": "datasets", "path": str(path), "eval_fraction": 0.25}
     first = tokens_of(tmp_path, **settings)
     (file,) = (tmp_path / "tokens").glob(pattern)
     content = file.read_bytes()
@@ -163,7 +160,7 @@ def test_documents_are_held_out_whole(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     documents = [f"document {number};" for number in range(400)]
     path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-    tokens = tokens_of(tmp_path, kind="jsonl", path=str(path), eval_fraction=0.25)
+    tokens = tokens_of(tmp_path, kind="datasets", path=str(path), eval_fraction=0.25)
     train, held_out = text(tokens.train).split("\0")[:-1], text(tokens.evaluation).split("\0")[:-1]
     assert sorted(train + held_out) == sorted(documents)
     assert 60 < len(held_out) < 140

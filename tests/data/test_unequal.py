@@ -13,9 +13,9 @@ from torch import Tensor
 
 from laconic.config import ModelConfig
 from laconic.data.batches import IGNORED, LEAST_TOKENS, Batch, Division, TrainingData
-from laconic.data.unequal import fastest_rows, last_end
 from laconic.hf.models import build_model
-from tests.data.test_documents import stream, texts
+from laconic.train.balance import fastest_rows, last_end
+from tests.data.test_rows import stream, texts
 from tests.reference import unequal as naive
 from tests.support.jobs import SMALL_LLAMA
 
@@ -74,17 +74,13 @@ LENGTHS = [5, 7, 4, 9, 3, 6, 12, 8, 5, 11, 10, 7, 6, 4, 9, 12, 5, 8, 3, 7, 9, 10
 
 
 def padded(folder: Path) -> TrainingData:
-    """Documents of different lengths, too few for the last step of an epoch."""
-    return texts(folder, LENGTHS, packing=False)
-
-
-def packed(folder: Path) -> TrainingData:
-    return texts(folder, LENGTHS * 2, packing=True)
+    """Rows of different lengths, too few for the last step of an epoch."""
+    return texts(folder, LENGTHS)
 
 
 def step_of(corpus: TrainingData, rows: tuple[int, ...] | None, step: int) -> list[list[Batch]]:
     """The micro-batches of each rank."""
-    return [[*corpus.batches(division(rank, rows), rank, NUM_RANKS).step(step)] for rank in range(NUM_RANKS)]
+    return [[*corpus.step(division(rank, rows), step)] for rank in range(NUM_RANKS)]
 
 
 def counted_rows(ranks: list[list[Batch]]) -> list[bytes]:
@@ -94,19 +90,19 @@ def counted_rows(ranks: list[list[Batch]]) -> list[bytes]:
     return sorted(bytes(ids.tolist()).rstrip(b"\0") for ids, labels in rows if (labels != IGNORED).any())
 
 
-@pytest.mark.parametrize("corpus", [stream, padded, packed])
+@pytest.mark.parametrize("corpus", [stream, padded])
 def test_the_global_batch_stays(tmp_path: Path, corpus: Any) -> None:
     files = corpus(tmp_path)
-    whole = files.batches(Division(micro_batch_size=18), 0, 1)
+    whole = Division(micro_batch_size=18)
     for rows, step in itertools.product(DIVISIONS, (0, 1, 4)):
-        assert counted_rows(step_of(files, rows, step)) == counted_rows([[*whole.step(step)]])
-        unequal = files.batches(division(0, rows), 0, NUM_RANKS)
-        assert [unequal.tokens_after(steps) for steps in (1, 4)] == [whole.tokens_after(steps) for steps in (1, 4)]
+        assert counted_rows(step_of(files, rows, step)) == counted_rows([[*files.step(whole, step)]])
+        for steps in (1, 4):
+            assert files.tokens_after(division(0, rows), steps) == files.tokens_after(whole, steps)
 
 
-@pytest.mark.parametrize("corpus", [stream, padded, packed])
+@pytest.mark.parametrize("corpus", [stream, padded])
 def test_ranks_and_micro_batches_average_to_the_mean_over_all_targets(tmp_path: Path, corpus: Any) -> None:
-    """Loss and gradients against one process that sees one row, or one document, at a time."""
+    """Loss and gradients against one process that sees one row at a time."""
     files = corpus(tmp_path)
     model: Any = build_model(
         ModelConfig(config={"model_type": "llama", **SMALL_LLAMA, "vocab_size": 256}), device="cpu"
@@ -135,12 +131,6 @@ def taken(model: Any) -> dict[str, Tensor]:
 
 
 def apart(batch: Batch) -> list[tuple[Tensor, Tensor]]:
-    """The documents of a micro-batch, each with the tokens that count."""
-    found = []
-    for place, (ids, labels) in enumerate(zip(batch.input_ids, batch.labels, strict=True)):
-        positions = torch.arange(len(ids)) if batch.position_ids is None else batch.position_ids[place]
-        starts = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
-        for begin, end in itertools.pairwise(starts):
-            if (labels[begin:end] != IGNORED).any():
-                found.append((ids[begin:end], labels[begin:end] != IGNORED))
-    return found
+    """The rows of a micro-batch that count, each with the tokens that count."""
+    rows = zip(batch.input_ids, batch.labels, strict=True)
+    return [(ids, labels != IGNORED) for ids, labels in rows if (labels != IGNORED).any()]

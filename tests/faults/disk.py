@@ -221,13 +221,14 @@ def _try(situation: Situation, work: Path) -> Iterator[str]:
 def _lost(out: Path) -> Iterator[str]:
     """Damage of what the run wrote before the fault."""
     from laconic.checkpoint import open_checkpoint
-    from laconic.train.loggers import read_metrics
 
     complete = [path for path in (out / "checkpoints").glob("step-*") if not path.suffix]
     if complete and open_checkpoint(out / "checkpoints").step < SAVE_EVERY:
         yield "losses of data: the checkpoint"
-    if (out / "metrics.jsonl").exists() and any(read_metrics(out / "metrics.jsonl")[1:]):
-        yield "losses of data: metrics"
+    if (metrics := out / "metrics.jsonl").exists():
+        steps = [row["step"] for row in map(json.loads, metrics.read_bytes().splitlines()) if "loss" in row]
+        if steps != [*range(1, len(steps) + 1)]:
+            yield "losses of data: metrics"
 
 
 def _job(work: Path, output: str, situation: Situation) -> Config:

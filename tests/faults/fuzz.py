@@ -370,7 +370,7 @@ def try_jobs(
             os.environ.pop(name, None)
     folder.mkdir(parents=True, exist_ok=True)
     corpus(folder)
-    (folder / "chat.jsonl").write_text("".join(_conversation(index) for index in range(40)))
+    (folder / "rows.jsonl").write_text("".join(map(_row, range(40))))
     (folder / "empty.txt").write_text("")
     found: list[str] = []
     num_tried = num_trained = 0
@@ -413,14 +413,15 @@ def harm_of(config: Config) -> str | None:
     return None
 
 
-def _conversation(index: int) -> str:
-    turns = [{"role": "user", "content": f"What is {index} + 1?"}, {"role": "assistant", "content": str(index + 1)}]
-    return json.dumps({"messages": turns, "prompt": f"{index} ", "completion": str(index), "text": str(index)}) + "\n"
+def _row(index: int) -> str:
+    tokens = [*f"What is {index} + 1? {index + 1}".encode()]
+    masks = {"labels": [-100] * 5 + tokens[5:]} if index % 2 else {"assistant_masks": [0] * 9 + [1] * (len(tokens) - 9)}
+    return json.dumps({"input_ids": tokens, **masks}) + "\n"
 
 
 def _jobs(folder: Path) -> st.SearchStrategy[dict[str, Any]]:
     """Tables of a small job, with some keys of some sections at random."""
-    paths = st.sampled_from([str(folder / name) for name in ("corpus.txt", "chat.jsonl", "empty.txt", "none", "")])
+    paths = st.sampled_from([str(folder / name) for name in ("corpus.txt", "rows.jsonl", "empty.txt", "none", "")])
     fixed: dict[str, dict[str, Any]] = {
         "model": {"config": {**_MODELS[0]}},
         "data": {"kind": "text", "path": str(folder / "corpus.txt"), "sequence_length": 16, "eval_fraction": 0.1},
@@ -436,10 +437,9 @@ def _jobs(folder: Path) -> st.SearchStrategy[dict[str, Any]]:
     own: dict[str, st.SearchStrategy[Any]] = {
         "model.config": st.sampled_from(_MODELS),
         "model.path": paths,
-        "data.kind": st.sampled_from(["text", "jsonl", "datasets"]),
+        "data.kind": st.sampled_from(["text", "datasets"]),
         "data.path": paths,
         "data.tokenizer": st.sampled_from(["bytes", "bytes", str(folder), "x"]),
-        "data.chat_template": st.one_of(paths, st.just("{{ x")),
         "sync.recovery": st.sampled_from([str(folder / "recovery"), str(folder / "corpus.txt")]),
         "train.resume": st.sampled_from(["never", "auto", str(folder)]),
     }
@@ -450,8 +450,8 @@ def _jobs(folder: Path) -> st.SearchStrategy[dict[str, Any]]:
             name: {**fixed.get(name, {}), **drawn.get(name, {}), **always.get(name, {})}
             for name in {**fixed, **always, **drawn}
         }
-        if drawn.get("data", {}).get("kind") == "jsonl":
-            merged["data"]["path"] = str(folder / "chat.jsonl")
+        if drawn.get("data", {}).get("kind") == "datasets":
+            merged["data"]["path"] = str(folder / "rows.jsonl")
         return {name: {key: value for key, value in keys.items() if value is not None} for name, keys in merged.items()}
 
     return _some(sections, 4, 1).map(job)

@@ -105,7 +105,6 @@ def _job(root: Path, kind: str) -> Config:
         "model": {"config": {"model_type": "llama", **SMALL_LLAMA, **small}},
         "data": {"sequence_length": 8},
         "train": {"steps": 3, "micro_batch_size": 1, "output": str(root / kind), "save_every": 1},
-        "log": {"progress": False},
     }
     for section, values in JOBS[kind].items():
         sections[section] = {**sections.get(section, {}), **values}

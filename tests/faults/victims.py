@@ -370,7 +370,6 @@ def _config(strategy: Strategy, folder: Path, train: Mapping[str, Any]) -> Confi
             "steps": STEPS, "micro_batch_size": 1, "save_every": SAVE_EVERY, "eval_every": STEPS, "log_every": 1,
             "timeout_s": PEER_TIMEOUT_S,
         },
-        "log": {"progress": False},
     }  # fmt: skip
     for section, values in (*strategy.sections.items(), ("train", train)):
         filled = {k: v.replace("$FOLDER", str(folder)) if isinstance(v, str) else v for k, v in values.items()}

@@ -69,22 +69,15 @@ def recomputed() -> ModelTrace:
 
 
 def real_batch(config: Config) -> dict[str, Tensor]:
-    """A batch of random tokens with the shapes of `batch_of`; rows that are packed hold two documents."""
-    batch = {
+    """A batch of random tokens with the shapes of `batch_of`."""
+    return {
         name: torch.randint(0, VOCABULARY, like.shape)
         for name, like in batch_of(config.data, config.train.micro_batch_size).items()
     }
-    if "num_items_in_batch" in batch:
-        batch["num_items_in_batch"] = torch.tensor(100.0)
-    if "position_ids" in batch:
-        tokens = config.data.sequence_length
-        row = torch.cat([torch.arange(tokens // 2), torch.arange(tokens - tokens // 2)])
-        batch["position_ids"] = row.repeat(config.train.micro_batch_size, 1)
-    return batch
 
 
 PEAKS = {
-    "llama recomputed, several documents in a row": job(LLAMA, model=CHECKPOINTED, data={"packing": True}),
+    "llama recomputed": job(LLAMA, model=CHECKPOINTED),
     "tied weights dominate": job({**LLAMA, "vocab_size": 5003, "tie_word_embeddings": True}, rows=1, tokens=5),
 }
 MORE_PEAKS = {

@@ -15,16 +15,14 @@ from laconic.checkpoint import load_dcp, open_checkpoint
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError
 from laconic.cyclic import Rule
-from laconic.cyclic.meter import Report
 from laconic.data import tokens as data
-from laconic.data.batches import Sampler
+from laconic.data.batches import Division, drawn_offsets
 from laconic.hf.causal_lm import cut_causal_lm
 from laconic.hf.export import export
 from laconic.hf.models import build_model
 from laconic.hf.tokenizer import load_tokenizer
 from laconic.strategies.checks import check_workers
 from laconic.strategies.cyclic import num_workers
-from laconic.strategies.cyclic_metrics import DeviceTimeline, combine
 from laconic.strategies.optimizers import lr_at, make_stage_optimizer
 from tests.hf.zoo import TINY, differing
 from tests.reference.cyclic import Oracle
@@ -33,7 +31,6 @@ from tests.support.jobs import (
     metrics,
     refusal,
     resumed_from,
-    tags,
     train,
     train_all,
     train_and_listen,
@@ -95,11 +92,12 @@ def by_oracle(config: Config, workers: int) -> tuple[dict[str, Tensor], list[flo
     assert config.data.cache is not None
     folder = data.prepare(config.data, load_tokenizer("bytes"), Path(config.data.cache))
     tokens = data.open_tokens(folder, config.data).train
-    sampler = Sampler(seed=0, num_tokens=len(tokens), sequence_length=16, micro_batch_size=2, world_size=workers)
+    division = Division(num_workers=workers, micro_batch_size=2)
     losses = []
     for step in range(config.train.steps):
         oracle.set(lr=lr_at(step, config.optimizer, total_steps=config.train.steps))
-        rows = torch.from_numpy(data.rows_at(tokens, sampler.global_offsets(step)[0], 16))
+        offsets = drawn_offsets(division, step, seed=0, num_starts=len(tokens) - 15)
+        rows = torch.from_numpy(data.rows_at(tokens, offsets[0], 16))
         losses.append(float(np.mean([float(loss) for loss in oracle.step([(row, row) for row in rows])])))
     names = [[name for name, _ in stage.named_parameters()] for stage in stages]
     newest = zip(names, oracle.newest, strict=True)
@@ -208,49 +206,14 @@ def test_checkpoints_are_of_the_model(tmp_path: Path) -> None:
 
 
 def test_the_schedule_is_logged(tmp_path: Path) -> None:
-    config = cyclic_job(tmp_path, "out", log={"tensorboard": True}, train={"save_every": -1})
+    config = cyclic_job(tmp_path, "out", train={"save_every": -1})
     [summary], printed = run_ranks(train_and_listen, 3, [config])[0]
     assert "3 workers one after the other by lag2" in printed
     assert "cut into stages of [" in printed
-    assert " stage activations, " in printed
     assert summary["strategy"] == "cyclic"
     assert summary["cache"] is None
     rows = metrics(tmp_path / "out")
-    assert [row["cyclic"] for row in rows] == summary["cyclic"]
     assert all("grad_norm" not in row for row in rows)
-    for step, figures in list(enumerate(summary["cyclic"]))[:-1]:  # the last one drains, too
-        assert 3 <= figures["live_peak"] <= 9
-        assert 0 <= figures["live_now"] <= figures["live_peak"]
-        assert 0 <= figures["stagger_kept"] <= 1
-        sent = sum(size for kind, size in summary["traffic_bytes"][step].items() if not kind.endswith("/control"))
-        assert figures["bytes_per_time_step"] * 3 * 6 == pytest.approx(sent) != 0
-        assert figures["bytes_per_time_step"] < figures["largest_burst_bytes"] < 4 * summary["num_parameters"]
-    told = {tag for tag in tags(tmp_path / "out" / "tensorboard") if tag.startswith("cyclic/")}
-    assert told == {f"cyclic/{name}" for name in summary["cyclic"][0]}
-
-
-def test_figures_of_workers_are_combined() -> None:
-    """Two workers, two steps each, the second one two time steps behind; a time step is a second."""
-    first = [report([0, 1, 3, 4], [0, 10, 0, 0, 4]), report([4.1, 5.1, 7.1, 8.1], [0, 10, 0, 0, 4])]
-    second = [
-        report([2.5, 3.5, 5.5, 6.5], [2, 0, 0, 0, 0], waited=True),
-        report([6.6, 7.6, 9.6, 10.6], [2, 0, 0, 0, 0]),
-    ]
-    begun, steady = (combine([first, second], index, ["a", "a"]) for index in (0, 1))
-    assert (begun.live_peak, begun.live_now) == (2 + 1, 0 + 2)
-    assert (steady.live_peak, steady.live_now) == (2 + 2, 0 + 2)
-    assert begun.bytes_per_time_step == 16 / 8
-    assert begun.largest_burst_bytes == 10
-    assert (begun.stagger_kept, steady.stagger_kept) == (0.875, 1.0)
-    later = combine([second, first], 1, ["a", "b"])  # clocks differ: the other machine's peak
-    assert (later.live_peak, later.live_now) == (2 + 2, 0 + 2)
-
-
-def report(times: list[float], sizes: list[int], *, waited: bool = False) -> DeviceTimeline:
-    """Two forwards and two backwards."""
-    done = Report(bytes_per_step=sizes, durations_s=[1.0] * 4, waits_s=[0.5 if waited else 0.0, 0.0, 0.0, 0.0])
-    done.trace.extend(zip([-2.0, -1.0, *times], [1, 0, 1, 2, 1, 0], strict=True))  # and something before
-    return DeviceTimeline.of(done)
 
 
 def test_memory_is_measured_on_one_rank(tmp_path: Path) -> None:

@@ -16,12 +16,11 @@ from torch import nn
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, ConfigError, TrainConfig
 from laconic.data.batches import LEAST_TOKENS
-from laconic.data.unequal import fastest_rows
 from laconic.rehearse.modes import accelerator
 from laconic.rehearse.tape import Wait
 from laconic.strategies import parallelize
 from laconic.train import meter as meters
-from laconic.train.balance import LayerClock, RowBalance, is_compared
+from laconic.train.balance import LayerClock, RowBalance, fastest_rows, is_compared
 from tests.support.jobs import SMALL_LLAMA, job, metrics, train_all
 from tests.support.launch import run_ranks
 

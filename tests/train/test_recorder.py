@@ -60,7 +60,7 @@ def test_records_of_all_ranks_make_one_step() -> None:
     assert first.wire_bytes == 10 + 11 + 12 + 13
     assert first.traffic_bytes == {"node/weights": 46, "local/weights": 20}
     assert first.wait_s == 0.25
-    assert (first.interface_sent_bytes, first.interface_received_bytes, first.loopback_bytes) == (200, 100, 60)
+    assert (first.interface_sent_bytes, first.loopback_bytes) == (200, 60)
     assert (first.device_bytes, first.device_peak_bytes, first.host_bytes_per_node) == (3, 33, 12)
     assert (second.device_bytes, second.device_peak_bytes) == (4, 43), "each step has its own"
     assert [(step.allocated_peak_bytes, step.resident_bytes) for step in (first, second)] == [(303, 3000), (403, 4000)]
@@ -126,9 +126,9 @@ def test_plain_lines() -> None:
     assert [line.split(" |")[0] for line in lines] == [f"step {step:2}/12" for step in (1, 5, 10, 12, 12)]
     assert "loss 0.2000 | perplexity 1.221 | grad norm 0.500" in lines[1]
     assert "for data" not in lines[1]
-    rich = replace(step_at(5), mfu=0.4, data_s=0.1, device_peak_bytes=3 * 10**9, loss_scale=1024.0, skipped_steps=2)
+    rich = replace(step_at(5), data_s=0.1, device_peak_bytes=3 * 10**9, loss_scale=1024.0, skipped_steps=2)
     told = describe_step(rich, 5)
-    assert "MFU 40.0% | waited 0.100 s for data | device 3.00 GB, host 0.00 GB" in told
+    assert "waited 0.100 s for data | device 3.00 GB, host 0.00 GB" in told
     assert "loss scale 1024, 2 skipped" in told
     assert "wire 3.00 MB | waited 0.250 s" in lines[1]
     assert [line.rpartition(" | ")[2] for line in lines[:-1]] == [

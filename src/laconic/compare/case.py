@@ -108,9 +108,7 @@ def config_of(base: Config, case: Case, out: Path) -> Config:
             resume="never",
             output=str(out / "runs" / case.name),
         ),
-        log=dataclasses.replace(
-            base.log, jsonl=True, progress=False, memory_step=WATCHED_STEP if case.measure_memory else 0
-        ),
+        log=dataclasses.replace(base.log, jsonl=True, memory_step=WATCHED_STEP if case.measure_memory else 0),
     )  # fmt: skip
 
 

@@ -25,8 +25,14 @@ _HINTS = {
     "dp_shard_size": "dp_shard is nodes x local ranks and comes from torchrun",
     "dp_replicate": "dp_replicate is `sync.islands`, with sync.mode = 'local'",
     "dp_replicate_size": "dp_replicate is `sync.islands`, with sync.mode = 'local'",
+    **dict.fromkeys(
+        ("format", "chat_template", "loss", "packing", "padding", "too_long"),
+        "rows of tokens come from TRL or datasets, docs/fine-tune.md says how; leave the key out",
+    ),
+    "wandb_project": "the package wandb reads it from the variable WANDB_PROJECT",
+    "wandb_name": "the package wandb reads it from the variable WANDB_NAME",
 }
-"""Advice for keys that other trainers have."""
+"""Advice for keys that other trainers, or earlier releases, have."""
 _TOML_TYPES = {bool: "true or false", int: "an integer", float: "a number", str: "a string", dict: "a table"}
 
 

@@ -89,42 +89,26 @@ class LoraConfig(Section):
 class DataConfig(Section):
     """The source of the tokens, and the tokens that the loss counts."""
 
-    kind: Literal["text", "jsonl", "datasets", "python-stdlib"] = "python-stdlib"
-    """`text`: a file or a folder of text files; `jsonl`: one JSON object a line; `datasets`: what Hugging Face
-    `datasets` reads, that is a folder of `save_to_disk`, a Parquet, CSV or JSON file or a folder of them, or the name
-    of a data set on the Hub; `python-stdlib`: the running Python's own library sources, which need no download."""
+    kind: Literal["text", "datasets", "python-stdlib"] = "python-stdlib"
+    """`text`: a file or a folder of text files; `datasets`: what Hugging Face `datasets` reads, that is a folder of
+    `save_to_disk`, a Parquet, CSV or JSON file (also of lines) or a folder of them, or the name of a data set on the
+    Hub; `python-stdlib`: the running Python's own library sources, which need no download. Rows of tokens, such as
+    conversations, have the field `input_ids`, and `labels` or masks as TRL makes them: docs/fine-tune.md."""
     path: str | None = None
     """The file, the folder or, for `datasets`, the name on the Hub; not used by `python-stdlib`."""
     subset: str | None = None
     """With `datasets`: the configuration of a data set that has several."""
     split: str = "train"
     """With `datasets`: the split to read."""
-    format: Literal["auto", "text", "prompt-completion", "messages"] = "auto"
-    """The documents: `text`; `prompt-completion`, two fields with these names, each a text or a list of messages; or
-    `messages`, a field with a list of {role, content}. `auto` looks at the fields of the first document. Fields named
-    `tools` and `chat_template_kwargs` go to the chat template."""
     text_field: str = "text"
-    """The field that holds the text of a document in format `text`."""
+    """The field that holds a text. Texts follow each other, and rows are runs of sequence_length tokens that begin
+    anywhere among them."""
     tokenizer: str = "bytes"
     """`bytes` (256 tokens, no file needed) or a local folder with a Hugging Face tokenizer."""
-    chat_template: str | None = None
-    """A file with a Jinja template for messages; default: the tokenizer's own, for `bytes` a ChatML-like one."""
-    loss: Literal["assistant", "completion", "all"] | None = None
-    """The tokens that the loss counts: the assistant's turns, the completion, or all. Default: `assistant` for
-    messages, `completion` for prompt and completion, `all` for text. A step's loss is the mean over all of them in the
-    global batch."""
-    packing: bool | None = None
-    """The rows of a batch. true: several whole documents in a row, which do not see each other. false: one document in
-    a row, padded. Default: false for messages and for prompt and completion; for text, rows are runs of
-    sequence_length tokens that begin anywhere in the corpus, and documents follow each other."""
-    padding: Literal["longest", "fixed"] = "longest"
-    """With packing = false: rows are as long as the longest of their micro-batch, or sequence_length tokens long."""
-    too_long: Literal["cut", "drop"] = "cut"
-    """The treatment of a document with more than sequence_length tokens. Rows of a token stream ignore this key."""
     sequence_length: AtLeastTwo = 256
-    """Tokens per row of a batch, at most."""
+    """Tokens per row of a batch, at most; longer rows of tokens are cut."""
     eval_fraction: ProperShare = 0.02
-    """Share of the documents held out for evaluation (of the tokens, where there are too few documents)."""
+    """Share of the documents or rows held out for evaluation (of the tokens, where there are too few documents)."""
     seed: int = 0
     """Seed of the sampler: the rows of a step are a function of (seed, step) alone."""
     cache: str | None = None
@@ -133,16 +117,11 @@ class DataConfig(Section):
 
     def _check_keys(self) -> None:
         if self.kind == "python-stdlib":
-            message = "is not used by data.kind = 'python-stdlib'; set data.kind to 'text', 'jsonl' or 'datasets'"
+            message = "is not used by data.kind = 'python-stdlib'; set data.kind to 'text' or 'datasets'"
             self._check("path", self.path is None, message)
         else:
             self._check("kind", self.path is not None, "needs data.path, the file or folder to read")
         self._check_only_with("kind", "datasets", keys=("subset", "split"))
-        if self.kind in ("text", "python-stdlib"):
-            message = f"needs documents with fields, and data.kind = {self.kind!r} has texts; use 'jsonl' or 'datasets'"
-            self._check("format", self.format in ("auto", "text"), message)
-        message = "is for rows of one document, and data.packing = true puts several in a row; leave one of the two out"
-        self._check("padding", self.padding == "longest" or not self.packing, message)
 
 
 _WITH_OWNERS = ("muon", "shampoo")
@@ -353,25 +332,11 @@ class LogConfig(Section):
     jsonl: bool = True
     """Write one JSON object per step to `metrics.jsonl` in the output folder."""
     wandb: bool = False
-    """Send the figures to Weights & Biases. The package wandb reads its account and its mode from the environment, for
-    example WANDB_MODE=offline."""
-    wandb_project: str = "laconic"
-    """With `wandb`: the project."""
-    wandb_name: str | None = None
-    """With `wandb`: the name of the run; default: one that wandb makes up."""
-    peak_flops: Positive | None = None
-    """The FLOP/s of one device in the dtype of the job, of which the log shows the used share (MFU). Default: from a
-    table of devices; for a device that is not in it, such as a CPU, no share is shown."""
-    progress: bool = True
-    """A progress bar where rank 0 has a terminal; plain lines elsewhere."""
+    """Send the figures to Weights & Biases. The package wandb reads its account, project, name and mode from the
+    environment, for example WANDB_PROJECT and WANDB_MODE=offline."""
     memory_step: int = 0
     """On CPU: watch the allocator during this step (the first is 1), for the summary's `step_peak_bytes`; 0: never. It
     slows the step down. A GPU's allocator keeps a peak by itself."""
-
-    def _check_keys(self) -> None:
-        message = "needs log.wandb = true"
-        self._check("wandb_project", self.wandb or self.wandb_project == LogConfig.wandb_project, message)
-        self._check("wandb_name", self.wandb or self.wandb_name is None, message)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ corpus. The checksum of the index stands for all tokens, so nodes compare it bef
 
 import contextlib
 import hashlib
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -27,8 +26,6 @@ from laconic.errors import JobError, writing
 from laconic.store.files import make_folder, replacing, sync
 from laconic.store.folder import (
     CrashPoint,
-    DamagedError,
-    FileRecord,
     Manifest,
     commit_in_place,
     describe,
@@ -133,9 +130,7 @@ def read_index(index: Path) -> Index:
         JobError: the index cannot be read, or is damaged.
     """
     try:
-        data = index.read_bytes()
-        body = json.loads(data)
-        content = Index.parse(data, str(index)) if "format" in body else _of_format_4(index, body)
+        content = Index.parse(index.read_bytes(), str(index))
         if [record.name for record in content.files] == [array_path(index, name).name for name in content.dtypes]:
             return content
         problem = "its arrays are not those of its name"
@@ -144,19 +139,6 @@ def read_index(index: Path) -> Index:
     raise JobError(
         f"the index of tokenised data {str(index)!r} is damaged ({problem}); start again, to have it made anew"
     )
-
-
-def _of_format_4(index: Path, body: dict[str, Any]) -> Index:
-    """Return the index that an earlier release has written."""
-    name, digest = body.pop("name"), body.pop("digest")
-    if name != index.stem or digest != hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest():
-        raise DamagedError("its content does not match its digest or its name")
-    dtypes, nbytes, hashes = (body.pop(key) for key in ("dtypes", "nbytes", "sha256"))
-    files = (
-        FileRecord(name=array_path(index, array).name, size_bytes=nbytes[array], sha256=hashes[array])
-        for array in dtypes
-    )
-    return Index(files=tuple(files), dtypes=dtypes, summary=body)
 
 
 def map_arrays(index: Path) -> dict[str, np.ndarray]:

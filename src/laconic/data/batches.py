@@ -1,8 +1,8 @@
-"""The rows of a step: which rows of the corpus, which documents share a row, and what the training loop asks of data.
+"""The rows of a step: which rows of the corpus, and what the training loop asks of data.
 
 [Note: Mean over tokens]
 The loss of an optimizer step is the mean over all targets of its global batch. A target is a token that the loss
-counts: its label is not -100. Rows of documents have different numbers of targets, so a mean of the means of ranks and
+counts: its label is not -100. Rows of tokens have different numbers of targets, so a mean of the means of ranks and
 micro-batches would be wrong: a target would weigh more where few others are. Every rank has the same prepared data, and
 the rows of a step are a function of (seed, step). So each rank knows the number T of targets of the global batch
 without a message. With M micro-batches over all ranks, the loss of a micro-batch is the sum over its targets, divided
@@ -28,14 +28,13 @@ position. So a checkpoint needs no state of the sampler, and a resumed run sees 
 rank with 8 micro-batches, 8 ranks, and a mesh of 2 x 2 x 2 ranks draw the same global batch. Only the generator's raw
 bits are used: numpy keeps them equal in every release, but not the distributions that it makes of them.
 
-Rows of documents are drawn without replacement: the key (seed, e) gives the order of all rows in epoch e, and step s
+Rows of tokens are drawn without replacement: the key (seed, e) gives the order of all rows in epoch e, and step s
 takes the next ones in it.
 """
 
 import functools
 import hashlib
 from abc import ABC, abstractmethod
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,47 +42,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-
-
-def pack_rows(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
-    """Put documents into rows of at most `capacity` tokens by best-fit decreasing.
-
-    The longest document goes first, each into the fullest row that still has room for it. The number of rows is at most
-    11/9 of the smallest possible number, plus one. Cost: n log n for n documents, and at most `capacity` kinds of rows.
-    The result depends on `lengths` alone. Rows have their documents in the order of the corpus.
-
-    Args:
-        lengths: the number of tokens of each document, at most `capacity`.
-        capacity: the number of tokens of a row.
-
-    Returns:
-        The documents of each row, by their places in `lengths`.
-
-    Source: Ding et al., "Fewer truncations improve language modeling", arXiv 2404.10830.
-    """
-    sizes = np.asarray(lengths)
-    rows: list[list[int]] = []
-    by_room: dict[int, list[int]] = {}  # the rows with so many free tokens
-    rooms: list[int] = []  # the keys of `by_room`, sorted
-    for document in np.argsort(-sizes, kind="stable").tolist():
-        size = int(sizes[document])
-        place = bisect_left(rooms, size)
-        if place == len(rooms):
-            row, room = len(rows), capacity
-            rows.append([])
-        else:
-            room = rooms[place]
-            row = by_room[room].pop()
-            if not by_room[room]:
-                del by_room[room], rooms[place]
-        rows[row].append(document)
-        left = room - size
-        if left not in by_room:
-            by_room[left] = []
-            insort(rooms, left)
-        by_room[left].append(row)
-    return [sorted(row) for row in rows]
-
 
 IGNORED = -100
 """The label of a token that the loss does not count, as in transformers."""
@@ -100,9 +58,6 @@ class Batch:
     labels: Tensor
     """The same ids, and `IGNORED` where the loss does not count a token. Losses shift labels: label t is predicted from
     the tokens before t."""
-    position_ids: Tensor | None = None
-    """The position of each token in its document, where rows hold several documents. transformers then keeps attention
-    inside documents."""
     num_items: Tensor | None = None
     """The divisor of the sum over targets, a scalar: see [Note: Mean over tokens]. None: the number of targets."""
     weight: float = 1.0
@@ -111,8 +66,6 @@ class Batch:
     def arguments(self) -> dict[str, Tensor]:
         """The keyword arguments of a transformers model that returns the loss."""
         found = {"input_ids": self.input_ids, "labels": self.labels}
-        if self.position_ids is not None:
-            found["position_ids"] = self.position_ids
         if self.num_items is not None:
             found["num_items_in_batch"] = self.num_items
         return found
@@ -129,13 +82,12 @@ class Batch:
         return replace(self, **moved)
 
     @classmethod
-    def without_rows(cls, num_items: float, *, has_positions: bool) -> "Batch":
+    def without_rows(cls, num_items: float) -> "Batch":
         """A micro-batch of a rank that has no row for it: [Note: Unequal rows]."""
         ids = torch.zeros((1, LEAST_TOKENS), dtype=torch.int64)
         return cls(
             input_ids=ids,
             labels=torch.full_like(ids, IGNORED),
-            position_ids=torch.arange(LEAST_TOKENS)[None] if has_positions else None,
             num_items=torch.tensor(num_items, dtype=torch.float32),
         )
 
@@ -158,6 +110,9 @@ class Division:
     """Whether all micro-batches must have one shape, as the cyclic schedule needs."""
     rows: tuple[int, ...] | None = None
     """The rows of a step of each part of `peers`: [Note: Unequal rows]. None: equally many."""
+    rank: int = 0
+    """This rank, of `world_size` that share the held-out rows: all of the launch."""
+    world_size: int = 1
 
     @property
     def rows_per_step(self) -> int:
@@ -185,27 +140,13 @@ class Division:
         return self.peers or range(self.num_workers)
 
 
-class Batches(ABC):
-    """The batches of one rank. Nothing here communicates."""
-
-    @abstractmethod
-    def step(self, step: int) -> Sequence[Batch]:
-        """This rank's micro-batches of optimizer step `step`, counted from 0."""
-
-    @abstractmethod
-    def tokens_after(self, steps: int) -> int:
-        """The number of tokens of the first `steps` global batches, without padding."""
-
-    @abstractmethod
-    def evaluation(self, num_batches: int) -> Iterator[Batch]:
-        """At most `num_batches` micro-batches of held-out rows, the same every time, equally many on every rank."""
-
-
 class TrainingData(ABC):
-    """The prepared corpus of a job on this node."""
+    """The prepared corpus of a job on this node, and the batches of a rank. Only `check_model` communicates."""
 
     num_documents: int
     """The number of documents, those for evaluation included."""
+    num_held_out: int
+    """The number of rows held out for evaluation; 0 with eval_fraction = 0."""
 
     @abstractmethod
     def steps_per_epoch(self, rows_per_step: int) -> int:
@@ -215,66 +156,51 @@ class TrainingData(ABC):
         tokens as the corpus has.
         """
 
-    @property
-    @abstractmethod
-    def holds_out(self) -> bool:
-        """Whether anything is held out for evaluation."""
-
     @abstractmethod
     def describe(self) -> str:
         """One line with the sizes of the corpus."""
 
     @abstractmethod
     def check_model(self, run: Callable[[Batch], Any], *, is_unequal: bool = False) -> None:
-        """Run the model once, if rows need it, to see that it treats these rows as the data means them. Collective.
+        """Run the model once, if rows need it, to see that it divides their loss by the number it is given. Collective.
 
         `run` returns a transformers output with the loss and the logits of a batch. With `is_unequal`, ranks may have
         different numbers of rows.
 
         Raises:
-            JobError: the model lets documents of a row see each other, or divides the loss by another number.
+            JobError: the model divides the loss by another number.
         """
 
     @abstractmethod
-    def batches(self, division: Division, rank: int, world_size: int) -> Batches:
-        """The batches of rank `rank`. `division` is for training; evaluation gives every rank micro-batches."""
+    def step(self, division: Division, step: int) -> Sequence[Batch]:
+        """The rank's micro-batches of optimizer step `step`, counted from 0."""
+
+    @abstractmethod
+    def tokens_after(self, division: Division, steps: int) -> int:
+        """The number of tokens of the first `steps` global batches, without padding."""
+
+    def held_out(self, division: Division, num_batches: int) -> Iterator[Batch]:
+        """At most `num_batches` micro-batches of held-out rows, the same every time, equally many on every rank."""
+        rows_each = division.micro_batch_size
+        rows_at_once = rows_each * division.world_size
+        for index in range(min(num_batches, -(-self.num_held_out // rows_at_once))):
+            yield self._held_out(division, index * rows_at_once + division.rank * rows_each + np.arange(rows_each))
+
+    @abstractmethod
+    def _held_out(self, division: Division, places: np.ndarray) -> Batch:
+        """The held-out rows at these places. Those from `num_held_out` on are for ranks without a row left."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampler:
-    """Draws the first tokens of the rows of each step, with replacement."""
+def drawn_offsets(division: Division, step: int, *, seed: int, num_starts: int) -> np.ndarray:
+    """Draw the first token of each row of a step, with replacement, from the first `num_starts` tokens of a stream.
 
-    seed: int
-    num_tokens: int
-    sequence_length: int
-    """Tokens per row."""
-    micro_batch_size: int
-    """Rows per rank and micro-batch."""
-    accumulation: int = 1
-    """Micro-batches per step."""
-    rank: int = 0
-    world_size: int = 1
-
-    @property
-    def rows_per_step(self) -> int:
-        """The number of rows of the global batch."""
-        return self.accumulation * self.world_size * self.micro_batch_size
-
-    def global_offsets(self, step: int) -> np.ndarray:
-        """Draw the index of each row's first token: (accumulation, world size, micro-batch size), int64."""
-        key = np.array([self.seed % 2**64, step], dtype=np.uint64)
-        raw = np.random.Philox(key=key).random_raw(self.rows_per_step)
-        positions = self.num_tokens - self.sequence_length + 1
-        # the modulo prefers low positions by positions / 2**64, which is negligible
-        return (
-            (raw % np.uint64(positions))
-            .astype(np.int64)
-            .reshape(self.accumulation, self.world_size, self.micro_batch_size)
-        )
-
-    def offsets(self, step: int) -> np.ndarray:
-        """Return this rank's part of `global_offsets`: (accumulation, micro-batch size), int64."""
-        return self.global_offsets(step)[:, self.rank]
+    Shape: (accumulation, workers, micro-batch size), int64.
+    """
+    key = np.array([seed % 2**64, step], dtype=np.uint64)
+    raw = np.random.Philox(key=key).random_raw(division.rows_per_step)
+    # the modulo prefers low places by num_starts / 2**64, which is negligible
+    shape = (division.accumulation, division.num_workers, division.micro_batch_size)
+    return (raw % np.uint64(num_starts)).astype(np.int64).reshape(shape)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from laconic.config import DataConfig, JobError
-from laconic.data import arrays, documents
-from laconic.data.batches import Batch, Batches, Division, Sampler, TrainingData, hashed
+from laconic.data import arrays, rows
+from laconic.data.batches import Batch, Division, TrainingData, drawn_offsets, hashed
 from laconic.data.corpus import Corpus, open_corpus
-from laconic.data.formats import Encoder, find_reading, refuse_binary
 from laconic.hf.tokenizer import Tokenizer
 
 _DOCUMENTS_PER_BATCH = 64
@@ -35,11 +34,6 @@ class TokenFiles(TrainingData):
         """See `TrainingData.steps_per_epoch`."""
         return -(-len(self.train) // (rows_per_step * self.config.sequence_length))
 
-    @property
-    def holds_out(self) -> bool:
-        """See `TrainingData.holds_out`."""
-        return len(self.evaluation) > 0
-
     def describe(self) -> str:
         """See `TrainingData.describe`."""
         return (
@@ -50,83 +44,65 @@ class TokenFiles(TrainingData):
     def check_model(self, run: Callable[[Batch], Any], *, is_unequal: bool = False) -> None:
         """See `TrainingData.check_model`. Rows that count equally need nothing: [Note: Unequal rows] in batches.py."""
         if is_unequal:
-            documents.check_model(run, is_packed=False, words=documents.OF_UNEQUAL_RANKS)
+            rows.check_model(run, rows.OF_UNEQUAL_RANKS)
 
-    def batches(self, division: Division, rank: int, world_size: int) -> Batches:
-        """See `TrainingData.batches`."""
-        return _StreamBatches(self, division, rank, world_size)
+    @property
+    def num_held_out(self) -> int:  # type: ignore[override]
+        """See `TrainingData.num_held_out`."""
+        return len(self.evaluation) // self.config.sequence_length
 
-
-class _StreamBatches(Batches):
-    """Rows that begin anywhere in the stream of tokens."""
-
-    def __init__(self, files: TokenFiles, division: Division, rank: int, world_size: int) -> None:
-        self._files, self._division, self._rank, self._world_size = files, division, rank, world_size
-        self._length = files.config.sequence_length
-        self._sampler = Sampler(
-            seed=files.config.seed,
-            num_tokens=len(files.train),
-            sequence_length=self._length,
-            micro_batch_size=division.micro_batch_size,
-            accumulation=division.accumulation,
-            world_size=division.num_workers,
-        )
-
-    def step(self, step: int) -> list[Batch]:
-        """See `Batches.step`."""
-        micro_batches = self._division.own(self._sampler.global_offsets(step))
-        if self._division.rows is None:
-            return [self._batch(self._files.train, offsets) for offsets in micro_batches]
-        num_items = self._division.micro_batch_size * (self._length - 1.0)  # the mean: [Note: Mean over tokens]
+    def step(self, division: Division, step: int) -> list[Batch]:
+        """See `TrainingData.step`. Rows begin anywhere in the stream."""
+        length = self.config.sequence_length
+        offsets = drawn_offsets(division, step, seed=self.config.seed, num_starts=len(self.train) - length + 1)
+        micro_batches = division.own(offsets)
+        if division.rows is None:
+            return [self._batch(self.train, own) for own in micro_batches]
+        num_items = division.micro_batch_size * (length - 1.0)  # the mean: [Note: Mean over tokens]
         return [
-            self._batch(self._files.train, offsets, torch.tensor(num_items))
-            if len(offsets)
-            else Batch.without_rows(num_items, has_positions=False)
-            for offsets in micro_batches
+            self._batch(self.train, own, torch.tensor(num_items)) if len(own) else Batch.without_rows(num_items)
+            for own in micro_batches
         ]
 
-    def tokens_after(self, steps: int) -> int:
-        """See `Batches.tokens_after`."""
-        return steps * self._division.rows_per_step * self._length
+    def tokens_after(self, division: Division, steps: int) -> int:
+        """See `TrainingData.tokens_after`."""
+        return steps * division.rows_per_step * self.config.sequence_length
 
-    def evaluation(self, num_batches: int) -> Iterator[Batch]:
-        """See `Batches.evaluation`."""
-        rows_each = self._division.micro_batch_size
-        num_rows, rows_at_once = len(self._files.evaluation) // self._length, rows_each * self._world_size
-        for index in range(min(num_batches, -(-num_rows // rows_at_once))):
-            first = index * rows_at_once + self._rank * rows_each
-            rows = (first + np.arange(rows_each)) % num_rows  # the last batch wraps around
-            yield self._batch(self._files.evaluation, rows * self._length)
+    def _held_out(self, division: Division, places: np.ndarray) -> Batch:
+        """See `TrainingData`. The last batch wraps around."""
+        return self._batch(self.evaluation, places % self.num_held_out * self.config.sequence_length)
 
     def _batch(self, tokens: np.ndarray, offsets: np.ndarray, num_items: torch.Tensor | None = None) -> Batch:
-        rows = torch.from_numpy(rows_at(tokens, offsets, self._length))
-        return Batch(input_ids=rows, labels=rows, num_items=num_items)
+        ids = torch.from_numpy(rows_at(tokens, offsets, self.config.sequence_length))
+        return Batch(input_ids=ids, labels=ids, num_items=num_items)
 
 
 def prepare(config: DataConfig, tokenizer: Tokenizer, folder: Path, *, writes: bool = True) -> Path:
     """Tokenise the corpus unless `folder` already holds it undamaged; return the index file.
 
-    See [Note: One writer per node] and [Note: Damaged arrays] in data/arrays.py. What the format, the template, the
-    loss or the packing change has another index file. Without `writes` nothing is checked or written.
+    See [Note: One writer per node] and [Note: Damaged arrays] in data/arrays.py. Documents with the field `input_ids`
+    are rows of tokens, all others text. Without `writes` nothing is checked or written.
 
     Raises:
-        JobError: the corpus cannot be read or is binary, a document does not fit its format, the loss counts no token,
-            or the folder cannot be written.
+        JobError: the corpus cannot be read or is binary, the loss counts no token, or the folder cannot be written.
     """
     corpus = open_corpus(config)
     with contextlib.closing(corpus.documents()) as found:
-        reading = find_reading(config, next(found, None))
-    encoder = Encoder(config, reading, tokenizer)
-    if not reading.is_stream:
-        index = documents.rows_index_path(config, corpus, encoder, folder)
-        if writes and not arrays.is_whole(index):
-            with arrays.writing_to(folder):
-                documents.write(index, config, corpus, encoder, reading, tokenizer.vocab_size)
-        return index
-    index = arrays.index_path(folder, (corpus.identity, encoder.identity, config.eval_fraction))
+        first = next(found, None)
+    is_stream = first is None or rows.IDS not in first.fields
+    if is_stream:
+        # earlier releases have named the folder so
+        encoding = "CorpusFormat(format='text', loss='all', packing=False, is_stream=True)"
+        encoding = f"({encoding}, {config.text_field!r}, {tokenizer.identity!r}, None, None)"
+        index = arrays.index_path(folder, (corpus.identity, encoding, config.eval_fraction))
+    else:
+        index = rows.rows_index_path(config, corpus, tokenizer.vocab_size, folder)
     if writes and not arrays.is_whole(index):
         with arrays.writing_to(folder):
-            _write(index, corpus, tokenizer, config)
+            if is_stream:
+                _write(index, corpus, tokenizer, config)
+            else:
+                rows.write(index, config, corpus, tokenizer.vocab_size)
     return index
 
 
@@ -137,7 +113,7 @@ def open_data(index: Path, config: DataConfig) -> TrainingData:
         JobError: the corpus is empty, or too short for one sequence.
     """
     is_stream = arrays.read_index(index).summary["is_stream"]
-    return open_tokens(index, config) if is_stream else documents.open_rows(index, config)
+    return open_tokens(index, config) if is_stream else rows.open_rows(index, config)
 
 
 def open_tokens(index: Path, config: DataConfig) -> TokenFiles:
@@ -169,11 +145,11 @@ def open_tokens(index: Path, config: DataConfig) -> TokenFiles:
 
 def rows_at(tokens: np.ndarray, offsets: np.ndarray, length: int) -> np.ndarray:
     """Copy the rows of `length` tokens that start at `offsets`: (*offsets.shape, length), int64."""
-    rows = np.empty((*offsets.shape, length), dtype=np.int64)
+    found = np.empty((*offsets.shape, length), dtype=np.int64)
     for where in np.ndindex(offsets.shape):
         start = int(offsets[where])
-        rows[where] = tokens[start : start + length]
-    return rows
+        found[where] = tokens[start : start + length]
+    return found
 
 
 def _write(index: Path, corpus: Corpus, tokenizer: Tokenizer, config: DataConfig) -> None:
@@ -195,7 +171,4 @@ def _write(index: Path, corpus: Corpus, tokenizer: Tokenizer, config: DataConfig
 def _tokens(corpus: Corpus, tokenizer: Tokenizer, text_field: str) -> Iterator[np.ndarray]:
     found = corpus.documents()
     while batch := list(islice(found, _DOCUMENTS_PER_BATCH)):
-        texts = [document.text(text_field) for document in batch]
-        for document, text in zip(batch, texts, strict=True):
-            refuse_binary(document, text)
-        yield from tokenizer.encode(texts)
+        yield from tokenizer.encode([document.text(text_field) for document in batch])

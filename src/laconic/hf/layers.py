@@ -50,15 +50,15 @@ def has_class(module: nn.Module, name: str) -> bool:
 
 
 @contextmanager
-def rows_packed(is_packed: bool) -> Iterator[None]:
-    """Tell transformers whether rows hold several documents, which it otherwise reads out of the elements of positions.
+def without_packed_rows() -> Iterator[None]:
+    """Tell transformers that no row holds several documents, which it otherwise reads out of the elements of positions.
 
     Without elements it assumes several, and builds a mask of (rows, tokens, tokens) that most jobs do not have.
     """
     from transformers import masking_utils
 
     find = getattr(masking_utils, "find_packed_sequence_indices", None)
-    if find is None or is_packed:  # older releases of transformers build no such mask
+    if find is None:  # older releases of transformers build no such mask
         yield
         return
 

@@ -7,65 +7,35 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from laconic.config import JobError, ModelConfig
-from laconic.hf.chat import CHATML, Chat
-
-
-class Tokenizer(Protocol):
-    """Turns documents into tokens."""
-
-    vocab_size: int
-    """The number of tokens; every token is smaller."""
-    separator: int | None
-    """The token after each document; None if there is none."""
-    first: int | None
-    """The token that the tokenizer puts before a text of its own accord; None if it puts none."""
-    identity: str
-    """A text that is equal only for tokenizers that encode all texts equally."""
-
-    def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """Encode UTF-8 documents. Shapes: one array (tokens,) per document, of any integer dtype."""
-        ...
-
-    def chat(self, template: str | None) -> Chat:
-        """Turn conversations into tokens by `template`, or by the tokenizer's own template.
-
-        Raises:
-            JobError: there is no template.
-        """
-        ...
 
 
 class ByteTokenizer:
     """Every byte is a token. Byte 0 never occurs in text, so it is the separator and adds no token."""
 
     vocab_size = 256
+    """The number of tokens; every token is smaller."""
     separator: int | None = 0
-    first: int | None = None
+    """The token after each document; None if there is none."""
     identity = "bytes"
+    """A text that is equal only for tokenizers that encode all texts equally."""
 
     def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """See `Tokenizer.encode`."""
+        """Encode UTF-8 documents. Shapes: one array (tokens,) per document, of any integer dtype."""
         return [np.frombuffer(document, dtype=np.uint8) for document in documents]
-
-    def chat(self, template: str | None) -> Chat:
-        """See `Tokenizer.chat`. The tokenizer's own template is `CHATML`."""
-        return Chat(transformers_bytes(), template or CHATML)
 
 
 class FolderTokenizer:
-    """A tokenizer from a local folder, as `AutoTokenizer` reads it, or a lone `tokenizer.json`."""
+    """A tokenizer from a local folder, as `AutoTokenizer` reads it, or a lone `tokenizer.json`: see `ByteTokenizer`."""
 
     def __init__(self, folder: Path) -> None:
         self._tokenizer = load_folder_tokenizer(folder)
         self.vocab_size = len(self._tokenizer)
         self.separator: int | None = self._tokenizer.eos_token_id
-        first = self._tokenizer("a")["input_ids"][:1]
-        self.first: int | None = first[0] if first == [self._tokenizer.bos_token_id] else None
         digest = hashlib.sha256()
         for path in sorted(folder.iterdir()):
             if path.is_file() and path.suffix in (".json", ".model", ".txt", ".jinja"):
@@ -73,14 +43,14 @@ class FolderTokenizer:
         self.identity = f"folder-{digest.hexdigest()}"
 
     def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """See `Tokenizer.encode`."""
+        """See `ByteTokenizer.encode`."""
         texts = [document.decode("utf-8", errors="replace") for document in documents]
         rows = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         return [np.asarray(row, dtype=np.int64) for row in rows]
 
-    def chat(self, template: str | None) -> Chat:
-        """See `Tokenizer.chat`."""
-        return Chat(self._tokenizer, template)
+
+Tokenizer = ByteTokenizer | FolderTokenizer
+"""Turns documents into tokens."""
 
 
 @functools.cache
@@ -149,19 +119,16 @@ _FILES = (
 )
 
 
-def save_tokenizer(name: str, out: Path, *, chat_template: str | None = None) -> None:
+def save_tokenizer(name: str, out: Path) -> None:
     """Write the tokenizer that `data.tokenizer` names into `out`: its folder's files, or bytes in transformers' form.
 
-    `chat_template` is the job's own file with a template; it takes the place of the tokenizer's.
-
     Raises:
-        JobError: the tokenizer's folder, or the template, is gone.
+        JobError: the tokenizer's folder is gone.
     """
     out.mkdir(parents=True, exist_ok=True)
     folder = Path(name)
     if name == "bytes":
         transformers_bytes().save_pretrained(out)
-        (out / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
     elif not folder.is_dir():
         raise JobError(f"the tokenizer's folder {name!r} is gone; put it back, so that the export has a tokenizer")
     elif (folder / "tokenizer_config.json").is_file():
@@ -169,5 +136,3 @@ def save_tokenizer(name: str, out: Path, *, chat_template: str | None = None) ->
             shutil.copy(path, out)
     else:  # a lone tokenizer.json, which AutoTokenizer would not load
         load_folder_tokenizer(folder).save_pretrained(out)
-    if chat_template is not None:
-        shutil.copy(chat_template, out / "chat_template.jinja")

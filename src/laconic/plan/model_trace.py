@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from laconic import registry
 from laconic.config import Config, DataConfig, ShardConfig
-from laconic.hf.layers import layers_to_shard, rows_packed
+from laconic.hf.layers import layers_to_shard, without_packed_rows
 from laconic.hf.models import build_model
 from laconic.hf.tokenizer import load_tokenizer, with_vocabulary
 from laconic.partial.updates import partial_updates
@@ -159,7 +159,7 @@ def _run(model: nn.Module, layers: list[nn.Module], make: Callable[..., Tracing]
 
 def _trace(modules: list[nn.Module], make: Callable[..., Tracing]) -> _Traced:
     tracing = make(modules=modules)
-    with rows_packed("position_ids" in tracing.arguments) if "transformers" in sys.modules else nullcontext():
+    with without_packed_rows() if "transformers" in sys.modules else nullcontext():
         run = tracing.run()
     return run, _parameters(modules)
 
@@ -247,9 +247,4 @@ def build_untrained(config: Config) -> nn.Module:
 def batch_of(data: DataConfig, rows: int) -> dict[str, Any]:
     """A micro-batch without elements, as the arguments of its model: see data/batches.py."""
     ids = torch.empty((rows, data.sequence_length), dtype=torch.int64, device="meta")
-    found = {"input_ids": ids, "labels": torch.empty_like(ids)}
-    if data.packing is not None or data.format in ("prompt-completion", "messages"):
-        found["num_items_in_batch"] = torch.empty((), device="meta")
-    if data.packing:
-        found["position_ids"] = torch.empty_like(ids)
-    return found
+    return {"input_ids": ids, "labels": torch.empty_like(ids)}

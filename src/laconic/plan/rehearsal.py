@@ -258,12 +258,7 @@ def _rarely_synced(sync: SyncConfig) -> SyncConfig:
 
 def _batch(data: DataConfig, rows: int) -> Batch:
     """A micro-batch, whose memory is in no plan."""
-    given = batch_of(data, rows)
-    num_items = torch.tensor(1.0) if "num_items_in_batch" in given else None
-    return Batch(
-        input_ids=given["input_ids"], labels=given["labels"], position_ids=given.get("position_ids"),
-        num_items=num_items,
-    )  # fmt: skip
+    return Batch(**batch_of(data, rows))
 
 
 def _number_of(machine: Machine, tensor: Tensor) -> int | None:

@@ -32,7 +32,6 @@ from laconic.hf.causal_lm import cut_causal_lm
 from laconic.hf.layers import base_model
 from laconic.hf.models import materialize
 from laconic.store.folder import damage
-from laconic.strategies.cyclic_metrics import DeviceTimeline
 from laconic.strategies.memory import state_nbytes
 from laconic.strategies.optimizers import make_stage_optimizer
 from laconic.strategies.stepper import NotFiniteError, Save, Setup, Stepper, StepResult
@@ -85,7 +84,7 @@ class CyclicStepper(Stepper):
         self.num_workers = num_workers(schedule, ranks)
         blocks_by_stage = saved_cut(saved, self.num_workers)
         shape = setup.train.micro_batch_size, data.sequence_length
-        self.stages = self._cut(schedule.cut_by, blocks_by_stage, shape, is_packed=bool(data.packing))
+        self.stages = self._cut(schedule.cut_by, blocks_by_stage, shape)
         self.blocks_by_stage = [stage.num_blocks for stage in self.stages]
         mesh = make_mesh(device.type, (ranks.world_size,)) if ranks.world_size > 1 else None
         self.run = CyclicDataParallel(
@@ -101,24 +100,18 @@ class CyclicStepper(Stepper):
         self.workers = range(ranks.rank, ranks.rank + 1) if is_one_worker else range(self.num_workers)
         self.peers = range(self.num_workers)
 
-    def _cut(
-        self, cut_by: str | None, blocks_by_stage: list[int] | None, shape: tuple[int, int], *, is_packed: bool
-    ) -> list[Any]:
+    def _cut(self, cut_by: str | None, blocks_by_stage: list[int] | None, shape: tuple[int, int]) -> list[Any]:
         device = next(self.module.parameters()).device
         example = torch.arange(shape[0] * shape[1], device=device).reshape(shape)
         example %= base_model(self.module).get_input_embeddings().num_embeddings
-        inputs: Any = example
-        if is_packed:  # an example must have all inputs of the batches
-            inputs = (example, torch.arange(shape[1], device=device).expand(shape) % max(shape[1] // 2, 1))
-            inputs = dict(zip(("input_ids", "position_ids"), inputs, strict=True))
         by: Any = cut_by
         if blocks_by_stage is not None:  # with these costs the stages are equal, so `cut` makes the same stages
             by = [1 / count for count in blocks_by_stage for _ in range(count)]
-        return list(cut_causal_lm(self.module, self.num_workers, example=inputs, by=by))
+        return list(cut_causal_lm(self.module, self.num_workers, example=example, by=by))
 
     def step(self, batches: Sequence[Batch], *, is_last: bool) -> StepResult:
         """See `Stepper.step`."""
-        micro_batches = [(_inputs(batch), batch) for batch in batches]
+        micro_batches = [(batch.input_ids, batch) for batch in batches]
         loss = self.run.step(micro_batches if len(self.workers) > 1 else micro_batches[0])
         value = None if loss is None else float(loss)
         if value is not None and not math.isfinite(value):
@@ -130,7 +123,7 @@ class CyclicStepper(Stepper):
             )
         if is_last:
             self.run.drain()
-        return StepResult(loss=value, grad_norm=None, timeline=DeviceTimeline.of(self.run.report))
+        return StepResult(loss=value, grad_norm=None)
 
     def consistent(self) -> AbstractContextManager[Any]:
         """See `Stepper.consistent`. Inside, all stages have one version."""
@@ -173,11 +166,6 @@ def _loss_fn(model: nn.Module) -> Any:
         return loss_function(logits=logits, vocab_size=vocab_size, **arguments)
 
     return loss
-
-
-def _inputs(batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
-    """The inputs of the first stage."""
-    return batch.input_ids if batch.position_ids is None else (batch.input_ids, batch.position_ids)
 
 
 # -- checkpoints: [Note: Checkpoints of the cyclic schedule] -----------------------------------------------------------

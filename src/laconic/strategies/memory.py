@@ -3,14 +3,12 @@
 [Note: Frees that the profiler does not see]
 torch's profiler watches the thread that starts it, and a thread of Gloo while that runs a collective, but not when it
 frees the collective's tensors afterwards. Summed up, the profiler's events of memory then grow with every collective:
-for FSDP2 by up to 13 % of a step's peak. If torch can count in all threads, each event says how much is allocated,
-which no lost free spoils. Otherwise events are paired by address: an allocation in memory that is still taken proves
-that a free was lost. That is later than the free itself, so the peak may then be too large, never too small.
+for FSDP2 by up to 13 % of a step's peak. So torch is told to count in all threads: each event then says how much is
+allocated, which no lost free spoils.
 
-A free of memory that nobody allocated in the body counts in neither way: it belongs to what was there before.
+A free of memory that nobody allocated in the body does not count: it belongs to what was there before.
 """
 
-import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -24,7 +22,8 @@ class StepPeak:
     """The result of `measured_peak`."""
 
     nbytes: int | None = None
-    """The peak of the memory that was allocated in the body, in bytes; None until the body ends."""
+    """The peak of the memory that was allocated in the body, in bytes; None until the body ends, and on a system where
+    torch cannot count in all threads."""
 
 
 @contextmanager
@@ -39,7 +38,7 @@ def measured_peak() -> Iterator[StepPeak]:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             yield peak
         events = allocator_events(profiler)
-    peak.nbytes = peak_of_totals(events) if counts_all else peak_of_pairs(events)
+    peak.nbytes = peak_of_totals(events) if counts_all else None
 
 
 def peak_of_totals(events: Sequence[AllocatorEvent]) -> int:
@@ -54,34 +53,6 @@ def peak_of_totals(events: Sequence[AllocatorEvent]) -> int:
         elif event.address not in known:
             before += event.nbytes
         most = max(most, event.total_bytes - before)
-    return most
-
-
-def peak_of_pairs(events: Sequence[AllocatorEvent]) -> int:
-    """The peak in bytes of the allocations that no free has ended, and no later allocation in the same memory."""
-    starts: list[int] = []
-    ends: dict[int, int] = {}
-    alive = most = 0
-
-    def free(place: int) -> int:
-        start = starts.pop(place)
-        return ends.pop(start) - start
-
-    for event in events:
-        place = bisect.bisect_left(starts, event.address)
-        if event.nbytes < 0:
-            if event.address in ends:
-                alive -= free(place)
-            continue
-        end = event.address + event.nbytes
-        if place and ends[starts[place - 1]] > event.address:
-            place -= 1
-        while place < len(starts) and starts[place] < end:
-            alive -= free(place)
-        starts.insert(place, event.address)
-        ends[event.address] = end
-        alive += event.nbytes
-        most = max(most, alive)
     return most
 
 

@@ -22,7 +22,6 @@ from laconic.data.batches import Batch
 from laconic.islands.exchange import SyncReport
 from laconic.shard.ledger import Ledger
 from laconic.shard.policies import Placement
-from laconic.strategies.cyclic_metrics import DeviceTimeline
 from laconic.strategies.islands import num_islands
 
 Save = Callable[..., Any]
@@ -79,8 +78,6 @@ class StepResult:
     """The factor of the loss in this step: [Note: Loss scaling] in simultaneous.py. None without loss scaling."""
     skipped_steps: int | None = None
     """The steps of the run so far whose gradients overflowed, so that the weights stayed; None without loss scaling."""
-    timeline: DeviceTimeline | None = None
-    """The measurements of the cyclic schedule; None without one."""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -21,6 +21,7 @@ is. But the next comparison measures what the new rows take, so the times of ran
 
 from __future__ import annotations
 
+import heapq
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,7 +34,6 @@ from laconic.comm.agreement import RankGroup
 from laconic.comm.launch import RankInfo
 from laconic.config import TrainConfig
 from laconic.data.batches import LEAST_TOKENS
-from laconic.data.unequal import fastest_rows, last_end
 from laconic.hf.layers import layers_to_shard
 from laconic.train.meter import moment_on, seconds_between
 
@@ -199,3 +199,28 @@ class RowBalance:
 
     def _of_island(self, island: int, values: tuple[Any, ...]) -> tuple[Any, ...]:
         return values[island * self._size : (island + 1) * self._size]
+
+
+def fastest_rows(seconds: Sequence[float], num_rows: int) -> tuple[int, ...]:
+    """Divide `num_rows` rows over ranks so that the last rank ends as early as possible. Each gets at least one.
+
+    Each further row goes to the rank that would have it done first; of several, to the first rank. No other division
+    ends earlier. Reference: tests/reference/unequal.py.
+
+    Args:
+        seconds: the seconds that each rank takes for a row, above 0.
+        num_rows: the rows of a step, at least as many as there are ranks.
+    """
+    rows = [1] * len(seconds)
+    ends = [(2 * each, rank) for rank, each in enumerate(seconds)]  # of each rank, if it gets one more row
+    heapq.heapify(ends)
+    for _ in range(num_rows - len(seconds)):
+        _, rank = ends[0]
+        rows[rank] += 1
+        heapq.heapreplace(ends, ((rows[rank] + 1) * seconds[rank], rank))
+    return tuple(rows)
+
+
+def last_end(rows: Sequence[int], seconds: Sequence[float]) -> float:
+    """The seconds after which the last rank has done its rows, if it waits for nobody."""
+    return max(number * each for number, each in zip(rows, seconds, strict=True))

@@ -26,9 +26,9 @@ from laconic.comm.agreement import RankGroup
 from laconic.comm.failure import failing_together, set_peer_timeout
 from laconic.comm.launch import RankInfo, ending_with_launcher, pick_device, process_group
 from laconic.config import Config, JobError, to_dict, to_toml
-from laconic.data.batches import Batch, Batches, Division
+from laconic.data.batches import Batch, Division
 from laconic.errors import writing
-from laconic.hf.tokenizer import load_tokenizer, with_vocabulary
+from laconic.hf.tokenizer import KEPT, load_tokenizer, save_tokenizer, with_vocabulary
 from laconic.store import files
 from laconic.strategies.checks import check_job
 from laconic.strategies.cyclic import CyclicStepper, newest_cut, num_workers
@@ -39,8 +39,8 @@ from laconic.strategies.stepper import NotFiniteError, Setup, Stepper
 from laconic.train import prepare
 from laconic.train.balance import RowBalance
 from laconic.train.lock import OutputLock
-from laconic.train.loggers import BarLogger, JsonlLogger, LineLogger, Logger, TensorBoardLogger, WandbLogger
-from laconic.train.meter import StepMeter, flops_per_token, peak_flops
+from laconic.train.loggers import JsonlLogger, LineLogger, Logger, TensorBoardLogger, WandbLogger
+from laconic.train.meter import StepMeter
 from laconic.train.prepare import with_strategy
 from laconic.train.recorder import RunRecorder, reduce_records
 from laconic.train.records import StepRecord, perplexity, summarise
@@ -134,7 +134,7 @@ class Trainer:
         )
         assert model is not None
         corpus = prepare.open_training_data(config.data, config.train, tokenizer, self.peers, ranks, self.console)
-        self._write("the tokenizer's files", lambda: prepare.keep_tokenizer(config.data, self.output))
+        self._write("the tokenizer's files", lambda: save_tokenizer(config.data.tokenizer, self.output / KEPT))
         workers = num_workers(config.schedule, ranks) or ranks.world_size * num_launches(config.sync)
         self.config = config = replace(config, train=prepare.with_steps(config.train, corpus, workers))
         with prepare.as_job_error():
@@ -151,6 +151,7 @@ class Trainer:
         say = partial(self.console.print, markup=False, highlight=False, soft_wrap=True)
         self.balance = RowBalance(self.stepper.module, config.train, ranks, self.stepper.peers, device, say)
         self.balance.load(extra)
+        self.corpus = corpus
         self.division = Division(
             num_workers=self.stepper.num_workers,
             workers=self.stepper.workers,
@@ -158,9 +159,10 @@ class Trainer:
             micro_batch_size=config.train.micro_batch_size,
             accumulation=config.train.accumulation,
             equal_shapes=config.schedule.is_cyclic,
+            rows=self.balance.own_rows(),
+            rank=ranks.rank,
+            world_size=ranks.world_size,
         )
-        self.corpus = corpus
-        self.batches = self._make_batches()
         self.saver: AsyncSaver | None = None
         if config.train.async_save:
             self.saver = AsyncSaver(self.output / prepare.CHECKPOINTS, keep=config.train.keep)
@@ -185,17 +187,13 @@ class Trainer:
         self.console.print(f"cut into stages of {stepper.blocks_by_stage} blocks", highlight=False)
         return stepper
 
-    def _make_batches(self) -> Batches:
-        division = replace(self.division, rows=self.balance.own_rows())
-        return self.corpus.batches(division, self.ranks.rank, self.ranks.world_size)
-
     def train(self) -> dict[str, Any]:
         """Take the remaining steps; return the summary. Collective.
 
         Raises:
             JobError: the loss or the gradient norm is not finite.
         """
-        train = self.config.train
+        train, corpus = self.config.train, self.corpus
         with (
             contextlib.closing(self._open_recorder()) as self.recorder,
             _manual_garbage_collection() as collect,
@@ -208,7 +206,7 @@ class Trainer:
                 signals.begin_step()
                 self.recorder.add(self._step(done - 1))
                 if done < train.steps and self.balance.compare(done - self.start_step, done, self.peers):
-                    self.batches = self._make_batches()
+                    self.division = replace(self.division, rows=self.balance.own_rows())
                 is_first = done == self.start_step + 1  # a line for the first step shows that the run works
                 if is_first or self._is_due(done, train.log_every) or self.recorder.num_pending >= _MAX_PENDING:
                     self.recorder.flush()
@@ -229,7 +227,7 @@ class Trainer:
             "placements": {name: dataclasses.asdict(each) for name, each in self.stepper.placements().items()},
             "rows": list(self.balance.rows),
             "start_step": self.start_step,
-            "tokens_per_step": self.batches.tokens_after(train.steps) // train.steps,
+            "tokens_per_step": corpus.tokens_after(self.division, train.steps) // train.steps,
             "evaluations": self.recorder.evaluations,
             "stopped_by": self.stopped_by,
             **self.step_memory,
@@ -279,10 +277,9 @@ class Trainer:
 
     def _open_recorder(self) -> RunRecorder:
         loggers = self._write("the figures of the run", self._open_loggers) or []
-        tokens_after = self.batches.tokens_after
+        tokens_after = partial(self.corpus.tokens_after, self.division)
         reduce = partial(reduce_records, ranks=self.ranks, group=self.group, tokens_after=tokens_after)
-        speed = self._peak_tokens_per_s()
-        reduce = partial(reduce, steps_per_sync=self.stepper.steps_per_sync, peak_tokens_per_s=speed)
+        reduce = partial(reduce, steps_per_sync=self.stepper.steps_per_sync)
         return RunRecorder(loggers, reduce, partial(self._write, "the figures of the run"))
 
     def _open_loggers(self) -> list[Logger]:
@@ -293,22 +290,8 @@ class Trainer:
         if log.tensorboard:
             loggers.append(TensorBoardLogger(self.output / "tensorboard", after_step=start))
         if log.wandb:
-            loggers.append(WandbLogger(log, to_dict(self.config), self.output, after_step=start))
-        if log.progress and self.console.is_terminal:
-            loggers.append(BarLogger(self.console, total=train.steps, every=train.log_every, start=start))
-        else:
-            loggers.append(LineLogger(self.console, total=train.steps, every=train.log_every))
-        return loggers
-
-    def _peak_tokens_per_s(self) -> float | None:
-        """The tokens per second at which the model would use all FLOP/s of all devices; None if it is unknown."""
-        config = self.config
-        peak = config.log.peak_flops or peak_flops(
-            self.device, config.shard.policy.precision.param_dtype or config.model.dtype
-        )
-        needed = flops_per_token(self.stepper.module, config.data.sequence_length)
-        ranks = self.ranks.world_size * num_launches(config.sync)
-        return None if peak is None or needed is None else ranks * peak / needed
+            loggers.append(WandbLogger(to_dict(self.config), self.output, after_step=start))
+        return [*loggers, LineLogger(self.console, total=train.steps, every=train.log_every)]
 
     def _step(self, step: int) -> StepRecord:
         """Take one optimizer step, the `step`-th of the run, counted from 0."""
@@ -319,7 +302,7 @@ class Trainer:
     def _take_step(self, step: int) -> StepRecord:
         config = self.config
         self.meter.fetch()
-        batches = [batch.to(self.device) for batch in self.batches.step(step)]
+        batches = [batch.to(self.device) for batch in self.corpus.step(self.division, step)]
         taken = step - self.stepper.num_skipped
         lr = set_learning_rates(self.stepper.optimizer, taken, config.optimizer, config.train.steps)
         torch.manual_seed(_step_seed(config.train.seed, step, self.ranks.rank))
@@ -360,7 +343,7 @@ class Trainer:
         self.stepper.module.eval()
         total = torch.zeros(2, dtype=torch.float64)
         with self.stepper.consistent(), torch.no_grad():
-            for batch in self.batches.evaluation(self.config.train.eval_batches):
+            for batch in self.corpus.held_out(self.division, self.config.train.eval_batches):
                 loss = self.stepper.loss(batch.to(self.device))
                 total += torch.tensor([float(loss) * batch.weight, batch.weight], dtype=torch.float64)
         dist.all_reduce(total, group=self.group)
@@ -372,7 +355,11 @@ class Trainer:
     def _save(self, step: int) -> None:
         """Write a checkpoint or, with train.async_save, start to write it."""
         self.recorder.flush()
-        extra = {"tokens": self.batches.tokens_after(step), "config": to_dict(self.config), **self.balance.state()}
+        extra = {
+            "tokens": self.corpus.tokens_after(self.division, step),
+            "config": to_dict(self.config),
+            **self.balance.state(),
+        }
         folder, keep = self.output / prepare.CHECKPOINTS, self.config.train.keep
         save = self.saver.save if self.saver else partial(laconic.checkpoint.save_checkpoint, folder, keep=keep)
         self.stepper.save(partial(save, step), extra)

@@ -26,6 +26,7 @@ from laconic.config import (
     ModelConfig,
     ScheduleConfig,
     TrainConfig,
+    all_keys,
     from_dict,
     to_dict,
 )
@@ -33,7 +34,7 @@ from laconic.data import arrays, tokens
 from laconic.data.batches import TrainingData
 from laconic.extras import how_to_install
 from laconic.hf.models import build_model
-from laconic.hf.tokenizer import KEPT, Tokenizer, save_tokenizer
+from laconic.hf.tokenizer import Tokenizer
 from laconic.plan.candidates import CANDIDATES
 from laconic.plan.choice import choose, fitting_cluster
 from laconic.plan.cluster_file import load_cluster
@@ -108,15 +109,6 @@ def check_wandb(log: LogConfig) -> None:
             raise JobError(f"log.wandb = true needs the package wandb ({error}): {advice}") from error
 
 
-def keep_tokenizer(data: DataConfig, output: Path) -> None:
-    """Write the tokenizer's files into the output folder `output`, for exports.
-
-    Raises:
-        JobError: the tokenizer's folder, or the file data.chat_template, is gone.
-    """
-    save_tokenizer(data.tokenizer, output / KEPT, chat_template=data.chat_template)
-
-
 def with_steps(train: TrainConfig, corpus: TrainingData, workers: int) -> TrainConfig:
     """The section with `steps` in place of `epochs`; the global batch has a part for each worker."""
     if train.epochs is None:
@@ -178,7 +170,7 @@ def open_training_data(
     corpus = peers.agree(lambda: tokens.open_data(index, data))
     assert corpus is not None
     _refuse_unequal(peers.gather(arrays.read_index(index).checksum), ranks, folder)
-    if train.eval_every and not corpus.holds_out:
+    if train.eval_every and not corpus.num_held_out:
         raise JobError("train.eval_every is set, but data.eval_fraction = 0 holds nothing out; set one of the two")
     console.print(corpus.describe(), highlight=False)
     return corpus
@@ -219,8 +211,11 @@ def resume(
     if extra is None:
         console.print("nothing to resume: starting from step 0")
         return 0, {}
-    defaults = to_dict(Config())  # of keys that an older release did not have
-    saved = {section: {**defaults.get(section, {}), **keys} for section, keys in extra["config"].items()}
+    defaults, known = to_dict(Config()), all_keys()  # an older release had other keys
+    saved = {
+        section: {**defaults.get(section, {}), **{key: keys[key] for key in keys if f"{section}.{key}" in known}}
+        for section, keys in extra["config"].items()
+    }
     if changed := differences(saved, job):
         console.print(f"resuming with a changed configuration: {'; '.join(changed)}", markup=False)
     console.print(f"resuming after step {extra['step']}", highlight=False)

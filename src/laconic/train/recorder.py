@@ -6,7 +6,6 @@ Nothing here runs inside a timed step: a few small collectives between steps com
 import contextlib
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import WIRE_LEVELS, Level, Purpose, Snapshot
 from laconic.islands.exchange import SyncReport
-from laconic.strategies.cyclic_metrics import gather_metrics
 from laconic.train.loggers import Logger
 from laconic.train.records import ClusterStep, StepRecord, SyncMetrics
 
@@ -59,8 +57,6 @@ class RunRecorder:
     def add(self, record: StepRecord) -> None:
         """Keep a record of this rank until the next `flush`."""
         self._pending.append(record)
-        for logger in self._loggers:
-            logger.tick(record.step, math.nan if record.result.loss is None else record.result.loss)
 
     def add_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Keep and log the figures of an evaluation after `step`, which are the same on all ranks. Collective."""
@@ -100,13 +96,11 @@ def reduce_records(
     *,
     tokens_after: Callable[[int], int],
     steps_per_sync: int | None = None,
-    peak_tokens_per_s: float | None = None,
 ) -> list[ClusterStep]:
     """Combine the records of the same steps on all ranks. `group` has all ranks and a backend for CPU tensors.
 
-    Collective: two small all-reduces, whatever the number of steps, and one more exchange with a cyclic schedule.
+    Collective: two small all-reduces, whatever the number of steps.
     `tokens_after` gives the tokens of the first n global batches; `steps_per_sync` is None without islands.
-    `peak_tokens_per_s` is the speed at which the model would use all FLOP/s of all devices; None if it is unknown.
     """
     if not records:
         return []
@@ -114,8 +108,6 @@ def reduce_records(
     sums = _all_reduce([*map(_figures, records), *map(_sync_figures, reports)], dist.ReduceOp.SUM, group)
     step_sums, sync_sums = sums[: len(records)], sums[len(records) :]
     peaks = _all_reduce([*map(_peaks, records)], dist.ReduceOp.MAX, group)
-    timelines = [record.result.timeline for record in records if record.result.timeline is not None]
-    cyclic = gather_metrics(timelines, group) if timelines else [None] * len(records)
 
     def tokens_in(last: int, num_steps: int) -> int:
         """The tokens of `num_steps` steps, of which the last is the `last`-th of the run."""
@@ -138,7 +130,6 @@ def reduce_records(
             step=record.step,
             tokens=tokens_after(record.step),
             loss=total["loss"] / total["num_losses"],
-            mfu=tokens_in(record.step, 1) / record.step_s / peak_tokens_per_s if peak_tokens_per_s else None,
             loss_scale=record.result.loss_scale,
             skipped_steps=record.result.skipped_steps,
             grad_norm=total["grad_norm"] / ranks.world_size if has_islands else record.result.grad_norm,
@@ -151,9 +142,8 @@ def reduce_records(
             resting=record.resting,
             rows=record.rows,
             syncs=tuple(sync for sync in syncs if sync.step == record.step),
-            cyclic=metrics,
         )
-        for record, total, peak, metrics in zip(records, step_sums, peaks, cyclic, strict=True)
+        for record, total, peak in zip(records, step_sums, peaks, strict=True)
     ]
 
 
@@ -167,7 +157,6 @@ def _wire_figures(record: StepRecord, total: _Figures, ranks: RankInfo) -> dict[
         "wire_bytes": wire_bytes if is_counted else None,
         "traffic_bytes": traffic_bytes,
         "interface_sent_bytes": int(total["interface_sent_bytes"]) if has_interface else None,
-        "interface_received_bytes": int(total["interface_received_bytes"]) if has_interface else None,
         "loopback_bytes": int(total["loopback_bytes"]) if has_interface else None,
     }
 
@@ -194,7 +183,6 @@ def _figures(record: StepRecord) -> _Figures:
         "num_losses": result.loss is not None,
         "num_interfaces": interface is not None,
         "interface_sent_bytes": interface.sent if interface else 0,
-        "interface_received_bytes": interface.received if interface else 0,
         "loopback_bytes": record.loopback.sent if record.loopback else 0,
         "host_bytes": record.memory.host_bytes if record.memory else 0,
         "wait_s": sum(traffic.waited_s(level) for level in WIRE_LEVELS),

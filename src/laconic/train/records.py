@@ -17,7 +17,6 @@ from laconic.config import Config, to_dict
 from laconic.islands.exchange import SyncReport
 from laconic.lab.counters import InterfaceBytes
 from laconic.shard.ledger import Ledger
-from laconic.strategies.cyclic_metrics import CyclicMetrics
 from laconic.strategies.islands import num_islands
 from laconic.strategies.memory import whole_numel
 from laconic.strategies.stepper import StepResult
@@ -89,8 +88,6 @@ class ClusterStep:
     """Rank 0's seconds to fetch the rows."""
     tokens_per_s: float
     """Tokens of the global batch per second of `step_s`."""
-    mfu: float | None = None
-    """The share of the devices' FLOP/s that the model takes; None where their peak is unknown."""
     loss_scale: float | None = None
     """The factor of the loss in this step; None without loss scaling."""
     skipped_steps: int | None = None
@@ -103,7 +100,6 @@ class ClusterStep:
     """Bytes that all ranks together sent, by "level/purpose"."""
     interface_sent_bytes: int | None = None
     """Bytes that all nodes' interfaces together sent, as counted by the kernel."""
-    interface_received_bytes: int | None = None
     loopback_bytes: int | None = None
     """Bytes that ranks sent to ranks of their own node, over all nodes, as counted by the kernel."""
     device_bytes: int | None = None
@@ -122,7 +118,6 @@ class ClusterStep:
     """The rows of each rank in this step, unless `train.rows = "equal"`."""
     syncs: tuple[SyncMetrics, ...] = ()
     """The syncs that ended with this step."""
-    cyclic: CyclicMetrics | None = None
 
     @property
     def perplexity(self) -> float:
@@ -141,8 +136,7 @@ def perplexity(loss: float) -> float:
 
 
 _LISTS = (
-    "step_s", "wait_s", "wire_bytes", "traffic_bytes", "interface_sent_bytes", "interface_received_bytes",
-    "loopback_bytes",
+    "step_s", "wait_s", "wire_bytes", "traffic_bytes", "interface_sent_bytes", "loopback_bytes",
 )  # fmt: skip
 """Attributes of `ClusterStep` of which the summary has the values of all steps."""
 _PEAKS = ("device_peak_bytes", "host_bytes_per_node", "allocated_peak_bytes", "resident_bytes")
@@ -168,7 +162,6 @@ def summarise(config: Config, ranks: RankInfo, model: nn.Module, steps: Sequence
         **{key: values[key] for key in _LISTS},
         **{key: max((value for value in values[key] if value is not None), default=None) for key in _PEAKS},
         "syncs": [dataclasses.asdict(sync) for step in steps for sync in step.syncs],
-        "cyclic": [dataclasses.asdict(step.cyclic) for step in steps if step.cyclic is not None],
         "output": config.train.output,
         "versions": _versions(),
         "config": to_dict(config),

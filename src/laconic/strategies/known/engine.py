@@ -262,17 +262,6 @@ STRATEGIES = (
         name="cyclic-shared",
         label="laconic cyclic, shared",
         note="Workers run one after the other, over devices that each keep one stage.",
-        limits=(
-            *_CYCLIC_SCHEDULE.limits,
-            Limit.only(
-                "data.packing",
-                None,
-                False,
-                message="data.packing = true and schedule.states = 'shared': the masks of packed rows do not all have "
-                "one shape, as activations that cross between devices must; set data.packing = false, or "
-                "schedule.states = 'sharded'",
-            ),
-        ),
         schedule={"states": "shared"},
     ),
     Strategy(
