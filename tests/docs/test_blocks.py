@@ -8,11 +8,9 @@ import tomllib
 import traceback
 
 import pytest
-import yaml
 
 from laconic.config import Config
 from laconic.config.job import from_dict
-from laconic.integrations import LaconicArguments
 from laconic.plan.cluster_file import cluster_from_dict
 from tests.docs.blocks import ROOT, Block, blocks, check, commands
 from tests.docs.scenes import scene
@@ -95,15 +93,6 @@ def test_free_diffs_are_python_on_both_sides(block: Block) -> None:
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("laconic"):
             assert {alias.name for alias in node.names} <= defined(str(node.module))
-
-
-@pytest.mark.parametrize("block", of("yaml"), ids=str)
-def test_yaml_names_a_plugin_and_options(block: Block) -> None:
-    job = yaml.safe_load(block.text)
-    LaconicArguments(**job["laconic"])
-    for plugin in job["plugins"]:
-        module, _, name = plugin.rpartition(".")
-        assert name in defined(module)
 
 
 def defined(name: str) -> set[str]:

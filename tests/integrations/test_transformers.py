@@ -1,16 +1,10 @@
-"""The trainers of transformers, TRL and axolotl with laconic: DDP's numbers, resumption to the bit, and their files.
-
-axolotl's plugin is tested against the interface that axolotl 0.19.0 declares: axolotl itself pins other releases.
-"""
+"""The trainers of transformers and TRL with laconic: DDP's numbers, resumption to the bit, and their files."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import shutil
-import sys
-import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,13 +16,20 @@ from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
-from transformers import HfArgumentParser, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    HfArgumentParser,
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import laconic
 from laconic.integrations import LaconicArguments
 from laconic.integrations.options import ArgumentError
 from laconic.integrations.trained_state import FILES, incomplete
-from laconic.integrations.transformers import LaconicMixin, LaconicTrainer
+from laconic.integrations.transformers import LaconicMixin, LaconicTrainer, laconic_trainer
 from tests.support import trainers
 from tests.support.flips import flipping_in_gradients
 from tests.support.launch import on_ranks, run_ranks
@@ -371,58 +372,10 @@ def test_adapters_are_saved_resumed_and_reloaded(tmp_path: Path) -> None:
     assert all("lora_" in key for key in weights)  # the frozen base is not in a checkpoint
 
 
-# -- axolotl -----------------------------------------------------------------------------------------------------------
-
-
-class BasePlugin:
-    """The methods of axolotl's BasePlugin that the plugin has are declared there."""
-
-
-class AxolotlTrainer(Trainer):
-    """The constructor of axolotl's trainer."""
-
-    def __init__(self, *args: Any, dataset_tags: Any = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-
-
-class DictDefault(dict[str, Any]):
-    """axolotl's configuration: a key that is not there is None."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self.get(name)
-
-
-@pytest.fixture
-def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
-    trainers_ = {"AxolotlTrainer": AxolotlTrainer, "AxolotlRewardTrainer": Trainer}
-    contents = {"": {}, ".integrations": {}, ".core": {}, ".core.trainers": trainers_}
-    for name, members in {**contents, ".integrations.base": {"BasePlugin": BasePlugin}}.items():
-        module = types.ModuleType(f"axolotl{name}")
-        vars(module).update(members)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.delitem(sys.modules, "laconic.integrations.axolotl", raising=False)
-    return importlib.import_module("laconic.integrations.axolotl").LaconicPlugin()
-
-
-def test_the_trainer_is_axolotls_and_shards(plugin: Any, tmp_path: Path) -> None:
-    cls = plugin.get_trainer_cls(DictDefault(laconic={"cache": "device", "granularity": "32 rows"}))
+def test_a_framework_that_makes_the_trainer_gets_its_class_with_options(tmp_path: Path) -> None:
+    cls = laconic_trainer(Seq2SeqTrainer, LaconicArguments(cache="device", granularity="32 rows"))
     assert issubclass(cls, LaconicMixin)
-    assert issubclass(cls, AxolotlTrainer)
-    arguments = TrainingArguments(**trainers.settings(str(tmp_path), 1))
-    trainer = cls(model=trainers.llama(), args=arguments, train_dataset=trainers.token_rows(4), dataset_tags=["rows"])
+    assert issubclass(cls, Seq2SeqTrainer)
+    arguments = Seq2SeqTrainingArguments(**trainers.settings(str(tmp_path), 1))
+    trainer: Any = cls(model=trainers.llama(), args=arguments, train_dataset=trainers.token_rows(4))
     assert trainer.laconic_arguments == LaconicArguments(cache="device", granularity="32 rows")
-    assert not issubclass(plugin.get_trainer_cls(DictDefault(reward_model=True)), AxolotlTrainer)
-    module, _, name = plugin.get_input_args().rpartition(".")
-    assert getattr(importlib.import_module(module), name)(laconic={"cache": "none"}).laconic == {"cache": "none"}
-
-
-def test_the_plugin_refuses(plugin: Any) -> None:
-    with pytest.raises(ArgumentError, match="passes no model"):
-        plugin.get_trainer_cls(DictDefault(rl="dpo"))
-    with pytest.raises(ArgumentError, match="cache='disk' is not known"):
-        plugin.get_trainer_cls(DictDefault(laconic={"cache": "disk"}))
-    model = trainers.llama()
-    plugin.post_model_load(DictDefault(), model)
-    model.quantization_method = "bitsandbytes"
-    with pytest.raises(ArgumentError, match="quantised"):
-        plugin.post_model_load(DictDefault(), model)

@@ -4,7 +4,6 @@
 |---|---|---|
 | `transformers` | `Trainer` and any subclass of it | the extra `trl`, or transformers and accelerate |
 | `trl` | `SFTTrainer`, `DPOTrainer`, `RewardTrainer` | the extra `trl` |
-| `axolotl` | a plugin | axolotl |
 | `accelerate` | an `Accelerator` loop | the extra `accelerate` |
 | `lightning` | a strategy | the extra `lightning` |
 | `torchtitan` | a `parallelize_fn` | torchtitan |
