@@ -343,7 +343,7 @@ def job_of(
         optimizer=dataclasses.replace(base.optimizer, decay_steps=decay_steps) if decay_steps else base.optimizer,
         train=dataclasses.replace(
             base.train, steps=steps, eval_every=steps, eval_batches=_EVAL_BATCHES, resume=resume, save_every=save_every,
-            log_every=1, output=str(bench.out / folder),
+            output=str(bench.out / folder),
         ),
     )  # fmt: skip
 
