@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.llama import Llama
-from benchmarks.publish import device, engines, rl
+from benchmarks.publish import device
 from benchmarks.publish.job import Job, fine_tuned, train_step
 from laconic.compare.runner import explain_failure
 from laconic.lab import Lab, format_rate
@@ -183,11 +183,6 @@ def sync_to_one(bench: Bench) -> Row:
 def sync_to_four(bench: Bench) -> Row:
     """Four readers."""
     return _sync_row(bench, 4, 0.05)
-
-
-BENCHMARK.row("rl-rewards")(rl.rewards_row)
-BENCHMARK.row("rl-sync")(rl.sync_row)
-BENCHMARK.row("engines")(engines.accepted_row)
 
 
 def _in_lab(bench: Bench, part: str, *, nodes: int, local: int, rate: float | None) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Versions in vLLM, and flushes for verl's loader in SGLang: a model that takes them has what was published.
 
-vLLM's own code is called where it is installed, else a stand-in with its conditions. By hand, the tests passed with the
+Their own code is called where it is installed, else a stand-in with its conditions. By hand, the tests passed with the
 Python code of vLLM 0.33.0 and torch 2.13 on a CPU, and with `apply_delta` of verl 0.9.1.
 """
 
@@ -26,6 +26,11 @@ from laconic.publish import FolderSource, PublishError, Reader, WeightPatch
 from laconic.publish.versions import version_name
 from tests.support import vllm_stand_in
 from tests.support.published import Run
+
+try:
+    from verl.workers.rollout.sglang_rollout.delta_loader import apply_delta
+except ImportError:
+    from tests.support.vllm_stand_in import apply_delta
 
 
 @pytest.fixture(autouse=True)
@@ -267,7 +272,7 @@ def test_a_loader_of_verl_has_what_was_published(most: int, tmp_path: Path) -> N
         flushes = list(delta_flushes(patches, max_entry_numel=most, max_flush_numel=2 * most))
         served.loaded.clear()
         for flush in flushes:
-            vllm_stand_in.apply_delta(served, flush)
+            apply_delta(served, flush)
         assert set[str]().union(*served.loaded) == wanted
         assert (len(flushes) == 1) == (most > 5)
         assert_served(served, weights)
@@ -279,7 +284,7 @@ def test_a_loader_of_verl_has_what_was_published(most: int, tmp_path: Path) -> N
     flushes = list(delta_flushes(whole))
     assert [flush[2][1].dtype for flush in flushes] == list(dtypes.values()), "each flush has one dtype"
     for flush in flushes:
-        vllm_stand_in.apply_delta(served, flush)
+        apply_delta(served, flush)
     assert_served(served, weights | {name: weights[name] + 3 for name in dtypes})
 
 
