@@ -12,7 +12,7 @@ COMMANDS = {
     "compare": ("laconic.compare.cli:main", "run one job under several strategies in the lab, side by side"),
     "rendezvous": ("laconic.islands.rendezvous:main", "serve as the meeting point of islands that come and go"),
     "lab": ("laconic.lab.cli:main", "run a script under torchrun on an emulated cluster with a slow wire"),
-    "publish": ("laconic.publish.cli:main", "look at published weights, verify them, or squash them"),
+    "publish": ("laconic.publish.cli:main", "look at published weights, verify them, or serve them over HTTP"),
     "doctor": ("laconic.doctor.cli:main", "say what this cluster is, whether it is well, and what to set"),
     "plan": (
         "laconic.plan.early:main",

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from laconic.publish import FolderSource, Publisher, PublishError, Reader
-from laconic.publish.source import VanishedError
-from laconic.publish.upkeep import verify
-from laconic.publish.versions import MANIFEST, version_name
+from laconic.publish.staging import verify
+from laconic.publish.versions import MANIFEST, VanishedError, version_name
 from laconic.store.folder import _checksum
 from tests.faults.bench import Bench, Found, campaign
 from tests.faults.damage import damage, tries

@@ -18,6 +18,7 @@ import laconic
 from laconic.publish import FolderSource, Publisher, Reader
 from laconic.shard.unit import unit_of
 from tests.support.launch import launch, on_ranks
+from tests.support.published import assert_same
 from tests.support.sharded_net import Net, build, shard
 
 pytestmark = [
@@ -48,21 +49,16 @@ def train(model: nn.Module, optimizer: Any, step: int) -> None:
     optimizer.zero_grad()
 
 
-def cast(model: nn.Module) -> dict[str, Tensor]:
+def wanted_of(model: nn.Module) -> dict[str, Tensor]:
     """The weights as they must be read. The host does not wait for the device. Collective."""
-    wholes: dict[str, Any] = dict(model.named_parameters())
-    plain = {
-        name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in wholes.items()
-    }
-    return {name: tensor.detach().to(torch.bfloat16, copy=True) for name, tensor in plain.items()}
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    wholes = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in parameters.items()}
+    return {name: whole.detach().to(torch.bfloat16, copy=True) for name, whole in wholes.items()}
 
 
-def assert_same(held: Any, wanted: dict[str, Tensor]) -> None:
-    """Compare bit by bit."""
-    found = dict(held.named_parameters()) if isinstance(held, nn.Module) else held
-    for name, tensor in wanted.items():
-        bits, expected = (each.detach().cpu().reshape(-1).view(torch.int16) for each in (found[name], tensor))
-        assert torch.equal(bits, expected), f"{name}: {int((bits != expected).sum())} of {len(bits)} differ"
+def on_host(held: Any) -> dict[str, Tensor]:
+    tensors = dict(held.named_parameters()) if isinstance(held, nn.Module) else held
+    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
 
 
 def readers() -> dict[str, nn.Module]:
@@ -78,7 +74,7 @@ def follow(placement: dict[str, Any], encoding: Any, folder: Path) -> None:
     read = [(Reader(folder), held) for held in readers().values()]
     for step in range(3):
         train(model, optimizer, 10 * step)
-        wanted = cast(model)
+        wanted = wanted_of(model)
         version = publisher.publish(step=step)
         for more in (1, 2):
             train(model, optimizer, 10 * step + more)
@@ -86,11 +82,11 @@ def follow(placement: dict[str, Any], encoding: Any, folder: Path) -> None:
         if dist.get_rank() == 0:
             for reader, held in read:
                 assert reader.update(held) == version
-                assert_same(held, wanted)
+                assert_same(on_host(held), on_host(wanted))
         dist.barrier()
-    newest = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    newest = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in wanted.items()}
     Reader(folder).update(newest)  # whole values, and the patches since
-    assert_same(newest, wanted)
+    assert_same(newest, on_host(wanted))
     assert FolderSource(folder).manifest(2).base == 1
 
 
@@ -99,17 +95,17 @@ def test_versions_equal_the_cast_weights(encoding: str, tmp_path: Path) -> None:
     launch(follow, {"cache": "host"}, encoding, tmp_path, num_ranks=1, backend="nccl")
 
 
-PLACEMENTS: list[dict[str, Any]] = [
-    {"cache": "rank"},
-    {"cache": "host", "wire": "lossless"},
-    {"cache": "host", "wire": "4bit"},
-    {"offload_policy": CPUOffloadPolicy()},
-]
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "rank": {"cache": "rank"},
+    "lossless": {"cache": "host", "wire": "lossless"},
+    "4bit": {"cache": "host", "wire": "4bit"},
+    "offloaded": {"offload_policy": CPUOffloadPolicy()},
+}
 
 
-@pytest.mark.parametrize("placement", range(len(PLACEMENTS)))
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @on_ranks(4, local=2)
-def test_every_placement(placement: int, tmp_path: Path) -> None:
+def test_every_placement(placement: str, tmp_path: Path) -> None:
     """Ranks share the GPU over Gloo."""
     follow(PLACEMENTS[placement], "gaps", tmp_path)
 
@@ -126,7 +122,7 @@ def overwrite_at_once(folder: Path) -> list[int]:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.to_local().mul_(1 + 2**-6)  # all elements change, and late
-        wanted = cast(model)
+        wanted = wanted_of(model)
         publisher.publish()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -136,7 +132,7 @@ def overwrite_at_once(folder: Path) -> list[int]:
         publisher.wait()
         Reader(folder).update(held)
         try:
-            assert_same(held, wanted)
+            assert_same(on_host(held), on_host(wanted))
         except AssertionError:
             wrong.append(version)
     return wrong

@@ -14,18 +14,23 @@ from torch import Tensor
 
 from laconic.codec.kernels import kernels_for
 from laconic.publish import changes
-from laconic.publish.changes import bits_of, put, take_over, taken
-from laconic.publish.digests import added, digest_at, run_digest
-from laconic.publish.encodings import (
+from laconic.publish.changes import (
     EncodedPart,
+    added,
+    bits_of,
     decode_dense,
     decode_gaps,
     decode_lossless,
+    digest_at,
     encode_dense,
     encode_gaps,
     encode_lossless,
+    put,
+    run_digest,
+    take_over,
+    taken,
 )
-from laconic.publish.regions import HeldRegion, Holding, shares_of
+from laconic.publish.holdings import HeldRegion, Holding, shares_of
 from laconic.publish.staging import StagedTensor
 from laconic.publish.versions import Encoding, PublishedPart, PublishedTensor, PublishError, VersionManifest
 from laconic.store.folder import DamagedError, FileRecord
@@ -70,7 +75,6 @@ def test_what_is_taken_over_is_noted(dtype: torch.dtype, numel: int) -> None:
 
 @pytest.mark.parametrize("places_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.usefixtures("way")
 def test_values_are_taken_and_put_bit_by_bit(dtype: torch.dtype, places_dtype: torch.dtype) -> None:
     values = torch.tensor([1.0, float("nan"), -0.0], dtype=dtype)
     bits_of(values)[1] ^= 1  # a NaN like no other

@@ -21,24 +21,21 @@ import time
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from socketserver import StreamRequestHandler
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from laconic.publish import FolderSource, HttpSource, Publisher, PublishError, Reader, WeightServer, serving
+from laconic.publish import FolderSource, HttpSource, PublishError, Reader, WeightServer, serving
 from laconic.publish import cli as publish_cli
-from laconic.publish.announcing import Announcer
 from laconic.publish.http_source import TOKEN_VARIABLE
-from laconic.publish.source import Registration, VanishedError
-from laconic.publish.versions import MANIFEST, version_name
+from laconic.publish.versions import MANIFEST, Registration, VanishedError, version_name
 from laconic.store.folder import FileRecord
 from tests.support.published import (
     assert_refused,
     assert_same,
-    edit,
-    make,
     model_with,
     published,
     read,
@@ -71,7 +68,7 @@ class Answer(io.RawIOBase):
 class Server:
     """A handler of HTTP and what it knows, without a socket. `change` sees each piece of an answer; None breaks off."""
 
-    def __init__(self, handler: type[BaseHTTPRequestHandler], *, change: Change | None = None, **known: Any) -> None:
+    def __init__(self, handler: type[StreamRequestHandler], *, change: Change | None = None, **known: Any) -> None:
         self.handler, self.change, self.known = handler, change, SimpleNamespace(**known)
 
     def answer(self, asked: bytes) -> Answer:
@@ -92,7 +89,8 @@ def server_of(
     folder: Path, token: str | None = None, change: Change | None = None, *, is_local: bool = False
 ) -> Server:
     """Serve a folder as `WeightServer` does; with `is_local` on this machine alone."""
-    return Server(serving._Handler, change=change, source=FolderSource(folder), token=token, is_local=is_local)
+    known = {"source": FolderSource(folder), "token": token, "is_local": is_local, "open": set()}
+    return Server(serving._Handler, change=change, **known)
 
 
 class Network(dict[str, Server]):
@@ -449,27 +447,17 @@ def test_versions_that_are_gone_and_files_that_are(tmp_path: Path, network: Netw
 
 
 class Stub(BaseHTTPRequestHandler):
-    """Gives one answer to all who ask; takes news, and answers with the next of `statuses`, then with 200."""
+    """Gives one answer to all who ask."""
 
     protocol_version = "HTTP/1.1"
     server: Any
 
     def do_GET(self) -> None:
-        self._answer(self.server.status, self.server.body, self.server.headers)
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        status = self.server.statuses.pop(0) if self.server.statuses else 200
-        if status == 200:
-            self.server.news.append((self.path, body))
-        self._answer(status, b"", {})
-
-    def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+        self.send_response(self.server.status)
+        for name, value in {"Content-Length": str(len(self.server.body)), **self.server.headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(self.server.body)
 
     def log_message(self, *_: object) -> None: ...
 
@@ -525,10 +513,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (HttpSource, no_server,
          ("http://", "ftp://host", "http://host:port", "http://me:secret@host", "http://host/?a=b", "host:80",
           "http://a b", "http://[::1", f"http://{'a' * 70}:1", "http://a..b",
-          "http://host/\r\nX: y")),
-        (lambda url: Announcer(tmp_path, [url]), "give http://HOST:PORT/PATH",
-         ("nowhere", "ftp://host", "http://", "http://host:99999", "http://me:secret@host/", "http://me:sec ret@host",
-          "http://a b", "http://é/", "http://host/\x1b[2J", f"http://{'a' * 64}/")),
+          "http://host/\r\nX: y", "http://host:99999", "http://me:sec ret@host", "http://é/", "http://host/\x1b[2J")),
         (lambda host: WeightServer(tmp_path, host=host), no_token, ("0.0.0.0", "::", "192.0.2.1", "some-host")),
         (lambda token: WeightServer(tmp_path, token=token), "one word of ASCII", ("", "two words", "line\n", "é")),
     ]  # fmt: skip
@@ -545,37 +530,6 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["serve", str(tmp_path), "--port", "70000"], ["watch", str(tmp_path), "--every", "inf"]):
         with pytest.raises(SystemExit):
             publish_cli.main(command)
-
-
-# -- programs that are told of versions --------------------------------------------------------------------------------
-
-
-def test_each_new_version_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], network: Network) -> None:
-    """An address that does not answer delays no other one. A line names it after three attempts.
-
-    It hears of the next version all the same.
-    The folder comes later than the first announcer; the second one does not tell what was there before it.
-    """
-    hook, net, folder = Server(Stub, news=[], statuses=[500, 500, 404, 500]), make(), tmp_path / "versions"
-    url = network.add(hook)
-
-    def publish(publisher: Publisher, wait_s: float, step: int | None = None) -> None:
-        publisher.publish(step=step)
-        publisher.wait()
-        time.sleep(wait_s)
-
-    with Announcer(folder, [url]), Publisher(net, folder, run="run") as publisher:
-        for _ in range(2):
-            publish(publisher, 60)
-    assert capsys.readouterr().err == f"laconic publish: {url} was not told of version 1: status 404\n"
-    with Publisher(net, folder, run="run") as publisher, Announcer(folder, [url + "/new?a=b", "http://127.0.0.1:1/"]):
-        edit(net, 3)
-        publish(publisher, 60, step=30)
-    assert capsys.readouterr().err.endswith("http://127.0.0.1:1/ was not told of version 3: Connection refused\n")
-    assert hook.known.news == [
-        ("/", {"run": "run", "version": 2, "step": None}),
-        ("/new?a=b", {"run": "run", "version": 3, "step": 30}),
-    ]
 
 
 # -- by hand, and with real sockets ------------------------------------------------------------------------------------
@@ -612,13 +566,10 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
         read(HttpSource(url, token=TOKEN), weights, 4)
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
-    assert publish_cli.main([*command, "--tell", "nowhere"]) == 2
 
 
 def test_the_command_at_a_distance(tmp_path: Path, capsys: pytest.CaptureFixture[str], network: Network) -> None:
-    weights = published(tmp_path / "versions")
+    published(tmp_path / "versions")
     url = network.serve(tmp_path / "versions")
     assert publish_cli.main(["verify", url]) == 0
     assert capsys.readouterr().out.count(": intact\n") == 6
-    assert publish_cli.main(["squash", url, str(tmp_path / "out")]) == 0
-    read(tmp_path / "out", weights, 0)

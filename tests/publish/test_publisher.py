@@ -29,9 +29,8 @@ from laconic.comm.agreement import RankGroup
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.partial.updates import unsliced_state_dict
 from laconic.policy import PolicyError
-from laconic.publish import FolderSource, Publisher, PublishError, Reader, regions, shares
-from laconic.publish.publisher import PublishedCopy
-from laconic.publish.upkeep import verify
+from laconic.publish import FolderSource, Publisher, PublishError, Reader, holdings, shares
+from laconic.publish.staging import verify
 from laconic.publish.versions import version_name
 from laconic.shard import cache
 from laconic.store import folder as store
@@ -256,7 +255,7 @@ def test_a_failure_on_one_rank_fails_a_version_on_all_and_the_next_one_is_whole(
             publish()
         dist.barrier()
     store.on_crash_point = None
-    assert publisher.copy is (PublishedCopy.AHEAD if first else publisher.copy)
+    assert not publisher.is_copy_published
     assert FolderSource(tmp_path).versions() == [1][:first]
     dist.barrier()
     version = publish()
@@ -402,8 +401,8 @@ def test_copies_of_shares_on_an_accelerator_take_no_more_than_their_bytes(monkey
 
     monkeypatch.setattr(cache, "make_slab", lock)
     monkeypatch.setattr(cache, "free_slab", lambda slab, device: told.append(("unlocked", device.type)))
-    holdings = {"weight": regions.holding_of(torch.empty(1000, 1025, device="meta"))}
-    own = shares.OwnShares(holdings, {"weight": [regions.Share(0, 0, 1_025_000)]}, torch.bfloat16, "gaps")
+    held = {"weight": holdings.holding_of(torch.empty(1000, 1025, device="meta"))}
+    own = shares.OwnShares(held, {"weight": [holdings.Share(0, 0, 1_025_000)]}, torch.bfloat16, "gaps")
     assert own.nbytes == 2_050_000
     assert own._piece_numel * shares._DEVICE_BYTES <= 4 * 1_025_000, "a comparison takes less than the share"
     del own

@@ -15,23 +15,30 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.two_tensor import TwoTensor
 
-from laconic.publish import FolderSource, Publisher, PublishError, Reader, WeightPatch, forms
-from laconic.publish.source import Registration, superseded
-from laconic.publish.versions import MANIFEST, VersionManifest, version_name
+import laconic
+from laconic.publish import FolderSource, Publisher, PublishError, Reader, WeightPatch
+from laconic.publish.changes import digests_of
+from laconic.publish.versions import MANIFEST, Registration, VersionManifest, superseded, version_name
 from laconic.store.folder import FileRecord
 from tests.faults.published import damaged_folders, lives, lives_of_readers
+from tests.support.launch import on_ranks
 from tests.support.published import (
     Overtaken,
     Vanishing,
     assert_refused,
     assert_same,
+    cast,
     edit,
     make,
     model_with,
     published,
     read,
     snapshot,
+    weights_of_versions,
 )
 
 # -- where a reader begins ---------------------------------------------------------------------------------------------
@@ -105,8 +112,8 @@ def test_a_reader_that_verifies_first_takes_digests_when_it_must(
 ) -> None:
     """At the first update; after an edit, or with another model; and not otherwise."""
     taken: list[int] = []
-    take = forms.digests_of
-    monkeypatch.setattr(forms, "digests_of", lambda tensors: taken.append(1) or take(tensors))
+    count = lambda tensors: taken.append(1) or digests_of(tensors)  # noqa: E731
+    monkeypatch.setattr("laconic.publish.reader.digests_of", count)
     weights = published(tmp_path, num_versions=2, run="run")
     reader, model = Reader(tmp_path, verify="first"), model_with(weights[0])
     for version in (1, 2, 2):
@@ -123,6 +130,11 @@ def test_a_reader_that_verifies_first_takes_digests_when_it_must(
     assert len(taken) == 3
     with pytest.raises(PublishError, match=r'verify=.never.: give "each" or "first"'):
         Reader(tmp_path, verify="never")  # type: ignore[arg-type]
+    with torch.inference_mode():
+        uncounted = make(seed=1).bfloat16()
+        assert Reader(tmp_path).update(uncounted) == 2
+    with pytest.raises(PublishError, match=r'inference_mode.*verify="each"'):
+        Reader(tmp_path, verify="first").update(uncounted)
 
 
 def test_a_state_dict_with_tied_names_or_without(tmp_path: Path) -> None:
@@ -133,6 +145,38 @@ def test_a_state_dict_with_tied_names_or_without(tmp_path: Path) -> None:
     plain = {name: torch.zeros_like(tensor) for name, tensor in weights[6].items() if name != "head.weight"}
     Reader(tmp_path).update(plain)
     assert_same(plain | {"head.weight": plain["embed.weight"]}, weights[6])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three versions, of which the first has all values."""
+    published(tmp_path, num_versions=3, base_every=100, encoding="smallest")
+    return tmp_path
+
+
+@on_ranks(2)
+def test_models_in_another_form_are_filled_from_a_dict(folder: Path) -> None:
+    """In another dtype, or sharded: the dict has what was published, and the model takes it from there."""
+    weights, net, reader = weights_of_versions(3), make(seed=3), Reader(folder)
+    sharded = model_with(weights[2])
+    sharded.across.data = sharded.across.data.contiguous()  # FSDP2 takes no other
+    fully_shard(sharded)
+    held = {name: torch.zeros_like(tensor) for name, tensor in weights[3].items()}
+    held["head.weight"] = held["embed.weight"]
+    for model, message in (
+        (net, r"is float32 in the model .*; or update a dict of tensors as they are published, and load those"),
+        (sharded, r"a DTensor, and .* whole tensors; .*set_model_state_dict\(\), or take patches"),
+    ):
+        with pytest.raises(PublishError, match=message):
+            reader.update(model)
+    for version in (1, 3):
+        reader.update(held, to=version)
+        net.load_state_dict(held)
+        assert_same(snapshot(net), cast(weights[version], torch.float32))
+        set_model_state_dict(sharded, dict(held), options=StateDictOptions(full_state_dict=True))
+        found: dict[str, Any] = dict(sharded.state_dict())
+        whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in found.items()}
+        assert_same(whole, weights[version])
 
 
 def test_engines_take_patches(tmp_path: Path) -> None:
@@ -265,6 +309,14 @@ MISFITS: dict[str, tuple[Callable[[], Any], str]] = {
         "more is not in the version",
     ),
     "no tensor": (lambda: {**make(seed=1).bfloat16().state_dict(), "seen": 3}, "seen is a int, and a reader fills"),
+    "no plain tensor": (
+        lambda: {"seen": TwoTensor(torch.ones(3), torch.ones(3))},
+        "seen is a TwoTensor, and a reader fills plain tensors; leave it out, or update a dict",
+    ),
+    "few bits": (
+        lambda: laconic.quantize_(make(seed=1).bfloat16(), "int8"),
+        "has weights in few bits, .* read into a dict of tensors in the published dtype",
+    ),
     "no memory": (lambda: make(seed=1).bfloat16().to("meta"), "is on the meta device"),
 }
 
@@ -274,7 +326,8 @@ def test_another_model_is_told_in_a_line_and_nothing_is_applied(name: str, tmp_p
     published(tmp_path)
     make_model, message = MISFITS[name]
     model = make_model()
-    state = {} if name == "no memory" else dict(model.state_dict()) if isinstance(model, nn.Module) else model
+    has_state = name not in ("no memory", "no plain tensor")
+    state: Any = {} if not has_state else dict(model.state_dict()) if isinstance(model, nn.Module) else model
     before = copy.deepcopy(state)
     with pytest.raises(PublishError, match=message) as error:
         Reader(tmp_path).update(model)

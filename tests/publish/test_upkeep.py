@@ -1,4 +1,4 @@
-"""`laconic publish`: what it finds, what it shows, and what it writes; and the device memory that publishing adds."""
+"""`laconic publish`: what it finds, and what it shows; and the device memory that publishing adds."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
-from laconic.hf.folder import ModelFolder
 from laconic.publish import FolderSource, Publisher, Reader
 from laconic.publish import cli as publish_cli
-from laconic.publish.upkeep import VersionVerdict, squash, verify
+from laconic.publish.staging import VersionVerdict, verify
 from laconic.publish.versions import MANIFEST, VersionManifest, version_name
-from laconic.store import folder as store
-from laconic.store.folder import CrashPoint
 from tests.checkpoint.zoo import make_zoo, train
-from tests.support.published import assert_same, snapshot
+from tests.support.published import assert_same
 from tests.support.published_on_device import AddedMemory, Trained, publish_on_device
 
 
@@ -73,29 +69,6 @@ def test_values_that_are_not_what_the_digests_say(folder: Path) -> None:
     assert all("would have the digest" in problem for problem in (found[2], found[4], problems(folder)[2]))
 
 
-def test_squashed_versions_are_plain_files_and_a_place_to_go_on(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wanted, fresh, behind = make_zoo(seed=1).bfloat16(), make_zoo(seed=2).bfloat16(), make_zoo(seed=3).bfloat16()
-    Reader(folder).update(wanted)
-    passed: list[CrashPoint] = []
-    monkeypatch.setattr(store, "on_crash_point", passed.append)
-    final = squash(FolderSource(folder), tmp_path / "out")
-    assert {*passed} >= {CrashPoint.BEGUN, CrashPoint.WRITTEN, CrashPoint.SYNCED, CrashPoint.COMMITTED}
-    assert final == tmp_path / "out" / version_name(5)
-    assert problems(tmp_path / "out") == {}
-    files = load_file(final / "whole-00000.safetensors")
-    assert_same(files, {n: t for n, t in snapshot(wanted).items() if n not in ("head.weight", "nothing")})
-    assert ModelFolder(final, is_model=False).keys() == sorted(files), "by the index"
-    reader = Reader(folder)
-    reader.update(behind)
-    reader.source = FolderSource(tmp_path / "out")
-    assert reader.update(fresh) == reader.update(behind) == 5
-    assert_same(snapshot(fresh), snapshot(wanted))
-    manifest = FolderSource(tmp_path / "out").manifest(5)
-    assert (manifest.run, manifest.step, manifest.base) == (FolderSource(folder).manifest(5).run, 400, None)
-
-
 def test_what_watch_shows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Reader(folder, name="near").update(make_zoo(seed=1).bfloat16())
     for reader, version in (("far", "2"), ("new", "null")):
@@ -108,19 +81,15 @@ def test_what_watch_shows(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_mistakes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def refused(*argv: str) -> str:
-        assert publish_cli.main(list(argv)) == 2
-        message = capsys.readouterr().err
-        assert message.count("\n") == 1
-        return message
-
-    assert "is no folder of versions" in refused("verify", str(tmp_path / "nowhere"))
-    assert "has no version" in refused("verify", str(tmp_path))
-    assert "is no folder of versions" in refused("watch", "--once", str(tmp_path / "nowhere"))
-    assert "has no version yet" in refused("squash", str(tmp_path), str(tmp_path / "out"))
-    assert publish_cli.main(["squash", str(folder), str(tmp_path / "out")]) == 0
-    capsys.readouterr()
-    assert "exists already; give another folder" in refused("squash", str(folder), str(tmp_path / "out"))
+    for words, message in (
+        (["verify", str(tmp_path / "nowhere")], "is no folder of versions"),
+        (["verify", str(tmp_path)], "has no version"),
+        (["watch", "--once", str(tmp_path / "nowhere")], "is no folder of versions"),
+    ):
+        assert publish_cli.main(words) == 2
+        said = capsys.readouterr().err
+        assert message in said
+        assert said.count("\n") == 1
     for wrong in (["squash", str(folder)], ["watch", "--every", "0", str(folder)], []):
         with pytest.raises(SystemExit):
             publish_cli.main(wrong)

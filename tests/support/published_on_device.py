@@ -27,7 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
 from laconic.publish import Publisher, publisher
-from laconic.publish.regions import Share, Told
+from laconic.publish.holdings import Share, Told
 from laconic.rehearse import Tape, rehearsal
 from laconic.rehearse.tape import Free, Step
 from laconic.shard.unit import unit_of
@@ -139,7 +139,7 @@ def _alone(num_ranks: int) -> Iterator[None]:
 def _own_shares(
     told: Sequence[Told], shapes: Mapping[str, tuple[int, ...]], buffers: object, rank: int
 ) -> dict[str, list[Share]]:
-    """All that this rank holds, as nobody else does: [Note: Who publishes an element] in regions.py."""
+    """All that this rank holds, as nobody else does: [Note: Who publishes an element] in holdings.py."""
     return {
         name: [Share(number, 0, math.prod(sizes)) for number, (_, sizes) in enumerate(places)]
         for name, places in told[rank].items()

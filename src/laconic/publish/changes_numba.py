@@ -1,6 +1,6 @@
 """The changes of a version on a CPU, compiled by numba: each function is one loop over its values.
 
-Their twins are operations of torch: in changes.py, digests.py and encodings.py.
+Their twins are operations of torch: in changes.py.
 """
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from laconic.codec.loops import compiled
-from laconic.publish import digests
+from laconic.publish.changes import FACTORS
 
-_compiled = compiled(repr(digests.FACTORS).encode())
-_PLACE, _FIRST, _SECOND = (np.uint64(factor % 2**64) for factor in digests.FACTORS)
+_compiled = compiled(repr(FACTORS).encode())
+_PLACE, _FIRST, _SECOND = (np.uint64(factor % 2**64) for factor in FACTORS)
 _RUN = 4
 """The values that are compared at once, as one word of 64 bits: few of them change, so most words are passed over."""
 
@@ -38,37 +38,15 @@ def _words(*each: Tensor) -> list[np.ndarray]:
     ]
 
 
-def values_at(flat: Tensor, places: Tensor) -> Tensor:
-    """Take values at places. Shapes: flat (n,), int16; places (c,), int32 or int64 -> (c,), int16."""
-    found = np.empty(len(places), np.int16)
-    _check_places(_take(flat.numpy(), places.numpy(), found))
-    return torch.from_numpy(found)
-
-
-def set_values(flat: Tensor, places: Tensor, values: Tensor) -> None:
-    """Write values at places. Shapes: see `values_at`."""
-    _check_lengths(places, values)
-    _check_places(_put(flat.numpy(), places.numpy(), values.numpy()))
-
-
-def _check_places(are_within: bool) -> None:
-    if not are_within:
-        raise IndexError("a place lies outside of its tensor")
-
-
-def _check_lengths(places: Tensor, values: Tensor) -> None:
-    if places.shape != values.shape:
-        raise IndexError(f"{tuple(values.shape)} values have {tuple(places.shape)} places")
-
-
 def digest_of_run(bits: Tensor, start: int) -> int:
-    """See `digests.run_digest`. Shapes: (n,), int16."""
+    """See `run_digest`. Shapes: (n,), int16."""
     return int(_digest_of_run(_unsigned(bits), np.uint64(start)))
 
 
 def digest_of_places(places: Tensor, bits: Tensor) -> int:
-    """See `digests.digest_at`. Shapes: (n,), int64, and (n,), int16."""
-    _check_lengths(places, bits)
+    """See `digest_at`. Shapes: (n,), int64, and (n,), int16."""
+    if places.shape != bits.shape:
+        raise IndexError(f"{tuple(bits.shape)} values have {tuple(places.shape)} places")
     return int(_digest_of_places(places.numpy(), _unsigned(bits)))
 
 
@@ -77,7 +55,7 @@ def _unsigned(bits: Tensor) -> np.ndarray:
 
 
 def gaps_of(positions: Tensor) -> Tensor:
-    """See `encodings.encode_gaps`. Shapes: (c,), int64 -> (g,), uint8 or uint16, whichever is fewer bytes."""
+    """See `encode_gaps`. Shapes: (c,), int64 -> (g,), uint8 or uint16, whichever is fewer bytes."""
     places = positions.numpy()
     numbers = [len(places) + int(_jumps(places, np.iinfo(dtype).max)) for dtype in (np.uint8, np.uint16)]
     dtype = np.uint8 if numbers[0] <= 2 * numbers[1] else np.uint16
@@ -87,7 +65,7 @@ def gaps_of(positions: Tensor) -> Tensor:
 
 
 def positions_of(gaps: Tensor, start: int, num: int, numel: int) -> Tensor | None:
-    """See `encodings.decode_gaps`: `num` places, (c,), int64, or None if the gaps do not lead to as many in order."""
+    """See `decode_gaps`: `num` places, (c,), int64, or None if the gaps do not lead to as many in order."""
     places = np.empty(num, np.int64)
     found = _places(gaps.numpy(), torch.iinfo(gaps.dtype).max, start, min(numel, 2**63 - 1), places)
     return torch.from_numpy(places) if found == num else None
@@ -113,24 +91,6 @@ def _note(held, new, begin, end, places, before, num):
         places[np.uint64(num)], before[np.uint64(num)] = i, held[i]
         num += held[i] != new[i]
     return num
-
-
-@_compiled
-def _take(flat, places, found):
-    for i in range(len(places)):
-        if not 0 <= places[i] < len(flat):
-            return False
-        found[i] = flat[places[i]]
-    return True
-
-
-@_compiled
-def _put(flat, places, values):
-    for i in range(len(places)):
-        if not 0 <= places[i] < len(flat):
-            return False
-        flat[places[i]] = values[i]
-    return True
 
 
 @_compiled

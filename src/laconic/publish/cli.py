@@ -1,4 +1,4 @@
-"""`laconic publish`: look at published versions, verify them, squash them, or serve them over HTTP.
+"""`laconic publish`: look at published versions, verify them, or serve them over HTTP.
 
 The command reads its options before it imports torch, so it reports a wrong option at once.
 """
@@ -10,13 +10,8 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from laconic.publish.source import FolderSource
 
 _DAY_S = 86_400
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def main(argv: list[str]) -> int:
@@ -25,22 +20,16 @@ def main(argv: list[str]) -> int:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     verify = actions.add_parser("verify", help="read all versions, and compare all bytes and values with their digests")
     watch = actions.add_parser("watch", help="show versions, their sizes, and how far readers are behind")
-    squash = actions.add_parser("squash", help="write the newest version, whole, into another folder")
     serve = actions.add_parser("serve", help="serve a folder over HTTP, for readers on machines that do not share it")
+    verify.add_argument("folder", help="the folder that the publisher writes, or the address of its server")
     for action in (watch, serve):
         action.add_argument("folder", help="the folder that the publisher writes")
-    for action in (verify, squash):
-        action.add_argument("folder", help="the folder that the publisher writes, or the address of its server")
     watch.add_argument("--once", action="store_true", help="show it once, and end")
     watch.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="how often to look (default: 5)")
-    squash.add_argument("out", help="the folder to write into")
     serve.add_argument("--host", default="127.0.0.1", help="the address to serve at (default: this machine alone)")
     serve.add_argument("--port", type=int, default=8377, help="0 for any free one (default: 8377)")
     serve.add_argument(
         "--token-file", metavar="FILE", help="a file with the token (default: the variable LACONIC_PUBLISH_TOKEN)"
-    )
-    serve.add_argument(
-        "--tell", action="append", default=[], metavar="URL", help="POST each new version to this address, too"
     )
     options = parser.parse_args(argv)
     if options.action == "watch" and not 0 < options.every <= _DAY_S:
@@ -56,26 +45,14 @@ def main(argv: list[str]) -> int:
         return 0
 
 
-def _squash(options: argparse.Namespace) -> int:
-    from laconic.publish.reader import source_of
-    from laconic.publish.upkeep import squash
-
-    print(squash(source_of(options.folder), options.out))
-    return 0
-
-
 def _serve(options: argparse.Namespace) -> int:
-    from laconic.publish.announcing import Announcer
     from laconic.publish.http_source import TOKEN_VARIABLE
     from laconic.publish.serving import WeightServer
 
     token = os.environ.get(TOKEN_VARIABLE)
     if options.token_file:
         token = Path(options.token_file).read_text(encoding="utf-8").strip()
-    with (
-        WeightServer(options.folder, host=options.host, port=options.port, token=token) as server,
-        Announcer(options.folder, options.tell),
-    ):
+    with WeightServer(options.folder, host=options.host, port=options.port, token=token) as server:
         waits = "" if Path(options.folder).is_dir() else "; it is not there yet"
         print(f"{server.url} serves {options.folder}{waits}", flush=True)
         server.serve_forever()
@@ -84,7 +61,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from laconic.publish.reader import source_of
-    from laconic.publish.upkeep import verify
+    from laconic.publish.staging import verify
     from laconic.publish.versions import version_name
 
     source = source_of(options.folder)
@@ -101,12 +78,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _watch(options: argparse.Namespace) -> int:
-    from laconic.publish.source import FolderSource
-
-    source = FolderSource(options.folder)
     shown = ""
     while True:
-        table = "\n".join(_table(source))
+        table = _table(options.folder)
         if table != shown:
             print(table, flush=True)
             shown = table
@@ -115,30 +89,28 @@ def _watch(options: argparse.Namespace) -> int:
         time.sleep(options.every)
 
 
-def _table(source: FolderSource) -> list[str]:
-    from laconic.publish.upkeep import lags, summaries
+def _table(folder: str) -> str:
+    """All versions by their manifests, oldest first, and how far each registered reader is behind."""
+    from laconic.publish.versions import FolderSource, PublishError
 
-    lines = [f"{'version':>9} {'step':>9} {'patch':>9} {'whole':>9}"]
-    for each in summaries(source):
-        cells = (str(each.version), _or_dash(each.step), _size(each.patch_bytes), _size(each.whole_bytes))
-        lines.append(" ".join(f"{cell:>9}" for cell in cells) + (f"  {each.problem}" if each.problem else ""))
-    for name, lag in lags(source).items():
-        behind = "has no version" if lag is None else "is at the newest" if lag == 0 else f"is {lag} behind"
+    source = FolderSource(folder)
+    versions = source.versions()
+    lines = [f"{'version':>12} {'step':>12} {'patch':>12} {'whole':>12}"]
+    for version in versions:
+        cells, problem = [str(version), "-", "-", "-"], ""
+        try:
+            manifest = source.manifest(version)
+            cells[1] = "-" if manifest.step is None else str(manifest.step)
+            for kind in manifest.kinds:
+                cells[2 if kind == "patch" else 3] = f"{manifest.nbytes(kind) / 1e6:.3f} MB"
+        except (PublishError, OSError) as error:
+            problem = f"  {error}"
+        lines.append(" ".join(f"{cell:>12}" for cell in cells) + problem)
+    for name, reader in source.registrations().items():
+        lag = sum(version > (reader.version or 0) for version in versions)
+        behind = "has no version" if reader.version is None else f"is {lag} behind" if lag else "is at the newest"
         lines.append(f"reader {name} {behind}")
-    return [*lines, ""]
+    return "\n".join([*lines, ""])
 
 
-def _or_dash(value: int | None) -> str:
-    return "-" if value is None else str(value)
-
-
-def _size(nbytes: int | None) -> str:
-    if nbytes is None:
-        return "-"
-    value, unit = float(nbytes), 0
-    while value >= 1000 and unit < len(_UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    return f"{value:.0f} {_UNITS[unit]}" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
-
-
-_ACTIONS = {"verify": _verify, "watch": _watch, "squash": _squash, "serve": _serve}
+_ACTIONS = {"verify": _verify, "watch": _watch, "serve": _serve}

@@ -18,10 +18,9 @@ import hashlib
 import json
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -37,15 +36,13 @@ from laconic.comm.watch import waiting_for
 from laconic.hf.hub_names import FolderRun
 from laconic.islands.local_steps import LocalSteps
 from laconic.policy import Count, Policy, option, with_keys
-from laconic.publish.coordinates import CheckpointContents, contents_of, in_folder
-from laconic.publish.digests import added, as_text
-from laconic.publish.encodings import EncodedPart
-from laconic.publish.regions import Holding, holding_of, shares_of
+from laconic.publish.changes import EncodedPart, added, as_text
+from laconic.publish.holdings import CheckpointContents, Holding, contents_of, holding_of, in_folder, shares_of
 from laconic.publish.shares import Changes, OwnShares, TensorShare
-from laconic.publish.source import FolderSource, superseded
 from laconic.publish.versions import (
     MANIFEST,
     REMAINS,
+    FolderSource,
     Kind,
     Names,
     PublishedPart,
@@ -53,14 +50,14 @@ from laconic.publish.versions import (
     PublishError,
     VersionManifest,
     listing,
+    superseded,
     version_name,
 )
-from laconic.publish.writing import write_parts
 from laconic.shard.policies import DtypeName
 from laconic.store import folder as store
 from laconic.store.files import make_folder, remove, write_text
 from laconic.store.folder import CrashPoint, FileRecord, reached
-from laconic.store.tensors import STORABLE
+from laconic.store.tensors import STORABLE, write_named
 
 _T = TypeVar("_T")
 MARK = "publisher.json"
@@ -98,15 +95,6 @@ class PublishPolicy(Policy):
     def _check_keys(self) -> None:
         does_fit = self.adapters == "alone" or self.names != "model"
         self._check("adapters", does_fit, 'needs {names="huggingface"} or {names="hub"}')
-
-
-class PublishedCopy(StrEnum):
-    """Whether readers can have the values in this publisher's copies: [Note: The copy published last] in shares.py."""
-
-    AHEAD = "ahead"
-    """There is none yet, or the copies are of a version that is not committed. If it fails, the next one is whole."""
-    PUBLISHED = "published"
-    """The copies are of the last version. The next one has a patch."""
 
 
 class Publisher:
@@ -168,7 +156,8 @@ class Publisher:
         self._layout = ""
         self._runs: tuple[dict[str, tuple[int, ...]], dict[str, FolderRun]] | None = None
         self._shares: OwnShares | None = None
-        self.copy = PublishedCopy.AHEAD
+        self.is_copy_published = False
+        """Whether the copies are of the last version. The next one has a patch then."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="laconic-publish")
         self._writing: Future[Path] | None = None
         self._written: Path | None = None
@@ -187,14 +176,14 @@ class Publisher:
         contents = contents_of(
             self._model, self.policy.names, merges=self.policy.adapters == "merged", local_steps=self._local_steps
         )
-        is_patch, self.copy = self.copy is PublishedCopy.PUBLISHED, PublishedCopy.AHEAD  # even if what follows fails
+        is_patch, self.is_copy_published = self.is_copy_published, False  # even if what follows fails
         present, is_divided = self._together(
             lambda: self._look(contents, compares=is_patch), lambda present: present.layout == self._layout
         )
         changes = present.changes if is_divided else None
         if changes is None:
-            places = None if is_divided else self._places_by_rank(present)
-            self._together(lambda: self._take(present, places))
+            told = None if is_divided else self._ranks.gather([_hash_of(present.kinds), present.places])
+            self._together(lambda: self._take(present, told))
         base = None if changes is None else self._last
         version, self._last = self._last + 1, self._last + 1
         head = _Head(version=version, base=base, step=step, shapes={n: h.shape for n, h in present.holdings.items()})
@@ -261,8 +250,16 @@ class Publisher:
         return [own, mark, last]
 
     def _holdings(self, contents: CheckpointContents) -> dict[str, Holding]:
-        """The part that this rank holds of each published tensor."""
-        tensors = _checked(contents.tensors)
+        """The part that this rank holds of each published tensor. Raises: PublishError: one cannot be published."""
+        tensors = contents.tensors
+        if missing := [name for name, tensor in tensors.items() if tensor.is_meta]:
+            raise PublishError(
+                f"{listing(missing)}: no memory, on the meta device; call model.to_empty(device=...) before publishing"
+            )
+        if unknown := [name for name, tensor in tensors.items() if tensor.dtype not in STORABLE]:
+            raise PublishError(
+                f"{listing(unknown)}: no safetensors file holds {tensors[unknown[0]].dtype}; convert them"
+            )
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if self._runs is None or self._runs[0] != shapes:  # with stacked experts they are thousands
             self._runs = shapes, in_folder(contents, self.policy.names)
@@ -282,20 +279,17 @@ class Publisher:
         changes = None if own is None else own.compare(holdings)
         return _Present(holdings=holdings, places=places, kinds=kinds, layout=layout, changes=changes)
 
-    def _places_by_rank(self, present: _Present) -> list[dict[str, Any]]:
-        """The places of the regions that each rank holds. Collective."""
-        told: list[Any] = self._ranks.gather([_hash_of(present.kinds), present.places])
-        if len({kinds for kinds, _ in told}) > 1:
-            raise PublishError("ranks hold tensors of other names, shapes or dtypes; publish one model from all ranks")
-        return [places for _, places in told]
-
-    def _take(self, present: _Present, places_by_rank: Sequence[dict[str, Any]] | None) -> None:
-        """Copy the present values, after a division of the elements among the ranks if some hold others than before."""
+    def _take(self, present: _Present, told: Sequence[list[Any]] | None) -> None:
+        """Copy the present values; before, divide the elements among the ranks by what all hold, if it was `told`."""
         holdings = present.holdings
-        if places_by_rank is not None:
+        if told is not None:
+            if len({kinds for kinds, _ in told}) > 1:
+                raise PublishError(
+                    "ranks hold tensors of other names, shapes or dtypes; publish one model from all ranks"
+                )
             shapes = {name: each.shape for name, each in holdings.items()}
             buffers = {name for name, each in holdings.items() if each.is_buffer}
-            shares = shares_of(places_by_rank, shapes, buffers, self._ranks.rank)
+            shares = shares_of([places for _, places in told], shapes, buffers, self._ranks.rank)
             self._shares, self._layout = None, ""  # their memory goes before there is new
             self._shares = OwnShares(holdings, shares, getattr(torch, self.policy.dtype), self.policy.encoding)
             self._layout = present.layout
@@ -326,7 +320,7 @@ class Publisher:
                 remove(temporary)
             raise
         self._since_whole = 0 if head.is_whole else self._since_whole + 1
-        self.copy = PublishedCopy.PUBLISHED
+        self.is_copy_published = True
         return final
 
     def _begin(self, final: Path) -> Path:
@@ -335,13 +329,12 @@ class Publisher:
             raise PublishError(f"{final} is there already; another publisher writes into the folder")
         return store.begin(final, writer=self._mark)
 
-    def _marked(self) -> dict[str, str]:
-        """The run and the mark of the youngest publisher."""
-        found: dict[str, str] = json.loads((self.folder / MARK).read_text(encoding="utf-8"))
-        return found
+    def _youngest(self) -> Any:
+        """The mark of the youngest publisher."""
+        return json.loads((self.folder / MARK).read_text(encoding="utf-8"))["mark"]
 
     def _check_mark(self) -> None:
-        if self._marked() != {"run": self.run, "mark": self._mark}:
+        if self._youngest() != self._mark:
             raise PublishError(
                 f"another publisher, which began after this one, writes into {self.folder}; stop one of them"
             )
@@ -358,21 +351,38 @@ class Publisher:
                 f"{listing(damaged)}: the copies in host memory are not what was published; the next version is made "
                 "of the weights, but test this machine's memory"
             )
-        patch = ((name, part) for name, share in shares.items() for part in share.patch)
-        kinds: list[tuple[Kind, Iterable[tuple[str, EncodedPart]]]] = []
-        kinds += [("patch", patch)] if head.base is not None else []
-        kinds += [("whole", self._shares.whole())] if head.is_whole else []
-        records: list[FileRecord] = []
-        for kind, encoded in kinds:
-            files, written = write_parts(
-                temporary, kind, self._ranks.rank, encoded, head.shapes, max_file_bytes=self.policy.max_file_bytes
-            )
-            records += files
-            for name, part in written:
-                told[name][kind].append(vars(part))
+        kinds: dict[Kind, Iterable[tuple[str, EncodedPart]]] = {}
+        if head.base is not None:
+            kinds["patch"] = ((name, part) for name, share in shares.items() for part in share.patch)
+        if head.is_whole:
+            kinds["whole"] = self._shares.whole()
+        files = [asdict(file) for kind in kinds for file in self._write_files(temporary, kind, kinds[kind], head, told)]
         reached(CrashPoint.SYNCED)
-        plain: dict[str, Any] = json.loads(json.dumps({"files": list(map(asdict, records)), "tensors": told}))
+        plain: dict[str, Any] = json.loads(json.dumps({"files": files, "tensors": told}))
         return plain
+
+    def _write_files(
+        self, folder: Path, kind: Kind, parts: Iterable[tuple[str, EncodedPart]], head: _Head, told: dict[str, Any]
+    ) -> Iterator[FileRecord]:
+        """Write parts of one kind, by the names of their tensors, durably. Yields the records of the files.
+
+        `told` learns where each part is. Raises: OSError.
+        """
+        for number, group in enumerate(_grouped(parts, self.policy.max_file_bytes)):
+            file = f"{kind}-{self._ranks.rank:05d}{f'-{number}' if number else ''}.safetensors"
+            tensors: dict[str, Tensor] = {}
+            for name, part in group:
+                values = part.tensors.get("")
+                is_all = values is not None and tuple(values.shape) == head.shapes[name] and not any(part.start)
+                # all of a tensor has the tensor's own name, which any program can then read
+                key = name if is_all else f"{name}@{','.join(map(str, part.start))}"
+                tensors |= {key + ending: tensor for ending, tensor in part.tensors.items()}
+                told[name][kind].append(vars(part.stored_as(file, key)))
+            # as safetensors itself does: then all tensors lie at multiples of their elements' sizes
+            ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+            record = write_named(folder / file, ordered, {"format": "pt"})
+            reached(CrashPoint.WRITTEN)
+            yield record
 
     def _commit(self, temporary: Path, final: Path, head: _Head, told: list[dict[str, Any]]) -> None:
         """Write the manifest, rename the folder, and remove versions that nobody needs. On rank 0."""
@@ -380,7 +390,22 @@ class Publisher:
         missing = store.not_seen(temporary, files, _PATIENCE_S)
         if missing is not None:
             raise PublishError(f"rank 0 does not see {missing}; give a folder on a file system that all nodes share")
-        shares = {name: [each["tensors"][name] for each in told if name in each["tensors"]] for name in head.shapes}
+        assert self._shares is not None
+        tensors = []
+        for name, shape in head.shapes.items():
+            shares = [each["tensors"][name] for each in told if name in each["tensors"]]
+            before, after = (as_text(added(*(int(share[key]) for share in shares))) for key in ("before", "after"))
+            tensors.append(
+                PublishedTensor(
+                    name=name,
+                    shape=shape,
+                    dtype=_dtype_name(self._shares.dtypes[name]),
+                    before=None if head.base is None else before,
+                    after=after,
+                    patch=tuple(typed(PublishedPart, part) for share in shares for part in share["patch"]),
+                    whole=tuple(typed(PublishedPart, part) for share in shares for part in share["whole"]),
+                )
+            )
         manifest = VersionManifest(
             files=files,
             run=self.run,
@@ -389,7 +414,7 @@ class Publisher:
             is_whole=head.is_whole,
             step=head.step,
             names=self.policy.names,
-            tensors=tuple(self._published(name, head, of_ranks) for name, of_ranks in shares.items()),
+            tensors=tuple(tensors),
         )
         self._check_mark()
         store.commit(temporary, final, manifest, MANIFEST)
@@ -409,28 +434,11 @@ class Publisher:
             found, list(source.registrations().values()), keep=self.policy.keep, patience=self.policy.patience
         )
         store.remove_folders([self.folder / version_name(version) for version in old])
-        writing = self._marked()["mark"]  # a publisher that has just begun
+        youngest = self._youngest()  # which may have just begun
         for path in self.folder.iterdir():
-            if REMAINS.fullmatch(path.name) and writing not in path.name:
+            if REMAINS.fullmatch(path.name) and youngest not in path.name:
                 remove(path)
         reached(CrashPoint.PRUNED)
-
-    def _published(self, name: str, head: _Head, shares: list[dict[str, Any]]) -> PublishedTensor:
-        """Join what the ranks have told of one tensor."""
-        assert self._shares is not None
-        before, after = (added(*(int(share[field]) for share in shares)) for field in ("before", "after"))
-        patch, whole = (
-            tuple(typed(PublishedPart, part) for share in shares for part in share[kind]) for kind in ("patch", "whole")
-        )
-        return PublishedTensor(
-            name=name,
-            shape=head.shapes[name],
-            dtype=_dtype_name(self._shares.dtypes[name]),
-            before=None if head.base is None else as_text(before),
-            after=as_text(after),
-            patch=patch,
-            whole=whole,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -463,12 +471,15 @@ class _Head:
     is_whole: bool = False
 
 
-def _checked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Refuse tensors that cannot be published. Raises: PublishError."""
-    if missing := [name for name, tensor in tensors.items() if tensor.is_meta]:
-        raise PublishError(
-            f"{listing(missing)}: no memory, on the meta device; call model.to_empty(device=...) before publishing"
-        )
-    if unknown := [name for name, tensor in tensors.items() if tensor.dtype not in STORABLE]:
-        raise PublishError(f"{listing(unknown)}: no safetensors file holds {tensors[unknown[0]].dtype}; convert them")
-    return tensors
+def _grouped(parts: Iterable[tuple[str, EncodedPart]], most_bytes: int) -> Iterator[list[tuple[str, EncodedPart]]]:
+    """Cut parts into groups of up to `most_bytes`, of one part at least."""
+    group: list[tuple[str, EncodedPart]] = []
+    nbytes = 0
+    for name, part in parts:
+        if group and nbytes + part.nbytes > most_bytes:
+            yield group
+            group, nbytes = [], 0
+        group.append((name, part))
+        nbytes += part.nbytes
+    if group:
+        yield group

@@ -5,19 +5,32 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from laconic.publish.forms import NOTHING_LEFT, EncodedTensor, KeptValues, LeftTensors, check_counted, marks_of
+from laconic.checkpoint import state
+from laconic.publish.changes import digests_of
+from laconic.publish.holdings import contents_of, in_folder
 from laconic.publish.http_source import HttpSource
-from laconic.publish.source import FolderSource, Registration, VanishedError, VersionSource, check_reader_name
-from laconic.publish.staging import StagedTensor, check_fit, stage_version
-from laconic.publish.versions import Kind, PublishError, VersionManifest
+from laconic.publish.staging import StagedTensor, stage_version
+from laconic.publish.versions import (
+    FolderSource,
+    Kind,
+    PublishedTensor,
+    PublishError,
+    Registration,
+    VanishedError,
+    VersionManifest,
+    VersionSource,
+    check_reader_name,
+)
 from laconic.store.folder import FileRecord
 
 _T = TypeVar("_T")
@@ -25,12 +38,8 @@ _ATTEMPTS = 5
 """How often a reader looks anew when a version was removed while it was read."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReadStep:
-    """A version that a reader reads on its way, and whether it reads the patch or the whole values."""
-
-    manifest: VersionManifest
-    kind: Kind
+Steps = tuple[tuple[VersionManifest, Kind], ...]
+"""The versions that a reader reads on its way, in order, and whether the patch or the whole values of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,18 +47,16 @@ class UpdatePlan:
     """The way of a model to a version."""
 
     target: VersionManifest
-    path: tuple[ReadStep, ...]
+    path: Steps
     own: Mapping[str, Tensor]
-    """The model's tensors, or the values kept for them, by their published names; empty for `patches`."""
+    """The model's tensors by their published names; empty for `patches`."""
     digests: Mapping[str, str]
-    encoded: tuple[EncodedTensor, ...] = ()
-    """Those that the model holds in another form."""
     num_applied: int = 0
     """The plans that the reader had applied when it made this one."""
 
     def files(self) -> list[tuple[int, FileRecord]]:
         """The files to read, each with its version, in order."""
-        return [(step.manifest.version, record) for step in self.path for record in step.manifest.files_of(step.kind)]
+        return [(manifest.version, record) for manifest, kind in self.path for record in manifest.files_of(kind)]
 
 
 class WeightPatch(NamedTuple):
@@ -76,9 +83,8 @@ class Reader:
     any time. It takes patches from there, or whole values where these are fewer bytes or the model holds no version.
     Nothing is applied before all of it is there and every digest is right.
 
-    A model may have weights in few bits: of `laconic.quantize_`, or of a method by which `from_pretrained` quantises on
-    the fly. Those are encoded anew when they change, equal to the bit to the encoding of the export of that step. The
-    reader keeps their published values in host memory: [Note: Kept values] in forms.py.
+    The model has the dtype that was published, and whole tensors. For a model in another dtype or in few bits, or a
+    sharded one, update a dict of whole tensors, and load or quantise those.
 
     Args:
         source: the publisher's folder; the address of `laconic publish serve`; or any other `VersionSource`.
@@ -88,8 +94,6 @@ class Reader:
             and one with other tensors, or tensors that torch's operations have changed since. Others trust that nobody
             else has changed the model: by `tensor.data`, a collective, a replayed CUDA graph, a kernel of an engine, or
             its sleep. That saves a pass over the model, whose tensors the reader then holds.
-        cast: read versions in one float dtype into a model in another, as `Tensor.to` casts, such as bf16 into fp32.
-            The reader keeps the published values of such tensors, too. float8 and integers are not cast.
     """
 
     def __init__(
@@ -99,7 +103,6 @@ class Reader:
         name: str | None = None,
         run: str | None = None,
         verify: Literal["each", "first"] = "each",
-        cast: bool = False,
     ) -> None:
         if name is not None:
             check_reader_name(name)
@@ -107,9 +110,8 @@ class Reader:
             raise PublishError(f'verify={verify!r}: give "each" or "first"')
         self.source: VersionSource = source_of(source) if isinstance(source, str | Path) else source
         self.name, self.run, self.verify = name, run, verify
-        self._left = NOTHING_LEFT
-        """The tensors that the last update left, if later ones trust them."""
-        self._kept = KeptValues(cast=cast, trusts_marks=verify == "first")
+        self._left: _Left | None = None
+        """The tensors as the last update left them, if later ones trust them."""
         self.version: int | None = None
         """The version that was read last; None before the first."""
         self._num_applied = 0
@@ -125,13 +127,11 @@ class Reader:
         meanwhile.
 
         Cost: one pass over the model for its digests, and host memory for what is read: a patch, or one copy of the
-            model for whole values. Besides, host memory for the published values of tensors in few bits or another
-            dtype, which stays, and a pass over these.
+            model for whole values.
 
         Raises:
             PublishError: there is no such version, or it is damaged, older than the last one, of another run, or of
-                another architecture, vocabulary or dtype. Nothing was applied. Or a library could not quantise what
-                had come; the error says so, and the next update repairs the model.
+                another architecture, vocabulary or dtype. Nothing was applied.
             OSError: the source cannot be read, and nothing was applied; or, of a reader with a name, it cannot be told
                 of the version, which the model then has. Update again.
         """
@@ -184,24 +184,22 @@ class Reader:
     def plan(self, model: nn.Module | Mapping[str, Tensor], *, to: int | None = None) -> UpdatePlan:
         """The first third of `update`: find out what the model holds, and which files lead to the version."""
         target = self.target_of(to)
-        held = self._kept.hold(model, target)
-        check_fit(target.tensors, held.tensors, f"version {target.version}")
-        own = {each.name: held.tensors[each.name] for each in target.tensors}
-        if self.verify == "first":
-            check_counted(own.values())
-        digests = self._left.digests_now(own)
+        found = _tensors_of(model, target)
+        _check_fit(target.tensors, found, f"version {target.version}")
+        own = {each.name: found[each.name] for each in target.tensors}
+        if self.verify == "first" and any(each.is_inference() for each in own.values()):
+            raise PublishError(
+                "the model was made in torch.inference_mode(), which does not count changes; make it outside, or give "
+                'verify="each"'
+            )
+        left = self._left
+        digests = left.digests if left is not None and left.marks == _marks_of(own) else digests_of(own)
         path = self._path(target, lambda manifest: manifest.digests == digests)
-        return UpdatePlan(
-            target=target, path=path, own=own, digests=digests, encoded=held.encoded, num_applied=self._num_applied
-        )
+        return UpdatePlan(target=target, path=path, own=own, digests=digests, num_applied=self._num_applied)
 
     def stage(self, plan: UpdatePlan) -> dict[str, StagedTensor]:
         """The second third of `update`: read the files, and check every digest. Nothing is applied."""
-        self._register(tuple(step.manifest.version for step in plan.path), self.version)
-        staged = self._staged(plan)
-        for encoded in plan.encoded:
-            encoded.check(staged)
-        return staged
+        return self._staged(plan, self.version)
 
     def apply(self, plan: UpdatePlan, staged: Mapping[str, StagedTensor]) -> int:
         """The last third of `update`: change the model. Returns the number of the version.
@@ -214,21 +212,31 @@ class Reader:
                 f"the plan for version {plan.target.version} was made before another one was applied; plan anew"
             )
         self._num_applied += 1
-        self._left = NOTHING_LEFT
-        stale = self._kept.begin(plan.encoded, staged)
+        self._left = None
         for each in staged.values():
             each.apply()
-        self._kept.encode(stale)
         if self.verify == "first":
-            self._left = LeftTensors(plan.own, marks_of(plan.own), plan.target.digests)
+            self._left = _Left(plan.own, _marks_of(plan.own), plan.target.digests)
         self._has(plan.target)
         return plan.target.version
 
     def _changes(self, since: int | None, to: int | None) -> tuple[VersionManifest, list[StagedTensor]]:
         target = self.target_of(to)
         path = self._path(target, lambda manifest: manifest.version == since)
-        self._register(tuple(step.manifest.version for step in path), since)
-        return target, list(self._staged(UpdatePlan(target=target, path=path, own={}, digests={})).values())
+        return target, list(self._staged(UpdatePlan(target=target, path=path, own={}, digests={}), since).values())
+
+    def _staged(self, plan: UpdatePlan, version: int | None) -> dict[str, StagedTensor]:
+        """Read the files of a plan, and check every digest. `version` is the one that the reader has."""
+        self._register(tuple(manifest.version for manifest, _ in plan.path), version)
+        staged = {
+            each.name: StagedTensor(each, plan.own.get(each.name), plan.digests.get(each.name))
+            for each in plan.target.tensors
+        }
+        for manifest, kind in plan.path:
+            self.bytes_read += stage_version(self.source, manifest, kind, staged)
+        for each in plan.target.tensors:
+            staged[each.name].check(each.after)
+        return staged
 
     @staticmethod
     def _retried(action: Callable[[], _T]) -> _T:
@@ -263,40 +271,39 @@ class Reader:
             )
         return target
 
-    def _path(self, target: VersionManifest, is_held: Callable[[VersionManifest], bool]) -> tuple[ReadStep, ...]:
+    def _path(self, target: VersionManifest, is_held: Callable[[VersionManifest], bool]) -> Steps:
         """The versions to read, in order: patches from the one that is held, or whole values and the patches since.
 
         Raises:
             PublishError: neither leads to the target. VanishedError, if versions have gone meanwhile.
         """
-        patches: list[ReadStep] = []
-        from_whole: list[ReadStep] | None = None
+        patches: Steps = ()
+        from_whole: Steps | None = None
         manifest, patch_bytes, whole_bytes = target, 0, 0
-        why = ""
-        error_class: type[PublishError] = PublishError
+        problem: PublishError | None = None
         while not is_held(manifest):
             if manifest.is_whole and from_whole is None:
-                from_whole = [ReadStep(manifest=manifest, kind="whole"), *patches]
+                from_whole = ((manifest, "whole"), *patches)
                 whole_bytes = patch_bytes + manifest.nbytes("whole")
             if manifest.base is None or (from_whole is not None and patch_bytes > whole_bytes):
                 break
-            patches.insert(0, ReadStep(manifest=manifest, kind="patch"))
+            patches = ((manifest, "patch"), *patches)
             patch_bytes += manifest.nbytes("patch")
             try:
                 manifest = self._before(manifest, target, is_held)
             except PublishError as error:  # removed or damaged: whole values lead on
-                why = f" ({error})"
-                error_class = VanishedError if isinstance(error, VanishedError) else PublishError
+                problem = error
                 break
         else:
             if from_whole is None or patch_bytes <= whole_bytes:
-                return tuple(patches)
+                return patches
         if from_whole is None:
-            raise error_class(
+            why = f" ({problem})" if problem else ""
+            raise (VanishedError if isinstance(problem, VanishedError) else PublishError)(
                 f"no whole values lead to version {target.version} of {self.source}{why}; nothing was applied. Let the "
                 "publisher write whole values again"
             )
-        return tuple(from_whole)
+        return from_whole
 
     def _before(
         self, manifest: VersionManifest, target: VersionManifest, is_held: Callable[[VersionManifest], bool]
@@ -312,17 +319,6 @@ class Reader:
             raise PublishError(f"version {manifest.version} is no patch of version {before.version} of this run")
         return before
 
-    def _staged(self, plan: UpdatePlan) -> dict[str, StagedTensor]:
-        staged = {
-            each.name: StagedTensor(each, plan.own.get(each.name), plan.digests.get(each.name))
-            for each in plan.target.tensors
-        }
-        for step in plan.path:
-            self.bytes_read += stage_version(self.source, step.manifest, step.kind, staged)
-        for each in plan.target.tensors:
-            staged[each.name].check(each.after)
-        return staged
-
     def _has(self, target: VersionManifest) -> None:
         self._register((), target.version)  # before: an engine that sees its error has not moved on
         self.run, self.version, self._last = target.run, target.version, target
@@ -335,3 +331,101 @@ class Reader:
 def source_of(place: str | Path) -> VersionSource:
     """The source at an address with http or https, or of a folder. Raises: PublishError for a wrong address."""
     return HttpSource(str(place)) if str(place).startswith(("http://", "https://")) else FolderSource(place)
+
+
+# -- what a model holds ------------------------------------------------------------------------------------------------
+
+
+class _Left(NamedTuple):
+    """Tensors as an update has left them."""
+
+    tensors: Mapping[str, Tensor]
+    """They are held, so that no others come to lie where they are."""
+    marks: dict[str, tuple[object, ...]]
+    digests: Mapping[str, str]
+
+
+def _marks_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[object, ...]]:
+    """Where tensors lie, and how often torch's operations have changed them."""
+    return {name: (each.data_ptr(), each.shape, each.stride(), each._version) for name, each in tensors.items()}
+
+
+def _tensors_of(model: nn.Module | Mapping[str, Tensor], target: VersionManifest) -> dict[str, Tensor]:
+    """The whole tensors of a model, or of a dict, under the names of a version.
+
+    Raises:
+        PublishError: a tensor is sharded, on the meta device, or no plain one.
+    """
+    if not isinstance(model, nn.Module):
+        for name, tensor in model.items():
+            _check_plain(name, tensor)
+        return dict(model)
+    contents = contents_of(model, target.names)
+    runs = in_folder(contents, target.names)
+    for name, tensor in contents.tensors.items():
+        _check_plain(name, tensor)
+    found: dict[str, Tensor] = {}
+    for name, run in runs.items():
+        tensor = found[name] = contents.tensors[run.name]
+        if run.shape != tuple(tensor.shape):
+            if not tensor.is_contiguous():
+                raise PublishError(
+                    f"{run.name} is not contiguous, and the version has it in pieces; make it contiguous"
+                )
+            flat = tensor.detach().view(-1)[run.start : run.start + math.prod(run.shape)]
+            found[name] = flat.view(run.shape)
+    tied = {} if contents.model is None or target.names == "hub" else state.tied_names(model)
+    return found | {name: found[first] for name, first in tied.items() if first in found}
+
+
+def _check_plain(name: str, tensor: object) -> None:
+    """Raise PublishError unless a reader can fill this tensor."""
+    if isinstance(tensor, DTensor):
+        raise PublishError(
+            f"{name} is a {type(tensor).__name__}, and a reader fills whole tensors; update a dict of whole tensors "
+            "and give it to set_model_state_dict(), or take patches() and keep this rank's part"
+        )
+    if not isinstance(tensor, Tensor) or is_traceable_wrapper_subclass(tensor):
+        raise PublishError(
+            f"{name} is a {type(tensor).__name__}, and a reader fills plain tensors; leave it out, or update a dict of "
+            "tensors as they are published, and load or quantise those"
+        )
+    if tensor.is_meta:
+        raise PublishError(f"{name} is on the meta device; call model.to_empty(device=...) before reading")
+
+
+def _check_fit(published: Sequence[PublishedTensor], tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuse tensors that are not those of a version: of another architecture, vocabulary or dtype.
+
+    Raises:
+        PublishError: names, shapes or dtypes differ. It names the first that do.
+    """
+    by_name = {each.name: each for each in published}
+    memory = {_memory_of(tensors[name]) for name in by_name if name in tensors}
+    problems = [f"{name} is not in the model" for name in by_name if name not in tensors]
+    problems += [
+        f"{name} is not in the version"
+        for name, tensor in tensors.items()
+        if name not in by_name and _memory_of(tensor) not in memory  # a tied tensor under a further name
+    ]
+    further = ""
+    for name, each in by_name.items():
+        own = tensors.get(name)
+        if own is not None and tuple(own.shape) != each.shape:
+            problems.append(f"{name} is {list(own.shape)} in the model and {list(each.shape)} in the version")
+        elif own is not None and own.dtype != each.torch_dtype:
+            own_dtype = str(own.dtype).removeprefix("torch.")
+            problems.append(f"{name} is {own_dtype} in the model and {each.dtype} in the version")
+            further = "; or update a dict of tensors as they are published, and load those"
+    if problems:
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise PublishError(
+            f"{where} does not fit the model ({'; '.join(problems[:3])}{more}); read it into the architecture, "
+            f"vocabulary and dtype that are published{further}"
+        )
+
+
+def _memory_of(tensor: Tensor) -> tuple[object, ...]:
+    """The key that tied tensors share. Each empty tensor has a key of its own."""
+    place = tensor.data_ptr() if math.prod(tensor.shape) else id(tensor)
+    return place, tensor.shape, tensor.stride(), tensor.dtype

@@ -4,7 +4,7 @@
     GET  /versions                       {"versions": [6, 7]}, ascending
     GET  /weight_v000007/manifest.json   the manifest
     GET  /weight_v000007/NAME            a file of the version
-    PUT  /readers/NAME                   what a reader has and needs: [Note: Registered readers] in source.py
+    PUT  /readers/NAME                   what a reader has and needs: [Note: Registered readers] in versions.py
 
 Files have an ETag, and may be asked for in part (RFC 9110, sections 8.8.3 and 14). 410 says that a version is not there
 any more, 404 that it lacks the file. A refusal of GET, HEAD or PUT is a JSON object with one line, {"error": "..."}.
@@ -13,6 +13,12 @@ The server reads nothing but versions and writes nothing but registrations. With
 `Authorization: Bearer TOKEN`. Without one the server binds to this machine alone, and answers requests for this machine
 alone: a page in a browser here may find other names for it, but not change the name that it asks for. The server does
 not encrypt: put a proxy with TLS before it where others can listen, and give `HttpSource` the https address.
+
+[Note: One reading of a head]
+A proxy before the server and the server must agree where a request ends. Else what one of them takes for a body is
+another request for the other (request smuggling: RFC 9112, section 11.2). Python's parser forgives: it skips lines that
+are no header, and takes the first of several lengths. So the server reads a head by itself. Each line is a name, a
+colon and text without control characters. What frames or addresses a request comes at most once.
 """
 
 from __future__ import annotations
@@ -29,28 +35,35 @@ import socketserver
 import stat
 import sys
 import threading
-from collections.abc import Callable
+import weakref
+from email.utils import formatdate
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from laconic.comm.entries import EntryError
-from laconic.publish.http_heads import HeadError, TimedReads, is_host, read_head
-from laconic.publish.source import (
+from laconic.publish.http_source import TimedReads, check_token, is_host
+from laconic.publish.versions import (
+    FILE_NAME,
     MOST_REGISTRATION_BYTES,
     READERS,
+    VERSION_NAME,
     FolderSource,
+    PublishError,
     Registration,
     check_reader_name,
 )
-from laconic.publish.versions import FILE_NAME, VERSION_NAME, PublishError
 
 _MOST_READERS = 4096
 _PATIENCE_S = 60.0
 """How long a connection may say nothing, and how long a request may take to come."""
 _CHUNK_BYTES = 1 << 20
+_MOST_HEAD_BYTES = 1 << 16
+_MOST_HEADERS = 100
+_REQUEST = re.compile(r"([A-Z]+) ([!-~]+) HTTP/1\.([01])\r?\n")
+_HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t -~\x80-\xff]*)\r?\n")
+_ONCE = {"content-length", "transfer-encoding", "host", "authorization", "range", "if-range", "expect"}
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{0,18})")
 _Headers = dict[str, str]
 
@@ -110,12 +123,6 @@ class WeightServer:
         self.close()
 
 
-def check_token(token: str | None) -> None:
-    """Raise PublishError unless a token can stand in a header."""
-    if token is not None and not (token.isascii() and token.isprintable() and token and " " not in token):
-        raise PublishError("a token is one word of ASCII, without spaces and line ends, and not empty")
-
-
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -123,41 +130,21 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _without_port(host: str) -> str:
-    """The name or address in a header Host."""
-    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = allow_reuse_address = True
     block_on_close = False
 
     def __init__(self, source: FolderSource, host: str, port: int, token: str | None) -> None:
         self.source, self.token, self.is_local = source, token, _is_loopback(host)
-        self._open: set[Any] = set()
+        self.open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         """The sockets of connections."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
 
-    def server_bind(self) -> None:
-        """Bind without asking a name server for this machine's name."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection in a thread."""
-        self._open.add(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        """End a connection."""
-        self._open.discard(request)
-        super().shutdown_request(request)
-
     def server_close(self) -> None:
         """End the server and all connections."""
         super().server_close()
-        for each in list(self._open):
+        for each in list(self.open):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
 
@@ -181,113 +168,116 @@ _NO_PLACE = _RefusedError(
 )
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server_version, sys_version = "laconic", ""
+class _Request(NamedTuple):
+    """The head of a request: [Note: One reading of a head]."""
+
+    method: str
+    target: str
+    headers: _Headers
+    """By their names in small letters; of those that come more than once the last one."""
+    is_last: bool
+    """Whether the connection ends after it."""
+
+
+def _read_head(line: str, file: io.BufferedIOBase) -> _Request:
+    """Read the head that begins with a line.
+
+    Raises:
+        _RefusedError: it has more than one reading.
+        TimeoutError: it did not come in time.
+    """
+    request, names, size = _REQUEST.fullmatch(line), list[str](), 0
+    if request is None:
+        raise _RefusedError(HTTPStatus.BAD_REQUEST, "the first line is no request of HTTP/1.1")
+    headers: _Headers = {}
+    while (line := file.readline(_MOST_HEAD_BYTES).decode("latin-1")) not in ("\r\n", "\n"):
+        found, size = _HEADER.fullmatch(line), size + len(line)
+        if found is None:
+            raise _RefusedError(HTTPStatus.BAD_REQUEST, f"line {len(names) + 1} of the head is no header")
+        names.append(found[1].lower())
+        headers[names[-1]] = found[2].strip(" \t")
+        if len(names) > _MOST_HEADERS or size > _MOST_HEAD_BYTES:
+            message = f"at most {_MOST_HEADERS} headers of {_MOST_HEAD_BYTES} bytes in all"
+            raise _RefusedError(HTTPStatus.BAD_REQUEST, message)
+    for name in _ONCE:
+        if names.count(name) > 1:
+            raise _RefusedError(HTTPStatus.BAD_REQUEST, f"{name} comes more than once")
+    if "host" not in headers and request[3] == "1":
+        raise _RefusedError(HTTPStatus.BAD_REQUEST, "there is no header Host")
+    is_last = request[3] == "0" or "close" in headers.get("connection", "").lower()
+    return _Request(request[1], request[2], headers, is_last)
+
+
+class _Handler(socketserver.StreamRequestHandler):
     timeout = _PATIENCE_S
     disable_nagle_algorithm = True  # or a body waits until its head is acknowledged, which takes 40 ms
     server: _Server
-    raw_requestline: bytes
-    _has_read_body = False
+    _asked: _Request
+    _unread_bytes: int
+    """Of the request's body."""
 
-    def setup(self) -> None:
-        """Let each request come within a time."""
-        super().setup()
-        self._reads = TimedReads(self.rfile, self.connection.settimeout, self.timeout)
-        self.rfile = io.BufferedReader(self._reads)
+    def handle(self) -> None:
+        """Answer requests until the connection ends. Each comes within a time."""
+        self.server.open.add(self.connection)
+        reads = TimedReads(self.rfile, self.connection.settimeout, _PATIENCE_S)
+        self.rfile = io.BufferedReader(reads)
+        self._is_last = False
+        while not self._is_last:
+            reads.begin(waits=True)
+            if not (line := self.rfile.readline(_MOST_HEAD_BYTES)):
+                return
+            self._asked, self._is_last, self._unread_bytes = _Request("GET", "", {}, True), True, 0
+            try:
+                self._asked = _read_head(line.decode("latin-1"), self.rfile)
+                self._check_body()
+                self._check_token()
+                self._check_host()
+                self._is_last = self._asked.is_last
+                self._answer()
+            except _RefusedError as refused:
+                self._is_last = True
+                if self._unread_bytes <= _CHUNK_BYTES:  # a connection that ends before takes the answer with it
+                    self.rfile.read(self._unread_bytes)
+                self._send_json({"error": str(refused)}, refused.status, {"Connection": "close", **refused.headers})
 
-    def handle_one_request(self) -> None:
-        """Answer one request."""
-        self._reads.begin(waits=True)
-        super().handle_one_request()
-
-    def parse_request(self) -> bool:
-        """Parse a request, or refuse it: [Note: One reading of a head]."""
-        refused, file = None, self.rfile
+    def _answer(self) -> None:
         try:
-            head = read_head(self.raw_requestline, file)
-        except HeadError as error:
-            refused, head, self.raw_requestline = error, b"\r\n", b"GET / HTTP/1.1\r\n"
-        try:
-            self.rfile = io.BytesIO(head)
-            is_parsed = super().parse_request()
-        finally:
-            self.rfile = file
-        if refused is not None:
-            self._send_json({"error": str(refused)}, HTTPStatus.BAD_REQUEST, {"Connection": "close"})
-            return False
-        return is_parsed
-
-    def do_GET(self) -> None:
-        self._answer(self._get)
-
-    def do_HEAD(self) -> None:
-        self._answer(self._get)
-
-    def do_PUT(self) -> None:
-        self._answer(self._put)
-
-    def log_request(self, code: Any = "-", size: Any = "-") -> None:
-        """Nothing: a reader asks twice a second."""
-
-    def log_error(self, format: str, *args: Any) -> None:  # noqa: A002  http.server's name
-        """Nothing: the reader is told."""
-
-    def _answer(self, action: Callable[[list[str]], None]) -> None:
-        self._has_read_body = False
-        try:
-            self._check_body()
-            self._check_token()
-            self._check_host()
-            action(self._place())
-        except _RefusedError as refused:
-            self._drain()
-            self._send_json({"error": str(refused)}, refused.status, {"Connection": "close", **refused.headers})
+            path = urlsplit(self._asked.target).path.strip("/").split("/")
+        except ValueError:
+            raise _NO_PLACE from None
+        match self._asked.method, path:
+            case ["GET" | "HEAD", ["versions"]]:
+                self._send_json({"versions": self._versions()})
+            case ["GET" | "HEAD", [version, name]] if VERSION_NAME.fullmatch(version) and FILE_NAME.fullmatch(name):
+                self._send_file(self.server.source.folder / version, name)
+            case ["PUT", ["readers", name]]:
+                self._register(name)
+            case ["GET" | "HEAD" | "PUT", _]:
+                raise _NO_PLACE
+            case [method, _]:
+                raise _RefusedError(HTTPStatus.NOT_IMPLEMENTED, f"{method} is none of GET, HEAD and PUT")
 
     def _check_body(self) -> None:
         """Refuse a body that is not read: a proxy could take it for another reader's request."""
-        length = self.headers.get("Content-Length", "0")
-        if "Transfer-Encoding" in self.headers or len(length) > 18 or (self.command != "PUT" and length != "0"):
-            self._has_read_body = True  # the connection ends instead
+        length = self._asked.headers.get("content-length", "0")
+        is_known = re.fullmatch(r"[0-9]{1,18}", length) and "transfer-encoding" not in self._asked.headers
+        self._unread_bytes = int(length) if is_known else 0
+        if not is_known or (self._asked.method != "PUT" and length != "0"):
             raise _RefusedError(HTTPStatus.BAD_REQUEST, "a body is for PUT, with its length; leave it out")
 
-    def _drain(self) -> None:
-        """Read the rest of a request's body: a connection that ends with unread bytes takes the answer with it."""
-        self.close_connection = True
-        length = self.headers.get("Content-Length", "")
-        if not self._has_read_body and length.isdecimal() and int(length) <= _CHUNK_BYTES:
-            self.rfile.read(int(length))
-
     def _check_token(self) -> None:
-        given = self.headers.get("Authorization", "")
-        wanted = f"Bearer {self.server.token}"
-        if self.server.token is not None and not hmac.compare_digest(
-            given.encode("latin-1", "replace"), wanted.encode()
-        ):
+        given, wanted = self._asked.headers.get("authorization", ""), f"Bearer {self.server.token}"
+        if self.server.token is not None and not hmac.compare_digest(given.encode("latin-1"), wanted.encode()):
             raise _RefusedError(HTTPStatus.UNAUTHORIZED, "the token is wrong", {"WWW-Authenticate": "Bearer"})
 
     def _check_host(self) -> None:
         """Without a token, answer what asks for this machine alone: another name leads a browser here."""
-        host = self.headers.get("Host", "localhost")
-        if self.server.token is None and self.server.is_local and not _is_loopback(_without_port(host)):
+        host = self._asked.headers.get("host", "localhost")
+        host = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        if self.server.token is None and self.server.is_local and not _is_loopback(host):
             raise _RefusedError(
                 HTTPStatus.MISDIRECTED_REQUEST, "without a token, ask for localhost; or give the server a token"
             )
-
-    def _place(self) -> list[str]:
-        try:
-            return urlsplit(self.path).path.strip("/").split("/")
-        except ValueError:
-            raise _NO_PLACE from None
-
-    def _get(self, path: list[str]) -> None:
-        match path:
-            case ["versions"]:
-                self._send_json({"versions": self._versions()})
-            case [version, name] if VERSION_NAME.fullmatch(version) and FILE_NAME.fullmatch(name):
-                self._send_file(self.server.source.folder / version, name)
-            case _:
-                raise _NO_PLACE
 
     def _versions(self) -> list[int]:
         try:
@@ -297,21 +287,15 @@ class _Handler(BaseHTTPRequestHandler):
                 raise _RefusedError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error)) from error
             return []  # the publisher has not begun
 
-    def _put(self, path: list[str]) -> None:
-        match path:
-            case ["readers", name]:
-                self._register(name)
-            case _:
-                raise _NO_PLACE
-
     def _register(self, name: str) -> None:
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > MOST_REGISTRATION_BYTES:
+        if "content-length" not in self._asked.headers or self._unread_bytes > MOST_REGISTRATION_BYTES:
             raise _RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {MOST_REGISTRATION_BYTES} bytes")
         source = self.server.source
         try:
             check_reader_name(name)
-            self._has_read_body, body = True, self.rfile.read(int(length))
+            if self._asked.headers.get("expect", "").lower() == "100-continue":
+                self._send_head(HTTPStatus.CONTINUE, {})
+            body, self._unread_bytes = self.rfile.read(self._unread_bytes), 0
             registration = Registration.parse(body)
             known = source.folder / READERS
             if known.is_symlink():
@@ -325,8 +309,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _RefusedError(HTTPStatus.BAD_REQUEST, str(error)) from error
         except OSError as error:
             raise _RefusedError(HTTPStatus.INTERNAL_SERVER_ERROR, f"it cannot be written: {error}") from error
-        self.send_response(HTTPStatus.NO_CONTENT)
-        self.end_headers()
+        self._send_head(HTTPStatus.NO_CONTENT, {})
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -342,28 +325,23 @@ class _Handler(BaseHTTPRequestHandler):
         with opened:
             facts = os.fstat(opened.fileno())
             tag = f'"{facts.st_size:x}-{facts.st_mtime_ns:x}-{facts.st_ino:x}"'
-            if tag in map(str.strip, self.headers.get("If-None-Match", "").split(",")):
-                self.send_response(HTTPStatus.NOT_MODIFIED)
-                self.send_header("ETag", tag)
-                self.end_headers()
+            if tag in map(str.strip, self._asked.headers.get("if-none-match", "").split(",")):
+                self._send_head(HTTPStatus.NOT_MODIFIED, {"ETag": tag})
                 return
             begin, end = self._asked_for(facts.st_size, tag)
             is_part = (begin, end) != (0, facts.st_size)
-            self.send_response(HTTPStatus.PARTIAL_CONTENT if is_part else HTTPStatus.OK)
-            if is_part:
-                self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{facts.st_size}")
-            self.send_header("ETag", tag)
-            self.send_header("Accept-Ranges", "bytes")
-            self.send_header("Content-Type", "application/octet-stream")
-            self.send_header("Content-Length", str(end - begin))
-            self.end_headers()
-            if self.command == "GET":
+            headers = {"Content-Range": f"bytes {begin}-{end - 1}/{facts.st_size}"} if is_part else {}
+            headers |= {"ETag": tag, "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
+            headers["Content-Length"] = str(end - begin)
+            self._send_head(HTTPStatus.PARTIAL_CONTENT if is_part else HTTPStatus.OK, headers)
+            if self._asked.method == "GET":
                 self._send_bytes(opened, begin, end)
 
     def _asked_for(self, size: int, tag: str) -> tuple[int, int]:
         """The begin and the end of the bytes that are asked for: all, unless one range is asked for, of this file."""
-        found = self.command == "GET" and _RANGE.fullmatch(self.headers.get("Range", ""))
-        if not found or self.headers.get("If-Range", tag) != tag:
+        asked = self._asked.headers
+        found = self._asked.method == "GET" and _RANGE.fullmatch(asked.get("range", ""))
+        if not found or asked.get("if-range", tag) != tag:
             return 0, size
         begin, end = int(found[1]), min(int(found[2]) + 1 if found[2] else size, size)
         if begin >= end:
@@ -376,23 +354,22 @@ class _Handler(BaseHTTPRequestHandler):
         while begin < end:
             chunk = opened.read(min(_CHUNK_BYTES, end - begin))
             if not chunk:  # somebody cuts the file; the reader finds out by the length
-                self.close_connection = True
+                self._is_last = True
                 return
             self.wfile.write(chunk)
             begin += len(chunk)
 
     def _send_json(self, value: Any, status: HTTPStatus = HTTPStatus.OK, headers: _Headers | None = None) -> None:
         body = json.dumps(value).encode()
-        self.send_response(status)
-        for name, text in {
-            "Content-Type": "application/json",
-            "Content-Length": str(len(body)),
-            **(headers or {}),
-        }.items():
-            self.send_header(name, text)
-        self.end_headers()
-        if self.command != "HEAD":
+        length = {"Content-Type": "application/json", "Content-Length": str(len(body))}
+        self._send_head(status, {**length, **(headers or {})})
+        if self._asked.method != "HEAD":
             self.wfile.write(body)
+
+    def _send_head(self, status: HTTPStatus, headers: _Headers) -> None:
+        headers = {"Server": "laconic", "Date": formatdate(usegmt=True), **headers}
+        lines = [f"HTTP/1.1 {status.value} {status.phrase}", *(f"{name}: {headers[name]}" for name in headers), "", ""]
+        self.wfile.write("\r\n".join(lines).encode("latin-1"))
 
 
 def _open_plain(folder: Path, name: str) -> IO[bytes]:

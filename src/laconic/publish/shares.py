@@ -2,7 +2,7 @@
 
 [Note: The copy published last]
 A rank holds, in host memory, the bits that it has published of its shares: [Note: Who publishes an element] in
-regions.py. To publish, it casts its shares anew, a piece at a time, and compares. What differs is noted, and goes into
+holdings.py. To publish, it casts its shares anew, a piece at a time, and compares. What differs is noted, and goes into
 the copy. So the copy is that of the new version before the patch has left, and training may go on: a thread encodes
 what was noted, and whole values, if they are due, are the copy itself. A patch that could not be written leaves a copy
 that no reader has. Then the next version must be whole.
@@ -24,17 +24,23 @@ import torch
 from torch import Tensor
 
 from laconic.codec.kernels import coder_on
-from laconic.publish.changes import bits_of, take_over, taken
-from laconic.publish.digests import added, digest_at, run_digest
-from laconic.publish.encodings import (
+from laconic.publish.changes import (
     EncodedPart,
+    added,
+    bits_of,
+    digest_at,
     encode_dense,
     encode_gaps,
     encode_lossless,
+    flat_places,
     has_lossless_form,
-    smallest,
+    put,
+    run_digest,
+    take_over,
+    taken,
 )
-from laconic.publish.regions import HeldRegion, Holding, Place, Share, flat_places
+from laconic.publish.holdings import Holding, Share
+from laconic.publish.versions import Place
 from laconic.shard import cache
 
 _HOST_PIECE_NUMEL, _DEVICE_PIECE_NUMEL = 1 << 18, 1 << 22
@@ -91,7 +97,9 @@ class OwnShares:
             coder_on("cpu", "lossless")  # which may name a package that is missing
         self._encoding = encoding
         self.shapes = {name: holding.shape for name, holding in holdings.items()}
-        self.dtypes = {name: published_dtype(holding.dtype, dtype) for name, holding in holdings.items()}
+        self.dtypes = {
+            name: dtype if holding.dtype.is_floating_point else holding.dtype for name, holding in holdings.items()
+        }
         sizes = {
             (name, share): _aligned((share.end - share.begin) * self.dtypes[name].itemsize)
             for name, own in shares.items()
@@ -105,7 +113,9 @@ class OwnShares:
         for (name, share), size in sizes.items():
             numel, dtype_ = share.end - share.begin, self.dtypes[name]
             copy = memory[begin : begin + numel * dtype_.itemsize].view(dtype_)
-            place = _place_of(share, holdings[name].regions[share.region])
+            region = holdings[name].regions[share.region]
+            is_box = len(region.start) > 1  # which is not cut
+            place = region.place if is_box else ((region.start[0] + share.begin,), (numel,))
             self._owned.setdefault(name, []).append(_Owned(share=share, place=place, copy=copy))
             begin += size
         self._digests = dict.fromkeys(self._owned, 0)
@@ -154,9 +164,10 @@ class OwnShares:
         changed = [(owned, own) for owned, own in zip(self._owned[name], changes, strict=True) if len(own.places)]
         if not changed:
             return TensorShare(before=before, after=before, patch=())
-        places = _joined([flat_places(owned.place, self.shapes[name], own.places.long()) for owned, own in changed])
-        old = _joined([own.old for _, own in changed])
-        new = _joined([taken(owned.copy, own.places) for owned, own in changed])
+        shape = self.shapes[name]
+        places = torch.cat([flat_places(owned.place, shape, own.places.long()) for owned, own in changed])
+        old = torch.cat([own.old for _, own in changed])
+        new = torch.cat([taken(owned.copy, own.places) for owned, own in changed])
         if len(changed) > 1:
             order = places.argsort()
             places, old, new = places[order], old[order], new[order]
@@ -166,8 +177,9 @@ class OwnShares:
         if self._encoding != "gaps":
             has_form = has_lossless_form(self.dtypes[name])
             ways.append([_lossless(owned, own) for owned, own in changed] if has_form else gaps)
-        patch = tuple(smallest([*ways, list(self._dense(name))]))
-        return TensorShare(before=before, after=self._digests[name], patch=patch)
+        ways.append(list(self._dense(name)))
+        patch = min(ways, key=lambda way: sum(part.nbytes for part in way))  # of equals the first
+        return TensorShare(before=before, after=self._digests[name], patch=tuple(patch))
 
     def unchanged(self) -> dict[str, TensorShare]:
         """The shares as they are, for a version with whole values alone."""
@@ -181,10 +193,11 @@ class OwnShares:
 
     def damaged(self) -> list[str]:
         """The tensors whose copies have other digests than those that patches have led to. Cost: one pass."""
-        return [name for name, own in self._owned.items() if self._digests[name] != self._digest_of_copies(name, own)]
-
-    def _digest_of_copies(self, name: str, own: Sequence[_Owned]) -> int:
-        return added(*(self._digest(name, owned, 0, owned.copy) for owned in own))
+        found = {
+            name: added(*(self._digest(name, owned, 0, owned.copy) for owned in own))
+            for name, own in self._owned.items()
+        }
+        return [name for name, digest in found.items() if digest != self._digests[name]]
 
     def _dense(self, name: str) -> Iterator[EncodedPart]:
         shape = self.shapes[name]
@@ -196,6 +209,7 @@ class OwnShares:
     def _changes(self, name: str, owned: _Owned, holdings: Mapping[str, Holding]) -> Changes:
         """Find what has changed in one share, and change its copy."""
         pieces = []
+        dtype = torch.int32 if len(owned.copy) <= torch.iinfo(torch.int32).max else torch.int64
         for begin, new in self._pieces(name, owned, holdings):
             copy, bits = bits_of(owned.copy[begin : begin + len(new)]), bits_of(new)
             if bits.is_cpu:
@@ -206,10 +220,10 @@ class OwnShares:
                 old = copy[places]
                 copy[places] = changed
             if len(places):
-                pieces.append(Changes(places.to(_places_dtype(owned)) + begin, old.view(new.dtype)))
+                pieces.append(Changes(places.to(dtype) + begin, old.view(new.dtype)))
         if not pieces:
             return Changes(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=owned.copy.dtype))
-        return Changes(*map(_joined, zip(*pieces, strict=True)))
+        return Changes(*(torch.cat(each) for each in zip(*pieces, strict=True)))
 
     def _pieces(self, name: str, owned: _Owned, holdings: Mapping[str, Holding]) -> Iterator[tuple[int, Tensor]]:
         """Yield (first element in the share, present values where they are) a piece at a time."""
@@ -225,31 +239,11 @@ class OwnShares:
         return digest_at(flat_places(owned.place, self.shapes[name], torch.arange(len(values)) + begin), values)
 
 
-def _places_dtype(owned: _Owned) -> torch.dtype:
-    return torch.int32 if len(owned.copy) <= torch.iinfo(torch.int32).max else torch.int64
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
 def _lossless(owned: _Owned, changes: Changes) -> EncodedPart:
     """Encode a share by what it was before its copy changed."""
     earlier = owned.copy.clone()
-    bits_of(earlier)[changes.places] = bits_of(changes.old)
+    put(earlier, *changes)
     return encode_lossless(*owned.place, earlier, owned.copy)
-
-
-def published_dtype(dtype: torch.dtype, wanted: torch.dtype) -> torch.dtype:
-    """The dtype in which a tensor is published: floating-point ones in `wanted`, others in their own."""
-    return wanted if dtype.is_floating_point else dtype
-
-
-def _place_of(share: Share, region: HeldRegion) -> Place:
-    """The place of a share in its tensor. A box is not cut."""
-    if len(region.start) > 1:
-        return region.place
-    return (region.start[0] + share.begin,), (share.end - share.begin,)
 
 
 def _aligned(nbytes: int) -> int:

@@ -1,28 +1,34 @@
-"""The tensors of a version that is being read: what will change, before anything does.
+"""The tensors of versions that are being read: what will change, before anything does; and whether all of it is right.
 
 [Note: Nothing half]
 A reader applies a version when it has all of it, and has found every digest right. Until then new values wait in host
 memory beside the tensors. Changes with gaps wait as places and values, so a patch takes its own size. Dense and
 lossless parts wait in a copy of their tensor. The digest of what a tensor will be follows from that of what it is:
-[Note: Digests of published tensors] in digests.py. Patches of several versions are staged one after the other, and
+[Note: Digests of published tensors] in changes.py. Patches of several versions are staged one after the other, and
 applied at once.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from laconic.publish.changes import put, taken
-from laconic.publish.digests import added, as_text, digest_at, run_digest
-from laconic.publish.encodings import decode_dense, decode_gaps, decode_lossless
-from laconic.publish.regions import flat_places
-from laconic.publish.source import VersionSource, remedy
+from laconic.publish.changes import (
+    added,
+    as_text,
+    decode_dense,
+    decode_gaps,
+    decode_lossless,
+    digest_at,
+    flat_places,
+    put,
+    run_digest,
+    taken,
+)
 from laconic.publish.versions import (
     Encoding,
     Kind,
@@ -30,13 +36,12 @@ from laconic.publish.versions import (
     PublishedTensor,
     PublishError,
     VersionManifest,
+    VersionSource,
     listing,
+    remedy,
 )
 from laconic.store.folder import DamagedError, FileRecord
 from laconic.store.tensors import parse_named
-
-CAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""The dtypes between which a reader may cast. Narrower ones need scales."""
 
 
 class StagedTensor:
@@ -47,9 +52,9 @@ class StagedTensor:
 
         None stands for a tensor that is elsewhere, or has other values: then whole values come first, or only gaps.
         """
-        self.published, self._own = published, own
-        self._digest = digest
-        self._full: Tensor | None = None
+        self.published, self._own, self._digest = published, own, digest
+        self.full: Tensor | None = None
+        """All new values, on the host, if they are known as such."""
         self._places: list[Tensor] = []
         self._values: list[Tensor] = []
 
@@ -68,9 +73,9 @@ class StagedTensor:
             self._change(*decode_gaps(part, data, published.numel, dtype))
         else:
             values = decode_dense(part, data, dtype)
-            if self._full is None and part.numel == published.numel:
+            if self.full is None and part.numel == published.numel:
                 self.begin_whole()
-            if self._full is None and self._own is None:
+            if self.full is None and self._own is None:
                 places = flat_places((part.start, part.sizes), published.shape, torch.arange(part.numel))
                 self._change(places, values.reshape(-1))
             else:
@@ -78,8 +83,8 @@ class StagedTensor:
 
     def _change(self, places: Tensor, values: Tensor) -> None:
         """Stage elements at places of the flattened tensor."""
-        if self._full is not None:
-            put(self._full, places, values)
+        if self.full is not None:
+            put(self.full, places, values)
         else:
             self._places.append(places)
             self._values.append(values)
@@ -95,12 +100,7 @@ class StagedTensor:
                     f"{self.published.name}, {self.published.dtype}{list(self.published.shape)}, does not fit into "
                     "host memory; read it on a larger machine"
                 ) from error
-        self._full = values
-
-    @property
-    def full(self) -> Tensor | None:
-        """All new values, on the host, if they are known as such."""
-        return self._full
+        self.full = values
 
     @property
     def changes(self) -> tuple[Tensor, Tensor]:
@@ -117,8 +117,8 @@ class StagedTensor:
 
     def check(self, expected: str) -> None:
         """Compare the digest of the new values. Raises: PublishError if it is another one."""
-        if self._full is not None:
-            found = as_text(run_digest(self._full.reshape(-1)))
+        if self.full is not None:
+            found = as_text(run_digest(self.full.reshape(-1)))
         elif self._own is None or self._digest is None:
             return  # the values are elsewhere
         else:
@@ -135,22 +135,22 @@ class StagedTensor:
     def apply(self) -> None:
         """Write the new values into the tensor."""
         assert self._own is not None
-        if self._full is not None:
-            self._own.copy_(self._full)
+        if self.full is not None:
+            self._own.copy_(self.full)
         else:
             put(self._own, *self.changes)
 
     def _copied(self) -> Tensor:
         """The copy in which dense and lossless parts are staged."""
-        if self._full is None:
+        if self.full is None:
             if self._own is None:
                 raise PublishError(
                     f"{self.published.name} has changes that are coded by the values before, which are elsewhere; "
                     'update a model, or publish with encoding="gaps"'
                 )
-            self._full = self._own.detach().cpu().clone(memory_format=torch.contiguous_format)
-            put(self._full, *self.changes)
-        return self._full
+            self.full = self._own.detach().cpu().clone(memory_format=torch.contiguous_format)
+            put(self.full, *self.changes)
+        return self.full
 
 
 def _region(full: Tensor, part: PublishedPart) -> Tensor:
@@ -166,44 +166,32 @@ def stage_version(
 ) -> int:
     """Read the parts of one kind of a version, and stage them. Returns the bytes that were read.
 
+    Of a version without tensors in `staged`, files are compared with their records alone.
+
     Raises:
         VanishedError: the version was removed meanwhile.
         PublishError: it is damaged, or has other tensors.
         OSError: the source cannot be read.
     """
-    if unknown := [each.name for each in manifest.tensors if each.name not in staged]:
+    tensors, nbytes = manifest.tensors if staged else (), 0
+    if unknown := [each.name for each in tensors if each.name not in staged]:
         raise PublishError(f"version {manifest.version} has {listing(unknown)}, which later ones have not")
-    if kind == "whole":
-        for each in manifest.tensors:
-            staged[each.name].begin_whole()
-    nbytes = 0
+    for each in tensors if kind == "whole" else ():
+        staged[each.name].begin_whole()
     for record in manifest.files_of(kind):
-        with _told(source, manifest.version):
+        try:
             data = _read(source, manifest.version, record)
-            for each in manifest.tensors:
+            for each in tensors:
                 for part in each.parts(kind):
                     if part.file == record.name:
                         staged[each.name].add(part, data)
+        except DamagedError as error:
+            raise PublishError(
+                f"version {manifest.version} of {source} is damaged: {error}; nothing was applied, "
+                f"{remedy(manifest.version)}"
+            ) from error
         nbytes += record.size_bytes
     return nbytes
-
-
-def check_files(source: VersionSource, manifest: VersionManifest, kind: Kind) -> None:
-    """Compare the files of one kind with their records. Raises: see `stage_version`."""
-    for record in manifest.files_of(kind):
-        with _told(source, manifest.version):
-            _read(source, manifest.version, record)
-
-
-@contextmanager
-def _told(source: VersionSource, version: int) -> Iterator[None]:
-    """Turn damage in the block into a PublishError that says which version has it."""
-    try:
-        yield
-    except DamagedError as error:
-        raise PublishError(
-            f"version {version} of {source} is damaged: {error}; nothing was applied, {remedy(version)}"
-        ) from error
 
 
 def _read(source: VersionSource, version: int, record: FileRecord) -> dict[str, Tensor]:
@@ -219,49 +207,51 @@ def _read(source: VersionSource, version: int, record: FileRecord) -> dict[str, 
         raise DamagedError(f"{record.name}: {error}") from error
 
 
-def check_fit(published: Sequence[PublishedTensor], tensors: Mapping[str, Tensor], where: str) -> None:
-    """Refuse tensors that are not those of a version: of another architecture, vocabulary or dtype.
+class VersionVerdict(NamedTuple):
+    """The finding of `verify` about one version."""
 
-    Raises:
-        PublishError: names, shapes or dtypes differ. It names the first that do.
+    version: int
+    problem: str
+    """Empty if every byte is right."""
+    has_values: bool
+    """Whether values were compared with their digests, too; not for a patch of a version that is not there."""
+
+
+def verify(source: VersionSource) -> Iterator[VersionVerdict]:
+    """Read all versions, oldest first; compare all files with their records, and all values with their digests.
+
+    Cost: host memory for the model twice, and for one file.
     """
-    by_name = {each.name: each for each in published}
-    memory = {memory_of(tensors[name]) for name in by_name if name in tensors}
-    problems = [f"{name} is not in the model" for name in by_name if name not in tensors]
-    problems += [
-        f"{name} is not in the version"
-        for name, tensor in tensors.items()
-        if name not in by_name and memory_of(tensor) not in memory  # a tied tensor under a further name
-    ]
-    for name, each in by_name.items():
-        own = tensors.get(name)
-        if own is not None and tuple(own.shape) != each.shape:
-            problems.append(f"{name} is {list(own.shape)} in the model and {list(each.shape)} in the version")
-        elif own is not None and own.dtype != each.torch_dtype:
-            own_dtype = str(own.dtype).removeprefix("torch.")
-            problems.append(f"{name} is {own_dtype} in the model and {each.dtype} in the version")
-    casts = [
-        name for name, each in by_name.items() if name in tensors and _is_cast(tensors[name].dtype, each.torch_dtype)
-    ]
-    if problems:
-        further = "; Reader(cast=True) reads one float dtype into another" if casts else ""
-        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise PublishError(
-            f"{where} does not fit the model ({'; '.join(problems[:3])}{more}); read it into the architecture, "
-            f"vocabulary and dtype that are published{further}"
-        )
+    values: dict[str, Tensor] = {}
+    held: VersionManifest | None = None
+    for version in source.versions():
+        problem = ""
+        try:
+            manifest = source.manifest(version)
+            known = values if held is not None and _follows(manifest, held) else {}
+            values = {}
+            for kind in manifest.kinds:
+                if kind == "patch" and not known:
+                    stage_version(source, manifest, kind, {})
+                    continue
+                staged = {each.name: StagedTensor(each, None, None) for each in manifest.tensors}
+                for name, before in known.items() if kind == "patch" else ():
+                    staged[name].begin_whole(before)
+                stage_version(source, manifest, kind, staged)
+                for name, each in staged.items():
+                    each.check(each.published.after)
+                    assert each.full is not None
+                    values[name] = each.full
+            held = manifest if values else None
+        except (PublishError, OSError) as error:
+            values, held, problem = {}, None, str(error)
+        yield VersionVerdict(version, problem, bool(values))
 
 
-def _is_cast(dtype: torch.dtype, published: torch.dtype) -> bool:
-    return dtype != published and {dtype, published} <= set(CAST_DTYPES)
-
-
-def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The digests of whole tensors. Cost: one pass over them."""
-    return {name: as_text(run_digest(tensor.detach().reshape(-1))) for name, tensor in tensors.items()}
-
-
-def memory_of(tensor: Tensor) -> tuple[object, ...]:
-    """The key that tied tensors share. Each empty tensor has a key of its own."""
-    place = tensor.data_ptr() if math.prod(tensor.shape) else id(tensor)
-    return place, tensor.shape, tensor.stride(), tensor.dtype
+def _follows(manifest: VersionManifest, held: VersionManifest) -> bool:
+    """Whether a version is a patch of another. Raises: PublishError if it says so and is not."""
+    if manifest.base != held.version:
+        return False
+    if {each.name: each.before for each in manifest.tensors} != held.digests or manifest.run != held.run:
+        raise PublishError(f"version {manifest.version} is no patch of version {held.version}, which it names")
+    return True

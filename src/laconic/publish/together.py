@@ -38,9 +38,15 @@ from laconic.comm.journal import issue
 from laconic.comm.messages import new_host_group
 from laconic.comm.watch import waiting_for
 from laconic.publish.reader import Reader, UpdatePlan, source_of
-from laconic.publish.source import Registration, VanishedError, VersionSource, parse_manifest
 from laconic.publish.staging import StagedTensor
-from laconic.publish.versions import PublishError, VersionManifest
+from laconic.publish.versions import (
+    PublishError,
+    Registration,
+    VanishedError,
+    VersionManifest,
+    VersionSource,
+    parse_manifest,
+)
 from laconic.store.folder import FileRecord
 
 _CHUNK_BYTES = 1 << 17
@@ -68,7 +74,7 @@ class ReaderGroup:
     Args:
         group: the process group of trainers and readers. Default: all ranks.
         source: where rank 0 finds versions; see `Reader`. Other ranks need none.
-        run, verify, cast: see `Reader`.
+        run, verify: see `Reader`.
 
     Raises:
         PublishError: torch.distributed is not initialised, or rank 0 has no source.
@@ -81,7 +87,6 @@ class ReaderGroup:
         source: VersionSource | str | Path | None = None,
         run: str | None = None,
         verify: Literal["each", "first"] = "each",
-        cast: bool = False,
     ) -> None:
         with waiting_for("the process group of a ReaderGroup"):
             own = new_host_group(group)
@@ -94,7 +99,7 @@ class ReaderGroup:
         self._ranks.agree(lambda: self._take_source(source), only=self._ranks.rank == 0)
         self._nodes = self._ranks.gather(_node())
         self._received = _Received()
-        self.reader = Reader(self._received, run=run, verify=verify, cast=cast)
+        self.reader = Reader(self._received, run=run, verify=verify)
         """The reader of this rank: its version, and the bytes that it has read."""
 
     def update(self, model: nn.Module | Mapping[str, Tensor] | None = None, *, to: int | None = None) -> int:
@@ -107,8 +112,8 @@ class ReaderGroup:
 
         Raises:
             PublishError: one rank cannot go on; see `Reader.update`. All ranks raise it, with the rank, and nothing was
-                applied. Or a library could not quantise what had come, or a device had no room for it: then the other
-                ranks have the version, the error says so, and the next update repairs the model of that rank.
+                applied. Or a device had no room for what had come: then the other ranks have the version, the error
+                says so, and the next update repairs the model of that rank.
         """
         for _ in range(_ATTEMPTS):
             try:
@@ -163,15 +168,33 @@ class ReaderGroup:
         for rank, (_, needs) in enumerate(gathered):
             for version, name in needs:
                 needing[version, name].append(rank)
-        transfers = _Transfers(self._send, self._received.manifests, needing)
-        self._received.transfers = transfers
+        left = deque(  # in the order in which every rank takes part in sending them
+            (version, record)
+            for version in sorted({version for version, _ in needing})
+            for record in self._received.manifests[version].files
+            if (version, record.name) in needing
+        )
+
+        def send_next() -> tuple[int, FileRecord, bytearray]:
+            version, record = left.popleft()
+            return version, record, self._send(version, record, needing[version, record.name])
+
+        def read(version: int, file: FileRecord) -> bytearray:
+            while left:
+                *sent, data = send_next()
+                if sent == [version, file]:
+                    return data
+            raise PublishError(f"{file.name} of version {version} was not asked for")
+
+        self._received.read = read
         staged: dict[str, StagedTensor] = {}
         problem: Exception | None = None
         try:
             staged = staged if plan is None else self.reader.stage(plan)
         except (PublishError, OSError) as error:
             problem = error
-        transfers.finish()
+        while left:
+            send_next()
         self._ranks.agree(lambda: _raise(problem))
         return staged
 
@@ -249,47 +272,13 @@ def chain(nodes: Sequence[str], ranks: Collection[int]) -> dict[int, list[int]]:
     return dict(sends)
 
 
-class _Transfers:
-    """The files that some rank needs, in the order in which every rank takes part in sending them."""
-
-    def __init__(
-        self,
-        send: Callable[[int, FileRecord, Sequence[int]], bytearray],
-        manifests: Mapping[int, VersionManifest],
-        needing: Mapping[tuple[int, str], list[int]],
-    ) -> None:
-        self._send, self._needing = send, needing
-        self._left = deque(
-            (version, record)
-            for version in sorted({version for version, _ in needing})
-            for record in manifests[version].files
-            if (version, record.name) in needing
-        )
-
-    def up_to(self, version: int, record: FileRecord) -> bytearray:
-        """Take part until a file has arrived."""
-        while self._left:
-            if self._left[0] == (version, record):
-                return self._send_next()
-            self._send_next()
-        raise PublishError(f"{record.name} of version {version} was not asked for")
-
-    def finish(self) -> None:
-        """Take part to the end."""
-        while self._left:
-            self._send_next()
-
-    def _send_next(self) -> bytearray:
-        version, record = self._left.popleft()
-        return self._send(version, record, self._needing[version, record.name])
-
-
 class _Received:
     """The source of each rank's reader: what the group has sent."""
 
     def __init__(self) -> None:
         self.manifests: dict[int, VersionManifest] = {}
-        self.transfers: _Transfers | None = None
+        self.read: Callable[[int, FileRecord], bytearray]
+        """See `VersionSource.read`. It takes part in sending files until this one has come."""
 
     def __str__(self) -> str:
         return "rank 0 of the group"
@@ -310,11 +299,6 @@ class _Received:
         if version not in self.manifests:
             raise VanishedError(f"version {version} is not there any more; update again")
         return self.manifests[version]
-
-    def read(self, version: int, file: FileRecord) -> bytearray:
-        """See `VersionSource.read`."""
-        assert self.transfers is not None
-        return self.transfers.up_to(version, file)
 
     def register(self, reader: str, registration: Registration) -> None:
         """Nothing: these readers have no names."""

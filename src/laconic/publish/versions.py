@@ -1,10 +1,10 @@
-"""The manifest of a published version: which tensors it has, and where their new values stand.
+"""Published versions: the manifest, which says where new values of tensors stand; and the places where versions lie.
 
 [Note: A published version]
 A publication is a folder with a store for each version, `weight_v000007` ([Note: A store] in store/folder.py). A reader
 sees a whole version or none. A version has plain safetensors files and a manifest, `manifest.json`. The manifest names
 every tensor with its shape, its dtype and its digests before and after ([Note: Digests of published tensors] in
-publish/digests.py). A version may have two kinds of parts, and has one at least:
+publish/changes.py). A version may have two kinds of parts, and has one at least:
 
     patch   what has changed since the version `base`. It applies to exactly this version.
     whole   all values. Newcomers, and readers that are too far behind, begin here.
@@ -23,28 +23,41 @@ axis has cut the tensor. The encodings:
 
 A whole tensor on one rank has its own name as the key and its own shape, so a version from one rank is a folder that
 any reader of safetensors understands. tests/reference/publish.py has a reader of gaps and dense parts in ten lines.
+
+[Note: Registered readers]
+A reader with a name tells the place which version it has, and which versions it is reading. In a folder it writes
+`readers/NAME.json`. A publisher keeps the versions that such a reader still needs, so that it need not begin anew from
+whole values. Nothing but this depends on what readers say: a reader that lies, or that is gone, keeps at most
+`patience` versions, and what it says of versions that are not there is passed over.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, Literal, Self
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
 
 import torch
 
-from laconic.comm.entries import typed
+from laconic.comm.entries import EntryError, parse, typed
 from laconic.store import folder as store
 from laconic.store import tensors
+from laconic.store.files import make_folder, write_text
+from laconic.store.folder import DamagedError, FileRecord
 
 MANIFEST = "manifest.json"
 VERSION_NAME = re.compile(r"weight_v([0-9]{6,12})")
 REMAINS = re.compile(rf"weight_v[0-9]{{6,12}}(?:\.[0-9a-f]{{32}})?{store.REMAINS}")
 """The names that an interrupted write or removal of a version leaves."""
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
+READERS = "readers"
+_READER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+MOST_REGISTRATION_BYTES = 1 << 16
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in tensors.STORABLE}
 _MOST_LISTED = 8
@@ -56,8 +69,16 @@ Names = Literal["huggingface", "hub", "model"]
 file; or the model's own."""
 
 
+Place = tuple[tuple[int, ...], tuple[int, ...]]
+"""The start and the sizes of a run or a box."""
+
+
 class PublishError(ValueError):
     """A version could not be published or applied. Nothing of it was applied."""
+
+
+class VanishedError(PublishError):
+    """A version was removed while it was read."""
 
 
 def version_name(version: int) -> str:
@@ -191,7 +212,7 @@ class VersionManifest(store.Manifest):
         kinds: tuple[tuple[Kind, bool], ...] = (("patch", self.base is not None), ("whole", self.is_whole))
         return [kind for kind, is_there in kinds if is_there]
 
-    def files_of(self, kind: Kind) -> list[store.FileRecord]:
+    def files_of(self, kind: Kind) -> list[FileRecord]:
         """The files with parts of one kind."""
         used = {part.file for tensor in self.tensors for part in tensor.parts(kind)}
         return [record for record in self.files if record.name in used]
@@ -224,3 +245,150 @@ def listing(names: Iterable[str]) -> str:
     names = list(names)
     more = len(names) - _MOST_LISTED
     return ", ".join(names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+# -- places with versions ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registration:
+    """The news of a reader: [Note: Registered readers]."""
+
+    version: int | None
+    """The version that it has; None for none, or one that nobody published."""
+    reading: tuple[int, ...] = ()
+    """The versions that it is reading."""
+
+    def to_text(self) -> str:
+        """Return it as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, data: bytes) -> Self:
+        """Return the registration of `to_text`. Raises: EntryError for anything else."""
+        return typed(cls, parse(data, most_bytes=MOST_REGISTRATION_BYTES))
+
+
+class VersionSource(Protocol):
+    """A place with versions, as readers see it: a folder, or anything that serves one."""
+
+    def versions(self) -> list[int]:
+        """The numbers of the versions that are there, ascending. Raises: OSError, PublishError."""
+
+    def manifest(self, version: int) -> VersionManifest:
+        """Read the manifest of a version.
+
+        Raises:
+            VanishedError: the version is not there any more.
+            PublishError: it is damaged, or that of another version.
+            OSError: it cannot be read.
+        """
+
+    def read(self, version: int, file: FileRecord) -> bytearray:
+        """Read all of a file. The caller compares it with its record. Raises: VanishedError, OSError."""
+
+    def register(self, reader: str, registration: Registration) -> None:
+        """Tell the publisher what a reader has and needs; a place without such a way does nothing. Raises: OSError."""
+
+
+class FolderSource:
+    """A folder of versions on any file system, which a `Publisher` writes."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    def versions(self) -> list[int]:
+        """See `VersionSource.versions`."""
+        try:
+            names = [path.name for path in self.folder.iterdir()]
+        except OSError as error:
+            raise PublishError(
+                f"{self.folder} is no folder of versions ({error.strerror}); give the one that the publisher writes"
+            ) from error
+        return sorted(int(found[1]) for name in names if (found := VERSION_NAME.fullmatch(name)))
+
+    def manifest(self, version: int) -> VersionManifest:
+        """See `VersionSource.manifest`."""
+        return parse_manifest(self._read(version, MANIFEST), version, str(self.folder / version_name(version)))
+
+    def read(self, version: int, file: FileRecord) -> bytearray:
+        """See `VersionSource.read`."""
+        return bytearray(self._read(version, file.name, file.size_bytes + 1))
+
+    def _read(self, version: int, name: str, most_bytes: int = -1) -> bytes:
+        folder = self.folder / version_name(version)
+        try:
+            with (folder / name).open("rb") as opened:
+                return opened.read(most_bytes)
+        except FileNotFoundError as error:
+            if not folder.is_dir():
+                raise VanishedError(f"{folder} is not there any more; update again") from error
+            raise PublishError(f"{folder} is damaged: its {name} is missing; {remedy(version)}") from error
+
+    def register(self, reader: str, registration: Registration) -> None:
+        """See `VersionSource.register`."""
+        make_folder(self.folder / READERS)
+        write_text(self.folder / READERS / f"{reader}.json", registration.to_text(), durable=False)
+
+    def registrations(self) -> dict[str, Registration]:
+        """The registrations of readers, by their names. An unreadable file is left out."""
+        found = {}
+        for path in sorted((self.folder / READERS).glob("*.json")):
+            try:
+                if path.stat().st_size <= MOST_REGISTRATION_BYTES and _READER_NAME.fullmatch(path.stem):
+                    found[path.stem] = Registration.parse(path.read_bytes())
+            except (OSError, EntryError):
+                continue
+        return found
+
+
+def parse_manifest(data: bytes, version: int, where: str) -> VersionManifest:
+    """The manifest of a version, as a place called `where` has it.
+
+    Raises:
+        PublishError: it is damaged, or that of another version.
+    """
+    try:
+        manifest = VersionManifest.parse(data, f"{where}/{MANIFEST}")
+    except DamagedError as error:
+        raise PublishError(f"{error}; {remedy(version)}") from error
+    if manifest.version != version:
+        raise PublishError(f"{where} holds version {manifest.version}, not what its name says; {remedy(version)}")
+    return manifest
+
+
+def remedy(version: int) -> str:
+    """The end of a message about a damaged version."""
+    return f"let the publisher write whole values again, or remove {version_name(version)}"
+
+
+def check_reader_name(name: str) -> None:
+    """Raise PublishError unless the name of a reader can be that of a file."""
+    if not _READER_NAME.fullmatch(name):
+        raise PublishError(
+            f"name={name!r} is no name of a reader; use up to 64 letters, digits, dots, dashes and underscores"
+        )
+
+
+def superseded(
+    has_whole: Mapping[int, bool], readers: Sequence[Registration], *, keep: int, patience: int
+) -> list[int]:
+    """The versions that no reader needs: see [Note: Registered readers]. `has_whole` says which have whole values.
+
+    Kept are the `keep` newest; the newest with whole values, and those after it, for newcomers; and what registered
+    readers need that are at most `patience` versions behind.
+    """
+    numbers = sorted(has_whole)
+    wholes = [number for number in numbers if has_whole[number]]
+    if not wholes:
+        return []
+    first = min(wholes[-1], numbers[-min(keep, len(numbers))])
+    oldest = numbers[-1] - patience
+    reading = {version for reader in readers for version in reader.reading if version >= oldest}
+    for reader in readers:
+        if reader.version is not None and oldest <= reader.version < numbers[-1]:
+            first = min(first, next(number for number in numbers if number > reader.version))
+    return [number for number in numbers if number < first and number not in reading]
