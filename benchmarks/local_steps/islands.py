@@ -148,12 +148,10 @@ class _Islands:
 
     def rows_of(self, job: Job, step: int) -> Tensor:
         """Return this island's rows in a step, (rows, length). Those of all islands are one global batch."""
-        sampler = Sampler(
-            seed=job.seed, num_tokens=len(self.tokens.train), sequence_length=job.length, micro_batch_size=job.rows,
-            rank=self.rank, world_size=self.count,
-        )  # fmt: skip
-        offsets = sampler.offsets(job.warm_steps + step)[0]
-        return torch.from_numpy(data.rows_at(self.tokens.train, offsets, job.length))
+        division = Division(num_workers=self.count, micro_batch_size=job.rows)
+        num_starts = len(self.tokens.train) - job.length + 1
+        offsets = drawn_offsets(division, job.warm_steps + step, seed=job.seed, num_starts=num_starts)
+        return torch.from_numpy(data.rows_at(self.tokens.train, offsets[0, self.rank], job.length))
 
     def held_rows(self, job: Job) -> Tensor:
         """Return this island's part of the held-out rows, (rows, length), the same every time."""

@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from laconic.checkpoint import state
-from laconic.codec.linear import quantized_layers
 from laconic.hf.hub_names import FolderRun, runs_of_folder
 from laconic.hf.layers import base_model
 from laconic.hf.lora import adapted_layers, adapters_put_aside
 from laconic.hf.saving import adapter_tensors, is_peft_model
 from laconic.islands.local_steps import LocalSteps
+from laconic.layers.linear import quantized_layers
 from laconic.publish.versions import Names, Place, PublishError, listing
 from laconic.ragged.parts import BoxedTensor, joined
 from laconic.ragged.tensor import RaggedTensor
