@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.models.llama import modeling_llama  # noqa: F401  before a rehearsal, whose streams are no classes
 
 from benchmarks.llama import decoder_layers, loss_of
 from laconic.publish import Reader
