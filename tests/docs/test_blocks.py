@@ -98,8 +98,8 @@ def test_free_diffs_are_python_on_both_sides(block: Block) -> None:
 def defined(name: str) -> set[str]:
     """The names at the top level of a module of laconic. It is not imported: some of them take seconds."""
     path = ROOT / "src" / name.replace(".", "/")
-    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    files = path.glob("__init__.py*") if path.is_dir() else [path.with_suffix(".py")]  # a stub has those of laconic
+    tree = ast.parse("\n".join(file.read_text(encoding="utf-8") for file in files))
     names = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]  # also those for type checkers
     return names | {alias.asname or alias.name for node in imports for alias in node.names}
