@@ -7,6 +7,7 @@ the answer. A few tests, marked `machine`, have real sockets.
 from __future__ import annotations
 
 import contextlib
+import gc
 import http.client
 import io
 import itertools
@@ -573,3 +574,14 @@ def test_the_command_at_a_distance(tmp_path: Path, capsys: pytest.CaptureFixture
     url = network.serve(tmp_path / "versions")
     assert publish_cli.main(["verify", url]) == 0
     assert capsys.readouterr().out.count(": intact\n") == 6
+
+
+def test_a_refusal_keeps_nothing_of_its_connection(tmp_path: Path) -> None:
+    """An error that is made once and raised again would keep the frames of all requests that it refused."""
+    server = server_of(tmp_path)
+    for target in ("/nowhere", "http://[", "/versions/more"):
+        for _ in range(2):
+            answer = server.answer(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            assert b"there is no such place" in answer.left
+    gc.collect()
+    assert [each for each in gc.get_objects() if type(each) is serving._Handler] == []

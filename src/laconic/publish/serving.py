@@ -163,9 +163,11 @@ class _RefusedError(Exception):
         self.status, self.headers = status, headers or {}
 
 
-_NO_PLACE = _RefusedError(
-    HTTPStatus.BAD_REQUEST, "there is no such place; give the address that `laconic publish serve` has"
-)
+def _no_place() -> _RefusedError:
+    """A new error each time: one that is raised again keeps all frames of before, and so their connections."""
+    return _RefusedError(
+        HTTPStatus.BAD_REQUEST, "there is no such place; give the address that `laconic publish serve` has"
+    )
 
 
 class _Request(NamedTuple):
@@ -244,7 +246,7 @@ class _Handler(socketserver.StreamRequestHandler):
         try:
             path = urlsplit(self._asked.target).path.strip("/").split("/")
         except ValueError:
-            raise _NO_PLACE from None
+            raise _no_place() from None
         match self._asked.method, path:
             case ["GET" | "HEAD", ["versions"]]:
                 self._send_json({"versions": self._versions()})
@@ -253,7 +255,7 @@ class _Handler(socketserver.StreamRequestHandler):
             case ["PUT", ["readers", name]]:
                 self._register(name)
             case ["GET" | "HEAD" | "PUT", _]:
-                raise _NO_PLACE
+                raise _no_place()
             case [method, _]:
                 raise _RefusedError(HTTPStatus.NOT_IMPLEMENTED, f"{method} is none of GET, HEAD and PUT")
 
