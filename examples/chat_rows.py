@@ -13,7 +13,7 @@ from pathlib import Path
 from datasets import load_dataset
 from transformers import AutoTokenizer
 
-from laconic.hf.tokenizer import transformers_bytes
+from laconic.models.tokenizer import transformers_bytes
 
 CHATML = """\
 {%- for message in messages -%}

@@ -47,6 +47,15 @@ def test_a_missing_package_is_named_and_a_missing_module_of_laconic_is_a_bug(
         cli.main(["echo"])
 
 
+def test_a_command_of_another_distribution_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("laconic.extras.find_spec", lambda name: None)
+    monkeypatch.setitem(cli.COMMANDS, "train", ("laconic.no_such_room:main", "a test"))
+    assert cli.main(["train"]) == 2
+    assert "laconic train is one of laconic-tools; pip install ./tools in a clone" in capsys.readouterr().err
+
+
 def test_the_module_for_torchrun_names_a_missing_package(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

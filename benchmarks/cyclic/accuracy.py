@@ -27,7 +27,7 @@ from laconic.config import DataConfig
 from laconic.cyclic import CyclicDataParallel
 from laconic.data.tokens import TokenFiles, open_tokens, prepare, rows_at
 from laconic.hf.causal_lm import cut_causal_lm
-from laconic.hf.tokenizer import ByteTokenizer
+from laconic.models.tokenizer import ByteTokenizer
 from tests.support.launch import launch
 from tests.support.record import Row
 

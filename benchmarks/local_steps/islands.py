@@ -28,8 +28,8 @@ from laconic.comm.launch import ExitWithoutTeardown
 from laconic.config import DataConfig, OptimizerConfig
 from laconic.data import tokens as data
 from laconic.data.batches import Division, drawn_offsets
-from laconic.hf.tokenizer import load_tokenizer
 from laconic.lab.counters import interface_bytes
+from laconic.models.tokenizer import load_tokenizer
 from laconic.strategies.optimizers import lr_at
 
 _VOCAB = 256

@@ -26,7 +26,7 @@ from laconic.comm.agreement import RankGroup
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, from_dict
 from laconic.data.batches import Batch
-from laconic.hf.models import build_model
+from laconic.models.build import build_model
 from laconic.strategies.memory import measured_peak
 from laconic.strategies.stepper import Setup, Stepper
 

@@ -8,7 +8,7 @@ from laconic.extras import run
 
 COMMANDS = {
     "train": ("laconic.train.cli:command", "train a model from a config file (started by torchrun, or alone)"),
-    "export": ("laconic.hf.export_cli:main", "turn a checkpoint into a Hugging Face safetensors folder"),
+    "export": ("laconic.models.export_cli:main", "turn a checkpoint into a Hugging Face safetensors folder"),
     "compare": ("laconic.compare.cli:main", "run one job under several strategies in the lab, side by side"),
     "rendezvous": ("laconic.islands.rendezvous:main", "serve as the meeting point of islands that come and go"),
     "lab": ("laconic.lab.cli:main", "run a script under torchrun on an emulated cluster with a slow wire"),

@@ -1,6 +1,7 @@
 """laconic's extras: how to install them, and commands that need them.
 
-No package index has laconic, so its name alone finds nothing.
+No package index has laconic, so its name alone finds nothing. Most commands are a distribution of their own,
+laconic-tools, which fills rooms of this package.
 """
 
 import gc
@@ -8,6 +9,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 
 def how_to_install(extra: str, *, environment: str = "", of_contestants: bool = False) -> str:
@@ -36,7 +38,11 @@ def run(command: str, place: str, arguments: Sequence[str]) -> int:
         return int(action(list(arguments)))
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "laconic":
-            raise
+            if find_spec("laconic.registry") is not None:  # a room of laconic-tools
+                raise
+            wheel = "pip install 'laconic-tools @ file:///PATH/OF/ITS/WHEEL'"
+            print(f"{command} is one of laconic-tools; pip install ./tools in a clone, or {wheel}", file=sys.stderr)
+            return 2
         extra = "train" if error.name != "matplotlib" else "bench"
         print(f"{command} needs the package {error.name!r}; {how_to_install(extra)}", file=sys.stderr)
         return 2

@@ -12,8 +12,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, ConfigError, all_keys, from_dict, load, to_dict, to_toml
 from laconic.config.job import parse_toml
-from laconic.hf.models import build_model
-from laconic.hf.tokenizer import ByteTokenizer, with_vocabulary
+from laconic.models.build import build_model
+from laconic.models.tokenizer import ByteTokenizer, with_vocabulary
 from laconic.registry import named
 from laconic.strategies.checks import check_job
 from laconic.strategies.under import job_under

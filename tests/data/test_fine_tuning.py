@@ -16,8 +16,8 @@ from laconic.config import Config, load
 from laconic.data import tokens as data
 from laconic.data.batches import EpochSampler
 from laconic.data.rows import RowFiles
-from laconic.hf.models import build_model
-from laconic.hf.tokenizer import ByteTokenizer
+from laconic.models.build import build_model
+from laconic.models.tokenizer import ByteTokenizer
 from laconic.strategies.optimizers import make_optimizer
 from tests.reference import fine_tuning as naive
 from tests.support.jobs import SMALL_LLAMA, job, train_all

@@ -14,8 +14,8 @@ from laconic.data import rows as module
 from laconic.data import tokens as data
 from laconic.data.batches import IGNORED, Division, EpochSampler, TrainingData, drawn_offsets
 from laconic.data.rows import RowFiles
-from laconic.hf.models import build_model
-from laconic.hf.tokenizer import ByteTokenizer
+from laconic.models.build import build_model
+from laconic.models.tokenizer import ByteTokenizer
 from tests.support.jobs import job
 
 

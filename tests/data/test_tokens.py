@@ -13,7 +13,7 @@ import pytest
 from laconic.config import DataConfig, JobError
 from laconic.data import tokens as data
 from laconic.data.corpus import open_corpus
-from laconic.hf.tokenizer import ByteTokenizer, load_tokenizer
+from laconic.models.tokenizer import ByteTokenizer, load_tokenizer
 
 
 def tokens_of(folder: Path, **settings: Any) -> data.TokenFiles:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from laconic.config import ModelConfig
 from laconic.data.batches import IGNORED, LEAST_TOKENS, Batch, Division, TrainingData
-from laconic.hf.models import build_model
+from laconic.models.build import build_model
 from laconic.train.balance import fastest_rows, last_end
 from tests.data.test_rows import stream, texts
 from tests.reference import unequal as naive

@@ -106,18 +106,19 @@ def test_extras_in_texts_exist() -> None:
     assert named <= extras
 
 
-def test_the_two_wheels_share_out_the_package() -> None:
-    """The wheel of laconic leaves out the room that the wheel of laconic-contestants fills, of the same version."""
-    own, theirs = (
-        tomllib.loads((ROOT / name).read_text()) for name in ("pyproject.toml", "contestants/pyproject.toml")
+def test_the_wheels_share_out_the_package() -> None:
+    """The wheel of laconic leaves out the rooms that the others fill, of the same version."""
+    own, tools, contestants = (
+        tomllib.loads((ROOT / folder / "pyproject.toml").read_text()) for folder in (".", "tools", "contestants")
     )
     left_out = own["tool"]["hatch"]["build"]["targets"]["wheel"]["exclude"]
-    filled = theirs["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    assert {f"../{room}": room.removeprefix("src/") for room in left_out} == filled
-    assert all((ROOT / room / "__init__.py").exists() for room in left_out)
+    filled = [each["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"] for each in (tools, contestants)]
+    assert {f"../{room}": room.removeprefix("src/") for room in left_out} == {**filled[0], **filled[1]}
+    assert all((ROOT / room).exists() for room in left_out)
     version = own["project"]["version"]
-    assert theirs["project"]["version"] == version
-    assert theirs["project"]["dependencies"] == [f"laconic[train]=={version}"]
+    assert {each["project"]["version"] for each in (own, tools, contestants)} == {version}
+    assert tools["project"]["dependencies"] == [f"laconic[train]=={version}"]
+    assert contestants["project"]["dependencies"] == [f"laconic-tools=={version}"]
 
 
 def test_the_head_is_of_the_rows_that_are_on_record(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ import torch
 from laconic.checkpoint import commit
 from laconic.config import DataConfig, JobError, ModelConfig
 from laconic.data import tokens
-from laconic.hf.tokenizer import ByteTokenizer
+from laconic.models.tokenizer import ByteTokenizer
 from laconic.store.files import remove
 from tests.faults import saves
 from tests.faults.bench import Bench, Found, campaign
@@ -245,7 +245,7 @@ def _tokens(work: Path, field: str = _TEXTS) -> Callable[[Path], str]:
 
 def _model(work: Path) -> Callable[[Path], str]:
     """Write a model folder of several files; then it loads as it was, or is refused."""
-    from laconic.hf.models import build_model
+    from laconic.models.build import build_model
     from laconic.plan.padding import shapes_of
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -178,7 +178,7 @@ def _try(situation: Situation, work: Path) -> Iterator[str]:
     resumed, out = _changed(job, resume="auto"), Path(job.train.output)
 
     def export() -> int:
-        from laconic.hf.export_cli import main
+        from laconic.models.export_cli import main
 
         return main([str(out), str(target / "model")])
 

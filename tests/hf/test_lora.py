@@ -17,10 +17,10 @@ import laconic
 from laconic import checkpoint
 from laconic.config import JobError, LoraConfig, ModelConfig, load
 from laconic.hf import lora
-from laconic.hf.export import export
 from laconic.hf.layers import base_model
-from laconic.hf.models import build_model, layers_to_shard
 from laconic.layers.linear import QuantizedLinear, quantized_layers
+from laconic.models.build import build_model, layers_to_shard
+from laconic.models.export import export
 from tests.hf.zoo import LORA, TINY, differing, spread, tokens, whole
 from tests.support.jobs import job, train_all
 from tests.support.launch import on_ranks, run_ranks

@@ -25,7 +25,7 @@ from laconic.errors import JobError
 from laconic.hf import folder as hf_folder
 from laconic.hf import saving
 from laconic.hf.folder import ModelFolder, ModelFolderError
-from laconic.hf.models import ModelConfig, build_model
+from laconic.models.build import ModelConfig, build_model
 from tests.hf.zoo import LORA, NO_LORA, TINY, differing, spread, tokens, whole
 from tests.support.launch import on_ranks, run_ranks
 from tests.support.sharded_net import Net, build, shard

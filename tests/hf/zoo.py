@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from laconic.config import LoraConfig, ModelConfig
 from laconic.hf.layers import layers_to_shard
-from laconic.hf.models import build_model, materialize
+from laconic.models.build import build_model, materialize
 
 _LLAMA = {
     "model_type": "llama",

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from laconic.config import Config
 from laconic.hf.layers import layers_to_shard
-from laconic.hf.models import build_model
+from laconic.models.build import build_model
 from laconic.plan import model_trace
 from laconic.plan.model_trace import ModelTrace, batch_of, trace_job, trace_model, writes_in_place
 from laconic.plan.phase import Segment

@@ -57,7 +57,7 @@ def padded_numel(shape: tuple[int, ...], size: int) -> int:
 
 
 def parameters_of(config: Config) -> list[nn.Parameter]:
-    from laconic.hf.models import build_model
+    from laconic.models.build import build_model
 
     return list(build_model(config.model, config.lora, device="meta").parameters())
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from laconic import checkpoint
 from laconic.config import Config, ModelConfig, to_dict
-from laconic.hf import export
-from laconic.hf.models import build_model
+from laconic.models import export
+from laconic.models.build import build_model
 from laconic.publish import FolderSource, Publisher, Reader
 from laconic.publish.versions import version_name
 from tests.hf.zoo import LORA, NO_LORA, TINY, spread, tokens

@@ -18,9 +18,9 @@ from laconic.cyclic import Rule
 from laconic.data import tokens as data
 from laconic.data.batches import Division, drawn_offsets
 from laconic.hf.causal_lm import cut_causal_lm
-from laconic.hf.export import export
-from laconic.hf.models import build_model
-from laconic.hf.tokenizer import load_tokenizer
+from laconic.models.build import build_model
+from laconic.models.export import export
+from laconic.models.tokenizer import load_tokenizer
 from laconic.strategies.checks import check_workers
 from laconic.strategies.cyclic import num_workers
 from laconic.strategies.optimizers import lr_at, make_stage_optimizer

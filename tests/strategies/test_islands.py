@@ -13,8 +13,8 @@ from torch import Tensor
 import laconic
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError, ModelConfig
-from laconic.hf.models import build_model
 from laconic.islands.recovery import trained_slices
+from laconic.models.build import build_model
 from laconic.strategies.islands import assign_slices, num_islands
 from laconic.strategies.parallelize import parallelize
 from laconic.strategies.stepper import Setup

@@ -19,8 +19,8 @@ import laconic
 from laconic.checkpoint import load_dcp, open_checkpoint, storage
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, SyncConfig
-from laconic.hf.export import export
-from laconic.hf.models import build_model
+from laconic.models.build import build_model
+from laconic.models.export import export
 from laconic.policy import to_keys
 from laconic.ragged.parts import sliced_parts
 from laconic.strategies.simultaneous import Simultaneous

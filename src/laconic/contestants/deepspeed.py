@@ -45,7 +45,7 @@ from laconic.config import JobError
 from laconic.data.batches import Batch
 from laconic.extras import how_to_install
 from laconic.hf.layers import layers_to_shard
-from laconic.hf.models import materialize
+from laconic.models.build import materialize
 from laconic.shard.policies import Precision
 from laconic.strategies.memory import local_nbytes, state_nbytes
 from laconic.strategies.optimizers import make_optimizer

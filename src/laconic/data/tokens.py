@@ -14,7 +14,7 @@ from laconic.config import DataConfig, JobError
 from laconic.data import arrays, rows
 from laconic.data.batches import Batch, Division, TrainingData, drawn_offsets, hashed
 from laconic.data.corpus import Corpus, open_corpus
-from laconic.hf.tokenizer import Tokenizer
+from laconic.models.tokenizer import Tokenizer
 
 _DOCUMENTS_PER_BATCH = 64
 _SPLITS = ("train", "eval")

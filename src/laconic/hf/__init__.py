@@ -1,1 +1,1 @@
-"""Everything that uses transformers and peft: models, weights, adapters, tokenizers and export."""
+"""What knows transformers and peft: weights in their folders, adapters, and causal language models in stages."""

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from laconic import registry
 from laconic.config import Config, DataConfig, ShardConfig
 from laconic.hf.layers import layers_to_shard, without_packed_rows
-from laconic.hf.models import build_model
-from laconic.hf.tokenizer import load_tokenizer, with_vocabulary
+from laconic.models.build import build_model
+from laconic.models.tokenizer import load_tokenizer, with_vocabulary
 from laconic.partial.updates import partial_updates
 from laconic.plan.equal_layers import list_of_equal, only, repeat_middle
 from laconic.plan.phase import Segment

@@ -99,7 +99,7 @@ def shapes_of(model: str) -> ModelShapes:
 
 def _built(config: ModelConfig) -> ModelShapes:
     from laconic.hf.layers import layers_to_shard
-    from laconic.hf.models import build_model
+    from laconic.models.build import build_model
 
     model = build_model(config)
     layers = layers_to_shard(model)

@@ -30,7 +30,7 @@ from laconic.cyclic import CyclicDataParallel
 from laconic.data.batches import Batch
 from laconic.hf.causal_lm import cut_causal_lm
 from laconic.hf.layers import base_model
-from laconic.hf.models import materialize
+from laconic.models.build import materialize
 from laconic.store.folder import damage
 from laconic.strategies.memory import state_nbytes
 from laconic.strategies.optimizers import make_stage_optimizer

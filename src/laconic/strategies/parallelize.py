@@ -29,7 +29,7 @@ from laconic import registry
 from laconic.comm.cluster import make_mesh
 from laconic.config import ModelConfig, OptimizerConfig, ShardConfig
 from laconic.hf.layers import layers_to_shard
-from laconic.hf.models import materialize
+from laconic.models.build import materialize
 from laconic.optim import AdamW8bit
 from laconic.policy import with_keys
 from laconic.shard.policies import ShardPolicy

@@ -28,7 +28,7 @@ from laconic.comm.launch import RankInfo, ending_with_launcher, pick_device, pro
 from laconic.config import Config, JobError, to_dict, to_toml
 from laconic.data.batches import Batch, Division
 from laconic.errors import writing
-from laconic.hf.tokenizer import KEPT, load_tokenizer, save_tokenizer, with_vocabulary
+from laconic.models.tokenizer import KEPT, load_tokenizer, save_tokenizer, with_vocabulary
 from laconic.store import files
 from laconic.strategies.checks import check_job
 from laconic.strategies.cyclic import CyclicStepper, newest_cut, num_workers

@@ -33,8 +33,8 @@ from laconic.config import (
 from laconic.data import arrays, tokens
 from laconic.data.batches import TrainingData
 from laconic.extras import how_to_install
-from laconic.hf.models import build_model
-from laconic.hf.tokenizer import Tokenizer
+from laconic.models.build import build_model
+from laconic.models.tokenizer import Tokenizer
 from laconic.plan.candidates import CANDIDATES
 from laconic.plan.choice import choose, fitting_cluster
 from laconic.plan.cluster_file import load_cluster

@@ -29,8 +29,8 @@ from laconic.hf.folder import (
     write_tensors,
 )
 from laconic.hf.layers import base_model
-from laconic.hf.models import build_model
-from laconic.hf.tokenizer import KEPT, save_tokenizer
+from laconic.models.build import build_model
+from laconic.models.tokenizer import KEPT, save_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from laconic import checkpoint
 from laconic.config import Config, DataConfig, LoraConfig, ModelConfig, to_dict
-from laconic.hf import export, export_cli
-from laconic.hf.models import build_model
+from laconic.models import export, export_cli
+from laconic.models.build import build_model
 from tests.hf.zoo import LORA, NO_LORA, TINY, spread, tokens, whole
 from tests.support.launch import run_ranks
 

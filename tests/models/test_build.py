@@ -15,7 +15,7 @@ from transformers.initialization import no_init_weights
 
 from laconic.config import JobError, LoraConfig, ModelConfig
 from laconic.hf.layers import layers_to_shard
-from laconic.hf.models import build_model
+from laconic.models.build import build_model
 from tests.hf.zoo import LORA, NO_LORA, STRATEGIES, TINY, differing, spread, tokens, whole
 from tests.support.launch import on_ranks
 

@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     options = vars(parser.parse_args(argv))
     import torch
 
-    from laconic.hf.export import export
+    from laconic.models.export import export
 
     options["dtype"] = getattr(torch, options["dtype"]) if options["dtype"] else None
     try:
