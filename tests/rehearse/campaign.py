@@ -24,7 +24,7 @@ _CALLS = {
 }
 """The calls that order streams: those of shard/lanes.py, and torch's. And those that order threads and messages."""
 _LIBRARY = Path(laconic.__file__).parent
-_ROOMS = ("checkpoint", "codec", "comm", "cyclic", "guard", "islands", "optim", "ragged", "shard", "store")
+_ROOMS = ("checkpoint", "codec", "comm", "cyclic", "guard", "islands", "layers", "optim", "ragged", "shard", "store")
 _OTHERS = {
     ("shard/lanes.py", "going_on"): "every site of a lane passes it",
     ("shard/lanes.py", "run_job"): "every site of a lane passes it",
@@ -38,7 +38,7 @@ _OTHERS = {
     ("comm/speed.py", "_finish"): "it measures seconds, between steps",
     ("cyclic/cut.py", "_time_s"): "it measures seconds, before training",
     ("cyclic/stage.py", "synchronize"): "it measures seconds, before training",
-    ("islands/entrance.py", "position"): "an island that comes waits for the state before it trains",
+    ("islands/entrance.py", "steps"): "an island that comes waits for the state before it trains",
     ("islands/elastic.py", "_waiting"): "it waits for a thread that has ended",
     ("shard/cache.py", "_unlock_pages_for_cuda"): "it runs when a model goes, after the programs have ended",
 }
