@@ -17,7 +17,7 @@ _HOMES = {
     for alias in node.names
 }
 """The module of each public name, as the stub beside this file has it. `import laconic` itself imports no torch: a
-command checks its arguments and its job description first, and a mistake there is told at once. `load_safetensors` and
+command first checks its arguments and its job description, and reports a mistake at once. `load_safetensors` and
 `save_safetensors` need the package safetensors; all other names need torch alone."""
 
 __all__ = sorted(_HOMES)

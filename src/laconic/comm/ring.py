@@ -24,11 +24,11 @@ sends anything else counts as gone. Few connections may be without a name at a t
 [Note: Why no receive on Gloo]
 A receive that is always pending on a group of Gloo tells of a killed process as soon, in 20 ms. It fails otherwise, as
 measured with torch 2.13. Gloo's sockets have no probes: 36 s after a link was cut, nothing was told. With heartbeats
-and a limit of 8 s a cut is told in 8 s; but so is a rank that is stopped, or computes in one call that holds the
-interpreter's lock, and the receive that reaches its limit closes the connections to living ranks as well. A rank that
-dies before it is found keeps another one waiting for more than three timeouts of the group. A stranger who connects,
-gives a number that Gloo's listener awaits, and hangs up, ends the group. No call of Python ends a receive: of 24
-processes that ended in order while receives were pending, 14 were aborted.
+and a limit of 8 s, ranks learn of a cut in 8 s. But they also take a stopped rank for dead, and one whose computation
+holds the interpreter's lock. The receive that reaches its limit closes the connections to living ranks as well. A rank
+that dies before it is found keeps another one waiting for more than three timeouts of the group. A stranger who
+connects, gives a number that Gloo's listener awaits, and hangs up, ends the group. No call of Python ends a receive: of
+24 processes that ended in order while receives were pending, 14 were aborted.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class PeerRing:
         link.connection.close()
 
     def _heard(self, link: _Link) -> list[PeerMessage]:
-        """What has come over a connection; a neighbour that names itself is told what this rank knows."""
+        """Read the messages of a connection. Send what this rank knows to a neighbour that names itself."""
         was_known, lines = link.is_known, link.receive()
         if link.is_known and not was_known:
             if link.is_caller:

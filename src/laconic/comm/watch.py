@@ -374,7 +374,7 @@ class _StoreLost(Exception):
 
 
 class _Board:
-    """What ranks tell each other in the rendezvous store: by rank its record, and the last proof."""
+    """The entries by which ranks inform each other in the rendezvous store: a record of each, and the last proof."""
 
     def __init__(self) -> None:
         # a clone has a connection of its own, so the thread never waits behind a blocking call of the main thread

@@ -1,1 +1,1 @@
-"""What knows transformers and peft: weights in their folders, adapters, and causal language models in stages."""
+"""Code that uses transformers and peft: weights in their folders, adapters, causal language models in stages."""

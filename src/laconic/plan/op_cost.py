@@ -40,7 +40,7 @@ _ALLOCATES = {
 
 
 def op_work(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> OpWork | None:
-    """What an operation that is no view reads, writes and multiplies ([Note: FLOPs that run]); None for nothing."""
+    """The bytes and FLOPs of an operation ([Note: FLOPs that run]); None for views and allocations, which do none."""
     nbytes = bytes_of(func, args, kwargs, out)
     if not nbytes:
         return None

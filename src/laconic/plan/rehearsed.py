@@ -210,7 +210,7 @@ class LocalStepsProgram(RehearsedStep):
         return reading
 
     def _sent_bytes(self, specs: Sequence[RaggedSpec]) -> float:
-        """What a rank sends for a fragment, or for those for which it stands: a mean over ranks, which differ in it."""
+        """The bytes that a rank sends for a fragment, or for all fragments that it stands for: the mean over ranks."""
         codec, count, islands = CODECS[self._sync.policy.coding.codec], self._stands_for, self._shape.islands
         last, _ = self.rehearsal.buckets[-1]
         repeated = [layout for unit, layout in self.rehearsal.buckets if unit == last]

@@ -1,4 +1,4 @@
-"""What this rank holds of a checkpoint's tensors, by their names there, and which of it the rank publishes.
+"""The parts of a checkpoint's tensors that this rank holds, by their names there, and the share that it publishes.
 
 [Note: Who publishes an element]
 A rank holds runs or boxes of each tensor: the extent of a RaggedTensor, the chunk of a DTensor, all of a plain tensor.
