@@ -29,7 +29,7 @@ import laconic
 from benchmarks.llama import Llama, decoder_layers, loss_of
 from laconic.lab.counters import interface_bytes
 from laconic.lab.wire import node_address
-from laconic.publish import HttpSource, Publisher, Reader, ReaderGroup, WeightServer
+from laconic.publish import HttpSource, Publisher, Reader, WeightServer
 
 _ROOT = Path(__file__).parents[2]
 _FIRST_RATE, _RATE = 1e-3, 1e-6
@@ -177,37 +177,26 @@ def _storages(root: object, *, without: object) -> dict[int, int]:
 
 
 def sync(job: Job, versions: int, out: Path) -> dict[str, Any]:
-    """Seconds and bytes of three ways from the trainer, rank 0, to readers on all other ranks."""
+    """Seconds and bytes of both ways from the trainer, rank 0, to readers on all other ranks."""
     rank = dist.get_rank()
     model, optimizer = job.llama.build(torch.device("cpu"), torch.bfloat16), None
     if rank == 0:
         model, optimizer = fine_tuned(job, _RATE)
     alone = dist.new_group([0])  # that of the publisher: the trainer
-    held = {name: copy.deepcopy(model) for name in ("group", "http", "whole")} if rank else {}
-    folders = {name: out / name for name in ("group", "http")}
-    publishers = {
-        name: Publisher(model, folder, group=alone, encoding="gaps", base_every=versions + 3)
-        for name, folder in folders.items()
-        if rank == 0
-    }
-    together = ReaderGroup(source=folders["group"] if rank == 0 else None, verify="first")
+    held = {name: copy.deepcopy(model) for name in ("http", "whole")} if rank else {}
     address, token = node_address(0), "benchmark"
-    server = WeightServer(folders["http"], host=address, port=_PORT, token=token) if rank == 0 else None
-    if server:
+    publisher = server = None
+    if rank == 0:
+        publisher = Publisher(model, out, group=alone, encoding="gaps", base_every=versions + 3)
+        server = WeightServer(out, host=address, port=_PORT, token=token)
         server.start()
     dist.barrier()
     reader = Reader(HttpSource(f"http://{address}:{_PORT}", token=token), verify="first") if rank else None
 
-    def by_group() -> None:
-        if rank == 0:
-            publishers["group"].publish()
-            publishers["group"].wait()
-        together.update(held.get("group"))
-
     def by_http() -> None:
-        if rank == 0:
-            publishers["http"].publish()
-            publishers["http"].wait()
+        if publisher is not None:
+            publisher.publish()
+            publisher.wait()
         else:
             assert reader is not None
             reader.wait(60, poll_s=0.005)
@@ -225,7 +214,7 @@ def sync(job: Job, versions: int, out: Path) -> dict[str, Any]:
             for parameter, part in zip(parameters, flat.split([each.numel() for each in parameters]), strict=True):
                 parameter.data.copy_(part.view(parameter.shape))
 
-    ways = {"group": by_group, "http": by_http, "whole": whole}
+    ways = {"http": by_http, "whole": whole}
     times: dict[str, list[float]] = {name: [] for name in ways}
     sent: dict[str, list[int]] = {name: [] for name in ways}
     for version in range(versions + 2):
@@ -239,9 +228,8 @@ def sync(job: Job, versions: int, out: Path) -> dict[str, Any]:
                 times[name].append(took)
                 sent[name].append(after.sent - before.sent if after and before else 0)
     if rank:
-        first, *others = (dict(each.named_parameters()) for each in held.values())
-        for other in others:
-            assert all(torch.equal(first[name], parameter) for name, parameter in other.items())
+        first, other = (dict(each.named_parameters()) for each in held.values())
+        assert all(torch.equal(first[name], parameter) for name, parameter in other.items())
     if server:
         server.close()
     return {

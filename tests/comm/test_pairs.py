@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import laconic
 from laconic import checkpoint
 from laconic.comm.agreement import RankGroup
-from laconic.publish import Publisher, ReaderGroup
+from laconic.publish import Publisher
 from laconic.rehearse import ranks
 from tests.comm.test_journal import give_up_soon, watching
 from tests.support import sharded_net
@@ -47,7 +47,6 @@ CALLS: dict[str, Callable[[Any, Path], Any]] = {
     "saves": lambda model, folder: checkpoint.save_checkpoint(folder, 1, model=model, optimizer=None, extra={}),
     "exports": lambda model, folder: laconic.save_safetensors(model, folder / "export"),
     "publishes": lambda model, folder: Publisher(model, folder / "versions").publish(),
-    "reads versions": lambda model, folder: ReaderGroup(source=folder / "versions").update(sharded_net.build()),
     "shards": lambda model, folder: laconic.fully_shard(sharded_net.build(), broadcast=True),
 }
 

@@ -1,14 +1,13 @@
 """Weights for those who serve the model: versions in a folder, written while training goes on, and their readers.
 
-The format: versions, changes. Write: publisher, by holdings and shares. Read: reader, by staging; together, within a
-process group; http_source, from serving.
+The format: versions, changes. Write: publisher, by holdings and shares. Read: reader, by staging; http_source, from
+serving.
 """
 
 from laconic.publish.http_source import HttpSource
 from laconic.publish.publisher import Publisher, PublishPolicy
 from laconic.publish.reader import Reader, WeightPatch
 from laconic.publish.serving import WeightServer
-from laconic.publish.together import ReaderGroup
 from laconic.publish.versions import FolderSource, PublishError, VersionSource
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "PublishPolicy",
     "Publisher",
     "Reader",
-    "ReaderGroup",
     "VersionSource",
     "WeightPatch",
     "WeightServer",

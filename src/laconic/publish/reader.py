@@ -31,7 +31,6 @@ from laconic.publish.versions import (
     VersionSource,
     check_reader_name,
 )
-from laconic.store.folder import FileRecord
 
 _T = TypeVar("_T")
 _ATTEMPTS = 5
@@ -53,10 +52,6 @@ class UpdatePlan:
     digests: Mapping[str, str]
     num_applied: int = 0
     """The plans that the reader had applied when it made this one."""
-
-    def files(self) -> list[tuple[int, FileRecord]]:
-        """The files to read, each with its version, in order."""
-        return [(manifest.version, record) for manifest, kind in self.path for record in manifest.files_of(kind)]
 
 
 class WeightPatch(NamedTuple):
@@ -183,7 +178,7 @@ class Reader:
 
     def plan(self, model: nn.Module | Mapping[str, Tensor], *, to: int | None = None) -> UpdatePlan:
         """The first third of `update`: find out what the model holds, and which files lead to the version."""
-        target = self.target_of(to)
+        target = self._target_of(to)
         found = _tensors_of(model, target)
         _check_fit(target.tensors, found, f"version {target.version}")
         own = {each.name: found[each.name] for each in target.tensors}
@@ -221,7 +216,7 @@ class Reader:
         return plan.target.version
 
     def _changes(self, since: int | None, to: int | None) -> tuple[VersionManifest, list[StagedTensor]]:
-        target = self.target_of(to)
+        target = self._target_of(to)
         path = self._path(target, lambda manifest: manifest.version == since)
         return target, list(self._staged(UpdatePlan(target=target, path=path, own={}, digests={}), since).values())
 
@@ -246,7 +241,7 @@ class Reader:
                 return action()
         return action()
 
-    def target_of(self, to: int | None) -> VersionManifest:
+    def _target_of(self, to: int | None) -> VersionManifest:
         """The manifest of a version, or of the newest. Raises: PublishError if it is not there, or not to be read."""
         versions = self.source.versions()
         if not versions:
