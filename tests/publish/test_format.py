@@ -180,6 +180,11 @@ def test_parts_with_other_tensors_than_their_manifest_says_are_damage() -> None:
             decode_lossless(lossless, {"k": payload}, held)
 
 
+def holding(*shape: int, is_buffer: bool = False) -> Holding:
+    """A tensor of which this rank holds nothing."""
+    return Holding(shape=shape, dtype=torch.float32, regions=(), is_buffer=is_buffer)
+
+
 def test_a_run_of_what_a_rank_holds() -> None:
     """Boxes of other mesh axes have no runs."""
     whole = torch.arange(60.0).view(6, 10)
@@ -200,8 +205,8 @@ def test_a_run_of_what_a_rank_holds() -> None:
 @pytest.mark.parametrize("numel", [1, 4096, 8192, 30_001])
 def test_holders_of_one_run_divide_it(num_ranks: int, numel: int) -> None:
     told = [{"w": [[[7], [numel]], [[0], [7]]], "b": [[[0], [numel]]]}] * num_ranks
-    shapes = {"w": (numel + 7,), "b": (numel,)}
-    by_rank = [shares_of(told, shapes, {"b"}, rank) for rank in range(num_ranks)]
+    tensors = {"w": holding(numel + 7), "b": holding(numel, is_buffer=True)}
+    by_rank = [shares_of(told, tensors, rank) for rank in range(num_ranks)]
     runs = sorted((s.begin, s.end) for shares in by_rank for s in shares.get("w", ()) if s.region == 0)
     assert runs[0][0] == 0
     assert runs[-1][1] == numel
@@ -210,7 +215,7 @@ def test_holders_of_one_run_divide_it(num_ranks: int, numel: int) -> None:
     assert [len(shares.get("b", ())) for shares in by_rank] == [1] + [0] * (num_ranks - 1), "a buffer is not cut"
     for held, message in (([[[0], [6]]], "hold 6 of the 12 elements of w"), ([[[0], [12]], [[8], [4]]], "hold 16 of")):
         with pytest.raises(PublishError, match=message):
-            shares_of([{"w": [run]} for run in held], {"w": (3, 4)}, (), 0)
+            shares_of([{"w": [run]} for run in held], {"w": holding(3, 4)}, 0)
 
 
 # -- manifests ---------------------------------------------------------------------------------------------------------

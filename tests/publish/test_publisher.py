@@ -402,7 +402,8 @@ def test_copies_of_shares_on_an_accelerator_take_no_more_than_their_bytes(monkey
     monkeypatch.setattr(cache, "make_slab", lock)
     monkeypatch.setattr(cache, "free_slab", lambda slab, device: told.append(("unlocked", device.type)))
     held = {"weight": holdings.holding_of(torch.empty(1000, 1025, device="meta"))}
-    own = shares.OwnShares(held, {"weight": [holdings.Share(0, 0, 1_025_000)]}, torch.bfloat16, "gaps")
+    share = holdings.Share(0, 0, 1_025_000, ((0,), (1_025_000,)))
+    own = shares.OwnShares(held, {"weight": [share]}, torch.bfloat16, "gaps")
     assert own.nbytes == 2_050_000
     assert own._piece_numel * shares._DEVICE_BYTES <= 4 * 1_025_000, "a comparison takes less than the share"
     del own

@@ -13,7 +13,7 @@ commits its versions, and a reader has them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,11 +136,9 @@ def _alone(num_ranks: int) -> Iterator[None]:
         yield
 
 
-def _own_shares(
-    told: Sequence[Told], shapes: Mapping[str, tuple[int, ...]], buffers: object, rank: int
-) -> dict[str, list[Share]]:
+def _own_shares(told: Sequence[Told], tensors: object, rank: int) -> dict[str, list[Share]]:
     """All that this rank holds, as nobody else does: [Note: Who publishes an element] in holdings.py."""
     return {
-        name: [Share(number, 0, math.prod(sizes)) for number, (_, sizes) in enumerate(places)]
+        name: [Share(number, 0, math.prod(sizes), (tuple(s), tuple(sizes))) for number, (s, sizes) in enumerate(places)]
         for name, places in told[rank].items()
     }

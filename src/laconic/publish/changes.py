@@ -176,6 +176,12 @@ class EncodedPart(NamedTuple):
         """The bytes of its tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    def key_in(self, name: str, shape: tuple[int, ...]) -> str:
+        """Its key in a file. All values of a tensor have the tensor's own name, which any program can then read."""
+        values = self.tensors.get("")
+        is_all = values is not None and tuple(values.shape) == shape and not any(self.start)
+        return name if is_all else f"{name}@{','.join(map(str, self.start))}"
+
     def stored_as(self, file: str, key: str) -> PublishedPart:
         """The part in a file, in which its tensors have `key` and their endings as keys."""
         return PublishedPart(file=file, key=key, encoding=self.encoding, start=self.start, sizes=self.sizes)

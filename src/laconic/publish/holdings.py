@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -211,6 +212,8 @@ class Share(NamedTuple):
     begin: int
     end: int
     """The elements [begin, end) of the region, in its order."""
+    place: Place
+    """Their place in the tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,13 +294,11 @@ Told = Mapping[str, Sequence[Sequence[Sequence[int]]]]
 """The places of the regions that a rank holds, by tensor, as JSON has them."""
 
 
-def shares_of(
-    told: Sequence[Told], shapes: Mapping[str, tuple[int, ...]], buffers: Container[str], rank: int
-) -> dict[str, list[Share]]:
-    """Divide all elements among the ranks, by what each rank has told: [Note: Who publishes an element].
+def shares_of(told: Sequence[Told], tensors: Mapping[str, Holding], rank: int) -> dict[str, list[Share]]:
+    """Divide the elements of tensors among the ranks, by what each has told: [Note: Who publishes an element].
 
     Returns:
-        The shares of this rank, by tensor.
+        The shares of one rank, by tensor.
 
     Raises:
         PublishError: the ranks together do not hold each element of a tensor.
@@ -310,18 +311,20 @@ def shares_of(
                 place = tuple(start), tuple(sizes)
                 held[name] += 0 if holders[name, place] else math.prod(sizes)
                 holders[name, place].append((index, number))
-    if gaps := [name for name, shape in shapes.items() if held[name] != math.prod(shape)]:
+    if gaps := [name for name, tensor in tensors.items() if held[name] != math.prod(tensor.shape)]:
+        numel = math.prod(tensors[gaps[0]].shape)
         raise PublishError(
-            f"the ranks together hold {held[gaps[0]]} of the {math.prod(shapes[gaps[0]])} elements of {listing(gaps)}; "
+            f"the ranks together hold {held[gaps[0]]} of the {numel} elements of {listing(gaps)}; "
             "publish a model whose tensors are each whole over all ranks, cut alike on all replicas"
         )
     shares: dict[str, list[Share]] = defaultdict(list)
     for (name, place), holding in holders.items():
         numel, (start, _) = math.prod(place[1]), place
-        is_cut = name not in buffers and len(start) == 1 and numel >= 2 * _LEAST_SHARE
+        is_cut = not tensors[name].is_buffer and len(start) == 1 and numel >= 2 * _LEAST_SHARE
         num_shares = min(len(holding), numel // _LEAST_SHARE) if is_cut else 1
         borders = [numel * index // num_shares for index in range(num_shares + 1)]
-        for index, (holder, number) in enumerate(holding[:num_shares]):
+        for (holder, number), (begin, end) in zip(holding, pairwise(borders), strict=False):
             if holder == rank:
-                shares[name].append(Share(number, borders[index], borders[index + 1]))
+                own = ((start[0] + begin,), (end - begin,)) if is_cut else place
+                shares[name].append(Share(number, begin, end, own))
     return dict(shares)

@@ -20,7 +20,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -40,8 +40,7 @@ from laconic.publish.changes import EncodedPart, added, as_text
 from laconic.publish.holdings import CheckpointContents, Holding, contents_of, holding_of, in_folder, shares_of
 from laconic.publish.shares import Changes, OwnShares, TensorShare
 from laconic.publish.versions import (
-    MANIFEST,
-    REMAINS,
+    VERSION_NAME,
     FolderSource,
     Kind,
     Names,
@@ -49,6 +48,7 @@ from laconic.publish.versions import (
     PublishedTensor,
     PublishError,
     VersionManifest,
+    dtype_name,
     listing,
     superseded,
     version_name,
@@ -57,6 +57,7 @@ from laconic.shard.policies import DtypeName
 from laconic.store import folder as store
 from laconic.store.files import make_folder, remove, write_text
 from laconic.store.folder import CrashPoint, FileRecord, reached
+from laconic.store.series import MANIFEST, Series
 from laconic.store.tensors import STORABLE, write_named
 
 _T = TypeVar("_T")
@@ -65,15 +66,11 @@ _PATIENCE_S = 10.0
 """How long rank 0 waits to see the files of other ranks."""
 
 
-def _dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 @dataclass(frozen=True, kw_only=True)
 class PublishPolicy(Policy):
     """The contents of versions, and the number of versions that are kept."""
 
-    dtype: DtypeName = option("bfloat16", of=_dtype_name)
+    dtype: DtypeName = option("bfloat16", of=dtype_name)
     """The dtype of floating-point tensors, also as a `torch.dtype`."""
     names: Names = "huggingface"
     """`huggingface`: as `laconic export` writes them; of a peft model the adapters, as peft does. `hub`: as folders of
@@ -147,13 +144,12 @@ class Publisher:
         destroy_with(self, [] if own is None else [own])
         self._ranks = RankGroup(own, error=PublishError)
         begun = self._ranks.on_rank_0(lambda: self._begin_run(run), f"cannot publish into {self.folder}")
-        self.run: str = begun[0]
-        self._mark: str = begun[1]
-        self._last: int = begun[2]
+        self.run, self._mark, self._last = begun
         self._since_whole = 0
         self._has_whole: dict[int, bool] = {}
         """Whether a version has whole values, of those whose manifests rank 0 has written or read."""
-        self._layout = ""
+        self._told: list[Any] = []
+        """What all ranks know of this rank's part of the tensors that are published: see `_look`."""
         self._runs: tuple[dict[str, tuple[int, ...]], dict[str, FolderRun]] | None = None
         self._shares: OwnShares | None = None
         self.is_copy_published = False
@@ -177,18 +173,17 @@ class Publisher:
             self._model, self.policy.names, merges=self.policy.adapters == "merged", local_steps=self._local_steps
         )
         is_patch, self.is_copy_published = self.is_copy_published, False  # even if what follows fails
-        present, is_divided = self._together(
-            lambda: self._look(contents, compares=is_patch), lambda present: present.layout == self._layout
+        (holdings, told, changes), is_divided = self._together(
+            lambda: self._look(contents, compares=is_patch), lambda found: found[1] == self._told
         )
-        changes = present.changes if is_divided else None
+        changes = changes if is_divided else None
         if changes is None:
-            told = None if is_divided else self._ranks.gather([_hash_of(present.kinds), present.places])
-            self._together(lambda: self._take(present, told))
-        base = None if changes is None else self._last
-        version, self._last = self._last + 1, self._last + 1
-        head = _Head(version=version, base=base, step=step, shapes={n: h.shape for n, h in present.holdings.items()})
+            everyone = None if is_divided else self._ranks.gather(told)
+            self._together(lambda: self._take(holdings, everyone))
+        head = _Head(version=self._last + 1, base=None if changes is None else self._last, step=step)
+        self._last = head.version
         self._writing = self._thread.submit(self._write, head, changes)
-        return version
+        return head.version
 
     def wait(self) -> Path | None:
         """Wait for the version that is being written. Returns the last version's folder, or None if there is none.
@@ -269,30 +264,35 @@ class Publisher:
         }
         return {name: whole[run.name].run(run.start, run.shape) for name, run in self._runs[1].items()}
 
-    def _look(self, contents: CheckpointContents, *, compares: bool) -> _Present:
-        """Find this rank's holdings, and their changes if the layout is that of the last version."""
-        holdings = self._holdings(contents)
-        places = {name: [list(map(list, held.place)) for held in each.regions] for name, each in holdings.items()}
-        kinds = {name: [list(each.shape), str(each.dtype)] for name, each in holdings.items()}
-        layout = _hash_of([places, kinds])
-        own = self._shares if compares and layout == self._layout else None
-        changes = None if own is None else own.compare(holdings)
-        return _Present(holdings=holdings, places=places, kinds=kinds, layout=layout, changes=changes)
+    def _look(
+        self, contents: CheckpointContents, *, compares: bool
+    ) -> tuple[dict[str, Holding], list[Any], dict[str, list[Changes]] | None]:
+        """Find this rank's holdings, and their changes if all is where it was in the last version.
 
-    def _take(self, present: _Present, told: Sequence[list[Any]] | None) -> None:
-        """Copy the present values; before, divide the elements among the ranks by what all hold, if it was `told`."""
-        holdings = present.holdings
-        if told is not None:
-            if len({kinds for kinds, _ in told}) > 1:
+        Returns the holdings; as JSON a hash of all names, shapes and dtypes, which are alike on all ranks, and the
+        places of this rank's regions; and the changes, or None if readers cannot have them.
+        """
+        holdings = self._holdings(contents)
+        kinds = json.dumps({name: [each.shape, str(each.dtype)] for name, each in holdings.items()})
+        places = {name: [list(map(list, held.place)) for held in each.regions] for name, each in holdings.items()}
+        told = [hashlib.sha256(kinds.encode()).hexdigest(), places]
+        own = self._shares if compares and told == self._told else None
+        return holdings, told, None if own is None else own.compare(holdings)
+
+    def _take(self, holdings: dict[str, Holding], everyone: Sequence[list[Any]] | None) -> None:
+        """Copy the present values; before, divide the elements among the ranks by what `everyone` has told of `_look`.
+
+        With None they stay divided.
+        """
+        if everyone is not None:
+            if len({kinds for kinds, _ in everyone}) > 1:
                 raise PublishError(
                     "ranks hold tensors of other names, shapes or dtypes; publish one model from all ranks"
                 )
-            shapes = {name: each.shape for name, each in holdings.items()}
-            buffers = {name for name, each in holdings.items() if each.is_buffer}
-            shares = shares_of([places for _, places in told], shapes, buffers, self._ranks.rank)
-            self._shares, self._layout = None, ""  # their memory goes before there is new
+            shares = shares_of([places for _, places in everyone], holdings, self._ranks.rank)
+            self._shares, self._told = None, []  # their memory goes before there is new
             self._shares = OwnShares(holdings, shares, getattr(torch, self.policy.dtype), self.policy.encoding)
-            self._layout = present.layout
+            self._told = everyone[self._ranks.rank]
         assert self._shares is not None
         self._shares.take(holdings)
 
@@ -313,8 +313,8 @@ class Publisher:
         temporary = Path(self._ranks.on_rank_0(lambda: str(self._begin(final)), failure))
         reached(CrashPoint.BEGUN)
         try:
-            told = self._ranks.on_all(lambda: self._write_own(temporary, head, shares), failure)
-            self._ranks.on_rank_0(lambda: self._commit(temporary, final, head, told), failure)
+            told = self._ranks.on_all(lambda: self._write_own(temporary, head, own, shares), failure)
+            self._ranks.on_rank_0(lambda: self._commit(temporary, final, head, own, told), failure)
         except PublishError:
             if self._ranks.rank == 0:
                 remove(temporary)
@@ -339,14 +339,15 @@ class Publisher:
                 f"another publisher, which began after this one, writes into {self.folder}; stop one of them"
             )
 
-    def _write_own(self, temporary: Path, head: _Head, shares: Mapping[str, TensorShare]) -> dict[str, Any]:
+    def _write_own(
+        self, temporary: Path, head: _Head, own: OwnShares, shares: Mapping[str, TensorShare]
+    ) -> dict[str, Any]:
         """Write the files of this rank. Returns their records, and what the manifest says of each tensor, as JSON."""
-        assert self._shares is not None
         told: dict[str, Any] = {
             name: {"before": str(share.before), "after": str(share.after), "patch": [], "whole": []}
             for name, share in shares.items()
         }
-        if head.is_whole and (damaged := self._shares.damaged()):
+        if head.is_whole and (damaged := own.damaged()):
             raise PublishError(
                 f"{listing(damaged)}: the copies in host memory are not what was published; the next version is made "
                 "of the weights, but test this machine's memory"
@@ -355,66 +356,51 @@ class Publisher:
         if head.base is not None:
             kinds["patch"] = ((name, part) for name, share in shares.items() for part in share.patch)
         if head.is_whole:
-            kinds["whole"] = self._shares.whole()
-        files = [asdict(file) for kind in kinds for file in self._write_files(temporary, kind, kinds[kind], head, told)]
+            kinds["whole"] = own.whole()
+        files = []
+        for kind, parts in kinds.items():
+            for number, group in enumerate(_grouped(parts, self.policy.max_file_bytes)):
+                file = f"{kind}-{self._ranks.rank:05d}{f'-{number}' if number else ''}.safetensors"
+                tensors: dict[str, Tensor] = {}
+                for name, part in group:
+                    key = part.key_in(name, own.shapes[name])
+                    tensors |= {key + ending: tensor for ending, tensor in part.tensors.items()}
+                    told[name][kind].append(vars(part.stored_as(file, key)))
+                # as safetensors itself does: then all tensors lie at multiples of their elements' sizes
+                ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+                files.append(vars(write_named(temporary / file, ordered, {"format": "pt"})))
+                reached(CrashPoint.WRITTEN)
         reached(CrashPoint.SYNCED)
         plain: dict[str, Any] = json.loads(json.dumps({"files": files, "tensors": told}))
         return plain
 
-    def _write_files(
-        self, folder: Path, kind: Kind, parts: Iterable[tuple[str, EncodedPart]], head: _Head, told: dict[str, Any]
-    ) -> Iterator[FileRecord]:
-        """Write parts of one kind, by the names of their tensors, durably. Yields the records of the files.
-
-        `told` learns where each part is. Raises: OSError.
-        """
-        for number, group in enumerate(_grouped(parts, self.policy.max_file_bytes)):
-            file = f"{kind}-{self._ranks.rank:05d}{f'-{number}' if number else ''}.safetensors"
-            tensors: dict[str, Tensor] = {}
-            for name, part in group:
-                values = part.tensors.get("")
-                is_all = values is not None and tuple(values.shape) == head.shapes[name] and not any(part.start)
-                # all of a tensor has the tensor's own name, which any program can then read
-                key = name if is_all else f"{name}@{','.join(map(str, part.start))}"
-                tensors |= {key + ending: tensor for ending, tensor in part.tensors.items()}
-                told[name][kind].append(vars(part.stored_as(file, key)))
-            # as safetensors itself does: then all tensors lie at multiples of their elements' sizes
-            ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-            record = write_named(folder / file, ordered, {"format": "pt"})
-            reached(CrashPoint.WRITTEN)
-            yield record
-
-    def _commit(self, temporary: Path, final: Path, head: _Head, told: list[dict[str, Any]]) -> None:
+    def _commit(self, temporary: Path, final: Path, head: _Head, own: OwnShares, told: list[dict[str, Any]]) -> None:
         """Write the manifest, rename the folder, and remove versions that nobody needs. On rank 0."""
         files = tuple(FileRecord(**record) for of_rank in told for record in of_rank["files"])
         missing = store.not_seen(temporary, files, _PATIENCE_S)
         if missing is not None:
             raise PublishError(f"rank 0 does not see {missing}; give a folder on a file system that all nodes share")
-        assert self._shares is not None
         tensors = []
-        for name, shape in head.shapes.items():
+        for name, shape in own.shapes.items():
             shares = [each["tensors"][name] for each in told if name in each["tensors"]]
             before, after = (as_text(added(*(int(share[key]) for share in shares))) for key in ("before", "after"))
+            patch, whole = (
+                tuple(typed(PublishedPart, part) for share in shares for part in share[kind])
+                for kind in ("patch", "whole")
+            )
             tensors.append(
                 PublishedTensor(
                     name=name,
                     shape=shape,
-                    dtype=_dtype_name(self._shares.dtypes[name]),
+                    dtype=dtype_name(own.dtypes[name]),
                     before=None if head.base is None else before,
                     after=after,
-                    patch=tuple(typed(PublishedPart, part) for share in shares for part in share["patch"]),
-                    whole=tuple(typed(PublishedPart, part) for share in shares for part in share["whole"]),
+                    patch=patch,
+                    whole=whole,
                 )
             )
         manifest = VersionManifest(
-            files=files,
-            run=self.run,
-            version=head.version,
-            base=head.base,
-            is_whole=head.is_whole,
-            step=head.step,
-            names=self.policy.names,
-            tensors=tuple(tensors),
+            files=files, run=self.run, names=self.policy.names, tensors=tuple(tensors), **vars(head)
         )
         self._check_mark()
         store.commit(temporary, final, manifest, MANIFEST)
@@ -430,44 +416,26 @@ class Publisher:
                 is_whole = self._has_whole.get(version)
                 found[version] = source.manifest(version).is_whole if is_whole is None else is_whole
         self._has_whole = found
-        old = superseded(
-            found, list(source.registrations().values()), keep=self.policy.keep, patience=self.policy.patience
+        readers = list(source.registrations().values())
+        old = superseded(found, readers, keep=self.policy.keep, patience=self.policy.patience)
+        series = Series(
+            folder=self.folder,
+            names=VERSION_NAME.pattern,
+            kind=VersionManifest,
+            name_of=lambda made: version_name(made.version),
         )
-        store.remove_folders([self.folder / version_name(version) for version in old])
-        youngest = self._youngest()  # which may have just begun
-        for path in self.folder.iterdir():
-            if REMAINS.fullmatch(path.name) and youngest not in path.name:
-                remove(path)
+        # the youngest publisher may have just begun
+        series.prune(lambda name: int(name[1]) in old, lambda name: self._youngest() not in name[0])
         reached(CrashPoint.PRUNED)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Present:
-    """The present holdings of this rank."""
-
-    holdings: dict[str, Holding]
-    places: dict[str, Any]
-    """The places of its regions, as JSON."""
-    kinds: dict[str, Any]
-    """The shapes and dtypes of the tensors, as JSON: alike on all ranks."""
-    layout: str
-    """A hash of both."""
-    changes: dict[str, list[Changes]] | None
-    """The changes since the last version, if the copies are of this layout and readers can have them."""
-
-
-def _hash_of(plain: Any) -> str:
-    return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
 
 
 @dataclass(kw_only=True)
 class _Head:
-    """The facts about a version that are known before it is written."""
+    """The facts about a version that are known before it is written: see `VersionManifest`."""
 
     version: int
     base: int | None
     step: int | None
-    shapes: dict[str, tuple[int, ...]]
     is_whole: bool = False
 
 

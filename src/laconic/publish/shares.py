@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -40,7 +39,6 @@ from laconic.publish.changes import (
     taken,
 )
 from laconic.publish.holdings import Holding, Share
-from laconic.publish.versions import Place
 from laconic.shard import cache
 
 _HOST_PIECE_NUMEL, _DEVICE_PIECE_NUMEL = 1 << 18, 1 << 22
@@ -58,8 +56,7 @@ class Changes(NamedTuple):
     old: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorShare:
+class TensorShare(NamedTuple):
     """The part of one tensor's version that one rank writes."""
 
     before: int
@@ -69,12 +66,10 @@ class TensorShare:
     """Empty if nothing has changed here."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Owned:
-    """A share, its place in the tensor, and its copy."""
+class _Owned(NamedTuple):
+    """A share, and its copy."""
 
     share: Share
-    place: Place
     copy: Tensor
     """The values published last, (n,), on the host."""
 
@@ -100,24 +95,20 @@ class OwnShares:
         self.dtypes = {
             name: dtype if holding.dtype.is_floating_point else holding.dtype for name, holding in holdings.items()
         }
-        sizes = {
-            (name, share): _aligned((share.end - share.begin) * self.dtypes[name].itemsize)
+        sizes = [
+            (name, share, (share.end - share.begin) * self.dtypes[name].itemsize)
             for name, own in shares.items()
             for share in own
-        }
-        memory = self._memory_of(sum(sizes.values()), holdings)
-        largest = max((holdings[name].dtype.itemsize * (s.end - s.begin) for name, s in sizes), default=0)
+        ]
+        memory = self._memory_of(sum(_aligned(nbytes) for *_, nbytes in sizes), holdings)
+        largest = max((holdings[name].dtype.itemsize * (s.end - s.begin) for name, s, _ in sizes), default=0)
         self._piece_numel = min(max(largest // _DEVICE_BYTES, _LEAST_PIECE_NUMEL), _DEVICE_PIECE_NUMEL)
         self._owned: dict[str, list[_Owned]] = {}
         begin = 0
-        for (name, share), size in sizes.items():
-            numel, dtype_ = share.end - share.begin, self.dtypes[name]
-            copy = memory[begin : begin + numel * dtype_.itemsize].view(dtype_)
-            region = holdings[name].regions[share.region]
-            is_box = len(region.start) > 1  # which is not cut
-            place = region.place if is_box else ((region.start[0] + share.begin,), (numel,))
-            self._owned.setdefault(name, []).append(_Owned(share=share, place=place, copy=copy))
-            begin += size
+        for name, share, nbytes in sizes:
+            copy = memory[begin : begin + nbytes].view(self.dtypes[name])
+            self._owned.setdefault(name, []).append(_Owned(share, copy))
+            begin += _aligned(nbytes)
         self._digests = dict.fromkeys(self._owned, 0)
 
     def _memory_of(self, nbytes: int, holdings: Mapping[str, Holding]) -> Tensor:
@@ -165,7 +156,7 @@ class OwnShares:
         if not changed:
             return TensorShare(before=before, after=before, patch=())
         shape = self.shapes[name]
-        places = torch.cat([flat_places(owned.place, shape, own.places.long()) for owned, own in changed])
+        places = torch.cat([flat_places(owned.share.place, shape, own.places.long()) for owned, own in changed])
         old = torch.cat([own.old for _, own in changed])
         new = torch.cat([taken(owned.copy, own.places) for owned, own in changed])
         if len(changed) > 1:
@@ -201,10 +192,9 @@ class OwnShares:
 
     def _dense(self, name: str) -> Iterator[EncodedPart]:
         shape = self.shapes[name]
-        for owned in self._owned[name]:
-            is_all = owned.place == ((0,), (math.prod(shape),))
-            start, sizes = owned.place
-            yield encode_dense(start, sizes, owned.copy.view(shape if is_all else sizes))
+        for (*_, place), copy in self._owned[name]:
+            is_all = place == ((0,), (math.prod(shape),))
+            yield encode_dense(*place, copy.view(shape if is_all else place[1]))
 
     def _changes(self, name: str, owned: _Owned, holdings: Mapping[str, Holding]) -> Changes:
         """Find what has changed in one share, and change its copy."""
@@ -233,17 +223,17 @@ class OwnShares:
             yield begin, values[begin : begin + size].to(self.dtypes[name])
 
     def _digest(self, name: str, owned: _Owned, begin: int, values: Tensor) -> int:
-        start = owned.place[0]
-        if len(start) == 1:
-            return run_digest(values, start[0] + begin)
-        return digest_at(flat_places(owned.place, self.shapes[name], torch.arange(len(values)) + begin), values)
+        place = owned.share.place
+        if len(place[0]) == 1:
+            return run_digest(values, place[0][0] + begin)
+        return digest_at(flat_places(place, self.shapes[name], torch.arange(len(values)) + begin), values)
 
 
 def _lossless(owned: _Owned, changes: Changes) -> EncodedPart:
     """Encode a share by what it was before its copy changed."""
     earlier = owned.copy.clone()
     put(earlier, *changes)
-    return encode_lossless(*owned.place, earlier, owned.copy)
+    return encode_lossless(*owned.share.place, earlier, owned.copy)
 
 
 def _aligned(nbytes: int) -> int:

@@ -49,17 +49,14 @@ from laconic.store import folder as store
 from laconic.store import tensors
 from laconic.store.files import make_folder, write_text
 from laconic.store.folder import DamagedError, FileRecord
+from laconic.store.series import MANIFEST
 
-MANIFEST = "manifest.json"
 VERSION_NAME = re.compile(r"weight_v([0-9]{6,12})")
-REMAINS = re.compile(rf"weight_v[0-9]{{6,12}}(?:\.[0-9a-f]{{32}})?{store.REMAINS}")
-"""The names that an interrupted write or removal of a version leaves."""
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
 READERS = "readers"
 _READER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 MOST_REGISTRATION_BYTES = 1 << 16
 _DIGEST = re.compile(r"[0-9a-f]{16}")
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in tensors.STORABLE}
 _MOST_LISTED = 8
 
 Kind = Literal["patch", "whole"]
@@ -84,6 +81,14 @@ class VanishedError(PublishError):
 def version_name(version: int) -> str:
     """The name of a version's folder."""
     return f"weight_v{version:06d}"
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name that manifests have for a dtype: torch's, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+_DTYPES = {dtype_name(dtype): dtype for dtype in tensors.STORABLE}
 
 
 class Encoding(StrEnum):
