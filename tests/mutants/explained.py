@@ -28,8 +28,6 @@ EXPLAINED: dict[str, str] = {
     "": "islands have the numbers from 0 on, which a set lists in order",
     "shard/ledger:Ledger.reset_peak: 0 -> 1": "a byte more of a peak",
     "checkpoint/islands:IslandSlices: 0 -> 1 #2": "nobody asks which island's own the slices of a checkpoint are",
-    "checkpoint/fill:Source.read: not self.is_uneven -> self.is_uneven": "torch plans a read over all ranks, or each"
-    " rank its own: they read the same",
     "ragged/packing:ShardPacking.write: own.zero_() -> pass": "nobody reads what lies between sections",
     "guard/comparison:IssuedProgram.__init__: 0 -> 1 #2": "any first digest serves that is the same on all ranks",
     "guard/checksum:_sum_of_long_words: memory[:end].view(torch.int64).sum() + memory[end:].sum(dtype=torch.int64) ->"

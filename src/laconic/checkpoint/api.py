@@ -128,7 +128,6 @@ def load_newest(
             settings=own["optimizer"],
             own_prefix=own_optimizer_prefix(islands.island) if islands.has_own_state_in(saved) else None,
             has_same_slices=islands.has_slices_of(saved),
-            is_uneven=local_steps is not None or bool(state.places(model)),
         )
         differences = fill(source, model, optimizer, strict=strict)
         why = islands.difference(saved)

@@ -15,9 +15,10 @@ import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
@@ -36,7 +37,48 @@ from laconic.shard import cache
 _ALIGNMENT_BYTES = 64
 
 
-class AsyncSaver:
+class BackgroundWriter:
+    """Writes folders in a thread, one at a time. The ranks' threads talk over a Gloo group of their own."""
+
+    def __init__(self, called: str, group: dist.ProcessGroup | None, error: type[ValueError]) -> None:
+        """Make the process group, so all ranks of `group` call it. `called` names the writer where a rank waits.
+
+        Ranks that could not write raise `error`.
+        """
+        with waiting_for(f"the process group of {called}"):
+            own = new_host_group(group)
+        destroy_with(self, [] if own is None else [own])
+        self._ranks = RankGroup(own, error=error)
+        self._thread = ThreadPoolExecutor(1)
+        self._writing: Future[Path] | None = None
+        self._written: Path | None = None
+
+    def wait(self) -> Path | None:
+        """Wait for the folder that is being written. Returns the last one; None if there is none yet.
+
+        Raises:
+            ValueError: it could not be written: a CheckpointError of checkpoints, a PublishError of versions. It is
+                raised once, on every rank. An error of another class is raised as it is.
+        """
+        if (writing := self._writing) is not None:
+            try:
+                self._written = writing.result()
+            finally:
+                if writing.done():  # a user may have interrupted the waiting
+                    self._writing = None
+        return self._written
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is None:
+            self.wait()
+        elif self._writing is not None:  # waits, and hides its error, so that the run's error is raised
+            self._writing.exception()
+
+
+class AsyncSaver(BackgroundWriter):
     """Saves checkpoints of one run in the background, one at a time. All ranks make it and call the same methods.
 
         with AsyncSaver("checkpoints") as saver:
@@ -54,15 +96,9 @@ class AsyncSaver:
     def __init__(self, folder: str | Path, *, keep: int = 2) -> None:
         """Make a process group for the saver, so all ranks call it. The arguments are those of `save_checkpoint`."""
         check_keep(keep)
+        super().__init__("an AsyncSaver", None, CheckpointError)
         self.folder, self.keep = Path(folder), keep
-        with waiting_for("the process group of an AsyncSaver"):
-            group = new_host_group()
-        destroy_with(self, [] if group is None else [group])
-        self._ranks = RankGroup(group, error=CheckpointError)
         self._memory = HostMemory()
-        self._thread = ThreadPoolExecutor(1)
-        self._save: Future[Path] | None = None
-        self._written: Path | None = None
 
     def save(
         self,
@@ -81,27 +117,7 @@ class AsyncSaver:
         self.wait()
         contents = Contents.of(model, optimizer, extra, local_steps, self._ranks)
         contents = replace(contents, tree={}, planner=SnapshotPlanner(contents.tree, self._memory))
-        self._save = self._thread.submit(self._write, step, contents, initialized_accelerator())
-
-    def wait(self) -> Path | None:
-        """Wait for the save that is under way. Returns the last save's folder, or None if there was no save.
-
-        Raises:
-            CheckpointError: the save failed; raised once, on every rank. An error of another class is raised unchanged.
-        """
-        save, self._save = self._save, None
-        if save is not None:
-            self._written = save.result()
-        return self._written
-
-    def __enter__(self) -> AsyncSaver:
-        return self
-
-    def __exit__(self, kind: object, *error: object) -> None:
-        if kind is None:
-            self.wait()
-        elif self._save is not None:  # waits for the save, and hides its error, so that the run's error is raised
-            self._save.exception()
+        self._writing = self._thread.submit(self._write, step, contents, initialized_accelerator())
 
     def _write(self, step: int, contents: Contents, device: torch.device | None) -> Path:
         threading.current_thread().name = f"save step {step}"

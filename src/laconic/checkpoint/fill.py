@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from laconic.checkpoint import state, storage
-from laconic.checkpoint.commit import CheckpointError, StorageError
+from laconic.checkpoint.commit import CheckpointError
 from laconic.checkpoint.keys import Keys, by_parameter
 from laconic.checkpoint.storage import TensorMeta
-from laconic.comm.agreement import RankGroup
 from laconic.ragged.parts import JoinedTensor, joined
 
 _PART = re.compile(r"_(slice\d+|shared)$")
@@ -68,17 +67,10 @@ class Source:
     """The prefix of this island's own optimizer state; None if the folder has no such state that fits."""
     has_same_slices: bool = True
     """True if sliced parameters have the same parts in the folder and in the run."""
-    is_uneven: bool = False
-    """True if ranks may ask for different tensors, as islands do."""
 
     def read(self, tensors: dict[str, Tensor]) -> None:
         """Fill tensors by key, in place. Collective; each rank reads its part. Raises StorageError on all ranks."""
-        if not self.is_uneven:
-            storage.load(tensors, self.folder)
-            return
-        RankGroup(error=StorageError).on_all(
-            lambda: storage.load(tensors, self.folder, offline=True), f"{self.folder} is not readable"
-        )
+        storage.load(tensors, self.folder)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ CheckpointException, a BaseException, which `except Exception` around a resume w
 
 [Note: DCP's steps, taken by ourselves]
 `dcp.save` lets a planner and a writer do the work, both public interfaces, and moves their plans between ranks by
-torch's object collectives, which pickle. So `save_together` calls the same methods in the same order, and sends plans
+torch's object collectives, which pickle. So `save` calls the same methods in the same order, and sends plans
 and results as JSON: [Note: Plain values between ranks] in comm/agreement.py. Every rank computes the plan of all ranks
 from all their plans. DCP computes it on one rank, and sends each rank its part. Both are the same, because the planner
 depends on nothing but its input.
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -53,17 +53,29 @@ from laconic.comm.agreement import RankGroup
 _T = TypeVar("_T")
 
 
-def save_together(
-    tree: dict[str, Any], writer: FileSystemWriter, planner: SavePlanner, group: dist.ProcessGroup | None
+KeyPath = tuple[str | int, ...]
+"""The keys that lead to a value in nested dicts."""
+
+
+def save(
+    tree: dict[str, Any],
+    folder: Path,
+    *,
+    aliases: Mapping[KeyPath, KeyPath],
+    planner: SavePlanner | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write this rank's part of every tensor of `tree`: [Note: DCP's steps, taken by ourselves]. Collective.
+    """Write this rank's part of every tensor, without fsync: [Note: DCP's steps, taken by ourselves]. Collective.
+
+    A tensor's key in the folder is its path in `tree`, joined by dots. `aliases` maps further paths to paths in `tree`.
+    A `planner` may hold the tensors instead of `tree`. The ranks share the writing of replicated tensors.
 
     Raises:
-        StorageError: a rank failed, with any error. Every rank raises it.
+        StorageError: a rank of `group` failed, with any error. Every rank raises it.
     """
-    ranks = RankGroup(group, error=StorageError)
-    failure = f"{writer.checkpoint_id} could not be written"
-    is_first = ranks.rank == 0
+    planner = planner or dcp.DefaultSavePlanner(flatten_sharded_tensors=False)
+    writer, ranks = _Writer(folder, aliases), RankGroup(group, error=StorageError)
+    failure, is_first = f"{folder} could not be written", ranks.rank == 0
 
     def plan_own_part() -> dict[str, Any]:
         planner.set_up_planner(tree, writer.storage_meta(), is_first)
@@ -169,9 +181,6 @@ _ALLOWED_NAMES = {
     ("collections", "OrderedDict"),
 }
 
-KeyPath = tuple[str | int, ...]
-"""The keys that lead to a value in nested dicts."""
-
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
@@ -187,23 +196,6 @@ class TensorMeta:
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
-
-
-def save(
-    tree: dict[str, Any],
-    folder: Path,
-    *,
-    aliases: Mapping[KeyPath, KeyPath],
-    planner: SavePlanner | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Write this rank's part of every tensor, without fsync. The ranks share the writing of replicated tensors.
-
-    A tensor's key in the folder is its path in `tree`, joined by dots. `aliases` maps further paths to paths in `tree`.
-    A `planner` may hold the tensors instead of `tree`. Collective over `group`. Raises StorageError if a rank fails.
-    """
-    planner = planner or dcp.DefaultSavePlanner(flatten_sharded_tensors=False)
-    save_together(tree, _Writer(folder, aliases), planner, group)
 
 
 def load(values: dict[str, Any], folder: Path, *, offline: bool = False) -> None:

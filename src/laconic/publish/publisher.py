@@ -19,7 +19,6 @@ import json
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -28,11 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from laconic.comm.agreement import RankGroup
+from laconic.checkpoint.asynchronous import BackgroundWriter
 from laconic.comm.entries import typed
-from laconic.comm.groups import destroy_with
-from laconic.comm.messages import new_host_group
-from laconic.comm.watch import waiting_for
 from laconic.hf.hub_names import FolderRun
 from laconic.islands.local_steps import LocalSteps
 from laconic.policy import Count, Policy, option, with_keys
@@ -94,7 +90,7 @@ class PublishPolicy(Policy):
         self._check("adapters", does_fit, 'needs {names="huggingface"} or {names="hub"}')
 
 
-class Publisher:
+class Publisher(BackgroundWriter):
     """Publishes versions of a model's weights into a folder. All its ranks make it and call the same methods.
 
         publisher = Publisher(model, "/shared/weights", base_every=50)
@@ -137,12 +133,9 @@ class Publisher:
         **keys: Any,
     ) -> None:
         self.policy = with_keys(policy or PublishPolicy(), **keys)
+        super().__init__("a Publisher", group, PublishError)
         self.folder = Path(to)
         self._model, self._local_steps = model, local_steps
-        with waiting_for("the process group of a Publisher"):
-            own = new_host_group(group)
-        destroy_with(self, [] if own is None else [own])
-        self._ranks = RankGroup(own, error=PublishError)
         begun = self._ranks.on_rank_0(lambda: self._begin_run(run), f"cannot publish into {self.folder}")
         self.run, self._mark, self._last = begun
         self._since_whole = 0
@@ -154,9 +147,6 @@ class Publisher:
         self._shares: OwnShares | None = None
         self.is_copy_published = False
         """Whether the copies are of the last version. The next one has a patch then."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="laconic-publish")
-        self._writing: Future[Path] | None = None
-        self._written: Path | None = None
 
     def publish(self, *, step: int | None = None) -> int:
         """Begin to write a version with the weights of this instant, and return its number. Collective.
@@ -184,30 +174,6 @@ class Publisher:
         self._last = head.version
         self._writing = self._thread.submit(self._write, head, changes)
         return head.version
-
-    def wait(self) -> Path | None:
-        """Wait for the version that is being written. Returns the last version's folder, or None if there is none.
-
-        Raises:
-            PublishError: it could not be written; raised once, on every rank. An error of another class is raised as it
-                is.
-        """
-        if (writing := self._writing) is not None:
-            try:
-                self._written = writing.result()
-            finally:
-                if writing.done():  # a user may have interrupted the waiting
-                    self._writing = None
-        return self._written
-
-    def __enter__(self) -> Publisher:
-        return self
-
-    def __exit__(self, kind: object, *error: object) -> None:
-        if kind is None:
-            self.wait()
-        elif self._writing is not None:  # waits, and hides its error, so that the run's error is raised
-            self._writing.exception()
 
     def _together(
         self, action: Callable[[], _T], question: Callable[[_T], bool] = lambda result: True
