@@ -1,8 +1,10 @@
 """Errors that name a mistake which a user can fix."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+_MOST_LISTED = 8
 
 
 class JobError(ValueError):
@@ -14,6 +16,13 @@ class RanksDifferError(ValueError, RuntimeError):
 
     A ValueError, as it may be raised for settings before training; a RuntimeError, as transfers raise in training.
     """
+
+
+def listing(names: Iterable[str]) -> str:
+    """The first of some names, and the number of the others."""
+    names = list(names)
+    more = len(names) - _MOST_LISTED
+    return ", ".join(names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 @contextlib.contextmanager

@@ -84,11 +84,7 @@ class ModelFolder:
         Raises:
             ModelFolderError: the file cannot be read, or lacks the tensor that the index says it has.
         """
-        file = self._open(self._file_of[key])
-        try:
-            return tuple(file.get_slice(key).get_shape())
-        except Exception as error:  # safetensors raises its own class
-            raise ModelFolderError(f"cannot read {key} from {self.folder / self._file_of[key]}: {error}") from error
+        return tuple(self._asked(key, lambda file: file.get_slice(key).get_shape()))
 
     def read(self, key: str, part: tuple[slice, ...] = ()) -> Tensor:
         """Read a tensor, or the given part of it, in the dtype of the file.
@@ -96,13 +92,17 @@ class ModelFolder:
         Raises:
             ModelFolderError: the file cannot be read.
         """
-        file = self._open(self._file_of[key])
-        try:
-            tensor = file.get_slice(key)[part] if part else file.get_tensor(key)
-        except Exception as error:  # safetensors raises its own class, and others
-            raise ModelFolderError(f"cannot read {key} from {self.folder / self._file_of[key]}: {error}") from error
+        tensor = self._asked(key, lambda file: file.get_slice(key)[part] if part else file.get_tensor(key))
         self.bytes_read += tensor.nbytes
         return tensor
+
+    def _asked(self, key: str, question: Callable[[Any], Any]) -> Any:
+        """Ask the file of a tensor."""
+        file = self._open(self._file_of[key])
+        try:
+            return question(file)
+        except Exception as error:  # safetensors raises its own class, and others
+            raise ModelFolderError(f"cannot read {key} from {self.folder / self._file_of[key]}: {error}") from error
 
     def _open(self, name: str) -> Any:
         if name not in self._handles:
@@ -136,14 +136,6 @@ class ModelFolder:
 
 MAX_FILE_BYTES = 5_000_000_000
 """The default size of an output file. Rank 0 holds one in memory."""
-
-
-class ThisProcess(RankGroup):
-    """This process alone, also where torch.distributed has more ranks."""
-
-    def __init__(self) -> None:
-        """Make a group of one rank."""
-        self.group, self._error, self.rank, self.size = None, JobError, 0, 1
 
 
 def refuse_existing(out: Path) -> None:

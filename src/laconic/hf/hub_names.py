@@ -6,6 +6,7 @@ reverse. Engines that serve models read the names of folders.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from laconic.errors import JobError
+from laconic.errors import JobError, listing
 from laconic.hf.saving import shown_plain
 
 
@@ -31,23 +32,26 @@ def runs_of_folder(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
     """Return the tensors that `save_pretrained` would write, by their names in the folder.
 
     `shapes` are those of the model's tensors by name. transformers converts tensors without elements, and what comes
-    out tells by its offset where it was taken from. A model that is not of transformers keeps its names.
+    out tells by its offset where it was taken from. A model that is not of transformers, or None, keeps its names.
 
     Raises:
         JobError: a tensor of the folder is no run of one tensor of the model, such as a transposed one.
     """
+    runs = {name: FolderRun(name, 0, shape) for name, shape in shapes.items()}
+    if model is None:
+        return runs
     try:  # internals of transformers 5; earlier releases hold tensors as folders do
         from transformers import PreTrainedModel
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
-        return {name: FolderRun(name, 0, shape) for name, shape in shapes.items()}
+        return runs
     if not isinstance(model, PreTrainedModel):
-        return {name: FolderRun(name, 0, shape) for name, shape in shapes.items()}
+        return runs
     empty = {name: torch.empty(shape, dtype=torch.uint8, device="meta") for name, shape in shapes.items()}
     with shown_plain(model), _Views():
         found: dict[str, Tensor] = revert_weight_conversion(model, dict(empty))
     name_of = {_storage(tensor): name for name, tensor in empty.items()}
-    runs: dict[str, FolderRun] = {}
+    runs = {}
     for target, view in found.items():
         source = name_of.get(_storage(view))
         if source is None or not view.is_contiguous():
@@ -58,9 +62,9 @@ def runs_of_folder(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
         runs[target] = FolderRun(source, int(view.storage_offset()), tuple(view.shape))
     covered = dict.fromkeys(shapes, 0)
     for run in runs.values():
-        covered[run.name] += _numel(run.shape)
-    if lost := [name for name, shape in shapes.items() if covered[name] != _numel(shape)]:
-        raise JobError(f'a folder has only a part of {", ".join(lost[:8])}; use names="huggingface"')
+        covered[run.name] += math.prod(run.shape)
+    if lost := [name for name, shape in shapes.items() if covered[name] != math.prod(shape)]:
+        raise JobError(f'a folder has only a part of {listing(lost)}; use names="huggingface"')
     return runs
 
 
@@ -73,7 +77,3 @@ class _Views(TorchFunctionMode):
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.comm.agreement import RankGroup
-from laconic.errors import JobError
+from laconic.errors import JobError, listing
 from laconic.hf.folder import (
     MAX_FILE_BYTES,
     ModelFolder,
@@ -87,26 +87,22 @@ def run_plain(
     Raises:
         JobError: the method failed. Every rank raises it.
     """
+    results: list[Any] = []
 
-    def run() -> Any:
+    def run() -> str | dict[str, Any] | None:
         with shown_plain(model):
             model.__dict__["save_pretrained"] = partial(type(model).save_pretrained, model, state_dict=dict(state))
             try:
-                return getattr(model, method)(*args, **options)
+                results.append(getattr(model, method)(*args, **options))
             except (OSError, ValueError):
                 raise
             except Exception as error:  # the other ranks wait for the outcome, whatever has failed
                 raise JobError(f"{type(error).__name__}: {error}") from error
             finally:
                 del model.__dict__["save_pretrained"]
-
-    results: list[Any] = []
-
-    def run_and_keep() -> str | dict[str, Any] | None:
-        results.append(run())
         return _as_json(results[0])
 
-    sent = ranks.on_rank_0(run_and_keep, f"{method} failed")
+    sent = ranks.on_rank_0(run, f"{method} failed")
     return results[0] if results else _from_json(sent)
 
 
@@ -308,6 +304,6 @@ def _refuse_meta(tensors: Mapping[str, Tensor], call: str) -> None:
     missing = [name for name, tensor in tensors.items() if tensor.is_meta]
     if missing:
         raise ValueError(
-            f"{call}: {', '.join(missing[:8])} {'is' if len(missing) == 1 else 'are'} on the meta device and has no "
+            f"{call}: {listing(missing)} {'is' if len(missing) == 1 else 'are'} on the meta device and has no "
             "memory; call model.to_empty(device=...) first"
         )

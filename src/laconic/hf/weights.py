@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from laconic.checkpoint.state import persistent_buffers, reshard, strip
+from laconic.errors import listing
 from laconic.hf.folder import ModelFolder, ModelFolderError
 from laconic.layers.linear import QuantizedLinear
 from laconic.ragged.parts import JoinedTensor, joined, sliced_parts, whole_parameters
 
-_MAX_LISTED = 8
 _COMPUTED = re.compile(r"(rotary_emb\.inv_freq|position_ids|masked_bias)$")  # buffers that old folders store
 
 
@@ -236,7 +236,7 @@ def _refuse_mismatch(wanted: Mapping[str, Whole], plan: _Plan, folder: ModelFold
         if folder.shape(key) != tuple(wanted[name].shape)
     ]
     complaints = {"missing": plan.missing, "unexpected": plan.unexpected, "wrong shape": misshapen}
-    found = [f"{kind}: {_listing(items)}" for kind, items in complaints.items() if items]
+    found = [f"{kind}: {listing(items)}" for kind, items in complaints.items() if items]
     if found:
         fitting = "its config.json" if folder.is_model else "the model"
         raise ModelFolderError(
@@ -253,8 +253,3 @@ def _any_of(model: nn.Module, attribute: str) -> re.Pattern[str]:
 def _natural(key: str) -> list[tuple[int, int | str]]:
     """A sort key that orders numbers between dots by their value."""
     return [(0, int(piece)) if piece.isdigit() else (1, piece) for piece in key.split(".")]
-
-
-def _listing(items: list[str]) -> str:
-    shown = ", ".join(items[:_MAX_LISTED])
-    return shown if len(items) <= _MAX_LISTED else f"{shown} and {len(items) - _MAX_LISTED} more"

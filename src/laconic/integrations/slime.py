@@ -37,8 +37,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from laconic.comm.agreement import ranks_or_self
 from laconic.extras import how_to_install
-from laconic.hf.folder import INDEX, MAX_FILE_BYTES, ThisProcess, whole_or_nothing, write_tensors
+from laconic.hf.folder import INDEX, MAX_FILE_BYTES, whole_or_nothing, write_tensors
 from laconic.publish import PublishError, Reader
 from laconic.publish.changes import put
 from laconic.publish.staging import StagedTensor
@@ -130,7 +131,7 @@ class PullFolder:
         return self.number
 
     def _write_full(self, values: Mapping[str, Tensor]) -> None:
-        with whole_or_nothing(self._next, ThisProcess()) as temporary:
+        with whole_or_nothing(self._next, ranks_or_self(None)) as temporary:
             for path in sorted(self._model_folder.iterdir()) if self._model_folder else ():
                 if path.is_file() and path.name.endswith(_MODEL_FILES) and not path.name.endswith(".index.json"):
                     shutil.copyfile(path, temporary / path.name)
@@ -140,7 +141,7 @@ class PullFolder:
                 lambda names: (values[name] for name in names),
                 dtype=None,
                 max_file_bytes=MAX_FILE_BYTES,
-                ranks=ThisProcess(),
+                ranks=ranks_or_self(None),
             )
         self.number, self._since_full = self.number + 1, 0
         numbers = _numbers(self.folder)
@@ -169,7 +170,7 @@ class PullFolder:
             },
             "weight_map": dict.fromkeys(changed, _DELTA_FILE),
         }
-        with whole_or_nothing(self._next, ThisProcess()) as temporary:
+        with whole_or_nothing(self._next, ranks_or_self(None)) as temporary:
             write_named(temporary / _DELTA_FILE, changed, checksums)
             (temporary / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
         self.number, self._since_full = self.number + 1, self._since_full + 1

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from laconic.checkpoint import StoredCheckpoint, open_checkpoint
 from laconic.checkpoint.state import persistent_buffers
 from laconic.codec import WEIGHT_CODECS, BlockCodec
+from laconic.comm.agreement import ranks_or_self
 from laconic.config import DataConfig, JobError, LoraConfig, ModelConfig, from_dict
+from laconic.errors import listing
 from laconic.hf import lora
 from laconic.hf.folder import (
     MAX_FILE_BYTES,
-    ThisProcess,
     converted,
     refuse_existing,
     whole_or_nothing,
@@ -94,11 +95,19 @@ def export(
     if lora_config.quantize is not None:
         stored = DecodedCheckpoint.of(stored, model, lora_config.quantize)
     values = {} if adapter else dict(_values(model, stored))
-    with whole_or_nothing(out, ThisProcess()) as writing:
+    alone = ranks_or_self(None)
+    with whole_or_nothing(out, alone) as writing:
         if adapter:
             _write_adapter(model, stored, writing, dtype)
         else:
-            _write_model(values, writing, dtype, max_file_bytes)
+            write_tensors(
+                writing,
+                {name: tensor for name, (tensor, _) in values.items()},
+                lambda names: (values[name][1]() for name in names),
+                dtype=dtype,
+                max_file_bytes=max_file_bytes,
+                ranks=alone,
+            )
             write_configuration(base_model(model), writing, dtype)
             _copy_generation_configuration(model_config, writing)
         kept = stored.folder.resolve().parents[1] / KEPT  # stored.folder is RUN/checkpoints/step-N
@@ -123,26 +132,11 @@ def _job(stored: StoredCheckpoint, base: str | Path | None) -> tuple[ModelConfig
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-_Values = dict[str, tuple[Tensor, Callable[[], Tensor]]]
-"""For each tensor of the base model by name: an empty tensor, and a function that returns its value."""
-
-
-def _write_model(values: _Values, out: Path, dtype: torch.dtype | None, max_file_bytes: int) -> None:
-    write_tensors(
-        out,
-        {name: tensor for name, (tensor, _) in values.items()},
-        lambda names: (values[name][1]() for name in names),
-        dtype=dtype,
-        max_file_bytes=max_file_bytes,
-        ranks=ThisProcess(),
-    )
-
-
 def _values(model: nn.Module, stored: StoredCheckpoint) -> Iterator[tuple[str, tuple[Tensor, Callable[[], Tensor]]]]:
     """Yield (name, (empty tensor, function that returns its value)) for each tensor of the base model."""
     stored_as = {id(tensor): name for name, tensor in _tensors(model)}
     if missing := sorted(set(stored_as.values()) - stored.tensors.keys()):
-        raise JobError(f"{stored.folder} lacks {', '.join(missing[:8])}; it is a checkpoint of another model")
+        raise JobError(f"{stored.folder} lacks {listing(missing)}; it is a checkpoint of another model")
     adapted: dict[int, Any] = {}
     for _, _, layer in lora.adapted_layers(model):
         for parameter in layer.get_base_layer().parameters():

@@ -24,13 +24,14 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from laconic.checkpoint import state
+from laconic.errors import listing
 from laconic.hf.hub_names import FolderRun, runs_of_folder
 from laconic.hf.layers import base_model
 from laconic.hf.lora import adapted_layers, adapters_put_aside
 from laconic.hf.saving import adapter_tensors, is_peft_model
 from laconic.islands.local_steps import LocalSteps
 from laconic.layers.linear import quantized_layers
-from laconic.publish.versions import Names, Place, PublishError, listing
+from laconic.publish.versions import Names, Place, PublishError
 from laconic.ragged.parts import BoxedTensor, joined
 from laconic.ragged.tensor import RaggedTensor
 
@@ -166,9 +167,7 @@ def in_folder(contents: CheckpointContents, names: Names) -> dict[str, FolderRun
         JobError: see `runs_of_folder`.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in contents.tensors.items()}
-    if names != "hub" or contents.model is None:
-        return {name: FolderRun(name, 0, shape) for name, shape in shapes.items()}
-    return runs_of_folder(contents.model, shapes)
+    return runs_of_folder(contents.model if names == "hub" else None, shapes)
 
 
 # -- what a rank holds of them -----------------------------------------------------------------------------------------

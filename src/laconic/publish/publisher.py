@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from laconic.checkpoint.asynchronous import BackgroundWriter
 from laconic.comm.entries import typed
+from laconic.errors import listing
 from laconic.hf.hub_names import FolderRun
 from laconic.islands.local_steps import LocalSteps
 from laconic.policy import Count, Policy, option, with_keys
@@ -45,7 +46,6 @@ from laconic.publish.versions import (
     PublishError,
     VersionManifest,
     dtype_name,
-    listing,
     superseded,
     version_name,
 )

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from laconic.errors import listing
 from laconic.publish.changes import (
     added,
     as_text,
@@ -37,7 +38,6 @@ from laconic.publish.versions import (
     PublishError,
     VersionManifest,
     VersionSource,
-    listing,
     remedy,
 )
 from laconic.store.folder import DamagedError, FileRecord

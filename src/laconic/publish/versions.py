@@ -36,7 +36,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -57,7 +57,6 @@ READERS = "readers"
 _READER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 MOST_REGISTRATION_BYTES = 1 << 16
 _DIGEST = re.compile(r"[0-9a-f]{16}")
-_MOST_LISTED = 8
 
 Kind = Literal["patch", "whole"]
 """The kinds of parts."""
@@ -243,13 +242,6 @@ class VersionManifest(store.Manifest):
     def from_json(cls, body: dict[str, Any]) -> Self:
         """See `Manifest.from_json`. Raises: ValueError."""
         return typed(cls, {name: value for name, value in body.items() if name != "format"})
-
-
-def listing(names: Iterable[str]) -> str:
-    """The first of some names, and the number of the others."""
-    names = list(names)
-    more = len(names) - _MOST_LISTED
-    return ", ".join(names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 # -- places with versions ----------------------------------------------------------------------------------------------
