@@ -21,7 +21,7 @@ from laconic.hf.layers import base_model
 from laconic.layers.linear import QuantizedLinear, quantized_layers
 from laconic.models.build import build_model, layers_to_shard
 from laconic.models.export import export
-from tests.hf.zoo import LORA, TINY, differing, spread, tokens, whole
+from tests.hf.zoo import LORA, TINY, differing, spread, tokens, train, whole
 from tests.support.jobs import job, train_all
 from tests.support.launch import on_ranks, run_ranks
 
@@ -99,30 +99,20 @@ def test_frozen_base_in_host_memory_is_saved_and_loaded(tmp_path: Path) -> None:
         model, _ = spread(ModelConfig(config=TINY["llama"]), LORA, "laconic")
         pairs.append((model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)))
 
-    def two_steps(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
-        losses = []
-        for _ in range(2):
-            loss = model(input_ids=tokens(), labels=tokens(), use_cache=False).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
     model, optimizer = pairs[0]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)  # other values than a new model starts with
     for pair in pairs:
-        two_steps(*pair)  # now the frozen weights are cached; the load makes them stale
+        train(*pair, 2)  # now the frozen weights are cached; the load makes them stale
     checkpoint.save_checkpoint(tmp_path, 2, model=model, optimizer=optimizer, extra={})
     saved = whole(model)
-    losses = two_steps(model, optimizer)
+    losses = train(model, optimizer, 2)
     assert losses[1] != losses[0]
     for each, its_optimizer in pairs:
         checkpoint.load_checkpoint(tmp_path, model=each, optimizer=its_optimizer)
         assert differing(whole(each), saved) == []
-        assert two_steps(each, its_optimizer) == losses
+        assert train(each, its_optimizer, 2) == losses
 
 
 # -- a base in few bits ------------------------------------------------------------------------------------------------
@@ -147,12 +137,7 @@ def test_adapters_of_stacked_experts() -> None:
     laconic.fully_shard(model, cache="host")
     for each in (plain, model):
         optimizer = torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1)
-        for _ in range(3):
-            loss = each(input_ids=rows, labels=rows).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(train(each, optimizer, 3, rows))
     assert losses[0] == losses[1]
 
 

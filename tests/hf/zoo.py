@@ -91,3 +91,15 @@ def differing(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
 
 def tokens() -> Tensor:
     return torch.randint(0, 67, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: int, rows: Tensor | None = None) -> list[float]:
+    """Take steps on some rows, or on `tokens`, and return the losses."""
+    rows, losses = tokens() if rows is None else rows, []
+    for _ in range(steps):
+        loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

@@ -16,7 +16,7 @@ from laconic import checkpoint
 from laconic.config import Config, DataConfig, LoraConfig, ModelConfig, to_dict
 from laconic.models import export, export_cli
 from laconic.models.build import build_model
-from tests.hf.zoo import LORA, NO_LORA, TINY, spread, tokens, whole
+from tests.hf.zoo import LORA, NO_LORA, TINY, spread, tokens, train, whole
 from tests.support.launch import run_ranks
 
 
@@ -27,10 +27,7 @@ def train_and_save(run: str, name: str, lora: LoraConfig, tokenizer: str) -> dic
     )
     model, _ = spread(config.model, lora, "laconic")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    for _ in range(3):
-        model(input_ids=tokens(), labels=tokens(), use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, 3)
     extra = {"config": to_dict(config)}
     checkpoint.save_checkpoint(Path(run) / "checkpoints", 3, model=model, optimizer=optimizer, extra=extra)
     return whole(model)

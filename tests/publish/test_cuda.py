@@ -18,7 +18,7 @@ import laconic
 from laconic.publish import FolderSource, Publisher, Reader
 from laconic.shard.unit import unit_of
 from tests.support.launch import launch, on_ranks
-from tests.support.published import assert_same
+from tests.support.published import assert_same, write
 from tests.support.sharded_net import Net, build, shard
 
 pytestmark = [
@@ -150,8 +150,7 @@ def added_bytes(publisher: Publisher) -> int:
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats()
-    publisher.publish()
-    publisher.wait()
+    write(publisher)
     return int(torch.cuda.memory_stats()["requested_bytes.all.peak"]) - before
 
 

@@ -16,10 +16,10 @@ from laconic.models import export
 from laconic.models.build import build_model
 from laconic.publish import FolderSource, Publisher, Reader
 from laconic.publish.versions import version_name
-from tests.hf.zoo import LORA, NO_LORA, TINY, spread, tokens
+from tests.hf.zoo import LORA, NO_LORA, TINY, spread, train
 from tests.reference import publish as reference
 from tests.support.launch import run_ranks
-from tests.support.published import assert_same
+from tests.support.published import assert_same, write
 
 _LLAMA = {**TINY["llama"], "num_hidden_layers": 1}
 MODELS: dict[str, dict[str, Any]] = {
@@ -46,13 +46,10 @@ def train_and_publish(folder: str, lora: Any, strategy: str) -> None:
         others += [Publisher(model, Path(folder) / name / "merged", adapters="merged")] if lora != NO_LORA else []
         with Publisher(model, Path(folder) / name / "versions", base_every=STEPS) as publisher:
             for step in range(STEPS):
-                model(input_ids=tokens(), labels=tokens(), use_cache=False).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                train(model, optimizer, 1)
                 publisher.publish(step=step)
                 for other in others:
-                    other.publish()
-                    other.wait()
+                    write(other)
         run, extra = Path(folder) / name / "run" / "checkpoints", {"config": to_dict(config)}
         checkpoint.save_checkpoint(run, STEPS, model=model, optimizer=None, extra=extra)
 

@@ -41,7 +41,7 @@ from tests.cyclic.toys import OPTIMIZERS, make_stages
 from tests.cyclic.toys import train as train_stages
 from tests.support.launch import on_ranks, run_ranks
 from tests.support.partial_models import MLPS, MlpNet
-from tests.support.published import assert_same, cast, snapshot
+from tests.support.published import assert_same, cast, snapshot, write
 from tests.support.sharded_net import Net, build, moved, shard, train_step
 
 
@@ -209,8 +209,7 @@ def test_a_version_stands_still_for_one_trip_between_ranks(tmp_path: Path) -> No
     with mock.patch.object(RankGroup, "gather", counted) if is_counting else nullcontext():
         for _ in range(3):
             trips.append(0)
-            publisher.publish()
-            publisher.wait()
+            write(publisher)
         dist.barrier()
     assert trips == ([3, 1, 1] if is_counting else [0] * 3)
 
@@ -235,12 +234,7 @@ def test_a_failure_on_one_rank_fails_a_version_on_all_and_the_next_one_is_whole(
         if point is CrashPoint.WRITTEN and dist.get_rank() == 1:
             raise OSError(28, "No space left on device")
 
-    def publish() -> int:
-        version = publisher.publish()
-        publisher.wait()
-        return version
-
-    first = publish() if step != "_aligned" else 0
+    first = write(publisher) if step != "_aligned" else 0
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
@@ -252,16 +246,16 @@ def test_a_failure_on_one_rank_fails_a_version_on_all_and_the_next_one_is_whole(
     is_patched = dist.get_rank() == 1 and step != "write"
     with mock.patch.object(shares, step, fail) if is_patched else nullcontext():
         with pytest.raises(PublishError, match=message.get(step, r"OutOfMemoryError: full")):
-            publish()
+            write(publisher)
         dist.barrier()
     store.on_crash_point = None
     assert not publisher.is_copy_published
     assert FolderSource(tmp_path).versions() == [1][:first]
     dist.barrier()
-    version = publish()
+    version = write(publisher)
     assert FolderSource(tmp_path).manifest(version).base is None
     assert_read(tmp_path, whole_in_bf16(model), empty_like(whole_in_bf16(model)))
-    assert publish() == version + 1
+    assert write(publisher) == version + 1
     assert FolderSource(tmp_path).manifest(version + 1).base == version
 
 
@@ -274,8 +268,7 @@ def publish_until_killed(folder: str, victim: int, point: CrashPoint) -> None:
             model.weight.fill_(version)
         if version == 3 and dist.get_rank() == victim:
             store.on_crash_point = lambda it: os.kill(os.getpid(), signal.SIGKILL) if it is point else None
-        publisher.publish()
-        publisher.wait()
+        write(publisher)
 
 
 @pytest.mark.parametrize("point", [CrashPoint.WRITTEN, CrashPoint.LISTED, CrashPoint.COMMITTED])
@@ -328,8 +321,7 @@ def test_two_publishers_that_begin_at_one_instant_have_folders_of_their_own(tmp_
         with nullcontext() if point is CrashPoint.COMMITTED else pytest.raises(PublishError, match="began after this"):
             older.wait()
     assert folders[0].is_dir()
-    younger[0].publish()
-    younger[0].wait()
+    write(younger[0])
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".tmp"] == []
 
 
@@ -337,16 +329,13 @@ def test_two_publishers_that_begin_at_one_instant_have_folders_of_their_own(tmp_
 def test_a_younger_publisher_takes_over(tmp_path: Path) -> None:
     model = shard(build())
     first = Publisher(model, tmp_path, run="run")
-    first.publish()
-    first.wait()
+    write(first)
     with pytest.raises(PublishError, match="has versions of the run 'run', and this is None; give run='run'"):
         Publisher(model, tmp_path)
     second = Publisher(model, tmp_path, run="run")
-    assert second.publish() == 2
-    second.wait()
-    first.publish()
+    assert write(second) == 2
     with pytest.raises(PublishError, match="another publisher, which began after this one"):
-        first.wait()
+        write(first)
     assert FolderSource(tmp_path).versions() == [1, 2]
     with pytest.raises(PolicyError, match=r"names='x'.* is not known; use one of 'huggingface', 'hub', 'model'"):
         Publisher(model, tmp_path, run="run", names="x")
@@ -357,8 +346,7 @@ def test_another_division_begins_with_a_whole_version(tmp_path: Path) -> None:
     """What was published is the weights of the call, though they change before the files are written."""
     model = build()
     publisher = Publisher(model, tmp_path)
-    publisher.publish()
-    publisher.wait()
+    write(publisher)
     for is_sharded in (False, True):
         if is_sharded:
             shard(model)
@@ -376,17 +364,14 @@ def test_a_copy_that_has_changed_in_memory_is_found_and_mended(tmp_path: Path) -
     model = build()
     publisher = Publisher(model, tmp_path, base_every=3)
     publisher.publish()
-    publisher.publish()
-    publisher.wait()
+    write(publisher)
     assert publisher._shares is not None
     publisher._shares._owned["out.weight"][0].copy[5] += 1  # what a flipped bit of memory does
     model.get_parameter("out.weight").data.view(-1)[5] += 1  # and the weight gets the same value, so no patch tells
     publisher.publish()
-    publisher.publish()
     with pytest.raises(PublishError, match=r"version 4 could not be written .*out.weight: the copies in host memory"):
-        publisher.wait()
-    publisher.publish()
-    publisher.wait()
+        write(publisher)
+    write(publisher)
     held = empty_like(whole_in_bf16(model))
     assert Reader(tmp_path).update(held) == 5
 

@@ -39,6 +39,7 @@ from tests.support.published import (
     read,
     snapshot,
     weights_of_versions,
+    write,
 )
 
 # -- where a reader begins ---------------------------------------------------------------------------------------------
@@ -392,15 +393,13 @@ def test_versions_that_registered_readers_need_stay(tmp_path: Path) -> None:
     net = make()
     model = make(seed=1).bfloat16()
     with Publisher(net, tmp_path, base_every=4, patience=10) as publisher:
-        publisher.publish()
-        publisher.wait()
+        write(publisher)
         reader = Reader(tmp_path, name="slow")
         reader.update(model)
         kept = []
         for version in range(2, 15):
             edit(net, version)
-            publisher.publish()
-            publisher.wait()
+            write(publisher)
             kept.append(FolderSource(tmp_path).versions())
     assert kept[4] == [2, 3, 4, 5, 6], "all since version 1"
     assert kept[9] == list(range(2, 12)), "10 versions behind"

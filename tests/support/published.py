@@ -72,6 +72,13 @@ def weights_of_versions(num_versions: int) -> list[dict[str, Tensor]]:
     return found
 
 
+def write(publisher: Publisher, **options: Any) -> int:
+    """Publish a version, wait until it is written, and return its number."""
+    version = publisher.publish(**options)
+    publisher.wait()
+    return version
+
+
 class Run:
     """A training run that publishes; it begins with version 1."""
 
@@ -85,8 +92,7 @@ class Run:
         self.version += 1
         with torch.no_grad():
             edit(self.net, self.version)
-        self.publisher.publish(step=10 * self.version)
-        self.publisher.wait()
+        write(self.publisher, step=10 * self.version)
         return cast(snapshot(self.net))
 
 

@@ -70,9 +70,13 @@ def build_model(config: ModelConfig, lora: LoraConfig | None = None, *, device: 
     if config.path is not None:
         model.name_or_path = config.path  # peft writes it into adapter_config.json
     if config.activation_checkpointing:
-        _checkpoint_activations(model)
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     if lora is not None and lora.quantize is not None:
-        _quantize(model, lora)
+        try:
+            quantize_(model, lora.quantize, skip=lora.quantize_skip)
+        except ValueError as error:
+            raise JobError(f"lora.quantize = {lora.quantize!r}: {error}") from error
     if lora is not None and lora.enabled:
         model = add_adapters(model, lora)
     model.train()
@@ -166,19 +170,6 @@ def _full_size(modules: Iterable[nn.Module], *, loaded: set[int], drawn: set[int
             raise JobError(f"transformers does not initialise {name} of {type(module).__name__}; set model.path")
         write_whole(parameter, stand_in)
         drawn |= parameter_ids(parameter)
-
-
-def _quantize(model: nn.Module, lora: LoraConfig) -> None:
-    assert lora.quantize is not None
-    try:
-        quantize_(model, lora.quantize, skip=lora.quantize_skip)
-    except ValueError as error:
-        raise JobError(f"lora.quantize = {lora.quantize!r}: {error}") from error
-
-
-def _checkpoint_activations(model: Any) -> None:
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
 
 
 def _transformers_config(config: ModelConfig) -> Any:
