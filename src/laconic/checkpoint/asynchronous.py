@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from laconic.checkpoint.api import Contents, check_keep, write
@@ -131,7 +131,7 @@ class SnapshotPlanner(dcp.DefaultSavePlanner):
 
     def __init__(self, tree: dict[str, Any], memory: HostMemory) -> None:
         super().__init__(flatten_sharded_tensors=False)
-        super().set_up_planner(tree)
+        self.set_up_planner(tree)
         self._local_plan = super().create_local_plan()
         items = {item.index: item.type for item in self._local_plan.items}
         values = {index: self.lookup_object(index) for index in items}
@@ -142,16 +142,9 @@ class SnapshotPlanner(dcp.DefaultSavePlanner):
         }
         self.state_dict = {}
 
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Do nothing, because the plan exists. DCP calls it with an empty `state_dict`."""
-        self.is_coordinator = is_coordinator
-
     def create_local_plan(self) -> SavePlan:
         """The plan from `__init__`."""
-        self.plan = self._local_plan
-        return self.plan
+        return self._local_plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return the copy of a value; while `__init__` makes the copies, the value itself."""

@@ -37,13 +37,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from laconic import _compat
@@ -68,29 +62,31 @@ def save(
     """Write this rank's part of every tensor, without fsync: [Note: DCP's steps, taken by ourselves]. Collective.
 
     A tensor's key in the folder is its path in `tree`, joined by dots. `aliases` maps further paths to paths in `tree`.
-    A `planner` may hold the tensors instead of `tree`. The ranks share the writing of replicated tensors.
+    A `planner` that has planned this rank's writes may hold the tensors instead of `tree`. The ranks share the writing
+    of replicated tensors.
 
     Raises:
         StorageError: a rank of `group` failed, with any error. Every rank raises it.
     """
-    planner = planner or dcp.DefaultSavePlanner(flatten_sharded_tensors=False)
+    own = planner or dcp.DefaultSavePlanner(flatten_sharded_tensors=False)
     writer, ranks = _Writer(folder, aliases), RankGroup(group, error=StorageError)
-    failure, is_first = f"{folder} could not be written", ranks.rank == 0
+    failure = f"{folder} could not be written"
 
     def plan_own_part() -> dict[str, Any]:
-        planner.set_up_planner(tree, writer.storage_meta(), is_first)
-        writer.set_up_storage_writer(is_first)
-        return _plan_as_json(writer.prepare_local_plan(planner.create_local_plan()))
+        if planner is None:
+            own.set_up_planner(tree)
+        writer.set_up_storage_writer(ranks.rank == 0)
+        return _plan_as_json(writer.prepare_local_plan(own.create_local_plan()))
 
     plans = [_plan_from_json(fields) for fields in ranks.on_all(_of_one_class(plan_own_part), failure)]
     try:
-        plans, metadata = planner.create_global_plan(plans)
+        plans, metadata = own.create_global_plan(plans)
     except ValueError as error:  # on all ranks alike
         raise StorageError(f"{failure} ({error})") from error
     own_plan = writer.prepare_global_plan(plans)[ranks.rank]
 
     def write_own_part() -> list[Any]:
-        written = writer.write_data(planner.finish_plan(own_plan), planner)
+        written = writer.write_data(own.finish_plan(own_plan), own)
         written.wait()
         return [_result_as_json(result) for result in written.value()]
 
@@ -114,39 +110,34 @@ def _of_one_class(action: Callable[[], _T]) -> Callable[[], _T]:
 
 
 def _plan_as_json(plan: SavePlan) -> dict[str, Any]:
-    keys = None if plan.planner_data is None else [[key, list(path)] for key, path in plan.planner_data.items()]
+    keys = [[key, list(path)] for key, path in plan.planner_data.items()]
     return {"items": [_item_as_json(item) for item in plan.items], "keys": keys}
 
 
 def _plan_from_json(fields: dict[str, Any]) -> SavePlan:
-    keys = None if fields["keys"] is None else {key: tuple(path) for key, path in fields["keys"]}
+    keys = {key: tuple(path) for key, path in fields["keys"]}
     return SavePlan([_item_from_json(item) for item in fields["items"]], planner_data=keys)
 
 
 def _item_as_json(item: WriteItem) -> list[Any]:
-    """Return what DCP needs to know of an item: its index, its type and, of a tensor, the chunk and the properties."""
+    """Return what DCP needs to know of an item: its index, its type and, of a tensor, the properties and the chunk."""
     data = item.tensor_data
     if data is None:
         return [_index_as_json(item.index), item.type.name]
     like = data.properties
     properties = [str(like.dtype).removeprefix("torch."), like.requires_grad, like.pin_memory]
-    return [
-        *(_index_as_json(item.index), item.type.name, properties),
-        *(list(data.size), list(data.chunk.offsets), list(data.chunk.sizes)),
-    ]
+    chunk = map(list, (data.size, data.chunk.offsets, data.chunk.sizes))
+    return [_index_as_json(item.index), item.type.name, properties, *chunk]
 
 
 def _item_from_json(fields: list[Any]) -> WriteItem:
     index, kind, *of_tensor = fields
     data = None
     if of_tensor:
-        (dtype, requires_grad, pin_memory), size, offsets, sizes = of_tensor
+        (dtype, requires_grad, pin_memory), *chunk = of_tensor
+        size, offsets, sizes = map(torch.Size, chunk)
         like = TensorProperties(dtype=getattr(torch, dtype), requires_grad=requires_grad, pin_memory=pin_memory)
-        data = TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)),
-            properties=like,
-            size=torch.Size(size),
-        )
+        data = TensorWriteData(chunk=ChunkStorageMetadata(offsets, sizes), properties=like, size=size)
     return WriteItem(index=_index_from_json(index), type=WriteItemType[kind], tensor_data=data)
 
 

@@ -268,7 +268,7 @@ class Publisher(BackgroundWriter):
         threading.current_thread().name = f"publish version {head.version}"
         own = self._shares
         assert own is not None
-        shares, _ = self._together(lambda: own.unchanged() if changes is None else own.encoded(changes))
+        shares, _ = self._together(lambda: own.encoded(changes))
         patch_bytes = sum(part.nbytes for share in shares.values() for part in share.patch)
         nbytes = self._ranks.gather([patch_bytes, own.nbytes])
         if sum(patch for patch, _ in nbytes) >= sum(whole for _, whole in nbytes):  # nobody wants such a patch

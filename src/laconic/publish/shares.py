@@ -146,8 +146,13 @@ class OwnShares:
         return {name: [self._changes(name, owned, holdings) for owned in own] for name, own in self._owned.items()}
 
     @torch.no_grad()
-    def encoded(self, changes: dict[str, list[Changes]]) -> dict[str, TensorShare]:
-        """Encode what `compare` has noted, which this takes out tensor by tensor; digests follow it."""
+    def encoded(self, changes: dict[str, list[Changes]] | None) -> dict[str, TensorShare]:
+        """Encode what `compare` has noted, which this takes out tensor by tensor; digests follow it.
+
+        With None nothing is encoded, for a version with whole values alone.
+        """
+        if changes is None:
+            return {name: TensorShare(before=0, after=digest, patch=()) for name, digest in self._digests.items()}
         return {name: self._encoded(name, changes.pop(name)) for name in list(changes)}
 
     def _encoded(self, name: str, changes: Sequence[Changes]) -> TensorShare:
@@ -171,10 +176,6 @@ class OwnShares:
         ways.append(list(self._dense(name)))
         patch = min(ways, key=lambda way: sum(part.nbytes for part in way))  # of equals the first
         return TensorShare(before=before, after=self._digests[name], patch=tuple(patch))
-
-    def unchanged(self) -> dict[str, TensorShare]:
-        """The shares as they are, for a version with whole values alone."""
-        return {name: TensorShare(before=0, after=digest, patch=()) for name, digest in self._digests.items()}
 
     def whole(self) -> Iterator[tuple[str, EncodedPart]]:
         """Yield (name, part) with all values of all shares, without a copy."""
