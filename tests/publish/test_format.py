@@ -188,15 +188,15 @@ def holding(*shape: int, is_buffer: bool = False) -> Holding:
 def test_a_run_of_what_a_rank_holds() -> None:
     """Boxes of other mesh axes have no runs."""
     whole = torch.arange(60.0).view(6, 10)
-    held = HeldRegion((15,), (40,), whole.view(-1)[15:55], lambda: iter([]))
+    held = HeldRegion(((15,), (40,)), whole.view(-1)[15:55], lambda: iter([]))
     holding = Holding(shape=(6, 10), dtype=whole.dtype, regions=(held,), is_buffer=True)
     for start, shape in ((0, (10,)), (10, (2, 5)), (50, (5, 2))):
         run = holding.run(start, shape)
         end = start + torch.Size(shape).numel()
         assert (run.shape, run.is_buffer) == (shape, True)
-        found = [value for region in run.regions for value in region.values(0, region.sizes[0]).tolist()]
+        found = [value for region in run.regions for value in region.values(0, region.place[1][0]).tolist()]
         assert found == [float(place) for place in range(max(15, start), min(55, end))]
-    box = HeldRegion((1, 2), (3, 4), whole[1:4, 2:6])
+    box = HeldRegion(((1, 2), (3, 4)), whole[1:4, 2:6])
     with pytest.raises(PublishError, match="is cut by another mesh axis"):
         Holding(shape=(6, 10), dtype=whole.dtype, regions=(box,)).run(0, (10,))
 

@@ -8,8 +8,9 @@ deeper (`app.model.NAME`), rename the optimizer, leave the model at the top, or 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,16 +98,9 @@ def by_parameter(entries: Mapping[str, TensorMeta], prefix: str | None) -> dict[
 def _most_common_prefixes(keys: Iterable[str], names: Collection[str]) -> list[str]:
     """Return the prefix that most keys have before one of `names`; several prefixes if their counts are equal."""
     names = frozenset(names)
-    votes = Counter(prefix for key in keys for prefix, rest in _splits(key) if rest in names)
+    begins = ((key, begin) for key in keys for begin in (0, *(dot.end() for dot in re.finditer(r"\.", key))))
+    votes = Counter(key[:begin] for key, begin in begins if key[begin:] in names)
     return sorted(prefix for prefix in votes if votes[prefix] == max(votes.values()))
-
-
-def _splits(key: str) -> Iterator[tuple[str, str]]:
-    """Yield (prefix, rest) for every place where a name may begin."""
-    yield "", key
-    for position, character in enumerate(key):
-        if character == ".":
-            yield key[: position + 1], key[position + 1 :]
 
 
 def _choice(found: Sequence[str], given: str | None, description: str, argument: str) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,20 +95,15 @@ def export(
     model = build_model(model_config, replace(lora_config, quantize=None, quantize_skip=None))
     if lora_config.quantize is not None:
         stored = DecodedCheckpoint.of(stored, model, lora_config.quantize)
-    values = {} if adapter else dict(_values(model, stored))
+    whole = None if adapter else _base_tensors(model, stored)
     alone = ranks_or_self(None)
     with whole_or_nothing(out, alone) as writing:
-        if adapter:
+        if whole is None:
             _write_adapter(model, stored, writing, dtype)
         else:
-            write_tensors(
-                writing,
-                {name: tensor for name, (tensor, _) in values.items()},
-                lambda names: (values[name][1]() for name in names),
-                dtype=dtype,
-                max_file_bytes=max_file_bytes,
-                ranks=alone,
-            )
+            tensors, value = whole
+            read = partial(map, value)
+            write_tensors(writing, tensors, read, dtype=dtype, max_file_bytes=max_file_bytes, ranks=alone)
             write_configuration(base_model(model), writing, dtype)
             _copy_generation_configuration(model_config, writing)
         kept = stored.folder.resolve().parents[1] / KEPT  # stored.folder is RUN/checkpoints/step-N
@@ -132,8 +128,12 @@ def _job(stored: StoredCheckpoint, base: str | Path | None) -> tuple[ModelConfig
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-def _values(model: nn.Module, stored: StoredCheckpoint) -> Iterator[tuple[str, tuple[Tensor, Callable[[], Tensor]]]]:
-    """Yield (name, (empty tensor, function that returns its value)) for each tensor of the base model."""
+def _base_tensors(model: nn.Module, stored: StoredCheckpoint) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
+    """Return the tensors of the base model by name, which are empty, and a function that reads or merges one by name.
+
+    Raises:
+        JobError: the checkpoint lacks some.
+    """
     stored_as = {id(tensor): name for name, tensor in _tensors(model)}
     if missing := sorted(set(stored_as.values()) - stored.tensors.keys()):
         raise JobError(f"{stored.folder} lacks {listing(missing)}; it is a checkpoint of another model")
@@ -142,35 +142,33 @@ def _values(model: nn.Module, stored: StoredCheckpoint) -> Iterator[tuple[str, t
         for parameter in layer.get_base_layer().parameters():
             adapted.setdefault(id(parameter), layer)  # the outermost wrapper, if peft has wrapped a layer several times
     with lora.adapters_put_aside(model):
-        tensors = list(_tensors(base_model(model)))
-    for name, tensor in tensors:
-        layer = adapted.get(id(tensor))
-        value = _merged(layer, tensor, stored, stored_as) if layer else _read(stored, stored_as[id(tensor)])
-        yield name, (tensor, value)
+        tensors = dict(_tensors(base_model(model)))
+
+    def value(name: str) -> Tensor:
+        tensor = tensors[name]
+        if layer := adapted.get(id(tensor)):
+            return _merged(layer, tensor, stored, stored_as)
+        (found,) = stored.read([stored_as[id(tensor)]]).values()
+        return found
+
+    return tensors, value
 
 
-def _read(stored: StoredCheckpoint, name: str) -> Callable[[], Tensor]:
-    return lambda: stored.read([name])[name]
-
-
-def _merged(layer: Any, parameter: Tensor, stored: StoredCheckpoint, stored_as: dict[int, str]) -> Callable[[], Tensor]:
-    """Return a function that fills an adapted layer, lets peft merge it, takes `parameter`, and empties the layer."""
-
-    def value() -> Tensor:
-        slots = [(m, key, p) for m in layer.modules() for key, p in m._parameters.items() if p is not None]
-        try:
-            _fill([(module, key, stored_as[id(p)]) for module, key, p in slots], stored)
-            wrappers = [m for m in layer.modules() if hasattr(m, "merged_adapters")]
-            for wrapper in reversed(wrappers):  # the innermost first
-                wrapper.merge()
-                wrapper.merged_adapters.clear()
-            module, key = next((m, key) for m, key, p in slots if p is parameter)
-            return module._parameters[key].data
-        finally:
-            for module, key, p in slots:
-                module._parameters[key] = p
-
-    return value
+def _merged(layer: Any, parameter: Tensor, stored: StoredCheckpoint, stored_as: dict[int, str]) -> Tensor:
+    """Fill an adapted layer, let peft merge it, take `parameter`, and empty the layer."""
+    slots = [(m, key, p) for m in layer.modules() for key, p in m._parameters.items() if p is not None]
+    try:
+        _fill([(module, key, stored_as[id(p)]) for module, key, p in slots], stored)
+        wrappers = [m for m in layer.modules() if hasattr(m, "merged_adapters")]
+        for wrapper in reversed(wrappers):  # the innermost first
+            wrapper.merge()
+            wrapper.merged_adapters.clear()
+        module, key = next((m, key) for m, key, p in slots if p is parameter)
+        merged: Tensor = module._parameters[key].data
+        return merged
+    finally:
+        for module, key, p in slots:
+            module._parameters[key] = p
 
 
 def _fill(

@@ -176,17 +176,11 @@ def in_folder(contents: CheckpointContents, names: Names) -> dict[str, FolderRun
 class HeldRegion(NamedTuple):
     """A run or a box that this rank holds of a tensor."""
 
-    start: tuple[int, ...]
-    sizes: tuple[int, ...]
+    place: Place
     view: Tensor
     """Its elements, in any shape of as many."""
     addends: Addends | None = None
     """The products of adapters that are added to the elements."""
-
-    @property
-    def place(self) -> Place:
-        """Its start and its sizes."""
-        return self.start, self.sizes
 
     def values(self, begin: int, end: int) -> Tensor:
         """The present elements [begin, end) of the region, in its order, flat.
@@ -196,8 +190,8 @@ class HeldRegion(NamedTuple):
         is_view = self.addends is None and self.view.is_contiguous()
         values = (self.view if is_view else self.view.cpu()).reshape(-1)[begin:end]
         for addend in self.addends() if self.addends is not None else ():
-            whole = addend.reshape(-1) if len(self.start) == 1 else addend
-            for dim, (first, size) in enumerate(zip(self.start, self.sizes, strict=True)):
+            whole = addend.reshape(-1) if len(self.place[0]) == 1 else addend
+            for dim, (first, size) in enumerate(zip(*self.place, strict=True)):
                 whole = whole.narrow(dim, first, size)
             values = (values + whole.reshape(-1)[begin:end].cpu()).to(values.dtype)
         return values
@@ -234,17 +228,18 @@ class Holding:
             return self
         regions = []
         for region in self.regions:
-            if len(region.start) > 1:
+            starts, sizes = region.place
+            if len(starts) > 1:
                 raise PublishError(
                     f"a tensor of shape {list(self.shape)} is cut by another mesh axis, and folders of the hub have it "
                     'in pieces; use names="huggingface"'
                 )
-            first, size = region.start[0], region.sizes[0]
-            low, high = max(first, start), min(first + size, start + math.prod(shape))
+            first = starts[0]
+            low, high = max(first, start), min(first + sizes[0], start + math.prod(shape))
             if low < high:
                 view = region.view.reshape(-1)[low - first : high - first]
                 addends = region.addends and partial(_runs_of, region.addends, start, shape)
-                regions.append(HeldRegion((low - start,), (high - low,), view, addends))
+                regions.append(HeldRegion(((low - start,), (high - low,)), view, addends))
         return Holding(shape=shape, dtype=self.dtype, regions=tuple(regions), is_buffer=self.is_buffer)
 
 
@@ -265,7 +260,7 @@ def _regions(tensor: Tensor, shape: tuple[int, ...]) -> Iterable[HeldRegion]:
     if isinstance(tensor, RaggedTensor) and tensor.spec.dtensor is None:
         extent = tensor.extent
         if extent is not None:
-            yield HeldRegion((extent.start,), (extent.numel,), tensor.to_local().detach())
+            yield HeldRegion(((extent.start,), (extent.numel,)), tensor.to_local().detach())
     elif isinstance(tensor, BoxedTensor):
         for offset, box in tensor.held_boxes():
             yield _region(shape, offset, box.detach())
@@ -274,7 +269,7 @@ def _regions(tensor: Tensor, shape: tuple[int, ...]) -> Iterable[HeldRegion]:
             view = tensor.__get_tensor_shard__(MetadataIndex("", chunk.offsets))
             yield _region(shape, tuple(chunk.offsets), view.detach())
     else:
-        yield HeldRegion((0,), (tensor.numel(),), tensor.detach())
+        yield HeldRegion(((0,), (tensor.numel(),)), tensor.detach())
 
 
 def _region(shape: tuple[int, ...], offset: Sequence[int], box: Tensor) -> HeldRegion:
@@ -282,11 +277,11 @@ def _region(shape: tuple[int, ...], offset: Sequence[int], box: Tensor) -> HeldR
     sizes = tuple(box.shape)
     first = next((dim for dim, size in enumerate(sizes) if size != 1), len(sizes))
     if sizes[first + 1 :] != shape[first + 1 :]:
-        return HeldRegion(tuple(offset), sizes, box)
+        return HeldRegion((tuple(offset), sizes), box)
     start = 0
     for index, size in zip(offset, shape, strict=True):
         start = start * size + index
-    return HeldRegion((start,), (box.numel(),), box)
+    return HeldRegion(((start,), (box.numel(),)), box)
 
 
 Told = Mapping[str, Sequence[Sequence[Sequence[int]]]]
