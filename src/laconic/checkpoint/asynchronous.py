@@ -136,10 +136,8 @@ class SnapshotPlanner(dcp.DefaultSavePlanner):
         items = {item.index: item.type for item in self._local_plan.items}
         values = {index: self.lookup_object(index) for index in items}
         tensors = {index: value for index, value in values.items() if items[index] is not WriteItemType.BYTE_IO}
-        self._values: dict[MetadataIndex, Any] = {
-            **{index: copy.deepcopy(value) for index, value in values.items() if index not in tensors},
-            **memory.copies_of(tensors),
-        }
+        others = {index: copy.deepcopy(value) for index, value in values.items() if index not in tensors}
+        self._values: dict[MetadataIndex, Any] = others | memory.copies_of(tensors)
         self.state_dict = {}
 
     def create_local_plan(self) -> SavePlan:

@@ -109,15 +109,16 @@ def row_norms(layer: Any) -> Tensor:
     """
     base = layer.get_base_layer()
     if isinstance(base, QuantizedLinear):
-        weight = base.decode(_gathered(base.weight_codes), _gathered(base.weight_scales), base.dtype)
+        weight = base.decode(gathered(base.weight_codes), gathered(base.weight_scales), base.dtype)
     else:
-        weight = _gathered(base.weight)
+        weight = gathered(base.weight)
     if getattr(layer, "fan_in_fan_out", False):  # GPT-2's Conv1D
         weight = weight.T
     return torch.linalg.vector_norm(weight.float(), dim=1).to(weight.dtype)
 
 
-def _gathered(parameter: Any) -> Tensor:
+def gathered(parameter: Any) -> Tensor:
+    """All of a parameter, sharded or not. Collective."""
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 

@@ -27,7 +27,7 @@ from laconic.checkpoint import state
 from laconic.errors import listing
 from laconic.hf.hub_names import FolderRun, runs_of_folder
 from laconic.hf.layers import base_model
-from laconic.hf.lora import adapted_layers, adapters_put_aside
+from laconic.hf.lora import adapted_layers, adapters_put_aside, gathered
 from laconic.hf.saving import adapter_tensors, is_peft_model
 from laconic.islands.local_steps import LocalSteps
 from laconic.layers.linear import quantized_layers
@@ -140,11 +140,8 @@ def _factors_of(name: str, layer: Any, adapter: str) -> list[tuple[nn.Module, Te
             f"the adapter {adapter!r} of {name} is more than a product of two matrices, such as DoRA; publish adapters "
             "alone, and merge them by peft"
         )
-    factors: list[tuple[nn.Module, Any]] = [
-        (each[adapter], each[adapter].weight) for each in (layer.lora_A, layer.lora_B)
-    ]
-    wholes = [(module, w.full_tensor() if isinstance(w, DTensor) else w.detach()) for module, w in factors]
-    return [(module, whole.cpu()) for module, whole in wholes]
+    factors = (layer.lora_A[adapter], layer.lora_B[adapter])
+    return [(module, gathered(module.weight).detach().cpu()) for module in factors]
 
 
 def _products(layer: Any, factors: Mapping[str, list[tuple[nn.Module, Tensor]]]) -> Iterator[Tensor]:
