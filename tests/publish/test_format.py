@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from laconic.codec.kernels import kernels_for
+from laconic.codec.lossless import encode_in_pieces
 from laconic.publish import changes
 from laconic.publish.changes import (
     EncodedPart,
@@ -22,9 +23,7 @@ from laconic.publish.changes import (
     decode_gaps,
     decode_lossless,
     digest_at,
-    encode_dense,
     encode_gaps,
-    encode_lossless,
     put,
     run_digest,
     take_over,
@@ -168,16 +167,18 @@ def test_parts_with_other_tensors_than_their_manifest_says_are_damage() -> None:
     for each in wrong:
         with pytest.raises(DamagedError):
             decode_gaps(part, each, 10, torch.bfloat16)
-    dense, data = stored(encode_dense((3,), (4,), random(4, torch.bfloat16)))
+    dense, data = stored(EncodedPart(Encoding.DENSE, (3,), (4,), {"": random(4, torch.bfloat16)}))
     for size, dtype in ((3, torch.bfloat16), (4, torch.float16)):
         with pytest.raises(DamagedError):
             decode_dense(dense, {"k": random(size, dtype)}, torch.bfloat16)
     held = random(1000, torch.bfloat16)
-    lossless, data = stored(encode_lossless((0,), (1000,), held, (held.float() * 1.01).bfloat16()))
-    assert torch.equal(decode_lossless(lossless, data, held), (held.float() * 1.01).bfloat16())
-    for payload in (data["k"][:-1], data["k"][:2], random(1000, torch.bfloat16)):
+    new = (held.float() * 1.01).bfloat16()
+    payload = encode_in_pieces(held, new).read()
+    lossless, data = stored(EncodedPart(Encoding.LOSSLESS, (0,), (1000,), {"": payload}))
+    assert torch.equal(decode_lossless(lossless, data, held), new)
+    for other in (payload[:-1], payload[:2], random(1000, torch.bfloat16)):
         with pytest.raises(DamagedError):
-            decode_lossless(lossless, {"k": payload}, held)
+            decode_lossless(lossless, {"k": other}, held)
 
 
 def holding(*shape: int, is_buffer: bool = False) -> Holding:

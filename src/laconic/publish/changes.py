@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from laconic.codec.kernels import kernels_for
-from laconic.codec.lossless import decode_in_pieces, encode_in_pieces
+from laconic.codec.lossless import decode_in_pieces
 from laconic.codec.patterns import pattern_form_of
 from laconic.publish.versions import Encoding, Place, PublishedPart
 from laconic.store.folder import DamagedError
@@ -162,6 +162,14 @@ def flat_places(place: Place, shape: tuple[int, ...], local: Tensor) -> Tensor:
     return total
 
 
+def region_of(tensor: Tensor, place: Place) -> Tensor:
+    """The elements of a run or a box, in the shape of its sizes; a view, if the tensor is contiguous."""
+    region = tensor.reshape(-1) if len(place[0]) == 1 else tensor
+    for dim, (begin, size) in enumerate(zip(*place, strict=True)):
+        region = region.narrow(dim, begin, size)
+    return region
+
+
 class EncodedPart(NamedTuple):
     """A part that is not in a file yet."""
 
@@ -207,16 +215,6 @@ def _gaps_of(positions: Tensor) -> Tensor:
     gaps = torch.full((int(ends[-1]) if len(ends) else 0,), largest, dtype=torch.int32)
     gaps[ends - 1] = (distances % largest).to(torch.int32)
     return gaps.to(dtype)
-
-
-def encode_dense(start: tuple[int, ...], sizes: tuple[int, ...], values: Tensor) -> EncodedPart:
-    """All values of a run or a box, in its shape."""
-    return EncodedPart(Encoding.DENSE, start, sizes, {"": values})
-
-
-def encode_lossless(start: tuple[int, ...], sizes: tuple[int, ...], held: Tensor, new: Tensor) -> EncodedPart:
-    """Encode all values of a run or a box, (n,) each, for readers that hold the old ones."""
-    return EncodedPart(Encoding.LOSSLESS, start, sizes, {"": encode_in_pieces(held, new).read()})
 
 
 def has_lossless_form(dtype: torch.dtype) -> bool:

@@ -31,6 +31,7 @@ from laconic.hf.lora import adapted_layers, adapters_put_aside, gathered
 from laconic.hf.saving import adapter_tensors, is_peft_model
 from laconic.islands.local_steps import LocalSteps
 from laconic.layers.linear import quantized_layers
+from laconic.publish.changes import region_of
 from laconic.publish.versions import Names, Place, PublishError
 from laconic.ragged.parts import BoxedTensor, joined
 from laconic.ragged.tensor import RaggedTensor
@@ -187,10 +188,8 @@ class HeldRegion(NamedTuple):
         is_view = self.addends is None and self.view.is_contiguous()
         values = (self.view if is_view else self.view.cpu()).reshape(-1)[begin:end]
         for addend in self.addends() if self.addends is not None else ():
-            whole = addend.reshape(-1) if len(self.place[0]) == 1 else addend
-            for dim, (first, size) in enumerate(zip(*self.place, strict=True)):
-                whole = whole.narrow(dim, first, size)
-            values = (values + whole.reshape(-1)[begin:end].cpu()).to(values.dtype)
+            added = region_of(addend, self.place).reshape(-1)[begin:end]
+            values = (values + added.cpu()).to(values.dtype)
         return values
 
 

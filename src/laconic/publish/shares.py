@@ -23,14 +23,13 @@ import torch
 from torch import Tensor
 
 from laconic.codec.kernels import coder_on
+from laconic.codec.lossless import encode_in_pieces
 from laconic.publish.changes import (
     EncodedPart,
     added,
     bits_of,
     digest_at,
-    encode_dense,
     encode_gaps,
-    encode_lossless,
     flat_places,
     has_lossless_form,
     put,
@@ -39,6 +38,7 @@ from laconic.publish.changes import (
     taken,
 )
 from laconic.publish.holdings import Holding, Share
+from laconic.publish.versions import Encoding
 from laconic.shard import cache
 
 _HOST_PIECE_NUMEL, _DEVICE_PIECE_NUMEL = 1 << 18, 1 << 22
@@ -195,7 +195,7 @@ class OwnShares:
         shape = self.shapes[name]
         for (*_, place), copy in self._owned[name]:
             is_all = place == ((0,), (math.prod(shape),))
-            yield encode_dense(*place, copy.view(shape if is_all else place[1]))
+            yield EncodedPart(Encoding.DENSE, *place, {"": copy.view(shape if is_all else place[1])})
 
     def _changes(self, name: str, owned: _Owned, holdings: Mapping[str, Holding]) -> Changes:
         """Find what has changed in one share, and change its copy."""
@@ -234,7 +234,7 @@ def _lossless(owned: _Owned, changes: Changes) -> EncodedPart:
     """Encode a share by what it was before its copy changed."""
     earlier = owned.copy.clone()
     put(earlier, *changes)
-    return encode_lossless(*owned.share.place, earlier, owned.copy)
+    return EncodedPart(Encoding.LOSSLESS, *owned.share.place, {"": encode_in_pieces(earlier, owned.copy).read()})
 
 
 def _aligned(nbytes: int) -> int:

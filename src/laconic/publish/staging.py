@@ -27,6 +27,7 @@ from laconic.publish.changes import (
     digest_at,
     flat_places,
     put,
+    region_of,
     run_digest,
     taken,
 )
@@ -65,9 +66,9 @@ class StagedTensor:
             DamagedError: the tensors are no such part.
             PublishError: it is coded by values that are elsewhere.
         """
-        published, dtype = self.published, self.published.torch_dtype
+        published, dtype, place = self.published, self.published.torch_dtype, (part.start, part.sizes)
         if part.encoding is Encoding.LOSSLESS:
-            target = _region(self._copied(), part)
+            target = region_of(self._copied(), place)
             target.copy_(decode_lossless(part, data, target))
         elif part.encoding is Encoding.GAPS:
             self._change(*decode_gaps(part, data, published.numel, dtype))
@@ -76,10 +77,10 @@ class StagedTensor:
             if self.full is None and part.numel == published.numel:
                 self.begin_whole()
             if self.full is None and self._own is None:
-                places = flat_places((part.start, part.sizes), published.shape, torch.arange(part.numel))
+                places = flat_places(place, published.shape, torch.arange(part.numel))
                 self._change(places, values.reshape(-1))
             else:
-                _region(self._copied(), part).copy_(values)
+                region_of(self._copied(), place).copy_(values)
 
     def _change(self, places: Tensor, values: Tensor) -> None:
         """Stage elements at places of the flattened tensor."""
@@ -151,14 +152,6 @@ class StagedTensor:
             self.full = self._own.detach().cpu().clone(memory_format=torch.contiguous_format)
             put(self.full, *self.changes)
         return self.full
-
-
-def _region(full: Tensor, part: PublishedPart) -> Tensor:
-    """View the values of a run or a box, in the shape of its sizes."""
-    whole = full.view(-1) if len(part.start) == 1 else full
-    for dim, (begin, size) in enumerate(zip(part.start, part.sizes, strict=True)):
-        whole = whole.narrow(dim, begin, size)
-    return whole
 
 
 def stage_version(
