@@ -16,8 +16,7 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -198,13 +197,14 @@ def load(values: dict[str, Any], folder: Path, *, offline: bool = False) -> None
         ranks = RankGroup(error=StorageError)
         ranks.on_all(lambda: load(values, folder, offline=True), f"{folder} is not readable")
         return
-    with _ordinary_errors():
-        dcp.load(
-            values,
-            storage_reader=_SafeReader(folder),
-            planner=_SafePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            no_dist=True,
-        )
+    planner = _SafePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # this process reads alone
+        try:
+            dcp.load(values, storage_reader=_SafeReader(folder), planner=planner, no_dist=True)
+        except CheckpointException as error:  # a BaseException
+            reasons = [f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()]
+            raise StorageError("; ".join(reasons)) from error
 
 
 def read_values(folder: Path, metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
@@ -326,15 +326,3 @@ class _Writer(dcp.FileSystemWriter):
             written = [result for rank_results in results for result in rank_results if result.index.fqn == name]
             twins += [replace(result, index=replace(result.index, fqn=alias)) for result in written]
         super().finish(metadata, [*results, twins])
-
-
-@contextmanager
-def _ordinary_errors() -> Iterator[None]:
-    """Turn DCP's CheckpointException into a StorageError, and silence its warning of a process that is alone."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            yield
-        except CheckpointException as error:
-            reasons = [f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()]
-            raise StorageError("; ".join(reasons)) from error

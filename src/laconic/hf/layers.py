@@ -33,15 +33,11 @@ def layers_to_shard(model: nn.Module) -> list[nn.Module]:
 
 def layers_of_classes(model: nn.Module, names: Collection[str]) -> list[nn.Module]:
     """Return the outermost modules below `model` whose class, or a base class of theirs, has one of the names."""
-    return list(_outermost(model, set(names)))
-
-
-def _outermost(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
-    for child in module.children():
-        if any(has_class(child, name) for name in names):
-            yield child
-        else:
-            yield from _outermost(child, names)
+    found = []
+    for child in model.children():
+        is_one = any(has_class(child, name) for name in names)
+        found += [child] if is_one else layers_of_classes(child, names)
+    return found
 
 
 def has_class(module: nn.Module, name: str) -> bool:

@@ -232,7 +232,11 @@ def save_safetensors(
     for package in ("safetensors.torch", "huggingface_hub"):
         needed(package)
     _refuse_meta(named_tensors(model), "save_safetensors")
-    _refuse_quantised(model)
+    if not is_peft_model(model) and any(quantized_layers(model)):
+        raise ValueError(
+            "save_safetensors: the model has quantised weights, which from_pretrained would not read. Save adapters "
+            "by a peft model, or replace each QuantizedLinear by layer.dequantized() before fully_shard"
+        )
     ranks = RankGroup()
     expect_all_ranks(ranks, "save_safetensors")
     with whole_or_nothing(Path(folder), ranks) as writing:
@@ -290,14 +294,6 @@ def _stored_once(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, T
         first.setdefault(id(tensors[name]), name)
     unsaved = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     return {name: t for name, t in tensors.items() if first[id(t)] == name and name not in unsaved}
-
-
-def _refuse_quantised(model: nn.Module) -> None:
-    if not is_peft_model(model) and any(quantized_layers(model)):
-        raise ValueError(
-            "save_safetensors: the model has quantised weights, which from_pretrained would not read. Save adapters "
-            "by a peft model, or replace each QuantizedLinear by layer.dequantized() before fully_shard"
-        )
 
 
 def _refuse_meta(tensors: Mapping[str, Tensor], call: str) -> None:
