@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import json
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import laconic
 from laconic.publish import FolderSource, Publisher, PublishError, Reader, WeightPatch
 from laconic.publish.changes import digests_of
+from laconic.publish.staging import StagedTensor
 from laconic.publish.versions import MANIFEST, Registration, VersionManifest, superseded, version_name
 from laconic.store.folder import FileRecord
 from tests.faults.published import damaged_folders, lives, lives_of_readers
@@ -94,6 +97,26 @@ def test_a_plan_from_before_another_update_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PublishError, match="the plan for version 4 was made before another one was applied; plan anew"):
         reader.apply(plan, staged)
     assert_same(snapshot(model), weights[0])
+
+
+@pytest.mark.parametrize("verify", ["each", "first"])
+def test_an_update_that_fails_in_the_middle_is_repaired_by_the_next(verify: Any, tmp_path: Path) -> None:
+    weights = published(tmp_path)
+    model, reader = model_with(weights[2]), Reader(tmp_path, verify=verify)
+    reader.update(model, to=3)
+    calls, apply = itertools.count(), StagedTensor.apply
+
+    def fail(staged: StagedTensor) -> None:
+        if next(calls) == 1:
+            raise RuntimeError("no room")
+        apply(staged)
+
+    with mock.patch.object(StagedTensor, "apply", fail), pytest.raises(RuntimeError, match="no room"):
+        reader.update(model, to=4)
+    assert reader.version == 3
+    for version in (4, 6):
+        assert reader.update(model, to=version) == version
+        assert_same(snapshot(model), weights[version])
 
 
 def test_only_what_is_needed_is_read(tmp_path: Path) -> None:

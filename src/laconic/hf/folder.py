@@ -51,10 +51,8 @@ def needed(module: str) -> Any:
 class ModelFolder:
     """The tensors in a folder's safetensors files. A file is opened when its first tensor is needed."""
 
-    def __init__(
-        self, folder: str | Path, *, called: str = "model.path", is_model: bool = True, file: str = ""
-    ) -> None:
-        """Open the folder, which messages name as `called`. `is_model` asks for a config.json.
+    def __init__(self, folder: str | Path, *, is_model: bool = True, file: str = "") -> None:
+        """Open the folder: that of a job's model, with a config.json, or with `is_model` false one of tensors alone.
 
         `file` is the only file to read. Default: those of the index, or all but adapters.
 
@@ -64,7 +62,7 @@ class ModelFolder:
         """
         self.folder = Path(folder)
         self.is_model = is_model
-        self._title = f"{called} = {str(folder)!r}"
+        self._title = f"{'model.path' if is_model else 'folder'} = {str(folder)!r}"
         self.bytes_read = 0
         """The bytes of all tensors, and parts of tensors, that `read` has returned."""
         self._handles: dict[str, Any] = {}

@@ -277,12 +277,12 @@ def load_safetensors(model: nn.Module, folder: str | Path) -> None:
 
 def _load(model: Any, folder: Path) -> None:
     if not is_peft_model(model):
-        load_folder(model, ModelFolder(folder, called="folder", is_model=False))
+        load_folder(model, ModelFolder(folder, is_model=False))
         return
     tensors = named_tensors(model)
     for adapter in model.peft_config:
         own = folder if adapter == "default" else folder / adapter
-        files = ModelFolder(own, called="folder", is_model=False, file=_ADAPTER)
+        files = ModelFolder(own, is_model=False, file=_ADAPTER)
         load_folder(model, files, adapter_tensors(model, tensors, adapter))
 
 

@@ -4,7 +4,8 @@
 A folder belongs to a series by its name. It is a store ([Note: A store] in store/folder.py) if it has a manifest, and
 the manifest is one of this name. An interrupted write or removal leaves a name with one of the endings `REMAINS`, which
 is no store; the next write clears it away. Which stores are newer than others, and which are kept, their users say:
-checkpoints (checkpoint/commit.py) count up, states of islands (islands/state_folder.py) have a start and a step.
+checkpoints (checkpoint/commit.py) count up, states of islands (islands/state_folder.py) have a start and a step, and
+published versions (publish/publisher.py) stay while a reader needs them.
 """
 
 import re
