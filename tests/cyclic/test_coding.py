@@ -200,9 +200,6 @@ def test_what_a_wire_cannot_do_is_refused() -> None:
             check_wire(Wire.of(wire), states)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"frozen=True\) has nothing to act on"):
         trainer(wire=Wire(weights="int8", as_values=True, frozen=True))
-    scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises(ValueError, match=r"feedback=True\) cannot feed errors back under a loss scale"):
-        trainer(rule="v1", wire=SUMS, grad_scaler=scaler)
     with pytest.raises(ValueError, match="wire='6bit' is not known"):
         trainer(wire="6bit")
     with pytest.warns(UserWarning, match=r"wire= does nothing here: all workers are on one node.*LOCAL_WORLD_SIZE"):

@@ -19,10 +19,8 @@ def test_what_one_layer_saves_until_its_backward() -> None:
     with meter.forward(linear):
         y = linear(x).tanh()
     assert meter.live_bytes == 4 * 8 * FLOAT + 4 * 16 * FLOAT  # the input and tanh's output; not the weight
-    assert meter.live_stages == 1
     y.sum().backward()
-    assert meter.live_bytes == meter.live_stages == 0
-    assert (meter.peak_bytes, meter.peak_stages) == (4 * 24 * FLOAT, 1)
+    assert meter.live_bytes == 0
     (plain,) = torch.autograd.grad(linear(x).tanh().sum(), linear.weight)
     assert torch.equal(linear.weight.grad, plain), "gradients are those without the meter"  # type: ignore[arg-type]
     with meter.forward(linear):
@@ -44,26 +42,6 @@ def test_a_storage_counts_once_however_many_save_it() -> None:
     assert meter.live_bytes == x.nbytes
     b.sum().backward()
     assert meter.live_bytes == 0
-
-
-def test_stage_activations_live_until_the_last_of_them_dies() -> None:
-    meter, stages = ActivationMeter(), [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
-    value, boundaries = torch.randn(2, 4), []
-    for index, stage in enumerate(stages):
-        leaf = value.detach().requires_grad_()
-        with meter.forward(stage):
-            value = stage(leaf)
-        boundaries.append((leaf, value))
-        assert meter.live_stages == index + 1
-    gradient = torch.ones_like(value)
-    while boundaries:
-        leaf, output = boundaries.pop()
-        output.backward(gradient)
-        gradient = leaf.grad
-        assert meter.live_stages == len(boundaries)
-    assert (meter.peak_stages, meter.live_bytes) == (3, 0)
-    meter.reset_peak()
-    assert (meter.peak_stages, meter.peak_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("changed", ["weight", "activation"])

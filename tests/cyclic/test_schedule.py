@@ -4,25 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from itertools import product
+from itertools import accumulate, product
 
 import pytest
 
-from laconic.cyclic.program import largest_burst, messages_per_step, program
-from laconic.cyclic.schedule import (
-    RULES,
-    STATES,
-    Compute,
-    Instruction,
-    Message,
-    Receive,
-    Rule,
-    RunFacts,
-    Schedule,
-    Send,
-    Square,
-    Update,
-)
+from laconic.cyclic.program import Compute, Instruction, Message, Receive, RunFacts, Send, Square, Update, program
+from laconic.cyclic.schedule import RULES, STATES, Op, Rule, Schedule
+from tests.cyclic.toys import sent
 
 STAGGERED = tuple(name for name in RULES if name != "dp")
 
@@ -38,46 +26,61 @@ def schedules(num_stages: int) -> list[Schedule]:
     ]
 
 
+def table(schedule: Schedule, batches: int) -> list[dict[int, Op]]:
+    """Each worker's ops by time step."""
+    rows: list[dict[int, Op]] = [{} for _ in range(schedule.num_stages)]
+    for device, batch in product(range(schedule.num_devices), range(batches)):
+        for op in schedule.ops(device, batch):
+            rows[op.worker][op.step] = op
+    return rows
+
+
+def live(schedule: Schedule, batches: int) -> list[int]:
+    """The stage activations that are alive during each time step: each until the end of its backward."""
+    change: Counter[int] = Counter()
+    for op in (op for row in table(schedule, batches) for op in row.values()):
+        change[op.step if op.is_forward else op.step + 1] += 1 if op.is_forward else -1
+    return list(accumulate(change[step] for step in range(max(change))))
+
+
 def test_figure_of_four_workers() -> None:
-    rows = Schedule(Rule.named("v2", 4)).table(3)
-    printed = [" ".join("." if op is None else op.label for op in row[:16]) for row in rows]
-    assert printed == [
+    rows = table(Schedule(Rule.named("v2", 4)), 3)
+    names = [{step: f"{'BF'[op.is_forward]}{op.stage + 1}" for step, op in row.items()} for row in rows]
+    assert [" ".join(row.get(step, ".") for step in range(16)) for row in names] == [
         "F1 F2 F3 F4 B4 B3 B2 B1 F1 F2 F3 F4 B4 B3 B2 B1",
         ". . F1 F2 F3 F4 B4 B3 B2 B1 F1 F2 F3 F4 B4 B3",
         ". . . . F1 F2 F3 F4 B4 B3 B2 B1 F1 F2 F3 F4",
         ". . . . . . F1 F2 F3 F4 B4 B3 B2 B1 F1 F2",
     ]
-    assert Schedule(Rule.named("v2", 4)).num_steps(5) == 2 * 4 * 5 + 2 * 3
 
 
 def test_live_activations_are_flat() -> None:
-    assert Schedule(Rule.named("dp", 4)).live_activations(1) == [4, 8, 12, 16, 16, 12, 8, 4]
-    assert Schedule(Rule.named("v2", 4)).live_activations(2)[:9] == [1, 2, 4, 6, 8, 9, 10, 10, 10]
+    assert live(Schedule(Rule.named("dp", 4)), 1) == [4, 8, 12, 16, 16, 12, 8, 4]
+    assert live(Schedule(Rule.named("v2", 4)), 2)[:9] == [1, 2, 4, 6, 8, 9, 10, 10, 10]
     for n in (2, 3, 8, 16):
-        rows = Schedule(Rule.named("v2", n)).table(4)
+        schedule = Schedule(Rule.named("v1", n))
+        rows = table(schedule, 4)
         for step in range(2 * (n - 1), 8 * n):  # each stage is used by one worker at a time
-            assert sorted(row[step].stage for row in rows) == list(range(n))  # type: ignore[union-attr]
-        live = Schedule(Rule.named("v1", n)).live_activations(4)
-        assert set(live[2 * (n - 1) : 8 * n]) == {n * (n + 1) // 2}
-        assert max(Schedule(Rule.named("dp", n)).live_activations(4)) == n * n
+            assert sorted(row[step].stage for row in rows) == list(range(n))
+        assert set(live(schedule, 4)[2 * (n - 1) : 8 * n]) == {n * (n + 1) // 2}
+        assert max(live(Schedule(Rule.named("dp", n)), 4)) == n * n
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 5])
 def test_shared_devices_never_collide(num_stages: int) -> None:
+    """Each runs one op at a time, and has one stage's activation."""
     schedule = Schedule(Rule.named("v1", num_stages), "shared")
     assert schedule.num_devices == num_stages * (num_stages + 1) // 2
-    used = Counter((op.device, op.step) for row in schedule.table(6) for op in row if op is not None)
-    assert set(used.values()) == {1}
-    alive: Counter[int] = Counter()
-    for step in range(schedule.num_steps(6)):
-        for row in schedule.table(6):
-            if (op := row[step]) is not None:
-                alive[op.device] += 1 if op.is_forward else -1
-        assert max(alive.values()) <= 1  # one stage's activation per device
+    for device in range(schedule.num_devices):
+        ops = [op for batch in range(6) for op in schedule.ops(device, batch)]
+        assert len({op.step for op in ops}) == len(ops)
+        in_order = sorted(ops, key=lambda op: op.step)
+        assert max(accumulate(1 if op.is_forward else -1 for op in in_order)) == 1
 
 
-def messages_of(schedule: Schedule, batches: int) -> list[Message]:
-    return [message for step in messages_per_step(schedule, batches) for message in step]
+def in_batches(schedule: Schedule, *batches: int) -> list[tuple[int, Message]]:
+    """(time step, message) of what leaves in these batches."""
+    return [(step, message) for step, batch, message in sent(schedule, max(batches) + 1) if batch in batches]
 
 
 class Player:
@@ -113,7 +116,6 @@ class Player:
         match instruction:
             case Send(message):
                 assert message.source == device
-                assert message.step <= message.due or not rule.is_staggered
                 is_passed_on = message.kind == "total" and states == "shared" and message.target != device
                 if is_passed_on and not self.arrive(device, message.key):
                     return False
@@ -202,32 +204,27 @@ def test_programs_fit_together(num_stages: int, is_pending: bool) -> None:
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4, 7])
 @pytest.mark.parametrize("rule", STAGGERED)
-def test_messages_per_step_are_few(num_stages: int, rule: str) -> None:
-    schedule = Schedule(Rule.named(rule, num_stages))
-    sends, receives = largest_burst(schedule, 6)
-    assert sends == 1
-    has_one_sender = rule == "v1" or num_stages == 2 or (rule == "v2" and num_stages == 3)
-    assert receives == (1 if has_one_sender else 2)  # a total may meet weights from another worker
-    steady = Counter(message.kind for message in messages_of(schedule, 8) if message.sent_in == 5)
-    assert steady["gradient"] == steady["weights"] == num_stages * (num_stages - 1)
-    owners = [schedule.rule.owner(stage) for stage in range(num_stages)]
-    assert steady["total"] == sum(owner != num_stages - 1 for owner in owners)
-
-
-@pytest.mark.parametrize("rule", STAGGERED)
-def test_messages_have_time_to_arrive(rule: str) -> None:
+def test_messages_are_few_and_have_time_to_arrive(num_stages: int, rule: str) -> None:
     """Only the totals of v2 are needed at once: see the table in docs/cyclic.md."""
-    for num_stages in (2, 3, 5):
-        spare: dict[str, set[int]] = defaultdict(set)
-        for message in messages_of(Schedule(Rule.named(rule, num_stages)), 6):
-            spare[message.kind].add(message.due - message.step)
-        assert spare["gradient"] == {2}
-        assert spare["weights"] <= ({1} if rule == "v1" else {1, 2})
-        assert 1 in spare["weights"] or num_stages == 2
-        if rule in ("v2", "lag2"):
-            assert spare["total"] == {0 if rule == "v2" else 2}
-        else:
-            assert all(steps >= 2 for steps in spare["total"])
+    schedule = Schedule(Rule.named(rule, num_stages))
+    messages = [(step, message) for step, _, message in sent(schedule, 6)]
+    assert max(Counter((step, message.source) for step, message in messages).values()) == 1
+    has_one_sender = rule == "v1" or num_stages == 2 or (rule == "v2" and num_stages == 3)
+    receives = max(Counter((step, message.target) for step, message in messages).values())
+    assert receives == (1 if has_one_sender else 2)  # a total may meet weights from another worker
+    steady = Counter(message.kind for _, message in in_batches(schedule, 5))
+    assert steady["gradient"] == steady["weights"] == num_stages * (num_stages - 1)
+    assert steady["total"] == sum(schedule.rule.owner(stage) != num_stages - 1 for stage in range(num_stages))
+    spare: dict[str, set[int]] = defaultdict(set)
+    for step, message in messages:
+        spare[message.kind].add(message.due - step)
+    assert spare["gradient"] == {2}
+    assert spare["weights"] <= ({1} if rule == "v1" else {1, 2})
+    assert 1 in spare["weights"] or num_stages == 2
+    if rule in ("v2", "lag2"):
+        assert spare["total"] == {0 if rule == "v2" else 2}
+    else:
+        assert all(steps >= 2 for steps in spare["total"])
 
 
 def staggered_rules(num_stages: int) -> list[Rule]:
@@ -241,63 +238,61 @@ def test_a_worker_sends_one_message_at_a_time(num_stages: int) -> None:
     """Under every rule; weights wait for one time step if, and only if, another message leaves when they are ready."""
     for rule in staggered_rules(num_stages):
         schedule = Schedule(rule)
-        sent = {(m.source, m.step): m for m in messages_of(schedule, 4)}
-        assert len(sent) == len(messages_of(schedule, 4)), rule
-        for message in sent.values():
-            # the first batch has no gradients before it, and the run ends before others wait
-            if message.kind == "weights" and message.sent_in == 2:
-                ready = schedule.forward_step(message.source, message.stage, message.sent_in)
+        messages = sent(schedule, 4)
+        at = {(message.source, step): message for step, _, message in messages}
+        assert len(at) == len(messages), rule
+        for step, batch, message in messages:
+            if message.kind == "weights" and batch == 2:  # the first batch has no gradients before it
+                ready = schedule.step(message.source, message.stage, batch)
                 assert message.due == ready + 2, rule
-                is_taken = sent.get((message.source, ready), message) is not message
-                assert message.step == ready + is_taken, (rule, message)
+                is_taken = at.get((message.source, ready), message) is not message
+                assert step == ready + is_taken, (rule, message)
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4, 7])
 def test_sharded_states_travel_on_rings(num_stages: int) -> None:
     schedule = Schedule(Rule.named("v2", num_stages), "sharded")
-    steady = [message for message in messages_of(schedule, 6) if message.sent_in > 0]  # the first batch fills the rings
+    steady = in_batches(schedule, *range(1, 6))  # the first batch fills the rings
     for kind in ("weights", "rear weights", "gradient"):
-        hops = [message for message in steady if message.kind == kind]
-        assert set(Counter((message.source, message.step) for message in hops).values()) == {1}
-        assert set(Counter((message.target, message.step) for message in hops).values()) == {1}
-    for message in steady:
+        hops = [(step, message) for step, message in steady if message.kind == kind]
+        assert set(Counter((message.source, step) for step, message in hops).values()) == {1}
+        assert set(Counter((message.target, step) for step, message in hops).values()) == {1}
+    for step, message in steady:
         if message.kind != "total":
             assert message.target == (message.source + 1) % num_stages
-            assert message.due - message.step == 2 or message.kind == "gradient"
+            assert message.due - step == 2 or message.kind == "gradient"
 
 
 def test_shared_gradients_and_totals() -> None:
-    schedule = Schedule(Rule.named("v2", 4), "shared")
-    steady = [message for message in messages_of(schedule, 8) if message.sent_in in (3, 4, 5)]
-    totals = Counter(message.stage for message in steady if message.kind == "total")
-    assert totals == {
-        stage: 3 * (3 - stage) for stage in range(3)
-    }  # stage j has N - j devices; one of them made the total
-    assert all(message.source != message.target for message in steady)
+    """Stage j has N - j devices; one of them made the total."""
+    steady = in_batches(Schedule(Rule.named("v2", 4), "shared"), 3, 4, 5)
+    totals = Counter(message.stage for _, message in steady if message.kind == "total")
+    assert totals == {stage: 3 * (3 - stage) for stage in range(3)}
 
 
 # -- rule --------------------------------------------------------------------------------------------------------------
 
 
-SIZES = (1, 2, 3, 7, 16)
+def mask(rule: Rule) -> list[list[bool]]:
+    """N rows of workers x N columns of stages, true where the worker is fresh."""
+    workers = range(rule.num_stages)
+    return [[rule.is_fresh(worker, stage) for stage in workers] for worker in workers]
 
 
-def test_masks_freshness_and_slack_of_named_rules() -> None:
-    rows = ["".join(str(int(fresh)) for fresh in row) for row in Rule.named("v2", 4).mask]
+def test_masks_of_named_rules() -> None:
+    rows = ["".join(str(int(fresh)) for fresh in row) for row in mask(Rule.named("v2", 4))]
     assert rows == ["0001", "0011", "0111", "1111"], "as published"
-    assert [Rule.named(name, 4).freshness for name in ("dp", "v1", "v2", "lag2", "clip")] == [1, 0, 0.625, 0.375, 0.375]
-    assert Rule.named("clip", 8).freshness == 0.3125
-    slack = {name: [Rule.named(name, 4).slack(stage) for stage in range(4)] for name in ("v2", "lag2", "v1")}
-    assert slack == {"v2": [0, 0, 0, 0], "lag2": [2, 2, 2, 2], "v1": [2, 4, 6, 8]}
-    for num_stages in SIZES:
-        assert Rule.named("v2", num_stages).freshness == pytest.approx((num_stages + 1) / (2 * num_stages))
-        assert Rule.named("lag2", num_stages).freshness == pytest.approx((num_stages - 1) / (2 * num_stages))
-        for rule in (Rule.named(name, num_stages) for name in RULES):
-            assert Rule.from_mask(rule.mask).switch == rule.switch
-            for worker, stage in product(range(num_stages), repeat=2):
-                is_fresh = rule.mask[worker][stage]
-                assert rule.version_in_run(worker, stage, 0) == (0 if is_fresh else -1)
-                assert rule.version_in_run(worker, stage, 5) == (5 if is_fresh else 4)
+    fresh = {"dp": 16, "v1": 0, "v2": 10, "lag2": 6, "clip": 6}
+    assert {name: sum(map(sum, mask(Rule.named(name, 4)))) for name in RULES} == fresh, "the shares of docs/cyclic.md"
+    for num_stages, name in product((1, 2, 3, 7, 16), RULES):
+        rule = Rule.named(name, num_stages)
+        assert Rule.from_mask(mask(rule)).switch == rule.switch
+        for worker, stage in product(range(num_stages), repeat=2):
+            is_fresh = rule.is_fresh(worker, stage)
+            for batch in (0, 5):
+                version = rule.version_in_run(worker, stage, batch)
+                assert version == (batch if is_fresh else batch - 1)
+                assert rule.batch_of_version(worker, stage, version) == batch
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4, 7])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from itertools import pairwise
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from laconic.cyclic.meter import Report, peak_together
-from laconic.cyclic.program import messages_per_step
+from laconic.cyclic.meter import Report
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.schedule import Rule, Schedule, StatePlacement
+from laconic.cyclic.schedule import Rule, StatePlacement
+from tests.cyclic.toys import sent
 from tests.support.launch import on_ranks, run_ranks
 
 COUNT = 4
@@ -49,39 +50,54 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def job_live(rule: str, times: tuple[float, float], steps: int) -> Report:
+Trace = list[tuple[float, int]]
+"""The moments at which the number of live stage activations of a worker changes, and the number from then on."""
+
+
+def job_live(rule: str, times: tuple[float, float], steps: int) -> tuple[Report, Trace]:
     mesh = init_device_mesh("cpu", (COUNT,))
     run = CyclicDataParallel(
         [Slow(*times) for _ in range(COUNT)], loss_fn, lambda p: torch.optim.SGD(p, lr=0.1), mesh, rule=rule
     )
+    report, trace = run.report, []
+    add_live = report.add_live
+
+    def traced(change: int) -> None:
+        add_live(change)
+        trace.append((time.monotonic(), report.live_now))
+
+    report.add_live = traced  # type: ignore[method-assign]
     for step in range(steps):
         if step == 2:  # the pipeline is filled, and durations are measured
-            run.report.clear_trace()
+            trace.clear()
         run.step((torch.randn(2, 8), torch.randn(2, 8)))
-    report = run.report
     run.drain()
-    return report
+    del report.add_live
+    return report, trace
 
 
-def peaks(reports: list[Report]) -> list[int]:
+def peaks(traces: Sequence[Trace]) -> list[int]:
     """The largest number of stage activations alive on all workers, in each of worker 0's batches."""
-    begins = [moment for moment, alive in reports[0].trace if alive == 1][
-        ::2
-    ]  # the number rises to 1 and falls to 1 in every batch
-    return [
-        peak_together([[event for event in r.trace if event[0] < end] for r in reports], since=begin)
-        for begin, end in pairwise(begins)
-    ]
+    # The number rises to 1 and falls to 1 in every batch.
+    begins = [moment for moment, alive in traces[0] if alive == 1][::2]
+    alive, found = [0] * COUNT, [0] * len(begins)
+    events = [(moment, worker, count) for worker, trace in enumerate(traces) for moment, count in trace]
+    for moment, worker, count in sorted(events):
+        alive[worker] = count
+        batch = sum(begin <= moment for begin in begins) - 1
+        if batch >= 0:
+            found[batch] = max(found[batch], sum(alive))
+    return found[:-1]
 
 
 def test_live_activations_stay_flat() -> None:
     for times in ((0.06, 0.06), (0.04, 0.08)):
-        reports = run_ranks(job_live, COUNT, "v2", times, 5)
-        assert min(peaks(reports)) <= COUNT * (COUNT + 1) // 2 + COUNT // 2
+        reports, traces = zip(*run_ranks(job_live, COUNT, "v2", times, 5), strict=True)
+        assert min(peaks(traces)) <= COUNT * (COUNT + 1) // 2 + COUNT // 2
         assert all(r.live_peak == COUNT and r.live_now == 0 for r in reports)  # a single worker saves no memory
         assert all(len(r.durations_s) == len(r.waits_s) == 2 * COUNT for r in reports)
-    reports = run_ranks(job_live, COUNT, "dp", (0.06, 0.06), 4)
-    assert max(peaks(reports)) == COUNT**2
+    _, traces = zip(*run_ranks(job_live, COUNT, "dp", (0.06, 0.06), 4), strict=True)
+    assert max(peaks(traces)) == COUNT**2
 
 
 @on_ranks(COUNT)
@@ -119,27 +135,26 @@ def test_bytes_are_those_of_the_schedule_time_step_by_time_step(rule: str, state
     for _ in range(4):
         before = run.traffic.snapshot()
         run.step((torch.randn(2, 16), torch.randn(2, 16)))
-        sent = run.traffic.snapshot() - before
+        counted = run.traffic.snapshot() - before
         first, *rest = run.report.bytes_per_step
         by_op[-1] += first
         by_op += rest
     held = {stage: run._placement.buffers[stage].untyped_storage().nbytes() for stage in range(COUNT)}
     passing = STAGE_BYTES if states == "replicated" else 0
     assert held == {stage: STAGE_BYTES if run.rule.owner(stage) == worker else passing for stage in range(COUNT)}
-    planned = messages_per_step(Schedule(Rule.named(rule, COUNT), states), 9)
-    own = [m for step in planned for m in step if m.source == worker and m.sent_in == 3]
+    planned = [(step, batch, m) for step, batch, m in sent(run.schedule, 5) if m.source == worker]
+    own = [m for _, batch, m in planned if batch == 3]
     weights = sum(m.kind in ("weights", "rear weights") for m in own) * STAGE_BYTES
-    assert sent.total("local", "weights", "sent") == weights
-    assert sent.total("local", "gradients", "sent") == len(own) * STAGE_BYTES - weights
+    assert counted.total("local", "weights", "sent") == weights
+    assert counted.total("local", "gradients", "sent") == len(own) * STAGE_BYTES - weights
     assert sum(run.report.bytes_per_step) == len(own) * STAGE_BYTES
-    assert sent.total("local", "control", "sent") == (8 if worker < COUNT - 1 else 0), "the baton"
-    assert sent.total("local", "control", "received") == (8 if worker > 0 else 0)
+    assert counted.total("local", "control", "sent") == (8 if worker < COUNT - 1 else 0), "the baton"
+    assert counted.total("local", "control", "received") == (8 if worker > 0 else 0)
     assert max(run.report.bytes_per_step) <= 2 * STAGE_BYTES
     if states == "replicated":
-        assert run.report.largest_burst == max(by_op) == STAGE_BYTES
-        begin = run.schedule.forward_step(worker, 0, 0)
-        counts = [sum(m.source == worker for m in step) for step in planned[begin : begin + len(by_op) - 1]]
-        assert by_op[:-1] == [count * STAGE_BYTES for count in counts]
+        assert max(by_op) == STAGE_BYTES
+        counts, begin = Counter(step for step, _, _ in planned), run.schedule.step(worker, 0, 0)
+        assert by_op[:-1] == [counts[begin + place] * STAGE_BYTES for place in range(len(by_op) - 1)]
     run.close()
 
 

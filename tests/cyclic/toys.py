@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.schedule import Rule, StatePlacement
+from laconic.cyclic.program import Compute, Message, Send, program
+from laconic.cyclic.schedule import Rule, Schedule, StatePlacement
 from laconic.shard.policies import Wire
 from tests.reference.cyclic import Oracle
 
@@ -93,6 +95,19 @@ def learning_rate(step: int) -> float:
     return 0.1 if step < 2 else 0.01 / (step + 1)
 
 
+def sent(schedule: Schedule, batches: int) -> list[tuple[int, int, Message]]:
+    """(time step, batch, message) for all messages between devices in the first batches of a run, by its programs."""
+    found = []
+    for device, batch in product(range(schedule.num_devices), range(batches)):
+        step = schedule.ops(device, batch)[0].step
+        for instruction in program(schedule, device, batch):
+            if isinstance(instruction, Compute):
+                step = instruction.op.step + 1
+            elif isinstance(instruction, Send) and instruction.message.target != device:
+                found.append((step, batch, instruction.message))
+    return found
+
+
 def values(stages: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for number, stage in enumerate(stages):
         for name, parameter in stage.named_parameters():
@@ -112,7 +127,6 @@ class Course:
     wire: Wire = field(default_factory=Wire)
     local: int | None = None
     """The ranks of a node. Default: all."""
-    scaler: Callable[[], torch.amp.GradScaler] | None = None
     loss_fn: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy
     make: Callable[[int, int], list[nn.Module]] = make_stages
     end: int = 6
@@ -128,13 +142,12 @@ class Course:
         return CyclicDataParallel(
             self.make(self.count, seed), self.loss_fn, OPTIMIZERS[self.optimizer], mesh, rule=self.rule,
             states=self.states, wire=self.wire, max_grad_norm=self.max_grad_norm,
-            grad_scaler=self.scaler() if self.scaler else None,
         )  # fmt: skip
 
     def oracle(self) -> Oracle:
         return Oracle(
             self.make(self.count, 0), self.loss_fn, OPTIMIZERS[self.optimizer], Rule.named(self.rule, self.count),
-            self.max_grad_norm, grad_scaler=self.scaler() if self.scaler else None, wire=self.wire, states=self.states,
+            self.max_grad_norm, wire=self.wire, states=self.states,
             nodes=[rank // self.local for rank in range(dist.get_world_size())] if self.local else (),
         )  # fmt: skip
 
@@ -173,14 +186,14 @@ def together(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in whole.items()}
 
 
-def assert_equals_oracle(course: Course) -> list[float]:
-    """Assert that a run, and those that resume it, equal the oracle to the bit: losses, scales, parameters.
+def assert_equals_oracle(course: Course) -> None:
+    """Assert that a run, and those that resume it, equal the oracle to the bit: losses, parameters.
 
-    All drain in the middle and at the end. Returns the loss scales after each step.
+    All drain in the middle and at the end.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     run, oracle = course.run(seed=rank), course.oracle()  # all begin with the values of the first rank
-    drains, saved, scales, versions = (4, course.end), {}, [], [oracle.newest]
+    drains, saved, versions = (4, course.end), {}, [oracle.newest]
     for step in range(course.end):
         if step in course.saves:
             saved[step] = together(run.state_dict())
@@ -195,8 +208,6 @@ def assert_equals_oracle(course: Course) -> list[float]:
             assert loss == torch.stack(row).mean(), course
         else:
             assert loss is None
-        assert run.loss_scale == oracle.scale
-        scales.append(oracle.scale)
         if step + 1 in drains:
             run.drain()
             oracle.restart()
@@ -219,18 +230,16 @@ def assert_equals_oracle(course: Course) -> list[float]:
         for step, state in saved.items():
             resumed.load_state_dict(state)
             assert resumed.num_batches == step
-            again = together(resumed.state_dict()) if course.scaler is None else {}  # before anything has run
+            again = together(resumed.state_dict())  # before anything has run
             held = [(value, again[key]) for key, value in state.items() if key.startswith("stages.") and key in again]
             assert all(torch.equal(*pair) for pair in held if isinstance(pair[0], Tensor))
             for steps in (range(step, 4), range(max(step, 4), course.end)):
                 if steps:
                     train(resumed, steps, course.worker)
                     resumed.drain()
-            assert resumed.loss_scale == oracle.scale
             with resumed.consistent_parameters():
                 assert_equal(resumed, oracle, f"{course}, resumed at {step}")
         resumed.close()
-    return scales
 
 
 def _assert_copies_equal(run: Any, versions: list[Any], course: Course) -> None:

@@ -20,7 +20,6 @@ EXPLAINED: dict[str, str] = {
     "codec/varying:_numbers: -1 -> 1": "a message has at least its head",
     "codec/varying:_numbers: 1 -> 2": "the same",
     "layout/bucket:DerivedLayout.slots: 0 -> 1": "a derived tensor has no place in a bucket",
-    "cyclic/meter:Report: 0 -> 1 #4": "a burst has more than a byte",
     "shard/extension:_no_guard: return Observer -> return None": "the package sets another one at once",
     "store/folder:not_seen: time.sleep(_POLL_S) -> pass": "it looks more often",
     "codec/lossless_numba:find_exponents: 1 -> 2 #6": "entries behind the last value are of no value",

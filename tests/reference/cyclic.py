@@ -34,7 +34,6 @@ class Oracle:
         optimizer_fn: MakeOptimizer,
         rule: Rule,
         max_grad_norm: float | None = None,
-        grad_scaler: torch.amp.GradScaler | None = None,
         wire: Wire | None = None,
         nodes: Sequence[int] = (),
         states: str = "replicated",
@@ -45,10 +44,6 @@ class Oracle:
         self.lost: dict[tuple[int, int], list[Tensor]] = {}
         self.version = 0  # over all runs
         self.stages, self.loss_fn, self.rule, self.max_grad_norm = stages, loss_fn, rule, max_grad_norm
-        self.scaler, self.scale, self.good_batches = grad_scaler, 1.0, 0
-        if grad_scaler is not None:
-            self.scale = grad_scaler.get_scale()
-        self.unseen: list[bool] = []
         self.parameters = [[p for p in stage.parameters() if p.requires_grad] for stage in stages]
         self.optimizers = [optimizer_fn(parameters) for parameters in self.parameters]
         self.restart()
@@ -59,8 +54,6 @@ class Oracle:
         decodes_first = self.states == "sharded" and self.wire.weights != "exact"
         self.newest = [self._crossed(stage) for stage in range(len(self.stages))] if decodes_first else self.exact
         self.older, self.batch = self.newest, 0
-        while self.unseen:
-            self._see(self.unseen.pop(0))
 
     def set(self, **settings: Any) -> None:
         """Set hyper-parameters for the gradients of the next batches."""
@@ -70,8 +63,6 @@ class Oracle:
 
     def step(self, micro_batches: Sequence[tuple[Any, Any]]) -> list[Tensor]:
         """Train one batch; worker i has micro-batch i. Returns their losses."""
-        if len(self.unseen) == 2:
-            self._see(self.unseen.pop(0))  # an overflow changes the scale two batches later
         count, sums, losses = len(self.stages), [[] for _ in self.stages], []
         for worker, (inputs, targets) in enumerate(micro_batches):
             for stage in range(count):
@@ -82,7 +73,7 @@ class Oracle:
                 hidden = stage(*hidden)
                 hidden = hidden if isinstance(hidden, tuple) else (hidden,)
             loss = self.loss_fn(hidden if len(hidden) > 1 else hidden[0], targets)
-            (loss * self.scale).backward()
+            loss.backward()
             losses.append(loss.detach())
             for stage, parameters in enumerate(self.parameters):
                 grads = [torch.zeros_like(p) if p.grad is None else p.grad / count for p in parameters]
@@ -91,13 +82,13 @@ class Oracle:
                 for p in parameters:
                     p.grad = None
         totals = [self._sent(sums[stage], count - 1, stage) for stage in range(count)]
-        is_ready = self._ready(sums, totals)
+        if self.max_grad_norm is not None:
+            self._clip(sums, totals, self.max_grad_norm)
         for stage, parameters in enumerate(self.parameters):
             self._put(stage, self.exact[stage])
             for p, grad in zip(parameters, totals[stage], strict=True):
                 p.grad = grad
-            if is_ready:
-                self.optimizers[stage].step()
+            self.optimizers[stage].step()
             for p in parameters:
                 p.grad = None
         self.batch, self.version = self.batch + 1, self.version + 1
@@ -149,34 +140,14 @@ class Oracle:
         for p, value in zip(self.parameters[stage], values, strict=True):
             p.data = value.clone()
 
-    def _ready(self, sums: list[list[Tensor]], totals: list[list[Tensor]]) -> bool:
-        """Undo the loss scale of the totals and clip them by the norm of `sums`; False if the batch overflowed."""
+    def _clip(self, sums: list[list[Tensor]], totals: list[list[Tensor]], max_norm: float) -> None:
+        """Clip totals by the norm of `sums`."""
         square = torch.zeros((), dtype=torch.float64)
         for stage_sums in reversed(sums):  # the last stage's sum is complete first
             square = square + torch.stack([s.double().square().sum() for s in stage_sums]).sum()
-        if self.scaler is not None:
-            self.unseen.append(bool(torch.isfinite(square)))
-            if not self.unseen[-1]:
-                return False
-            self._multiply(totals, torch.tensor(1 / self.scale))
-        if self.max_grad_norm is not None:
-            norm = square.sqrt() * (1 / self.scale)
-            self._multiply(totals, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
-        return True
-
-    def _multiply(self, sums: list[list[Tensor]], factor: Tensor) -> None:
-        for stage_sums in sums:
-            for s in stage_sums:
-                s.mul_(factor.to(s.dtype))
-
-    def _see(self, is_finite: bool) -> None:
-        """Update the scale by the rule of torch.amp.GradScaler."""
-        assert self.scaler is not None
-        self.good_batches = self.good_batches + 1 if is_finite else 0
-        if not is_finite:
-            self.scale *= self.scaler.get_backoff_factor()
-        elif self.good_batches == self.scaler.get_growth_interval():
-            self.scale, self.good_batches = self.scale * self.scaler.get_growth_factor(), 0
+        factor = (max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
+        for total in (each for stage_totals in totals for each in stage_totals):
+            total.mul_(factor.to(total.dtype))
 
 
 def coded_like(value: Tensor, codec: str) -> Tensor:

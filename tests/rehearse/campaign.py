@@ -34,7 +34,6 @@ _OTHERS = {
     ("shard/lanes.py", "compute_event"): "every site that calls it passes it",
     ("shard/lanes.py", "running"): "every site of a lane passes it",
     ("shard/lanes.py", "wait_for"): "every site of a lane passes it",
-    ("cyclic/links.py", "before_op"): "it calls the wait of a baton in links.py",
     ("comm/speed.py", "_finish"): "it measures seconds, between steps",
     ("cyclic/cut.py", "_time_s"): "it measures seconds, before training",
     ("cyclic/stage.py", "synchronize"): "it measures seconds, before training",

@@ -190,7 +190,7 @@ class Cyclic:
         return [(inputs, targets)] * _NUM_STAGES if self.num_devices > _NUM_STAGES else (inputs, targets)
 
 
-_CLIPPED = {"rule": "clip", "max_grad_norm": 0.1, "grad_scaler": torch.amp.GradScaler("cpu")}
+_CLIPPED = {"rule": "clip", "max_grad_norm": 0.1}
 
 CYCLIC: dict[str, Cyclic] = {
     "cyclic": Cyclic(),

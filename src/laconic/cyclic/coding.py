@@ -35,19 +35,19 @@ from torch import Tensor
 from laconic.codec import Codec
 from laconic.codec.payload import Payload, Piece, pieces_of
 from laconic.cyclic.links import NUMBER_BYTES, PURPOSES, ByteLayout
-from laconic.cyclic.schedule import Message, Schedule, StatePlacement
+from laconic.cyclic.program import Message
+from laconic.cyclic.schedule import Schedule, StatePlacement
 from laconic.shard.policies import Wire
 
 _CODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_wire(wire: Wire, states: StatePlacement, *, is_scaled: bool = False) -> None:
-    """Refuse a wire that cannot be followed with states placed so, or with loss scaling.
+def check_wire(wire: Wire, states: StatePlacement) -> None:
+    """Refuse a wire that cannot be followed with states placed so.
 
     Raises:
         ValueError: something would cross without loss, whose bytes vary; or as differences to copies that nobody keeps;
-            or would not cross at all; or errors would be fed back into gradients of another scale; or frozen weights
-            are to be coded.
+            or would not cross at all; or frozen weights are to be coded.
     """
     for name in ("weights", "gradients"):
         if getattr(wire, name) == "lossless":
@@ -67,8 +67,6 @@ def check_wire(wire: Wire, states: StatePlacement, *, is_scaled: bool = False) -
         )
     if wire.frozen:
         raise ValueError("Wire(frozen=True) has nothing to act on: workers send what trains only; leave it out")
-    if wire.feedback and is_scaled:
-        raise ValueError("Wire(feedback=True) cannot feed errors back under a loss scale, which changes; leave it out")
 
 
 class StageCoding:
@@ -93,10 +91,8 @@ class StageCoding:
         """
         message = torch.empty(self.num_bytes, dtype=torch.uint8, device=buffer.device)
         for dtype, payload, place in self._parts:
-            values, subtracted = partial(_values, buffer.view(dtype)), None
-            if base is not None:
-                subtracted = partial(_values, base.view(dtype))
-            payload.encode(0, values, message[place], base=subtracted)
+            subtracted = None if base is None else partial(_values, base.view(dtype))
+            payload.encode(0, partial(_values, buffer.view(dtype)), message[place], base=subtracted)
         return message
 
     def decode(self, message: Tensor, base: Tensor | None = None) -> Tensor:
@@ -213,7 +209,7 @@ class RingWire:
                 own.add_(rest)
         content = coding.encode(total)
         for own, sent in zip(views(total), views(coding.decode(content)), strict=True):
-            own.sub_(sent).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # a step that is skipped loses nothing
+            own.sub_(sent)
         self._lost[message.stage] = total
         return content
 

@@ -47,7 +47,7 @@ from laconic.comm.groups import destroy_with, new_group
 from laconic.comm.launch import node_of_rank
 from laconic.comm.traffic import Level, Purpose, Traffic
 from laconic.comm.watch import waiting_for
-from laconic.cyclic.schedule import Key, Message, MessageKind
+from laconic.cyclic.program import Key, Message, MessageKind
 
 HEADER_BYTES = 4096  # the size of the message that carries an `ActivationMeta`
 _ALIGNMENT_BYTES = 16  # a tensor of any dtype may begin there, and vector loads are aligned
@@ -153,6 +153,7 @@ PURPOSES: dict[MessageKind, Purpose] = {
     "activation gradient": "activations",
     "square": "control",
     "norm": "control",
+    "baton": "control",
 }
 """The reason for a message, by its kind."""
 
@@ -163,9 +164,9 @@ class PeerLost(RuntimeError):
 
 @dataclass
 class _Transfer:
-    """A message or a baton that is being sent or received. It keeps the buffers alive until the works are done."""
+    """A message that is being sent or received. It keeps the buffers alive until the works are done."""
 
-    subject: Message | int  # the message, or the device that the baton goes to or comes from
+    message: Message
     works: list[dist.Work]
     buffers: list[Tensor]
 
@@ -180,12 +181,11 @@ class Links:
     def __init__(self, mesh: DeviceMesh | None, device: torch.device, num_bytes: Callable[[Message], int]) -> None:
         self.traffic = Traffic()
         self.waited_s = 0.0  # the time spent waiting since the caller last set this to zero
-        self._device, self._num_bytes = device, num_bytes
+        self.device, self._num_bytes = device, num_bytes
         self._arrived: dict[Key, Any] = {}
         self._posted: dict[Key, _Transfer] = {}
-        self._expected: dict[int, deque[Message]] = defaultdict(deque)
-        self._sent: deque[_Transfer] = deque()
-        self._batons: deque[_Transfer] = deque()
+        self._expected: dict[tuple[int, bool], deque[Message]] = defaultdict(deque)  # by source; batons for themselves
+        self._sent: list[_Transfer] = []
         self._metas: dict[tuple[Hashable, int], ActivationMeta] = {}
         self._shapes: dict[int, tuple[Hashable, bool]] = {}
         self._known_shapes: set[Hashable] = set()
@@ -202,14 +202,14 @@ class Links:
             with waiting_for("the process groups of the cyclic schedule"):
                 groups = [new_group(ranks, timeout) for _ in range(num_groups)]
             self._control = groups[0]
-            self._groups = {True: groups[1], False: groups[-1]}  # by: target > source
+            self._groups = {True: groups[1], False: groups[-1]}  # by: target > source; batons use `_control`
             self.mesh_rank = mesh.get_local_rank()
         self._destroy_groups = destroy_with(self, groups)
 
     def expect(self, messages: Iterable[Message]) -> None:
         """Announce messages that other devices will send. Messages of one sender come in the order of its program."""
         for message in messages:
-            self._expected[message.source].append(message)
+            self._expected[message.source, message.kind == "baton"].append(message)
 
     def set_shapes(self, batch: int, shapes: Hashable) -> None:
         """Announce the shapes of a batch, equal on all devices; they determine the shapes of its activations."""
@@ -234,11 +234,14 @@ class Links:
         self._posted[message.key] = self._receive(message, num_bytes)
 
     def _receive(self, message: Message, num_bytes: int) -> _Transfer:
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         with self._raising_peer_lost(message):
-            work = dist.irecv(buffer, group=self._groups[message.target > message.source], group_src=message.source)
+            work = dist.irecv(buffer, group=self._group(message), group_src=message.source)
         assert work is not None
         return _Transfer(message, [work], [buffer])
+
+    def _group(self, message: Message) -> dist.ProcessGroup:
+        return self._control if message.kind == "baton" else self._groups[message.target > message.source]
 
     def _has_header(self, message: Message) -> bool:
         """Whether a header comes before the message: before an activation, in the first batch of its shapes."""
@@ -265,8 +268,7 @@ class Links:
                 while key not in self._posted:
                     self._post_next(queue)
             transfer = self._posted.pop(key)
-            message, (buffer,) = transfer.subject, transfer.buffers
-            assert isinstance(message, Message)
+            message, (buffer,) = transfer.message, transfer.buffers
             self._wait(transfer)
             purpose = PURPOSES[message.kind]
             self._count(message.source, purpose, received_bytes=buffer.numel())
@@ -292,9 +294,9 @@ class Links:
             meta = ActivationMeta.of(content)
             if message.kind == "activation":
                 self._metas[self._meta_key(message)] = meta
-            header = [meta.header(self._device)] if self._has_header(message) else []
-            buffers = [*header, meta.layout.pack(content, self._device)]
-        group = self._groups[message.target > message.source]
+            header = [meta.header(self.device)] if self._has_header(message) else []
+            buffers = [*header, meta.layout.pack(content, self.device)]
+        group = self._group(message)
         with self._raising_peer_lost(message):
             works = [dist.isend(buffer, group=group, group_dst=message.target) for buffer in buffers]
         self._sent.append(_Transfer(message, [work for work in works if work is not None], buffers))
@@ -304,10 +306,9 @@ class Links:
 
     def release(self, step: int, batch: int) -> None:
         """Free the buffers of the messages that were due before this time step, in this batch or an earlier one."""
-        waiting: deque[_Transfer] = deque()
+        waiting: list[_Transfer] = []
         for sent in self._sent:
-            assert isinstance(sent.subject, Message)
-            if sent.subject.due < step and sent.subject.due_in <= batch:
+            if sent.message.due < step and sent.message.due_in <= batch:
                 self._wait(sent)
             else:
                 waiting.append(sent)
@@ -315,10 +316,9 @@ class Links:
 
     def finish(self) -> None:
         """Wait until other devices have received all messages of this device."""
-        for transfer in (*self._sent, *self._batons):
+        for transfer in self._sent:
             self._wait(transfer)
         self._sent.clear()
-        self._batons.clear()
         assert not self._posted, list(self._posted)
         assert not any(self._expected.values()), self._expected
 
@@ -326,34 +326,9 @@ class Links:
         """Destroy the process groups. No message may be under way."""
         self._destroy_groups()
 
-    def request_baton(self) -> Callable[[], int]:
-        """Post the receive of the previous device's baton; return a function that waits for it and gives its number."""
-        previous, value = self.mesh_rank - 1, torch.zeros(1, dtype=torch.int64, device=self._device)
-        with self._raising_peer_lost(previous):
-            work = dist.irecv(value, group=self._control, group_src=previous)
-        assert work is not None
-
-        def wait() -> int:
-            self._wait(_Transfer(previous, [work], [value]))
-            self._count(previous, "control", received_bytes=value.nbytes)
-            return int(value)
-
-        return wait
-
-    def pass_baton(self, number: int) -> None:
-        """Start to send the baton, with this number, to the next device."""
-        following, value = self.mesh_rank + 1, torch.tensor([number], device=self._device)
-        while len(self._batons) > 1:
-            self._wait(self._batons.popleft())
-        with self._raising_peer_lost(following):
-            work = dist.isend(value, group=self._control, group_dst=following)
-        assert work is not None
-        self._count(following, "control", sent_bytes=value.nbytes)
-        self._batons.append(_Transfer(following, [work], [value]))
-
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Copy a tensor in place from one device to all, outside of training steps. Collective."""
-        with self._raising_peer_lost(source):
+        with self._raising_peer_lost(f"a message of device {source}"):
             dist.broadcast(tensor, group=self._control, group_src=source)
 
     def _level(self, peer: int) -> Level:
@@ -363,21 +338,18 @@ class Links:
         self.traffic.count(self._level(peer), purpose, sent_bytes=sent_bytes, received_bytes=received_bytes)
 
     def _wait(self, transfer: _Transfer) -> None:
-        peer = transfer.subject
-        if isinstance(peer, Message):
-            peer = peer.source if peer.target == self.mesh_rank else peer.target
-        start = time.perf_counter()
-        with self._raising_peer_lost(transfer.subject), self.traffic.waiting(self._level(peer)):
+        message, start = transfer.message, time.perf_counter()
+        peer = message.source if message.target == self.mesh_rank else message.target
+        with self._raising_peer_lost(message), self.traffic.waiting(self._level(peer)):
             for work in transfer.works:
                 work.wait()
         self.waited_s += time.perf_counter() - start
 
     @contextmanager
-    def _raising_peer_lost(self, subject: Message | int) -> Iterator[None]:
+    def _raising_peer_lost(self, name: object) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:  # the class that broken connections raise
-            name = subject if isinstance(subject, Message) else f"a message of device {subject}"
             raise PeerLost(f"{name} cannot be exchanged: a worker has ended ({error})") from error
 
 
@@ -388,15 +360,20 @@ class Baton:
         self._links, self._number, self._count, self._stagger = links, number, count, stagger
         self._pass_after = round(2 * stagger)
         self._durations_s: list[float] = []
-        self._size = 0
+        self._batch = self._size = 0
         self.is_passed = True  # whether the next worker may run; until then this worker must not wait for it
-        self._wait: Callable[[], int] | None = None
 
-    def begin(self, size: int) -> None:
+    def begin(self, batch: int, size: int) -> None:
         """Begin a batch of this many rows."""
-        self._size, self.is_passed = size, self._number == self._count - 1
-        self._wait = self._links.request_baton() if self._number > 0 else None
+        self._batch, self._size, self.is_passed = batch, size, self._number == self._count - 1
+        if self._number > 0:
+            self._links.expect([self._message(self._number)])
+            self._links.post(0)
         self.after_op(0)
+
+    def _message(self, target: int) -> Message:
+        """The baton of this batch for a worker, who posts its receive at once; who sends it waits two batches later."""
+        return Message("baton", target - 1, target, 0, self._batch, target, due=-1, due_in=self._batch + 2)
 
     def before_op(self, done: int) -> None:
         """Wait for the baton if the next op of the batch needs it; `done` ops have run.
@@ -404,8 +381,8 @@ class Baton:
         Raises:
             ValueError: the previous worker has a batch of another size.
         """
-        if self._wait is not None and done == (0 if self._stagger else self._count):
-            previous_size, self._wait = self._wait(), None
+        if self._number > 0 and done == (0 if self._stagger else self._count):
+            previous_size = int(self._links.take(self._message(self._number).key).view(torch.int64))
             if previous_size != self._size:
                 raise ValueError(
                     f"worker {self._number} has a batch of {self._size}, but worker {self._number - 1} one of "
@@ -417,7 +394,8 @@ class Baton:
         """Pass the baton if enough ops of the batch have run; `done` is their number."""
         if not self.is_passed and done >= self._pass_after:
             self.is_passed = True
-            self._links.pass_baton(self._size)
+            size = torch.tensor([self._size], device=self._links.device)
+            self._links.send(self._message(self._number + 1), size.view(torch.uint8))
 
     def end(self, durations_s: Sequence[float]) -> None:
         """End a batch whose ops had these durations; they decide after which op the next batch passes the baton."""

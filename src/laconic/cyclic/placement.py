@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from laconic.cyclic.coding import RingWire
 from laconic.cyclic.optimizers import Settings, StageOptimizers
-from laconic.cyclic.schedule import Message, Op, Schedule
+from laconic.cyclic.program import Message
+from laconic.cyclic.schedule import Op, Schedule
 from laconic.cyclic.stage import trainable
 
 
@@ -68,7 +69,7 @@ class PlacedStages:
         self.layouts = wire.layouts
         self.device = self.parameters[0][0].device
         self.optimizers, self.wire = optimizers, wire
-        self.updated = schedule.updated_on(number)
+        self.updated = [stage for stage in range(len(stages)) if number in schedule.updaters(stage)]
         """The stages whose optimizer steps here."""
         self.held = range(len(stages)) if schedule.states == "replicated" else self.updated
         """The stages that keep their memory between ops."""
@@ -132,12 +133,8 @@ class PlacedStages:
         # Graphs saved views of the previous buffer, so autograd must not see this step as a change in place.
         with torch.autograd._unsafe_preserve_version_counter(tuple(self.parameters[stage])):
             self.optimizers.apply(stage, self.layouts[stage].views(total), settings)
-        self.pass_by(stage, exact)
-
-    def pass_by(self, stage: int, exact: Tensor | None = None) -> None:
-        """Count the next version of a stage, which has these exact weights. Default: those that it has."""
         self.version[stage] += 1
-        self._use(stage, self.exact(stage) if exact is None else exact)
+        self._use(stage, exact)
 
     def _use(self, stage: int, exact: Tensor) -> None:
         """Compute with the exact weights of a stage or, if they cross in few bits, with what receivers decode."""

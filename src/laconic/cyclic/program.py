@@ -1,14 +1,39 @@
 """Programs: the instructions of a device for one batch, and the messages that the instructions send.
 
-Programs are the only source of messages. The planner counts their messages, the runtime executes them, and a receiver
-learns from the sender's program which messages come and in which order. See [Note: Messages of a batch].
+Programs are the only source of messages. The runtime executes them, and a receiver learns from the sender's program
+which messages come and in which order.
+
+[Note: Messages of a batch]
+There are N workers and N stages; s_j is the switch of stage j under the rule. A batch sends these messages:
+
+  gradient      The gradient of stage j, summed over workers 0..i. Worker i sends it to worker i + 1 after its backward.
+  total         The sum over all workers. The last worker sends it to the devices that step the stage's optimizer.
+  weights       One version of a stage's parameters. It travels along a ring of workers, from the stage's owner, worker
+                s_j mod N. Each worker uses it two time steps after the previous worker, and sends it on before its
+                forward or after it: [Note: One message at a time].
+  rear weights  The same version once more for the backward, if workers do not keep parameters after the forward.
+  activation, activation gradient
+                The output of a stage, and the gradient of its input, between stages on different devices.
+  square        The sum of squares of the totals of stages j..N-1. It travels from the last stage to the first.
+  norm          The sum of squares over all stages, for every device. Square and norm are sent if updates need the norm.
+  baton         Worker i + 1 may begin the batch. It leaves in the middle of the program: [Note: Baton] in links.py.
+
+states        parameters                 optimizer state   total goes to              other devices get a version by
+replicated    all stages, every worker   owner             owner                      weights
+sharded       owner                      owner             owner                      weights and rear weights
+shared        one stage per device       every device      every device of the stage  applying the total themselves
+single        one device                 that device       that device                -
+
+A run begins with batch 0. Version t of a stage contains the gradients of batches 0..t-1 of the run. Stale workers use
+version t - 1 in batch t, hence version -1 in batch 0. If the run was resumed while a gradient waited to be applied,
+version -1 lacks that gradient and version 0 contains it. In every other run the two versions are equal.
 
 [Note: One message at a time]
 With replicated states a staggered worker sends one message of a stage's size at a time, under every rule. Number the
 beginnings of the worker's time steps from its first forward of a batch on; number 2N is number 0 of the next batch.
 
   gradients  That of stage j, or the total, is ready at 2N - j, so gradients leave at N + 1, ..., 2N. They do not wait:
-             a total may be needed at once (`Rule.slack`).
+             a total may be needed at once.
   weights    Those of stage j are ready at j, before the worker's own forward. The next worker in the ring needs them at
              j + 2 under every rule, so they have one time step to spare.
 
@@ -26,33 +51,112 @@ Other schedules do not wait. Plain data parallelism needs the weights at once. W
 3N messages in 2N time steps, so two at a time are the fewest for N > 3, and no two of them are of one kind.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from typing import Literal
+from __future__ import annotations
 
-from laconic.cyclic.schedule import (
-    Compute,
-    Instruction,
-    Message,
-    Op,
-    Receive,
-    RunFacts,
-    Schedule,
-    Send,
-    Square,
-    Update,
-)
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from laconic.cyclic.schedule import Op, Schedule
+
+MessageKind = Literal[
+    "gradient", "total", "weights", "rear weights", "activation", "activation gradient", "square", "norm", "baton"
+]
+Key = tuple[str, int, int, int]
+"""The kind, stage, index and worker of a message, which name its content at the receiver."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A transfer from one device to another, or a value that a device keeps for itself if both are the same."""
+
+    kind: MessageKind
+    source: int
+    target: int
+    stage: int
+    index: int
+    """The version, for weights and rear weights. The batch of the gradient, for all other kinds."""
+    worker: int
+    """The worker whose activation is sent, the last worker of a sum of gradients, or the worker that uses weights."""
+    due: int
+    """The time step at whose beginning the receiver needs it."""
+    due_in: int
+    """The receiver's batch when it needs the message."""
+    is_last: bool = False
+    """Whether it brings weights of the last version of a run, which is known once the run is drained."""
+
+    @property
+    def key(self) -> Key:
+        """The name of the content at the receiver."""
+        return self.kind, self.stage, self.index, self.worker
+
+    def __str__(self) -> str:
+        stage = "" if self.kind in ("norm", "baton") else f" of stage {self.stage}"
+        return f"the {self.kind}{stage} between devices {self.source} and {self.target}"
+
+
+class Compute(NamedTuple):
+    """Run the op with this version of its stage."""
+
+    op: Op
+    version: int
+
+
+class Receive(NamedTuple):
+    """Wait for the message; then use it, or throw it away if it is not needed."""
+
+    message: Message
+    is_needed: bool = True
+
+
+class Send(NamedTuple):
+    """Start to send the message, without waiting for the receiver."""
+
+    message: Message
+
+
+class Update(NamedTuple):
+    """Apply the total of batch `version - 1` to the stage, unless the stage has this version already."""
+
+    stage: int
+    version: int
+
+
+class Square(NamedTuple):
+    """Add the squares of this stage's total, which is now complete, to the squares of later stages."""
+
+    stage: int
+
+
+Instruction = Compute | Receive | Send | Update | Square
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """The facts about a run on which its programs depend."""
+
+    is_pending: bool = False
+    """Whether a gradient waited to be applied when the run began."""
+    num_batches: int | None = None
+    """The number of batches, known once the run is drained. Programs of later batches only pass messages on."""
+
+    def has_gradient(self, batch: int) -> bool:
+        """Whether the run computes this batch."""
+        return batch >= 0 and (self.num_batches is None or batch < self.num_batches)
+
+    def has_version(self, version: int) -> bool:
+        """Whether the run makes this version, and it differs from the version before."""
+        first = 0 if self.is_pending else 1
+        return version >= first and (self.num_batches is None or version <= self.num_batches)
+
 
 _ENDLESS = RunFacts()
 
 
 def program(schedule: Schedule, device: int, batch: int, run: RunFacts = _ENDLESS) -> list[Instruction]:
     """The instructions of a device for one batch of a run, in order."""
-    compile_ = _ring_of_workers if schedule.has_device_per_worker else _stages_on_devices
-    has_norm = schedule.has_norm and run.has_gradient(batch - 2)
-    norm = [Receive(_norm_to(schedule, device, batch - 2))] if has_norm else []
-    return [*norm, *compile_(schedule, device, batch, run)]
+    return list(_instructions(schedule, device, batch, run))
 
 
 def messages_to(schedule: Schedule, target: int, batch: int, run: RunFacts = _ENDLESS) -> Sequence[Message]:
@@ -65,84 +169,71 @@ def _messages_of(schedule: Schedule, batch: int, run: RunFacts) -> dict[int, lis
     """The messages between devices in one batch, by the device that gets them."""
     found: dict[int, list[Message]] = {}
     for source in range(schedule.num_devices):
-        for message in _sent(schedule, source, batch, run):
-            if message.target != source:
+        for instruction in _instructions(schedule, source, batch, run):
+            if isinstance(instruction, Send) and (message := instruction.message).target != source:
                 found.setdefault(message.target, []).append(message)
     return found
 
 
-def messages_per_step(schedule: Schedule, batches: int) -> list[list[Message]]:
-    """The messages between devices in a run that is drained after `batches` batches, by the time step of sending."""
-    run = RunFacts(num_batches=batches)
-    messages = [
-        message
-        for batch in range(batches + 2)
-        for device in range(schedule.num_devices)
-        for message in _sent(schedule, device, batch, run)
-        if message.source != message.target
-    ]
-    # The last messages of the drain may leave after the last op.
-    steps = max([schedule.num_steps(batches), *(message.step + 1 for message in messages)])
-    by_step: list[list[Message]] = [[] for _ in range(steps)]
-    for message in sorted(messages, key=lambda message: (message.source, message.target)):
-        by_step[message.step].append(message)
-    return by_step
-
-
-def largest_burst(
-    schedule: Schedule, batches: int, kinds: Sequence[str] = ("gradient", "total", "weights")
-) -> tuple[int, int]:
-    """The largest number of messages of these kinds that one device sends, and receives, in one time step."""
-    sends, receives = 0, 0
-    for messages in messages_per_step(schedule, batches):
-        counted = [message for message in messages if message.kind in kinds]
-        sends = max(sends, *Counter(message.source for message in counted).values(), 0)
-        receives = max(receives, *Counter(message.target for message in counted).values(), 0)
-    return sends, receives
-
-
-def _sent(schedule: Schedule, device: int, batch: int, run: RunFacts) -> Iterator[Message]:
-    for instruction in program(schedule, device, batch, run):
-        if isinstance(instruction, Send):
-            yield instruction.message
-
-
-def _ring_of_workers(schedule: Schedule, device: int, batch: int, run: RunFacts) -> Iterator[Instruction]:
-    """The program for replicated and sharded states, where worker i runs on device i."""
+def _instructions(schedule: Schedule, device: int, batch: int, run: RunFacts) -> Iterator[Instruction]:
     computes = run.has_gradient(batch)
     if batch == 0 and computes and schedule.states == "sharded":
         yield from _first_weights(schedule, device)
     for op in schedule.ops(device, batch):
         version = schedule.rule.version_in_run(op.worker, op.stage, batch)
-        if op.is_forward and device == schedule.rule.owner(op.stage) and run.has_version(version):
+        if run.has_version(version) and _makes(schedule, op, version):
+            yield from _pass_total_on(schedule, op, version - 1)
             yield Update(op.stage, version)
         receives, sends = _weights(schedule, op, version, run)
+        waits = _waits(schedule, op.worker, op.stage)
         yield from receives
-        if not (waits := _waits(schedule, op.worker, op.stage)):
+        if not waits:
             yield from sends
         if computes:
             yield from _compute(schedule, op, version)
         if waits:
             yield from sends
+    if schedule.has_norm and run.has_gradient(batch - 2):
+        yield Receive(_norm_to(schedule, device, batch - 2))  # the device has made all versions that need it
+
+
+def _makes(schedule: Schedule, op: Op, version: int) -> bool:
+    """Whether the op is the first on its device to use a version that the device makes itself."""
+    if not op.is_forward or op.device not in schedule.updaters(op.stage):
+        return False
+    micro_batch = op.batch * schedule.num_stages + op.worker
+    previous = micro_batch - len(schedule.devices_of(op.stage))  # the one before on this device
+    if previous < 0:
+        return version >= 0
+    batch, worker = divmod(previous, schedule.num_stages)
+    return version > schedule.rule.version_in_run(worker, op.stage, batch)
+
+
+# -- weights: rings of workers -----------------------------------------------------------------------------------------
 
 
 def _weights(schedule: Schedule, op: Op, version: int, run: RunFacts) -> tuple[list[Receive], list[Send]]:
     """Receive a version from the previous worker in the stage's ring, and send it to the next worker."""
+    rule, n, owner = schedule.rule, schedule.num_stages, schedule.rule.owner(op.stage)
+    if schedule.states == "replicated":
+        if not op.is_forward or not run.has_version(version):
+            return [], []
+    elif schedule.states != "sharded":
+        return [], []
+    # Before the run nobody has sent version -1 to worker 0: see _first_weights.
+    previous = owner if version == -1 and op.worker == 0 else (op.worker - 1) % n
+    following = (op.worker + 1) % n
+
+    def is_sent(batch: int) -> bool:
+        return schedule.states == "replicated" or run.has_gradient(batch)
+
     receives: list[Receive] = []
     sends: list[Send] = []
-    if not op.is_forward and schedule.states != "sharded":
-        return receives, sends
-    workers, owner, is_replicated = schedule.num_stages, schedule.rule.owner(op.stage), schedule.states == "replicated"
-    previous = (op.worker - 1) % workers if version >= 0 or op.worker > 0 else owner
-    following = (op.worker + 1) % workers
-
-    def exists(message: Message) -> bool:
-        return run.has_version(version) if is_replicated else run.has_gradient(message.sent_in)
-
-    if op.worker != owner and exists(message := _hop(schedule, op, version, previous, op.worker, run)):
-        receives.append(Receive(message, is_needed=is_replicated or run.has_gradient(op.batch)))
-    if following != owner and exists(message := _hop(schedule, op, version, op.worker, following, run)):
-        sends.append(Send(message))
+    if op.worker != owner and is_sent(max(rule.batch_of_version(previous, op.stage, version), 0)):
+        is_needed = schedule.states == "replicated" or run.has_gradient(op.batch)
+        receives.append(Receive(_hop(schedule, op, version, previous, op.worker, run), is_needed))
+    if following != owner and is_sent(op.batch):
+        sends.append(Send(_hop(schedule, op, version, op.worker, following, run)))
     return receives, sends
 
 
@@ -157,18 +248,10 @@ def _waits(schedule: Schedule, worker: int, stage: int) -> bool:
 
 def _hop(schedule: Schedule, op: Op, version: int, source: int, target: int, run: RunFacts = _ENDLESS) -> Message:
     """The message that brings a version of the op's stage from `source` to `target`, for their forward or backward."""
-    rule, stage = schedule.rule, op.stage
     kind: Literal["weights", "rear weights"] = "weights" if op.is_forward else "rear weights"
-    step_of = schedule.forward_step if op.is_forward else schedule.backward_step
-    # A fresh worker uses the version in batch `version`, a stale worker in the batch after it.
-    sent_in, due_in = (version if rule.is_fresh(worker, stage) else version + 1 for worker in (source, target))
-    due = step_of(target, stage, due_in)
-    if version == -1 and source == rule.owner(stage) and target == 0 and rule.switch[stage] < schedule.num_stages:
-        early = max(due - 2, 0)  # a message of weights leaves two time steps before it is due: see _first_weights
-        return Message(kind, source, target, stage, version, target, early, due, 0, due_in)
-    step = step_of(source, stage, sent_in) + _waits(schedule, source, stage)
-    is_last = version == run.num_batches
-    return Message(kind, source, target, stage, version, target, step, due, sent_in, due_in, is_last)
+    due_in = schedule.rule.batch_of_version(target, op.stage, version)
+    due = schedule.step(target, op.stage, due_in, is_forward=op.is_forward)
+    return Message(kind, source, target, op.stage, version, target, due, due_in, version == run.num_batches)
 
 
 def _first_weights(schedule: Schedule, device: int) -> Iterator[Instruction]:
@@ -179,88 +262,69 @@ def _first_weights(schedule: Schedule, device: int) -> Iterator[Instruction]:
                 yield Send(_hop(schedule, Op(0, 0, 0, stage, 0, is_forward), -1, device, 0))
 
 
-def _stages_on_devices(schedule: Schedule, device: int, batch: int, run: RunFacts) -> Iterator[Instruction]:
-    """The program for shared and single states, where a device runs several workers' micro-batches."""
-    last, computes = schedule.num_stages - 1, run.has_gradient(batch)
-    for op in schedule.ops(device, batch):
-        version = schedule.rule.version_in_run(op.worker, op.stage, batch)
-        if op.is_forward and run.has_version(version) and _is_first_use(schedule, op, version):
-            yield from _pass_total_on(schedule, op, version - 1)
-            yield Update(op.stage, version)
-        if computes:
-            yield from _compute(schedule, op, version)
-        if computes and not op.is_forward and op.worker == last:
-            yield from _pass_total_on(schedule, op, batch)
-
-
-def _is_first_use(schedule: Schedule, op: Op, version: int) -> bool:
-    """Whether the device's previous micro-batch used an older version."""
-    period = len(schedule.devices_of(op.stage))
-    previous = op.batch * schedule.num_stages + op.worker - period
-    if previous < 0:
-        return version >= 0
-    batch, worker = divmod(previous, schedule.num_stages)
-    return version > schedule.rule.version_in_run(worker, op.stage, batch)
+# -- gradients ---------------------------------------------------------------------------------------------------------
 
 
 def _pass_total_on(schedule: Schedule, op: Op, total_batch: int) -> Iterator[Instruction]:
-    """Send a batch's total on: each device of the stage sends it to the device that uses the new version next."""
-    if total_batch < 0 or schedule.states == "single":
+    """Send a batch's total on: each device of a shared stage sends it to the one that uses the new version next."""
+    if total_batch < 0 or schedule.states != "shared":
         return  # a gradient that waited when the run began is on every device of the stage
-    n, devices = schedule.num_stages, schedule.devices_of(op.stage)
+    n, count = schedule.num_stages, len(schedule.devices_of(op.stage))
     completed_on = schedule.device(n - 1, op.stage, total_batch)
     if op.is_forward and op.device == completed_on:
         return
     first_use = (total_batch + 1) * n + schedule.rule.switch[op.stage]
-    uses = [divmod(micro_batch, n) for micro_batch in range(first_use, first_use + len(devices))]
+    uses = [divmod(micro_batch, n) for micro_batch in range(first_use, first_use + count)]
     by_device = {schedule.device(worker, op.stage, batch): (batch, worker) for batch, worker in uses}
     order = [completed_on, *(device for device in by_device if device != completed_on)]
-    place = order.index(op.device) + 1
-    if place < len(order):
-        batch, worker = by_device[order[place]]
-        step, due = op.step if op.is_forward else op.step + 1, schedule.forward_step(worker, op.stage, batch)
-        yield Send(Message("total", op.device, order[place], op.stage, total_batch, n - 1, step, due, op.batch, batch))
+    if op.device != order[-1]:
+        target = order[order.index(op.device) + 1]
+        batch, worker = by_device[target]
+        due = schedule.step(worker, op.stage, batch)
+        yield Send(Message("total", op.device, target, op.stage, total_batch, n - 1, due, batch))
 
 
 def _compute(schedule: Schedule, op: Op, version: int) -> Iterator[Instruction]:
     """Run an op: receive its input from the neighbouring stage, send its output, and add up gradients over workers."""
-    last = schedule.num_stages - 1
-    hop = 1 if op.is_forward else -1
+    last, hop = schedule.num_stages - 1, 1 if op.is_forward else -1
     if 0 <= op.stage - hop <= last:
-        yield Receive(_activation(schedule, op, op.stage - hop))
+        yield Receive(_activation(schedule, op, op.stage - hop, op.stage))
     yield Compute(op, version)
     if 0 <= op.stage + hop <= last:
-        yield Send(_activation(schedule, op, op.stage))
-    if not op.is_forward:
-        if op.worker > 0:
-            yield Receive(_gradient(schedule, op.worker - 1, op.stage, op.batch))
-        if op.worker == last and schedule.has_norm:
-            yield from _norm(schedule, op)
-        yield Send(_gradient(schedule, op.worker, op.stage, op.batch))
+        yield Send(_activation(schedule, op, op.stage, op.stage + hop))
+    if op.is_forward:
+        return
+    if op.worker > 0:
+        yield Receive(_gradient(schedule, op.worker - 1, op.stage, op.batch))
+    if op.worker == last and schedule.has_norm:
+        yield from _norm(schedule, op)
+    yield Send(_gradient(schedule, op.worker, op.stage, op.batch))
+    if op.worker == last:
+        yield from _pass_total_on(schedule, op, op.batch)
 
 
-def _activation(schedule: Schedule, op: Op, stage: int) -> Message:
+def _activation(schedule: Schedule, op: Op, stage: int, receiver: int) -> Message:
     """The output of `stage` for the next stage or, in a backward, the gradient of its input for the previous stage."""
-    receiver = stage + 1 if op.is_forward else stage - 1
-    source, target = (schedule.device(op.worker, j, op.batch) for j in (stage, receiver))
-    step = (schedule.forward_step if op.is_forward else schedule.backward_step)(op.worker, receiver, op.batch)
+    source, target = (schedule.device(op.worker, each, op.batch) for each in (stage, receiver))
     kind: Literal["activation", "activation gradient"] = "activation" if op.is_forward else "activation gradient"
-    return Message(kind, source, target, stage, op.batch, op.worker, step, step, op.batch, op.batch)
+    due = schedule.step(op.worker, receiver, op.batch, is_forward=op.is_forward)
+    return Message(kind, source, target, stage, op.batch, op.worker, due, op.batch)
 
 
 def _gradient(schedule: Schedule, worker: int, stage: int, batch: int) -> Message:
     """The sum of a stage's gradients over workers 0..worker; the sum of the last worker is the total."""
-    source, step = schedule.device(worker, stage, batch), schedule.backward_step(worker, stage, batch) + 1
+    source = schedule.device(worker, stage, batch)
     if worker < schedule.num_stages - 1:
         target = schedule.device(worker + 1, stage, batch)
-        due = schedule.backward_step(worker + 1, stage, batch) + 1  # the next worker adds it after its own backward
-        return Message("gradient", source, target, stage, batch, worker, step, due, batch, batch)
-    target, due, due_in = source, step, batch
-    if schedule.has_device_per_worker:
-        target = schedule.rule.owner(stage)
-        due_in = batch + 1 if schedule.rule.is_fresh(target, stage) else batch + 2
-        due = schedule.forward_step(target, stage, due_in)
-    return Message("total", source, target, stage, batch, worker, step, due, batch, due_in)
+        # The next worker adds it after its own backward.
+        due = schedule.step(worker + 1, stage, batch, is_forward=False) + 1
+        return Message("gradient", source, target, stage, batch, worker, due, batch)
+    if not schedule.has_device_per_worker:  # it is passed on from here
+        due = schedule.step(worker, stage, batch, is_forward=False) + 1
+        return Message("total", source, source, stage, batch, worker, due, batch)
+    target = schedule.rule.owner(stage)
+    due_in = schedule.rule.batch_of_version(target, stage, batch + 1)
+    return Message("total", source, target, stage, batch, worker, schedule.step(target, stage, due_in), due_in)
 
 
 def _norm(schedule: Schedule, op: Op) -> Iterator[Instruction]:
@@ -268,9 +332,9 @@ def _norm(schedule: Schedule, op: Op) -> Iterator[Instruction]:
     last = schedule.num_stages - 1
 
     def square(stage: int) -> Message:
-        source, target = (schedule.device(last, j, op.batch) for j in (stage, stage - 1))
-        step = schedule.backward_step(last, stage, op.batch) + 1
-        return Message("square", source, target, stage, op.batch, last, step, step + 1, op.batch, op.batch)
+        source, target = (schedule.device(last, each, op.batch) for each in (stage, stage - 1))
+        due = schedule.step(last, stage - 1, op.batch, is_forward=False) + 1
+        return Message("square", source, target, stage, op.batch, last, due, op.batch)
 
     if op.stage < last:
         yield Receive(square(op.stage + 1))
@@ -284,6 +348,5 @@ def _norm(schedule: Schedule, op: Op) -> Iterator[Instruction]:
 
 def _norm_to(schedule: Schedule, device: int, batch: int) -> Message:
     """The global norm of a batch, which a device needs at the latest when it begins the batch after the next."""
-    last = schedule.num_stages - 1
-    step, due = schedule.backward_step(last, 0, batch) + 1, schedule.ops(device, batch + 2)[0].step
-    return Message("norm", schedule.device(last, 0, batch), device, 0, batch, last, step, due, batch, batch + 2)
+    last, due = schedule.num_stages - 1, schedule.ops(device, batch + 2)[0].step
+    return Message("norm", schedule.device(last, 0, batch), device, 0, batch, last, due, batch + 2)

@@ -18,7 +18,7 @@ from laconic.comm.traffic import Traffic
 from laconic.cyclic.coding import RingWire, check_wire
 from laconic.cyclic.links import Baton, ByteLayout, Links, PeerLost
 from laconic.cyclic.meter import Report
-from laconic.cyclic.optimizers import BatchLossScale, MakeOptimizer, StageOptimizers
+from laconic.cyclic.optimizers import MakeOptimizer, StageOptimizers
 from laconic.cyclic.placement import PlacedStages
 from laconic.cyclic.schedule import Rule, Schedule, StatePlacement
 from laconic.cyclic.snapshot import Snapshots
@@ -49,13 +49,11 @@ class CyclicDataParallel:
         stagger: the lead of a worker over the next one, as a share of 1/N of a batch. 1 keeps activations flat, less
             tolerates slow links, 0 lets all workers begin at once.
         max_grad_norm: clip gradients by the global norm over all stages. Only the rules "v1", "clip" and "dp" allow it.
-        grad_scaler: scale losses with its settings, and skip the update of a batch whose gradient overflowed, under the
-            same rules; see [Note: Two batches late] in optimizers.py. The scaler never changes: see `loss_scale`.
 
     Raises:
         ValueError: ranks and stages do not fit; a stage has no trainable parameter, or shares one, or has one that is
             cut over ranks, or has an optimizer that needs more than gradients; the rule does not exist, or cannot wait
-            for the global norm; the wire does not fit the states, or feeds errors back under a loss scale.
+            for the global norm; the wire does not fit the states.
     """
 
     def __init__(
@@ -70,19 +68,16 @@ class CyclicDataParallel:
         wire: Wire | WireName = "exact",
         stagger: float = 1.0,
         max_grad_norm: float | None = None,
-        grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         _check_stages(stages)
         self.stages = list(stages)
         self.rule = Rule.of(rule, len(self.stages))
-        is_scaled = grad_scaler is not None and grad_scaler.is_enabled()
         mesh = None if mesh is not None and mesh.size() == 1 else mesh
-        has_norm = max_grad_norm is not None or is_scaled
-        self.schedule = Schedule(self.rule, "single" if mesh is None else states, has_norm)
+        self.schedule = Schedule(self.rule, "single" if mesh is None else states, has_norm=max_grad_norm is not None)
         if mesh is not None:
             _check_mesh(mesh, self.schedule)
         policy = Wire.of(wire)
-        check_wire(policy, self.schedule.states, is_scaled=is_scaled)
+        check_wire(policy, self.schedule.states)
         if not 0 <= stagger <= 1:
             raise ValueError(f"stagger={stagger}, expected 0 (none) to 1 (an N-th of a batch)")
         by_stage = [list(trainable(stage).values()) for stage in self.stages]
@@ -110,7 +105,6 @@ class CyclicDataParallel:
             wire=ring_wire,
             baton=Baton(self._links, number % count, count, share),
             max_grad_norm=max_grad_norm,
-            loss_scale=BatchLossScale(grad_scaler) if grad_scaler is not None and is_scaled else None,
         )
         self._snapshots = Snapshots(self._worker)
 
@@ -199,11 +193,6 @@ class CyclicDataParallel:
     def traffic(self) -> Traffic:
         """Bytes by level ("node", "local") and purpose ("weights", "gradients", "activations", "control")."""
         return self._links.traffic
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor that multiplies losses now; 1 without a `grad_scaler`."""
-        return 1.0 if self._worker.loss_scale is None else self._worker.loss_scale.scale
 
     def set_hyperparameters(self, **settings: Any) -> None:
         """Set hyper-parameters of all groups, for all later batches: `set_hyperparameters(lr=1e-3)`.

@@ -20,30 +20,6 @@ messages (program.py) are our own.
 There are N stages and N workers. In batch t a worker is *fresh* for stage j if it computes with version t of the stage,
 which a worker that starts late enough can have. Otherwise it is *stale*, and computes with version t - 1. One number
 per stage decides, the *switch* s_j: worker i is fresh iff i >= s_j. All else about a rule follows from its switches.
-
-[Note: Messages of a batch]
-There are N workers and N stages; s_j is the switch of stage j under the rule. A batch sends these messages:
-
-  gradient      The gradient of stage j, summed over workers 0..i. Worker i sends it to worker i + 1 after its backward.
-  total         The sum over all workers. The last worker sends it to the devices that step the stage's optimizer.
-  weights       One version of a stage's parameters. It travels along a ring of workers, from the stage's owner, worker
-                s_j mod N. Each worker uses it two time steps after the previous worker, and sends it on before its
-                forward or after it: [Note: One message at a time] in program.py.
-  rear weights  The same version once more for the backward, if workers do not keep parameters after the forward.
-  activation, activation gradient
-                The output of a stage, and the gradient of its input, between stages on different devices.
-  square        The sum of squares of the totals of stages j..N-1. It travels from the last stage to the first.
-  norm          The sum of squares over all stages, for every device. Square and norm are sent if updates need the norm.
-
-states        parameters                 optimizer state   total goes to              other devices get a version by
-replicated    all stages, every worker   owner             owner                      weights
-sharded       owner                      owner             owner                      weights and rear weights
-shared        one stage per device       every device      every device of the stage  applying the total themselves
-single        one device                 that device       that device                -
-
-A run begins with batch 0. Version t of a stage contains the gradients of batches 0..t-1 of the run. Stale workers use
-version t - 1 in batch t, hence version -1 in batch 0. If the run was resumed while a gradient waited to be applied,
-version -1 lacks that gradient and version 0 contains it. In every other run the two versions are equal.
 """
 
 from __future__ import annotations
@@ -51,8 +27,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
-from typing import Literal, NamedTuple
+from itertools import product
+from typing import Literal
 
 _SWITCHES: dict[str, Callable[[int, int], int]] = {
     "dp": lambda num_stages, stage: 0,  # all workers are fresh; this is possible only if all run at once
@@ -147,38 +123,21 @@ class Rule:
         """The version that the worker uses; -1 if it is stale in batch 0: see [Note: Messages of a batch]."""
         return batch if self.is_fresh(worker, stage) else batch - 1
 
+    def batch_of_version(self, worker: int, stage: int, version: int) -> int:
+        """The batch in which the worker uses a version of the stage."""
+        return version if self.is_fresh(worker, stage) else version + 1
+
     @property
     def is_staggered(self) -> bool:
         """Whether workers run one after the other. False for plain data parallelism and for one worker alone."""
         return any(self.switch)
 
     @property
-    def mask(self) -> tuple[tuple[bool, ...], ...]:
-        """N rows of workers x N columns of stages, true where the worker is fresh."""
-        return tuple(
-            tuple(self.is_fresh(worker, stage) for stage in range(self.num_stages)) for worker in range(self.num_stages)
-        )
-
-    @property
-    def freshness(self) -> float:
-        """The share of (worker, stage) pairs that are fresh: 1 for dp, (N + 1) / 2N for v2, 0 for v1."""
-        return sum(self.num_stages - switch for switch in self.switch) / self.num_stages**2
-
-    def slack(self, stage: int) -> int:
-        """The number of time steps between the op that completes a stage's total and the first use of the new version.
-
-        With a slack of 0 the one op follows the other directly, so the latency of the message delays the schedule.
-        """
-        if not self.is_staggered:
-            return 2 * stage
-        return 2 * (self.switch[stage] + stage - (self.num_stages - 1))
-
-    @property
     def allows_global_norm(self) -> bool:
         """Whether the gradients of all stages are complete before any of them must be applied.
 
-        Clipping by the global norm needs this, and so does skipping the update of all stages after an overflow. The
-        total of stage 0 is the last to be complete, just before worker N - 1 starts its next batch.
+        Clipping by the global norm needs this. The total of stage 0 is the last to be complete, just before worker
+        N - 1 starts its next batch.
         """
         last = 2 * (self.num_stages - 1)
         return not self.is_staggered or all(2 * switch + stage >= last for stage, switch in enumerate(self.switch))
@@ -194,13 +153,6 @@ class Rule:
         return self.switch[stage] % self.num_stages
 
 
-MessageKind = Literal[
-    "gradient", "total", "weights", "rear weights", "activation", "activation gradient", "square", "norm"
-]
-Key = tuple[str, int, int, int]
-"""The kind, stage, index and worker of a message, which name its content at the receiver."""
-
-
 @dataclass(frozen=True, slots=True)
 class Op:
     """The forward or the backward of one stage on one micro-batch."""
@@ -212,98 +164,6 @@ class Op:
     stage: int
     batch: int
     is_forward: bool
-
-    @property
-    def label(self) -> str:
-        """The name of the op in papers, which count stages from 1: F1, B4."""
-        return f"{'F' if self.is_forward else 'B'}{self.stage + 1}"
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A transfer from one device to another, or a value that a device keeps for itself if both are the same."""
-
-    kind: MessageKind
-    source: int
-    target: int
-    stage: int
-    index: int
-    """The version, for weights and rear weights. The batch of the gradient, for all other kinds."""
-    worker: int
-    """The worker whose activation is sent, the last worker of a sum of gradients, or the worker that uses weights."""
-    step: int
-    """The time step at whose beginning the message leaves."""
-    due: int
-    """The time step at whose beginning the receiver needs it."""
-    sent_in: int
-    """The sender's batch when it sends."""
-    due_in: int
-    """The receiver's batch when it needs the message."""
-    is_last: bool = False
-    """Whether it brings weights of the last version of a run, which is known once the run is drained."""
-
-    @property
-    def key(self) -> Key:
-        """The name of the content at the receiver."""
-        return self.kind, self.stage, self.index, self.worker
-
-    def __str__(self) -> str:
-        return f"the {self.kind} of stage {self.stage} between devices {self.source} and {self.target}"
-
-
-class Compute(NamedTuple):
-    """Run the op with this version of its stage."""
-
-    op: Op
-    version: int
-
-
-class Receive(NamedTuple):
-    """Wait for the message; then use it, or throw it away if it is not needed."""
-
-    message: Message
-    is_needed: bool = True
-
-
-class Send(NamedTuple):
-    """Start to send the message, without waiting for the receiver."""
-
-    message: Message
-
-
-class Update(NamedTuple):
-    """Apply the total of batch `version - 1` to the stage, unless the stage has this version already."""
-
-    stage: int
-    version: int
-
-
-class Square(NamedTuple):
-    """Add the squares of this stage's total, which is now complete, to the squares of later stages."""
-
-    stage: int
-
-
-Instruction = Compute | Receive | Send | Update | Square
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """The facts about a run on which its programs depend."""
-
-    is_pending: bool = False
-    """Whether a gradient waited to be applied when the run began."""
-    num_batches: int | None = None
-    """The number of batches, known once the run is drained. Programs of later batches only pass messages on."""
-
-    def has_gradient(self, batch: int) -> bool:
-        """Whether the run computes this batch."""
-        return batch >= 0 and (self.num_batches is None or batch < self.num_batches)
-
-    def has_version(self, version: int) -> bool:
-        """Whether the run makes this version, and it differs from the version before."""
-        first = 0 if self.is_pending else 1
-        return version >= first and (self.num_batches is None or version <= self.num_batches)
 
 
 StatePlacement = Literal["single", "replicated", "sharded", "shared"]
@@ -336,9 +196,8 @@ class Schedule:
         if self.has_norm and not self.rule.allows_global_norm:
             able = ", ".join(name for name in RULES if Rule.named(name, self.num_stages).allows_global_norm)
             raise ValueError(
-                "clipping by the global norm and loss scaling need the gradients of all stages before any is applied, "
-                f"which rule {self.rule.name!r} cannot wait for; rules that can: {able}. Or clip stage by stage, in "
-                "the optimizer"
+                "clipping by the global norm needs the gradients of all stages before any is applied, which rule "
+                f"{self.rule.name!r} cannot wait for; rules that can: {able}. Or clip stage by stage, in the optimizer"
             )
 
     @property
@@ -349,88 +208,49 @@ class Schedule:
     @property
     def num_devices(self) -> int:
         """The number of devices: 1, N, or N(N+1)/2 if stages are shared."""
-        n = self.num_stages
-        return {"single": 1, "shared": n * (n + 1) // 2}.get(self.states, n)
+        return self.devices_of(self.num_stages - 1).stop
 
     @property
     def has_device_per_worker(self) -> bool:
         """Whether each worker has a device of its own. The device then has the worker's number."""
         return self.states in ("replicated", "sharded")
 
-    def forward_step(self, worker: int, stage: int, batch: int) -> int:
-        """The time step of a forward."""
-        return 2 * self.num_stages * batch + (2 * worker if self.rule.is_staggered else 0) + stage
-
-    def backward_step(self, worker: int, stage: int, batch: int) -> int:
-        """The time step of a backward."""
-        return self.forward_step(worker, 0, batch) + 2 * self.num_stages - 1 - stage
-
-    def num_steps(self, batches: int) -> int:
-        """The number of time steps of a whole run: 2N per batch, and 2(N - 1) until the last worker begins."""
-        return self.backward_step(self.num_stages - 1, 0, batches - 1) + 1 if batches else 0
+    def step(self, worker: int, stage: int, batch: int, *, is_forward: bool = True) -> int:
+        """The time step of a forward or of a backward."""
+        begin = 2 * self.num_stages * batch + (2 * worker if self.rule.is_staggered else 0)
+        return begin + (stage if is_forward else 2 * self.num_stages - 1 - stage)
 
     def device(self, worker: int, stage: int, batch: int) -> int:
         """The device that runs a stage of a worker's micro-batch.
 
-        N - j devices hold a shared stage j. Micro-batch m = t N + i runs on number m mod (N - j), the one that is free.
+        The devices of a stage take turns, so micro-batch m = t N + i runs on number m mod N, which has the worker's
+        number, or m mod (N - j) of the N - j devices that hold a shared stage j, which is the one that is free.
         """
-        if self.states == "single":
-            return 0
-        if self.states == "shared":
-            micro_batch = batch * self.num_stages + worker
-            return self.devices_of(stage)[micro_batch % (self.num_stages - stage)]
-        return worker
+        devices = self.devices_of(stage)
+        return devices[(batch * self.num_stages + worker) % len(devices)]
 
     def devices_of(self, stage: int) -> range:
         """The devices that run a stage."""
         if self.states == "shared":
             first = sum(self.num_stages - earlier for earlier in range(stage))
             return range(first, first + self.num_stages - stage)
-        return range(self.num_devices)
+        return range(self.num_stages if self.has_device_per_worker else 1)
 
-    def stages_of(self, device: int) -> tuple[int, ...]:
-        """The stages that a device runs."""
-        return tuple(stage for stage in range(self.num_stages) if device in self.devices_of(stage))
-
-    def updated_on(self, device: int) -> tuple[int, ...]:
-        """The stages whose optimizer steps on a device."""
-        if not self.has_device_per_worker:
-            return self.stages_of(device)
-        return tuple(stage for stage in range(self.num_stages) if self.rule.owner(stage) == device)
+    def updaters(self, stage: int) -> range:
+        """The devices on which the optimizer of a stage steps."""
+        owner = self.rule.owner(stage)
+        return range(owner, owner + 1) if self.has_device_per_worker else self.devices_of(stage)
 
     def ops(self, device: int, batch: int) -> list[Op]:
         """The ops of a device for one batch, in their order."""
         return _ops_by_device(self, batch)[device]
 
-    def table(self, batches: int) -> list[list[Op | None]]:
-        """The ops of a run: row i has worker i's op for every time step, None where the worker idles."""
-        rows: list[list[Op | None]] = [[None] * self.num_steps(batches) for _ in range(self.num_stages)]
-        for batch in range(batches):
-            for ops in _ops_by_device(self, batch):
-                for op in ops:
-                    rows[op.worker][op.step] = op
-        return rows
-
-    def live_activations(self, batches: int) -> list[int]:
-        """The number of stage activations, over all workers, that are alive during every time step of a run.
-
-        An activation lives until the end of its backward. In steady state N(N+1)/2 live, or up to N^2 without stagger.
-        """
-        change = [0] * (self.num_steps(batches) + 1)
-        for op in (op for row in self.table(batches) for op in row if op is not None):
-            if op.is_forward:
-                change[op.step] += 1
-            else:
-                change[op.step + 1] -= 1
-        return list(accumulate(change))[:-1]
-
 
 @lru_cache(maxsize=8)
 def _ops_by_device(schedule: Schedule, batch: int) -> list[list[Op]]:
-    ops: list[list[Op]] = [[] for _ in range(schedule.num_devices)]
-    for worker in range(schedule.num_stages):
-        for stage in range(schedule.num_stages):
-            device = schedule.device(worker, stage, batch)
-            for step_of, is_forward in ((schedule.forward_step, True), (schedule.backward_step, False)):
-                ops[device].append(Op(step_of(worker, stage, batch), worker, device, stage, batch, is_forward))
-    return [sorted(own, key=lambda op: (op.step, op.worker)) for own in ops]
+    stages = range(schedule.num_stages)
+    found: list[list[Op]] = [[] for _ in range(schedule.num_devices)]
+    for worker, stage, is_forward in product(stages, stages, (True, False)):
+        device, step = schedule.device(worker, stage, batch), schedule.step(worker, stage, batch, is_forward=is_forward)
+        found[device].append(Op(step, worker, device, stage, batch, is_forward))
+    return [sorted(ops, key=lambda op: (op.step, op.worker)) for ops in found]

@@ -13,7 +13,7 @@ A run that begins from a snapshot has version -1 and a pending gradient: see [No
 stagger (`dp`) no worker needs version T - 1 again, and the snapshot holds version T alone.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ class Snapshots:
             "is_pending": self._is_pending,
             "settings": placement.optimizers.settings(),
             "pending_settings": worker.settings[self._version] if self._is_pending else None,
-            **self._norm(),
+            **({"pending_square": self._pending_square()} if self._schedule.has_norm else {}),
             **({"has_copies": True} if worker.wire.has_copies else {}),
         }
         for stage in range(self._schedule.num_stages):
@@ -100,29 +100,10 @@ class Snapshots:
                 if self._is_pending:
                     total = worker.total(stage, self._version)
                 state |= self._named(stage, "gradient", total)
-        return state | self._buffers(self._schedule.stages_of(worker.number))
+        return state | self._buffers()
 
-    @property
-    def _needs_norm(self) -> bool:
-        """Whether this device uses the global norm: to update stages, or, as all devices do, to set the loss scale."""
-        return self._schedule.has_norm and (self._worker.loss_scale is not None or bool(self._placement.updated))
-
-    def _norm(self) -> dict[str, Any]:
-        """The squared norm and the scale of the last batch, and the scale of the next batch."""
-        if not self._needs_norm:
-            return {}
-        worker, last = self._worker, self._worker.batch - 1
-
-        def square(batch: int) -> Tensor | None:
-            return worker.square(batch) if batch >= 0 else worker.squares.get(-1)
-
-        state: dict[str, Any] = {"pending_square": None if (value := square(last)) is None else value.item()}
-        if (scale := worker.loss_scale) is not None:
-            state["pending_scale"] = scale.by_batch.get(last)
-            # The next batch will begin with an update of the scale by the batch before the last one.
-            unseen = square(last - 1) if last >= 0 else None
-            state["loss_scale"] = (scale.scale, scale.good_batches) if unseen is None else scale.after(unseen)
-        return state
+    def _pending_square(self) -> float | None:
+        return self._worker.square(self._version).item() if self._is_pending else None
 
     def blank_state_dict(self) -> dict[str, Any]:
         """See CyclicDataParallel.blank_state_dict."""
@@ -132,7 +113,7 @@ class Snapshots:
             "is_pending": False,
             "settings": settings,
             "pending_settings": settings,
-            **dict.fromkeys(self._norm()),
+            **({"pending_square": None} if self._schedule.has_norm else {}),
         }
         for stage in range(self._schedule.num_stages):
             if self._worker.number in self._schedule.devices_of(stage):
@@ -144,8 +125,7 @@ class Snapshots:
             if stage in self._placement.updated:
                 state |= self._named(stage, "gradient", self._empty(stage))
                 state |= self._optimizer_state(stage, [])
-        buffers = self._buffers(self._schedule.stages_of(self._worker.number))
-        return state | {key: torch.empty_like(value) for key, value in buffers.items()}
+        return state | {key: torch.empty_like(value) for key, value in self._buffers().items()}
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise ValueError if the state lacks an entry of `blank_state_dict`, or has one of another shape."""
@@ -172,12 +152,10 @@ class Snapshots:
         worker.begin_run(is_pending=state["is_pending"])
         if state["is_pending"]:
             worker.settings[-1] = state["pending_settings"]
-        if self._needs_norm and state["pending_square"] is not None:
-            worker.squares[-1] = torch.tensor(state["pending_square"], dtype=torch.float64, device=placement.device)
-        if (scale := worker.loss_scale) is not None:
-            scale.scale, scale.good_batches = state["loss_scale"]
-            scale.by_batch = {-1: state["pending_scale"]}
-        has_copies = worker.wire.has_copies and state.get("has_copies", False)
+        if self._schedule.has_norm and state["is_pending"]:
+            square = torch.tensor([state["pending_square"]], dtype=torch.float64, device=placement.device)
+            worker.links.put(worker.norm_key(-1), square.view(torch.uint8))
+        has_copies, own = worker.wire.has_copies and state.get("has_copies", False), self._buffers()
         for stage in range(self._schedule.num_stages):
             placement.optimizers.restore(stage, state["settings"][stage])
             if stage in placement.held:
@@ -187,9 +165,10 @@ class Snapshots:
                 if state["is_pending"]:
                     worker.links.put(worker.total_key(stage, -1), self._packed(state, stage, "gradient"))
                 self._load_optimizer_state(state, stage)
-            for key, value in {**self._buffers([stage]), **self._frozen(stage)}.items():
-                if key in state:
-                    value.copy_(state[key])
+            own |= self._frozen(stage)
+        for key, value in own.items():
+            if key in state:
+                value.copy_(state[key])
 
     def _packed(self, state: dict[str, Any], stage: int, content: str) -> Tensor:
         buffer = self._empty(stage)
@@ -227,11 +206,14 @@ class Snapshots:
             f"stages.{stage}.optimizer.{name}.{key}": value for name, own in named for key, value in own.items()
         }
 
-    def _buffers(self, stages: Iterable[int]) -> dict[str, Tensor]:
+    def _buffers(self) -> dict[str, Tensor]:
+        """The buffers of the stages that run here."""
+        number = self._worker.number
         return {
-            f"devices.{self._worker.number}.stages.{stage}.buffers.{name}": buffer
-            for stage in stages
-            for name, buffer in self._worker.stages[stage].named_buffers()
+            f"devices.{number}.stages.{stage}.buffers.{name}": buffer
+            for stage, module in enumerate(self._worker.stages)
+            if number in self._schedule.devices_of(stage)
+            for name, buffer in module.named_buffers()
         }
 
 

@@ -1,4 +1,4 @@
-"""The execution of the programs of one device. See [Note: Messages of a batch] in schedule.py."""
+"""The execution of the programs of one device. See [Note: Messages of a batch] in program.py."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,22 +11,22 @@ from torch import Tensor, nn
 from laconic.cyclic.coding import RingWire
 from laconic.cyclic.links import Baton, Links
 from laconic.cyclic.meter import Report
-from laconic.cyclic.optimizers import KEPT_BATCHES, BatchLossScale, Settings
+from laconic.cyclic.optimizers import Settings
 from laconic.cyclic.placement import PlacedStages, UsedVersion
-from laconic.cyclic.program import messages_to, program
-from laconic.cyclic.schedule import (
+from laconic.cyclic.program import (
     Compute,
     Instruction,
     Key,
     Message,
-    Op,
     Receive,
     RunFacts,
-    Schedule,
     Send,
     Square,
     Update,
+    messages_to,
+    program,
 )
+from laconic.cyclic.schedule import Op, Schedule
 
 LossFn = Callable[[Any, Any], Tensor]
 MicroBatch = tuple[Any, Any]  # inputs and targets
@@ -34,6 +34,8 @@ LOOKAHEAD = 2
 """Receives are posted this many ops ahead, so that a transfer has a whole op to finish."""
 DUE_WITH_OP = 2
 """An op needs the messages that are due at its time step and, to add up gradients, at the next one."""
+_KEPT_BATCHES = 4
+"""Hyper-parameters of this many batches are kept."""
 
 
 @dataclass
@@ -59,7 +61,6 @@ class Worker:
     wire: RingWire
     baton: Baton
     max_grad_norm: float | None
-    loss_scale: BatchLossScale | None
     report: Report = field(default_factory=Report)
     run: RunFacts = field(default_factory=RunFacts)
     batch: int = 0
@@ -68,8 +69,6 @@ class Worker:
     """The number of batches trained, over all runs."""
     settings: dict[int, list[Settings]] = field(default_factory=dict)
     """The hyper-parameters of the run's latest batches, by batch and stage."""
-    squares: dict[int, Tensor] = field(default_factory=dict)
-    """The squared global norms of the run's latest gradients, by batch, where they are needed."""
     _pending: dict[tuple[int, int], _PendingBackward] = field(default_factory=dict)  # by worker and stage
     _received: list[Tensor] = field(default_factory=list)  # from the neighbouring stage, for the next op
     _produced: list[Tensor] = field(default_factory=list)  # by the last op, for the neighbouring stage
@@ -83,19 +82,17 @@ class Worker:
         if batch == 0:
             self.placement.begin_first_batch()
         self.settings[batch] = self.placement.optimizers.settings()
-        self.settings.pop(batch - KEPT_BATCHES, None)
+        self.settings.pop(batch - _KEPT_BATCHES, None)
         self.links.expect(messages_to(self.schedule, number, batch, self.run))
         self._losses = []
         self.report.begin_step()
-        if batch == 1 and -1 in self.squares and self.loss_scale is not None:
-            self.loss_scale.update(self.squares[-1])  # the last norm of the run that was resumed
         steps = [op.step for near in (batch, batch + 1) for op in self.schedule.ops(number, near)]
         self.links.post(steps[1] + DUE_WITH_OP)
-        self.baton.begin(_num_rows(next(iter(data.values()))))
+        self.baton.begin(batch, _num_rows(next(iter(data.values()))))
         done = 0
         for instruction in program(self.schedule, number, batch, self.run):
             if not isinstance(instruction, Compute):
-                self.report.add_sent(self._exchange(instruction))
+                self.report.bytes_per_step[-1] += self._exchange(instruction)
                 continue
             self.links.post(steps[min(done + LOOKAHEAD, len(steps) - 1)] + DUE_WITH_OP)
             if self.baton.is_passed:  # otherwise the next worker cannot receive anything yet
@@ -126,7 +123,6 @@ class Worker:
         """Begin a run; `is_pending` says whether a gradient waits to be applied."""
         self.run, self.batch = RunFacts(is_pending=is_pending), 0
         self.settings.clear()
-        self.squares.clear()
         self.wire.versions_before = self.num_batches
         self.placement.begin_run(is_pending=is_pending)
 
@@ -134,11 +130,17 @@ class Worker:
         """The key of a batch's total gradient on the devices that apply it."""
         return "total", stage, batch, self.schedule.num_stages - 1
 
-    def total(self, stage: int, batch: int) -> Tensor:
-        """A new buffer with the total gradient of a stage, which stays where it is. Waits for its message."""
-        content = self.links.peek(self.total_key(stage, batch))
-        coding = self.wire.coding_of_total(stage, batch)
-        return content.clone() if coding is None else coding.decode(content)
+    def norm_key(self, batch: int) -> Key:
+        """The key of the squared global norm of a batch's gradient."""
+        return "norm", 0, batch, self.schedule.num_stages - 1
+
+    def total(self, stage: int, batch: int, *, stays: bool = True) -> Tensor:
+        """A buffer with the total gradient of a stage, a new one if the total stays here. Waits for its message."""
+        key, coding = self.total_key(stage, batch), self.wire.coding_of_total(stage, batch)
+        content = self.links.peek(key) if stays else self.links.take(key)
+        if coding is not None:
+            return coding.decode(content)
+        return content.clone() if stays else content
 
     def _exchange(self, instruction: Instruction) -> int:
         """Execute an instruction other than Compute; return the number of bytes sent."""
@@ -146,15 +148,13 @@ class Worker:
             case Send(message):
                 return self.links.send(message, self._content(message))
             case Receive(message, is_needed):
+                content = self.links.take(message.key)
                 if is_needed:
-                    self._receive(message)
-                else:
-                    self.links.take(message.key)
+                    self._receive(message, content)
             case Update(stage, version):
-                total = self.links.take(self.total_key(stage, version - 1))
-                coding = self.wire.coding_of_total(stage, version - 1)
+                total = self.total(stage, version - 1, stays=False)
                 if self.placement.version[stage] < version:  # a snapshot may have applied the total already
-                    self.apply(stage, total if coding is None else coding.decode(total))
+                    self.apply(stage, total)
             case Square(stage):
                 self._add_square(stage)
         return 0
@@ -173,13 +173,7 @@ class Worker:
                 assert self._sum is not None
                 return self.wire.encode_sum(message, self._sum)
 
-    def _receive(self, message: Message) -> None:
-        if message.kind == "norm":
-            square = self.square(message.index)
-            if self.loss_scale is not None:
-                self.loss_scale.update(square)
-            return
-        content = self.links.take(message.key)
+    def _receive(self, message: Message, content: Any) -> None:
         match message.kind:
             case "activation" | "activation gradient":
                 self._received = content
@@ -198,29 +192,16 @@ class Worker:
     def apply(self, stage: int, total: Tensor) -> None:
         """Make the next version of a stage from its total gradient. Overwrites `total`."""
         batch = self.placement.version[stage]
-        inverse = 1.0
-        if self.loss_scale is not None:
-            if not torch.isfinite(self.square(batch)):
-                self.placement.pass_by(stage)  # the update is skipped, and the version counts all the same
-                return
-            inverse = 1.0 / self.loss_scale.by_batch[batch]
-            self._multiply(stage, total, torch.tensor(inverse, dtype=torch.float64))
         if self.max_grad_norm is not None:
-            norm = self.square(batch).sqrt() * inverse
-            self._multiply(stage, total, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+            norm = self.square(batch).sqrt()
+            factor = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            for view in self.placement.layouts[stage].views(total):
+                view.mul_(factor.to(view.dtype))
         self.placement.update(stage, total, self.settings[batch][stage])
-
-    def _multiply(self, stage: int, total: Tensor, factor: Tensor) -> None:
-        for view in self.placement.layouts[stage].views(total):
-            view.mul_(factor.to(view.dtype))
 
     def square(self, batch: int) -> Tensor:
         """The squared global norm of a batch's gradient, a scalar of float64. Waits for the message that brings it."""
-        if batch not in self.squares:
-            content = self.links.take(("norm", 0, batch, self.schedule.num_stages - 1))
-            self.squares[batch] = content.view(torch.float64)[0]
-            self.squares.pop(batch - KEPT_BATCHES, None)
-        return self.squares[batch]
+        return self.links.peek(self.norm_key(batch)).view(torch.float64)[0]
 
     def _add_square(self, stage: int) -> None:
         assert self._sum is not None
@@ -234,8 +215,6 @@ class Worker:
     def _compute(self, op: Op, version: int, data: MicroBatch | None) -> None:
         wait_s, self.links.waited_s = self.links.waited_s, 0.0
         start = time.perf_counter()
-        if self.loss_scale is not None:
-            self.loss_scale.begin(op.batch)
         if op.is_forward:
             self.report.add_live(+1)
             used = self._forward(op, version, data)
@@ -256,8 +235,6 @@ class Worker:
             assert data is not None
             output = _checked_loss(self.loss_fn(output, data[1]))
             self._losses.append(output.detach())
-            if self.loss_scale is not None:
-                output = output * self.loss_scale.scale
         outputs = _as_list(output, f"the output of stage {op.stage}")
         self._pending[op.worker, op.stage] = _PendingBackward(used, inputs, outputs)
         self._produced = [t.detach().requires_grad_(t.requires_grad) for t in outputs]
