@@ -18,7 +18,7 @@ from laconic.cyclic.placement import VersionError
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.cyclic.schedule import Rule, Schedule, StatePlacement
 from laconic.shard.policies import Wire
-from tests.cyclic.toys import OPTIMIZERS, Course, assert_equals_oracle, make_stages, together, train
+from tests.cyclic.toys import OPTIMIZERS, Course, assert_equals_oracle, make_stages, together
 from tests.reference.cyclic import coded_like
 from tests.reference.messages import int8_bytes, message_bytes
 from tests.reference.wire import ROTATED
@@ -72,7 +72,7 @@ def test_a_resumed_run_goes_on_to_the_same_bits() -> None:
     for states, rule in cases:
         course = course_of(states, rule)
         run, resumed = course.run(), course.run(seed=1)
-        train(run, range(3), course.worker)
+        course.train(run, range(3))
         state = together(run.state_dict())
         resumed.load_state_dict(state)
         resumed.drain()  # without a batch
@@ -82,7 +82,7 @@ def test_a_resumed_run_goes_on_to_the_same_bits() -> None:
             assert torch.equal(p, state[f"stages.0.parameters.{name}"]), "the exact ones of the state"
         resumed.load_state_dict(state)
         for which in (run, resumed):
-            train(which, range(3, 6), course.worker)
+            course.train(which, range(3, 6))
             which.drain()
         with run.consistent_parameters(), resumed.consistent_parameters():
             for own, other in zip(run.stages, resumed.stages, strict=True):
@@ -143,11 +143,12 @@ def count_sent(links: Links, peer: int, purpose: str, *, sent_bytes: int = 0, re
 @on_ranks("count", local=1)
 def test_every_link_carries_the_bytes_of_the_formula(count: int) -> None:
     rank, batches, rule = dist.get_rank(), 4, Rule.named("lag2", count)
-    run = course_of("replicated", "lag2", count=count, wire=Wire(weights="int8", gradients="int8")).run()
+    course = course_of("replicated", "lag2", count=count, wire=Wire(weights="int8", gradients="int8"))
+    run = course.run()
     _sent[rank] = Counter()
     dist.barrier()
     Links._count = count_sent  # type: ignore[assignment, method-assign]
-    train(run, range(batches), rank)
+    course.train(run, range(batches))
     run.drain()
     sent = _sent[rank]
     expected: Counter[tuple[int, str]] = Counter()
@@ -169,17 +170,18 @@ def test_every_link_carries_the_bytes_of_the_formula(count: int) -> None:
 
 @on_ranks(2, local=1)
 def test_an_edit_of_copies_is_refused_but_after_a_drain() -> None:
-    run = course_of("replicated", "v2", count=2).run()
-    train(run, range(2), dist.get_rank())
+    course = course_of("replicated", "v2", count=2)
+    run = course.run()
+    course.train(run, range(2))
     run.drain()
     with torch.no_grad(), run.consistent_parameters():
         run.stages[0].linear.weight.zero_()
     with torch.no_grad():
         run.stages[1].linear.weight.fill_(0.5)
-    train(run, range(2, 4), dist.get_rank())
+    course.train(run, range(2, 4))
     run.drain()
     assert_all_equal(run)
-    train(run, range(4, 6), dist.get_rank())
+    course.train(run, range(4, 6))
     with torch.no_grad():
         run.stages[0].linear.weight.fill_(0.5)
     with pytest.raises(VersionError, match=r"stage 0 were changed in place in the middle of a run.*after `drain\(\)`"):

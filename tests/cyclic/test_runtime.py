@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.cyclic.schedule import RULES, StatePlacement
-from tests.cyclic.toys import OPTIMIZERS, Course, assert_equal, assert_equals_oracle, train, train_oracle
+from tests.cyclic.toys import OPTIMIZERS, Course, assert_equal, assert_equals_oracle
 from tests.support.launch import on_ranks
 
 torch.set_num_threads(1)
 CLIPS = ("dp", "clip")
+STAGGERED = tuple(rule for rule in RULES if rule != "dp")
 
 
 def run_all(rules: tuple[str, ...], **options: Any) -> None:
@@ -35,13 +36,16 @@ def test_single_device_equals_the_oracle(count: int) -> None:
     run_all(RULES, states="single", count=count, saves=(0, 3, 5) if count == 3 else ())
 
 
+@pytest.mark.parametrize(("count", "rules", "saves"), [(2, ("v1",), (1,)), (3, RULES, (3,)), (4, ("lag2",), ())])
 @pytest.mark.parametrize("states", ["replicated", "sharded"])
-@on_ranks(3)
-def test_workers_equal_the_oracle(states: StatePlacement) -> None:
-    run_all(RULES, states=states, saves=(3,))
+@on_ranks("count")
+def test_workers_equal_the_oracle(
+    states: StatePlacement, count: int, rules: tuple[str, ...], saves: tuple[int, ...]
+) -> None:
+    run_all(rules, states=states, count=count, saves=saves)
 
 
-@pytest.mark.parametrize(("ranks", "count", "rules"), [(3, 2, ("v1", "v2", "lag2", "clip")), (6, 3, ("lag2",))])
+@pytest.mark.parametrize(("ranks", "count", "rules"), [(3, 2, STAGGERED), (6, 3, ("clip",))])
 @on_ranks("ranks")
 def test_shared_stages_equal_the_oracle(count: int, rules: tuple[str, ...]) -> None:
     """Model and data parallel on N(N+1)/2 devices: 10 at N = 4, where plain data parallelism needs 16."""
@@ -67,8 +71,8 @@ def test_a_folder_moves_between_placements(tmp_path: Path) -> None:
     """Save with torch.distributed.checkpoint, and load into other placements."""
     course = Course(optimizer="adamw", states="sharded")
     oracle, run = course.oracle(), course.run()
-    train_oracle(oracle, range(5))
-    train(run, range(3), course.worker)
+    course.train_oracle(oracle, range(5))
+    course.train(run, range(3))
     dcp.save(run.state_dict(), checkpoint_id=tmp_path)
     for states in ("replicated", "sharded"):
         resumed = Course(optimizer="adamw", states=states).run(seed=1)  # type: ignore[arg-type]
@@ -76,7 +80,7 @@ def test_a_folder_moves_between_placements(tmp_path: Path) -> None:
         dcp.load(state, checkpoint_id=tmp_path)
         resumed.load_state_dict(state)
         assert resumed.optimizer.param_groups[0]["lr"] == run.optimizer.param_groups[0]["lr"]
-        train(resumed, range(3, 5), course.worker)
+        course.train(resumed, range(3, 5))
         resumed.drain()
         with resumed.consistent_parameters():
             assert_equal(resumed, oracle, states)
@@ -91,8 +95,8 @@ def test_evaluation_sees_one_version(states: StatePlacement, rule: str) -> None:
     course = Course(rule=rule, states=states)
     run, oracle = course.run(), course.oracle()
     for step in range(3):
-        train(run, range(step, step + 1), course.worker)
-        train_oracle(oracle, range(step, step + 1))
+        course.train(run, range(step, step + 1))
+        course.train_oracle(oracle, range(step, step + 1))
         with run.consistent_parameters() as version:
             assert version == (step + 1 if rule == "dp" else step)
             for stage, values in zip(run.stages, oracle.newest if rule == "dp" else oracle.older, strict=True):

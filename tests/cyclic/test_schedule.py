@@ -1,29 +1,18 @@
-"""The time steps against the published figure, and the programs of all devices executed together."""
+"""The time steps against the published figure, the messages of all programs, and the rules."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from itertools import accumulate, product
 
 import pytest
 
-from laconic.cyclic.program import Compute, Instruction, Message, Receive, RunFacts, Send, Square, Update, program
-from laconic.cyclic.schedule import RULES, STATES, Op, Rule, Schedule
+from laconic.cyclic.program import Message
+from laconic.cyclic.schedule import RULES, Op, Rule, Schedule
 from tests.cyclic.toys import sent
 
 STAGGERED = tuple(name for name in RULES if name != "dp")
-
-
-def schedules(num_stages: int) -> list[Schedule]:
-    return [
-        Schedule(Rule.named(rule, num_stages), states, has_norm)
-        for rule in RULES
-        for states in STATES
-        for has_norm in (False, True)
-        if not (rule == "dp" and states == "shared")
-        if not has_norm or Rule.named(rule, num_stages).allows_global_norm
-    ]
 
 
 def table(schedule: Schedule, batches: int) -> list[dict[int, Op]]:
@@ -81,125 +70,6 @@ def test_shared_devices_never_collide(num_stages: int) -> None:
 def in_batches(schedule: Schedule, *batches: int) -> list[tuple[int, Message]]:
     """(time step, message) of what leaves in these batches."""
     return [(step, message) for step, batch, message in sent(schedule, max(batches) + 1) if batch in batches]
-
-
-class Player:
-    """Executes the programs of all devices. Messages from one device to another arrive in the order of sending."""
-
-    def __init__(self, schedule: Schedule, batches: int, run: RunFacts) -> None:
-        self.schedule, self.batches, self.run = schedule, batches, run
-        last = RunFacts(is_pending=run.is_pending, num_batches=batches)
-        self.todo: list[deque[Instruction]] = []
-        for device in range(schedule.num_devices):
-            # Until the run ends, a device does not know how many batches it has.
-            programs = [program(schedule, device, t, run if t < batches else last) for t in range(batches + 2)]
-            self.todo.append(deque(instruction for program in programs for instruction in program))
-        self.links: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
-        self.inbox: list[Counter[tuple[str, int, int, int]]] = [Counter() for _ in self.todo]
-        self.version: dict[tuple[int, int], int] = {}
-        self.owns: dict[tuple[int, int], int] = {}
-        self.normed: set[tuple[int, int]] = set()
-        self.computed: Counter[tuple[int, int, bool]] = Counter()
-
-    def arrive(self, device: int, key: tuple[str, int, int, int]) -> bool:
-        """Receive from every link, in order, until the message has arrived; False if it was not sent yet."""
-        for (_, target), queue in self.links.items():
-            while target == device and queue and not self.inbox[device][key]:
-                if any(message.key == key for message in queue):
-                    self.inbox[device][queue.popleft().key] += 1
-                else:
-                    break
-        return self.inbox[device][key] > 0
-
-    def do(self, device: int, instruction: Instruction) -> bool:
-        states, rule = self.schedule.states, self.schedule.rule
-        match instruction:
-            case Send(message):
-                assert message.source == device
-                is_passed_on = message.kind == "total" and states == "shared" and message.target != device
-                if is_passed_on and not self.arrive(device, message.key):
-                    return False
-                if message.target == device:
-                    self.inbox[device][message.key] += 1
-                else:
-                    self.links[device, message.target].append(message)
-            case Square():
-                pass
-            case Receive(message) if message.kind == "norm" and (device, message.index) in self.normed:
-                pass
-            case Receive(message, is_needed):
-                assert message.target == device
-                if not self.arrive(device, message.key):
-                    return False
-                self.inbox[device][message.key] -= 1
-                if message.kind == "norm":
-                    self.normed.add((device, message.index))
-                if "weights" in message.kind and is_needed:
-                    self.version[device, message.stage] = message.index
-            case Update(stage, version):
-                held = self.held(device, stage)
-                if self.schedule.has_norm and held >= 0 and (device, held) not in self.normed:
-                    key = ("norm", 0, held, rule.num_stages - 1)
-                    if not self.arrive(device, key):
-                        return False
-                    self.inbox[device][key] -= 1
-                    self.normed.add((device, held))
-                while held < version:
-                    if held >= 0:  # a gradient that waited when the run began is on the device
-                        if not self.arrive(device, ("total", stage, held, rule.num_stages - 1)):
-                            return False
-                        self.inbox[device]["total", stage, held, rule.num_stages - 1] -= 1
-                    assert held == version - 1
-                    held += 1
-                    self.version[device, stage] = held
-            case Compute(op, version):
-                assert version == (op.batch if rule.is_fresh(op.worker, op.stage) else op.batch - 1)
-                held = self.held(device, op.stage)
-                if states == "single" and not op.is_forward:  # the graph still has the older version
-                    assert held >= max(version, self.first)
-                else:
-                    assert max(held, self.first) == max(version, self.first)
-                if states == "sharded" and device != rule.owner(op.stage):
-                    del self.version[device, op.stage]  # freed after each use
-                self.computed[op.worker, op.stage, op.is_forward] += 1
-        return True
-
-    @property
-    def first(self) -> int:
-        """The version that the run began with: -1 if a gradient waited to be applied, else 0."""
-        return -1 if self.run.is_pending else 0
-
-    def held(self, device: int, stage: int) -> int:
-        is_everywhere = self.schedule.states != "sharded" or device == self.schedule.rule.owner(stage)
-        return self.version.setdefault((device, stage), self.first) if is_everywhere else self.version[device, stage]
-
-    def play(self) -> None:
-        moved = True
-        while moved:
-            moved = False
-            for device, todo in enumerate(self.todo):
-                while todo and self.do(device, todo[0]):
-                    todo.popleft()
-                    moved = True
-        assert not any(self.todo), [todo[0] for todo in self.todo if todo]
-        assert not any(queue for queue in self.links.values())
-        assert not any(count for inbox in self.inbox for count in inbox.values())
-
-
-@pytest.mark.parametrize("is_pending", [False, True])
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-def test_programs_fit_together(num_stages: int, is_pending: bool) -> None:
-    """Ops use the versions of the rule, no device blocks, no message is left, and the drain brings the last version."""
-    for schedule in schedules(num_stages):
-        for batches in (0, 1, 4):
-            player = Player(schedule, batches, RunFacts(is_pending=is_pending))
-            player.play()
-            n = num_stages
-            every = [(i, j, forward) for i in range(n) for j in range(n) for forward in (True, False)]
-            assert player.computed == Counter({key: batches for key in every if batches})
-            for stage in range(n):
-                users = [schedule.rule.owner(stage)] if schedule.states == "sharded" else schedule.devices_of(stage)
-                assert {player.held(device, stage) for device in users} == {batches}
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4, 7])

@@ -6,6 +6,7 @@ import copy
 import importlib
 import itertools
 from collections import OrderedDict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,8 +125,7 @@ def test_stages_of_a_language_model_repeat_it_to_the_bit(kind: str) -> None:
 @pytest.mark.parametrize("kind", MODELS)
 def test_masks_and_positions_are_carried(kind: str) -> None:
     masks = torch.ones(3, 2, 12, dtype=torch.long)  # some models make no mask of the last one
-    masks[0, 0, :5] = 0
-    masks[1, 1, :2] = 0
+    masks[0, 0, :5] = masks[1, 1, :2] = 0
     model = causal_lm(kind).eval()
     stages = cut_causal_lm(model, 3, by="parameters", example={"input_ids": tokens(), "attention_mask": masks[0]})
     for mask in masks:
@@ -311,37 +311,26 @@ def test_every_stage_has_a_trainable_parameter() -> None:
     assert [sum(p.numel() for p in stage.parameters()) for stage in stages] == [20, 20]
 
 
-def changing_logits() -> nn.Module:
-    return ChangesLogits(hf.AutoConfig.for_model("llama", **GROUPED))
-
-
 def with_parameters_of_its_own() -> nn.Module:
     model = causal_lm("llama")
     model.register_parameter("scale", nn.Parameter(torch.ones(1)))
     return model
 
 
-def frozen() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.ReLU(), nn.Linear(4, 4))
-
-
-def on_meta() -> nn.Module:
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
     with torch.device("meta"):
-        return sequence()
-
-
-def language_model_on_meta() -> nn.Module:
-    with torch.device("meta"):
-        return causal_lm("llama")
+        return make()
 
 
 def sequence() -> nn.Module:
     return nn.Sequential(*layers(4, 4, 4))
 
 
-def shared() -> list[nn.Module]:
-    linear = nn.Linear(3, 3)
-    return [linear, nn.Linear(3, 3), linear]
+def changing_logits() -> nn.Module:
+    return ChangesLogits(hf.AutoConfig.for_model("llama", **GROUPED))
+
+
+LINEAR, FROZEN = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)
 
 
 def tied() -> nn.Module:
@@ -357,11 +346,16 @@ BY_SIZE = {"by": "parameters"}
     [
         (changing_logits, 2, {}, r"ChangesLogits is not the sequence of .*by up to 1\.0e-03"),
         (with_parameters_of_its_own, 2, {}, r"belong to no layer.*scale"),
-        (nn.Bilinear, 1, {}, "Bilinear is neither a sequence of modules nor a transformers causal"),
-        (nn.Bilinear, 1, {"example": torch.ones(1, 2)}, "Bilinear is neither a sequence"),
+        (lambda: nn.Bilinear(2, 2, 1), 1, {}, "Bilinear is neither a sequence of modules nor a transformers causal"),
+        (lambda: nn.Bilinear(2, 2, 1), 1, {"example": torch.ones(1, 2)}, "Bilinear is neither a sequence"),
         (tied, 2, {}, r"model.embed_tokens.weight in stage 0 and lm_head.weight in stage 1 .*tie_word"),
-        (shared, 2, BY_SIZE, r"0.weight in stage 0 and 2.weight in stage 1 are one parameter"),
-        (frozen, 2, BY_SIZE, "cannot be cut into 2 stages with a trainable parameter each"),
+        (
+            lambda: [LINEAR, FROZEN, LINEAR],
+            2,
+            {"by": [2, 1, 2]},
+            r"0.weight in stage 0 and 2.weight in stage 1 are one",
+        ),
+        (lambda: [LINEAR, FROZEN], 2, BY_SIZE, "cannot be cut into 2 stages with a trainable parameter each"),
         (sequence, 3, BY_SIZE, "3 stages need at least as many blocks, and the model has 2"),
         (sequence, 2, {}, "by='memory' measures; give example="),
         (sequence, 2, {"by": "flops"}, "by='flops' is unknown"),
@@ -370,12 +364,12 @@ BY_SIZE = {"by": "parameters"}
         (sequence, 0, {}, "num_stages=0"),
         (sequence, 2, {"example": {"x": X}}, "takes its inputs by position"),
         (sequence, 2, {"example": X, "carry": 1}, "has no carried inputs"),
-        (on_meta, 2, BY_SIZE, "meta device"),
-        (language_model_on_meta, 2, {}, "meta device"),
+        (lambda: on_meta(sequence), 2, BY_SIZE, "meta device"),
+        (lambda: on_meta(tied), 2, {}, "meta device"),
     ],
 )
 def test_models_and_cuts_that_are_impossible_are_refused(make: Any, count: int, options: Any, words: str) -> None:
-    model = make(2, 2, 1) if make is nn.Bilinear else make()
+    model = make()
     with pytest.raises(ValueError, match=words):
         (cut if isinstance(model, nn.Sequential | list) else cut_causal_lm)(model, count, **options)
 

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from laconic.cyclic.links import HEADER_BYTES, ActivationMeta, ByteLayout
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.schedule import Rule, StatePlacement
-from tests.reference.cyclic import Oracle
+from tests.cyclic.toys import Course, assert_equal, assert_equals_oracle
 from tests.support.launch import on_ranks
 
 torch.set_num_threads(1)
-Batch = list[tuple[Tensor, Tensor]]
 
 
 class Recomputed(nn.Module):
@@ -46,61 +44,49 @@ class Cast(nn.Module):
         return self.wide(self.norm(self.narrow(x.bfloat16()).float()))
 
 
-def vectors() -> list[nn.Module]:
+def vectors(count: int, seed: int) -> list[nn.Module]:
+    torch.manual_seed(seed)
     return [nn.Linear(6, 6), Recomputed(), Cast(), nn.Sequential(Recomputed(reentrant=True), nn.Linear(6, 3))]
 
 
-def pictures() -> list[nn.Module]:
+def pictures(count: int, seed: int) -> list[nn.Module]:
+    torch.manual_seed(seed)
     last = nn.Sequential(nn.Conv2d(5, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
     middle = [nn.Sequential(nn.Conv2d(5, 5, 3, padding=1, bias=False), nn.BatchNorm2d(5), nn.ReLU()) for _ in range(2)]
     stages = [nn.Conv2d(3, 5, 3, stride=2), *middle, last]
     return [stage.to(memory_format=torch.channels_last) for stage in stages]
 
 
-def batch(step: int, shape: tuple[int, ...]) -> Batch:
+def batch(shape: tuple[int, ...], count: int, step: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(step)
     return [
         (torch.randn(4, *shape, generator=generator), torch.randint(3, (4,), generator=generator)) for _ in range(4)
     ]
 
 
+VECTORS = Course(count=4, optimizer="adamw", states="single", make=vectors, batch=partial(batch, (6,)))
+PICTURES = replace(VECTORS, make=pictures, batch=partial(batch, (3, 9, 9)))
+
+
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
-def assert_trains_like_the_oracle(
-    make: Callable[[], list[nn.Module]], shape: tuple[int, ...], mesh: DeviceMesh | None, states: StatePlacement
-) -> list[nn.Module]:
-    torch.manual_seed(0)
-    stages = make()
-    oracle = Oracle(copy.deepcopy(stages), nn.functional.cross_entropy, adamw, Rule.named("v2", 4))
-    run = CyclicDataParallel(stages, nn.functional.cross_entropy, adamw, mesh, states=states)
-    for step in range(3):
-        run.step(batch(step, shape) if mesh is None else batch(step, shape)[dist.get_rank()])
-        oracle.step(batch(step, shape))
-    run.drain()
-    with run.consistent_parameters():
-        for own, other in zip(run.stages, oracle.stages, strict=True):
-            for (name, a), b in zip(own.named_parameters(), other.parameters(), strict=True):
-                assert torch.equal(a, b), name
-                assert a.stride() == b.stride()
-                assert a.dtype == b.dtype
-    return stages
-
-
-@pytest.mark.parametrize(("make", "shape"), [(vectors, (6,)), (pictures, (3, 9, 9))])
-def test_single_device(make: Callable[[], list[nn.Module]], shape: tuple[int, ...]) -> None:
-    stages = assert_trains_like_the_oracle(make, shape, None, "single")
-    for name, value in stages[1].named_buffers():  # running statistics stay local and follow the data
+def test_single_device() -> None:
+    """Running statistics stay local, and follow the data."""
+    for course in (VECTORS, PICTURES):
+        assert_equals_oracle(course)
+    run = PICTURES.run()
+    PICTURES.train(run, range(3))
+    for name, value in run.stages[1].named_buffers():
         assert value == 12 if "num" in name else value.abs().sum() > 0
 
 
 @on_ranks(4)
 def test_workers() -> None:
-    mesh = init_device_mesh("cpu", (4,))
     for states in ("replicated", "sharded"):
-        assert_trains_like_the_oracle(vectors, (6,), mesh, states)
-        assert_trains_like_the_oracle(pictures, (3, 9, 9), mesh, states)
+        for course in (VECTORS, PICTURES):
+            assert_equals_oracle(replace(course, states=states))  # type: ignore[arg-type]
 
 
 @on_ranks(3)
@@ -121,22 +107,18 @@ def test_batches_of_other_shapes() -> None:
 
 def test_learning_rate_scheduler() -> None:
     """A scheduler of torch drives the optimizers of all stages, without a warning."""
-    torch.manual_seed(0)
-    stages = vectors()
-    oracle = Oracle(copy.deepcopy(stages), nn.functional.cross_entropy, adamw, Rule.named("v2", 4))
-    run = CyclicDataParallel(stages, nn.functional.cross_entropy, adamw)
+    run, oracle = VECTORS.run(), VECTORS.oracle()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, step_size=2, gamma=0.1)
         for step in range(5):
             oracle.set(lr=scheduler.get_last_lr()[0])
-            run.step(batch(step, (6,)))
-            oracle.step(batch(step, (6,)))
+            run.step(VECTORS.batch(4, step))
+            oracle.step(VECTORS.batch(4, step))
             scheduler.step()
     run.drain()
-    for own, other in zip(run.stages, oracle.stages, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(own.parameters(), other.parameters(), strict=True))
-    assert [group["lr"] for group in run.optimizer.param_groups] == [pytest.approx(0.01 * 0.1**2)] * 4
+    assert_equal(run, oracle, "scheduled")
+    assert [group["lr"] for group in run.optimizer.param_groups] == [pytest.approx(0.02 * 0.1**2)] * 4
 
 
 def test_layout_keeps_values_and_strides() -> None:

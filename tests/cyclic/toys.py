@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.cyclic.program import Compute, Message, Send, program
+from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.cyclic.schedule import Rule, Schedule, StatePlacement
 from laconic.shard.policies import Wire
 from tests.reference.cyclic import Oracle
@@ -129,6 +129,8 @@ class Course:
     """The ranks of a node. Default: all."""
     loss_fn: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy
     make: Callable[[int, int], list[nn.Module]] = make_stages
+    batch: Callable[[int, int], list[Any]] = make_batch
+    """The micro-batches of all workers by their number and the step."""
     end: int = 6
     saves: tuple[int, ...] = ()
     """The steps before which the state is saved; a new run resumes each of them."""
@@ -151,27 +153,26 @@ class Course:
             nodes=[rank // self.local for rank in range(dist.get_world_size())] if self.local else (),
         )  # fmt: skip
 
+    def train(self, run: CyclicDataParallel, steps: range) -> list[Tensor | None]:
+        losses = []
+        for step in steps:
+            run.set_hyperparameters(lr=learning_rate(step))
+            batch = self.batch(self.count, step)
+            losses.append(run.step(batch if self.worker is None else batch[self.worker]))
+        return losses
 
-def train(run: CyclicDataParallel, steps: range, worker: int | None) -> list[Tensor | None]:
-    losses = []
-    for step in steps:
-        run.set_hyperparameters(lr=learning_rate(step))
-        batch = make_batch(len(run.stages), step)
-        losses.append(run.step(batch if worker is None else batch[worker]))
-    return losses
-
-
-def train_oracle(oracle: Oracle, steps: range) -> list[list[Tensor]]:
-    losses = []
-    for step in steps:
-        oracle.set(lr=learning_rate(step))
-        losses.append(oracle.step(make_batch(len(oracle.stages), step)))
-    return losses
+    def train_oracle(self, oracle: Oracle, steps: range) -> list[list[Tensor]]:
+        losses = []
+        for step in steps:
+            oracle.set(lr=learning_rate(step))
+            losses.append(oracle.step(self.batch(self.count, step)))
+        return losses
 
 
 def assert_equal(run: CyclicDataParallel, oracle: Oracle, case: object) -> None:
     for (name, got), (_, want) in zip(values(run.stages), values(oracle.stages), strict=True):
         assert torch.equal(got, want), f"{case}: {name} differs by {(got - want).abs().max()}"
+        assert (got.stride(), got.dtype) == (want.stride(), want.dtype), f"{case}: {name}"
 
 
 def together(state: dict[str, Any]) -> dict[str, Any]:
@@ -197,8 +198,8 @@ def assert_equals_oracle(course: Course) -> None:
     for step in range(course.end):
         if step in course.saves:
             saved[step] = together(run.state_dict())
-        (loss,) = train(run, range(step, step + 1), course.worker)
-        (row,) = train_oracle(oracle, range(step, step + 1))
+        (loss,) = course.train(run, range(step, step + 1))
+        (row,) = course.train_oracle(oracle, range(step, step + 1))
         versions.append(oracle.newest)
         if course.worker is not None:
             assert loss == row[course.worker], course
@@ -220,7 +221,7 @@ def assert_equals_oracle(course: Course) -> None:
     plain = replace(course, wire=Wire(), max_grad_norm=None).oracle()
     if course.wire != Wire() or course.max_grad_norm:
         for steps in (range(4), range(4, course.end)):
-            train_oracle(plain, steps)
+            course.train_oracle(plain, steps)
             plain.restart()
         with run.consistent_parameters(), pytest.raises(AssertionError, match="differs"):  # it changed something
             assert_equal(run, plain, "")
@@ -235,7 +236,7 @@ def assert_equals_oracle(course: Course) -> None:
             assert all(torch.equal(*pair) for pair in held if isinstance(pair[0], Tensor))
             for steps in (range(step, 4), range(max(step, 4), course.end)):
                 if steps:
-                    train(resumed, steps, course.worker)
+                    course.train(resumed, steps)
                     resumed.drain()
             with resumed.consistent_parameters():
                 assert_equal(resumed, oracle, f"{course}, resumed at {step}")

@@ -133,6 +133,12 @@ class RingWire:
             wire.warn_of_one_node("all workers", "torchrun's LOCAL_WORLD_SIZE must say how many ranks a node has")
         self._gradients = [] if is_idle else self._codings(wire.gradient_codec, device.type, wire.rotates_gradients)
         self._weights = [] if is_idle else self._codings(wire.weight_codec, device.type, rotates=False)
+        self.has_copies = bool(self._weights) and schedule.states == "replicated"
+        """Whether workers keep copies that differ from the owner's exact weights."""
+        self.codes_first = bool(self._weights) and not self.has_copies
+        """Whether even the version with which a run begins crosses in few bits."""
+        self.sends_differences = bool(self._weights) and not wire.as_values
+        """Whether each version of the weights is coded as a difference to the version before."""
 
     def _codings(self, codec: Codec | None, device_type: str, rotates: bool) -> list[StageCoding]:
         if codec is None:
@@ -144,21 +150,6 @@ class RingWire:
                     "convert the model, or use wire='exact'"
                 )
         return [StageCoding(layout, codec, device_type, rotates=rotates) for layout in self.layouts]
-
-    @property
-    def has_copies(self) -> bool:
-        """Whether workers keep copies that differ from the owner's exact weights."""
-        return bool(self._weights) and self._schedule.states == "replicated"
-
-    @property
-    def sends_values(self) -> bool:
-        """Whether each version of the weights is coded by itself."""
-        return bool(self._weights) and self._wire.as_values
-
-    @property
-    def sends_differences(self) -> bool:
-        """Whether each version of the weights is coded as a difference to the version before."""
-        return bool(self._weights) and not self._wire.as_values
 
     def coding_of(self, message: Message) -> StageCoding | None:
         """The coding of a message; None if it crosses as it is."""

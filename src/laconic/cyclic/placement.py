@@ -6,7 +6,7 @@ always a new buffer. When a version arrives, the parameters are pointed at its b
 the old buffer. So a graph that was recorded on the old version keeps the old buffer until its backward, a message that
 is still being sent is not overwritten, and no version outlives its last user.
 Autograd does not notice a pointer swap, and it does not check biases and the first stage for in-place changes. So every
-backward checks that the version of its stage, and the counters of in-place changes, are the same as in the forward.
+forward checks the version of its stage, and every backward that the counters of in-place changes are as in the forward.
 
 [Note: A home without memory]
 With sharded states a worker has most stages only during an op, but the graph of a forward refers to the storage of the
@@ -22,7 +22,7 @@ An edit of a copy in the middle of a run would get lost, or make the copies diff
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +38,9 @@ class VersionError(RuntimeError):
     """A backward would run on other parameters than its forward."""
 
 
-@dataclass(frozen=True)
-class UsedVersion:
+class UsedVersion(NamedTuple):
     """The version of a stage that a forward used, for its backward."""
 
-    version: int
     buffer: Tensor
     counters: tuple[int, ...]  # the number of in-place changes of each parameter
 
@@ -73,7 +71,6 @@ class PlacedStages:
         """The stages whose optimizer steps here."""
         self.held = range(len(stages)) if schedule.states == "replicated" else self.updated
         """The stages that keep their memory between ops."""
-        self._interleaves = not schedule.has_device_per_worker  # then an update may come between forward and backward
         self._exact: dict[int, Tensor] = {}  # [Note: Exact weights and copies]
         self._coded: dict[int, Tensor] = {}  # the message that brings the newest version of a stage, if it is coded
         self.begin_run(is_pending=False)
@@ -100,7 +97,7 @@ class PlacedStages:
         """Take the weights with which a run begins: code them, if even the first version crosses in few bits."""
         for stage in self.held:
             self._counted.setdefault(stage, self._counters(stage))
-            if self.wire.sends_values and not self.wire.has_copies:
+            if self.wire.codes_first:
                 self._use(stage, self.buffers[stage])
 
     def end_run(self) -> None:
@@ -211,21 +208,15 @@ class PlacedStages:
                 f"stage {op.stage} has version {self.version[op.stage]}, but worker {op.worker} needs {expected} in "
                 f"batch {op.batch}"
             )
-        return UsedVersion(expected, self.buffers[op.stage], self._counters(op.stage))
+        return UsedVersion(self.buffers[op.stage], self._counters(op.stage))
 
     def enter_backward(self, op: Op, used: UsedVersion) -> None:
         """Point the parameters at the version of the forward, which a backward with recomputation reads again.
 
         Raises:
-            VersionError: the stage has another version than in the forward, or parameters were changed in place.
+            VersionError: parameters were changed in place since the forward.
         """
-        is_same_buffer = self.buffers[op.stage] is used.buffer
-        if not self._interleaves and (self.version[op.stage] != used.version or not is_same_buffer):
-            raise VersionError(
-                f"stage {op.stage} went from version {used.version} to {self.version[op.stage]} between the forward "
-                f"and the backward of worker {op.worker}, batch {op.batch}"
-            )
-        if not is_same_buffer:
+        if self.buffers[op.stage] is not used.buffer:  # an update came between, as it may with shared stages
             self._point(op.stage, used.buffer)
         if self._counters(op.stage) != used.counters:
             raise VersionError(
