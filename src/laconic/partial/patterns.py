@@ -12,7 +12,8 @@ rule for groups are our own.
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from itertools import accumulate, chain
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -131,9 +132,11 @@ def sliced_layer(
                     "layers. Give a LayerPattern that returns Cuts for other tensors"
                 )
         num_units = units(module) if units is not None else None
-        row_layers = [_Linear(name, module.get_submodule(name)) for name in rows]
-        column_layers = [_Linear(name, module.get_submodule(name)) for name in columns]
-        return _cut_layer(row_layers, column_layers, num_units)
+        row_layers, column_layers = (
+            [_Linear(name, module.get_submodule(name)) for name in own] for own in (rows, columns)
+        )
+        cuts = [layer.cut_outputs(_Part(layer.num_outputs, num_units or layer.num_outputs)) for layer in row_layers]
+        return [*chain(*cuts), *(layer.cut_inputs(num_units or layer.num_inputs) for layer in column_layers)]
 
     return LayerPattern(kind=kind, find=find)
 
@@ -169,6 +172,23 @@ def find_cuts(
 # -- linear layers -----------------------------------------------------------------------------------------------------
 
 
+class _Part(NamedTuple):
+    """Neighbouring indices of a dim that form units of equal width: see `DimRun`."""
+
+    width: int
+    units: int
+    may_be_shared: bool = False
+
+
+def _segments(*parts: _Part) -> tuple[DimRun, ...]:
+    """Lay parts out one after the other."""
+    ends = accumulate(part.width for part in parts)
+    return tuple(
+        DimRun(start=stop - part.width, stop=stop, units=part.units, may_be_shared=part.may_be_shared)
+        for part, stop in zip(parts, ends, strict=True)
+    )
+
+
 class _Linear:
     """A linear child of a module: nn.Linear, or the Conv1D of GPT-2, which stores its weight transposed."""
 
@@ -177,23 +197,18 @@ class _Linear:
         self.is_conv1d = _is_conv1d(layer)
         self.num_outputs, self.num_inputs = layer.weight.shape[:: -1 if self.is_conv1d else 1]
 
-    def cut_outputs(self, segments: Sequence[DimRun]) -> list[Cut]:
+    def cut_outputs(self, *parts: _Part) -> list[Cut]:
         """Cut the rows of the weight, and the bias."""
-        cuts = [Cut(parameter=f"{self.name}.weight", dim=int(self.is_conv1d), segments=tuple(segments))]
+        segments = _segments(*parts)
+        cuts = [Cut(parameter=f"{self.name}.weight", dim=int(self.is_conv1d), segments=segments)]
         if self.bias is not None:
-            cuts.append(Cut(parameter=f"{self.name}.bias", dim=0, segments=tuple(segments), is_factor=False))
+            cuts.append(Cut(parameter=f"{self.name}.bias", dim=0, segments=segments, is_factor=False))
         return cuts
 
     def cut_inputs(self, units: int) -> Cut:
         """Cut the columns of the weight; the bias belongs to all units."""
-        segments = (_segment(0, self.num_inputs, units),)
+        segments = _segments(_Part(self.num_inputs, units))
         return Cut(parameter=f"{self.name}.weight", dim=int(not self.is_conv1d), segments=segments)
-
-
-def _cut_layer(rows: list[_Linear], columns: list[_Linear], units: int | None = None) -> list[Cut]:
-    """Cut the layers that compute units and the layers that use them. Without `units`, each output is a unit."""
-    cuts = [cut for layer in rows for cut in layer.cut_outputs([_segment(0, layer.num_outputs, units)])]
-    return cuts + [layer.cut_inputs(units or layer.num_inputs) for layer in columns]
 
 
 def _linears(module: nn.Module, *names: str) -> list[_Linear]:
@@ -210,37 +225,28 @@ def _is_conv1d(module: object) -> bool:
     return any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)  # does not import transformers
 
 
-def _segment(start: int, width: int, units: int | None = None, *, may_be_shared: bool = False) -> DimRun:
-    return DimRun(start=start, stop=start + width, units=units or width, may_be_shared=may_be_shared)
-
-
 # -- MLPs --------------------------------------------------------------------------------------------------------------
 
 _MLPS = (
-    (("gate_proj", "up_proj"), "down_proj"),  # Llama, Mistral, Qwen, the experts of mixtures
-    (("up_proj",), "down_proj"),  # without a gate: Nemotron
-    (("c_fc",), "c_proj"),  # GPT-2
-    (("fc1",), "fc2"),  # OPT, Phi
-    (("dense_h_to_4h",), "dense_4h_to_h"),  # GPT-NeoX
-    (("w1", "w3"), "w2"),  # a mixture whose experts are modules
+    ("gate_proj", "up_proj", "down_proj"),  # Llama, Mistral, Qwen, the experts of mixtures
+    ("up_proj", "down_proj"),  # without a gate: Nemotron
+    ("gate_up_proj", "down_proj"),  # Phi-3: the gate and the up projection in one matrix
+    ("c_fc", "c_proj"),  # GPT-2
+    ("fc1", "fc2"),  # OPT, Phi
+    ("dense_h_to_4h", "dense_4h_to_h"),  # GPT-NeoX
+    ("w1", "w3", "w2"),  # a mixture whose experts are modules
 )
 """The names of the children that compute hidden units, and of the child that uses the units."""
 
 
 def _mlp(module: nn.Module) -> list[Cut]:
-    for rows, column in _MLPS:
-        if layers := _linears(module, *rows, column):
-            return _cut_layer(layers[:-1], layers[-1:])
+    for names in _MLPS:
+        if layers := _linears(module, *names):
+            *rows, down = layers
+            part = _Part(down.num_inputs, down.num_inputs)
+            cuts = [row.cut_outputs(*[part] * (row.num_outputs // part.width)) for row in rows]
+            return [*chain(*cuts), down.cut_inputs(part.units)]
     return []
-
-
-def _fused_mlp(module: nn.Module) -> list[Cut]:
-    """Phi-3: the gate and the up projection in one matrix."""
-    if not (layers := _linears(module, "gate_up_proj", "down_proj")):
-        return []
-    gate_up, down = layers
-    width = down.num_inputs
-    return [*gate_up.cut_outputs([_segment(0, width), _segment(width, width)]), down.cut_inputs(width)]
 
 
 def _experts(module: nn.Module) -> list[Cut]:
@@ -252,59 +258,51 @@ def _experts(module: nn.Module) -> list[Cut]:
     up = module._parameters[name]
     assert up is not None
     num_ups = 2 if name == "gate_up_proj" else 1
-    if up.shape[1:] == (num_ups * down.shape[2], down.shape[1]):
-        up_dim, down_dim = 1, 2
-    elif up.shape[1:] == (down.shape[2], num_ups * down.shape[1]):
-        up_dim, down_dim = 2, 1
+    for up_dim, down_dim in ((1, 2), (2, 1)):
+        width = down.shape[down_dim]
+        if (up.shape[up_dim], up.shape[down_dim]) == (num_ups * width, down.shape[up_dim]):
+            break
     else:
         return []
-    width = down.shape[down_dim]
     if getattr(module, "is_concatenated", True):
-        segments = tuple(_segment(index * width, width) for index in range(num_ups))
+        segments = _segments(*[_Part(width, width)] * num_ups)
     else:  # the rows of a unit's gate and up projection alternate
-        segments = (_segment(0, num_ups * width, width),)
+        segments = _segments(_Part(num_ups * width, width))
     cuts = [Cut(parameter=name, dim=up_dim, segments=segments)]
     if module._parameters.get(f"{name}_bias") is not None:
         cuts.append(Cut(parameter=f"{name}_bias", dim=1, segments=segments, is_factor=False))
-    return [*cuts, Cut(parameter="down_proj", dim=down_dim, segments=(_segment(0, width),))]
+    return [*cuts, Cut(parameter="down_proj", dim=down_dim, segments=_segments(_Part(width, width)))]
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 
-
-def _separate_attention(module: nn.Module) -> list[Cut]:
-    """Llama, Mistral, Qwen, GPT-OSS, OPT: queries, keys and values have a matrix each."""
-    for name in ("o_proj", "out_proj", "dense"):
-        if layers := _linears(module, "q_proj", "k_proj", "v_proj", name):
-            query, key, value, output = layers
-            heads, groups = _heads(module, output.num_inputs), _heads(module, key.num_outputs)
-            return [
-                *query.cut_outputs([_segment(0, query.num_outputs, heads)]),
-                *key.cut_outputs([_segment(0, key.num_outputs, groups, may_be_shared=True)]),
-                *value.cut_outputs([_segment(0, value.num_outputs, groups, may_be_shared=True)]),
-                output.cut_inputs(heads),
-            ]
-    return []
+_ATTENTIONS = (
+    ("q_proj", "k_proj", "v_proj", "o_proj"),  # Llama, Mistral, Qwen, GPT-OSS
+    ("q_proj", "k_proj", "v_proj", "out_proj"),  # OPT
+    ("q_proj", "k_proj", "v_proj", "dense"),  # Phi
+    ("c_attn", "c_proj"),  # GPT-2: one matrix has all queries, then all keys, then all values
+    ("qkv_proj", "o_proj"),  # Phi-3: so, too
+)
+"""The names of the children that compute queries, keys and values, and of the child that uses the heads."""
 
 
-def _fused_attention(module: nn.Module) -> list[Cut]:
-    """GPT-2 and Phi-3: one matrix has all queries, then all keys, then all values."""
-    for names in (("c_attn", "c_proj"), ("qkv_proj", "o_proj")):
-        layers = _linears(module, *names)
-        if not layers or _linears(module, "q_attn"):  # q_attn: attention to an encoder
+def _attention(module: nn.Module) -> list[Cut]:
+    for names in _ATTENTIONS:
+        if not (layers := _linears(module, *names)):
             continue
-        fused, output = layers
-        if fused.name == "c_attn" and not fused.is_conv1d:  # GPT-BigCode has another order
+        *rows, output = layers
+        is_fused = len(rows) == 1
+        if is_fused and _linears(module, "q_attn"):  # attention to an encoder
+            continue
+        if names[0] == "c_attn" and not rows[0].is_conv1d:  # GPT-BigCode has another order
             continue
         queries = output.num_inputs
-        keys = (fused.num_outputs - queries) // 2
-        heads, groups = _heads(module, queries), _heads(module, keys)
-        segments = [
-            _segment(0, queries, heads),
-            _segment(queries, keys, groups, may_be_shared=True),
-            _segment(queries + keys, keys, groups, may_be_shared=True),
-        ]
-        return [*fused.cut_outputs(segments), output.cut_inputs(heads)]
+        keys = (sum(row.num_outputs for row in rows) - queries) // 2
+        heads = _heads(module, queries)
+        key = _Part(keys, _heads(module, keys), may_be_shared=True)
+        parts = [_Part(queries, heads), key, key]
+        cuts = [row.cut_outputs(*own) for row, own in zip(rows, [parts] if is_fused else zip(parts), strict=True)]
+        return [*chain(*cuts), output.cut_inputs(heads)]
     return []
 
 
@@ -313,7 +311,8 @@ def _interleaved_attention(module: nn.Module) -> list[Cut]:
     layers = _linears(module, "query_key_value", "dense")
     if not layers or layers[0].num_outputs != 3 * layers[1].num_inputs:
         return []
-    return _cut_layer(layers[:1], layers[1:], _heads(module, layers[1].num_inputs))
+    heads = _heads(module, layers[1].num_inputs)
+    return [*layers[0].cut_outputs(_Part(layers[0].num_outputs, heads)), layers[1].cut_inputs(heads)]
 
 
 def _heads(module: nn.Module, width: int) -> int:
@@ -328,10 +327,8 @@ def _heads(module: nn.Module, width: int) -> int:
 
 
 PATTERNS = (
-    LayerPattern(kind="attention", find=_separate_attention),
-    LayerPattern(kind="attention", find=_fused_attention),
+    LayerPattern(kind="attention", find=_attention),
     LayerPattern(kind="attention", find=_interleaved_attention),
     LayerPattern(kind="mlp", find=_mlp),
-    LayerPattern(kind="mlp", find=_fused_mlp),
     LayerPattern(kind="mlp", find=_experts),
 )

@@ -15,17 +15,17 @@ island can change its slice without moving any data.
 """
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
-from typing import get_args
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from laconic.partial.modules import parts_of, replace_parameters, slice_parameter
 from laconic.partial.patterns import Cut, Kind, LayerPattern, find_cuts
+from laconic.partial.sliced import SlicedTensor
 from laconic.ragged.conversion import converts
-from laconic.ragged.parts import sliced_parameters, sliced_parts, walk_sliced
+from laconic.ragged.parts import SlicedParameter, add_sliced, sliced_of, sliced_parameters, sliced_parts, walk_sliced
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.sharded_module import reshard_all
 
@@ -74,7 +74,7 @@ def partial_updates(
     wholes = _checked_parameters(model, cuts, num_slices)
     for name, (module, cut) in cuts.items():
         if num_slices > 1 and wholes[name].requires_grad and not cut.is_shared(num_slices):
-            slice_parameter(module, cut.apply(tuple(wholes[name].shape), num_slices), slice_index)
+            _slice_parameter(module, cut.apply(tuple(wholes[name].shape), num_slices), slice_index)
     return model
 
 
@@ -94,7 +94,7 @@ def assign_slice(model: nn.Module, *, slice_index: int, optimizer: torch.optim.O
     for _, module, sliced in slices:
         if not 0 <= slice_index < sliced.num_slices:
             raise ValueError(f"slice_index={slice_index} must be 0 to {sliced.num_slices - 1}")
-        for index, part in enumerate(parts_of(module, sliced).values()):
+        for index, part in enumerate(_parts_of(module, sliced).values()):
             part.requires_grad_(sliced.slice_of(index) in (slice_index, None))
             if not part.requires_grad:
                 part.grad = None
@@ -133,9 +133,9 @@ def unsliced(module: nn.Module) -> Iterator[None]:
     shown = []
     with torch.no_grad():
         for _, child, sliced in list(walk_sliced(module)):
-            parts = parts_of(child, sliced)
+            parts = _parts_of(child, sliced)
             whole = nn.Parameter(sliced.join([_whole(part) for part in parts.values()]), requires_grad=False)
-            replace_parameters(child, parts, {sliced.name: whole})
+            _replace_parameters(child, parts, {sliced.name: whole})
             shown.append((child, sliced, parts))
     try:
         yield
@@ -143,7 +143,7 @@ def unsliced(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for child, sliced, parts in shown:
                 whole = child.get_parameter(sliced.name)
-                replace_parameters(child, {sliced.name: whole}, parts)
+                _replace_parameters(child, {sliced.name: whole}, parts)
                 for part, value in zip(parts.values(), sliced.split(whole), strict=True):
                     part.copy_(value)
 
@@ -181,3 +181,72 @@ def _checked_parameters(
         cut.check(name, tuple(whole.shape), num_slices)
         checked[name] = whole
     return checked
+
+
+# -- modules whose parameters are in parts -----------------------------------------------------------------------------
+
+
+class PartialModule(nn.Module):
+    """The base class that `partial_updates` adds to modules whose own parameters it slices."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load a state dict that has the sliced parameters whole, or in parts."""
+        for sliced in sliced_of(self).values():
+            whole = state_dict.get(prefix + sliced.name)
+            if whole is not None and tuple(whole.shape) == sliced.shape:
+                del state_dict[prefix + sliced.name]
+                for name, value in zip(sliced.part_names, sliced.split(whole), strict=True):
+                    state_dict[prefix + name] = value
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _slice_parameter(module: nn.Module, sliced: SlicedParameter, slice_index: int) -> None:
+    """Replace a module's parameter by its parts and make the module a `PartialModule`. Slice `slice_index` trains."""
+    whole = module.get_parameter(sliced.name).detach()
+    add_sliced(module, sliced)
+    # Clones, because a view would keep the memory of the whole.
+    values = [value.clone(memory_format=torch.contiguous_format) for value in sliced.split(whole)]
+    parts = {
+        name: nn.Parameter(value, requires_grad=sliced.slice_of(index) in (slice_index, None))
+        for index, (name, value) in enumerate(zip(sliced.part_names, values, strict=True))
+    }
+    _replace_parameters(module, {sliced.name: whole}, parts)
+    # In `__mro__` a class of `_partial_class` comes first, then PartialModule, then the module's own class.
+    base = type(module).__mro__[2] if isinstance(module, PartialModule) else type(module)
+    module.__class__ = _partial_class(base, tuple(sliced_of(module)))
+
+
+def _parts_of(module: nn.Module, sliced: SlicedParameter) -> dict[str, nn.Parameter]:
+    """Return the parts of a sliced parameter by their names in the module, in the order of `part_names`."""
+    return {name: cast(nn.Parameter, module._parameters[name]) for name in sliced.part_names}
+
+
+def _replace_parameters(module: nn.Module, old: Mapping[str, Tensor], new: Mapping[str, nn.Parameter]) -> None:
+    """Replace the parameters `old`, which are neighbours in the module's order, by the parameters `new`."""
+    parameters: dict[str, nn.Parameter | None] = {}
+    for name, parameter in module._parameters.items():
+        if name not in old:
+            parameters[name] = parameter
+        elif not parameters.keys() & new.keys():
+            parameters.update(new)
+    module._parameters = parameters
+
+
+def _partial_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    bases = PartialModule, cls
+    for made in cls.__subclasses__():  # so Python forgets it with `cls`
+        if made.__bases__ == bases and made.__dict__["_sliced_names"] == names:
+            return made
+    body: dict[str, Any] = {"_sliced_names": names, **{name: _sliced_attribute(name) for name in names}}
+    # transformers recognises its own models by `__module__`, and initialises all other models differently.
+    return type(f"Partial{cls.__name__}", bases, {"__module__": cls.__module__, **body})
+
+
+def _sliced_attribute(name: str) -> property:
+    def get(module: PartialModule) -> nn.Parameter | SlicedTensor | None:
+        if name in module._parameters:  # inside `unsliced`
+            return module._parameters[name]
+        sliced = sliced_of(module)[name]
+        return SlicedTensor(tuple(_parts_of(module, sliced).values()), sliced)
+
+    return property(get)

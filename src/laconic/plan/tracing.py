@@ -126,7 +126,7 @@ class Tracing:
         self._names[id(parameter)] = self._names[id(tensor)]
         if tensor.requires_grad:
             parameter.register_post_accumulate_grad_hook(self._collect)
-            if self._in_place:  # for parts of a sliced weight: partial/product.py
+            if self._in_place:  # for parts of a sliced weight: partial/sliced.py
                 set_sink(parameter, self, parameter)  # type: ignore[arg-type]  # it stands for its index
         return parameter
 
