@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,8 +14,8 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from laconic.cyclic.cut import cut
-from laconic.cyclic.stage import partition, restoring_random_states, synchronize, unstage
+from laconic.cyclic import stages as cyclic_stages
+from laconic.cyclic.stages import cut, partition, restoring_random_states, synchronize, unstage
 from laconic.hf.causal_lm import cut_causal_lm
 from tests.support.launch import on_ranks
 
@@ -263,9 +262,8 @@ def test_by_memory_and_by_costs() -> None:
 def test_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """On several ranks. Only layers advance the clock. Stages take the same time, or the first stage takes more."""
     clock = SimpleNamespace(now_s=0.0)
-    module = importlib.import_module("laconic.cyclic.cut")
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
-    monkeypatch.setattr(module, "RankGroup", lambda: SimpleNamespace(size=2, broadcast=lambda costs: costs))
+    monkeypatch.setattr(cyclic_stages, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    monkeypatch.setattr(cyclic_stages, "RankGroup", lambda: SimpleNamespace(size=2, broadcast=lambda costs: costs))
 
     class Busy(nn.Linear):
         def __init__(self, seconds: float) -> None:

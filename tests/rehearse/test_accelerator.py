@@ -11,7 +11,7 @@ from torch import nn
 import laconic
 from laconic.comm.cluster import default_mesh
 from laconic.cyclic.links import Links
-from laconic.cyclic.stage import synchronize
+from laconic.cyclic.stages import synchronize
 from laconic.layers import scaled
 from laconic.layers.scaled import SCALED_FORMATS, ScaledFormat
 from laconic.rehearse import rehearsal

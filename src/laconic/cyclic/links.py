@@ -234,7 +234,8 @@ class Links:
         self._posted[message.key] = self._receive(message, num_bytes)
 
     def _receive(self, message: Message, num_bytes: int) -> _Transfer:
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        dtype = torch.int64 if message.kind == "baton" else torch.uint8
+        buffer = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=self.device)
         with self._raising_peer_lost(message):
             work = dist.irecv(buffer, group=self._group(message), group_src=message.source)
         assert work is not None
@@ -271,7 +272,7 @@ class Links:
             message, (buffer,) = transfer.message, transfer.buffers
             self._wait(transfer)
             purpose = PURPOSES[message.kind]
-            self._count(message.source, purpose, received_bytes=buffer.numel())
+            self._count(message.source, purpose, received_bytes=buffer.nbytes)
             self._arrived[key] = self._meta(message).unpack(buffer) if purpose == "activations" else buffer
         return self._arrived[key]
 
@@ -300,7 +301,7 @@ class Links:
         with self._raising_peer_lost(message):
             works = [dist.isend(buffer, group=group, group_dst=message.target) for buffer in buffers]
         self._sent.append(_Transfer(message, [work for work in works if work is not None], buffers))
-        num_bytes = sum(buffer.numel() for buffer in buffers)
+        num_bytes = sum(buffer.nbytes for buffer in buffers)
         self._count(message.target, PURPOSES[message.kind], sent_bytes=num_bytes)
         return num_bytes
 
@@ -382,7 +383,7 @@ class Baton:
             ValueError: the previous worker has a batch of another size.
         """
         if self._number > 0 and done == (0 if self._stagger else self._count):
-            previous_size = int(self._links.take(self._message(self._number).key).view(torch.int64))
+            previous_size = int(self._links.take(self._message(self._number).key))
             if previous_size != self._size:
                 raise ValueError(
                     f"worker {self._number} has a batch of {self._size}, but worker {self._number - 1} one of "
@@ -395,7 +396,7 @@ class Baton:
         if not self.is_passed and done >= self._pass_after:
             self.is_passed = True
             size = torch.tensor([self._size], device=self._links.device)
-            self._links.send(self._message(self._number + 1), size.view(torch.uint8))
+            self._links.send(self._message(self._number + 1), size)
 
     def end(self, durations_s: Sequence[float]) -> None:
         """End a batch whose ops had these durations; they decide after which op the next batch passes the baton."""

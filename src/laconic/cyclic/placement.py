@@ -31,7 +31,7 @@ from laconic.cyclic.coding import RingWire
 from laconic.cyclic.optimizers import Settings, StageOptimizers
 from laconic.cyclic.program import Message
 from laconic.cyclic.schedule import Op, Schedule
-from laconic.cyclic.stage import trainable
+from laconic.cyclic.stages import trainable
 
 
 class VersionError(RuntimeError):

@@ -22,7 +22,7 @@ from laconic.cyclic.optimizers import MakeOptimizer, StageOptimizers
 from laconic.cyclic.placement import PlacedStages
 from laconic.cyclic.schedule import Rule, Schedule, StatePlacement
 from laconic.cyclic.snapshot import Snapshots
-from laconic.cyclic.stage import refuse_shared, trainable
+from laconic.cyclic.stages import refuse_shared, trainable
 from laconic.cyclic.worker import LossFn, MicroBatch, Worker
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.policies import Wire, WireName

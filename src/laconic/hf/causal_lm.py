@@ -21,8 +21,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from laconic.cyclic.cut import Criterion, Example, cut, refuse_meta
-from laconic.cyclic.stage import ModelBlock, Stage, Values, restoring_random_states
+from laconic.cyclic.stages import (
+    Criterion,
+    Example,
+    ModelBlock,
+    Stage,
+    Values,
+    cut,
+    refuse_meta,
+    restoring_random_states,
+)
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
