@@ -23,20 +23,23 @@ from tests.support.partial_models import MLPS, MODELS, Mlp, MlpNet, active_mask,
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if not kind.endswith("_mm")])
 @pytest.mark.parametrize("num_slices", [2, 8])
 def test_slices_tile_every_sliced_tensor_and_share_all_others(kind: str, num_slices: int) -> None:
+    """All islands have the same parameters, and each trains its slice and what is shared."""
     plain = build(kind)
     models = [partial_updates(copy.deepcopy(plain), slice_index=i, num_slices=num_slices) for i in range(num_slices)]
     masks = [active_mask(model) for model in models]
-    sliced = sliced_parameters(models[0])
+    sliced, of = sliced_parameters(models[0]), slice_of_parameters(models[0])
     assert sliced
     for name, parameter in plain.named_parameters():
         held = sum(mask[name].int() for mask in masks)
         assert held.shape == parameter.shape
-        expected = (
-            {1, num_slices}
-            if name in sliced and len(sliced[name].part_names) > num_slices
-            else {1 if name in sliced else num_slices}
-        )
-        assert set(held.unique().tolist()) == expected, name
+        has_shared = name not in sliced or len(sliced[name].part_names) > num_slices
+        counts = [1] * (name in sliced) + [num_slices] * has_shared
+        assert held.unique().tolist() == counts, name
+    shapes = [[(name, p.shape) for name, p in model.named_parameters()] for model in models]
+    assert all(other == shapes[0] for other in shapes)
+    for index, model in enumerate(models):
+        assert slice_of_parameters(model) == of
+        assert all(p.requires_grad == (of[name] in (None, index)) for name, p in model.named_parameters())
 
 
 def test_every_matrix_of_mlps_and_attention_is_sliced_and_nothing_else() -> None:
@@ -107,9 +110,8 @@ def test_experts_that_are_modules_are_sliced_one_by_one() -> None:
             super().__init__()
             self.w1, self.w2, self.w3 = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 8)
 
-    mask = active_mask(
-        partial_updates(nn.ModuleList(Expert() for _ in range(3)), slice_index=1, num_slices=2, include=["mlp"])
-    )
+    experts = nn.ModuleList(Expert() for _ in range(3))
+    mask = active_mask(partial_updates(experts, slice_index=1, num_slices=2, include=["mlp"]))
     for expert in range(3):
         for name in ("w1", "w3"):
             assert torch.equal(mask[f"{expert}.{name}.weight"], mask_by_hand((8, 6), 0, [4, 5, 6, 7]))
@@ -127,36 +129,15 @@ def test_users_declare_their_own_modules() -> None:
             self.make, self.use = nn.Linear(5, 12), nn.Linear(12, 5)
 
     by_heads = sliced_layer(Mixer, kind="attention", rows=["make"], columns=["use"], units=lambda module: module.heads)
-    mask = active_mask(
-        partial_updates(Mixer(), slice_index=1, num_slices=3, include=["attention"], patterns=[by_heads])
-    )
+    options: dict[str, Any] = {"slice_index": 1, "include": ["attention"], "patterns": [by_heads]}
+    mask = active_mask(partial_updates(Mixer(), num_slices=3, **options))
     assert torch.equal(mask["make.weight"], mask_by_hand((12, 5), 0, [4, 5, 6, 7]))
     with pytest.raises(ValueError, match=r"num_slices=2 does not divide the 3 heads or other units of make\.weight"):
-        partial_updates(Mixer(), slice_index=1, num_slices=2, include=["attention"], patterns=[by_heads])
+        partial_updates(Mixer(), num_slices=2, **options)
 
-    table = LayerPattern(
-        kind="mlp",
-        find=lambda module: (
-            [Cut(parameter="weight", dim=1, segments=(DimRun(start=0, stop=6, units=3),))]
-            if isinstance(module, nn.Embedding)
-            else []
-        ),
-    )
-    mask = active_mask(
-        partial_updates(nn.Embedding(4, 6), slice_index=2, num_slices=3, include=["mlp"], patterns=[table])
-    )
-    assert torch.equal(mask["weight"], mask_by_hand((4, 6), 1, [4, 5]))
-
-
-def test_all_islands_have_the_same_parameters() -> None:
-    models = [partial_updates(build("phi3"), slice_index=i, num_slices=8) for i in range(8)]
-    shapes = [[(name, p.shape) for name, p in model.named_parameters()] for model in models]
-    assert all(other == shapes[0] for other in shapes)
-    assert all(slice_of_parameters(other) == slice_of_parameters(models[0]) for other in models)
-    for i, model in enumerate(models):
-        of = slice_of_parameters(model)
-        assert {of[name] for name, p in model.named_parameters() if p.requires_grad} == {None, i}
-        assert all(not p.requires_grad for name, p in model.named_parameters() if of[name] not in (None, i))
+    table = pattern_of("weight", 6, nn.Embedding, dim=1)
+    model = partial_updates(nn.Embedding(4, 6), slice_index=2, num_slices=3, include=["mlp"], patterns=[table])
+    assert torch.equal(active_mask(model)["weight"], mask_by_hand((4, 6), 1, [4, 5]))
 
 
 def tied() -> nn.Module:
@@ -165,9 +146,9 @@ def tied() -> nn.Module:
     return model
 
 
-def pattern_of(parameter: str, units: int, kind: type[nn.Module]) -> LayerPattern:
-    """Cut `units` of a parameter along its first dim."""
-    cut = Cut(parameter=parameter, dim=0, segments=(DimRun(start=0, stop=units, units=units),))
+def pattern_of(parameter: str, stop: int, kind: type[nn.Module], dim: int = 0) -> LayerPattern:
+    """Cut a parameter along a dim, in pairs along dim 1."""
+    cut = Cut(parameter=parameter, dim=dim, segments=(DimRun(start=0, stop=stop, units=stop // (dim + 1)),))
     return LayerPattern(kind="mlp", find=lambda module: [cut] if isinstance(module, kind) else [])
 
 

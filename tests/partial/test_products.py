@@ -98,16 +98,6 @@ def saved_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
     return sum(nbytes for nbytes, _ in kept.values())
 
 
-def test_nothing_is_kept_for_a_layer_that_trains_nothing() -> None:
-    _, model = partial_mlp(0, 2, d=8, h=48)
-    model.up.weight_slice0.requires_grad_(False)
-    model.down.weight_slice0.requires_grad_(False)
-    x = torch.randn(5, 8, requires_grad=True)
-    assert saved_bytes(model, lambda: model(x)) == 4 * 5 * 48  # the input of gelu
-    with torch.no_grad():
-        assert not model(x).requires_grad
-
-
 def flops(run: Callable[[], Tensor]) -> int:
     with FlopCounterMode(display=False) as counter:
         run().sum().backward()
@@ -126,14 +116,17 @@ def test_frozen_parts_cost_neither_memory_nor_flops() -> None:
         # one again (the block ends with the other, whose input is all that is wanted), as for the whole layer
         again = flops(lambda model=model, x=x: checkpoint(model, x, use_reentrant=False))  # type: ignore[misc]
         assert again == 5 * matrix + 2 * matrix // num_slices
+    model.requires_grad_(False)
+    assert saved_bytes(model, lambda: model(x)) == 4 * rows * h  # the input of gelu
+    with torch.no_grad():
+        assert not model(x).requires_grad
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt-oss-eager"])
-def test_flops_of_a_model_fall_by_the_formula(kind: str) -> None:
+def test_flops_of_a_model_fall_by_the_formula() -> None:
     # torch's counter does not know grouped_mm, so experts are counted in the eager implementation
     batch, num_slices = tokens(), 4
-    before = flops(lambda: lm_loss(build(kind), batch))
-    model = partial_updates(build(kind), slice_index=0, num_slices=num_slices)
+    before = flops(lambda: lm_loss(build("gpt-oss-eager"), batch))
+    model = partial_updates(build("gpt-oss-eager"), slice_index=0, num_slices=num_slices)
     after = flops(lambda: lm_loss(model, batch))
     matrices = {name: s for name, s in sliced_parameters(model).items() if s.is_factor}
     # a token meets a matrix of attention once, and 2 of the 4 experts' (each counted once here, as tokens meet it)

@@ -59,20 +59,18 @@ class Snapshots:
 
     def weights_device(self, stage: int) -> int:
         """The device that saves the parameters and the optimizer state of a stage."""
-        schedule, batch = self._schedule, self._worker.batch
-        if schedule.states != "shared":
-            return schedule.rule.owner(stage) if schedule.num_devices > 1 else 0
-        if batch == 0:
-            return schedule.devices_of(stage)[0]
-        switch = schedule.rule.switch[stage]
-        if switch < schedule.num_stages:
-            return schedule.device(switch, stage, batch - 1)
-        return schedule.device(0, stage, batch)
+        schedule = self._schedule
+        if schedule.has_device_per_worker:
+            return schedule.rule.owner(stage)
+        # The first that has used the version: worker N means worker 0 of the batch after.
+        return schedule.device(schedule.rule.switch[stage], stage, self._worker.batch - 1)
 
     def _gradient_device(self, stage: int) -> int:
-        if self._schedule.states == "shared" and self._worker.batch > 0:
-            return self._schedule.device(self._schedule.num_stages - 1, stage, self._worker.batch - 1)
-        return self.weights_device(stage)
+        """The device that saves the pending gradient of a stage: the one that has added it up."""
+        schedule = self._schedule
+        if schedule.has_device_per_worker:
+            return schedule.rule.owner(stage)
+        return schedule.device(schedule.num_stages - 1, stage, self._worker.batch - 1)
 
     def state_dict(self) -> dict[str, Any]:
         """See CyclicDataParallel.state_dict."""

@@ -38,15 +38,6 @@ _KEPT_BATCHES = 4
 """Hyper-parameters of this many batches are kept."""
 
 
-@dataclass
-class _PendingBackward:
-    """The forward of a stage whose backward has not run."""
-
-    used: UsedVersion
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-
-
 @dataclass(kw_only=True)
 class Worker:
     """The state of the device `number` within and between batches, and the execution of its programs."""
@@ -69,7 +60,8 @@ class Worker:
     """The number of batches trained, over all runs."""
     settings: dict[int, list[Settings]] = field(default_factory=dict)
     """The hyper-parameters of the run's latest batches, by batch and stage."""
-    _pending: dict[tuple[int, int], _PendingBackward] = field(default_factory=dict)  # by worker and stage
+    _pending: dict[tuple[int, int], tuple[UsedVersion, list[Tensor], list[Tensor]]] = field(default_factory=dict)
+    """The version, inputs and outputs of the forwards whose backward has not run, by worker and stage."""
     _received: list[Tensor] = field(default_factory=list)  # from the neighbouring stage, for the next op
     _produced: list[Tensor] = field(default_factory=list)  # by the last op, for the neighbouring stage
     _losses: list[Tensor] = field(default_factory=list)
@@ -236,27 +228,25 @@ class Worker:
             output = _checked_loss(self.loss_fn(output, data[1]))
             self._losses.append(output.detach())
         outputs = _as_list(output, f"the output of stage {op.stage}")
-        self._pending[op.worker, op.stage] = _PendingBackward(used, inputs, outputs)
+        self._pending[op.worker, op.stage] = used, inputs, outputs
         self._produced = [t.detach().requires_grad_(t.requires_grad) for t in outputs]
         return used
 
     def _backward(self, op: Op) -> UsedVersion:
-        pending = self._pending.pop((op.worker, op.stage))
-        self.placement.enter_backward(op, pending.used)
-        outputs = [t for t in pending.outputs if t.requires_grad]
+        used, inputs, outputs = self._pending.pop((op.worker, op.stage))
+        self.placement.enter_backward(op, used)
         gradients, self._received = self._received or None, []
         parameters, layout = self.placement.parameters[op.stage], self.placement.layouts[op.stage]
         for parameter in parameters:
             parameter.grad = None
-        torch.autograd.backward(outputs, gradients)
-        inputs = (t for t in pending.inputs if t.requires_grad)
-        self._produced = [torch.zeros_like(t) if t.grad is None else t.grad for t in inputs]
+        torch.autograd.backward([t for t in outputs if t.requires_grad], gradients)
+        self._produced = [torch.zeros_like(t) if t.grad is None else t.grad for t in inputs if t.requires_grad]
         self._sum = layout.empty(self.placement.device)
         for view, parameter in zip(layout.views(self._sum), parameters, strict=True):
             if parameter.grad is not None:  # otherwise the batch does not use it, and its gradient is zero
                 torch.div(parameter.grad, self.schedule.num_stages, out=view)
                 parameter.grad = None
-        return pending.used
+        return used
 
 
 def _num_rows(data: MicroBatch) -> int:
