@@ -182,7 +182,7 @@ class Links:
         self.traffic = Traffic()
         self.waited_s = 0.0  # the time spent waiting since the caller last set this to zero
         self.device, self._num_bytes = device, num_bytes
-        self._arrived: dict[Key, Any] = {}
+        self._arrived: dict[Key, tuple[Message | None, Any]] = {}
         self._posted: dict[Key, _Transfer] = {}
         self._expected: dict[tuple[int, bool], deque[Message]] = defaultdict(deque)  # by source; batons for themselves
         self._sent: list[_Transfer] = []
@@ -273,22 +273,32 @@ class Links:
             self._wait(transfer)
             purpose = PURPOSES[message.kind]
             self._count(message.source, purpose, received_bytes=buffer.nbytes)
-            self._arrived[key] = self._meta(message).unpack(buffer) if purpose == "activations" else buffer
-        return self._arrived[key]
+            self.put(key, self._meta(message).unpack(buffer) if purpose == "activations" else buffer, message)
+        return self._arrived[key][1]
 
     def take(self, key: Key) -> Any:
         """Wait for a message, remove it and return its content."""
         self.peek(key)
-        return self._arrived.pop(key)
+        return self._arrived.pop(key)[1]
 
-    def put(self, key: Key, content: Any) -> None:
+    def receive(self, key: Key) -> tuple[Message, Any] | None:
+        """Wait for a message, remove it and return it with its content; None if no such message comes."""
+        expected = (message.key for queue in self._expected.values() for message in queue)
+        if key not in self._arrived and key not in self._posted and key not in expected:
+            return None
+        self.peek(key)
+        message, content = self._arrived.pop(key)
+        assert message is not None, key
+        return message, content
+
+    def put(self, key: Key, content: Any, message: Message | None = None) -> None:
         """Store content as if a message had brought it."""
-        self._arrived[key] = content
+        self._arrived[key] = message, content
 
     def send(self, message: Message, content: Any) -> int:
         """Start to send a buffer, or a list of tensors; both must not change later. Returns the bytes that leave."""
         if message.target == message.source:
-            self.put(message.key, content)
+            self.put(message.key, content, message)
             return 0
         buffers = [content]
         if PURPOSES[message.kind] == "activations":
@@ -316,12 +326,14 @@ class Links:
         self._sent = waiting
 
     def finish(self) -> None:
-        """Wait until other devices have received all messages of this device."""
+        """Receive weights that nobody needs any more, and wait until others have received what this device has sent."""
+        expected = [message.key for queue in self._expected.values() for message in queue]
+        for key in [*self._posted, *expected]:
+            assert key[0] in ("weights", "rear weights"), key
+            self.take(key)
         for transfer in self._sent:
             self._wait(transfer)
         self._sent.clear()
-        assert not self._posted, list(self._posted)
-        assert not any(self._expected.values()), self._expected
 
     def close(self) -> None:
         """Destroy the process groups. No message may be under way."""

@@ -1,7 +1,7 @@
 """Programs: the instructions of a device for one batch, and the messages that the instructions send.
 
 Programs are the only source of messages. The runtime executes them, and a receiver learns from the sender's program
-which messages come and in which order.
+which messages come, in which order, and what they are. Its own program says only when it needs which content.
 
 [Note: Messages of a batch]
 There are N workers and N stages; s_j is the switch of stage j under the rule. A batch sends these messages:
@@ -64,7 +64,7 @@ MessageKind = Literal[
     "gradient", "total", "weights", "rear weights", "activation", "activation gradient", "square", "norm", "baton"
 ]
 Key = tuple[str, int, int, int]
-"""The kind, stage, index and worker of a message, which name its content at the receiver."""
+"""The kind, stage, index and worker of a `Message`, which name its content at the receiver."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +104,9 @@ class Compute(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Wait for the message; then use it, or throw it away if it is not needed."""
+    """Wait for the message of this key and use it, if one comes."""
 
-    message: Message
-    is_needed: bool = True
+    key: Key
 
 
 class Send(NamedTuple):
@@ -184,9 +183,9 @@ def _instructions(schedule: Schedule, device: int, batch: int, run: RunFacts) ->
         if run.has_version(version) and _makes(schedule, op, version):
             yield from _pass_total_on(schedule, op, version - 1)
             yield Update(op.stage, version)
-        receives, sends = _weights(schedule, op, version, run)
-        waits = _waits(schedule, op.worker, op.stage)
-        yield from receives
+        if schedule.has_device_per_worker and (computes or schedule.states == "replicated"):
+            yield Receive(("weights" if op.is_forward else "rear weights", op.stage, version, op.worker))
+        sends, waits = _weights(schedule, op, version, run), _waits(schedule, op.worker, op.stage)
         if not waits:
             yield from sends
         if computes:
@@ -194,7 +193,12 @@ def _instructions(schedule: Schedule, device: int, batch: int, run: RunFacts) ->
         if waits:
             yield from sends
     if schedule.has_norm and run.has_gradient(batch - 2):
-        yield Receive(_norm_to(schedule, device, batch - 2))  # the device has made all versions that need it
+        yield Receive(norm_key(schedule, batch - 2))  # the device has made all versions that need it
+
+
+def norm_key(schedule: Schedule, batch: int) -> Key:
+    """The key of the squared global norm of a batch's gradient."""
+    return "norm", 0, batch, schedule.num_stages - 1
 
 
 def _makes(schedule: Schedule, op: Op, version: int) -> bool:
@@ -212,29 +216,16 @@ def _makes(schedule: Schedule, op: Op, version: int) -> bool:
 # -- weights: rings of workers -----------------------------------------------------------------------------------------
 
 
-def _weights(schedule: Schedule, op: Op, version: int, run: RunFacts) -> tuple[list[Receive], list[Send]]:
-    """Receive a version from the previous worker in the stage's ring, and send it to the next worker."""
-    rule, n, owner = schedule.rule, schedule.num_stages, schedule.rule.owner(op.stage)
-    if schedule.states == "replicated":
-        if not op.is_forward or not run.has_version(version):
-            return [], []
-    elif schedule.states != "sharded":
-        return [], []
-    # Before the run nobody has sent version -1 to worker 0: see _first_weights.
-    previous = owner if version == -1 and op.worker == 0 else (op.worker - 1) % n
-    following = (op.worker + 1) % n
-
-    def is_sent(batch: int) -> bool:
-        return schedule.states == "replicated" or run.has_gradient(batch)
-
-    receives: list[Receive] = []
-    sends: list[Send] = []
-    if op.worker != owner and is_sent(max(rule.batch_of_version(previous, op.stage, version), 0)):
-        is_needed = schedule.states == "replicated" or run.has_gradient(op.batch)
-        receives.append(Receive(_hop(schedule, op, version, previous, op.worker, run), is_needed))
-    if following != owner and is_sent(op.batch):
-        sends.append(Send(_hop(schedule, op, version, op.worker, following, run)))
-    return receives, sends
+def _weights(schedule: Schedule, op: Op, version: int, run: RunFacts) -> list[Send]:
+    """Send a version on to the next worker in the stage's ring, which ends before the owner."""
+    following = (op.worker + 1) % schedule.num_stages
+    crosses = {
+        "replicated": op.is_forward and run.has_version(version),
+        "sharded": run.has_gradient(op.batch),
+    }
+    if following == schedule.rule.owner(op.stage) or not crosses.get(schedule.states, False):
+        return []
+    return [Send(_hop(schedule, op, version, following, run))]
 
 
 def _waits(schedule: Schedule, worker: int, stage: int) -> bool:
@@ -246,12 +237,12 @@ def _waits(schedule: Schedule, worker: int, stage: int) -> bool:
     return sends_first_gradient and all(owner(earlier) != following for earlier in range(stage))
 
 
-def _hop(schedule: Schedule, op: Op, version: int, source: int, target: int, run: RunFacts = _ENDLESS) -> Message:
-    """The message that brings a version of the op's stage from `source` to `target`, for their forward or backward."""
+def _hop(schedule: Schedule, op: Op, version: int, target: int, run: RunFacts = _ENDLESS) -> Message:
+    """The message that brings a version of the op's stage from its device to `target`, for a forward or backward."""
     kind: Literal["weights", "rear weights"] = "weights" if op.is_forward else "rear weights"
     due_in = schedule.rule.batch_of_version(target, op.stage, version)
     due = schedule.step(target, op.stage, due_in, is_forward=op.is_forward)
-    return Message(kind, source, target, op.stage, version, target, due, due_in, version == run.num_batches)
+    return Message(kind, op.device, target, op.stage, version, target, due, due_in, version == run.num_batches)
 
 
 def _first_weights(schedule: Schedule, device: int) -> Iterator[Instruction]:
@@ -259,10 +250,48 @@ def _first_weights(schedule: Schedule, device: int) -> Iterator[Instruction]:
     for stage, switch in enumerate(schedule.rule.switch):
         if schedule.rule.owner(stage) == device and 0 < switch < schedule.num_stages:
             for is_forward in (True, False):
-                yield Send(_hop(schedule, Op(0, 0, 0, stage, 0, is_forward), -1, device, 0))
+                yield Send(_hop(schedule, Op(0, 0, device, stage, 0, is_forward), -1, 0))
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
+# -- gradients and activations -----------------------------------------------------------------------------------------
+
+
+def _compute(schedule: Schedule, op: Op, version: int) -> Iterator[Instruction]:
+    """Run an op: receive its input from the neighbouring stage, send its output, and add up gradients over workers."""
+    last, hop = schedule.num_stages - 1, 1 if op.is_forward else -1
+    kind: Literal["activation", "activation gradient"] = "activation" if op.is_forward else "activation gradient"
+    if 0 <= op.stage - hop <= last:
+        yield Receive((kind, op.stage - hop, op.batch, op.worker))
+    yield Compute(op, version)
+    if 0 <= op.stage + hop <= last:
+        target = schedule.device(op.worker, op.stage + hop, op.batch)
+        due = schedule.step(op.worker, op.stage + hop, op.batch, is_forward=op.is_forward)
+        yield Send(Message(kind, op.device, target, op.stage, op.batch, op.worker, due, op.batch))
+    if op.is_forward:
+        return
+    if op.worker > 0:
+        yield Receive(("gradient", op.stage, op.batch, op.worker - 1))
+    if op.worker == last and schedule.has_norm:
+        yield from _norm(schedule, op)
+    yield Send(_gradient(schedule, op))
+    if op.worker == last:
+        yield from _pass_total_on(schedule, op, op.batch)
+
+
+def _gradient(schedule: Schedule, op: Op) -> Message:
+    """The sum of a stage's gradients over workers 0..op.worker; the sum of the last worker is the total."""
+    kind: MessageKind
+    if op.worker < schedule.num_stages - 1:
+        kind, target, due_in = "gradient", schedule.device(op.worker + 1, op.stage, op.batch), op.batch
+        # The next worker adds it after its own backward.
+        due = schedule.step(op.worker + 1, op.stage, op.batch, is_forward=False) + 1
+    elif schedule.has_device_per_worker:
+        kind, target = "total", schedule.rule.owner(op.stage)
+        due_in = schedule.rule.batch_of_version(target, op.stage, op.batch + 1)
+        due = schedule.step(target, op.stage, due_in)
+    else:
+        kind, target, due, due_in = "total", op.device, op.step + 1, op.batch  # it is passed on from here
+    return Message(kind, op.device, target, op.stage, op.batch, op.worker, due, due_in)
 
 
 def _pass_total_on(schedule: Schedule, op: Op, total_batch: int) -> Iterator[Instruction]:
@@ -284,69 +313,16 @@ def _pass_total_on(schedule: Schedule, op: Op, total_batch: int) -> Iterator[Ins
         yield Send(Message("total", op.device, target, op.stage, total_batch, n - 1, due, batch))
 
 
-def _compute(schedule: Schedule, op: Op, version: int) -> Iterator[Instruction]:
-    """Run an op: receive its input from the neighbouring stage, send its output, and add up gradients over workers."""
-    last, hop = schedule.num_stages - 1, 1 if op.is_forward else -1
-    if 0 <= op.stage - hop <= last:
-        yield Receive(_activation(schedule, op, op.stage - hop, op.stage))
-    yield Compute(op, version)
-    if 0 <= op.stage + hop <= last:
-        yield Send(_activation(schedule, op, op.stage, op.stage + hop))
-    if op.is_forward:
-        return
-    if op.worker > 0:
-        yield Receive(_gradient(schedule, op.worker - 1, op.stage, op.batch))
-    if op.worker == last and schedule.has_norm:
-        yield from _norm(schedule, op)
-    yield Send(_gradient(schedule, op.worker, op.stage, op.batch))
-    if op.worker == last:
-        yield from _pass_total_on(schedule, op, op.batch)
-
-
-def _activation(schedule: Schedule, op: Op, stage: int, receiver: int) -> Message:
-    """The output of `stage` for the next stage or, in a backward, the gradient of its input for the previous stage."""
-    source, target = (schedule.device(op.worker, each, op.batch) for each in (stage, receiver))
-    kind: Literal["activation", "activation gradient"] = "activation" if op.is_forward else "activation gradient"
-    due = schedule.step(op.worker, receiver, op.batch, is_forward=op.is_forward)
-    return Message(kind, source, target, stage, op.batch, op.worker, due, op.batch)
-
-
-def _gradient(schedule: Schedule, worker: int, stage: int, batch: int) -> Message:
-    """The sum of a stage's gradients over workers 0..worker; the sum of the last worker is the total."""
-    source = schedule.device(worker, stage, batch)
-    if worker < schedule.num_stages - 1:
-        target = schedule.device(worker + 1, stage, batch)
-        # The next worker adds it after its own backward.
-        due = schedule.step(worker + 1, stage, batch, is_forward=False) + 1
-        return Message("gradient", source, target, stage, batch, worker, due, batch)
-    if not schedule.has_device_per_worker:  # it is passed on from here
-        due = schedule.step(worker, stage, batch, is_forward=False) + 1
-        return Message("total", source, source, stage, batch, worker, due, batch)
-    target = schedule.rule.owner(stage)
-    due_in = schedule.rule.batch_of_version(target, stage, batch + 1)
-    return Message("total", source, target, stage, batch, worker, schedule.step(target, stage, due_in), due_in)
-
-
 def _norm(schedule: Schedule, op: Op) -> Iterator[Instruction]:
     """Add up squares after the last worker's backward of each stage: the total of the last stage is complete first."""
-    last = schedule.num_stages - 1
-
-    def square(stage: int) -> Message:
-        source, target = (schedule.device(last, each, op.batch) for each in (stage, stage - 1))
-        due = schedule.step(last, stage - 1, op.batch, is_forward=False) + 1
-        return Message("square", source, target, stage, op.batch, last, due, op.batch)
-
+    last, batch = schedule.num_stages - 1, op.batch
     if op.stage < last:
-        yield Receive(square(op.stage + 1))
+        yield Receive(("square", op.stage + 1, batch, last))
     yield Square(op.stage)
     if op.stage > 0:
-        yield Send(square(op.stage))
+        target, due = schedule.device(last, op.stage - 1, batch), op.step + 2
+        yield Send(Message("square", op.device, target, op.stage, batch, last, due, batch))
         return
-    for device in range(schedule.num_devices):
-        yield Send(_norm_to(schedule, device, op.batch))
-
-
-def _norm_to(schedule: Schedule, device: int, batch: int) -> Message:
-    """The global norm of a batch, which a device needs at the latest when it begins the batch after the next."""
-    last, due = schedule.num_stages - 1, schedule.ops(device, batch + 2)[0].step
-    return Message("norm", schedule.device(last, 0, batch), device, 0, batch, last, due, batch + 2)
+    for device in range(schedule.num_devices):  # each needs the norm when it begins the batch after the next, or before
+        due = schedule.ops(device, batch + 2)[0].step
+        yield Send(Message("norm", op.device, device, 0, batch, last, due, batch + 2))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from laconic.cyclic.optimizers import copied
+from laconic.cyclic.program import norm_key
 from laconic.cyclic.worker import Worker
 
 
@@ -152,7 +153,7 @@ class Snapshots:
             worker.settings[-1] = state["pending_settings"]
         if self._schedule.has_norm and state["is_pending"]:
             square = torch.tensor([state["pending_square"]], dtype=torch.float64, device=placement.device)
-            worker.links.put(worker.norm_key(-1), square.view(torch.uint8))
+            worker.links.put(norm_key(self._schedule, -1), square.view(torch.uint8))
         has_copies, own = worker.wire.has_copies and state.get("has_copies", False), self._buffers()
         for stage in range(self._schedule.num_stages):
             placement.optimizers.restore(stage, state["settings"][stage])

@@ -24,6 +24,7 @@ from laconic.cyclic.program import (
     Square,
     Update,
     messages_to,
+    norm_key,
     program,
 )
 from laconic.cyclic.schedule import Op, Schedule
@@ -122,10 +123,6 @@ class Worker:
         """The key of a batch's total gradient on the devices that apply it."""
         return "total", stage, batch, self.schedule.num_stages - 1
 
-    def norm_key(self, batch: int) -> Key:
-        """The key of the squared global norm of a batch's gradient."""
-        return "norm", 0, batch, self.schedule.num_stages - 1
-
     def total(self, stage: int, batch: int, *, stays: bool = True) -> Tensor:
         """A buffer with the total gradient of a stage, a new one if the total stays here. Waits for its message."""
         key, coding = self.total_key(stage, batch), self.wire.coding_of_total(stage, batch)
@@ -139,10 +136,9 @@ class Worker:
         match instruction:
             case Send(message):
                 return self.links.send(message, self._content(message))
-            case Receive(message, is_needed):
-                content = self.links.take(message.key)
-                if is_needed:
-                    self._receive(message, content)
+            case Receive(key):
+                if (found := self.links.receive(key)) is not None:
+                    self._receive(*found)
             case Update(stage, version):
                 total = self.total(stage, version - 1, stays=False)
                 if self.placement.version[stage] < version:  # a snapshot may have applied the total already
@@ -193,7 +189,7 @@ class Worker:
 
     def square(self, batch: int) -> Tensor:
         """The squared global norm of a batch's gradient, a scalar of float64. Waits for the message that brings it."""
-        return self.links.peek(self.norm_key(batch)).view(torch.float64)[0]
+        return self.links.peek(norm_key(self.schedule, batch)).view(torch.float64)[0]
 
     def _add_square(self, stage: int) -> None:
         assert self._sum is not None
