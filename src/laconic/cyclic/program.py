@@ -53,9 +53,8 @@ Other schedules do not wait. Plain data parallelism needs the weights at once. W
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from laconic.cyclic.schedule import Op, Schedule
@@ -153,28 +152,18 @@ class RunFacts:
 _ENDLESS = RunFacts()
 
 
-def program(schedule: Schedule, device: int, batch: int, run: RunFacts = _ENDLESS) -> list[Instruction]:
-    """The instructions of a device for one batch of a run, in order."""
-    return list(_instructions(schedule, device, batch, run))
-
-
-def messages_to(schedule: Schedule, target: int, batch: int, run: RunFacts = _ENDLESS) -> Sequence[Message]:
+def messages_to(schedule: Schedule, target: int, batch: int, run: RunFacts = _ENDLESS) -> list[Message]:
     """The messages that other devices send to `target` in one batch, for each sender in the order of its program."""
-    return _messages_of(schedule, batch, run).get(target, ())
+    return [
+        instruction.message
+        for source in range(schedule.num_devices)
+        for instruction in program(schedule, source, batch, run)
+        if isinstance(instruction, Send) and instruction.message.target == target != source
+    ]
 
 
-@lru_cache(maxsize=16)
-def _messages_of(schedule: Schedule, batch: int, run: RunFacts) -> dict[int, list[Message]]:
-    """The messages between devices in one batch, by the device that gets them."""
-    found: dict[int, list[Message]] = {}
-    for source in range(schedule.num_devices):
-        for instruction in _instructions(schedule, source, batch, run):
-            if isinstance(instruction, Send) and (message := instruction.message).target != source:
-                found.setdefault(message.target, []).append(message)
-    return found
-
-
-def _instructions(schedule: Schedule, device: int, batch: int, run: RunFacts) -> Iterator[Instruction]:
+def program(schedule: Schedule, device: int, batch: int, run: RunFacts = _ENDLESS) -> Iterator[Instruction]:
+    """Yield the instructions of a device for one batch of a run, in order."""
     computes = run.has_gradient(batch)
     if batch == 0 and computes and schedule.states == "sharded":
         yield from _first_weights(schedule, device)
@@ -205,10 +194,8 @@ def _makes(schedule: Schedule, op: Op, version: int) -> bool:
     """Whether the op is the first on its device to use a version that the device makes itself."""
     if not op.is_forward or op.device not in schedule.updaters(op.stage):
         return False
-    micro_batch = op.batch * schedule.num_stages + op.worker
-    previous = micro_batch - len(schedule.devices_of(op.stage))  # the one before on this device
-    if previous < 0:
-        return version >= 0
+    # The micro-batch before on this device; before the run, it is one that would have used an older version.
+    previous = op.batch * schedule.num_stages + op.worker - len(schedule.devices_of(op.stage))
     batch, worker = divmod(previous, schedule.num_stages)
     return version > schedule.rule.version_in_run(worker, op.stage, batch)
 
@@ -219,13 +206,12 @@ def _makes(schedule: Schedule, op: Op, version: int) -> bool:
 def _weights(schedule: Schedule, op: Op, version: int, run: RunFacts) -> list[Send]:
     """Send a version on to the next worker in the stage's ring, which ends before the owner."""
     following = (op.worker + 1) % schedule.num_stages
-    crosses = {
-        "replicated": op.is_forward and run.has_version(version),
-        "sharded": run.has_gradient(op.batch),
-    }
-    if following == schedule.rule.owner(op.stage) or not crosses.get(schedule.states, False):
-        return []
-    return [Send(_hop(schedule, op, version, following, run))]
+    if schedule.states == "replicated":
+        crosses = op.is_forward and run.has_version(version)
+    else:
+        crosses = schedule.states == "sharded" and run.has_gradient(op.batch)
+    is_sent = crosses and following != schedule.rule.owner(op.stage)
+    return [Send(_hop(schedule, op, version, following, run))] if is_sent else []
 
 
 def _waits(schedule: Schedule, worker: int, stage: int) -> bool:
