@@ -37,8 +37,7 @@ from laconic.store import folder as store
 from laconic.store.folder import CrashPoint
 from tests.checkpoint.zoo import make_zoo, shard_fsdp2, train
 from tests.checkpoint.zoo import shard as shard_zoo
-from tests.cyclic.toys import OPTIMIZERS, make_stages
-from tests.cyclic.toys import train as train_stages
+from tests.cyclic.toys import OPTIMIZERS, Course, make_stages
 from tests.support.launch import on_ranks, run_ranks
 from tests.support.partial_models import MLPS, MlpNet
 from tests.support.published import assert_same, cast, snapshot, write
@@ -187,7 +186,7 @@ def test_cyclic_runs_publish_one_version_of_all_stages(tmp_path: Path) -> None:
 
     def step() -> None:
         number = next(steps)
-        train_stages(run, range(number, number + 1), dist.get_rank())
+        Course().train(run, range(number, number + 1))
 
     follow(nn.ModuleList(stages), tmp_path, step, shown=run.consistent_parameters)
     run.close()
