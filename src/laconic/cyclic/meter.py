@@ -100,17 +100,7 @@ class Report:
     waits_s: list[float] = field(default_factory=list)
     """The time that the device waited for messages before each op."""
 
-    def begin_step(self) -> None:
-        """Clear the counters of the last step."""
-        self.bytes_per_step, self.durations_s, self.waits_s = [0], [], []
-
     def add_live(self, change: int) -> None:
         """Record that a stage activation was made (+1) or freed (-1)."""
         self.live_now += change
         self.live_peak = max(self.live_peak, self.live_now)
-
-    def add_op(self, *, duration_s: float, wait_s: float) -> None:
-        """Record that an op has run."""
-        self.durations_s.append(duration_s)
-        self.waits_s.append(wait_s)
-        self.bytes_per_step.append(0)

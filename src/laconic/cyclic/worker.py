@@ -78,14 +78,15 @@ class Worker:
         self.settings.pop(batch - _KEPT_BATCHES, None)
         self.links.expect(messages_to(self.schedule, number, batch, self.run))
         self._losses = []
-        self.report.begin_step()
+        report = self.report
+        report.bytes_per_step, report.durations_s, report.waits_s = [0], [], []
         steps = [op.step for near in (batch, batch + 1) for op in self.schedule.ops(number, near)]
         self.links.post(steps[1] + DUE_WITH_OP)
         self.baton.begin(batch, _num_rows(next(iter(data.values()))))
         done = 0
         for instruction in program(self.schedule, number, batch, self.run):
             if not isinstance(instruction, Compute):
-                self.report.bytes_per_step[-1] += self._exchange(instruction)
+                report.bytes_per_step[-1] += self._exchange(instruction)
                 continue
             self.links.post(steps[min(done + LOOKAHEAD, len(steps) - 1)] + DUE_WITH_OP)
             if self.baton.is_passed:  # otherwise the next worker cannot receive anything yet
@@ -95,7 +96,7 @@ class Worker:
             done += 1
             self.baton.after_op(done)
         if self.placement.device.type == "cpu":  # on other devices an op runs after the host has measured it
-            self.baton.end(self.report.durations_s)
+            self.baton.end(report.durations_s)
         self.batch += 1
         self.num_batches += 1
         self.placement.optimizers.step()
@@ -201,8 +202,8 @@ class Worker:
         self._square = square.view(1).view(torch.uint8)
 
     def _compute(self, op: Op, version: int, data: MicroBatch | None) -> None:
-        wait_s, self.links.waited_s = self.links.waited_s, 0.0
-        start = time.perf_counter()
+        self.report.waits_s.append(self.links.waited_s)
+        self.links.waited_s, start = 0.0, time.perf_counter()
         if op.is_forward:
             self.report.add_live(+1)
             used = self._forward(op, version, data)
@@ -210,7 +211,8 @@ class Worker:
             used = self._backward(op)
             self.report.add_live(-1)
         self.placement.leave(op, used)
-        self.report.add_op(duration_s=time.perf_counter() - start, wait_s=wait_s)
+        self.report.durations_s.append(time.perf_counter() - start)
+        self.report.bytes_per_step.append(0)
 
     def _forward(self, op: Op, version: int, data: MicroBatch | None) -> UsedVersion:
         used = self.placement.enter_forward(op, version)
