@@ -45,7 +45,7 @@ def test_workers_equal_the_oracle(
     run_all(rules, states=states, count=count, saves=saves)
 
 
-@pytest.mark.parametrize(("ranks", "count", "rules"), [(3, 2, STAGGERED), (6, 3, ("clip",))])
+@pytest.mark.parametrize(("ranks", "count", "rules"), [(3, 2, STAGGERED), (6, 3, ("lag2",))])
 @on_ranks("ranks")
 def test_shared_stages_equal_the_oracle(count: int, rules: tuple[str, ...]) -> None:
     """Model and data parallel on N(N+1)/2 devices: 10 at N = 4, where plain data parallelism needs 16."""

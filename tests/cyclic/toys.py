@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from laconic.cyclic.program import Compute, Message, Send, program
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.cyclic.schedule import Rule, Schedule, StatePlacement
+from laconic.cyclic.stages import trainable
 from laconic.shard.policies import Wire
 from tests.reference.cyclic import Oracle
 
@@ -197,7 +198,8 @@ def assert_equals_oracle(course: Course) -> None:
     drains, saved, versions = (4, course.end), {}, [oracle.newest]
     for step in range(course.end):
         if step in course.saves:
-            saved[step] = together(run.state_dict())
+            saved[step] = together(run.state_dict()), oracle.exact
+            oracle.lost.clear()  # as a snapshot asks for
         (loss,) = course.train(run, range(step, step + 1))
         (row,) = course.train_oracle(oracle, range(step, step + 1))
         versions.append(oracle.newest)
@@ -228,7 +230,13 @@ def assert_equals_oracle(course: Course) -> None:
     run.close()
     if saved:
         resumed = course.run(seed=1)
-        for step, state in saved.items():
+        for step, (state, exact) in saved.items():
+            resumed.load_state_dict(state)
+            resumed.drain()  # without a batch
+            with resumed.consistent_parameters() as version:
+                assert version == step
+                for stage, wanted in zip(resumed.stages, exact, strict=True):
+                    assert all(map(torch.equal, trainable(stage).values(), wanted)), f"{course}, drained at {step}"
             resumed.load_state_dict(state)
             assert resumed.num_batches == step
             again = together(resumed.state_dict())  # before anything has run
