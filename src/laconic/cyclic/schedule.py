@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Literal
+from typing import Literal, get_args
 
 _SWITCHES: dict[str, Callable[[int, int], int]] = {
     "dp": lambda num_stages, stage: 0,  # all workers are fresh; this is possible only if all run at once
@@ -167,7 +167,6 @@ class Op:
 
 
 StatePlacement = Literal["single", "replicated", "sharded", "shared"]
-STATES: tuple[StatePlacement, ...] = ("single", "replicated", "sharded", "shared")
 """The four ways to place model states: see the table in [Note: Messages of a batch]."""
 
 
@@ -186,8 +185,8 @@ class Schedule:
     """Whether updates wait for the global norm of the gradient."""
 
     def __post_init__(self) -> None:
-        if self.states not in STATES:
-            raise ValueError(f"states={self.states!r}, expected one of {', '.join(STATES)}")
+        if self.states not in get_args(StatePlacement):
+            raise ValueError(f"states={self.states!r}, expected one of {', '.join(get_args(StatePlacement))}")
         if self.states == "shared" and not self.rule.is_staggered and self.num_stages > 1:
             raise ValueError(
                 f'states="shared" needs workers at different times, but under rule {self.rule.name!r} all '
