@@ -64,7 +64,7 @@ def batch(shape: tuple[int, ...], count: int, step: int) -> list[tuple[Tensor, T
     ]
 
 
-VECTORS = Course(count=4, optimizer="adamw", states="single", make=vectors, batch=partial(batch, (6,)))
+VECTORS = Course(count=4, optimizer="adamw", states="single", end=4, make=vectors, batch=partial(batch, (6,)))
 PICTURES = replace(VECTORS, make=pictures, batch=partial(batch, (3, 9, 9)))
 
 
