@@ -19,7 +19,7 @@ from laconic.config import Config, from_dict
 from laconic.integrations.options import ArgumentError
 from laconic.integrations.sharding import refuse_quantised
 from laconic.islands.fragments import SyncSchedule
-from laconic.layout.bucket import DerivedLayout
+from laconic.layout.bucket import derived
 from laconic.layout.packing import plan_bucket
 from laconic.optim import Muon
 
@@ -73,8 +73,8 @@ IN_ONE: dict[str, Callable[[], Any]] = {
     "the model has LoRA adapters: only they train": lambda: laconic.partial_updates(
         Adapted(), slice_index=0, num_slices=2, include=["mlp"]
     ),
-    "t of shape .* cut after element 4, inside a block of 3 elements that must stay together": lambda: DerivedLayout(
-        base=plan_bucket(["t"], [(7,)], [1], num_shards=2, itemsize=4), index=0, shape=(3,), elements=3, items=1
+    "t of shape .* cut after element 4, inside a block of 3 elements that must stay together": lambda: derived(
+        plan_bucket(["t"], [(7,)], [1], num_shards=2, itemsize=4), 0, shape=(3,), elements=3, items=1
     ),
     r"are quantised \(awq\), in a format whose rows cannot be cut": lambda: refuse_quantised(Quantised(2, 2)),
 }

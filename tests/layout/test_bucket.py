@@ -9,16 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laconic.layout.bucket import (
-    BucketLayout,
-    DerivedLayout,
-    Extent,
-    JointLayout,
-    SelectedLayout,
-    Slot,
-    boxes,
-    row_block,
-)
+from laconic.layout.bucket import BucketLayout, Extent, RunsLayout, boxes, derived, row_block
 from laconic.layout.packing import plan_bucket
 
 SHAPE = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -80,7 +71,7 @@ def test_a_few_boxes_cover_an_extent_exactly_and_in_order(data: st.DataObject, s
     assert len(parts) <= max(1, 2 * (len(shape) - 1) + 1)
 
 
-# -- derived -----------------------------------------------------------------------------------------------------------
+# -- tensors that have no place in a bucket ----------------------------------------------------------------------------
 
 
 @settings(max_examples=100, deadline=None)
@@ -99,7 +90,8 @@ def test_entries_follow_their_elements(
     numel = max(1, (runs - 1) * elements + 1 + rest % elements)
     base = plan_bucket(["a", "t"], [(before,), (numel,)], [1, elements], num_shards=num_shards, itemsize=16)
     count = -(-numel // elements)
-    layout = DerivedLayout(base=base, index=1, shape=(count, items), elements=elements, items=items)
+    layout = derived(base, 1, shape=(count, items), elements=elements, items=items)
+    assert layout.num_shards == num_shards
     owner = {}
     for shard in range(num_shards):
         extent = base.extent(1, shard) or Extent(0, 0)
@@ -110,7 +102,7 @@ def test_entries_follow_their_elements(
         ]
         extent = layout.extent(0, shard) or Extent(0, 0)
         assert list(range(extent.start, extent.stop)) == expected
-        assert not expected or shard in layout.holders(0)
+        assert bool(expected) == (shard in layout.holders(0))
 
 
 @pytest.mark.parametrize(
@@ -122,33 +114,13 @@ def test_a_cut_inside_a_block_is_refused(shape: tuple[int, ...], block: int, ele
     with pytest.raises(
         ValueError, match=rf"weight of shape .* blocks? of {elements} elements .*granularity=laconic\.{remedy}"
     ):
-        DerivedLayout(base=base, index=0, shape=(60 // elements,), elements=elements, items=1)
+        derived(base, 0, shape=(60 // elements,), elements=elements, items=1)
 
 
-def test_a_selection_may_be_cut_anywhere() -> None:
-    layout = SelectedLayout(name="selected", shape=(7,), stops=(3, 3, 7))
-    assert [(slot.offset, slot.block) for slot in layout.slots] == [(0, 1)]
-    assert [layout.extent(0, shard) for shard in range(3)] == [Extent(0, 3), None, Extent(3, 7)]
-
-
-def test_a_tensor_may_be_whole_in_one_shard() -> None:
-    layout = BucketLayout.whole_in(1, name="w", shape=(2, 3), num_shards=3)
-    assert [layout.extent(0, shard) for shard in range(3)] == [None, Extent(0, 6), None]
-    derived = DerivedLayout(base=layout, index=0, shape=(6,), elements=1, items=1)
-    assert derived.num_shards == layout.num_shards
-    assert [derived.extent(0, shard) for shard in range(3)] == [None, Extent(0, 6), None]
-
-
-def test_a_joint_layout_lays_its_parts_one_after_the_other() -> None:
-    """Unequal parts in buckets of different sizes, of which one is empty; shards in any order."""
-    shapes, numbers = [(3, 5), (0, 5), (2, 5)], [3, 3, 2]
-    parts = tuple(
-        BucketLayout(slots=(Slot(name="t", shape=shape, block=5, offset=5),), num_shards=number, shard_numel=10)
-        for shape, number in zip(shapes, numbers, strict=True)
-    )
-    places = tuple((part, shard) for shard in range(3) for part in range(3) if shard < numbers[part])
-    joint = JointLayout(parts=parts, places=places)
-    (slot,) = joint.slots
-    assert (slot.shape, joint.num_shards) == ((25,), 8)
-    held = {places[shard]: extent for shard in joint.holders(0) if (extent := joint.extent(0, shard)) is not None}
-    assert held == {(0, 0): Extent(0, 5), (0, 1): Extent(5, 15), (2, 0): Extent(15, 20), (2, 1): Extent(20, 25)}
+def test_runs_lie_where_they_are_said_to_and_a_tensor_may_be_whole_in_one_shard() -> None:
+    layout = RunsLayout.of("selected", (7,), [Extent(0, 3), Extent(3, 3), None, Extent(3, 7)])
+    assert [(slot.name, slot.shape, slot.offset, slot.block) for slot in layout.slots] == [("selected", (7,), 0, 1)]
+    assert [layout.extent(0, shard) for shard in range(4)] == [Extent(0, 3), None, None, Extent(3, 7)]
+    assert list(layout.holders(0)) == [0, 3]
+    whole = BucketLayout.whole_in(1, name="w", shape=(2, 3), num_shards=3)
+    assert [whole.extent(0, shard) for shard in range(3)] == [None, Extent(0, 6), None]

@@ -19,7 +19,7 @@ EXPLAINED: dict[str, str] = {
     "codec/varying:PartsUnderWay.finish: 0 -> 1 #2": "a byte more of memory",
     "codec/varying:_numbers: -1 -> 1": "a message has at least its head",
     "codec/varying:_numbers: 1 -> 2": "the same",
-    "layout/bucket:DerivedLayout.slots: 0 -> 1": "a derived tensor has no place in a bucket",
+    "layout/bucket:RunsLayout.slots: 0 -> 1": "the tensor has no place in a bucket",
     "shard/extension:_no_guard: return Observer -> return None": "the package sets another one at once",
     "store/folder:not_seen: time.sleep(_POLL_S) -> pass": "it looks more often",
     "codec/lossless_numba:find_exponents: 1 -> 2 #6": "entries behind the last value are of no value",

@@ -18,7 +18,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import laconic
 from laconic.comm.cluster import Cluster
+from laconic.layout.bucket import Extent
 from laconic.optim import Muon
+from laconic.optim.joint import JointParameter
 from laconic.optim.muon import cost_of
 from laconic.optim.owners import STAY_WITHIN, Matrix, Owners, assign
 from laconic.ragged.redistribute import moved_elements, whole_on
@@ -107,6 +109,24 @@ def test_later_matrices_are_added_to_the_work_that_is_there() -> None:
     owners.add(together[:1])
     owners.add(together[1:])
     assert owners.loads[together[0].spec.cluster] == [9.0, 3.0]
+
+
+def test_shards_of_other_axes_lie_one_after_the_other_and_are_put_together() -> None:
+    """Two matrices of 3 x 4, cut after column 3 and over two ranks and three, of which one holds nothing."""
+    whole, columns = torch.arange(24.0).view(2, 3, 4), [slice(0, 3), slice(3, 4)]
+    runs = [(0, Extent(7, 18)), (1, Extent(0, 4)), (1, Extent(4, 6)), (0, Extent(0, 7)), (1, Extent(0, 0))]
+    boxes = tuple((slice(0, 3), each) for each in columns)
+    joint = JointParameter(cluster=Place(1, 5), name="w", shape=(2, 3, 4), boxes=boxes, runs=tuple(runs))  # type: ignore[arg-type]
+    for index, wanted in ((None, whole), (0, whole[0]), (1, whole[1])):
+        cut = joint.cut(index)
+        flat = torch.cat([wanted[..., each].reshape(-1) for each in columns])
+        assert torch.equal(cut.flatten(wanted), flat)
+        assert torch.equal(cut.assemble(flat), wanted)
+        parts = [cut.spec.held_by(shard) for shard in range(5)]
+        assert sorted(place for part in parts for place in range(part.start, part.stop)) == list(range(len(flat)))
+        for (shard, run), part in zip(runs, parts, strict=True):
+            held = whole[..., columns[shard]].reshape(-1)[run.start : run.stop].tolist()
+            assert flat[part.start : part.stop].tolist() == [each for each in held if each in flat.tolist()]
 
 
 # -- there and back ----------------------------------------------------------------------------------------------------

@@ -6,10 +6,9 @@ but for the borders of unequal shards. Every rank computes the parts of all othe
 
 from __future__ import annotations
 
-import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -95,8 +94,8 @@ class BucketLayout:
         extents = ([self.extent(index, shard) for index in range(len(self.slots))] for shard in range(self.num_shards))
         return [[0 if extent is None else extent.numel for extent in own] for own in extents]
 
-    def holders(self, index: int) -> range:
-        """The shards that hold a part of tensor `index`. For an empty tensor this may be one shard."""
+    def holders(self, index: int) -> Collection[int]:
+        """The shards that hold a part of tensor `index`, in order. For an empty tensor this may be one shard."""
         slot = self.slots[index]
         if self.stops:
             first, last = bisect_right(self.stops, slot.offset), bisect_left(self.stops, slot.offset + slot.numel)
@@ -148,124 +147,62 @@ def boxes(shape: tuple[int, ...], extent: Extent) -> list[tuple[tuple[int, ...],
 
 
 @dataclass(frozen=True, kw_only=True)
-class DerivedLayout:
-    """A tensor with `items` entries per run of `elements` elements of a parameter, cut where the parameter is cut.
+class RunsLayout:
+    """One tensor alone, which has no place in a bucket: some shards hold a run of its elements each."""
 
-    Every rank derives this layout from the parameter's layout, without a message. The tensor has no place in a bucket,
-    so shards may hold different numbers of its entries. The parameter is slot `index` of `base`, its bucket.
+    name: str
+    shape: tuple[int, ...]
+    num_shards: int
+    runs: tuple[tuple[int, Extent], ...]
+    """(shard, its run) for each shard that holds an element."""
+
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, ...], extents: Sequence[Extent | None]) -> RunsLayout:
+        """The layout with these runs, one for each shard."""
+        runs = tuple((shard, extent) for shard, extent in enumerate(extents) if extent is not None and extent.numel)
+        return cls(name=name, shape=shape, num_shards=len(extents), runs=runs)
+
+    @cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        """The tensor as slot 0."""
+        return (Slot(name=self.name, shape=self.shape, block=1, offset=0),)
+
+    @cached_property
+    def _by_shard(self) -> dict[int, Extent]:
+        return dict(self.runs)
+
+    def extent(self, index: int, shard: int) -> Extent | None:
+        """The run that lies in `shard`; None if no element does."""
+        return self._by_shard.get(shard)
+
+    def holders(self, index: int) -> Collection[int]:
+        """See `BucketLayout.holders`."""
+        return self._by_shard.keys()
+
+
+def derived(base: BucketLayout, index: int, *, shape: tuple[int, ...], elements: int, items: int) -> RunsLayout:
+    """Lay out a tensor with `items` entries per run of `elements` elements of a parameter, cut as the parameter is.
+
+    Every rank derives this layout from the parameter's, slot `index` of `base`, without a message. `shape` is that of
+    the derived tensor: a shorter run at the parameter's end has `items` entries too.
 
     Raises:
         ValueError: a border between shards cuts a run of the parameter. The message names the granularity to ask for.
     """
-
-    base: BucketLayout
-    index: int
-    shape: tuple[int, ...]
-    """The global shape of the derived tensor: a shorter run at the parameter's end has `items` entries too."""
-    elements: int
-    items: int
-
-    def __post_init__(self) -> None:
-        slot = self.base.slots[self.index]
-        assert math.prod(self.shape) == -(-slot.numel // self.elements) * self.items
-        for shard in self.base.holders(self.index):
-            extent = self.base.extent(self.index, shard)
-            if extent is not None and extent.stop % self.elements and extent.stop != slot.numel:
-                raise ValueError(
-                    f"{slot.name} of shape {slot.shape} is cut after element {extent.stop}, inside a block of "
-                    f"{self.elements} elements that must stay together; shard it with "
-                    f"granularity={_granularity_of(self.elements, slot.shape)}"
-                )
-
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        """The derived tensor alone, as slot 0."""
-        return (Slot(name=self.base.slots[self.index].name, shape=self.shape, block=self.items, offset=0),)
-
-    @property
-    def num_shards(self) -> int:
-        """The number of shards of the parameter's bucket."""
-        return self.base.num_shards
-
-    def extent(self, index: int, shard: int) -> Extent | None:
-        """The entries that belong to the parameter's elements in `shard`; None if there are none."""
-        extent = self.base.extent(self.index, shard)
+    slot, runs = base.slots[index], []
+    assert math.prod(shape) == -(-slot.numel // elements) * items
+    for shard in base.holders(index):
+        extent = base.extent(index, shard)
         if extent is None:
-            return None
-        first, last = extent.start // self.elements, -(-extent.stop // self.elements)
-        return Extent(first * self.items, last * self.items)
-
-    def holders(self, index: int) -> range:
-        """See `BucketLayout.holders`."""
-        return self.base.holders(self.index)
-
-
-def _granularity_of(elements: int, shape: tuple[int, ...]) -> str:
-    rows, rest = divmod(elements, row_block(shape))
-    return f"laconic.elements({elements})" if rest or len(shape) < 2 else f"laconic.rows({rows})"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SelectedLayout:
-    """Elements of one tensor, of which shard s holds the run that ends at `stops[s]`. Runs come in order of shards."""
-
-    name: str
-    shape: tuple[int, ...]
-    """The shape of the selection."""
-    stops: tuple[int, ...]
-
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        """The selection alone, as slot 0."""
-        return (Slot(name=self.name, shape=self.shape, block=1, offset=0),)
-
-    @property
-    def num_shards(self) -> int:
-        """The number of shards that the elements come from."""
-        return len(self.stops)
-
-    def extent(self, index: int, shard: int) -> Extent | None:
-        """The run that lies in `shard`; None if no element does."""
-        start = self.stops[shard - 1] if shard else 0
-        return Extent(start, self.stops[shard]) if start < self.stops[shard] else None
-
-    def holders(self, index: int) -> range:
-        """See `BucketLayout.holders`."""
-        return range(self.num_shards)
-
-
-@dataclass(frozen=True, kw_only=True)
-class JointLayout:
-    """Tensors one after the other, flat, each cut over ranks of its own, as one tensor over all these ranks."""
-
-    parts: tuple[BucketLayout, ...]
-    """The layout of each of the tensors: its slot 0."""
-    places: tuple[tuple[int, int], ...]
-    """For each shard of the whole: the index in `parts` of the tensor that it has a run of, and the shard there."""
-
-    @cached_property
-    def slots(self) -> tuple[Slot, ...]:
-        """The whole alone, flat, as slot 0."""
-        numel = sum(part.slots[0].numel for part in self.parts)
-        return (Slot(name=self.parts[0].slots[0].name, shape=(numel,), block=1, offset=0),)
-
-    @property
-    def num_shards(self) -> int:
-        """The number of ranks that have a run of one of the tensors."""
-        return len(self.places)
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        """The element of the whole at which each of the tensors begins."""
-        return [0, *itertools.accumulate(part.slots[0].numel for part in self.parts)]
-
-    def extent(self, index: int, shard: int) -> Extent | None:
-        """The run that lies in `shard`; None if no element does."""
-        part, own = self.places[shard]
-        extent = self.parts[part].extent(0, own)
-        start = self._starts[part]
-        return None if extent is None else Extent(start + extent.start, start + extent.stop)
-
-    def holders(self, index: int) -> range:
-        """See `BucketLayout.holders`."""
-        return range(self.num_shards)
+            continue
+        if extent.stop % elements and extent.stop != slot.numel:
+            rows, rest = divmod(elements, row_block(slot.shape))
+            is_by_rows = not rest and len(slot.shape) > 1
+            raise ValueError(
+                f"{slot.name} of shape {slot.shape} is cut after element {extent.stop}, inside a block of "
+                f"{elements} elements that must stay together; shard it with "
+                f"granularity={f'laconic.rows({rows})' if is_by_rows else f'laconic.elements({elements})'}"
+            )
+        run = Extent(extent.start // elements * items, -(-extent.stop // elements) * items)
+        runs.append((shard, run))
+    return RunsLayout(name=slot.name, shape=shape, num_shards=base.num_shards, runs=tuple(runs))

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from laconic.codec.tiles import Grid, Tiling
-from laconic.layout.bucket import BucketLayout, DerivedLayout, row_block
+from laconic.layout.bucket import BucketLayout, derived, row_block
 from laconic.optim.base import Group, RaggedOptimizer, check_range, local_of, zeros_beside
 from laconic.optim.dynamic_map import dequantize, dynamic_map, quantize
 from laconic.ragged.dtensor import DTensorShard
@@ -167,12 +167,8 @@ class AdamW8bit(RaggedOptimizer):
     def _spec_of_scales(self, parameter: RaggedTensor) -> RaggedSpec:
         spec, grid = parameter.spec, self._grid(parameter)
         assert isinstance(spec.layout, BucketLayout)  # parameters lie in buckets
-        layout = DerivedLayout(
-            base=spec.layout,
-            index=spec.index,
-            shape=grid.scales_shape,
-            elements=grid.uncut,
-            items=grid.scales_per_run,
+        layout = derived(
+            spec.layout, spec.index, shape=grid.scales_shape, elements=grid.uncut, items=grid.scales_per_run
         )
         place = None if spec.dtensor is None else shard_of_scales(spec.dtensor, self.block)
         return RaggedSpec(cluster=spec.cluster, layout=layout, index=0, dtensor=place)

@@ -17,8 +17,10 @@ first step, where their shards lie.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from torch.distributed.tensor import Replicate, Shard
 from laconic.comm.agreement import RankGroup, ranks_or_self
 from laconic.comm.cluster import Cluster
 from laconic.comm.groups import is_rehearsed
-from laconic.layout.bucket import BucketLayout, JointLayout, Slot
+from laconic.layout.bucket import Extent, RunsLayout
 from laconic.ragged.dtensor import DTensorShard
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
@@ -48,7 +50,7 @@ class JointCut:
     """The flat tensor's cut over the joint cluster."""
     shape: tuple[int, ...]
     """The shape of the matrix or the stack."""
-    boxes: tuple[tuple[slice, ...], ...]
+    boxes: tuple[tuple[Any, ...], ...]
     """The place of each shard in it."""
 
     def assemble(self, flat: Tensor) -> Tensor:
@@ -70,34 +72,26 @@ class JointParameter:
 
     cluster: Cluster
     """The joint cluster."""
-    places: tuple[tuple[int, int], ...]
-    """See `JointLayout.places`; the parts are the shards."""
-    layouts: tuple[BucketLayout, ...]
-    """The layout of each shard: its slot 0."""
-    offsets: tuple[tuple[int, int], ...]
-    """The row and the column at which each shard begins."""
+    name: str
     shape: tuple[int, ...]
+    boxes: tuple[tuple[slice, slice], ...]
+    """The rows and the columns of each shard."""
+    runs: tuple[tuple[int, Extent], ...]
+    """For each rank of the joint cluster: the shard of which it holds a run, and the run of its elements."""
 
-    def whole(self) -> JointCut:
-        """The whole matrix, or the whole stack."""
-        return self._cut(self.layouts, self.shape)
-
-    def matrices(self) -> list[JointCut]:
-        """The matrix alone, or every matrix of a stack of three dims."""
-        if len(self.shape) == 2:
-            return [self.whole()]
-        return [
-            self._cut(tuple(each.rows(0, index, index + 1, keep_dim=False) for each in self.layouts), self.shape[1:])
-            for index in range(self.shape[0])
-        ]
-
-    def _cut(self, layouts: tuple[BucketLayout, ...], shape: tuple[int, ...]) -> JointCut:
-        spec = RaggedSpec(cluster=self.cluster, layout=JointLayout(parts=layouts, places=self.places), index=0)
-        boxes = []
-        for layout, (row, column) in zip(layouts, self.offsets, strict=True):
-            *stack, rows, columns = layout.slots[0].shape
-            boxes.append((*map(slice, stack), slice(row, row + rows), slice(column, column + columns)))
-        return JointCut(spec=spec, shape=shape, boxes=tuple(boxes))
+    def cut(self, index: int | None = None) -> JointCut:
+        """The whole matrix or stack; with `index` that matrix of a stack of three dims."""
+        shape = self.shape if index is None else self.shape[1:]
+        numels = [math.prod(shape[:-2]) * (r.stop - r.start) * (c.stop - c.start) for r, c in self.boxes]
+        begins = [*accumulate(numels, initial=0)]
+        extents = []
+        for shard, run in self.runs:
+            low = (index or 0) * numels[shard]
+            start, stop = (min(max(place - low, 0), numels[shard]) for place in (run.start, run.stop))
+            extents.append(Extent(begins[shard] + start, begins[shard] + stop))
+        layout = RunsLayout.of(self.name, (begins[-1],), extents)
+        spec = RaggedSpec(cluster=self.cluster, layout=layout, index=0)
+        return JointCut(spec=spec, shape=shape, boxes=tuple((..., *box) for box in self.boxes))
 
 
 def join(chosen: Sequence[RaggedTensor], all_parameters: Iterable[RaggedTensor]) -> dict[Tensor, JointParameter]:
@@ -195,13 +189,11 @@ def _told_by_all(
     return sorted(told, key=lambda each: each["ranks"])
 
 
-def _described(spec: RaggedSpec) -> list[Any]:
-    """Where a shard lies: its row and column in the matrix, its shape, its place in the bucket, the bucket's shards."""
-    assert isinstance(spec.layout, BucketLayout), "parameters lie in buckets"
+def _described(spec: RaggedSpec) -> list[list[Any]]:
+    """Where a shard lies: its row and column in the matrix, its numbers of both, and the run of each of its ranks."""
     assert spec.dtensor is not None
-    offset, slot = list(spec.dtensor.offset[-2:]), spec.slot
-    shards = [spec.layout.num_shards, spec.layout.shard_numel, list(spec.layout.stops)]
-    return [offset, list(slot.shape), slot.block, slot.offset, *shards]
+    runs = [[run.start, run.stop] for run in map(spec.held_by, range(spec.layout.num_shards))]
+    return [list(spec.dtensor.offset[-2:]), list(spec.slot.shape[-2:]), runs]
 
 
 def _joined(
@@ -209,21 +201,18 @@ def _joined(
 ) -> dict[Tensor, JointParameter]:
     where = {rank: (part, own) for part, each in enumerate(told) for own, rank in enumerate(each["ranks"])}
     joint = Cluster.over(where, cluster)
-    places = tuple(where[joint.global_rank(shard)] for shard in range(joint.size))
+    places = [where[joint.global_rank(shard)] for shard in range(joint.size)]
     joined: dict[Tensor, JointParameter] = {}
     for index, parameter in enumerate(parameters):
-        name, shards = parameter.spec.slot.name, [each["shards"][index] for each in told]
+        shards = [each["shards"][index] for each in told]
         joined[parameter] = JointParameter(
             cluster=joint,
-            places=places,
-            layouts=tuple(_layout(name, each) for each in shards),
-            offsets=tuple((each[0][0], each[0][1]) for each in shards),
+            name=parameter.spec.slot.name,
             shape=(*parameter.spec.slot.shape[:-2], *parameter.shape[-2:]),
+            boxes=tuple(
+                (slice(row, row + rows), slice(column, column + columns))
+                for (row, column), (rows, columns), _ in shards
+            ),
+            runs=tuple((part, Extent(*shards[part][-1][own])) for part, own in places),
         )
     return joined
-
-
-def _layout(name: str, described: list[Any]) -> BucketLayout:
-    _, shape, block, offset, num_shards, shard_numel, stops = described
-    slot = Slot(name=name, shape=tuple(shape), block=block, offset=offset)
-    return BucketLayout(slots=(slot,), num_shards=num_shards, shard_numel=shard_numel, stops=tuple(stops))

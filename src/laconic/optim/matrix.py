@@ -39,8 +39,12 @@ class MatrixOptimizer(RaggedOptimizer):
         """Raise ValueError for a setting that the rule for matrices does not accept."""
 
     @abstractmethod
-    def _matrices_of(self, parameter: RaggedTensor, group: Group) -> list[Matrix]:
-        """The matrices of a parameter. Each has an owner of its own."""
+    def _cost(self, shape: tuple[int, ...], group: Group) -> float:
+        """The work of one step on a matrix, or a stack, of this shape: `Matrix.cost`."""
+
+    @abstractmethod
+    def _itemsize(self, parameter: Tensor) -> int:
+        """The bytes per element when a matrix travels."""
 
     @abstractmethod
     def _init_matrix(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
@@ -52,6 +56,10 @@ class MatrixOptimizer(RaggedOptimizer):
 
     def _needs_whole(self, parameter: Tensor, group: Group) -> bool:
         return group["algorithm"] != ADAMW
+
+    def _pieces(self, tensor: Any) -> list[Any]:
+        """What has an owner of its own, by default a whole stack: views of a tensor, or of this rank's shard of one."""
+        return [tensor.without_outer_axes() if isinstance(tensor, RaggedTensor) else tensor]
 
     def _adamw_eps(self, group: Group) -> float:
         return group["eps"]
@@ -125,6 +133,14 @@ class MatrixOptimizer(RaggedOptimizer):
             self.matrices |= matrices
             clusters = [each.spec.cluster for each in every] + [each.cluster for each in self.joined.values()]
             self.owners.add([matrix for each in matrices.values() for matrix in each], clusters)
+
+    def _matrices_of(self, parameter: RaggedTensor, group: Group) -> list[Matrix]:
+        joint, matrices = self.joined.get(parameter), []
+        for index, piece in enumerate(self._pieces(parameter)):
+            cut = None if joint is None else joint.cut(index if piece.ndim < parameter.ndim else None)
+            cost = self._cost(piece.spec.shape if cut is None else cut.shape, group)
+            matrices.append(Matrix(spec=piece.spec, cost=cost, itemsize=self._itemsize(parameter), joint=cut))
+        return matrices
 
     def _matrix_works(self, parameter: Tensor, group: Group) -> dict[Matrix, MatrixWork]:
         """Return the work for the owners of a RaggedTensor's matrices. Do the work on a plain tensor at once."""

@@ -9,6 +9,7 @@ torch's own function in `torch.optim._muon` is private. It normalises a bfloat16
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +17,7 @@ from torch import Tensor
 
 from laconic.optim.base import Group, check_range
 from laconic.optim.matrix import ADAMW, MatrixOptimizer
-from laconic.optim.owners import Matrix, MatrixWork
-from laconic.ragged.tensor import RaggedTensor
+from laconic.optim.owners import MatrixWork
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Keller Jordan's coefficients, chosen for a steep slope at zero; the default of torch.optim.Muon."""
@@ -122,16 +122,16 @@ class Muon(MatrixOptimizer):
                 "(laconic.optim.matrices_and_rest(model) sorts parameters)"
             )
 
-    def _matrices_of(self, parameter: RaggedTensor, group: Group) -> list[Matrix]:
-        rows, columns = parameter.shape[-2:]
-        cost = cost_of(rows, columns, group["ns_steps"])
-        itemsize = DTYPE.itemsize  # [Note: The dtype of Muon's transfers]
-        pieces = _pieces(parameter)
-        cuts = self.joined[parameter].matrices() if parameter in self.joined else [None] * len(pieces)
-        return [
-            Matrix(spec=piece.spec, cost=cost, itemsize=itemsize, joint=cut)
-            for piece, cut in zip(pieces, cuts, strict=True)
-        ]
+    def _cost(self, shape: tuple[int, ...], group: Group) -> float:
+        rows, columns = shape
+        return cost_of(rows, columns, group["ns_steps"])
+
+    def _itemsize(self, parameter: Tensor) -> int:
+        return DTYPE.itemsize  # [Note: The dtype of Muon's transfers]
+
+    def _pieces(self, tensor: Any) -> list[Any]:
+        (whole,) = super()._pieces(tensor)
+        return [whole] if whole.ndim == 2 else [whole[index] for index in range(whole.shape[0])]
 
     def _init_matrix(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
         state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -139,21 +139,17 @@ class Muon(MatrixOptimizer):
     def _works(self, parameter: Tensor, group: Group) -> list[MatrixWork]:
         tensors = parameter, parameter.grad, self.state[parameter]["momentum_buffer"]
         lr = adjusted_lr(float(group["lr"]), group["adjust_lr_fn"], parameter.shape[-2:])
-        pieces = zip(*map(_pieces, tensors), strict=True)
+        pieces = zip(*map(self._pieces, tensors), strict=True)
         return [_Orthogonalized(p, grad, momentum_buffer, group, lr) for p, grad, momentum_buffer in pieces]
 
 
-def _pieces(tensor: Any) -> list[Any]:
-    """The matrices of a tensor, as views; of a DTensor this rank's shards of them."""
-    if isinstance(tensor, RaggedTensor):
-        tensor = tensor.without_outer_axes()
-    return [tensor] if tensor.ndim == 2 else [tensor[index] for index in range(tensor.shape[0])]
-
-
+@dataclass
 class _Orthogonalized(MatrixWork):
-    def __init__(self, parameter: Tensor, grad: Tensor, momentum_buffer: Tensor, group: Group, lr: float) -> None:
-        self.parameter, self.grad, self.momentum_buffer, self.group = parameter, grad, momentum_buffer, group
-        self.adjusted_lr = lr
+    parameter: Tensor
+    grad: Tensor
+    momentum_buffer: Tensor
+    group: Group
+    adjusted_lr: float
 
     def send(self) -> Tensor:
         momentum = self.group["momentum"]

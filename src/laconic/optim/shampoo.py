@@ -20,7 +20,7 @@ from torch import Tensor
 from laconic.optim.base import Group, check_range, local_of, zeros_beside
 from laconic.optim.joint import stack_state
 from laconic.optim.matrix import ADAMW, MatrixOptimizer
-from laconic.optim.owners import Matrix, MatrixWork
+from laconic.optim.owners import MatrixWork
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
 
@@ -96,12 +96,11 @@ class Shampoo(MatrixOptimizer):
     def _adamw_eps(self, group: Group) -> float:
         return group["eps" if group["algorithm"] == ADAMW else "grafting_eps"]
 
-    def _matrices_of(self, parameter: RaggedTensor, group: Group) -> list[Matrix]:
-        spec = parameter.without_outer_axes().spec
-        cut = self.joined[parameter].whole() if parameter in self.joined else None
-        shape = spec.shape if cut is None else cut.shape
-        cost = cost_of(shape, group["block_size"], group["update_every"])
-        return [Matrix(spec=spec, cost=cost, itemsize=parameter.dtype.itemsize, joint=cut)]
+    def _cost(self, shape: tuple[int, ...], group: Group) -> float:
+        return cost_of(shape, group["block_size"], group["update_every"])
+
+    def _itemsize(self, parameter: Tensor) -> int:
+        return parameter.dtype.itemsize
 
     def _init_matrix(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
         *stack, rows, columns = parameter.shape
@@ -124,7 +123,8 @@ class Shampoo(MatrixOptimizer):
 
     def _works(self, parameter: Tensor, group: Group) -> list[MatrixWork]:
         self.state[parameter]["step"] += 1
-        return [_Preconditioned(parameter, self.state[parameter], group)]
+        (piece,) = self._pieces(parameter)
+        return [_Preconditioned(piece, parameter.grad, self.state[parameter], group)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +155,15 @@ def cost_of(shape: tuple[int, ...], block_size: int, update_every: int) -> float
     )
 
 
+@dataclass
 class _Preconditioned(MatrixWork):
-    def __init__(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
-        self.parameter, self.state, self.group = parameter, state, group
+    parameter: Tensor
+    grad: Any
+    state: dict[str, Any]
+    group: Group
 
     def send(self) -> Tensor:
-        assert self.parameter.grad is not None
-        return self.parameter.grad
+        return self.grad
 
     def work(self, whole: Tensor) -> Tensor:
         group, (beta1, beta2) = self.group, self.group["betas"]
@@ -188,11 +190,9 @@ class _Preconditioned(MatrixWork):
         return direction.to(whole.dtype)
 
     def receive(self, outcome: Tensor) -> None:
-        parameter, lr = self.parameter, float(self.group["lr"])
-        if isinstance(parameter, RaggedTensor):
-            parameter = parameter.without_outer_axes()
-        parameter.mul_(1 - lr * self.group["weight_decay"])
-        parameter.add_(outcome, alpha=-lr)
+        lr = float(self.group["lr"])
+        self.parameter.mul_(1 - lr * self.group["weight_decay"])
+        self.parameter.add_(outcome, alpha=-lr)
 
     def _grafted(self, average: Tensor, grad: Tensor, step: int) -> Tensor:
         """The step of the grafted rule."""

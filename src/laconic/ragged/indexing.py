@@ -6,21 +6,26 @@ RaggedTensor, which each rank holds the part of that it held before; so `w[mask]
 counts all elements, and `w[mask].to_local()` has this rank's. A write changes the elements that this rank holds. An
 index or mask that is a plain tensor is the same on every rank, so that even one rank may read alone. Of a mask that is
 a RaggedTensor, such as `w > 0`, a rank knows its part only: to read by it, the ranks exchange a number each.
+
+Which rows or elements a call names, torch itself says: it runs the call on a tensor that has the numbers of the rows,
+or the coordinates of the elements, in place of values.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from laconic.comm.collectives import all_reduce
-from laconic.layout.bucket import Extent, SelectedLayout
+from laconic.layout.bucket import Extent, RunsLayout
 from laconic.ragged.dtensor import is_torch_dtensor, whole_of
+from laconic.ragged.on_meta import arguments_of, results_of
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor, implements, remedy_for
 
@@ -34,94 +39,47 @@ def _refuse_other_dims(func: Any, source: RaggedTensor, dim: int) -> None:
         )
 
 
-@implements(aten.select.int, asks_torch=True)
-def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
-    source, dim, index = args
-    _refuse_other_dims(func, source, dim)
-    index %= source.shape[0]
-    return source.rows(index, index + 1, keep_dim=False)
-
-
-@implements(aten.slice.Tensor, asks_torch=True)
-def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
-    source, dim, start, stop, step = args + (None, 0, None, None, 1)[len(args) :]  # torch leaves out trailing defaults
-    _refuse_other_dims(func, source, dim)
-    if step != 1:
+@implements(aten.select.int, aten.slice.Tensor, aten.split, aten.split_with_sizes, asks_torch=True)
+@implements(aten.unsafe_split, aten.unsafe_split_with_sizes, aten.unbind, asks_torch=True)
+def _rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor | list[RaggedTensor]:
+    source, given = args[0], arguments_of(func, args, kwargs)
+    _refuse_other_dims(func, source, given["dim"])
+    if (step := given.get("step", 1)) != 1:
         raise NotImplementedError(f"rows of a RaggedTensor (dim 0) can be sliced with step 1 only, not {step}")
-    first, end, _ = slice(start, stop).indices(source.shape[0])
-    return source.rows(first, max(first, end), keep_dim=True)
-
-
-@implements(
-    aten.split, aten.split_with_sizes, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.unbind, asks_torch=True
-)
-def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[RaggedTensor]:
-    source = args[0]
-    dim = kwargs.get("dim", args[-1] if len(args) == len(func._schema.arguments) else 0)
-    _refuse_other_dims(func, source, dim)
-    pieces = func(torch.empty(source.shape, device="meta"), *args[1:], **kwargs)
-    keep_dim = func.overloadpacket is not aten.unbind
-    parts, start = [], 0
-    for piece in pieces:
-        stop = start + (piece.shape[0] if keep_dim else 1)
-        parts.append(source.rows(start, stop, keep_dim=keep_dim))
-        start = stop
-    return parts
+    pieces = func(_along(tuple(source.shape), 0, 1), *args[1:], **kwargs)
+    views = []
+    for piece in results_of(pieces):
+        keep_dim = piece.dim() == source.dim()
+        start = int(piece[(0,) * piece.dim()]) if piece.numel() else 0
+        views.append(source.rows(start, start + (piece.shape[0] if keep_dim else 1), keep_dim=keep_dim))
+    return views[0] if isinstance(pieces, Tensor) else views
 
 
 @implements(aten.index.Tensor, aten.masked_select, aten.index_select, asks_torch=True)
 def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
-    source: RaggedTensor = _plain_operands_only(func, args[0])
-    if func.overloadpacket is aten.index_select:
-        _refuse_other_dims(func, source, args[1])
-        chosen = _Selection.of(source, [_rows_of(source, args[2])])
-    elif func.overloadpacket is aten.masked_select:
-        chosen = _Selection.of(source, [_mask_of(func, source, args[1])])
-    else:
-        chosen = _Selection.of(source, args[1])
-    layout = chosen.layout(source)
-    spec = RaggedSpec(cluster=source.spec.cluster, layout=layout, index=0)
+    source = _cut_alone(func, args[0])
+    chosen = _Selection(source, func, *args[1:])
+    spec = RaggedSpec(cluster=source.spec.cluster, layout=chosen.layout(), index=0)
     return RaggedTensor(source._local_tensor[chosen.local], spec, device=source.device)
 
 
 @implements(aten.index_put_, aten._index_put_impl_, aten.index_fill_, asks_torch=True)
 def _index_put_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
-    target: RaggedTensor = _plain_operands_only(func, args[0])
-    accumulates = False
+    target, given = _cut_alone(func, args[0]), arguments_of(func, args, kwargs)
     if func.overloadpacket is aten.index_fill_:
-        _refuse_other_dims(func, target, args[1])
-        chosen, values = _Selection.of(target, [_rows_of(target, args[2])]), args[3]
+        chosen, values = _Selection(target, aten.index_select.default, *args[1:3]), given["value"]
     else:
-        chosen, values = _Selection.of(target, args[1]), args[2]
-        accumulates = kwargs.get("accumulate", args[3] if len(args) > 3 else False)
+        chosen, values = _Selection(target, aten.index.Tensor, args[1]), given["values"]
     local = target._local_tensor
     if not isinstance(values, Tensor):
         values = torch.tensor(values, dtype=target.dtype, device=local.device)
-    local.index_put_((chosen.local,), chosen.own_values(target, values).to(local.device), accumulates)
+    own = chosen.own_values(values).to(local.device)
+    local.index_put_((chosen.local,), own, bool(given.get("accumulate")))
     target.note_change()
     return target
 
 
-def _rows_of(tensor: RaggedTensor, index: Any) -> Any:
-    """The rows that an index names. Raises: IndexError, of torch: there is no such row."""
-    index = _plain(index)
-    return torch.arange(tensor.shape[0], device=index.device).index_select(0, index)
-
-
-def _mask_of(func: Any, tensor: RaggedTensor, mask: Any) -> Any:
-    """A mask in the shape of the tensor. Raises: RuntimeError, of torch: it has no booleans."""
-    torch.empty(0).masked_select(torch.empty(0, dtype=mask.dtype))
-    if isinstance(mask, RaggedTensor):
-        return mask
-    if tuple(torch.broadcast_shapes(mask.shape, tensor.shape)) != tuple(tensor.shape):
-        raise NotImplementedError(
-            f"{func}: a mask of shape {tuple(mask.shape)} would repeat a RaggedTensor of shape {tuple(tensor.shape)}; "
-            "gather it with .full_tensor()"
-        )
-    return whole_of(mask).expand(tensor.shape) if is_torch_dtensor(mask) else mask.expand(tensor.shape)
-
-
-def _plain_operands_only(func: Any, operand: Any) -> RaggedTensor:
+def _cut_alone(func: Any, operand: Any) -> RaggedTensor:
     if not isinstance(operand, RaggedTensor):
         raise NotImplementedError(
             f"{func} of a plain tensor takes no RaggedTensor, of which this rank holds only a part; give it "
@@ -135,55 +93,52 @@ def _plain_operands_only(func: Any, operand: Any) -> RaggedTensor:
     return operand
 
 
-@dataclass(kw_only=True)
 class _Selection:
     """The elements of a RaggedTensor that an index or a mask names: [Note: Indexing]."""
 
-    local: Tensor
-    """Those that this rank holds, as places in its part, in the order of the index."""
-    places: Tensor | None
-    """Those of all ranks, as flat places in the tensor, in the shape of the result; None for a RaggedTensor's mask."""
-    mine: Tensor | None
-    """Which of `places` this rank holds, in their shape."""
-
-    @staticmethod
-    def of(tensor: RaggedTensor, indices: Sequence[Any]) -> _Selection:
-        """The selection of `tensor[indices]`.
+    def __init__(self, tensor: RaggedTensor, take: Any, *indices: Any) -> None:
+        """Select what `take`, an aten function, takes of `tensor` by `indices`.
 
         Raises:
             NotImplementedError: an index is a RaggedTensor, but no mask of this tensor's layout.
         """
-        first = indices[0]
-        if len(indices) == 1 and isinstance(first, RaggedTensor):
-            if first.dtype != torch.bool or first.spec != tensor.spec:
-                raise NotImplementedError(
-                    "a RaggedTensor is indexed by plain tensors, or by a mask that is cut as it is, such as w[w > 0]; "
-                    "gather another index with .full_tensor()"
-                )
-            return _Selection(local=first._local_tensor.nonzero().view(-1), places=None, mine=None)
-        places = _places(tuple(tensor.shape), [_plain(index) for index in indices], tensor._local_tensor.device)
-        held = tensor.extent or Extent(0, 0)
-        mine = (places >= held.start) & (places < held.stop)
-        return _Selection(local=places[mine] - held.start, places=places, mine=mine)
+        self._tensor, device, held = tensor, tensor._local_tensor.device, tensor.spec.held
+        self.places: Tensor | None = None
+        """The elements of all ranks, as flat places in the tensor, in the shape of the result; None for a mask that is
+        cut itself."""
+        given = [each for each in tree_leaves(indices) if isinstance(each, Tensor)]
+        if any(isinstance(each, RaggedTensor) for each in given):
+            self.local = _mask_of(tensor, given)._local_tensor.nonzero().view(-1)
+            return
 
-    def layout(self, tensor: RaggedTensor) -> SelectedLayout:
+        def whole(index: Any) -> Any:
+            return (whole_of(index) if is_torch_dtensor(index) else index).to(device)
+
+        rest = tree_map(lambda each: whole(each) if isinstance(each, Tensor) else each, indices)
+        places: Any = sum(take(each, *rest) for each in _coordinates(tuple(tensor.shape), device))
+        self.places = places
+        self._mine = (places >= held.start) & (places < held.stop)
+        self.local = places[self._mine] - held.start
+        """Those that this rank holds, as places in its part, in the order of the index."""
+
+    def layout(self) -> RunsLayout:
         """The layout of the elements. Collective if the mask is a RaggedTensor.
 
         Raises:
             NotImplementedError: the index does not ascend, so that a rank's elements are no run of the result.
         """
-        spec, name = tensor.spec, tensor.spec.slot.name
+        spec, name = self._tensor.spec, self._tensor.spec.slot.name
         num_shards = spec.layout.num_shards
         if self.places is None:
             counts = torch.zeros(num_shards, dtype=torch.int64, device=spec.cluster.device)
             counts[spec.cluster.shard_index] = self.local.numel()
             stops = all_reduce(spec.cluster, counts).cumsum(0).tolist()
-            return SelectedLayout(name=name, shape=(stops[-1],), stops=tuple(stops))
+            return RunsLayout.of(name, (stops[-1],), _runs(stops))
         flat = self.places.reshape(-1)
         if flat.numel() > 1 and not bool((flat[1:] >= flat[:-1]).all()):
             raise NotImplementedError(
-                f"an index that reads elements of a RaggedTensor ({name}, shape {tuple(tensor.shape)}) must name them "
-                "in ascending order, since each rank holds a run of them: sort it, or index .full_tensor()"
+                f"an index that reads elements of a RaggedTensor ({name}, shape {tuple(self._tensor.shape)}) must name "
+                "them in ascending order, since each rank holds a run of them: sort it, or index .full_tensor()"
             )
         ends, end = [], 0
         for shard in range(num_shards):
@@ -191,9 +146,9 @@ class _Selection:
             end = end if extent is None else extent.stop
             ends.append(end)
         stops = torch.searchsorted(flat, torch.tensor(ends, device=flat.device)).tolist()
-        return SelectedLayout(name=name, shape=tuple(self.places.shape), stops=tuple(stops))
+        return RunsLayout.of(name, tuple(self.places.shape), _runs(stops))
 
-    def own_values(self, tensor: RaggedTensor, values: Tensor) -> Tensor:
+    def own_values(self, values: Tensor) -> Tensor:
         """Select of `values`, which are one number or broadcast to the selection, those of this rank's elements.
 
         Raises:
@@ -210,33 +165,42 @@ class _Selection:
         values = whole_of(values) if is_torch_dtensor(values) else values
         if values.numel() == 1:
             return values.reshape(())
-        if self.places is not None and self.mine is not None:
-            return values.to(self.mine.device).expand(self.places.shape)[self.mine]
-        layout = self.layout(tensor)
-        own = layout.extent(0, tensor.spec.cluster.shard_index) or Extent(0, 0)
+        if self.places is not None:
+            return values.to(self._mine.device).expand(self.places.shape)[self._mine]
+        layout = self.layout()
+        own = layout.extent(0, self._tensor.spec.cluster.shard_index) or Extent(0, 0)
         return values.expand(layout.shape)[own.start : own.stop]
 
 
-def _plain(index: Any) -> Tensor | None:
-    if isinstance(index, RaggedTensor):
+def _mask_of(tensor: RaggedTensor, indices: list[Tensor]) -> RaggedTensor:
+    """The only one of `indices`, which is a mask in the layout of `tensor`."""
+    first, *others = indices
+    if others:
         raise NotImplementedError(
             "a RaggedTensor cannot be one of several indices, as this rank holds only a part of it; give .full_tensor()"
         )
-    return whole_of(index) if is_torch_dtensor(index) else index
+    assert isinstance(first, RaggedTensor)
+    if first.dtype != torch.bool or first.spec != tensor.spec:
+        raise NotImplementedError(
+            "a RaggedTensor is indexed by plain tensors, or by a mask that is cut as it is, such as w[w > 0]; "
+            "gather another index with .full_tensor()"
+        )
+    return first
 
 
-def _places(shape: tuple[int, ...], indices: list[Tensor | None], device: torch.device) -> Tensor:
-    """The flat places that `indices` name in a tensor of `shape`, in the shape of what torch would return."""
-    moved = [index if index is None else index.to(device) for index in indices]
-    first = moved[0]
-    if len(moved) == 1 and first is not None and first.dtype == torch.bool and tuple(first.shape) == shape:
-        return first.reshape(-1).nonzero().view(-1)
-    total: Tensor | None = None
-    for dim, size in enumerate(shape):  # tensors of one size's memory, whatever `shape` is
-        view = [1] * len(shape)
-        view[dim] = size
-        along = torch.arange(size, device=device).view(view).expand(shape)
-        own = aten.index.Tensor(along, moved) * math.prod(shape[dim + 1 :])
-        total = own if total is None else total + own
-    assert total is not None, "a scalar has no index but a mask"
-    return total
+def _runs(stops: list[int]) -> list[Extent]:
+    return [Extent(start, stop) for start, stop in pairwise((0, *stops))]
+
+
+def _coordinates(shape: tuple[int, ...], device: torch.device) -> Iterator[Tensor]:
+    """Tensors of `shape` whose sum has each element's flat place; a scalar has no coordinate but 0."""
+    yield torch.zeros((), dtype=torch.int64, device=device).expand(shape)
+    for dim in range(len(shape)):
+        yield _along(shape, dim, math.prod(shape[dim + 1 :]), device)
+
+
+def _along(shape: tuple[int, ...], dim: int, step: int, device: torch.device | None = None) -> Tensor:
+    """A tensor of `shape` whose elements are their indices in one dim times `step`, in the memory of these alone."""
+    view = [1] * len(shape)
+    view[dim] = shape[dim]
+    return (torch.arange(shape[dim], device=device) * step).view(view).expand(shape)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import compress
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from laconic import _compat
 from laconic.comm.collectives import all_reduce
-from laconic.layout.bucket import Extent, boxes
+from laconic.layout.bucket import boxes
 from laconic.ragged import indexing as indexing  # registers its handlers
 from laconic.ragged import reductions as reductions  # likewise
 from laconic.ragged.dtensor import all_reduce_outer, is_torch_dtensor, whole_of
-from laconic.ragged.on_meta import shapes_on_meta
+from laconic.ragged.on_meta import results_on_meta
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import Handler, RaggedTensor, implements, implements_others, remedy_for
 
@@ -71,14 +72,13 @@ def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
-class _Elementwise:
-    """Runs an element-wise function: at once where all operands are of one cut or numbers, as in optimizers' steps."""
+@cache
+def _elementwise(func: Any) -> Handler:
+    """Run an element-wise function: at once where all operands are of one cut or numbers, as in optimizers' steps."""
+    changed = _changed_arguments(func)
+    is_plain, is_in_place, zeroes = changed in ((), (0,)), changed == (0,), func in _ZERO
 
-    def __init__(self, func: Any) -> None:
-        changed = _changed_arguments(func)
-        self._is_plain, self._is_in_place, self._zeroes = changed in ((), (0,)), changed == (0,), func in _ZERO
-
-    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         spec: RaggedSpec | None = None
         own: list[Any] = []
         for operand in args:
@@ -92,36 +92,37 @@ class _Elementwise:
                 own.append(operand)
             else:
                 return _of_mixed_operands(func, args, kwargs)
-        if spec is None or not self._is_plain or not kwargs.keys() <= _KEYWORDS:
+        if spec is None or not is_plain or not kwargs.keys() <= _KEYWORDS:
             return _of_mixed_operands(func, args, kwargs)
         result = func(*own, **kwargs)
-        if self._is_in_place:
+        if is_in_place:
             target = args[0]
             if target._bump is not None:
                 target._bump()
-            if self._zeroes:
+            if zeroes:
                 target.note_zeroing()
             return target
         return (
             RaggedTensor(result, spec) if isinstance(result, Tensor) else [RaggedTensor(each, spec) for each in result]
         )
 
-
-_elementwise = cache(_Elementwise)
+    return run
 
 
 def _of_mixed_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    specs = _specs_of_lists((*args, *kwargs.values()))
+    values = (*args, *kwargs.values())
+    specs = _specs_of_lists(values)
     if specs is not None:
-        local_args, local_kwargs = tuple(map(_local_list, args)), {key: _local_list(kwargs[key]) for key in kwargs}
+        own = list(map(_local_list, values))
     else:
-        args, kwargs = _gather_for_plain_targets(func, args, kwargs)
-        specs = _specs_by_position(args, kwargs)
-        if not all(isinstance(each, RaggedTensor | float | int) for each in (*args, *kwargs.values())):
+        changed = _changed(func, args, kwargs)
+        specs = [_spec_of(func, operands, targets) for operands, targets in _positions(values, changed)]
+        if not all(isinstance(each, RaggedTensor | float | int) for each in values):
             _refuse_other_shapes(func, args, kwargs, specs)
-        local_args, local_kwargs = _localize((args, kwargs), specs)
-        local_kwargs.pop("memory_format", None)  # parts are flat
-    result = func(*local_args, **local_kwargs)
+        own = [_localize(value, specs) for value in values]
+    own_kwargs = dict(zip(kwargs, own[len(args) :], strict=True))
+    own_kwargs.pop("memory_format", None)  # parts are flat
+    result = func(*own[: len(args)], **own_kwargs)
     changed = _note_changes(func, args, kwargs)
     if changed:  # as the schema says, functions in place return their argument or, for lists, nothing
         return changed[0] if func._schema.returns else None
@@ -135,9 +136,10 @@ def _refuse_other_shapes(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[RaggedSpec | None]
 ) -> None:
     """Let torch raise its errors, and refuse results of other shapes: [Note: Asked of torch first] in on_meta.py."""
-    shapes = shapes_on_meta(func, args, kwargs)
+    results = results_on_meta(func, args, kwargs)
     own = specs[0].shape if len(specs) == 1 and specs[0] is not None else None
-    if shapes is not None and own is not None and any(shape not in (own, None) for shape in shapes):
+    shapes = [tuple(each.shape) for each in results or () if isinstance(each, Tensor)]
+    if own is not None and any(shape != own for shape in shapes):
         raise ValueError(
             f"{func} would repeat a RaggedTensor of shape {own} to {shapes[0]}: a cut tensor is not repeated; gather "
             "it with .full_tensor()"
@@ -172,38 +174,47 @@ def _local_list(value: Any) -> Any:
     return value
 
 
-def _specs_by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[RaggedSpec | None]:
-    """The layouts of the operands: one, or for a foreach function one for each position of its lists.
+def _is_tensor_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) > 0 and all(isinstance(item, Tensor) for item in value)
 
-    A position without RaggedTensors has None: a parameter that `fully_shard` ignored.
+
+def _positions(values: Sequence[Any], changed: Sequence[Any]) -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:
+    """The operands that meet, and those of them that change: all, or for a foreach function one of each of its lists.
+
+    A plain number in a list counts the steps of an optimizer, and is not among those that change.
     """
-    lists = [value for value in (*args, *kwargs.values()) if _is_tensor_list(value)]
-    positions: Iterable[Iterable[Any]] = [_leaves((args, kwargs))]
-    if lists:
-        positions = zip(*(entry for entry in lists if len(entry) == len(lists[0])), strict=True)
-    return [_common_spec(operands) for operands in positions]
+    lists = [value for value in values if _is_tensor_list(value)]
+    if not lists:
+        yield values, changed
+        return
+    lists = [each for each in lists if len(each) == len(lists[0])]
+    are_changed = [any(each is one for one in changed) for each in lists]
+    for operands in zip(*lists, strict=True):
+        yield operands, [each for each in compress(operands, are_changed) if each.dim() > 0]
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the arguments of an operation, those in lists and dicts one by one."""
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            if isinstance(item, Tensor):  # most are, and there are thousands in a step
-                yield item
-            else:
-                yield from _leaves(item)
-    elif isinstance(value, dict):
-        yield from _leaves(list(value.values()))
-    else:
-        yield value
+def _spec_of(func: Any, operands: Sequence[Any], targets: Sequence[Any]) -> RaggedSpec | None:
+    """The layout that the RaggedTensors among `operands` have. None: the call is one on whole tensors.
 
+    It is, if there are no RaggedTensors, as of parameters that `fully_shard` ignored; or if one of the `targets` that
+    it changes is a plain tensor, of which it changes all elements.
 
-def _common_spec(operands: Iterable[Any]) -> RaggedSpec | None:
-    specs = [operand.spec for operand in operands if isinstance(operand, RaggedTensor)]
-    if not specs:
+    Raises:
+        ValueError: RaggedTensors are cut differently, or are changed together with whole plain tensors.
+    """
+    ragged = [each for each in operands if isinstance(each, RaggedTensor)]
+    if not ragged:
         return None
-    spec = specs[0]
-    for other in specs:
+    if any(isinstance(each, Tensor) and not isinstance(each, RaggedTensor) for each in targets):
+        for each in targets:
+            if isinstance(each, RaggedTensor):
+                raise ValueError(
+                    f"{func} changes a RaggedTensor of shape {tuple(each.shape)} together with whole plain tensors; "
+                    "cut these alike, with torch.empty_like(ragged).copy_(whole)"
+                )
+        return None
+    spec = ragged[0].spec
+    for other in (each.spec for each in ragged):
         if other is not spec and other != spec:
             raise ValueError(
                 f"element-wise operation on RaggedTensors that are cut differently: {spec.shape} as slot {spec.index} "
@@ -212,24 +223,17 @@ def _common_spec(operands: Iterable[Any]) -> RaggedSpec | None:
     return spec
 
 
-def _is_tensor_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) > 0 and all(isinstance(item, Tensor) for item in value)
-
-
-def _localize(value: Any, specs: list[RaggedSpec | None]) -> Any:
+def _localize(value: Any, specs: Sequence[RaggedSpec | None]) -> Any:
     """Replace RaggedTensors by their local parts, and plain tensors of the global shape by this rank's parts."""
     if _is_tensor_list(value) and len(value) == len(specs):
         return [_local(item, spec) for item, spec in zip(value, specs, strict=True)]
-    if isinstance(value, (list, tuple)):
-        return type(value)(_localize(item, specs) for item in value)
-    if isinstance(value, dict):
-        return {key: _localize(item, specs) for key, item in value.items()}
-    return _local(value, specs[0])
+    return [_localize(item, specs) for item in value] if isinstance(value, (list, tuple)) else _local(value, specs[0])
 
 
 def _local(value: Any, spec: RaggedSpec | None) -> Any:
+    """This rank's part of an operand; without `spec` its whole."""
     if isinstance(value, RaggedTensor):
-        return value._local_tensor
+        return value.full_tensor() if spec is None else value._local_tensor
     if spec is None or not isinstance(value, Tensor):
         return value
     if is_torch_dtensor(value):
@@ -240,20 +244,12 @@ def _local(value: Any, spec: RaggedSpec | None) -> Any:
         return value.reshape(1)  # broadcasts over the flat local part, whatever the global shape
     if tuple(value.shape) == spec.shape:
         return spec.part_of(value)
-    return _repeated(value, spec)
-
-
-def _repeated(value: Tensor, spec: RaggedSpec) -> Tensor:
-    """This rank's part of a plain tensor that is repeated to the global shape, which is never made."""
+    whole = value.expand(spec.shape)  # which is never made
     if spec.dtensor is not None:
-        return spec.part_of(value.expand(spec.shape))
-    whole = value.expand(spec.shape)
-    held = boxes(spec.shape, spec.extent or Extent(0, 0))
-    parts = [
-        whole[tuple(slice(begin, begin + size) for begin, size in zip(offset, sizes, strict=True))].reshape(-1)
-        for offset, sizes in held
-    ]
-    return torch.cat(parts) if parts else value.new_empty(0)
+        return spec.part_of(whole)
+    held = boxes(spec.shape, spec.held)
+    places = [tuple(slice(b, b + size) for b, size in zip(begins, sizes, strict=True)) for begins, sizes in held]
+    return torch.cat([whole[place].reshape(-1) for place in places]) if places else value.new_empty(0)
 
 
 def _whole_operand(operand: DTensor) -> Tensor:
@@ -264,47 +260,6 @@ def _whole_operand(operand: DTensor) -> Tensor:
         f"an operation mixes a RaggedTensor with a DTensor that is cut as {operand.placements}; cut one as the other, "
         "with torch.empty_like(ragged).copy_(dtensor), or gather both with .full_tensor()"
     )
-
-
-def _gather_for_plain_targets(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Gather the RaggedTensors with which `func` changes a whole plain tensor in place: it changes all elements.
-
-    Raises:
-        ValueError: `func` changes RaggedTensors, too.
-    """
-    targets = list(_leaves(_changed(func, args, kwargs)))
-    lists = [value for value in (*args, *kwargs.values()) if _is_tensor_list(value)]
-    plain = {
-        id(target)
-        for target in targets
-        if isinstance(target, Tensor)
-        and not isinstance(target, RaggedTensor)
-        and (target.dim() > 0 or not lists)  # in lists a number is a step of an optimizer, which counts
-    }
-    if not plain:
-        return args, kwargs
-    operands = zip(*(each for each in lists if len(each) == len(lists[0])), strict=True) if lists else [targets]
-    gathers = [any(id(operand) in plain for operand in position) for position in operands]
-    changed = {id(target) for target in targets if isinstance(target, RaggedTensor)}
-
-    def whole(value: Any, *, is_gathered: bool) -> Any:
-        if not is_gathered or not isinstance(value, RaggedTensor):
-            return value
-        if id(value) in changed:
-            raise ValueError(
-                f"{func} changes a RaggedTensor of shape {tuple(value.shape)} together with whole plain tensors; cut "
-                "these alike, with torch.empty_like(ragged).copy_(whole)"
-            )
-        return value.full_tensor()
-
-    def each(value: Any) -> Any:
-        if _is_tensor_list(value) and len(value) == len(gathers):
-            return [whole(item, is_gathered=flag) for item, flag in zip(value, gathers, strict=True)]
-        return whole(value, is_gathered=not lists)
-
-    return tuple(map(each, args)), {key: each(value) for key, value in kwargs.items()}
 
 
 @cache
@@ -404,7 +359,7 @@ def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def _unscale_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     # GradScaler: every rank must skip the step that any rank must skip
     tensors, found_inf, scale = args
-    func([_local(tensor, None) for tensor in tensors], found_inf, scale)
+    func([each._local_tensor if isinstance(each, RaggedTensor) else each for each in tensors], found_inf, scale)
     specs = [tensor.spec for tensor in tensors if isinstance(tensor, RaggedTensor)]
     for cluster, groups in dict.fromkeys((spec.cluster, spec.outer_groups) for spec in specs):
         all_reduce_outer(groups, all_reduce(cluster, found_inf, dist.ReduceOp.MAX), dist.ReduceOp.MAX)

@@ -231,7 +231,7 @@ def gather_whole(spec: RaggedSpec, part: Tensor) -> Tensor:
     cluster = spec.cluster
     device = part.device if part.is_meta else cluster.device
     whole = part.new_empty(spec.slot.numel, device=device)
-    held = spec.extent or Extent(0, 0)
+    held = spec.held
     whole[held.start : held.stop].copy_(part)
     for level, own, runs in _stages(spec):
         group = cluster.gather_groups[level]

@@ -30,7 +30,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from laconic import _compat
 from laconic.comm.cluster import Cluster
-from laconic.layout.bucket import BucketLayout, DerivedLayout, Extent, JointLayout, SelectedLayout, Slot
+from laconic.layout.bucket import BucketLayout, Extent, RunsLayout, Slot
 from laconic.ragged.dtensor import DTensorShard
 
 
@@ -42,7 +42,7 @@ class RaggedSpec:
     """
 
     cluster: Cluster
-    layout: BucketLayout | DerivedLayout | SelectedLayout | JointLayout
+    layout: BucketLayout | RunsLayout
     index: int
     dtensor: DTensorShard | None = None
     """This rank's shard of a DTensor, which `layout` cuts further: [Note: Two parallelisms, two meshes] in
@@ -66,6 +66,15 @@ class RaggedSpec:
         """The run of flattened elements of the slot that this rank holds; None if it holds nothing."""
         return self.layout.extent(self.index, self.cluster.shard_index)
 
+    def held_by(self, shard: int) -> Extent:
+        """The run of flattened elements of the slot that a shard holds; an empty one if it holds nothing."""
+        return self.layout.extent(self.index, shard) or Extent(0, 0)
+
+    @property
+    def held(self) -> Extent:
+        """The run that this rank holds; an empty one if it holds nothing."""
+        return self.held_by(self.cluster.shard_index)
+
     @property
     def outer_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The ranks along each outer axis; none for a tensor that only `layout` cuts."""
@@ -74,8 +83,8 @@ class RaggedSpec:
     def part_of(self, whole: Tensor) -> Tensor:
         """Select this rank's flat part of a plain tensor of the global shape: a view if `whole` is contiguous."""
         whole = whole if self.dtensor is None else self.dtensor.part_of(whole)
-        extent = self.extent or Extent(0, 0)
-        return whole.reshape(-1)[extent.start : extent.stop]
+        held = self.held
+        return whole.reshape(-1)[held.start : held.stop]
 
     def assemble(self, whole: Tensor) -> Tensor:
         """View all elements of the slot, flat, in the slot's shape; the result is a DTensor if the tensor was one."""
@@ -149,8 +158,8 @@ def held_rows(spec: RaggedSpec) -> range:
     """The indices of dim 0 of which this rank holds an element; all of them if another mesh axis cuts as well."""
     if not spec.shape or spec.dtensor is not None:
         return range(spec.shape[0] if spec.shape else 1)
-    extent, inner = spec.extent or Extent(0, 0), math.prod(spec.shape[1:])
-    return range(extent.start // inner, -(-extent.stop // inner)) if extent.numel else range(0)
+    held, inner = spec.held, math.prod(spec.shape[1:])
+    return range(held.start // inner, -(-held.stop // inner)) if held.numel else range(0)
 
 
 class LocalPart(Tensor):
@@ -185,6 +194,6 @@ def _part_of(source: Tensor, spec: RaggedSpec) -> Tensor:
     if tuple(source.shape) == spec.shape:
         return spec.part_of(source)
     if spec.shape and tuple(source.shape) == (len(rows), *spec.shape[1:]):
-        extent, begin = spec.extent or Extent(0, 0), rows.start * math.prod(spec.shape[1:])
-        return source.reshape(-1)[extent.start - begin : extent.stop - begin] if extent.numel else source.reshape(-1)
+        held, begin = spec.held, rows.start * math.prod(spec.shape[1:])
+        return source.reshape(-1)[held.start - begin : held.stop - begin] if held.numel else source.reshape(-1)
     return source

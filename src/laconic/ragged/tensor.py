@@ -334,7 +334,7 @@ class RaggedTensor(BoxedTensor, _compat.SelfDispatchedDTensor):
             )
         rows = layout.rows(spec.index, start, stop, keep_dim=keep_dim)
         row_spec = RaggedSpec(cluster=spec.cluster, layout=rows, index=0)
-        held, chosen = self.extent or Extent(0, 0), row_spec.extent or Extent(0, 0)
+        held, chosen = spec.held, row_spec.held
         begin = chosen.start + start * math.prod(spec.shape[1:]) - held.start if chosen.numel else 0
         local = self._local_tensor[begin : begin + chosen.numel]
         return RaggedTensor(local, row_spec, device=self.device, bump=self._bump)
@@ -393,7 +393,7 @@ class RaggedTensor(BoxedTensor, _compat.SelfDispatchedDTensor):
             return [((0,) * self.dim(), self._local_tensor.view(self.shape))] if spec.cluster.shard_index == 0 else []
         origin = (0,) * self.dim() if spec.dtensor is None else spec.dtensor.offset
         held, begin = [], 0
-        for offset, sizes in boxes(spec.slot.shape, self.extent or Extent(0, 0)):
+        for offset, sizes in boxes(spec.slot.shape, spec.held):
             end = begin + math.prod(sizes)
             held.append((tuple(map(add, origin, offset)), self._local_tensor[begin:end].view(sizes)))
             begin = end

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from laconic.layout.bucket import BucketLayout, Extent
+from laconic.layout.bucket import BucketLayout
 from laconic.layout.geometry import Geometry
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
@@ -87,7 +87,7 @@ class StoredWeights:
         shard = torch.zeros(self.geometry.numel, dtype=dtype, device=whole[0].device)
         if not shard.is_meta:
             for spec, part, parameter in zip(self.specs, self.parts(shard), whole, strict=True):
-                extent = spec.extent or Extent(0, 0)
+                extent = spec.held
                 part.copy_(parameter.reshape(-1)[extent.start : extent.stop])
         return shard
 
