@@ -66,9 +66,9 @@ MISSED: dict[str, str] = {
     " waits for each transfer",
     "codec/lossless_triton:_read: first += _CHUNK -> pass": "no tile of the tests has more events than one chunk holds",
     "codec/lossless_triton:_write: tl.debug_barrier() -> pass": "the interpreter runs one program after another",
-    "ragged/packing:_told_by_shards: sorted(swap_rows(cluster, rows).tolist()) ->"
-    " list(swap_rows(cluster, rows).tolist())": "the conversions of the tests make of each share what"
-    " another rank would make of it",
+    "ragged/packing:agree_on_packing: sorted(ranks_or_self(cluster.flag_group).gather([cluster.shard_index, own])) ->"
+    " list(ranks_or_self(cluster.flag_group).gather([cluster.shard_index, own]))": "the conversions of the tests make"
+    " of each share what another rank would make of it",
     "shard/cache:_lock_pages_for_cuda: 0 -> 1": "another flag of CUDA, which locks the pages as well",
     "comm/watch:_Watch._look: _RARER * idle_s -> _RARER // idle_s": "it looks for proofs more often",
     "cyclic/stages:_time_s: synchronize(values) -> pass": "there is nothing to wait for on a CPU",

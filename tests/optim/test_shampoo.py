@@ -64,10 +64,10 @@ def test_before_the_first_preconditioned_step_it_is_the_grafted_rule() -> None:
 def test_blocks_tile_the_tensor() -> None:
     for shape in ((7, 11), (8, 4), (2, 3, 5, 6), (0, 3)):
         seen = torch.zeros(shape)
-        for block in preconditioned_blocks(shape, 4):
-            assert seen[block.index].shape == (block.rows, block.columns)
-            assert max(block.rows, block.columns) <= 4
-            seen[block.index] += 1
+        for block, rows, columns in preconditioned_blocks(shape, 4):
+            assert seen[block].shape == (rows, columns)
+            assert max(rows, columns) <= 4
+            seen[block] += 1
         assert torch.equal(seen, torch.ones(shape))
 
 

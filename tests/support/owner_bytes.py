@@ -9,7 +9,15 @@ import torch.distributed as dist
 from torch import nn
 
 from laconic.optim.owners import Owners
-from laconic.ragged.redistribute import moved_elements, whole_on
+from laconic.ragged.redistribute import whole_on
+from laconic.ragged.spec import RaggedSpec
+
+
+def moved_elements(spec: RaggedSpec, target: RaggedSpec) -> int:
+    """Count the elements that cross between ranks when a tensor goes from one cut to another, summed over all ranks."""
+    pairs = ((spec.held_by(shard), target.held_by(shard)) for shard in range(spec.layout.num_shards))
+    stay = sum(max(0, min(old.stop, new.stop) - max(old.start, new.start)) for old, new in pairs)
+    return sum(target.held_by(shard).numel for shard in range(spec.layout.num_shards)) - stay
 
 
 def sum_over_ranks(value: int) -> int:

@@ -66,9 +66,9 @@ class Muon(MatrixOptimizer):
     parameters of a group are matrices, or stacks of matrices (experts, rows, columns), each orthogonalised on its own.
     Groups with `algorithm="adamw"` are AdamW's. They take `lr` and `weight_decay` from the group or from here, and have
     `betas` (0.9, 0.999) and `eps` 1e-8 unless the group has its own. `matrices_and_rest` makes both groups.
-    Cost per step: every matrix goes to its owner and back in bfloat16 (`Owners.moved_elements`). A matrix that lies
-    whole on a rank moves nothing. Expert parallelism may have cut the stacks before, and tensor parallelism the
-    matrices: [Note: Matrices over two meshes] in optim/joint.py.
+    Cost per step: every matrix goes to its owner and back in bfloat16, but for the elements that the owner holds. A
+    matrix that lies whole on a rank moves nothing. Expert parallelism may have cut the stacks before, and tensor
+    parallelism the matrices: [Note: Matrices over two meshes] in optim/joint.py.
 
     Args:
         lr: learning rate, before it is adjusted to the matrix's shape.

@@ -36,7 +36,7 @@ from laconic.layout.bucket import BucketLayout
 from laconic.optim.base import local_of
 from laconic.optim.joint import DIFFERENT, JointCut
 from laconic.ragged.dtensor import DTensorShard
-from laconic.ragged.redistribute import Redistribution, TransferPlan, moved_elements, whole_on
+from laconic.ragged.redistribute import Redistribution, TransferPlan, whole_on
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
 
@@ -89,8 +89,7 @@ class Matrix:
 
     def num_held(self, shard: int) -> int:
         """The number of the matrix's elements in `shard`."""
-        extent = self.route.layout.extent(self.route.index, shard)
-        return extent.numel if extent is not None else 0
+        return self.route.held_by(shard).numel
 
 
 def assign(matrices: Sequence[Matrix], loads: list[float]) -> list[tuple[int, int]]:
@@ -164,10 +163,6 @@ class Owners:
         name = f"{route.slot.name}.{name}"
         layout = BucketLayout.whole_in(owner, name=name, shape=shape, num_shards=route.layout.num_shards)
         return RaggedSpec(cluster=route.cluster, layout=layout, index=0, dtensor=place)
-
-    def moved_elements(self) -> int:
-        """The elements that cross between ranks on the way to the owners, summed over ranks; as many return."""
-        return sum(moved_elements(m.route, whole_on(m.route, owner)) for m, owner in self.by_matrix.items())
 
     def run(self, works: Mapping[Matrix, MatrixWork]) -> None:
         """Move matrices to owners, work on them, and move outcomes back: [Note: Rounds]. Collective over the island.

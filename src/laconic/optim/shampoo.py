@@ -27,6 +27,7 @@ from laconic.ragged.tensor import RaggedTensor
 Grafting = Literal["adam", "rmsprop", "sgd", "none"]
 _EIGENDECOMPOSITION_FLOPS = 25
 """Roughly the multiplications to decompose an n x n matrix, divided by n ** 3."""
+_FACTORS = ("left", "right", "left_root", "right_root")
 _TINY = 1e-30  # avoids divisions by zero
 
 
@@ -36,10 +37,10 @@ class Shampoo(MatrixOptimizer):
     A block G has at most `block_size` rows and columns. Its factors L and R are running averages of G G^T and G^T G.
     Its step is L^-exponent M R^-exponent, where M is the running average of G, scaled to the length of the grafted
     rule's step on this block. AdamW takes vectors and groups with `algorithm="adamw"`. In a tensor of more than two
-    dims, the last two are those of the matrices. Cost per step: every matrix goes to its owner and back in its dtype
-    (`Owners.moved_elements`). A matrix that lies whole on a rank moves nothing. Every `update_every` steps the owner
-    decomposes its factors and renews their inverse roots. Expert and tensor parallelism may have cut the parameters
-    before: [Note: Matrices over two meshes] in optim/joint.py.
+    dims, the last two are those of the matrices. Cost per step: every matrix goes to its owner and back in its dtype,
+    but for the elements that the owner holds. A matrix that lies whole on a rank moves nothing. Every `update_every`
+    steps the owner decomposes its factors and renews their inverse roots. Expert and tensor parallelism may have cut
+    the parameters before: [Note: Matrices over two meshes] in optim/joint.py.
     State, for a block of m x n: 2 (m^2 + n^2) + 2 m n fp32 numbers: [Note: Where Shampoo's state lives].
 
     Args:
@@ -105,8 +106,8 @@ class Shampoo(MatrixOptimizer):
     def _init_matrix(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
         *stack, rows, columns = parameter.shape
         blocks = list(preconditioned_blocks((rows, columns), group["block_size"]))
-        left = (*stack, sum(block.rows**2 for block in blocks))
-        right = (*stack, sum(block.columns**2 for block in blocks))
+        left = (*stack, sum(rows**2 for _, rows, _ in blocks))
+        right = (*stack, sum(columns**2 for *_, columns in blocks))
         shapes: dict[str, tuple[int, ...]] = {"exp_avg": tuple(parameter.shape), "left": left, "right": right}
         shapes |= {"left_root": left, "right_root": right}
         if group["grafting"] in ("adam", "rmsprop"):
@@ -127,31 +128,26 @@ class Shampoo(MatrixOptimizer):
         return [_Preconditioned(piece, parameter.grad, self.state[parameter], group)]
 
 
-@dataclass(frozen=True, slots=True)
-class PreconditionedBlock:
-    """A rectangle of a matrix, or of one matrix of a stack, with its own preconditioners. `index` selects it."""
-
-    index: tuple[slice | int, ...]
-    rows: int
-    columns: int
+Block = tuple[slice | int, ...]
+"""The index of a rectangle of a matrix, or of one matrix of a stack, which has preconditioners of its own."""
 
 
-def preconditioned_blocks(shape: tuple[int, ...], size: int) -> Iterator[PreconditionedBlock]:
-    """Cut the last two dims into blocks of at most `size` x `size`, row by row."""
+def preconditioned_blocks(shape: tuple[int, ...], size: int) -> Iterator[tuple[Block, int, int]]:
+    """Cut the last two dims into blocks of at most `size` x `size`, row by row: (index, rows, columns) of each."""
     *outer, rows, columns = shape
     for stack in itertools.product(*(range(length) for length in outer)):
         for top in range(0, rows, size):
             for left in range(0, columns, size):
                 bottom, right = min(top + size, rows), min(left + size, columns)
-                yield PreconditionedBlock((*stack, slice(top, bottom), slice(left, right)), bottom - top, right - left)
+                yield (*stack, slice(top, bottom), slice(left, right)), bottom - top, right - left
 
 
 def cost_of(shape: tuple[int, ...], block_size: int, update_every: int) -> float:
     """The multiplications of a step on a matrix, as a mean over steps: products, and the decompositions of factors."""
     decomposition = _EIGENDECOMPOSITION_FLOPS / update_every
     return sum(
-        2 * b.rows * b.columns * (b.rows + b.columns) + decomposition * (b.rows**3 + b.columns**3)
-        for b in preconditioned_blocks(shape, block_size)
+        2 * rows * columns * (rows + columns) + decomposition * (rows**3 + columns**3)
+        for _, rows, columns in preconditioned_blocks(shape, block_size)
     )
 
 
@@ -175,18 +171,18 @@ class _Preconditioned(MatrixWork):
         renew = step >= start and (step - start) % group["update_every"] == 0
         direction = torch.empty_like(grad)
         for block, (left, right, left_root, right_root) in self._blocks(tuple(whole.shape)):
-            part = grad[block.index]
+            part = grad[block]
             left.mul_(beta2).addmm_(part, part.T, alpha=1 - beta2)
             right.mul_(beta2).addmm_(part.T, part, alpha=1 - beta2)
             if renew:
                 for factor, root in ((left, left_root), (right, right_root)):
                     root.copy_(inverse_root(factor / (1 - beta2**step), group["exponent"], group["eps"]))
-            update = grafted[block.index]
+            update = grafted[block]
             if step >= start:
-                update = left_root @ average[block.index] @ right_root
+                update = left_root @ average[block] @ right_root
                 if group["grafting"] != "none":
-                    update = update * (grafted[block.index].norm() / update.norm().clamp(min=_TINY))
-            direction[block.index] = update
+                    update = update * (grafted[block].norm() / update.norm().clamp(min=_TINY))
+            direction[block] = update
         return direction.to(whole.dtype)
 
     def receive(self, outcome: Tensor) -> None:
@@ -205,15 +201,16 @@ class _Preconditioned(MatrixWork):
             squares = squares / (1 - beta2**step)
         return average / (squares.sqrt() + self.group["grafting_eps"])
 
-    def _blocks(self, shape: tuple[int, ...]) -> Iterator[tuple[PreconditionedBlock, list[Tensor]]]:
+    def _blocks(self, shape: tuple[int, ...]) -> Iterator[tuple[Block, list[Tensor]]]:
         """Each block of the whole with views of its left and right factor and of their roots: square matrices."""
-        blocks = list(preconditioned_blocks(shape, self.group["block_size"]))
-        columns = []
-        for key in ("left", "right", "left_root", "right_root"):
-            sides = [block.rows if key.startswith("left") else block.columns for block in blocks]
-            flat = local_of(self.state[key]).split([side**2 for side in sides])
-            columns.append([piece.view(side, side) for piece, side in zip(flat, sides, strict=True)])
-        return zip(blocks, map(list, zip(*columns, strict=True)), strict=True)
+        flat, begins = {key: local_of(self.state[key]) for key in _FACTORS}, dict.fromkeys(_FACTORS, 0)
+        for block, rows, columns in preconditioned_blocks(shape, self.group["block_size"]):
+            views = []
+            for key in _FACTORS:
+                side = rows if key.startswith("left") else columns
+                begin, begins[key] = begins[key], begins[key] + side**2
+                views.append(flat[key][begin : begins[key]].view(side, side))
+            yield block, views
 
 
 def inverse_root(factor: Tensor, exponent: float, ridge: float) -> Tensor:

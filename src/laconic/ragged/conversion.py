@@ -181,23 +181,21 @@ class Conversion:
         module: nn.Module,
         mesh: DeviceMesh,
         precision: MixedPrecisionPolicy,
+        parameter: Tensor,
         *,
-        like: Tensor,
         block_numel: int = 1,
-        of_class: Tensor | None = None,
-        patched: Tensor | None = None,
     ) -> None:
         """Convert a parameter, whose owner is `module`, between the ranks of `mesh`, which has one axis.
 
-        `like` has the parameter's shape, and blocks of `block_numel` elements. `of_class` is a tensor whose class
-        converts; `patched` is a sharded parameter whose local tensor converts. Without either the elements cross in the
-        dtype of forward.
+        Its blocks have `block_numel` elements. The class of the parameter converts, or the local tensor of a sharded
+        one does. If neither does, the elements cross in the dtype of forward.
         """
         self._name, self._module, self._mesh, self._precision = name, module, mesh, precision
         self._block_numel = block_numel
-        self._shape, self._stride = like.shape, torch.empty(like.shape, device="meta").stride()
-        self._prototype = None if of_class is None else of_class.detach().reshape(-1)[:1].clone()
-        self._patched = patched
+        self._shape, self._stride = parameter.shape, torch.empty(parameter.shape, device="meta").stride()
+        is_sharded = isinstance(parameter, DTensor)
+        self._prototype = None if is_sharded else parameter.detach().reshape(-1)[:1].clone()
+        self._patched = parameter if is_sharded and is_patched(parameter) else None
         self._part: Tensor | None = None  # of the parameter's class: holds a view of this rank's elements
         self._metadata: Any = None
         self._gathered: nn.Parameter | None = None
@@ -216,13 +214,11 @@ class Conversion:
         """
         holder = self._holder(local)
         if holder is None:
-            return self._converted(local, [local.to(dtype)])
-        rest = () if _takes_mesh_only(holder) else (self._shape, self._stride, self._module, self._precision)
-        tensors, self._metadata = holder.fsdp_pre_all_gather(self._mesh, *rest)  # type: ignore[attr-defined]
-        return self._converted(local, [tensors] if isinstance(tensors, Tensor) else list(tensors))
-
-    def _converted(self, local: Tensor, tensors: list[Tensor]) -> Converted:
-        tensors = [each.to(local.device) for each in tensors]
+            tensors = [local.to(dtype)]
+        else:
+            rest = () if _takes_mesh_only(holder) else (self._shape, self._stride, self._module, self._precision)
+            made, self._metadata = holder.fsdp_pre_all_gather(self._mesh, *rest)  # type: ignore[attr-defined]
+            tensors = [each.to(local.device) for each in ([made] if isinstance(made, Tensor) else made)]
         return Converted(name=self._name, shape=tuple(self._shape), numel=local.numel(), tensors=tensors)
 
     def _holder(self, local: Tensor) -> Tensor | None:
@@ -309,7 +305,7 @@ class Conversions:
         self._cluster, self.each = cluster, each
         self.packing: ShardPacking | None = None
         """The form in which they cross: once `agree` has run, until `forget`."""
-        self._joined: list[tuple[Tensor, ...]] = []
+        self._joined: list[Tensor] = []  # the gathered tensors, if they are packed
 
     def agree(self, elements: Sequence[Tensor], numels: Sequence[Sequence[int]], dtype: torch.dtype) -> None:
         """Find the form in which the ranks' `elements` of each parameter cross. Collective.
@@ -339,22 +335,16 @@ class Conversions:
         assert self.packing is not None, "weights were decoded before any were encoded"
         if self.packing.is_elements:
             return [each.decode((view,), dtype) for each, view in zip(self.each, views, strict=True)]
+        packed = self.packing.tensors
         if not self._joined:
-            self._joined = [
-                tuple(
-                    torch.empty(self.packing.joined_shape(parameter, index), dtype=own, device=full.device)
-                    for index, own in enumerate(dtypes)
-                )
-                for parameter, dtypes in enumerate(self.packing.dtypes)
-            ]
-        return [self._decode(full, parameter, dtype) for parameter in range(len(self.each))]
-
-    def _decode(self, full: Tensor, parameter: int, dtype: torch.dtype) -> nn.Parameter:
-        assert self.packing is not None
-        for index, tensor in enumerate(self._joined[parameter]):
+            self._joined = [torch.empty(each.shape, dtype=each.dtype, device=full.device) for each in packed]
+        for tensor in self._joined:
             tensor.untyped_storage().resize_(tensor.nbytes)
-            self.packing.join(full, parameter, index, tensor.data)  # `.data`: a refill is no edit
-        return self.each[parameter].decode(self._joined[parameter], dtype)
+        self.packing.join(full, [tensor.data for tensor in self._joined])  # `.data`: a refill is no edit
+        made: list[list[Tensor]] = [[] for _ in self.each]
+        for each, tensor in zip(packed, self._joined, strict=True):
+            made[each.parameter].append(tensor)
+        return [each.decode(tuple(own), dtype) for each, own in zip(self.each, made, strict=True)]
 
     def _encode(self, elements: Sequence[Tensor], dtype: torch.dtype) -> list[Converted]:
         return [each.encode(own, dtype) for each, own in zip(self.each, elements, strict=True)]
@@ -362,13 +352,13 @@ class Conversions:
     @property
     def nbytes(self) -> int:
         """The bytes that the decoded parameters take besides the gathered elements."""
-        return sum(tensor.nbytes for own in self._joined for tensor in own) + sum(each.nbytes for each in self.each)
+        return sum(tensor.nbytes for tensor in self._joined) + sum(each.nbytes for each in self.each)
 
     def free(self) -> None:
         """Free the memory that the decoded parameters take besides the gathered elements."""
         for each in self.each:
             each.free()
-        for tensor in (tensor for own in self._joined for tensor in own):
+        for tensor in self._joined:
             tensor.untyped_storage().resize_(0)
 
     def forget(self) -> None:

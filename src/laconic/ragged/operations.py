@@ -314,25 +314,20 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(aten.normal_, aten.uniform_, aten.bernoulli_, aten.exponential_, aten.random_)
 @implements(aten.cauchy_, aten.log_normal_, aten.geometric_)
-def _random_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
-    target: RaggedTensor = args[0]
-    local = target._local_tensor
-    if local.is_meta:
-        return target
-    whole = torch.empty(target.shape, dtype=target.dtype, device=local.device)
-    func(whole, *args[1:], **kwargs)
-    local.copy_(target.spec.part_of(whole))
-    target.note_change()
-    return target
-
-
 @implements(aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype)
 @implements(aten.bernoulli.default, aten.bernoulli.p)
-def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
+def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
+    """Draw the whole tensor, as every rank does, and keep this rank's part."""
     source: RaggedTensor = args[0]
-    given = source.full_tensor() if func is aten.bernoulli.default else source._local_tensor.new_empty(source.shape)
-    kwargs.pop("memory_format", None)
-    return source.like(source.spec.part_of(func(given, *args[1:], **kwargs)).clone())
+    local = source._local_tensor
+    kwargs.pop("memory_format", None)  # parts are flat
+    given = source.full_tensor() if func is aten.bernoulli.default else local.new_empty(source.shape)
+    drawn = source.spec.part_of(func(given, *args[1:], **kwargs))
+    if not func._schema.is_mutable:
+        return source.like(drawn.clone())
+    local.copy_(drawn)
+    source.note_change()
+    return source
 
 
 @implements(aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty_strided)

@@ -209,18 +209,17 @@ def slice_of_parameters(model: nn.Module) -> dict[str, int | None]:
 
 def slice_of_parameter(module: nn.Module, name: str) -> int | None:
     """Return the slice of the parameter that a module has under `name`; None if all islands train it."""
-    for sliced in sliced_of(module).values():
-        if name in sliced.part_names:
-            return sliced.slice_of(sliced.part_names.index(name))
-    return None
+    owners = [sliced for sliced in sliced_of(module).values() if name in sliced.part_names]
+    return owners[0].slice_of(owners[0].part_names.index(name)) if owners else None
 
 
 class SentBoxes(BoxedTensor):
     """The boxes of a tensor in another process, which saves them: DCP's `AsyncCheckpointerType.PROCESS` sends them.
 
-    Every tensor operation raises NotImplementedError.
+    It has no memory of its own. Every tensor operation raises NotImplementedError.
     """
 
+    _instead = "use .full_tensor() of the model"
     _boxes: list[Box]
 
     def __new__(cls, shape: torch.Size, boxes: Sequence[Box], dtype: torch.dtype) -> SentBoxes:
@@ -230,49 +229,38 @@ class SentBoxes(BoxedTensor):
         return self
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"SentBoxes(shape={tuple(self.shape)}, dtype={self.dtype}, boxes={len(self._boxes)})"
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, boxes={len(self.held_boxes())})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # as in ragged/tensor.py
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        raise NotImplementedError(
-            f"{func} of SentBoxes, which are for checkpoints alone; use .full_tensor() of the model"
-        )
+        raise NotImplementedError(f"{func} of {cls.__name__}, which is for checkpoints alone; {cls._instead}")
 
     def held_boxes(self) -> list[Box]:
         """See `BoxedTensor.held_boxes`."""
         return self._boxes
 
 
-class JoinedTensor(BoxedTensor):
+class JoinedTensor(SentBoxes):
     """The whole of a sliced parameter, or of one of its optimizer states, as DCP sees it.
 
     It has the shape of the whole and no memory of its own: its boxes are views of the parts. So a checkpoint has the
-    unsliced layout, loads into any number of slices, and needs no gather. Every tensor operation raises
-    NotImplementedError.
+    unsliced layout, loads into any number of slices, and needs no gather.
     """
 
+    _instead = "use its parts"
     parts: tuple[Tensor | None, ...]
     """RaggedTensors or plain tensors, in the order of `SlicedParameter.part_names`; None where DCP neither writes nor
     fills a part from this rank."""
     _sliced: SlicedParameter
 
-    def __new__(cls, sliced: SlicedParameter, parts: Sequence[Tensor | None]) -> JoinedTensor:
+    def __new__(cls, sliced: SlicedParameter, parts: Sequence[Tensor | None]) -> JoinedTensor:  # type: ignore[misc]
         """Join `parts`, at least one of which is not None."""
         some = next(part for part in parts if part is not None)
         self = torch.Tensor._make_wrapper_subclass(cls, sliced.shape, dtype=some.dtype, device=some.device)
         self._sliced, self.parts = sliced, tuple(parts)
         return self
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"JoinedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, parts={self._sliced.part_names})"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # as in ragged/tensor.py
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        raise NotImplementedError(f"{func} of a JoinedTensor, which is for checkpoints alone; use its parts")
 
     def join(self, wholes: Sequence[Tensor]) -> Tensor:
         """Make the whole from the whole values of all parts; see `SlicedParameter.join`."""

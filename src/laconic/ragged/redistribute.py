@@ -30,16 +30,6 @@ def whole_on(spec: RaggedSpec, shard: int) -> RaggedSpec:
     return RaggedSpec(cluster=spec.cluster, layout=layout, index=0, dtensor=spec.dtensor)
 
 
-def moved_elements(spec: RaggedSpec, target: RaggedSpec | None) -> int:
-    """Count the elements that cross between ranks when a tensor goes from `spec` to `target`, summed over all ranks."""
-    return sum(
-        _overlap(held, wanted).numel
-        for sender, held in _extents(spec).items()
-        for receiver, wanted in _new_extents(spec, target).items()
-        if sender != receiver
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class _Run:
     """A run [start, stop) of this rank's flat part of one tensor."""
@@ -145,13 +135,11 @@ class Redistribution:
         outgoing, incoming = self._to_peers(plan.sends, cluster, dtype), self._to_peers(plan.receives, cluster, dtype)
         messages = {peer: _packed([run.view(self._parts) for run in runs]) for peer, runs in outgoing.items()}
         assert cluster.all_group is not None
-        if cluster.device_type == "cpu" and _compat.backend_of(cluster.all_group, "cpu") == "gloo":
-            works = self._send_each(messages, incoming, cluster, plan.purpose)
-        else:
-            for peer in {**outgoing, **incoming}:
-                sent, received = (_numel(runs.get(peer, [])) * dtype.itemsize for runs in (outgoing, incoming))
-                cluster.traffic.count(cluster.level_to(peer), plan.purpose, sent_bytes=sent, received_bytes=received)
-            works = self._all_to_all(messages, incoming, cluster, dtype)
+        for peer in {**outgoing, **incoming}:
+            sent, received = (_numel(runs.get(peer, [])) * dtype.itemsize for runs in (outgoing, incoming))
+            cluster.traffic.count(cluster.level_to(peer), plan.purpose, sent_bytes=sent, received_bytes=received)
+        is_gloo = cluster.device_type == "cpu" and _compat.backend_of(cluster.all_group, "cpu") == "gloo"
+        works = (self._send_each if is_gloo else self._all_to_all)(messages, incoming, cluster, dtype)
         self._pending.append(Pending(works, cluster.traffic, "node" if cluster.num_nodes > 1 else "local"))
 
     def _to_peers(self, runs: _RunsByPeer, cluster: Cluster, dtype: torch.dtype) -> _RunsByPeer:
@@ -160,7 +148,7 @@ class Redistribution:
         return {peer: own for peer, own in chosen.items() if own and peer != cluster.shard_index}
 
     def _send_each(
-        self, messages: Mapping[int, Tensor], incoming: _RunsByPeer, cluster: Cluster, purpose: Purpose
+        self, messages: Mapping[int, Tensor], incoming: _RunsByPeer, cluster: Cluster, dtype: torch.dtype
     ) -> list[dist.Work | None]:
         """Receive single runs straight into the new parts: [Note: Collectives on Gloo] in comm/collectives.py."""
         works = []
@@ -168,10 +156,8 @@ class Redistribution:
             first = runs[0].view(self._new_parts)
             message = first if len(runs) == 1 else first.new_empty(_numel(runs))
             self._arrivals.append((message, runs))
-            cluster.traffic.count(cluster.level_to(peer), purpose, sent_bytes=0, received_bytes=message.nbytes)
             works.append(dist.irecv(message, src=cluster.global_rank(peer), group=cluster.all_group))
         for peer, message in messages.items():
-            cluster.traffic.count(cluster.level_to(peer), purpose, sent_bytes=message.nbytes, received_bytes=0)
             works.append(dist.isend(message, dst=cluster.global_rank(peer), group=cluster.all_group))
         self._departures += messages.values()
         return works
@@ -193,8 +179,8 @@ class Redistribution:
 
 def _extents(spec: RaggedSpec) -> dict[int, Extent]:
     """The elements of a tensor that each shard holds; shards that hold nothing are left out."""
-    extents = {shard: spec.layout.extent(spec.index, shard) for shard in spec.layout.holders(spec.index)}
-    return {shard: extent for shard, extent in extents.items() if extent is not None}
+    extents = {shard: spec.held_by(shard) for shard in spec.layout.holders(spec.index)}
+    return {shard: extent for shard, extent in extents.items() if extent.numel}
 
 
 def _new_extents(source: RaggedSpec, target: RaggedSpec | None) -> dict[int, Extent]:
@@ -258,12 +244,12 @@ def _stages(spec: RaggedSpec) -> Iterator[tuple[IslandLevel, int, list[Extent]]]
     these. Shards, and so the runs of node shards, come in order: [Note: A bucket's order] in shard/bucket.py.
     """
     cluster, num_nodes = spec.cluster, spec.cluster.num_nodes
-    extents = [spec.layout.extent(spec.index, shard) for shard in range(cluster.size)]
+    extents = [spec.held_by(shard) for shard in range(cluster.size)]
     node_shards = [extents[begin : begin + num_nodes] for begin in range(0, cluster.size, num_nodes)]
-    yield "node", cluster.node_rank, [extent or Extent(0, 0) for extent in node_shards[cluster.local_rank]]
+    yield "node", cluster.node_rank, node_shards[cluster.local_rank]
     yield "local", cluster.local_rank, [_joined(own) for own in node_shards]
 
 
-def _joined(extents: list[Extent | None]) -> Extent:
-    held = [extent for extent in extents if extent is not None]
+def _joined(extents: list[Extent]) -> Extent:
+    held = [extent for extent in extents if extent.numel]
     return Extent(held[0].start, held[-1].stop) if held else Extent(0, 0)

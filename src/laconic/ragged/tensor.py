@@ -27,7 +27,6 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from operator import add
 from types import FrameType
 from typing import Any, NoReturn, cast
@@ -360,31 +359,6 @@ class RaggedTensor(BoxedTensor, _compat.SelfDispatchedDTensor):
         """Count that the tensor has been set to zero."""
         self._zeroings[0] += 1
 
-    def register_hook(self, hook: Any) -> NoReturn:
-        """Refuse: gradients of a sharded parameter come from a reduction, not through autograd."""
-        raise NotImplementedError(
-            "a hook of Tensor.register_hook on a sharded parameter would never run, since its gradient comes from a "
-            "reduction. Use register_post_accumulate_grad_hook: it runs when the sum is in .grad"
-        )
-
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refuse: this rank holds only a part."""
-        raise NotImplementedError(f"a RaggedTensor is no NumPy array: this rank holds only a part. {HISTOGRAM}")
-
-    def tolist(self) -> NoReturn:
-        """Refuse: this rank holds only a part."""
-        raise NotImplementedError(
-            "a RaggedTensor is no list: this rank holds only a part. Use .full_tensor().tolist() on every rank, or "
-            ".to_local().tolist()"
-        )
-
-    def share_memory_(self) -> NoReturn:
-        """Refuse: torch would look for the memory of the whole tensor."""
-        raise NotImplementedError(
-            "a RaggedTensor has no memory of its own that processes could share: use .to_local().share_memory_(), or "
-            "share_memory() of the sharded module"
-        )
-
     def held_boxes(self) -> list[Box]:
         """See `BoxedTensor.held_boxes`."""
         admit_edits()
@@ -472,17 +446,34 @@ def redistribute(
     Raises:
         ValueError: a target has another shape or another cluster than its tensor.
     """
+
+    def in_new_cut(index: int, part: Tensor) -> Tensor:
+        tensor, target = tensors[index], targets[index]
+        if target is None:
+            return tensor.spec.assemble(part)
+        return tensor if target == tensor.spec else RaggedTensor(part, target)
+
     plan = TransferPlan([tensor.spec for tensor in tensors], targets, purpose)
-    return plan.start([tensor._local_tensor for tensor in tensors], partial(_in_new_cut, tensors, targets))
+    return plan.start([tensor._local_tensor for tensor in tensors], in_new_cut)
 
 
-def _in_new_cut(
-    tensors: Sequence[RaggedTensor], targets: Sequence[RaggedSpec | None], index: int, part: Tensor
-) -> Tensor:
-    tensor, target = tensors[index], targets[index]
-    if target is None:
-        return tensor.spec.assemble(part)
-    return tensor if target == tensor.spec else RaggedTensor(part, target)
+_REFUSED = {
+    "register_hook": "a hook of Tensor.register_hook on a sharded parameter would never run, since its gradient comes "
+    "from a reduction. Use register_post_accumulate_grad_hook: it runs when the sum is in .grad",
+    "numpy": f"a RaggedTensor is no NumPy array: this rank holds only a part. {HISTOGRAM}",
+    "tolist": "a RaggedTensor is no list: this rank holds only a part. Use .full_tensor().tolist() on every rank, or "
+    ".to_local().tolist()",
+    "share_memory_": "a RaggedTensor has no memory of its own that processes could share: use .to_local()."
+    "share_memory_(), or share_memory() of the sharded module",
+}
+"""Methods of tensors that cannot work on a part, and what their error says."""
+
+
+def _refuse_method(name: str) -> None:
+    def method(self: RaggedTensor, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(_REFUSED[name])
+
+    setattr(RaggedTensor, name, method)
 
 
 def _refuse_view(name: str) -> None:
@@ -495,6 +486,8 @@ def _refuse_view(name: str) -> None:
     setattr(RaggedTensor, name, property(view, doc="Refuse: the elements of a row may lie on several ranks."))
 
 
+for _name in _REFUSED:
+    _refuse_method(_name)
 for _name in ("T", "H", "mT", "mH"):
     _refuse_view(_name)
 

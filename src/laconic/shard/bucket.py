@@ -95,13 +95,10 @@ class Bucket:
         self.sharded = self.stored.parameters
         """The sharded parameters, in the order of the layout."""
         conversions = [
-            Conversion(
-                p.name, p.places[0][0], self.cluster.shard_mesh, precision,
-                like=p.parameter, block_numel=slot.block, of_class=p.parameter,
-            )
+            Conversion(p.name, p.places[0][0], self.cluster.shard_mesh, precision, p.parameter, block_numel=slot.block)
             for p, slot in zip(managed, layout.slots, strict=True)
             if converts(p.parameter)
-        ]  # fmt: skip
+        ]
         self.form = Form(self.stored, precision, conversions)
         self.full = FullBuffer(self.stored, self.form, self.places, keeps_weights=wire.keeps_weights)
         self.node_shard = NodeShard(self.form, self.full)
@@ -195,17 +192,14 @@ class Bucket:
             raise RuntimeError(f"{which} after the first forward; put it there before, behind to_empty() and the like")
         self.form.set_conversions(
             [
-                old if old is not None and index not in new else self._patched_conversion(index, is_hooked=index in new)
+                old if old is not None and index not in new else self._patched_conversion(index)
                 for index, old in enumerate(before)
             ]
         )
 
-    def _patched_conversion(self, index: int, *, is_hooked: bool) -> Conversion:
-        parameter = self.sharded[index]
-        return Conversion(
-            self.layout.slots[index].name, self.places.each[index][0][0], self.cluster.shard_mesh, self.form.precision,
-            like=parameter, patched=parameter if is_hooked else None,
-        )  # fmt: skip
+    def _patched_conversion(self, index: int) -> Conversion:
+        name, module = self.layout.slots[index].name, self.places.each[index][0][0]
+        return Conversion(name, module, self.cluster.shard_mesh, self.form.precision, self.sharded[index])
 
     @property
     def divide_before(self) -> float:
