@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from laconic.layout import packing
 from laconic.layout.bucket import BucketLayout
-from laconic.layout.explain import Cause, explain, explain_bucket
+from laconic.layout.explain import Cause, Explanation, explain
 from laconic.layout.granularity import rows
 from laconic.layout.packing import UnitPlan, plan_unit, warn_if_wasteful
 from tests.reference import planner as reference
@@ -203,6 +203,11 @@ def test_equal_layers_have_equal_plans_whose_buckets_stand_alone_and_are_explain
 # -- explanations ------------------------------------------------------------------------------------------------------
 
 
+def explained(layout: BucketLayout) -> Explanation:
+    (found,) = explain(UnitPlan(buckets=(layout,), members=()), itemsize=16)
+    return found
+
+
 @pytest.mark.parametrize(
     ("tensors", "num_shards", "cause", "named", "block", "words"),
     [
@@ -217,7 +222,7 @@ def test_the_cause_of_padding_is_named(
     tensors: list[tuple[int, int]], num_shards: int, cause: Cause, named: tuple[str, ...], block: int, words: str
 ) -> None:
     layout = plan(tensors, num_shards)
-    found = explain_bucket(layout, itemsize=16)
+    found = explained(layout)
     assert (found.cause, found.tensors, found.block) == (cause, named, block)
     assert (found.padding, found.shard_numel) == (layout.padding, layout.shard_numel)
     assert words in str(found)
@@ -227,7 +232,7 @@ def test_the_cause_of_padding_is_named(
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 9)), min_size=1, max_size=3), st.integers(1, 5))
 def test_a_floor_or_a_multiple_is_a_proof(tensors: list[tuple[int, int]], num_shards: int) -> None:
     layout = plan(tensors, num_shards)
-    found = explain_bucket(layout, itemsize=16)
+    found = explained(layout)
     if found.cause is not Cause.GAPS:
         assert layout.shard_numel == reference.smallest_shard_of_any_order(tensors, num_shards, 1)
 

@@ -69,16 +69,14 @@ class Explanation:
 
 
 def explain(plan: UnitPlan, *, itemsize: int) -> tuple[Explanation, ...]:
-    """Explain the size of each bucket of a plan; `itemsize` is the argument of `plan_unit`."""
-    return tuple(explain_bucket(bucket, itemsize=itemsize) for bucket in plan.buckets)
-
-
-def explain_bucket(layout: BucketLayout, *, itemsize: int) -> Explanation:
-    """Explain the size of a bucket; `itemsize` is the argument of `plan_bucket`.
+    """Explain the size of each bucket of a plan; `itemsize` is the argument of `plan_unit`.
 
     A floor or a least common multiple proves that no layout in one bucket has smaller shards. Gaps depend on the order.
     """
-    quantum = quantum_of(itemsize)
+    return tuple(_explained(bucket, quantum_of(itemsize)) for bucket in plan.buckets)
+
+
+def _explained(layout: BucketLayout, quantum: int) -> Explanation:
     numel = layout.numel - layout.padding
     least = least_shard(numel, layout.num_shards, quantum)
     cause, slots, block = _cause(layout, least, quantum)

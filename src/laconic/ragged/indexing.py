@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from laconic.comm.collectives import all_reduce
 from laconic.layout.bucket import Extent, RunsLayout
+from laconic.ragged.dispatch import arguments_of, implements, remedy_for, results_of
 from laconic.ragged.dtensor import is_torch_dtensor, whole_of
-from laconic.ragged.on_meta import arguments_of, results_of
 from laconic.ragged.spec import RaggedSpec
-from laconic.ragged.tensor import RaggedTensor, implements, remedy_for
+from laconic.ragged.tensor import RaggedTensor
 
 aten = torch.ops.aten
 

@@ -19,10 +19,10 @@ from laconic.comm.collectives import all_reduce
 from laconic.layout.bucket import boxes
 from laconic.ragged import indexing as indexing  # registers its handlers
 from laconic.ragged import reductions as reductions  # likewise
+from laconic.ragged.dispatch import Handler, handlers, implements, remedy_for, results_on_meta
 from laconic.ragged.dtensor import all_reduce_outer, is_torch_dtensor, whole_of
-from laconic.ragged.on_meta import results_on_meta
 from laconic.ragged.spec import RaggedSpec
-from laconic.ragged.tensor import Handler, RaggedTensor, implements, implements_others, remedy_for
+from laconic.ragged.tensor import RaggedTensor
 
 aten = torch.ops.aten
 
@@ -53,11 +53,13 @@ def _is_pointwise(name: str) -> bool:
     return name in ("zero", "copy", "clone", "lerp") or any(torch.Tag.pointwise in each.tags for each in overloads)
 
 
-@implements_others
 def _handler_of(func: Any) -> Handler:
     if _is_elementwise(func):
         return _elementwise(func)
     return _decompose if _compat.is_composite(func) else _refuse
+
+
+handlers.of_others = _handler_of
 
 
 def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -135,7 +137,7 @@ def _of_mixed_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 def _refuse_other_shapes(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[RaggedSpec | None]
 ) -> None:
-    """Let torch raise its errors, and refuse results of other shapes: [Note: Asked of torch first] in on_meta.py."""
+    """Let torch raise its errors, and refuse results of other shapes: [Note: Asked of torch first] in dispatch.py."""
     results = results_on_meta(func, args, kwargs)
     own = specs[0].shape if len(specs) == 1 and specs[0] is not None else None
     shapes = [tuple(each.shape) for each in results or () if isinstance(each, Tensor)]

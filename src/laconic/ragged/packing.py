@@ -18,6 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,7 +128,7 @@ def agree_on_packing(cluster: Cluster, converted: Sequence[Converted], numels: S
         NotImplementedError: a conversion makes too many tensors, or ranks make other tensors, on all ranks alike.
     """
     own = [[item.numel, [[each.numel(), str(each.dtype)] for each in item.tensors]] for item in converted]
-    told = sorted(ranks_or_self(cluster.flag_group).gather([cluster.shard_index, own]))
+    told: list[Any] = sorted(ranks_or_self(cluster.flag_group).gather([cluster.shard_index, own]))
     tensors: list[PackedTensor] = []
     for parameter, item in enumerate(converted):
         made = [each[parameter] for _, each in told]

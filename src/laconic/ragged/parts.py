@@ -255,7 +255,7 @@ class JoinedTensor(SentBoxes):
     fills a part from this rank."""
     _sliced: SlicedParameter
 
-    def __new__(cls, sliced: SlicedParameter, parts: Sequence[Tensor | None]) -> JoinedTensor:  # type: ignore[misc]
+    def __new__(cls, sliced: SlicedParameter, parts: Sequence[Tensor | None]) -> JoinedTensor:
         """Join `parts`, at least one of which is not None."""
         some = next(part for part in parts if part is not None)
         self = torch.Tensor._make_wrapper_subclass(cls, sliced.shape, dtype=some.dtype, device=some.device)

@@ -4,7 +4,7 @@ The result is a plain tensor, equal on all ranks. Each rank reduces its own boxe
 many elements as the result has cross the wire, and no part of the tensor does. Sums are taken in float32 at least.
 
 A rule of `_RULES` makes the result with the reduced dims kept, of element-wise operations and `reduced`. torch then
-says the shape and the dtype: [Note: Asked of torch first] in ragged/on_meta.py.
+says the shape and the dtype: [Note: Asked of torch first] in ragged/dispatch.py.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from laconic.comm.collectives import all_reduce
+from laconic.ragged.dispatch import arguments_of, implements, results_on_meta
 from laconic.ragged.dtensor import all_reduce_outer
-from laconic.ragged.on_meta import arguments_of, results_on_meta
-from laconic.ragged.tensor import RaggedTensor, implements
+from laconic.ragged.tensor import RaggedTensor
 
 aten = torch.ops.aten
 

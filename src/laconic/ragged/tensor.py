@@ -24,11 +24,9 @@ part that was taken before the forward can be edited too soon.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import add
-from types import FrameType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -40,105 +38,11 @@ from torch.distributed.tensor.placement_types import Placement
 from laconic import _compat
 from laconic.comm.traffic import Purpose
 from laconic.layout.bucket import BucketLayout, Extent, boxes
+from laconic.ragged.dispatch import HISTOGRAM, handlers
 from laconic.ragged.dtensor import is_torch_dtensor, whole_of
-from laconic.ragged.on_meta import checked
 from laconic.ragged.parts import Box, BoxedTensor
 from laconic.ragged.redistribute import Redistribution, TransferPlan, gather_whole
 from laconic.ragged.spec import LocalPart, RaggedSpec, local_shape_on_meta, placements_of
-
-HISTOGRAM = (
-    "A histogram, a plot or an array of a sharded tensor needs all its elements: use tensor.full_tensor(), which every "
-    "rank must call, or tensor.to_local() for those of this rank"
-)
-_HISTOGRAMS = {"aten::histc", "aten::histogram", "aten::histogramdd", "aten::bincount", "aten::bucketize"}
-_GENERAL = (
-    "Use .to_local() for this rank's elements, .full_tensor() for all of them, or call the sharded module, which "
-    "gathers its parameters"
-)
-
-
-_CALLS = {"__call__", "_call_impl", "_wrapped_call_impl", "inner"}
-"""How torch calls a module."""
-
-
-def remedy_for(func: Any) -> str:
-    """What the caller of the aten function `func`, which is not defined on a RaggedTensor, can do instead."""
-    if func._schema.name in _HISTOGRAMS:
-        return HISTOGRAM
-    frame: FrameType | None = sys._getframe(1)
-    module = method = ""
-    while frame is not None:
-        text = _remedy_in(frame)
-        if text:
-            return text
-        name, holder = frame.f_code.co_name, frame.f_locals.get("self")
-        if isinstance(holder, torch.nn.Module) and name not in _CALLS:
-            module, method = type(holder).__name__, name  # the outermost, which the user knows
-        frame = frame.f_back
-    if not method:
-        return _GENERAL
-    if method == "forward":
-        return (
-            f"{module}.forward ran outside of the forward of the unit that has the parameter: make {module} a unit of "
-            f"its own, or a part of the unit that calls it. {_GENERAL}"
-        )
-    return (
-        f"{module}.{method} ran outside of the unit's forward, where parameters are gathered: call "
-        f"torch.distributed.fsdp.register_fsdp_forward_method(module, {method!r}) first, or {method} before "
-        f"fully_shard. {_GENERAL}"
-    )
-
-
-def _remedy_in(frame: FrameType) -> str:
-    """The remedy of a function that is at work; empty for most functions."""
-    name, holder = frame.f_code.co_name, frame.f_locals.get("self")
-    if frame.f_globals.get("__name__") == "torch.nn.init" and not name.startswith("_"):
-        return (
-            f"nn.init.{name} needs the whole tensor: call it before fully_shard, or fill a plain tensor from one seed "
-            f"on every rank and copy it: whole = torch.empty(p.shape); nn.init.{name}(whole); then p.copy_(whole) "
-            "under torch.no_grad()"
-        )
-    if isinstance(holder, torch.optim.Optimizer):
-        return (
-            f"{type(holder).__name__} needs whole tensors. Optimizers that work element by element, such as AdamW and "
-            "SGD, step sharded parameters as they are; for whole matrices there are laconic.optim.Muon and Shampoo. "
-            "Or let it step plain tensors that p.full_tensor() makes on every rank, and copy them back with p.copy_()"
-        )
-    return ""
-
-
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""A function of (aten function, positional arguments, keyword arguments)."""
-_handlers: dict[Any, Handler] = {}
-"""By overload or packet; an overload that was called once has its own entry."""
-_handler_of_others: Callable[[Any], Handler]
-
-
-def implements(*functions: Any, asks_torch: bool = False) -> Callable[[Handler], Handler]:
-    """Make the decorated handler run aten functions that get a RaggedTensor, as in torchao's tensor subclasses.
-
-    Give overloads (`aten.norm.Scalar`), or packets (`aten.clone`, which stands for all its overloads but those that
-    write to `out`). `asks_torch`: see [Note: Asked of torch first] in ragged/on_meta.py.
-    """
-
-    def register(handler: Handler) -> Handler:
-        _handlers.update(dict.fromkeys(functions, checked(handler) if asks_torch else handler))
-        return handler
-
-    return register
-
-
-def implements_others(make: Callable[[Any], Handler]) -> Callable[[Any], Handler]:
-    """Let the decorated function make the handlers of all aten functions that have none."""
-    global _handler_of_others
-    _handler_of_others = make
-    return make
-
-
-def _find_handler(func: Any) -> Handler:
-    own = None if func._schema.overload_name.endswith("out") else _handlers.get(func.overloadpacket)
-    return own or _handler_of_others(func)
-
 
 _waits: list[Callable[[], None]] = []
 
@@ -172,8 +76,8 @@ class RaggedTensor(BoxedTensor, _compat.SelfDispatchedDTensor):
     In-place random fills draw the global tensor and keep this rank's part, so equal seeds give the unsharded values.
     `copy_` also takes a plain tensor of the global shape. Rows, by `w[2:5]`, `split`, `chunk` or `unbind`, are views.
     Elements by index or mask are read and written on the rank that holds them. Every other operation raises
-    NotImplementedError, whose text names the remedy. The handlers are in operations.py, indexing.py, reductions.py and
-    reductions.py of this room.
+    NotImplementedError, whose text names the remedy. The handlers are in operations.py, indexing.py and reductions.py
+    of this room.
 
     Source: RaggedShard of veScale-FSDP (arXiv 2602.22437).
     """
@@ -427,10 +331,7 @@ class RaggedTensor(BoxedTensor, _compat.SelfDispatchedDTensor):
     ) -> Any:
         if _waits and func._schema.is_mutable:
             admit_edits()
-        handler = _handlers.get(func)
-        if handler is None:
-            handler = _handlers[func] = _find_handler(func)
-        return handler(func, args, kwargs or {})
+        return handlers[func](func, args, kwargs or {})
 
 
 def redistribute(
