@@ -68,11 +68,16 @@ def plan_bucket(
     """Place tensors, in order, in a bucket with the smallest feasible shards. Arguments and errors: see `plan_unit`."""
     packing = pack(packed_tensors(names, shapes, blocks), num_shards, quantum_of(itemsize))
     assert packing is not None  # a single shard can hold all tensors
-    slots = tuple(
-        Slot(name=name, shape=tuple(shape), block=block, offset=offset)
-        for name, shape, block, offset in zip(names, shapes, blocks, packing.offsets, strict=True)
-    )
+    slots = slots_of(names, shapes, blocks, packing.offsets)
     return BucketLayout(slots=slots, num_shards=num_shards, shard_numel=packing.shard_numel)
+
+
+def slots_of(
+    names: Sequence[str], shapes: Sequence[tuple[int, ...]], blocks: Sequence[int], offsets: Sequence[int]
+) -> tuple[Slot, ...]:
+    """The places of tensors in a bucket."""
+    each = zip(names, map(tuple, shapes), blocks, offsets, strict=True)
+    return tuple(Slot(name=name, shape=shape, block=block, offset=offset) for name, shape, block, offset in each)
 
 
 def packed_tensors(names: Sequence[str], shapes: Sequence[tuple[int, ...]], blocks: Sequence[int]) -> Tensors:
@@ -266,17 +271,11 @@ def plan_unit(
     parts = (tuple(range(len(tensors))),) if may_shrink else best_parts(tensors, num_shards, quantum)
     if may_shrink and _is_costly(tensors, num_shards, quantum):
         blocks = [1] * len(tensors)
-    buckets = tuple(
-        plan_bucket(
-            [names[index] for index in part],
-            [shapes[index] for index in part],
-            [blocks[index] for index in part],
-            num_shards=num_shards,
-            itemsize=itemsize,
-        )
-        for part in parts
-    )
-    return UnitPlan(buckets=buckets, members=parts)
+    buckets = []
+    for part in parts:
+        own = ([every[index] for index in part] for every in (names, shapes, blocks))
+        buckets.append(plan_bucket(*own, num_shards=num_shards, itemsize=itemsize))  # type: ignore[arg-type]
+    return UnitPlan(buckets=tuple(buckets), members=parts)
 
 
 def warn_if_wasteful(plan: UnitPlan, itemsize: int) -> None:
@@ -315,64 +314,44 @@ def best_parts(tensors: Tensors, num_shards: int, quantum: int) -> tuple[Members
     if cost - total <= NEGLIGIBLE * total or one.shard_numel == quantum:
         return best
     price = int(_COLLECTIVE * total)
-    search = _Search(tensors, num_shards, quantum)
     partitions = [
         tuple(tuple(sorted(chain.from_iterable(part))) for part in parts)
         for parts in _partitions(_classes(tensors, quantum), MAX_BUCKETS)
     ]
-    for parts in sorted(partitions, key=lambda parts: (search.bound(parts) + price * len(parts), len(parts))):
-        surcharge = price * (len(parts) - 1)
-        ordered = search.order(parts, limit=cost - surcharge - 1)
-        if ordered is not None:
-            best, cost = ordered, search.bound(parts) + surcharge
+    # the smallest shard of each part: a lower bound of it, until its best order is known
+    shards: dict[Members, int] = {}
+    for part in {part for parts in partitions for part in parts}:
+        shards[part] = next(shard_candidates(_select(tensors, part), num_shards, quantum))
+    orders: dict[Members, Members] = {}
+
+    def bound(parts: tuple[Members, ...]) -> int:
+        return num_shards * sum(shards[part] for part in parts) + price * (len(parts) - 1)
+
+    for parts in sorted(partitions, key=lambda parts: (bound(parts), len(parts))):
+        for part in parts:
+            if part not in orders and bound(parts) < cost:
+                shards[part], orders[part] = _best_order(tensors, part, num_shards, quantum)
+        if bound(parts) < cost:
+            best, cost = tuple(orders[part] for part in parts), bound(parts)
     return best
 
 
-class _Search:
-    """Packs sets of tensors, each set once, and only as far as it can matter."""
+def _best_order(tensors: Tensors, part: Members, num_shards: int, quantum: int) -> tuple[int, Members]:
+    """The smallest shard for some of the tensors, and the order in which to place them."""
+    best: tuple[int, Members] | None = None
+    limit = None
+    for key in _ORDERS:
+        order = tuple(sorted(part, key=lambda index: key(tensors[index])))
+        packed = pack(_select(tensors, order), num_shards, quantum, limit)
+        if packed is not None and (limit is None or packed.shard_numel <= limit):
+            best = packed.shard_numel, order
+            limit = packed.shard_numel - 1 - (packed.shard_numel >> _WORTHWHILE)
+    assert best is not None
+    return best
 
-    def __init__(self, tensors: Tensors, num_shards: int, quantum: int) -> None:
-        self._tensors, self._num_shards, self._quantum = tensors, num_shards, quantum
-        self._least: dict[Members, int] = {}  # a lower bound of the shard size
-        self._ordered: dict[Members, Members] = {}  # the best order, once it is known; `_least` is then exact
 
-    def bound(self, parts: tuple[Members, ...]) -> int:
-        """A lower bound of the elements of all buckets; exact after `order`."""
-        return self._num_shards * sum(self._least_shard(part) for part in parts)
-
-    def order(self, parts: tuple[Members, ...], limit: int) -> tuple[Members, ...] | None:
-        """The parts, each in its best order, if all buckets together have `limit` elements or fewer."""
-        for part in parts:
-            rest = sum(self._least_shard(other) for other in parts if other is not part)
-            if not self._pack(part, limit // self._num_shards - rest):
-                return None
-        return tuple(self._ordered[part] for part in parts)
-
-    def _select(self, members: Members) -> Tensors:
-        return tuple(self._tensors[index] for index in members)
-
-    def _least_shard(self, members: Members) -> int:
-        if members not in self._least:
-            self._least[members] = next(shard_candidates(self._select(members), self._num_shards, self._quantum))
-        return self._least[members]
-
-    def _pack(self, members: Members, limit: int) -> bool:
-        """Find the order with the smallest shard, if that is `limit` or less; otherwise raise the lower bound."""
-        if self._least_shard(members) > limit:
-            return False
-        if members in self._ordered:
-            return True
-        smallest = limit + 1
-        for key in _ORDERS:
-            order = tuple(sorted(members, key=lambda index: key(self._tensors[index])))
-            packed = pack(self._select(order), self._num_shards, self._quantum, limit)
-            if packed is not None and packed.shard_numel <= limit:
-                self._ordered[members], smallest = order, packed.shard_numel
-                if smallest == self._least[members]:
-                    break
-                limit = smallest - 1 - (smallest >> _WORTHWHILE)
-        self._least[members] = smallest
-        return members in self._ordered
+def _select(tensors: Tensors, members: Members) -> Tensors:
+    return tuple(tensors[index] for index in members)
 
 
 def _classes(tensors: Tensors, quantum: int) -> list[Members]:

@@ -21,8 +21,8 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from laconic.layout.bucket import BucketLayout, Slot
-from laconic.layout.packing import NEGLIGIBLE, Tensors, UnitPlan, packed_tensors, quantum_of, round_up
+from laconic.layout.bucket import BucketLayout
+from laconic.layout.packing import NEGLIGIBLE, Tensors, UnitPlan, packed_tensors, quantum_of, round_up, slots_of
 
 Shares = tuple[float, ...]
 """A positive number for each shard, of which only the ratio counts."""
@@ -53,10 +53,7 @@ def plan_by_shares(
         without_blocks = cut_by_shares(free, shares, quantum)
         if fullness(stops, shares) > (1 + NEGLIGIBLE) * fullness(without_blocks[1], shares):
             blocks, (offsets, stops) = [1] * len(names), without_blocks
-    slots = tuple(
-        Slot(name=name, shape=tuple(shape), block=block, offset=offset)
-        for name, shape, block, offset in zip(names, shapes, blocks, offsets, strict=True)
-    )
+    slots = slots_of(names, shapes, blocks, offsets)
     largest = max(stop - start for start, stop in pairwise((0, *stops)))
     layout = BucketLayout(slots=slots, num_shards=len(stops), shard_numel=largest, stops=stops)
     return UnitPlan(buckets=(layout,), members=(tuple(range(len(names))),))

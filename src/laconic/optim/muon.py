@@ -131,7 +131,7 @@ class Muon(MatrixOptimizer):
 
     def _pieces(self, tensor: Any) -> list[Any]:
         (whole,) = super()._pieces(tensor)
-        return [whole] if whole.ndim == 2 else [whole[index] for index in range(whole.shape[0])]
+        return [whole] if whole.ndim == 2 else list(whole.unbind())
 
     def _init_matrix(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
         state["momentum_buffer"] = torch.zeros_like(parameter)

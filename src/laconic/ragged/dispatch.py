@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """A function of (aten function, positional arguments, keyword arguments)."""
@@ -57,7 +56,7 @@ def results_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     Raises what torch raises for a call of these shapes, dtypes and numbers.
     """
     try:
-        return results_of(func(*tree_map(_on_meta, args), **tree_map(_on_meta, kwargs)))
+        return results_of(func(*_on_meta(args), **_on_meta(kwargs)))
     except NotImplementedError:
         return None
 
@@ -70,6 +69,10 @@ def results_of(result: Any) -> list[Any]:
 def _on_meta(value: Any) -> Any:
     if isinstance(value, Tensor):
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_on_meta, value))
+    if isinstance(value, dict):
+        return {key: _on_meta(each) for key, each in value.items()}
     return torch.device("meta") if isinstance(value, torch.device) else value
 
 

@@ -7,8 +7,8 @@ counts all elements, and `w[mask].to_local()` has this rank's. A write changes t
 index or mask that is a plain tensor is the same on every rank, so that even one rank may read alone. Of a mask that is
 a RaggedTensor, such as `w > 0`, a rank knows its part only: to read by it, the ranks exchange a number each.
 
-Which rows or elements a call names, torch itself says: it runs the call on a tensor that has the numbers of the rows,
-or the coordinates of the elements, in place of values.
+Which rows or elements a call names, torch itself says: it makes the views of a tensor without memory, and takes the
+elements of tensors that have coordinates in place of values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from laconic.comm.collectives import all_reduce
 from laconic.layout.bucket import Extent, RunsLayout
-from laconic.ragged.dispatch import arguments_of, implements, remedy_for, results_of
+from laconic.ragged.dispatch import arguments_of, implements, remedy_for, results_on_meta
 from laconic.ragged.dtensor import is_torch_dtensor, whole_of
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
@@ -39,20 +39,18 @@ def _refuse_other_dims(func: Any, source: RaggedTensor, dim: int) -> None:
         )
 
 
-@implements(aten.select.int, aten.slice.Tensor, aten.split, aten.split_with_sizes, asks_torch=True)
-@implements(aten.unsafe_split, aten.unsafe_split_with_sizes, aten.unbind, asks_torch=True)
+@implements(aten.select.int, aten.slice.Tensor, aten.split, aten.split_with_sizes)
+@implements(aten.unsafe_split, aten.unsafe_split_with_sizes, aten.unbind)
 def _rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor | list[RaggedTensor]:
     source, given = args[0], arguments_of(func, args, kwargs)
     _refuse_other_dims(func, source, given["dim"])
     if (step := given.get("step", 1)) != 1:
         raise NotImplementedError(f"rows of a RaggedTensor (dim 0) can be sliced with step 1 only, not {step}")
-    pieces = func(_along(tuple(source.shape), 0, 1), *args[1:], **kwargs)
     views = []
-    for piece in results_of(pieces):
-        keep_dim = piece.dim() == source.dim()
-        start = int(piece[(0,) * piece.dim()]) if piece.numel() else 0
+    for piece in results_on_meta(func, args, kwargs) or ():
+        start, keep_dim = piece.storage_offset() // max(1, math.prod(source.shape[1:])), piece.dim() == source.dim()
         views.append(source.rows(start, start + (piece.shape[0] if keep_dim else 1), keep_dim=keep_dim))
-    return views[0] if isinstance(pieces, Tensor) else views
+    return views[0] if func.overloadpacket in (aten.select, aten.slice) else views
 
 
 @implements(aten.index.Tensor, aten.masked_select, aten.index_select, asks_torch=True)
@@ -115,7 +113,11 @@ class _Selection:
             return (whole_of(index) if is_torch_dtensor(index) else index).to(device)
 
         rest = tree_map(lambda each: whole(each) if isinstance(each, Tensor) else each, indices)
-        places: Any = sum(take(each, *rest) for each in _coordinates(tuple(tensor.shape), device))
+        places: Any
+        if given[0].dtype == torch.bool and given[0].shape == tensor.shape:  # in one look at the mask
+            places = whole(given[0]).reshape(-1).nonzero().view(-1)
+        else:
+            places = sum(take(each, *rest) for each in _coordinates(tuple(tensor.shape), device))
         self.places = places
         self._mine = (places >= held.start) & (places < held.stop)
         self.local = places[self._mine] - held.start
@@ -193,14 +195,10 @@ def _runs(stops: list[int]) -> list[Extent]:
 
 
 def _coordinates(shape: tuple[int, ...], device: torch.device) -> Iterator[Tensor]:
-    """Tensors of `shape` whose sum has each element's flat place; a scalar has no coordinate but 0."""
-    yield torch.zeros((), dtype=torch.int64, device=device).expand(shape)
-    for dim in range(len(shape)):
-        yield _along(shape, dim, math.prod(shape[dim + 1 :]), device)
-
-
-def _along(shape: tuple[int, ...], dim: int, step: int, device: torch.device | None = None) -> Tensor:
-    """A tensor of `shape` whose elements are their indices in one dim times `step`, in the memory of these alone."""
-    view = [1] * len(shape)
-    view[dim] = shape[dim]
-    return (torch.arange(shape[dim], device=device) * step).view(view).expand(shape)
+    """Tensors of `shape` whose sum has each element's flat place, each in the memory of one size's indices."""
+    if not shape:
+        yield torch.zeros((), dtype=torch.int64, device=device)
+    for dim, size in enumerate(shape):
+        view = [1] * len(shape)
+        view[dim] = size
+        yield (torch.arange(size, device=device) * math.prod(shape[dim + 1 :])).view(view).expand(shape)
