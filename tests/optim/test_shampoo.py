@@ -69,16 +69,3 @@ def test_blocks_tile_the_tensor() -> None:
             assert max(rows, columns) <= 4
             seen[block] += 1
         assert torch.equal(seen, torch.ones(shape))
-
-
-def test_state_keeps_its_precision_through_a_state_dict() -> None:
-    """State keeps fp32 where torch would give it the parameter's dtype."""
-    parameter = nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16))
-    parameter.grad = random_tensors([(4, 3)], seed=4, dtype=torch.bfloat16)[0]
-    optimizer, other = (Shampoo([parameter], update_every=1) for _ in range(2))
-    optimizer.step()
-    other.load_state_dict(optimizer.state_dict())
-    for key, value in optimizer.state[parameter].items():
-        assert value.dtype == torch.float32
-        assert torch.equal(other.state[parameter][key], value)
-        assert other.state[parameter][key].dtype == torch.float32

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import laconic
 from laconic.ragged.operations import _is_elementwise
 from laconic.ragged.tensor import RaggedTensor
 from tests.kernels.apart import told
 from tests.support.launch import on_ranks
-from tests.support.sharded_net import cut, ragged
+from tests.support.sharded_net import cut
 
 SAMPLE = (
     "add", "lt", "masked_select", "sum", "norm", "var", "amax", "any", "select", "index_select", "split", "rand_like",
@@ -100,12 +98,3 @@ def test_functions_on_lists_are_elementwise_but_those_that_reduce_or_multiply() 
     }
     assert len(packets) > 50
     assert others <= NOT_ELEMENTWISE
-
-
-def test_a_copy_has_the_same_memory() -> None:
-    part: Any = torch.nn.Parameter(ragged(torch.ones(5, 3), 2)[0])
-    same: Tensor = copy.copy(part)
-    assert isinstance(same, torch.nn.Parameter)
-    with torch.no_grad():
-        same.zero_()
-    assert not part.to_local().any()
