@@ -10,7 +10,8 @@ says the shape and the dtype: [Note: Asked of torch first] in ragged/dispatch.py
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import all_reduce
 from laconic.ragged.dispatch import arguments_of, implements, results_on_meta
 from laconic.ragged.dtensor import all_reduce_outer
@@ -104,8 +106,12 @@ def _variance(tensor: Any, dims: _Dims, given: dict[str, Any], dtype: torch.dtyp
     return reduced(squares, dims, dtype=dtype).div_(max(0, _num_reduced(tensor, dims) - correction))
 
 
-def _extremum(tensor: Any, dims: _Dims, op: dist.ReduceOp.RedOpType, dtype: torch.dtype) -> Tensor:
+def _extremum(
+    tensor: Any, dims: _Dims, given: dict[str, Any], dtype: torch.dtype, *, op: dist.ReduceOp.RedOpType
+) -> Tensor:
     """The maxima or minima. NaN wins, as in torch: backends differ in their maximum of NaN and a number."""
+    if not tensor.numel():
+        return (torch.max if op == _MAX else torch.min)(torch.empty(0))  # raises torch's error
     if not dtype.is_floating_point:
         worst = torch.iinfo(dtype).min if op == _MAX else torch.iinfo(dtype).max
         return reduced(tensor, dims, op, dtype=dtype, start=worst)
@@ -115,31 +121,21 @@ def _extremum(tensor: Any, dims: _Dims, op: dist.ReduceOp.RedOpType, dtype: torc
     return found.masked_fill_(has_nan > 0, math.nan)
 
 
-def _max(tensor: Any, dims: _Dims, given: dict[str, Any], dtype: torch.dtype) -> Tensor:
-    return _extremum(tensor, dims, _MAX, dtype) if tensor.numel() else torch.empty(0).max()  # raises torch's error
-
-
-def _min(tensor: Any, dims: _Dims, given: dict[str, Any], dtype: torch.dtype) -> Tensor:
-    return _extremum(tensor, dims, _MIN, dtype) if tensor.numel() else torch.empty(0).min()
-
-
-def _any(tensor: Any, dims: _Dims, given: dict[str, Any], dtype: torch.dtype) -> Tensor:
+def _question(
+    tensor: Any, dims: _Dims, given: dict[str, Any], dtype: torch.dtype, *, op: dist.ReduceOp.RedOpType
+) -> Tensor:
     # trunc_normal_ asks this about the values it draws, and every rank must draw equally often
-    return reduced(tensor != 0, dims, _MAX, dtype=torch.uint8)
-
-
-def _all(tensor: Any, dims: _Dims, given: dict[str, Any], dtype: torch.dtype) -> Tensor:
-    return reduced(tensor != 0, dims, _MIN, dtype=torch.uint8, start=1)
+    return reduced(tensor != 0, dims, op, dtype=torch.uint8, start=op == _MIN)
 
 
 def _norm(tensor: Any, dims: _Dims, given: dict[str, Any], dtype: torch.dtype) -> Tensor:
     order = float(given["ord"] if "ord" in given else given["p"])
     if dims is None:
-        return _norms({0: tensor}, order)[0]
+        return _norms([tensor], order)[0]
     _refuse_order(order)
     dtype = _wide(tensor.dtype)
     if math.isinf(order):
-        return _extremum(tensor.abs(), dims, _MAX, dtype)
+        return _extremum(tensor.abs(), dims, given, dtype, op=_MAX)
 
     def of_box(box: Tensor, over: list[int], dtype: torch.dtype) -> Tensor:
         return torch.linalg.vector_norm(box, order, over, keepdim=True, dtype=dtype).pow_(order)
@@ -154,14 +150,14 @@ _RULES: dict[Any, Callable[..., Tensor]] = {
     aten.mean.dim: _mean,
     aten.var.correction: _variance,
     aten.std.correction: lambda *call: _variance(*call).sqrt_(),
-    aten.max.default: _max,
-    aten.amax.default: _max,
-    aten.min.default: _min,
-    aten.amin.default: _min,
-    aten.any.default: _any,
-    aten.any.dim: _any,
-    aten.all.default: _all,
-    aten.all.dim: _all,
+    aten.max.default: partial(_extremum, op=_MAX),
+    aten.amax.default: partial(_extremum, op=_MAX),
+    aten.min.default: partial(_extremum, op=_MIN),
+    aten.amin.default: partial(_extremum, op=_MIN),
+    aten.any.default: partial(_question, op=_MAX),
+    aten.any.dim: partial(_question, op=_MAX),
+    aten.all.default: partial(_question, op=_MIN),
+    aten.all.dim: partial(_question, op=_MIN),
     aten.linalg_vector_norm.default: _norm,
     aten.norm.Scalar: _norm,
 }
@@ -185,27 +181,39 @@ def _compare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return first.shape == second.shape and bool((first == second).all())
 
 
-def _norms(tensors: Mapping[int, RaggedTensor], order: float) -> dict[int, Tensor]:
-    """The norms of tensors over one cluster, by the tensors' keys, in float32 or wider. Collective.
+@implements(aten._foreach_norm.Scalar)
+def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    tensors, order, dtype = args + (None, 2.0, kwargs.get("dtype"))[len(args) :]
+    return [norm.to(dtype or norm.dtype) for norm in _norms(tensors, float(order), dtype)]
 
-    Cost: one message for all tensors over the cluster, then one along each outer axis for the tensors that have it:
+
+def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The norms of tensors; those of RaggedTensors in float32 or wider, others' in `dtype`. Collective.
+
+    Cost: one message for all tensors over a cluster, then one along each outer axis for the tensors that have it:
         [Note: Two parallelisms, two meshes] in ragged/dtensor.py.
     """
     _refuse_order(order)
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
-    for key, tensor in tensors.items():
-        by_groups.setdefault(tensor.spec.outer_groups, []).append(key)
-    keys = [key for own in by_groups.values() for key in own]
-    first = tensors[keys[0]]
-    # float32 at least: float16 cannot hold the square of 256, and bfloat16 sums have 8 significant bits only
-    dtype = torch.promote_types(first.dtype, torch.float32)
-    norms = torch.stack([_own_norm(tensors[key], order, dtype) for key in keys]).to(first.device)
+    norms: dict[int, Tensor] = {}
+    by_cluster: dict[Cluster, dict[tuple[dist.ProcessGroup, ...], list[int]]] = {}
+    for index, tensor in enumerate(tensors):
+        if isinstance(tensor, RaggedTensor):
+            by_groups = by_cluster.setdefault(tensor.spec.cluster, {})
+            by_groups.setdefault(tensor.spec.outer_groups, []).append(index)
+        else:  # a parameter that fully_shard ignored: every rank has it whole, or as a DTensor of torch's own
+            norm = torch.linalg.vector_norm(tensor, order, dtype=dtype)
+            norms[index] = norm.full_tensor() if isinstance(norm, DTensor) else norm
     is_max = math.isinf(order)
     op = _MAX if is_max else _SUM
-    norms = all_reduce(first.spec.cluster, norms if is_max else norms.pow(order), op)
-    for groups, part in zip(by_groups, norms.split([len(own) for own in by_groups.values()]), strict=True):
-        all_reduce_outer(groups, part, op)
-    return dict(zip(keys, norms if is_max else norms.pow(1.0 / order), strict=True))
+    for cluster, by_groups in by_cluster.items():
+        indices = [index for own in by_groups.values() for index in own]
+        device, wide = tensors[indices[0]].device, torch.promote_types(tensors[indices[0]].dtype, torch.float32)
+        found = torch.stack([_own_norm(tensors[index], order, wide) for index in indices]).to(device)
+        found = all_reduce(cluster, found if is_max else found.pow(order), op)
+        for groups, part in zip(by_groups, found.split(list(map(len, by_groups.values()))), strict=True):
+            all_reduce_outer(groups, part, op)
+        norms |= zip(indices, found if is_max else found.pow(1.0 / order), strict=True)
+    return [norms[index] for index in range(len(tensors))]
 
 
 def _refuse_order(order: float) -> None:
@@ -213,23 +221,12 @@ def _refuse_order(order: float) -> None:
         raise NotImplementedError(f"a RaggedTensor has norms of positive order, got {order}; gather it: .full_tensor()")
 
 
-def _own_norm(tensor: RaggedTensor, order: float, dtype: torch.dtype) -> Tensor:
-    """The norm of this rank's part; zero if another rank counts the same elements."""
+def _own_norm(tensor: Any, order: float, dtype: torch.dtype) -> Tensor:
+    """The norm of this rank's part of a RaggedTensor; zero if another rank counts the same elements.
+
+    It is taken in float32 at least: float16 cannot hold the square of 256, and bfloat16 sums have 8 significant bits.
+    """
     dtensor = tensor.spec.dtensor
     if not tensor._local_tensor.numel() or (dtensor is not None and dtensor.is_replica):
         return tensor._local_tensor.new_zeros((), dtype=dtype)
     return torch.linalg.vector_norm(tensor._local_tensor, order, dtype=dtype)
-
-
-@implements(aten._foreach_norm.Scalar)
-def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    tensors, order, dtype = args + (None, 2.0, kwargs.get("dtype"))[len(args) :]
-    norms = dict[int, Tensor]()
-    ragged = {position: tensor for position, tensor in enumerate(tensors) if isinstance(tensor, RaggedTensor)}
-    for cluster in dict.fromkeys(tensor.spec.cluster for tensor in ragged.values()):
-        norms |= _norms({i: tensor for i, tensor in ragged.items() if tensor.spec.cluster is cluster}, float(order))
-    # parameters that fully_shard ignored: every rank has them whole, or as DTensors of torch's own
-    for position in set(range(len(tensors))).difference(ragged):
-        norm = torch.linalg.vector_norm(tensors[position], order, dtype=dtype)
-        norms[position] = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    return [norms[position].to(dtype or norms[position].dtype) for position in range(len(tensors))]
