@@ -1,13 +1,13 @@
 """Redistribution: send tensors from one cut to another, packed and asynchronous.
 
-A cut is a ragged layout, or the whole tensor on one rank, or the whole tensor on every rank. Every rank computes from
-the two cuts which elements go where, so only elements cross the wire. A rank sends at most one message per dtype to
-each other rank, however many tensors there are.
+A cut is a ragged layout, or the whole tensor on one rank. Every rank computes from the two cuts which elements go
+where, so only elements cross the wire. A rank sends at most one message per dtype to each other rank, however many
+tensors there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,9 +53,9 @@ class TransferPlan:
     """The elements that this rank sends and receives when tensors change their cut. A plan serves many transfers."""
 
     def __init__(
-        self, sources: Sequence[RaggedSpec], targets: Sequence[RaggedSpec | None], purpose: Purpose = "optimizer"
+        self, sources: Sequence[RaggedSpec], targets: Sequence[RaggedSpec], purpose: Purpose = "optimizer"
     ) -> None:
-        """Plan from present cuts, all over one cluster, to new ones; None asks for the whole tensor on every rank.
+        """Plan from present cuts, all over one cluster and at least one, to new ones.
 
         The traffic is counted under `purpose`.
 
@@ -63,55 +63,49 @@ class TransferPlan:
             ValueError: a target has another shape or another cluster than its source.
         """
         self.purpose: Purpose = purpose
-        self.cluster: Cluster | None = sources[0].cluster if sources else None
+        self.cluster = sources[0].cluster
         # Runs of this rank's old parts by the shard that receives them, and of its new parts by the shard that sends
         # them. Either shard may be this rank's own.
         self.sends: _RunsByPeer = {}
         self.receives: _RunsByPeer = {}
         self.new_sizes: list[int | None] = []  # the elements of each new part; None where the old part stays
         for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
-            if any(spec is not None and spec.cluster is not self.cluster for spec in (source, target)):
+            if any(spec.cluster is not self.cluster for spec in (source, target)):
                 raise ValueError(f"{source.slot.name} is cut over another mesh; redistribute mesh by mesh")
-            if target is not None and target.shape != source.shape:
+            if target.shape != source.shape:
                 raise ValueError(f"a tensor of shape {source.shape} cannot be cut as one of shape {target.shape}")
-            old, new, own = _extents(source), _new_extents(source, target), source.cluster.shard_index
-            held, wanted = old.get(own, Extent(0, 0)), new.get(own, Extent(0, 0))
-            self.new_sizes.append(None if target is not None and held == wanted else wanted.numel)
-            for runs, part, peers in ((self.sends, held, new), (self.receives, wanted, old)):
-                for peer, extent in peers.items():
-                    shared = _overlap(part, extent)
+            self.new_sizes.append(None if source.held == target.held else target.held.numel)
+            for runs, own, other in ((self.sends, source, target), (self.receives, target, source)):
+                part = own.held
+                for peer in other.layout.holders(other.index):
+                    shared = _overlap(part, other.held_by(peer))
                     if shared.numel:
                         run = _Run(index, shared.start - part.start, shared.stop - part.start)
                         runs.setdefault(peer, []).append(run)
 
-    def start(
-        self, parts: Sequence[Tensor], finish: Callable[[int, Tensor], Tensor] = lambda index, part: part
-    ) -> Redistribution:
+    def start(self, parts: Sequence[Tensor]) -> Redistribution:
         """Begin to send `parts`, this rank's flat part of each tensor in its present cut. Collective over the island.
 
-        The parts must not change until `Redistribution.wait` returns. `wait` then returns `finish(index, part)` for
-        each tensor, with its index and its new flat part.
+        The parts have any dtypes, and must not change until `Redistribution.wait` returns.
 
         Cost: each element that a rank needs and does not have enters the rank once. Memory for the new parts, and for
         messages that hold elements of several tensors.
         """
-        return Redistribution(self, parts, finish)
+        return Redistribution(self, parts)
 
 
 class Redistribution:
     """Tensors under way to another cut."""
 
-    def __init__(self, plan: TransferPlan, parts: Sequence[Tensor], finish: Callable[[int, Tensor], Tensor]) -> None:
+    def __init__(self, plan: TransferPlan, parts: Sequence[Tensor]) -> None:
         """See `TransferPlan.start`."""
-        self._parts, self._finish = parts, finish
+        self._parts = parts
         self._new_parts = [
             part if size is None else part.new_empty(size) for part, size in zip(parts, plan.new_sizes, strict=True)
         ]
         self._pending: list[Pending] = []
         self._arrivals: list[tuple[Tensor, list[_Run]]] = []  # messages, and the runs of new parts that they bring
         self._departures: list[Tensor] = []  # messages that the backend may not have read yet
-        if plan.cluster is None:
-            return
         own = plan.cluster.shard_index
         for old, new in zip(plan.sends.get(own, []), plan.receives.get(own, []), strict=True):
             _copy(old.view(parts), new.view(self._new_parts))
@@ -120,7 +114,10 @@ class Redistribution:
                 self._exchange(plan, plan.cluster, dtype)
 
     def wait(self) -> list[Tensor]:
-        """Wait until all elements have arrived; return this rank's flat parts in the new cut, after `finish`."""
+        """Wait until all elements have arrived; return this rank's flat parts in the new cut.
+
+        A part that stays the same is the tensor that was given.
+        """
         for pending in self._pending:
             pending.wait()
         for message, runs in self._arrivals:
@@ -128,7 +125,7 @@ class Redistribution:
             for piece, run in zip(pieces, runs, strict=True):
                 _copy(piece, run.view(self._new_parts))
         self._pending, self._arrivals, self._departures = [], [], []
-        return [self._finish(index, part) for index, part in enumerate(self._new_parts)]
+        return self._new_parts
 
     def _exchange(self, plan: TransferPlan, cluster: Cluster, dtype: torch.dtype) -> None:
         """Send and receive the elements of one dtype."""
@@ -175,18 +172,6 @@ class Redistribution:
         self._arrivals += zip(landing.split(sizes_in), runs, strict=True)
         group = cluster.all_group
         return [dist.all_to_all_single(landing, departure, sizes_in, sizes_out, group=group, async_op=True)]
-
-
-def _extents(spec: RaggedSpec) -> dict[int, Extent]:
-    """The elements of a tensor that each shard holds; shards that hold nothing are left out."""
-    extents = {shard: spec.held_by(shard) for shard in spec.layout.holders(spec.index)}
-    return {shard: extent for shard, extent in extents.items() if extent.numel}
-
-
-def _new_extents(source: RaggedSpec, target: RaggedSpec | None) -> dict[int, Extent]:
-    if target is None:
-        return dict.fromkeys(range(source.layout.num_shards), Extent(0, source.slot.numel))
-    return _extents(target)
 
 
 def _overlap(a: Extent, b: Extent) -> Extent:

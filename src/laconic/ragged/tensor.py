@@ -36,12 +36,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from laconic import _compat
-from laconic.comm.traffic import Purpose
 from laconic.layout.bucket import BucketLayout, Extent, boxes
 from laconic.ragged.dispatch import HISTOGRAM, handlers
 from laconic.ragged.dtensor import is_torch_dtensor, whole_of
 from laconic.ragged.parts import Box, BoxedTensor
-from laconic.ragged.redistribute import Redistribution, TransferPlan, gather_whole
+from laconic.ragged.redistribute import gather_whole
 from laconic.ragged.spec import LocalPart, RaggedSpec, local_shape_on_meta, placements_of
 
 _waits: list[Callable[[], None]] = []
@@ -189,7 +188,7 @@ class RaggedTensor(BoxedTensor, _compat.SelfDispatchedDTensor):
         """Make a DTensor of torch's own with `placements`, from the whole tensor. Collective, on the same mesh.
 
         Arguments are those of `DTensor.redistribute`; the result is complete even with `async_op`, and has no autograd.
-        Between ragged layouts, the function `redistribute` moves less. Cost: see `gather_whole`.
+        Cost: see `gather_whole`.
 
         Raises:
             ValueError: `placements` are missing, or `device_mesh` is another mesh.
@@ -332,30 +331,6 @@ class RaggedTensor(BoxedTensor, _compat.SelfDispatchedDTensor):
         if _waits and func._schema.is_mutable:
             admit_edits()
         return handlers[func](func, args, kwargs or {})
-
-
-def redistribute(
-    tensors: Sequence[RaggedTensor], targets: Sequence[RaggedSpec | None], purpose: Purpose = "optimizer"
-) -> Redistribution:
-    """Begin to cut `tensors` as `targets` say. Collective over the island, with the same arguments on every rank.
-
-    The tensors lie over one cluster and have any dtypes. `Redistribution.wait` returns RaggedTensors, and for None
-    targets the whole tensors on every rank (DTensors, if the tensors were cut as DTensors before `fully_shard`). The
-    tensors must not change until `wait` returns. A tensor whose part on this rank stays the same shares its memory with
-    the result. The traffic is counted under `purpose`. Cost: see `TransferPlan.start`.
-
-    Raises:
-        ValueError: a target has another shape or another cluster than its tensor.
-    """
-
-    def in_new_cut(index: int, part: Tensor) -> Tensor:
-        tensor, target = tensors[index], targets[index]
-        if target is None:
-            return tensor.spec.assemble(part)
-        return tensor if target == tensor.spec else RaggedTensor(part, target)
-
-    plan = TransferPlan([tensor.spec for tensor in tensors], targets, purpose)
-    return plan.start([tensor._local_tensor for tensor in tensors], in_new_cut)
 
 
 _REFUSED = {
