@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +25,33 @@ from laconic.optim.joint import JointParameter
 from laconic.optim.muon import cost_of
 from laconic.optim.owners import STAY_WITHIN, Matrix, Owners, assign
 from laconic.ragged.redistribute import whole_on
+from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
-from tests.optim.matrices import cut, cut_specs, optimizer_bytes, random_tensors
 from tests.support.launch import on_ranks, run_ranks
-from tests.support.owner_bytes import moved_elements
-from tests.support.sharded_net import Place
+from tests.support.owner_bytes import moved_elements, sum_over_ranks
+from tests.support.sharded_net import Place, part_of, random_tensors, specs_of
 
 SHAPES = [(7, 5), (12, 33), (33, 12), (20, 20), (1, 9), (9, 1), (16, 4), (5, 40), (0, 3), (6, 6), (31, 8)]
+
+
+def cut_specs(
+    shapes: list[tuple[int, ...]], cluster: Any, *, is_whole: bool = False, per_bucket: int = 3
+) -> list[RaggedSpec]:
+    """Slots for `shapes`, a few per bucket, in blocks of one row or whole."""
+    specs: list[RaggedSpec] = []
+    for begin in range(0, len(shapes), per_bucket):
+        chosen = shapes[begin : begin + per_bucket]
+        blocks = [max(1, math.prod(shape)) for shape in chosen] if is_whole else None
+        specs += specs_of(chosen, cluster, blocks, itemsize=4)
+    return specs
+
+
+def optimizer_bytes(cluster: Cluster) -> int:
+    """Received so far under purpose "optimizer", by all ranks. Collective."""
+    snapshot = cluster.traffic.snapshot()
+    received, sent = (sum_over_ranks(snapshot.total(purpose="optimizer", direction=d)) for d in ("received", "sent"))
+    assert received == sent
+    return received
 
 
 def matrices_of(shapes: list[tuple[int, ...]], cluster: Any, **kwargs: Any) -> list[Matrix]:
@@ -85,7 +106,7 @@ def test_costliest_first_then_largest_then_in_order_to_the_rank_that_holds_most(
     assert assign([matrix], [0.0] * 3) == [(0, held.index(max(held)))]
     assert assign([matrix], [4.0, 0.0, 4.0])[0][1] == 1
     for shapes, num_shards in (([(4, 4), (4, 6), (6, 6)], 3), ([(50, 50)], 6)):
-        matrices = matrices_of(shapes, Place(1, num_shards), block=0)  # type: ignore[arg-type]
+        matrices = matrices_of(shapes, Place(1, num_shards), is_whole=True)  # type: ignore[arg-type]
         homes = [matrix.home for matrix in matrices]
         assert None not in homes
         assert dict(assign(matrices, [0.0] * num_shards)) == dict(enumerate(homes)), "whole ones stay where they are"
@@ -93,7 +114,7 @@ def test_costliest_first_then_largest_then_in_order_to_the_rank_that_holds_most(
 
 def test_a_whole_matrix_leaves_a_rank_with_far_too_much_work() -> None:
     """Ten buckets of one matrix, which lies in shard 0."""
-    matrices = matrices_of([(4, 4)] * 10, Place(1, 5), block=0, per_bucket=1)
+    matrices = matrices_of([(4, 4)] * 10, Place(1, 5), is_whole=True, per_bucket=1)
     assert {matrix.home for matrix in matrices} == {0}
     loads = [0.0] * 5
     owners = dict(assign(matrices, loads))
@@ -142,16 +163,16 @@ class FunctionWork:
     receive: Callable[[Any], None]
 
 
-@pytest.mark.parametrize(("nodes", "local", "block"), [(1, 1, None), (3, 2, None), (2, 2, 0)])
-def test_there_and_back(nodes: int, local: int, block: int | None) -> None:
-    results = run_ranks(job_there_and_back, nodes * local, block, local=local)
+@pytest.mark.parametrize(("nodes", "local", "is_whole"), [(1, 1, False), (3, 2, False), (2, 2, True)])
+def test_there_and_back(nodes: int, local: int, is_whole: bool) -> None:
+    results = run_ranks(job_there_and_back, nodes * local, is_whole, local=local)
     assert all(result == results[0] for result in results), "every rank has the same owners"
-    assert (results[0][1] == 0) == (nodes * local == 1 or block == 0), "whole matrices move nothing"
+    assert (results[0][1] == 0) == (nodes * local == 1 or is_whole), "whole matrices move nothing"
 
 
-def job_there_and_back(block: int | None) -> tuple[list[int], int]:
+def job_there_and_back(is_whole: bool) -> tuple[list[int], int]:
     cluster = Cluster.of(laconic.init_mesh("cpu"))
-    matrices = matrices_of(SHAPES, cluster, block=block)
+    matrices = matrices_of(SHAPES, cluster, is_whole=is_whole)
     values = [value.bfloat16() for value in random_tensors(SHAPES, seed=1)]
     owners = Owners(round_bytes=100)
     owners.add(matrices)
@@ -161,7 +182,7 @@ def job_there_and_back(block: int | None) -> tuple[list[int], int]:
     def work_on(index: int) -> FunctionWork:
         def send() -> RaggedTensor:
             events.append("s")
-            return cut(values[index], matrices[index].spec)
+            return part_of(values[index], matrices[index].spec)
 
         def work(whole: torch.Tensor) -> torch.Tensor:
             assert owners.by_matrix[matrices[index]] == cluster.shard_index

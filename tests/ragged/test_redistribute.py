@@ -10,29 +10,20 @@ import torch
 
 import laconic
 from laconic.comm.cluster import Cluster
-from laconic.layout.packing import plan_bucket
 from laconic.ragged.redistribute import Redistribution, TransferPlan, whole_on
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
 from tests.support.launch import on_ranks
 from tests.support.owner_bytes import moved_elements, sum_over_ranks
-from tests.support.sharded_net import moved
+from tests.support.sharded_net import moved, part_of, specs_of
 
 SHAPES = [(7, 5), (11, 3), (), (2, 3, 4), (1,), (13,)]
 
 
 def layouts(cluster: Cluster) -> dict[str, list[RaggedSpec]]:
     """The same tensors cut in several ways."""
-    blocks = {
-        "rows": [max(1, shape[-1]) if len(shape) > 1 else 1 for shape in SHAPES],
-        "elements": [1] * len(SHAPES),
-        "whole": [max(1, torch.Size(shape).numel()) for shape in SHAPES],
-    }
-    specs = {}
-    for name, block in blocks.items():
-        names = [f"t{index}" for index in range(len(SHAPES))]
-        layout = plan_bucket(names, SHAPES, block, num_shards=cluster.size, itemsize=4)
-        specs[name] = [RaggedSpec(cluster=cluster, layout=layout, index=index) for index in range(len(SHAPES))]
+    blocks = {"rows": None, "elements": [1] * len(SHAPES), "whole": [torch.Size(shape).numel() for shape in SHAPES]}
+    specs = {name: specs_of(SHAPES, cluster, block, itemsize=4) for name, block in blocks.items()}
     specs["owners"] = [whole_on(spec, (2 * i + 1) % cluster.size) for i, spec in enumerate(specs["rows"])]
     return specs
 
@@ -40,10 +31,6 @@ def layouts(cluster: Cluster) -> dict[str, list[RaggedSpec]]:
 def values(dtypes: list[torch.dtype]) -> list[torch.Tensor]:
     torch.manual_seed(3)
     return [(torch.randn(shape) * 50).to(dtype) for shape, dtype in zip(SHAPES, dtypes, strict=True)]
-
-
-def cut(whole: torch.Tensor, spec: RaggedSpec) -> RaggedTensor:
-    return RaggedTensor(spec.part_of(whole).clone(), spec)
 
 
 def started(tensors: Sequence[RaggedTensor], targets: Sequence[RaggedSpec]) -> Redistribution:
@@ -57,7 +44,7 @@ def test_tensors_go_from_every_cut_to_every_cut() -> None:
     specs = layouts(cluster)
     whole = values([torch.float32, torch.float32, torch.int64, torch.bfloat16, torch.float32, torch.float32])
     for source in specs.values():
-        tensors = [cut(value, spec) for value, spec in zip(whole, source, strict=True)]
+        tensors = [part_of(value, spec) for value, spec in zip(whole, source, strict=True)]
         for target in specs.values():
             with moved(cluster) as m:
                 results = started(tensors, target).wait()
@@ -78,7 +65,7 @@ def test_several_redistributions_are_under_way_at_once() -> None:
     cluster = Cluster.of(laconic.init_mesh("cpu"))
     specs = layouts(cluster)
     whole = [torch.arange(float(torch.Size(shape).numel())).view(shape) for shape in SHAPES]
-    tensors = [cut(value, spec) for value, spec in zip(whole, specs["rows"], strict=True)]
+    tensors = [part_of(value, spec) for value, spec in zip(whole, specs["rows"], strict=True)]
     rounds = [started([tensor], [spec]) for tensor, spec in zip(tensors, specs["owners"], strict=True)]
     owned = [RaggedTensor(each.wait()[0], spec) for each, spec in zip(rounds, specs["owners"], strict=True)]
     back = [started([tensor], [spec]) for tensor, spec in zip(owned, specs["elements"], strict=True)]

@@ -8,13 +8,11 @@ import math
 import pickle
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -375,52 +373,7 @@ def test_truncated_normals_equal_the_unsharded_ones() -> None:
         assert torch.equal(model.weight.full_tensor(), want), bounds
 
 
-# -- torch.distributed.checkpoint --------------------------------------------------------------------------------------
-
-
-def make_trained(steps: int) -> tuple[Any, torch.optim.Optimizer]:
-    model = make_odd()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(steps):
-        with_gradients(model, seed=10 * step)
-        optimizer.step()
-    return model, optimizer
-
-
-def state_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    state = {f"model.{name}": value for name, value in model.state_dict().items()}
-    for name, parameter in model.named_parameters():
-        state |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[parameter].items()}
-    return state
-
-
-def job_save(folder: Path) -> None:
-    dcp.async_save(state_of(*make_trained(2)), checkpoint_id=folder).result()  # type: ignore[union-attr]
-
-
-def job_load(folder: Path) -> None:
-    want = state_of(*make_trained(2))
-    model, optimizer = make_trained(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(9)
-    versions = [bucket.stored.version for bucket in model._laconic_unit.buckets]
-    state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=folder)
-    for name, value in want.items():
-        got = state[name]
-        if isinstance(value, RaggedTensor):
-            assert torch.equal(got.full_tensor(), value.full_tensor()), name  # type: ignore[attr-defined]
-        else:
-            assert torch.equal(got, value), name
-    assert torch.equal(model.matrix.full_tensor(), want["model.matrix"].full_tensor()), "loaded in place"  # type: ignore[attr-defined]
-    assert all(bucket.stored.version != old for bucket, old in zip(model._laconic_unit.buckets, versions, strict=True))
-
-
-def test_a_checkpoint_loads_on_other_numbers_of_ranks(tmp_path: Path) -> None:
-    run_ranks(job_save, 4, tmp_path, local=2)
-    for world_size in (3, 1):
-        run_ranks(job_load, world_size, tmp_path, local=1)
+# -- edits and modes --------------------------------------------------------------------------------------------------
 
 
 def test_an_edit_makes_each_wait_once_but_those_that_were_withdrawn() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import laconic
 from laconic.comm.traffic import Level, Purpose, Snapshot
+from laconic.layout.bucket import row_block
 from laconic.layout.packing import plan_bucket
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
@@ -56,16 +57,34 @@ def ragged(
     value: Tensor, num_shards: int, *, block: int = 1, bump: Callable[[], None] | None = None
 ) -> list[RaggedTensor]:
     """Cut `value` over `num_shards` ranks of one node; return every rank's RaggedTensor."""
-    layout = plan_bucket(["t"], [tuple(value.shape)], [block], num_shards=num_shards, itemsize=16)
-    specs = [RaggedSpec(cluster=place, layout=layout, index=0) for place in places(1, num_shards)]  # type: ignore[arg-type]
+    specs = [specs_of([tuple(value.shape)], place, [block])[0] for place in places(1, num_shards)]
     return [RaggedTensor(spec.part_of(value).clone(), spec, bump=bump) for spec in specs]
 
 
 def cut(value: Tensor, cluster: laconic.Cluster) -> RaggedTensor:
     """Cut `value` over a cluster by elements, so that parts begin and end within rows; return this rank's part."""
-    layout = plan_bucket(["t"], [tuple(value.shape)], [1], num_shards=cluster.size, itemsize=16)
-    spec = RaggedSpec(cluster=cluster, layout=layout, index=0)
-    return RaggedTensor(spec.part_of(value.contiguous()).clone(), spec)
+    return part_of(value.contiguous(), specs_of([tuple(value.shape)], cluster, [1])[0])
+
+
+def part_of(value: Tensor, spec: RaggedSpec) -> RaggedTensor:
+    """This rank's part of `value`, as a tensor of its own."""
+    return RaggedTensor(spec.part_of(value).clone(), spec)
+
+
+def specs_of(
+    shapes: Sequence[tuple[int, ...]], cluster: Any, blocks: Sequence[int] | None = None, *, itemsize: int = 16
+) -> list[RaggedSpec]:
+    """The specs of tensors in one bucket; blocks are rows by default."""
+    names = [f"t{index}" if index else "t" for index in range(len(shapes))]
+    blocks = list(map(row_block, shapes)) if blocks is None else blocks
+    layout = plan_bucket(names, shapes, blocks, num_shards=cluster.size, itemsize=itemsize)
+    return [RaggedSpec(cluster=cluster, layout=layout, index=index) for index in range(len(shapes))]
+
+
+def random_tensors(shapes: Sequence[tuple[int, ...]], seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """The same on every rank and in every process."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def whole(parts: list[RaggedTensor]) -> Tensor:
