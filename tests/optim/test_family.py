@@ -23,9 +23,9 @@ import laconic
 from laconic.checkpoint import load_checkpoint, save_checkpoint
 from laconic.optim import AdamW8bit, Muon, Shampoo, Tiling, matrices_and_rest
 from laconic.ragged.tensor import RaggedTensor
+from tests.optim.matrices import random_tensors
 from tests.support.launch import run_ranks
 from tests.support.owner_bytes import elements_to_owners, received_bytes, sum_over_ranks
-from tests.support.sharded_net import random_tensors
 
 TENSORS: dict[str, tuple[tuple[int, ...], Any, Any]] = {
     "up": ((11, 9), None, Shard(0)),

@@ -14,8 +14,9 @@ from laconic.optim import AdamW8bit
 from laconic.optim.matrix import matrices_and_rest
 from laconic.optim.muon import COEFFICIENTS, Muon, orthogonalize
 from laconic.optim.shampoo import Shampoo
+from tests.optim.matrices import random_tensors
 from tests.reference import muon as reference
-from tests.support.sharded_net import Net, random_tensors
+from tests.support.sharded_net import Net
 
 STACKS = [(4, 5, 6), (5, 6, 4)]
 MATRICES = [*STACKS, (7, 5), (12, 33), (33, 12), (20, 20), (1, 9), (9, 1)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,33 +24,13 @@ from laconic.optim.joint import JointParameter
 from laconic.optim.muon import cost_of
 from laconic.optim.owners import STAY_WITHIN, Matrix, Owners, assign
 from laconic.ragged.redistribute import whole_on
-from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
+from tests.optim.matrices import cut_specs, optimizer_bytes, random_tensors
 from tests.support.launch import on_ranks, run_ranks
-from tests.support.owner_bytes import moved_elements, sum_over_ranks
-from tests.support.sharded_net import Place, part_of, random_tensors, specs_of
+from tests.support.owner_bytes import moved_elements
+from tests.support.sharded_net import Place, part_of
 
 SHAPES = [(7, 5), (12, 33), (33, 12), (20, 20), (1, 9), (9, 1), (16, 4), (5, 40), (0, 3), (6, 6), (31, 8)]
-
-
-def cut_specs(
-    shapes: list[tuple[int, ...]], cluster: Any, *, is_whole: bool = False, per_bucket: int = 3
-) -> list[RaggedSpec]:
-    """Slots for `shapes`, a few per bucket, in blocks of one row or whole."""
-    specs: list[RaggedSpec] = []
-    for begin in range(0, len(shapes), per_bucket):
-        chosen = shapes[begin : begin + per_bucket]
-        blocks = [max(1, math.prod(shape)) for shape in chosen] if is_whole else None
-        specs += specs_of(chosen, cluster, blocks, itemsize=4)
-    return specs
-
-
-def optimizer_bytes(cluster: Cluster) -> int:
-    """Received so far under purpose "optimizer", by all ranks. Collective."""
-    snapshot = cluster.traffic.snapshot()
-    received, sent = (sum_over_ranks(snapshot.total(purpose="optimizer", direction=d)) for d in ("received", "sent"))
-    assert received == sent
-    return received
 
 
 def matrices_of(shapes: list[tuple[int, ...]], cluster: Any, **kwargs: Any) -> list[Matrix]:

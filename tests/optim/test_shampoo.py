@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from laconic.optim.shampoo import Shampoo, preconditioned_blocks
+from tests.optim.matrices import random_tensors
 from tests.reference import shampoo as reference
-from tests.support.sharded_net import random_tensors
 
 SETTINGS: list[dict[str, Any]] = [
     {"update_every": 2},

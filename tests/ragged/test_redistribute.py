@@ -10,6 +10,7 @@ import torch
 
 import laconic
 from laconic.comm.cluster import Cluster
+from laconic.layout.bucket import row_block
 from laconic.ragged.redistribute import Redistribution, TransferPlan, whole_on
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
@@ -22,8 +23,9 @@ SHAPES = [(7, 5), (11, 3), (), (2, 3, 4), (1,), (13,)]
 
 def layouts(cluster: Cluster) -> dict[str, list[RaggedSpec]]:
     """The same tensors cut in several ways."""
-    blocks = {"rows": None, "elements": [1] * len(SHAPES), "whole": [torch.Size(shape).numel() for shape in SHAPES]}
-    specs = {name: specs_of(SHAPES, cluster, block, itemsize=4) for name, block in blocks.items()}
+    whole = [torch.Size(shape).numel() for shape in SHAPES]
+    blocks = {"rows": list(map(row_block, SHAPES)), "elements": [1] * len(SHAPES), "whole": whole}
+    specs = {name: specs_of(SHAPES, cluster, block) for name, block in blocks.items()}
     specs["owners"] = [whole_on(spec, (2 * i + 1) % cluster.size) for i, spec in enumerate(specs["rows"])]
     return specs
 

@@ -15,9 +15,8 @@ from laconic.ragged.spec import RaggedSpec
 
 def moved_elements(spec: RaggedSpec, target: RaggedSpec) -> int:
     """Count the elements that cross between ranks when a tensor goes from one cut to another, summed over all ranks."""
-    pairs = ((spec.held_by(shard), target.held_by(shard)) for shard in range(spec.layout.num_shards))
-    stay = sum(max(0, min(old.stop, new.stop) - max(old.start, new.start)) for old, new in pairs)
-    return sum(target.held_by(shard).numel for shard in range(spec.layout.num_shards)) - stay
+    pairs = [(spec.held_by(shard), target.held_by(shard)) for shard in range(spec.layout.num_shards)]
+    return sum(new.numel - max(0, min(old.stop, new.stop) - max(old.start, new.start)) for old, new in pairs)
 
 
 def sum_over_ranks(value: int) -> int:
@@ -39,9 +38,7 @@ def elements_to_owners(owners: Owners) -> int:
 
     Ranks of one cluster have the same matrices, which its first rank counts.
     """
-    own = 0
-    for matrix, owner in owners.by_matrix.items():
-        cluster = matrix.route.cluster
-        if dist.get_rank() == min(map(cluster.global_rank, range(cluster.size))):
-            own += moved_elements(matrix.route, whole_on(matrix.route, owner))
-    return sum_over_ranks(own)
+    routes = [(matrix.route, owner) for matrix, owner in owners.by_matrix.items()]
+    firsts = [min(map(route.cluster.global_rank, range(route.cluster.size))) for route, _ in routes]
+    counted = (each for each, first in zip(routes, firsts, strict=True) if dist.get_rank() == first)
+    return sum_over_ranks(sum(moved_elements(route, whole_on(route, owner)) for route, owner in counted))

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 
 import laconic
 from laconic.comm.traffic import Level, Purpose, Snapshot
-from laconic.layout.bucket import row_block
 from laconic.layout.packing import plan_bucket
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
@@ -33,10 +32,7 @@ class Place:
     node_rank: int = 0
     local_rank: int = 0
     mesh: str = "the mesh"
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
+    device = torch.device("cpu")
 
     @property
     def size(self) -> int:
@@ -53,9 +49,7 @@ def places(num_nodes: int, num_local: int) -> list[Place]:
     return sorted(ranks, key=lambda place: place.shard_index)
 
 
-def ragged(
-    value: Tensor, num_shards: int, *, block: int = 1, bump: Callable[[], None] | None = None
-) -> list[RaggedTensor]:
+def ragged(value: Tensor, num_shards: int, *, block: int = 1, bump: Any = None) -> list[RaggedTensor]:
     """Cut `value` over `num_shards` ranks of one node; return every rank's RaggedTensor."""
     specs = [specs_of([tuple(value.shape)], place, [block])[0] for place in places(1, num_shards)]
     return [RaggedTensor(spec.part_of(value).clone(), spec, bump=bump) for spec in specs]
@@ -71,20 +65,11 @@ def part_of(value: Tensor, spec: RaggedSpec) -> RaggedTensor:
     return RaggedTensor(spec.part_of(value).clone(), spec)
 
 
-def specs_of(
-    shapes: Sequence[tuple[int, ...]], cluster: Any, blocks: Sequence[int] | None = None, *, itemsize: int = 16
-) -> list[RaggedSpec]:
-    """The specs of tensors in one bucket; blocks are rows by default."""
-    names = [f"t{index}" if index else "t" for index in range(len(shapes))]
-    blocks = list(map(row_block, shapes)) if blocks is None else blocks
-    layout = plan_bucket(names, shapes, blocks, num_shards=cluster.size, itemsize=itemsize)
+def specs_of(shapes: Sequence[tuple[int, ...]], cluster: Any, blocks: Sequence[int]) -> list[RaggedSpec]:
+    """The specs of tensors in one bucket."""
+    names = [f"t{index or ''}" for index in range(len(shapes))]
+    layout = plan_bucket(names, shapes, blocks, num_shards=cluster.size, itemsize=16)
     return [RaggedSpec(cluster=cluster, layout=layout, index=index) for index in range(len(shapes))]
-
-
-def random_tensors(shapes: Sequence[tuple[int, ...]], seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """The same on every rank and in every process."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def whole(parts: list[RaggedTensor]) -> Tensor:

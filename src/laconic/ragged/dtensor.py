@@ -49,7 +49,7 @@ class DTensorShard:
     local_shape: tuple[int, ...]
 
     @staticmethod
-    def of(parameter: Tensor, name: str, cluster: Cluster) -> DTensorShard | None:
+    def of(parameter: Tensor, cluster: Cluster) -> DTensorShard | None:
         """Describe this rank's shard of `parameter`, which `fully_shard` will cut over `cluster`; None for a plain one.
 
         `check_dtensor` has accepted the parameter.

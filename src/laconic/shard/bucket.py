@@ -83,9 +83,7 @@ class Bucket:
         self.reduced_hook: Callable[[Tensor], None] | None = None
         self.places = ParameterPlaces([item.places for item in managed], [slot.name for slot in layout.slots])
         specs = [
-            RaggedSpec(
-                cluster=p.cluster, layout=layout, index=i, dtensor=DTensorShard.of(p.parameter, p.name, p.cluster)
-            )
+            RaggedSpec(cluster=p.cluster, layout=layout, index=i, dtensor=DTensorShard.of(p.parameter, p.cluster))
             for i, p in enumerate(managed)
         ]
         whole, dtype = [item.local for item in managed], managed[0].parameter.dtype
