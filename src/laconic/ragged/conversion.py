@@ -81,9 +81,14 @@ def uncut_numel(parameter: Tensor) -> int | None:
     return None if block is None else block.numel(parameter.shape)
 
 
-def plain_elements(parameter: Tensor) -> Tensor:
-    """The tensor that a converting parameter wraps, or the first of several equal ones."""
-    return first_inner(parameter).detach()
+def held_elements(parameter: Tensor) -> Tensor:
+    """The elements that this rank holds before `fully_shard`: its shard of a DTensor, or all of another parameter.
+
+    Those of a converting parameter are the tensor that it wraps, or the first of several equal ones.
+    """
+    if isinstance(parameter, DTensor):
+        return parameter.to_local()
+    return (first_inner(parameter) if converts(parameter) else parameter).detach()
 
 
 def first_inner(tensor: Tensor) -> Tensor:

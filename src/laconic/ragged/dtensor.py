@@ -209,11 +209,6 @@ def whole_of(tensor: DTensor) -> Tensor:
     return tensor.to_local()
 
 
-def local_part(parameter: Tensor) -> Tensor:
-    """The elements that this rank holds before `fully_shard`: its shard of a DTensor, or all of a plain parameter."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
-
-
 def all_reduce_outer(groups: Iterable[dist.ProcessGroup], tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
     """Reduce a small tensor in place along the outer axes of a DTensor, whose ranks are `groups`. Collective."""
     for group in groups:

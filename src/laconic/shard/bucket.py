@@ -20,8 +20,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from laconic import _compat
 from laconic.comm.cluster import Cluster
 from laconic.layout.bucket import BucketLayout
-from laconic.ragged.conversion import Conversion, converts, first_inner, is_patched, plain_elements
-from laconic.ragged.dtensor import DTensorShard, local_part
+from laconic.ragged.conversion import Conversion, converts, first_inner, held_elements, is_patched
+from laconic.ragged.dtensor import DTensorShard
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.steps import HOME, attend_steps
 from laconic.shard import extension
@@ -50,7 +50,7 @@ class ManagedParameter:
     @property
     def local(self) -> Tensor:
         """The elements that this rank holds now: [Note: Two parallelisms, two meshes] in ragged/dtensor.py."""
-        return plain_elements(self.parameter) if converts(self.parameter) else local_part(self.parameter)
+        return held_elements(self.parameter)
 
 
 class Bucket:
