@@ -134,6 +134,7 @@ WRITES_IN_ANY_ORDER: dict[str, Callable[[Tensor], Any]] = {
     "in_any_order": lambda x: x.index_put_((torch.tensor([5, 0, 3]),), torch.arange(9.0).view(3, 3)),
     "added": lambda x: x.index_put_((torch.tensor([5, 0, 5]),), torch.ones(3, 3), accumulate=True),
     "index_fill_": lambda x: x.index_fill_(0, torch.tensor([4, 1]), 2.0),
+    "index_fill_ of columns": lambda x: x.index_fill_(1, torch.tensor([2, 0]), 2.0),
     "masked_fill_": lambda x: x.masked_fill_(MASK, 2.0),
     "broadcast": lambda x: x.__setitem__(torch.tensor([4, 1]), torch.arange(3.0)),
     "element": lambda x: x.__setitem__((2, 1), 5.0),
@@ -155,6 +156,7 @@ def test_selections_may_be_selected_from_and_computed_with() -> None:
     parts = ragged(value, RANKS)
     assert torch.equal(joined([part.masked_select(MASK) for part in parts]), value.masked_select(MASK))
     assert torch.equal(joined([part.index_select(0, torch.tensor([1, 5])) for part in parts]), value[[1, 5]])
+    assert torch.equal(joined([part.index_select(1, torch.tensor([0, 2])) for part in parts]), value[:, [0, 2]])
     twice = value[MASK][value[MASK] > 0.5]
     assert torch.equal(joined([part[MASK][value[MASK] > 0.5] for part in parts]), twice)
     assert torch.equal(joined([part[MASK] * 2 + value[MASK] for part in parts]), value[MASK] * 3)
