@@ -85,13 +85,15 @@ class ShardPacking:
         return self.tensors[0].dtype if self.is_elements else torch.uint8
 
     def _begins(self, shard: int) -> list[int]:
-        """The byte at which the section of each tensor begins in a shard, and that where the last one ends."""
-        return [*accumulate((each.section_nbytes(shard) for each in self.tensors), initial=0)]
+        """The byte at which the section of each tensor begins in a shard."""
+        *begins, _ = accumulate((each.section_nbytes(shard) for each in self.tensors), initial=0)
+        return begins
 
     @property
     def shard_nbytes(self) -> int:
         """The bytes of a shard with sections: those of the longest, so that all are alike."""
-        return max(_ALIGNMENT, *(self._begins(shard)[-1] for shard in range(self.num_shards)))
+        shards = range(self.num_shards)
+        return max(_ALIGNMENT, *(sum(each.section_nbytes(shard) for each in self.tensors) for shard in shards))
 
     def write(self, own: Tensor, shard: int, converted: Sequence[Converted]) -> None:
         """Write what the conversions made into this rank's shard, (shard_nbytes,), uint8. Gaps have zeros.
@@ -101,7 +103,7 @@ class ShardPacking:
         """
         own.zero_()
         made = [(item, tensor.reshape(-1)) for item in converted for tensor in item.tensors]
-        for packed, begin, (item, tensor) in zip(self.tensors, self._begins(shard), made, strict=False):
+        for packed, begin, (item, tensor) in zip(self.tensors, self._begins(shard), made, strict=True):
             numel = packed.numels[shard]
             if item.numel and not packed.has_all and tensor.numel() != numel:
                 raise RuntimeError(
@@ -114,7 +116,7 @@ class ShardPacking:
         """Copy all gathered tensors out of all shards, (R * shard_nbytes,), into `wholes`, which have their shapes."""
         flat, ends = [whole.view(-1) for whole in wholes], [0] * len(wholes)
         for shard, message in enumerate(full.view(self.num_shards, -1)):
-            for index, (packed, begin) in enumerate(zip(self.tensors, self._begins(shard), strict=False)):
+            for index, (packed, begin) in enumerate(zip(self.tensors, self._begins(shard), strict=True)):
                 start, ends[index] = ends[index], ends[index] + packed.numels[shard]
                 flat[index][start : ends[index]].copy_(packed.elements(shard, begin, message))
 
