@@ -36,7 +36,7 @@ from laconic.comm.entries import decode
 from laconic.comm.ring import PeerMessage, PeerRing, _Place
 from laconic.errors import JobError
 from laconic.islands.agreements import Agreements, Outcome, RunEndedError
-from laconic.islands.entrance import Entrance
+from laconic.islands.elastic import Entrance
 from tests.faults.bench import Bench, Found, campaign
 from tests.faults.victims import Place, Run, Strategy
 from tests.support.tiers import inside
@@ -74,7 +74,7 @@ COUNTER_DAMAGE: Mapping[str, Callable[[bytes], bytes]] = {
     }.items()
 }  # fmt: skip
 ENTRIES = ["generation", "terms", "come/{k}", "answer/{k}", "call", "welcome/{k}", "roster/{r}", "verdict/{n}", "ended"]
-COUNTERS = ["come", "beat", "beat/{k}", "done/{n}", "arrivals/{n}"]
+COUNTERS = ["come", "beat", "beat/{k}", "done/{n}"]
 EARLY = {"generation", "terms", "come/{k}", "come", "welcome/{k}"}
 """The kinds of keys that are read while islands come."""
 
@@ -140,13 +140,12 @@ class _Run:
                 self.begun.set()
             self._signs(agreements, number, roster.members)
             agreements.arrive(roster, now, number)
-            assert agreements.has_begun(roster, now)
+            assert agreements.has_begun(roster, now, number)
             is_lost = now % 5 == 0 and now not in lost
             lost.add(now)
             outcome = Outcome.LOST if is_lost else Outcome.DONE
             verdict = agreements.vote(roster, now, outcome, num_ranks=len(roster.members), patience_s=LIMIT_S / 2)
             if verdict.outcome is not Outcome.DONE:
-                agreements.end(roster)
                 agreements.register(roster, number)
                 agreements.propose(roster, now, is_late=False, patience_s=5.0)
                 following = agreements.next_roster(roster, 5.0)
@@ -156,7 +155,7 @@ class _Run:
                 continue
             now += 1
             if verdict.newcomers:
-                roster = agreements.enlarge(roster, verdict.newcomers, now, roster.members[0])
+                roster = agreements.enlarge(roster, verdict.newcomers, now, now + 1)
 
     def _signs(self, agreements: Agreements, number: int, members: tuple[int, ...]) -> None:
         agreements.look_for_end()
@@ -383,7 +382,7 @@ def try_train(kind: str, damage: Callable[[bytes], bytes], folder: Path) -> Find
     return found
 
 
-TRAIN_KINDS = ["verdict/{n}", "done/{n}", "call", "beat", "beat/{k}", "arrivals/{n}", "ended"]
+TRAIN_KINDS = ["verdict/{n}", "done/{n}", "call", "beat", "beat/{k}", "ended"]
 """The kinds of keys that islands read while they train."""
 
 

@@ -37,7 +37,7 @@ def test_what_is_forged_ends_all_islands(kind: str, name: str, ended: set[str]) 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"members": [0, 0]}, {"slots": [0]}, {"newcomers": [7]}, {"lead": 5}, {"number": 3}, {"members": [0, 9]},
+        {"members": [0, 0]}, {"slots": [0]}, {"newcomers": [7]}, {"number": 3}, {"members": [0, 9]},
         {"num_seen": 10**15}, {"round": -1},
     ],
     ids=str,
@@ -47,7 +47,7 @@ def test_a_roster_that_contradicts_itself_is_refused(fields: dict[str, object]) 
     agreements = Agreements(store, "test", "here")
     for _ in range(2):
         agreements.come(rounds=0)
-    plain = {"number": 0, "members": [0, 1], "slots": [0, 1], "num_seen": 2, "round": 1, "newcomers": [1], "lead": 0}
+    plain = {"number": 0, "members": [0, 1], "slots": [0, 1], "num_seen": 2, "round": 1, "newcomers": [1], "until": 2}
     agreements.store.set("roster/0", forged._signed(plain))
     assert agreements.roster(0).members == (0, 1)
     agreements.store.set("roster/0", forged._signed(plain | fields))

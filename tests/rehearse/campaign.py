@@ -37,7 +37,6 @@ _OTHERS = {
     ("comm/speed.py", "_finish"): "it measures seconds, between steps",
     ("cyclic/stages.py", "_time_s"): "it measures seconds, before training",
     ("cyclic/stages.py", "synchronize"): "it measures seconds, before training",
-    ("islands/entrance.py", "steps"): "an island that comes waits for the state before it trains",
     ("islands/elastic.py", "_waiting"): "it waits for a thread that has ended",
     ("shard/cache.py", "_unlock_pages_for_cuda"): "it runs when a model goes, after the programs have ended",
 }

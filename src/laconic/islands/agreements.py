@@ -10,7 +10,8 @@ and gives it to all (`compare_set`). So all ranks of all islands use the mean, o
 
 "done" also names the islands that have come meanwhile, and so the members of the next roster. After a try that failed
 the living islands register. One of them writes who has, as the next roster, and again the first writing counts. The
-islands then repeat the round with the same values, so they lose no step.
+islands then repeat the round with the same values, so they lose no step. If all live, the try has failed because of
+those that are new, who may be out of reach: the others go on without them.
 
 [Note: Roll call]
 An island that waits may die, and to enter a dead one would cost the others a timeout. So after each round that is done
@@ -65,23 +66,27 @@ class Roster:
     num_seen: int
     """The islands below this number have been members, or have gone."""
     round: int
-    """The first round of the roster; rounds count from 1."""
+    """The first round of the roster. Round 0 founds a run; those in which islands train count from 1."""
     newcomers: tuple[int, ...] = ()
-    """The members that enter with this roster. The lead sends them the state."""
-    lead: int = -1
-    """The member that sends them the state; -1 if nobody enters."""
+    """The members that do not have the state before round `until`."""
+    until: int = 0
 
     def __post_init__(self) -> None:
-        members = set(self.members)
-        told = {*self.newcomers, *({self.lead} - {-1})}
         if (
             len(self.members) != len(self.slots)
             or any(len(set(each)) < len(each) for each in (self.members, self.slots, self.newcomers))
-            or not told <= members
-            or (self.newcomers and self.lead == -1)
-            or min((*self.members, *self.slots, self.num_seen, self.round)) < 0
+            or not {*self.newcomers} <= {*self.members}
+            or min((*self.members, *self.slots, self.num_seen, self.round, self.until)) < 0
         ):
-            raise ValueError("its members, slots, newcomers and lead contradict each other")
+            raise ValueError("its members, slots and newcomers contradict each other")
+
+    def new_in(self, round_index: int) -> tuple[int, ...]:
+        """The members that hear the state in a round."""
+        return self.newcomers if round_index < self.until else ()
+
+    def knowing(self, round_index: int) -> list[int]:
+        """The members that have the state before a round. The first of them, the lead, tells it to the others."""
+        return [number for number in self.members if number not in self.new_in(round_index)]
 
 
 NO_ROSTER = Roster(number=-1, members=(), slots=(), num_seen=0, round=0)
@@ -135,11 +140,6 @@ class TypedStore:
         """Write an entry unless there is one, and return the value of the one that is there."""
         with self.reaching(key):
             return decode(kind, self.store.compare_set(key, "", encode(proposed)))
-
-    def note(self, key: str) -> None:
-        """Write an entry without a value."""
-        with self.reaching(key):
-            self.store.set(key, "")
 
     def has(self, key: str) -> bool:
         """True if there is an entry."""
@@ -244,11 +244,12 @@ class Agreements:
         """Write the first roster, of the first `islands` islands. The one with the most rounds has the lead."""
         rounds = {number: self._rounds_of(number) for number in range(islands)}
         lead = max(rounds, key=rounds.__getitem__)
-        members, first = tuple(rounds), rounds[lead] + 1
+        members, first = tuple(rounds), rounds[lead]
         others = tuple(number for number in rounds if number != lead)
-        self.write(
-            Roster(number=0, members=members, slots=members, num_seen=islands, round=first, newcomers=others, lead=lead)
+        roster = Roster(
+            number=0, members=members, slots=members, num_seen=islands, round=first, newcomers=others, until=first + 1
         )
+        self.write(roster)
 
     def _rounds_of(self, number: int) -> int:
         """The rounds of the state with which an island has come. Waits for it."""
@@ -311,21 +312,22 @@ class Agreements:
 
         `num_ranks` is the number of ranks of all members. Waits `patience_s` seconds for the others.
         """
-        of = f"{roster.number}-{round_index}"
-        if outcome is not Outcome.DONE:
-            return self._decide(of, Verdict(outcome=outcome))
-        num_done = self._entries.add(f"done/{of}")
-        if num_done > num_ranks:
-            self._entries.damaged(f"done/{of}", f"{num_done} votes of {num_ranks} ranks")
-        if num_done == num_ranks:
-            verdict = self._decide(of, Verdict(outcome=Outcome.DONE, newcomers=self._queued(roster)))
-            self._entries.set("call", of)
-            return verdict
-        self._until(lambda: self._entries.has(f"verdict/{of}"), patience_s)
-        return self._decide(of, Verdict(outcome=Outcome.LATE))
-
-    def _decide(self, of: str, proposed: Verdict) -> Verdict:
-        return self._entries.agree(Verdict, f"verdict/{of}", proposed)
+        of, proposed = f"{roster.number}-{round_index}", Verdict(outcome=outcome)
+        if outcome is Outcome.DONE:
+            num_done = self._entries.add(f"done/{of}")
+            if num_done > num_ranks:
+                self._entries.damaged(f"done/{of}", f"{num_done} votes of {num_ranks} ranks")
+            if num_done == num_ranks:
+                proposed = Verdict(outcome=outcome, newcomers=self._queued(roster))
+                verdict = self._entries.agree(Verdict, f"verdict/{of}", proposed)
+                self._entries.set("call", of)
+                return verdict
+            self._until(lambda: self._entries.has(f"verdict/{of}"), patience_s)
+            proposed = Verdict(outcome=Outcome.LATE)
+        verdict = self._entries.agree(Verdict, f"verdict/{of}", proposed)
+        if verdict.outcome is not Outcome.DONE:
+            self._entries.set(f"over/{roster.number}", True)
+        return verdict
 
     def _queued(self, roster: Roster) -> tuple[int, ...]:
         """The islands that wait, and have answered the last call."""
@@ -339,8 +341,11 @@ class Agreements:
     def _is_seen(self, number: int) -> bool:
         return self._entries.has(f"welcome/{number}") or self.has_left(number)
 
-    def enlarge(self, roster: Roster, newcomers: tuple[int, ...], round_index: int, lead: int) -> Roster:
-        """Write the roster that begins as newcomers enter, unless another rank has, and return it."""
+    def enlarge(self, roster: Roster, newcomers: tuple[int, ...], round_index: int, until: int) -> Roster:
+        """Write the roster that begins as newcomers enter, unless another rank has, and return it.
+
+        They, and those that are new still, hear the state before round `until`.
+        """
         slots = list(roster.slots)
         for _ in newcomers:
             slots.append(next(slot for slot in count() if slot not in slots))
@@ -352,8 +357,8 @@ class Agreements:
                 slots=tuple(slots),
                 num_seen=next(seen),
                 round=round_index,
-                newcomers=newcomers,
-                lead=lead,
+                newcomers=(*roster.new_in(round_index), *newcomers),
+                until=until,
             )
         )
 
@@ -361,7 +366,7 @@ class Agreements:
 
     def leave(self, number: int) -> None:
         """Note that an island goes in order. The others do not wait for it."""
-        self._entries.note(f"left/{number}")
+        self._entries.set(f"left/{number}", True)
 
     def has_left(self, number: int) -> bool:
         """True if an island has gone in order."""
@@ -369,17 +374,11 @@ class Agreements:
 
     def arrive(self, roster: Roster, round_index: int, number: int) -> None:
         """Note that an island begins a try."""
-        self._entries.note(f"arrived/{roster.number}-{round_index}/{number}")
-        self._entries.add(f"arrivals/{roster.number}-{round_index}")
+        self._entries.set(f"arrived/{roster.number}-{round_index}/{number}", True)
 
-    def has_begun(self, roster: Roster, round_index: int) -> bool:
+    def has_begun(self, roster: Roster, round_index: int, number: int) -> bool:
         """True if an island has begun a try."""
-        self.look_for_end()
-        return self._entries.count(f"arrivals/{roster.number}-{round_index}") > 0
-
-    def end(self, roster: Roster) -> None:
-        """Note that a roster has failed, so that living islands register."""
-        self._entries.note(f"over/{roster.number}")
+        return self._entries.has(f"arrived/{roster.number}-{round_index}/{number}")
 
     def is_over(self, roster: Roster) -> bool:
         """True if a roster has failed."""
@@ -387,47 +386,48 @@ class Agreements:
 
     def register(self, roster: Roster, number: int) -> None:
         """Note that an island lives after a roster has failed."""
-        self._entries.note(f"lives/{roster.number}/{number}")
+        self._entries.set(f"lives/{roster.number}/{number}", True)
 
     def propose(self, roster: Roster, round_index: int, *, is_late: bool, patience_s: float) -> None:
         """Wait until the living members have registered, and write them as the next roster, unless another has.
 
-        After a try for which an island did not come in time (`is_late`) only those that came are members.
+        After a try for which an island did not come in time (`is_late`) only those that came are members. If all are
+        there, only those that are not new; founders try once more.
         """
 
-        def unheard() -> list[int]:
-            keys = {number: f"lives/{roster.number}/{number}" for number in roster.members}
-            return [number for number, key in keys.items() if not self._entries.has(key) and not self.has_left(number)]
+        def lives(number: int) -> bool:
+            return self._entries.has(f"lives/{roster.number}/{number}") and not self.has_left(number)
 
-        self._until(lambda: self.has_next(roster) or not unheard(), patience_s)
-        of = f"{roster.number}-{round_index}"
-        living = tuple(
+        def are_heard() -> bool:
+            return all(lives(number) or self.has_left(number) for number in roster.members)
+
+        self._until(lambda: self._has_next(roster) or are_heard(), patience_s)
+        living = [
             number
             for number in roster.members
-            if self._entries.has(f"lives/{roster.number}/{number}")
-            and not self.has_left(number)
-            and (not is_late or self._entries.has(f"arrived/{of}/{number}"))
-        )
-        slots = tuple(slot for number, slot in zip(roster.members, roster.slots, strict=True) if number in living)
+            if lives(number) and (not is_late or self.has_begun(roster, round_index, number))
+        ]
+        new = roster.new_in(round_index)
+        if len(living) == len(roster.members) and roster.number > 0:
+            living, new = roster.knowing(round_index), ()
+        slots = {number: slot for number, slot in zip(roster.members, roster.slots, strict=True) if number in living}
         self.write(
             replace(
                 roster,
                 number=roster.number + 1,
-                members=living,
-                slots=slots,
+                members=tuple(slots),
+                slots=tuple(slots.values()),
                 round=round_index,
-                newcomers=(),
-                lead=-1,
+                newcomers=tuple(number for number in new if number in living),
             )
         )
 
-    def has_next(self, roster: Roster) -> bool:
-        """True if the roster after `roster` has been written."""
+    def _has_next(self, roster: Roster) -> bool:
         return self._entries.has(f"roster/{roster.number + 1}")
 
     def next_roster(self, roster: Roster, patience_s: float) -> Roster | None:
         """Wait for the roster after `roster`; None if there is none in time."""
-        return self.roster(roster.number + 1) if self._until(lambda: self.has_next(roster), patience_s) else None
+        return self.roster(roster.number + 1) if self._until(lambda: self._has_next(roster), patience_s) else None
 
     # -- rosters -------------------------------------------------------------------------------------------------------
 
@@ -437,7 +437,8 @@ class Agreements:
         agreed = self.roster(roster.number)
         told = agreed.members if agreed.number == 0 else agreed.newcomers
         for number in told:
-            self._entries.set(f"welcome/{number}", agreed.number)
+            if not self._entries.has(f"welcome/{number}"):  # it may be new for several rosters
+                self._entries.set(f"welcome/{number}", agreed.number)
         return agreed
 
     def roster(self, number: int) -> Roster:
@@ -450,16 +451,6 @@ class Agreements:
         if found.num_seen > come or any(member >= come for member in found.members):
             self._entries.damaged(key, "it has islands that have not come")
         return found
-
-    # -- the state that newcomers are told -----------------------------------------------------------------------------
-
-    def note_untold(self, link: str) -> None:
-        """Note that the state does not cross a connection, for its other end, which Gloo may let wait for hours."""
-        self._entries.note(f"untold/{link}")
-
-    def is_untold(self, link: str) -> bool:
-        """True if the state does not cross a connection."""
-        return self._entries.has(f"untold/{link}")
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 

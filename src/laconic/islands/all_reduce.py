@@ -13,6 +13,7 @@ the size and the sign of each value's last code as context the entropy was 18, 1
 """
 
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ from laconic.codec.sums import CodedSum, Messages
 from laconic.comm.cluster import Cluster
 from laconic.comm.moves import NOTHING, Pending
 from laconic.comm.traffic import Purpose, Traffic
+from laconic.errors import JobError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +42,6 @@ class Mean:
     sent_bytes: int
     num_islands: int = 1
     """The number of islands that took part."""
-    newcomers: tuple[int, ...] = ()
-    """The islands that enter after this mean, and that this island tells the state: islands/elastic.py."""
     took_s: float = 0.0
     """The seconds from the call to the result."""
 
@@ -52,6 +52,10 @@ class IslandGroup:
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
         """Take a group of `size` ranks, in which this rank is `rank`; None if there is one island."""
         self.rank, self.size, self._group = rank, size, group
+
+    def _among(self) -> dist.ProcessGroup:
+        assert self._group is not None, "one island alone sends nothing"
+        return self._group
 
     @classmethod
     def of(cls, cluster: Cluster) -> "IslandGroup":
@@ -66,12 +70,10 @@ class IslandGroup:
         Raises: RuntimeError if another rank is lost, or does not answer within the group's timeout.
         """
         others = [island for island in range(self.size) if island != self.rank and messages[island].numel()]
-        if others:
-            assert self._group is not None
-            works = [_compat.irecv(landings[island], self._group, island) for island in others]
-            works += [_compat.isend(messages[island], self._group, island) for island in others]
-            for work in works:
-                work.wait()
+        works = [_compat.irecv(landings[island], self._among(), island) for island in others]
+        works += [_compat.isend(messages[island], self._among(), island) for island in others]
+        for work in works:
+            work.wait()
         return NOTHING
 
     def all_gather(self, whole: Tensor, piece: Tensor, purpose: Purpose = "outer") -> Pending:
@@ -90,6 +92,37 @@ class IslandGroup:
         told = [torch.empty_like(own) for _ in range(self.size)]
         _compat.all_gather(told, own, self._group)
         return [each.tolist() for each in told]
+
+    def tell(self, vectors: Sequence[Tensor], lead: int, listeners: Sequence[int]) -> list[Tensor]:
+        """Send vectors, which are on the host, from the island `lead` to others. Returns what a listener hears.
+
+        Cost: the vectors' bytes for each listener, and 8 for a checksum of each vector.
+
+        Raises:
+            JobError: a bit has flipped on the way.
+            RuntimeError: see `start_all_to_all`.
+        """
+        heard: list[Tensor] = []
+        for vector in vectors if listeners else ():
+            if self.rank == lead:
+                parts = [vector, torch.tensor([checksum_of(vector)])]
+                works = [_compat.isend(part, self._among(), to) for part in parts for to in listeners if part.numel()]
+            elif self.rank in listeners:
+                parts = [torch.empty_like(vector), torch.empty(1, dtype=torch.int64)]
+                works = [_compat.irecv(part, self._among(), lead) for part in parts if part.numel()]
+                heard.append(parts[0])
+            else:
+                continue
+            for work in works:
+                work.wait()
+            if int(parts[1]) != checksum_of(parts[0]):
+                raise JobError("the state that another island told has changed on the way; start this island again")
+        return heard
+
+
+def checksum_of(vector: Tensor) -> int:
+    """The CRC-32 of a vector on the host."""
+    return zlib.crc32(vector.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def sent_bytes_of(numel: int, islands: int, codec: Codec) -> int:
@@ -147,7 +180,7 @@ def _in_two_trips(
             sent[row, piece.values] = decoded
     own = None if divisor is None else _padded(divisor[islands.rank * part :][:part], part, 1.0)
     sums = transfer.finish(scales)
-    mean = sums / size if own is None else _divided(sums, own)
+    mean = _divided(sums, size if own is None else own)
     del sums, transfer
     back = Messages(islands, payload, _no_account, "outer")
     back.start(mean, mean.device)
@@ -167,8 +200,7 @@ def _in_one_trip(
     for island, _, decoded in messages.arrived():
         total.add_(decoded, alpha=1.0 if scales is None else scales[island])
         sent = decoded if island == islands.rank else sent
-    value = _divided(total, torch.full_like(total, size) if divisor is None else divisor)
-    return value, sent
+    return _divided(total, size if divisor is None else divisor), sent
 
 
 def _padded(values: Tensor, numel: int, filling: float = 0.0) -> Tensor:
@@ -178,8 +210,10 @@ def _padded(values: Tensor, numel: int, filling: float = 0.0) -> Tensor:
     return padded
 
 
-def _divided(sums: Tensor, counts: Tensor) -> Tensor:
-    """Divide sums by counts of the same shape; zero where the count is."""
+def _divided(sums: Tensor, counts: Tensor | int) -> Tensor:
+    """Divide sums by counts of the same shape, or by one for all; zero where the count is."""
+    if isinstance(counts, int):
+        return sums / counts
     return torch.where(counts > 0, sums / counts.clamp(min=1), 0.0)
 
 

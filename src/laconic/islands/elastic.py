@@ -7,17 +7,17 @@ another. Islands meet in a store that none of them hosts, where they agree on th
 each place in an island, as in torchft (github.com/meta-pytorch/torchft). torch's groups cannot lose a member, so a new
 roster makes a new group.
 
-An island that dies closes its connections, and the others' try of the round fails at once; one that is stuck or cut off
-lets it time out. The others wait some seconds for all that live to register, go on as the next roster, and repeat the
-round. Each rank still has its pseudo-gradient, so no island loses a step. The exchange runs in the background thread,
-so training stands still only when the round's mean is due.
+An island that dies closes its connections, and the others' try of the round fails at once; one that is stuck or cut
+off lets it time out. The others wait some seconds for all that live to register, go on as the next roster, and repeat
+the round. Each rank still has its pseudo-gradient, so no island loses a step. The exchange runs in the background
+thread, so training stands still only when the round's mean is due.
 
 [Note: Coming]
-An island that comes enters at the end of a round. From the next round on it is a member that weighs nothing, and takes
-part in exchanges while it waits for the state. One of the others, the lead, copies the outer state right after it has
-applied the mean of that round, and sends the copy in a thread of its own while it trains on. When the state has arrived
-the newcomer applies the means of the rounds since, in order, and so has the same bits as the others. It begins to
-train at the end of a round, in step with the others. Its inner optimizer starts afresh.
+An island that comes enters at the end of a round. From the next round on it is a member that weighs nothing. At the
+beginning of each round the lead tells those that are new the outer state of the fragment that syncs, and with the mean
+of the round they take the same outer step as the others. So after a round of each fragment they have the whole state,
+to the bit, and begin to train in step with the others, with fresh inner optimizers. If the lead dies, the round is
+repeated with another lead. Islands that found a run do so in a round that tells all fragments and has no mean.
 
 [Note: Waits that end]
 Gloo waits in C++, while it connects five times as long as it is told, and hears neither of a verdict nor of the end of
@@ -32,11 +32,11 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import asdict, replace
 from datetime import timedelta
-from functools import cache
-from typing import TypeVar
+from functools import cache, partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,9 +48,8 @@ from laconic.comm.agreement import ranks_or_self
 from laconic.comm.cluster import Cluster
 from laconic.errors import JobError
 from laconic.islands.agreements import BEAT_S, NO_ROSTER, SILENCE_S, Agreements, Outcome, Roster, RunEndedError, Verdict
-from laconic.islands.all_reduce import IslandGroup, Mean, mean_over_islands
-from laconic.islands.entrance import Entrance, Listening, in_thread, pair, tell, vector_checksums
-from laconic.islands.exchange import Beginning, Contribution, Exchange, diverged
+from laconic.islands.all_reduce import IslandGroup, Mean, checksum_of, mean_over_islands
+from laconic.islands.exchange import Contribution, Exchange, diverged
 from laconic.islands.fragments import SyncSchedule
 from laconic.islands.outer_optimizer import OuterFragment, layout_digest
 from laconic.islands.policies import Membership
@@ -62,6 +61,7 @@ _WATCH_S = 0.2
 _CONNECT_S = 30.0
 _MOST_TRIES = 8  # of a round, whose members are the same
 _HEAR_S = 5.0  # between two messages of an island's ranks, while they wait to enter
+_NOTICE_S = 15.0  # until a line says that this island waits for others
 
 
 class ElasticExchange(Exchange):
@@ -98,7 +98,7 @@ class ElasticExchange(Exchange):
             "parameters (digest)": layout_digest(fragments)[:16],
             "codec": codec.name,
             "ranks of an island": cluster.size,
-            "what islands tell": "steps",  # earlier releases tell more
+            "what islands tell": "fragments",  # earlier releases tell the whole state, beside the rounds
             "bytes of 4,096 values": codec.payload_bytes(4096),  # islands of two releases may code otherwise
         }
         self._ranks = ranks_or_self(cluster.flag_group)
@@ -108,11 +108,8 @@ class ElasticExchange(Exchange):
         self._group: tuple[int, IslandGroup] | None = None
         self._gloo: dist.ProcessGroup | None = None
         self._round = 0  # of the background thread
-        self._lead = -1
         self._number = -1
         self._watcher: _Watcher | None = None
-        self._tellers: dict[str, threading.Thread] = {}
-        """The threads that tell newcomers the state, by the keys of their connections."""
 
     @property
     def _register_s(self) -> float:
@@ -136,13 +133,13 @@ class ElasticExchange(Exchange):
 
     # -- coming and going: [Note: Coming] ------------------------------------------------------------------------------
 
-    def enter(self, steps: int) -> Beginning:
-        """See `Exchange.enter`. Waits for the founding islands or for the end of a round, and for the state.
+    def enter(self, steps: int) -> tuple[int, bool]:
+        """See `Exchange.enter`. Waits for the founding islands, or for the end of a round, and for the state.
 
-        Blocks for `start_timeout_s` at most.
+        Each wait ends after `start_timeout_s` at most, or with the islands.
 
         Raises:
-            JobError: too few islands have come, the others have other settings, the island that tells the state has
+            JobError: too few islands have come, the others have other settings, all islands that have the state have
                 died, or the store has a damaged entry.
         """
         self._create_state()
@@ -157,22 +154,35 @@ class ElasticExchange(Exchange):
             weakref.finalize(self, self._watcher.stop).atexit = False
         _entered.add(self)
         _leave_at_exit()
-        if roster.lead == number:
-            self._tell(roster.newcomers, steps)
-            return Beginning(steps=steps, is_news=False)
-        return self._take_over(roster, steps)
+        if roster.number == 0:
+            steps, heard = self._take_round(partial(self._found, steps))
+            _fill(self._vectors(), heard)
+            return steps, any(self._ranks.gather(bool(heard)))
+        while number in self._roster.new_in(self._round):
+            self._wait_for_round()
+            index = self._round % len(self._fragments)
+            fragment = self._fragments[index]
+            mean = self.mean(Contribution(fragment=index, step=0, values=torch.zeros_like(fragment.flat)))
+            with torch.enable_grad():
+                fragment.step(mean.value)
+        return (self._round - 1) * self._schedule.interval + self._schedule.overlap, True
 
-    def _take_over(self, roster: Roster, steps: int) -> Beginning:
-        """Get the state that the lead of a roster tells, and the means of the rounds since."""
-        vectors = self._vectors()
-        before = vector_checksums(vectors)
-        link = self._link_to(self._number)
-        state = Listening(self._open(self._agreements.generation), link, vectors, self._policy.start_timeout_s)
-        means = () if roster.number == 0 else self._listen(state, roster)
-        self._wait_for(lambda: self._has_come(state), (roster.lead,))
-        told = state.steps
-        is_known = self._on_all_ranks(not means and told == steps and before == vector_checksums(vectors))
-        return Beginning(steps=told, is_news=not is_known, means=means)
+    def _found(self, steps: int, islands: IslandGroup) -> tuple[int, list[Tensor]]:
+        """Tell all founders the state of the lead, and the steps after which it is the state.
+
+        Those that have it already, such as from a checkpoint, hear nothing.
+        """
+        vectors, lead = self._vectors(), self._roster.members.index(self._knowing()[0])
+        states = islands.gather(steps, *map(checksum_of, vectors))
+        others = [island for island, state in enumerate(states) if state != states[lead]]
+        return states[lead][0], islands.tell(vectors, lead, others)
+
+    def _knowing(self) -> list[int]:
+        """The members that have the state before the next round. Raises: JobError if there are none."""
+        knowing = self._roster.knowing(self._round)
+        if not knowing:
+            raise JobError("the islands that had the state died before they told it to this one; start this one again")
+        return knowing
 
     def _wait_outside(self, rounds: int) -> list[int]:
         """Wait until this island is a member. Returns its generation and its number."""
@@ -182,95 +192,33 @@ class ElasticExchange(Exchange):
             if found is not None:
                 return found
 
-    def _listen(self, state: Listening, entered: Roster) -> tuple[Mean, ...]:
-        """Take part in rounds without a weight until the state has arrived, and return their means.
+    def _wait_for_round(self) -> None:
+        """Wait until an island that trains begins the next round: it may be far away, and a try has a timeout.
 
-        The islands that have `entered` with this one, or later, begin no round: they listen, too.
+        Raises: JobError if none of them gives a sign of life.
         """
-        means: list[Mean] = []
-        while not means or not self._on_all_ranks(self._has_come(state)):
-            if means and entered.lead not in self._roster.members:
-                raise JobError(f"island {entered.lead} died while it told this one the state; start this island again")
-            others = {number for number in self._roster.members if number < self._number} - {*entered.newcomers}
-            self._wait_for(self._has_begun, sorted(others))  # they may be far away, and a try has a timeout
-            fragment = self._round % len(self._fragments)
-            nothing = torch.zeros_like(self._fragments[fragment].flat)
-            means.append(self.mean(Contribution(fragment=fragment, step=0, values=nothing)))
-        return tuple(means)
-
-    def _has_come(self, state: Listening) -> bool:
-        """Whether the state has arrived. Raises: JobError if it never will."""
-        if not state.has_arrived and self._agreements.is_untold(self._link_to(self._number)):
-            raise JobError("the island that tells this one the state cannot reach it; start this island again")
-        return state.has_arrived
-
-    def _has_begun(self) -> bool:
-        """Whether another island has begun the next round."""
-        return self._agreements.has_begun(self._roster, self._round) or self._agreements.is_over(self._roster)
-
-    def _wait_for(self, condition: Callable[[], bool], others: Sequence[int]) -> None:
-        """Wait for what other islands do, while any of them gives a sign of life. Raises: JobError."""
-        beats, heard_at = [-1], time.monotonic()
-        while not condition():
-            self._agreements.look_for_end()
-            now = self._agreements.beats(others)
+        roster, agreements, beats, heard_at = self._roster, self._agreements, [-1], time.monotonic()
+        others = self._knowing()
+        while not any(agreements.has_begun(roster, self._round, number) for number in others):
+            agreements.look_for_end()
+            if agreements.is_over(roster):
+                return
+            now = agreements.beats(others)
             if now != beats:
                 beats, heard_at = now, time.monotonic()
             if time.monotonic() - heard_at > SILENCE_S:
-                names = ", ".join(map(str, others)) or "that train"
+                names = ", ".join(map(str, others))
                 raise JobError(f"islands {names} have given no sign of life for {SILENCE_S:g} s; start this one again")
             time.sleep(_WATCH_S)
-
-    def _on_all_ranks(self, flag: bool) -> bool:
-        return all(self._ranks.gather(flag))
-
-    def keep(self, mean: Mean, steps: int, fragment: int, *, is_whole: bool) -> None:
-        """See `Exchange.keep`: the newcomers of the round hear the state."""
-        self._tell(mean.newcomers, steps)
-
-    def _tell(self, newcomers: Sequence[int], steps: int) -> None:
-        """Tell newcomers the state, in a thread, while this island trains on. Copies the vectors first."""
-        if not newcomers:
-            return
-        copies = [vector.clone() for vector in self._vectors()]
-        for number in newcomers:
-            link = self._link_to(number)
-            arguments = (self._open(self._agreements.generation), link, steps, copies)
-            self._tellers[link] = threading.Thread(
-                target=self._tell_one, args=arguments, name="laconic-tells", daemon=True
-            )
-            self._tellers[link].start()
-
-    def _tell_one(self, agreements: Agreements, link: str, steps: int, vectors: Sequence[Tensor]) -> None:
-        try:
-            tell(pair(agreements.store, link, 0, self._policy.start_timeout_s), steps, vectors)
-        except RuntimeError:  # the newcomer has died; nothing depends on it
-            with contextlib.suppress(JobError):
-                agreements.note_untold(link)
-
-    def _link_to(self, number: int) -> str:
-        """The key of the connection over which a newcomer's rank at this place receives the state."""
-        return f"tell/{number}/{self._shard}"
 
     def leave(self) -> None:
         """See `Exchange.leave`."""
         if not self.is_inside:
             return
-        try:
-            self._finish_telling()
-        finally:
-            if self._watcher is not None:
-                self._watcher.end()
-            number, self._number, self.is_inside = self._number, -1, False
+        number, self._number, self.is_inside = self._number, -1, False
         if self._watcher is not None:
+            self._watcher.end()
             self._agreements.leave(number)
-
-    def _finish_telling(self) -> None:
-        deadline = time.monotonic() + self._policy.timeout_s
-        for link, teller in self._tellers.items():
-            while teller.is_alive() and time.monotonic() < deadline and not self._agreements.is_untold(link):
-                self._agreements.look_for_end()
-                teller.join(_WATCH_S)
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
@@ -291,10 +239,27 @@ class ElasticExchange(Exchange):
         """
         if not own.is_sound:
             own = replace(own, values=torch.zeros_like(own.values), tokens=0)
+        mean, heard = self._take_round(partial(self._reduce, own))
+        _fill(self._fragments[own.fragment].vectors(), heard)
+        if not own.is_sound:
+            raise diverged(own, "this island; the others go on without it")
+        return mean
+
+    def _reduce(self, own: Contribution, islands: IslandGroup) -> tuple[Mean, list[Tensor]]:
+        """The mean of a round, and what this island hears of the fragment's state before it."""
+        place = self._roster.members.index
+        tokens = [told for (told,) in islands.gather(own.tokens)]
+        lead, new = place(self._knowing()[0]), [place(number) for number in self._roster.new_in(self._round)]
+        heard = islands.tell(self._fragments[own.fragment].vectors(), lead, new)
+        mean = mean_over_islands(own.values, islands, self._codec, self._cluster.traffic, weights=tokens)
+        return mean, heard
+
+    def _take_round(self, action: Callable[[IslandGroup], _T]) -> _T:
+        """Try a round until there is the verdict that it is done: [Note: One verdict]. Returns the action's result."""
         tries = 0
         while True:
             roster = self._roster
-            mean, outcome, error = self._try(roster, own)
+            result, outcome, error = self._try(roster, action)
             verdict = self._vote(roster, outcome)
             if verdict.outcome is Outcome.DONE:
                 break
@@ -302,15 +267,16 @@ class ElasticExchange(Exchange):
             tries = tries + 1 if set(self._roster.members) == set(roster.members) else 0
             if tries == _MOST_TRIES or (tries and verdict.outcome is Outcome.LATE):
                 raise self._stalled(error)
-        assert mean is not None
+        assert result is not None
         self._round += 1
         if verdict.newcomers:
-            self._set_roster(self._agreements.enlarge(roster, verdict.newcomers, self._round, self._lead))
-        if not own.is_sound:
-            raise diverged(own, "this island; the others go on without it")
-        return replace(mean, newcomers=verdict.newcomers if self._number == self._lead else ())
+            until = self._round + len(self._fragments)
+            self._set_roster(self._agreements.enlarge(roster, verdict.newcomers, self._round, until))
+        return result
 
-    def _try(self, roster: Roster, own: Contribution) -> tuple[Mean | None, Outcome, RuntimeError | None]:
+    def _try(
+        self, roster: Roster, action: Callable[[IslandGroup], _T]
+    ) -> tuple[_T | None, Outcome, RuntimeError | None]:
         """Try the round once, among the members of a roster."""
         if self._watcher is not None:
             self._agreements.arrive(roster, self._round, self._number)
@@ -318,16 +284,10 @@ class ElasticExchange(Exchange):
             return None, Outcome.LOST, None
         try:
             islands = self._connect(roster)
-            tokens, mean = self._waiting(roster, lambda: self._reduce(islands, own))
-            self._lead = min((n for n, told in zip(roster.members, tokens, strict=True) if told), default=-1)
-            return mean, Outcome.DONE, None
+            return self._waiting(roster, lambda: action(islands)), Outcome.DONE, None
         except RuntimeError as error:  # torch has no class for a lost connection that all its backends raise
             is_late = any(word in str(error).lower() for word in ("timed out", "timeout"))
             return None, Outcome.LATE if is_late else Outcome.LOST, error
-
-    def _reduce(self, islands: IslandGroup, own: Contribution) -> tuple[list[int], Mean]:
-        tokens = [told for (told,) in islands.gather(own.tokens)]
-        return tokens, mean_over_islands(own.values, islands, self._codec, self._cluster.traffic, weights=tokens)
 
     def _waiting(self, roster: Roster, action: Callable[[], _T]) -> _T:
         """Run what may wait for the other members: [Note: Waits that end].
@@ -336,7 +296,15 @@ class ElasticExchange(Exchange):
             RuntimeError: the roster has failed, so the others do not come; or `action` raised it.
             RunEndedError: an island has ended the run.
         """
-        result = in_thread(action, "laconic-try")
+        result: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(action())
+            except Exception as error:
+                result.set_exception(error)
+
+        threading.Thread(target=run, name="laconic-try", daemon=True).start()
         while not wait([result], _WATCH_S).done:
             self._agreements.look_for_end()
             if self._agreements.is_over(roster):
@@ -368,7 +336,6 @@ class ElasticExchange(Exchange):
     def _reform(self, roster: Roster, *, is_late: bool) -> None:
         """Go on with the islands that live, after a try has failed."""
         self._disconnect()
-        self._agreements.end(roster)
         if self._watcher is not None:
             self._agreements.register(roster, self._number)
             self._agreements.propose(roster, self._round, is_late=is_late, patience_s=self._register_s)
@@ -417,6 +384,70 @@ class ElasticExchange(Exchange):
                 f"rendezvous --port {port}` on a machine that all islands reach"
             ) from error
         return Agreements(store, self._run, str(policy.rendezvous), generation)
+
+
+class Entrance:
+    """Queues up for an island. For its first rank."""
+
+    def __init__(self, agreements: Agreements, policy: Membership, terms: dict[str, Any], rounds: int) -> None:
+        """Take the terms that all islands must share, and the rounds that this island's state has."""
+        self._agreements, self._policy, self._terms, self._rounds = agreements, policy, terms, rounds
+        self._begun, self._has_warned = time.monotonic(), False
+        self._number: int | None = None
+        self._beats, self._heard_at = -1, 0.0
+
+    def wait(self, patience_s: float) -> list[int] | None:
+        """Wait for `patience_s`. Returns the generation and the number of this island once it is a member, else None.
+
+        Raises:
+            JobError: the other islands have other terms, or none of them has come within `start_timeout_s`.
+        """
+        if self._number is None:
+            if self._is_founded() and self._agreements.has_ended():
+                self._agreements.begin_generation()
+            self._queue_up()
+        assert self._number is not None
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            if self._agreements.welcome(self._number) is not None:
+                return [self._agreements.generation, self._number]
+            self._look_around()
+            time.sleep(_WATCH_S)
+        return None
+
+    def _queue_up(self) -> None:
+        self._agreements.agree_on(self._terms)
+        self._number = self._agreements.come(self._rounds)
+        self._beats, self._heard_at = -1, time.monotonic()
+        if self._number == self._policy.num_founders - 1:
+            self._agreements.found(self._policy.num_founders)
+
+    def _look_around(self) -> None:
+        """Answer calls; leave a generation that has died out; say that this island waits, or give up."""
+        assert self._number is not None
+        self._agreements.look_for_end()
+        self._agreements.answer(self._number)
+        beats, now = self._agreements.num_beats(), time.monotonic()
+        if beats != self._beats or not self._is_founded():
+            self._beats, self._heard_at = beats, now
+        if now - self._heard_at > SILENCE_S:  # [Note: A run that has ended]
+            self._agreements.begin_generation()
+            self._queue_up()
+        waited_s = now - self._begun
+        if waited_s > self._policy.start_timeout_s:
+            raise JobError(f"{self._missing()} after {waited_s:.0f} s; start the others, or set `islands` lower")
+        if waited_s > _NOTICE_S and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"{self._missing()}; this island waits", stacklevel=2)
+
+    def _is_founded(self) -> bool:
+        return self._agreements.num_come() >= self._policy.num_founders
+
+    def _missing(self) -> str:
+        come, islands = self._agreements.num_come(), self._policy.num_founders
+        if come < islands:
+            return f"{come} of {islands} islands have come to {self._policy.rendezvous}"
+        return f"the islands at {self._policy.rendezvous} have not ended a round since this one came"
 
 
 class _Watcher:
@@ -475,3 +506,9 @@ def _leave() -> None:
     for exchange in list(_entered):
         with contextlib.suppress(JobError):
             exchange.leave()
+
+
+def _fill(vectors: Sequence[Tensor], heard: Sequence[Tensor]) -> None:
+    """Copy what an island has heard into its vectors; nothing if it was no listener."""
+    for vector, value in zip(vectors, heard, strict=False):
+        vector.copy_(value)

@@ -2,15 +2,16 @@
 
 [Note: An island's life]
 An island is outside until it takes part, and begins to train when it has the outer state of a sync that all shards
-agree on. `LocalSteps` knows this much. There are two ways in for an island that comes, or comes back:
+agree on. One island that has this state, the lead, tells it to those that are new. So much holds for all islands, and
+`LocalSteps` knows no more. Where they differ:
 
-| | through a rendezvous: elastic.py | with a restart of all islands: recovery.py |
+| | they stay: here, recovery.py | they come and go: elastic.py |
 |---|---|---|
-| who is in | the roster that the store has | the ranks of the job |
-| who has died | who does not register after a failed sync | who is not in the job that torchelastic starts |
-| which sync counts | the one on which the store has a verdict | the newest of which every shard is on a machine |
-| where its state lies | in the memory of each island | in a folder of each machine |
-| how a newcomer gets it | one island tells it, in a thread | from the machine that has it; one island tells all |
+| who is in | the ranks of the job | the roster that the store has |
+| who has died | who is not in the job that torchelastic starts | who does not register after a failed try |
+| which state counts | of the newest sync of which every shard is on a machine | after the last round with a verdict |
+| who has it | with `recovery`, a folder of each machine | the memory of each island |
+| when the others hear it | at the start of the job | as they found the run, or in their first rounds |
 
 [Note: Agreed before anything is sent]
 NaN in one island's pseudo-gradient would become NaN on all islands, or end one rank while the others wait for it. So
@@ -55,18 +56,6 @@ class Contribution:
     """The format of the values on the wire, if another than usual."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Beginning:
-    """The state with which an island begins to train. The outer state is in its fragments already."""
-
-    steps: int
-    """The inner steps after which it is the state."""
-    is_news: bool = True
-    """False if this island has had the state already, such as after a restart of all islands from checkpoints."""
-    means: tuple[Mean, ...] = ()
-    """The means of the rounds since, in order; the caller applies them."""
-
-
 class Exchange:
     """What `LocalSteps` asks of the other islands. Here they stay until the job ends: [Note: An island's life]."""
 
@@ -90,14 +79,14 @@ class Exchange:
         """This island's slot, which no other island has; -1 outside."""
         return self._cluster.island_rank
 
-    def enter(self, steps: int) -> Beginning:
-        """Begin to train, with the same outer state as the others. Collective over the ranks of the island.
+    def enter(self, steps: int) -> tuple[int, bool]:
+        """Take over the outer state that all islands share. Collective over the ranks of the island.
 
-        This island's state is that after `steps` inner steps.
+        This island's state is that after `steps` inner steps. Returns the steps after which it is the shared one, and
+        whether it is news: not, such as after a restart of all islands from checkpoints, if this island had it already.
         """
-        self._share([fragment.flat for fragment in self._fragments], lead=0)
-        self.is_inside = True
-        return Beginning(steps=steps)
+        self._share(lead=0)
+        return steps, True
 
     def look(self) -> None:
         """Raise what this island has heard of the others since the last step."""
@@ -124,8 +113,8 @@ class Exchange:
         """Wait until nobody reads the outer state. Returns whether this rank has kept every state so far."""
         return True
 
-    def keep(self, mean: Mean, steps: int, fragment: int, *, is_whole: bool) -> None:
-        """Keep the state of step `steps`, after a sync of `fragment`, for islands that come later.
+    def keep(self, steps: int, fragment: int, *, is_whole: bool) -> None:
+        """Keep the state of step `steps`, after a sync of `fragment`, for the start after a crash.
 
         `is_whole`: all ranks of the island have kept the state before.
         """
@@ -145,11 +134,12 @@ class Exchange:
         """The outer state, in an order that all islands share."""
         return [vector for fragment in self._fragments for vector in fragment.vectors()]
 
-    def _share(self, vectors: Sequence[Tensor], lead: int) -> None:
-        """Bring vectors of one island to all others. Collective over islands."""
+    def _share(self, lead: int) -> None:
+        """Bring the outer state of one island to all others. Collective over islands."""
         if self._cluster.island_group is not None:
-            for vector in vectors:
+            for vector in self._vectors():
                 dist.broadcast(vector, group=self._cluster.island_group, group_src=lead)
+        self.is_inside = True
 
 
 def diverged(own: Contribution, where: str) -> JobError:

@@ -25,7 +25,7 @@ from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import all_reduce
 from laconic.islands.all_reduce import Mean
 from laconic.islands.elastic import ElasticExchange
-from laconic.islands.exchange import Beginning, Contribution, Exchange, SyncReport
+from laconic.islands.exchange import Contribution, Exchange, SyncReport
 from laconic.islands.fragments import fragment_of
 from laconic.islands.outer_optimizer import Holders, MakeOuter, OuterFragment
 from laconic.islands.policies import Membership, SyncPolicy
@@ -162,7 +162,7 @@ class LocalSteps:
                 stacklevel=2,
             )
         if not self._exchange.comes_and_goes:
-            self._take_over(self._exchange.enter(self.steps))
+            self._enter()
 
     def _settle(self) -> None:
         """Complete updates of the inner optimizer that are still under way, if it is of a kind that has such."""
@@ -186,19 +186,15 @@ class LocalSteps:
         """
         if not self._exchange.is_inside:
             self.finish()
-            self._take_over(self._exchange.enter(self.steps))
+            self._enter()
         return self.steps
 
     @torch.no_grad()
-    def _take_over(self, beginning: Beginning) -> None:
-        """Go on from the state that the islands share, and from the means since: [Note: Coming] in elastic.py."""
-        for number, mean in enumerate(beginning.means, self.schedule.rounds(beginning.steps) + 1):
-            with torch.enable_grad():
-                self.fragments[number % len(self.fragments)].step(mean.value)
-        if beginning.is_news:
-            for fragment in self.fragments:
-                fragment.write_inner(fragment.flat)
-        self.steps = beginning.steps + len(beginning.means) * self.schedule.interval
+    def _enter(self) -> None:
+        """Go on from the state that the islands share: [Note: An island's life] in exchange.py."""
+        self.steps, is_news = self._exchange.enter(self.steps)
+        for fragment in self.fragments if is_news else ():
+            fragment.write_inner(fragment.flat)
         self._tokens = [0] * len(self._tokens)
 
     @property
@@ -338,7 +334,7 @@ class LocalSteps:
         ]
         sums = all_reduce(self.cluster, torch.stack(products).to(self.cluster.device))  # over the shards of the island
         *squares, num_kept = sums.tolist()
-        self._exchange.keep(mean, self.steps, sent.fragment, is_whole=num_kept == self.cluster.size)
+        self._exchange.keep(self.steps, sent.fragment, is_whole=num_kept == self.cluster.size)
         self.reports.append(self._report(sent, mean, exposed_s, squares))
 
     def _report(self, sent: _InFlight, mean: Mean, exposed_s: float, squares: list[float]) -> SyncReport:

@@ -92,10 +92,10 @@ class Membership(Policy):
     torchrun's --rdzv-id; `laconic train` keeps a name for `recovery` in the output folder."""
     timeout_s: Positive = 120.0
     """With `rendezvous`: the longest, in seconds, that islands wait for one of them at a sync, before they go on
-    without it. It must be longer than islands are apart, and longer than the largest message takes. An island whose
-    process dies is noticed earlier."""
+    without it. It must be longer than islands are apart, and longer than the largest message takes: an island that
+    comes is sent outer parameters and momentum. An island whose process dies is noticed earlier."""
     start_timeout_s: Positive = 1800.0
-    """With `rendezvous`: the longest, in seconds, that an island waits to enter, and for the state of the others."""
+    """With `rendezvous`: the longest, in seconds, that an island waits to enter."""
 
     def _check_keys(self) -> None:
         if self.rendezvous is None:

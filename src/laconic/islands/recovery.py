@@ -36,10 +36,9 @@ from torch import Tensor
 from laconic.codec import Codec
 from laconic.comm.agreement import ranks_or_self
 from laconic.comm.cluster import Cluster
-from laconic.islands.all_reduce import Mean
-from laconic.islands.exchange import Beginning, Exchange
+from laconic.islands.exchange import Exchange
 from laconic.islands.outer_optimizer import OuterFragment, flat_local, layout_digest
-from laconic.islands.saved_state import Fetch, Place, SavedState, Sync, make_plan
+from laconic.islands.saved_state import Fetch, Place, Plan, SavedState, Sync, make_plan
 from laconic.islands.state_folder import Found, StateFolder
 from laconic.ragged.tensor import RaggedTensor
 from laconic.store.folder import DamagedError
@@ -115,7 +114,7 @@ class RecoveringExchange(Exchange):
                 )
         return not self._last_problem
 
-    def keep(self, mean: Mean, steps: int, fragment: int, *, is_whole: bool) -> None:
+    def keep(self, steps: int, fragment: int, *, is_whole: bool) -> None:
         """See `Exchange.keep`: begin to write the state. Call `settle` before the fragment changes.
 
         Cost: a copy of the inner optimizer's state of the fragment, in host memory, until it is written.
@@ -159,22 +158,22 @@ class RecoveringExchange(Exchange):
 
     # -- restoring: [Note: Re-forming] ---------------------------------------------------------------------------------
 
-    def enter(self, steps: int) -> Beginning:
-        """See `Exchange.enter`: go on from the newest sync that counts or, without one, as islands that stay do."""
-        restored = self._restore()
-        if not restored:
-            return super().enter(steps)
-        self.is_inside = True
-        return Beginning(steps=restored)
-
-    def _restore(self) -> int:
-        """Restore the newest sync that counts. Returns its step, or 0 without one. Collective over all ranks.
+    def enter(self, steps: int) -> tuple[int, bool]:
+        """See `Exchange.enter`: go on from the newest sync that counts or, without one, as islands that stay do.
 
         Files that are not used are named in warnings on the first rank, one line each.
 
         Cost: reads this rank's state once. A shard on another machine crosses the wire whole; the outer state goes from
             one island to all others.
         """
+        plan = self._restore()
+        if plan is None:
+            return super().enter(steps)
+        self._share(lead=plan.lead)
+        return plan.sync.steps, True
+
+    def _restore(self) -> Plan | None:
+        """Restore this island's states of the newest sync that counts; None without one. Collective over all ranks."""
         self._create_state()
         places, problems = self._look()
         while True:
@@ -191,13 +190,10 @@ class RecoveringExchange(Exchange):
         if self._ranks.rank == 0:
             for line in dict.fromkeys([*problems, *(plan.notes if plan else ())]):
                 warnings.warn(f"recovery: {line}", stacklevel=2)
-        if plan is None:
-            return 0
-        own = next((fetch for fetch in plan.fetches if fetch.rank == self._ranks.rank), None)
+        own = next((fetch for fetch in (plan.fetches if plan else ()) if fetch.rank == self._ranks.rank), None)
         if own is not None:
             self._load(values, has_inner=own.has_inner)
-        self._share(self._vectors(), lead=plan.lead)
-        return plan.sync.steps
+        return plan
 
     def _look(self) -> tuple[list[Place], list[str]]:
         """Tell all ranks what this machine has; return every rank's place, and all problems. Begins a new start."""
