@@ -340,5 +340,5 @@ def test_a_part_that_somebody_has_removed_is_written_again(tmp_path: Path) -> No
         folder.write(new, {index: {"step": step} for index in parts}, keep_from=0)
         if step == 2:
             (folder.path / new.name / "fragment-0.safetensors").unlink()
-    *_, newest = folder.find(1).states
+    *_, newest = folder.find(1)[0]
     assert folder.parse(folder.read(newest), newest) == [{"step": 3}, {"step": 3}]

@@ -64,10 +64,10 @@ class States:
 
     def read(self, folder: Path) -> int:
         states = StateFolder(folder=folder, run="run", layout="layout")
-        found = states.find(1)
-        assert not found.problems
+        found, problems = states.find(1)
+        assert not problems
         versions = []
-        for state in found.states:
+        for state in found:
             values = states.parse(states.read(state), state)
             version = state.sync.steps
             assert values[version % 2]["version"] == version

@@ -85,7 +85,7 @@ class Exchange:
         This island's state is that after `steps` inner steps. Returns the steps after which it is the shared one, and
         whether it is news: not, such as after a restart of all islands from checkpoints, if this island had it already.
         """
-        self._share(lead=0)
+        self._share([fragment.flat for fragment in self._fragments], lead=0)
         return steps, True
 
     def look(self) -> None:
@@ -134,10 +134,10 @@ class Exchange:
         """The outer state, in an order that all islands share."""
         return [vector for fragment in self._fragments for vector in fragment.vectors()]
 
-    def _share(self, lead: int) -> None:
-        """Bring the outer state of one island to all others. Collective over islands."""
+    def _share(self, vectors: Sequence[Tensor], lead: int) -> None:
+        """Bring vectors of one island to all others, which all are inside then. Collective over islands."""
         if self._cluster.island_group is not None:
-            for vector in self._vectors():
+            for vector in vectors:
                 dist.broadcast(vector, group=self._cluster.island_group, group_src=lead)
         self.is_inside = True
 

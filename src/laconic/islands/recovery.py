@@ -39,7 +39,7 @@ from laconic.comm.cluster import Cluster
 from laconic.islands.exchange import Exchange
 from laconic.islands.outer_optimizer import OuterFragment, flat_local, layout_digest
 from laconic.islands.saved_state import Fetch, Place, Plan, SavedState, Sync, make_plan
-from laconic.islands.state_folder import Found, StateFolder
+from laconic.islands.state_folder import StateFolder
 from laconic.ragged.tensor import RaggedTensor
 from laconic.store.folder import DamagedError
 
@@ -79,7 +79,8 @@ class RecoveringExchange(Exchange):
         self._ranks = ranks_or_self(cluster.all_flag_group)
         layout = layout_digest(fragments, type(optimizer).__qualname__, type(fragments[0].optimizer).__qualname__)
         self._folder = StateFolder(folder=Path(folder), run=run, layout=layout)
-        names = self._ranks.on_all(self._create, "recovery= needs a folder that can be written, on every machine")
+        self._ranks.on_all(self._folder.create, "recovery= needs a folder that can be written, on every machine")
+        names = self._ranks.gather(run)
         if len(set(names)) > 1:
             raise ValueError(f"the ranks have different names of the run, {names}; give all of them the same run_id")
         self._sync = Sync(start=1, steps=0, token="")
@@ -89,11 +90,8 @@ class RecoveringExchange(Exchange):
         """The step of the newest state that this rank has written; 0 before the first."""
         self._whole = 0
         """The step of the newest state that all ranks of the island are known to have; 0 before the first."""
-        self._last_problem = ""
-
-    def _create(self) -> str:
-        self._folder.create()
-        return self._folder.run
+        self._failed = False
+        """Whether the last write has failed."""
 
     # -- writing: [Note: Two phases] -----------------------------------------------------------------------------------
 
@@ -106,13 +104,16 @@ class RecoveringExchange(Exchange):
             (steps, writing), self._writing = self._writing, None
             try:
                 writing.result()
-                self._written, self._last_problem = steps, ""
+                self._written, self._failed = steps, False
             except OSError as error:
-                self._warn_once(
-                    f"recovery: the state after step {steps} could not be written ({error}); after a crash this island "
-                    f"goes on from step {self._whole or self._written}"
-                )
-        return not self._last_problem
+                if not self._failed:  # one line, until a write succeeds
+                    warnings.warn(
+                        f"recovery: the state after step {steps} could not be written ({error}); after a crash this "
+                        f"island goes on from step {self._whole or self._written}",
+                        stacklevel=2,
+                    )
+                self._failed = True
+        return not self._failed
 
     def keep(self, steps: int, fragment: int, *, is_whole: bool) -> None:
         """See `Exchange.keep`: begin to write the state. Call `settle` before the fragment changes.
@@ -123,14 +124,8 @@ class RecoveringExchange(Exchange):
         if is_whole:
             self._whole = self._written
         self._sync = replace(self._sync, steps=steps)
-        cluster = self._cluster
-        state = SavedState(
-            sync=self._sync,
-            island=cluster.island_rank,
-            shard=cluster.shard_index,
-            num_shards=cluster.size,
-            slices=self._slices,
-        )
+        island, shard, num_shards = self._cluster.island_rank, self._cluster.shard_index, self._cluster.size
+        state = SavedState(sync=self._sync, island=island, shard=shard, num_shards=num_shards, slices=self._slices)
         parts = {index: self._part(index) for index in self._folder.missing(fragment, len(self._fragments))}
         self._writing = steps, self._thread.submit(self._folder.write, state, parts, self._whole)
 
@@ -151,11 +146,6 @@ class RecoveringExchange(Exchange):
         lost = None if self._residuals is None else self._residuals[index]
         return {"outer": fragment.vectors(), "lost": lost, "inner": inner}
 
-    def _warn_once(self, problem: str) -> None:
-        if not self._last_problem:
-            warnings.warn(problem, stacklevel=2)
-        self._last_problem = problem
-
     # -- restoring: [Note: Re-forming] ---------------------------------------------------------------------------------
 
     def enter(self, steps: int) -> tuple[int, bool]:
@@ -169,78 +159,83 @@ class RecoveringExchange(Exchange):
         plan = self._restore()
         if plan is None:
             return super().enter(steps)
-        self._share(lead=plan.lead)
+        self._share(self._vectors(), lead=plan.lead)
         return plan.sync.steps, True
 
     def _restore(self) -> Plan | None:
         """Restore this island's states of the newest sync that counts; None without one. Collective over all ranks."""
         self._create_state()
         places, problems = self._look()
-        while True:
-            plan = make_plan(places)
-            if plan is None:
-                break
+        while (plan := make_plan(places)) is not None:
             values, problem = self._fetch(plan.fetches)
             by_rank = self._ranks.gather(problem)
             failed = [fetch for fetch in plan.fetches if by_rank[fetch.rank]]
             if not failed:
                 break
             problems += [by_rank[fetch.rank] for fetch in failed]
-            places = _without(places, failed)
+            gone = {(fetch.holder, fetch.state) for fetch in failed}
+            places = [
+                replace(place, offers=tuple(state for state in place.offers if (rank, state) not in gone))
+                for rank, place in enumerate(places)
+            ]
         if self._ranks.rank == 0:
             for line in dict.fromkeys([*problems, *(plan.notes if plan else ())]):
-                warnings.warn(f"recovery: {line}", stacklevel=2)
-        own = next((fetch for fetch in (plan.fetches if plan else ()) if fetch.rank == self._ranks.rank), None)
-        if own is not None:
-            self._load(values, has_inner=own.has_inner)
+                warnings.warn(f"recovery: {line}", stacklevel=3)
+        own = [fetch for fetch in (plan.fetches if plan else ()) if fetch.rank == self._ranks.rank]
+        if own:
+            self._load(values, has_inner=own[0].has_inner)
         return plan
 
     def _look(self) -> tuple[list[Place], list[str]]:
         """Tell all ranks what this machine has; return every rank's place, and all problems. Begins a new start."""
-        found: Found = self._folder.find(self._cluster.size)
-        gathered: list[dict[str, Any]] = self._ranks.gather(
-            {
-                "place": [self._cluster.island_rank, self._cluster.shard_index, list(self._slices)],
-                "offers": [state.to_json() for state in found.states],
-                "problems": list(found.problems),
-                "last_start": found.last_start,
-                "token": uuid4().hex,
-            }
+        states, problems = self._folder.find(self._cluster.size)
+        gathered: list[list[Any]] = self._ranks.gather(
+            [
+                [self._cluster.island_rank, self._cluster.shard_index, list(self._slices)],
+                [state.to_json() for state in states],
+                problems,
+                self._folder.last_start(),
+                uuid4().hex,
+            ]
         )
-        self._sync = Sync(start=1 + max(each["last_start"] for each in gathered), steps=0, token=gathered[0]["token"])
-        return [_place(each) for each in gathered], [problem for each in gathered for problem in each["problems"]]
+        self._sync = Sync(start=1 + max(last for *_, last, _ in gathered), steps=0, token=gathered[0][-1])
+        places = []
+        for (island, shard, slices), offers, *_ in gathered:
+            own = tuple(map(SavedState.from_json, offers))
+            places.append(Place(island=island, shard=shard, slices=tuple(slices), offers=own))
+        return places, [problem for _, _, told, *_ in gathered for problem in told]
 
     def _fetch(self, fetches: Sequence[Fetch]) -> tuple[list[Any], str]:
         """Get this rank's state, and send others theirs. Return its values by fragment, or the problem with it."""
-        values: list[Any] = []
-        problem, data, own = "", None, None
+        problem, group, own = "", self._ranks.group, None
         works: list[tuple[dist.Work | None, Tensor]] = []
         for fetch in fetches:
             is_own, is_here = self._ranks.rank == fetch.rank, self._ranks.rank == fetch.holder
             if not is_own and not is_here:
                 continue
-            read = bytearray(sum(fetch.state.sizes))
+            data = bytearray(sum(fetch.state.sizes))
             if is_here:
                 try:
-                    read = self._folder.read(fetch.state)
+                    data = self._folder.read(fetch.state)
                 except DamagedError as error:  # it is all zero, and a receiver reports it
                     problem = str(error) if is_own else problem
-            if is_own:
-                own, data = fetch, read
+            own = (fetch, data) if is_own else own
             if is_own != is_here:
-                message, group = torch.frombuffer(read, dtype=torch.uint8), self._ranks.group
+                message = torch.frombuffer(data, dtype=torch.uint8)
                 send, receive = partial(dist.isend, group_dst=fetch.rank), partial(dist.irecv, group_src=fetch.holder)
                 works.append(((send if is_here else receive)(message, group=group), message))
         for work, _ in works:
             assert work is not None
             work.wait()
-        if own is not None and data is not None and not problem:
-            try:
-                values = self._folder.parse(data, own.state)
-                self._check(values, has_inner=own.has_inner)
-            except DamagedError as error:
-                problem = f"{own.state.name} on the machine of rank {own.holder} is not used: {error}"
-        return values, problem
+        if own is None or problem:
+            return [], problem
+        fetch, data = own
+        try:
+            values = self._folder.parse(data, fetch.state)
+            self._check(values, has_inner=fetch.has_inner)
+        except DamagedError as error:
+            return [], f"{fetch.state.name} on the machine of rank {fetch.holder} is not used: {error}"
+        return values, ""
 
     def _check(self, values: list[Any], *, has_inner: bool) -> None:
         """Refuse values that do not fit, before anything is loaded. Raises: DamagedError."""
@@ -274,23 +269,8 @@ class RecoveringExchange(Exchange):
 
 def trained_slices(folder: str | Path, run: str) -> tuple[int, ...] | None:
     """Return the slices that this machine trained at the run's last sync; None if it has kept no sync."""
-    found = StateFolder(folder=Path(folder), run=run, layout=None).find().states
+    found, _ = StateFolder(folder=Path(folder), run=run, layout=None).find()
     return max(found, key=lambda state: (state.sync, -state.island, -state.shard)).slices if found else None
-
-
-def _place(sent: dict[str, Any]) -> Place:
-    island, shard, slices = sent["place"]
-    offers = tuple(map(SavedState.from_json, sent["offers"]))
-    return Place(island=island, shard=shard, slices=tuple(slices), offers=offers)
-
-
-def _without(places: Sequence[Place], failed: Sequence[Fetch]) -> list[Place]:
-    """Take back the offers that turned out damaged."""
-    gone = {(fetch.holder, fetch.state) for fetch in failed}
-    return [
-        replace(place, offers=tuple(state for state in place.offers if (rank, state) not in gone))
-        for rank, place in enumerate(places)
-    ]
 
 
 # -- the inner optimizer's state ---------------------------------------------------------------------------------------

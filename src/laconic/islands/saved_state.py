@@ -11,8 +11,9 @@ number, one more than any that is found, and a random token, in case machines th
 same number. A later start is newer, whatever its step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from typing import Any
 
 from laconic.comm.entries import typed
@@ -50,19 +51,19 @@ class SavedState:
 
     @property
     def name(self) -> str:
-        """The beginning of the names of the state's files."""
+        """The name of the state's folder."""
         shard = f"shard-{self.shard}-of-{self.num_shards}"
         return f"start-{self.sync.start}-step-{self.sync.steps}-island-{self.island}-{shard}"
-
-    def to_json(self) -> list[Any]:
-        """Return plain values that can be sent."""
-        sync, files = [self.sync.start, self.sync.steps, self.sync.token], [asdict(each) for each in self.files]
-        return [sync, self.island, self.shard, self.num_shards, list(self.slices), files]
 
     @property
     def sizes(self) -> list[int]:
         """The bytes of the files."""
         return [each.size_bytes for each in self.files]
+
+    def to_json(self) -> list[Any]:
+        """Return plain values that can be sent."""
+        sync, files = [self.sync.start, self.sync.steps, self.sync.token], [asdict(each) for each in self.files]
+        return [sync, self.island, self.shard, self.num_shards, list(self.slices), files]
 
     @classmethod
     def from_json(cls, values: list[Any]) -> "SavedState":
@@ -99,10 +100,14 @@ class Plan:
 
     sync: Sync
     lead: int
-    """The island that gets the outer state and sends it to all others."""
+    """The island that gets the outer state and tells it to all others."""
     fetches: tuple[Fetch, ...]
     notes: tuple[str, ...]
     """The lines for users: a newer sync that does not count, islands without a state of their own."""
+
+
+_Found = Mapping[tuple[int, int], tuple[SavedState, list[int]]]
+"""The states of one sync by island and shard, each with the ranks that have it."""
 
 
 def make_plan(places: Sequence[Place]) -> Plan | None:
@@ -119,67 +124,48 @@ def make_plan(places: Sequence[Place]) -> Plan | None:
             found.setdefault((state.island, state.shard), (state, []))[1].append(rank)
     notes: list[str] = []
     for sync in sorted(by_sync, reverse=True):
-        found = by_sync[sync]
-        missing = sorted(set(range(num_shards)) - {shard for _, shard in found})
+        missing = sorted(set(range(num_shards)) - {shard for _, shard in by_sync[sync]})
         if not missing:
-            return _plan(sync, found, places, num_shards, notes)
+            return _plan(sync, by_sync[sync], places, num_shards, notes)
         shards = ", ".join(map(str, missing))
         notes.append(f"the sync after step {sync.steps} is not used: no machine has its shards {shards}")
     return None
 
 
-def _plan(
-    sync: Sync,
-    found: dict[tuple[int, int], tuple[SavedState, list[int]]],
-    places: Sequence[Place],
-    num_shards: int,
-    notes: list[str],
-) -> Plan:
-    ranks = {(place.island, place.shard): rank for rank, place in enumerate(places)}
-    islands = sorted({place.island for place in places})
+def _plan(sync: Sync, found: _Found, places: Sequence[Place], num_shards: int, notes: list[str]) -> Plan:
     origins = _origins(found, places, num_shards)
-    lead = min(origins, default=islands[0])
+    lead = min(origins, default=0)
     fetches = []
-    for island in islands:
-        origin = origins.get(island)
-        if origin is None and island != lead:
+    for rank, place in enumerate(places):
+        origin = origins.get(place.island)
+        if origin is None and place.island != lead:
             continue
-        for shard in range(num_shards):
-            held = [each for (_, of), each in sorted(found.items()) if of == shard]
-            state, holders = found[origin, shard] if origin is not None else held[0]
-            rank = ranks[island, shard]
-            near = [holder for holder in holders if places[holder].island == island]
-            holder = rank if rank in holders else min(near or holders)
-            fetches.append(Fetch(rank=rank, holder=holder, state=state, has_inner=origin is not None))
-    without = [str(island) for island in islands if island not in origins]
+        any_island = min(island for island, shard in found if shard == place.shard)
+        state, holders = found[any_island if origin is None else origin, place.shard]
+        near = [holder for holder in holders if places[holder].island == place.island]
+        holder = rank if rank in holders else min(near or holders)
+        fetches.append(Fetch(rank=rank, holder=holder, state=state, has_inner=origin is not None))
+    without = [str(island) for island in sorted({place.island for place in places} - origins.keys())]
     if without:
         whose = f"island {without[0]} has" if len(without) == 1 else f"islands {', '.join(without)} have"
-        notes = [
-            *notes,
-            f"{whose} no state of its own from the sync after step {sync.steps}: the inner optimizer starts afresh",
-        ]
+        none = f"{whose} no state of its own from the sync after step {sync.steps}: the inner optimizer starts afresh"
+        notes = [*notes, none]
     return Plan(sync=sync, lead=lead, fetches=tuple(fetches), notes=tuple(notes))
 
 
-def _origins(
-    found: dict[tuple[int, int], tuple[SavedState, list[int]]], places: Sequence[Place], num_shards: int
-) -> dict[int, int]:
+def _origins(found: _Found, places: Sequence[Place], num_shards: int) -> dict[int, int]:
     """Give islands the inner states of earlier islands, one to one, those with most shards on their machines first."""
-    slices = {place.island: place.slices for place in places}
-    ranks = {(place.island, place.shard): rank for rank, place in enumerate(places)}
-    whole: dict[int, tuple[int, ...]] = {}
-    for origin in {island for island, _ in found}:
-        shards = [found[origin, shard][0] for shard in range(num_shards) if (origin, shard) in found]
-        if len(shards) == num_shards and len({state.slices for state in shards}) == 1:
-            whole[origin] = shards[0].slices
+    shards, slices = range(num_shards), {place.island: place.slices for place in places}
     pairs = []
-    for island, trained in slices.items():
-        for origin in (origin for origin, saved in whole.items() if saved == trained):
-            holders = [found[origin, shard][1] for shard in range(num_shards)]
-            in_place = sum(ranks[island, shard] in each for shard, each in enumerate(holders))
-            near = sum(any(places[rank].island == island for rank in each) for each in holders)
-            if near:
-                pairs.append((-in_place, -near, island, origin))
+    for island, origin in product(slices, {island for island, _ in found}):
+        states = [found[origin, shard] for shard in shards if (origin, shard) in found]
+        if len(states) < num_shards or any(state.slices != slices[island] for state, _ in states):
+            continue
+        at = [{(places[rank].island, places[rank].shard) for rank in holders} for _, holders in states]
+        in_place = sum((island, shard) in each for shard, each in enumerate(at))
+        near = sum(any((island, other) in each for other in shards) for each in at)
+        if near:
+            pairs.append((-in_place, -near, island, origin))
     chosen: dict[int, int] = {}
     for _, _, island, origin in sorted(pairs):
         if island not in chosen and origin not in chosen.values():

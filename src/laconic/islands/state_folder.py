@@ -18,28 +18,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from laconic.islands import earlier_states
 from laconic.islands.saved_state import SavedState
 from laconic.store import folder as store
 from laconic.store import tensors
 from laconic.store.files import link_or_copy, make_folder, remove
 from laconic.store.folder import CrashPoint, DamagedError, FileRecord, reached
-from laconic.store.series import MANIFEST, Member, Series, numbered
+from laconic.store.series import MANIFEST, Series, numbered
 
 _NAMES = r"(start-(\d+)-step-\d+-island-(\d+)-shard-(\d+)-of-\d+)"
 _OTHERS = r"run-.*|island-state-.*|slice-.*"
-"""The names of other runs' states, and of those of the earliest releases."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """The states of a run on this machine."""
-
-    states: tuple[SavedState, ...]
-    problems: tuple[str, ...]
-    """A line for each state that is not used, with its reason."""
-    last_start: int
-    """The highest number of a start in any name; 0 without one."""
+"""The names of other runs' states, and of those of early releases; later ones had index files in a run's folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,20 +90,39 @@ class StateFolder:
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def find(self, num_shards: int | None = None) -> Found:
-        """Find the states of the run, of islands of `num_shards` ranks or any. Reads the manifests only."""
-        states, problems, names = list[SavedState](), list[str](), list[re.Match[str]]()
+    def find(self, num_shards: int | None = None) -> tuple[list[SavedState], list[str]]:
+        """Find the states of the run, of islands of `num_shards` ranks or any. Reads the manifests only.
+
+        Returns also a line for each state that is not used, with its reason.
+        """
+        states, problems = list[SavedState](), list[str]()
         with contextlib.suppress(OSError):  # what cannot be read is not there
             problems += self._foreign()
-            for member in (*self._series.members(), *self._earlier()):
+            for member in self._series.members():
                 manifest, problem = member.manifest, member.problem
                 if manifest is not None and not (problem := self._misfit(manifest, num_shards)):
                     states.append(manifest.saved)
                 else:
                     problems.append(f"{_here(member.folder)} is not used: {problem}")
-            names = [name for _, name in numbered(self.path, _NAMES + ".*")]
-        last_start = max((int(name[2]) for name in names), default=0)
-        return Found(states=tuple(states), problems=tuple(problems), last_start=last_start)
+        return states, problems
+
+    def last_start(self) -> int:
+        """The highest number of a start in any name, of remains too; 0 without one."""
+        with contextlib.suppress(OSError):
+            return max((int(name[2]) for _, name in numbered(self.path, _NAMES + ".*")), default=0)
+        return 0
+
+    def _foreign(self) -> list[str]:
+        """Name the states of other runs, and files of other programs or releases."""
+        found = [*numbered(self.folder, _OTHERS), *numbered(self.path, rf"{_NAMES}\.index")]
+        others = [path.name for path, _ in found if path != self.path]
+        if not others:
+            return []
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        return [
+            f"{_here(self.folder)} has states of other runs, which are not used: {', '.join(others[:3])}{more}; remove "
+            "those that are over"
+        ]
 
     def _misfit(self, manifest: StateFiles, num_shards: int | None) -> str:
         """Say why this run cannot restore a state; empty if it can."""
@@ -127,19 +134,6 @@ class StateFolder:
             return f"it is of islands of {of} ranks, and now they have {num_shards}"
         return ""
 
-    def _earlier(self) -> list[Member[StateFiles]]:
-        """The states of earlier releases."""
-        found: list[Member[StateFiles]] = []
-        for path, name in numbered(self.path, rf"{_NAMES}\.index"):
-            try:
-                manifest = StateFiles.from_json(earlier_states.manifest(path.read_bytes()))
-                if manifest.saved.name != name[1]:
-                    raise DamagedError(f"it is that of {manifest.saved.name}")
-                found.append(Member(folder=path, manifest=manifest))
-            except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-                found.append(Member(folder=path, manifest=None, problem=f"it is no index of this state ({error})"))
-        return found
-
     def read(self, state: SavedState) -> bytearray:
         """Return the bytes of a state's files, one after the other, as `parse` takes them.
 
@@ -148,14 +142,15 @@ class StateFolder:
         """
         folder = self.path / state.name
         try:
-            read = [_place(folder, record).read_bytes() for record in state.files]
+            read = [(folder / record.name).read_bytes() for record in state.files]
         except OSError as error:
             raise DamagedError(f"{_here(folder)} is not used: {error}") from error
         if [*map(len, read)] != state.sizes:
             raise DamagedError(f"{_here(folder)}, or a file that it lists, is not as it was found")
         return bytearray().join(read)
 
-    def parse(self, data: bytearray, state: SavedState) -> list[Any]:
+    @staticmethod
+    def parse(data: bytearray, state: SavedState) -> list[Any]:
         """Return the values of each fragment, from the bytes of `read` on this machine or another one.
 
         Raises:
@@ -163,20 +158,12 @@ class StateFolder:
         """
         whole, begin, values = memoryview(data), 0, []
         for record in state.files:
-            values.append(_values_of(record, whole[begin : begin + record.size_bytes]))
+            part = whole[begin : begin + record.size_bytes]
+            if hashlib.sha256(part).hexdigest() != record.sha256:
+                raise DamagedError(f"{record.name} does not have the contents that were written")
+            values.append(tensors.parse(part))
             begin += record.size_bytes
         return values
-
-    def _foreign(self) -> list[str]:
-        """Name the states of other runs, and files of other programs or releases."""
-        others = [path.name for path, _ in numbered(self.folder, _OTHERS) if path != self.path]
-        if not others:
-            return []
-        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-        return [
-            f"{_here(self.folder)} has states of other runs, which are not used: {', '.join(others[:3])}{more}; remove "
-            "those that are over"
-        ]
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -206,51 +193,32 @@ class StateFolder:
             if keep_from:
                 self._remove(state, keep_from)
                 reached(CrashPoint.PRUNED)
-            self._write(temporary, state, parts)
+            records = {index: record for index, record in self._parts.items() if index not in parts}
+            for record in records.values():
+                link_or_copy(self._newest / record.name, temporary / record.name)
+            for index, values in parts.items():
+                records[index] = tensors.write(temporary / f"fragment-{index}.safetensors", values)
+                reached(CrashPoint.WRITTEN)
+            reached(CrashPoint.SYNCED)
+            files = tuple(records[index] for index in sorted(records))
+            manifest = StateFiles(files=files, run=self.run, layout=self.layout, state=state.to_json())
+            store.commit(temporary, self.path / state.name, manifest, MANIFEST)
         except OSError:
             remove(temporary)
             raise
-
-    def _write(self, temporary: Path, state: SavedState, parts: dict[int, Any]) -> None:
-        records = {index: record for index, record in self._parts.items() if index not in parts}
-        for record in records.values():
-            link_or_copy(self._newest / record.name, temporary / record.name)
-        for index, values in parts.items():
-            records[index] = tensors.write(temporary / f"fragment-{index}.safetensors", values)
-            reached(CrashPoint.WRITTEN)
-        reached(CrashPoint.SYNCED)
-        files = tuple(records[index] for index in sorted(records))
-        manifest = StateFiles(files=files, run=self.run, layout=self.layout, state=state.to_json())
-        store.commit(temporary, self.path / state.name, manifest, MANIFEST)
         self._parts, self._written[state.name] = records, state.sync.steps
 
     def _remove(self, newest: SavedState, keep_from: int) -> None:
         """Remove this rank's states before step `keep_from`, and all of earlier starts."""
         self._written = {name: steps for name, steps in self._written.items() if steps >= keep_from}
-        needed = (newest.name, *self._written)
 
         def is_old(name: re.Match[str]) -> bool:
             start, island, shard = (int(name[number]) for number in (2, 3, 4))
             is_own = (start, island, shard) == (newest.sync.start, newest.island, newest.shard)
-            return start < newest.sync.start or (is_own and name[1] not in needed)
+            is_needed = name[1] in (newest.name, *self._written)
+            return start < newest.sync.start or (is_own and not is_needed)
 
         self._series.prune(is_old, is_old)
-        for path, name in reversed(numbered(self.path, _NAMES + earlier_states.FILES)):  # an index before its parts
-            if is_old(name):
-                remove(path)
-
-
-def _place(folder: Path, record: FileRecord) -> Path:
-    """The file of a part, in the folder of its state; a part of an earlier release lies beside that."""
-    return (folder.parent if record.name.endswith(".part") else folder) / record.name
-
-
-def _values_of(record: FileRecord, data: memoryview) -> Any:
-    if record.name.endswith(".part"):
-        return earlier_states.parse(data, record.sha256)
-    if hashlib.sha256(data).hexdigest() != record.sha256:
-        raise DamagedError(f"{record.name} does not have the contents that were written")
-    return tensors.parse(data)
 
 
 def _here(path: Path) -> str:
