@@ -19,8 +19,9 @@ the store has its number as a call, and islands that wait answer it at once. Onl
 enter.
 
 [Note: A run that has ended]
-The store may outlive the islands. Each of them adds to a counter every second. If all counters stand still, all islands
-of this generation have gone, and those that come found the next one. The keys of a generation have its number.
+The store may outlive the islands. The last one that goes in order begins the next generation, whose keys have its
+number. Each island adds to a counter every second. If all counters stand still, all islands of this generation have
+died, and those that wait begin the next one.
 
 [Note: A damaged entry]
 Everybody who reaches the store may write into it. So all that an island reads there goes through the reader of
@@ -32,7 +33,7 @@ is a new one: of this store nothing is sure.
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import count
@@ -197,21 +198,19 @@ class Agreements:
         self._run_store = dist.PrefixStore(f"laconic/{run}", store)
         self._run = TypedStore(self._run_store, self._run_store, where)
         self._looked_at = -math.inf
-        self._open(self.newest_generation() if generation is None else generation)
+        self._open(generation)
 
-    def _open(self, generation: int) -> None:
-        self.generation = generation
-        self.store = dist.PrefixStore(str(generation), self._run_store)
-        """The keys of this generation."""
-        self._entries = TypedStore(self.store, self._run_store, self._where)
-
-    def newest_generation(self) -> int:
-        """The newest generation in the store; 0 before any has begun."""
+    def _open(self, generation: int | None = None) -> None:
         self.look_for_end()
         newest = self._run.get(int, "generation") or 0
         if newest < 0:
             self._run.damaged("generation", f"{newest} is negative")
-        return newest
+        self.generation = newest if generation is None else generation
+        self.store = dist.PrefixStore(str(self.generation), self._run_store)
+        """The keys of this generation."""
+        self._entries = TypedStore(self.store, self._run_store, self._where)
+        self._heard: tuple[list[int], float] = [], time.monotonic()
+        """The signs of life that `silent_s` has seen last, and when they were new."""
 
     # -- coming --------------------------------------------------------------------------------------------------------
 
@@ -280,30 +279,19 @@ class Agreements:
         self._entries.add("beat")
         self._entries.add(f"beat/{number}")
 
-    def beats(self, numbers: Sequence[int]) -> list[int]:
-        """The signs of life that islands have given so far."""
-        return [self._entries.count(f"beat/{number}") for number in numbers]
-
-    def has_ended(self) -> bool:
-        """True if all islands have gone in order, or none gives a sign of life: [Note: A run that has ended]."""
-        newest = 0
-        while self._entries.has(f"roster/{newest + 1}"):
-            newest += 1
-        if self._entries.has(f"roster/{newest}") and all(map(self.has_left, self.roster(newest).members)):
-            return True
-        before = self.num_beats()
-        return not self._until(lambda: self.num_beats() != before, SILENCE_S)
-
-    def num_beats(self) -> int:
-        """The signs of life that all islands have given so far."""
-        return self._entries.count("beat")
+    def silent_s(self, *numbers: int) -> float:
+        """The seconds for which none of some islands has given a sign of life, or of all, while this one has asked."""
+        beats = [self._entries.count(key) for key in ([f"beat/{number}" for number in numbers] or ["beat"])]
+        if beats != self._heard[0]:
+            self._heard = beats, time.monotonic()
+        return time.monotonic() - self._heard[1]
 
     def begin_generation(self) -> None:
         """Leave a generation that has ended. All islands that do so at once begin the same one."""
         with self._run.reaching("generation"):
             old = encode(self.generation) if self._run.has("generation") else ""
             self._run_store.compare_set("generation", old, encode(self.generation + 1))
-        self._open(self.newest_generation())
+        self._open()
 
     # -- rounds: [Note: One verdict] -----------------------------------------------------------------------------------
 
@@ -364,9 +352,11 @@ class Agreements:
 
     # -- going ---------------------------------------------------------------------------------------------------------
 
-    def leave(self, number: int) -> None:
+    def leave(self, roster: Roster, number: int) -> None:
         """Note that an island goes in order. The others do not wait for it."""
         self._entries.set(f"left/{number}", True)
+        if all(map(self.has_left, roster.members)):
+            self.begin_generation()
 
     def has_left(self, number: int) -> bool:
         """True if an island has gone in order."""

@@ -47,7 +47,7 @@ from laconic.codec import Codec
 from laconic.comm.agreement import ranks_or_self
 from laconic.comm.cluster import Cluster
 from laconic.errors import JobError
-from laconic.islands.agreements import BEAT_S, NO_ROSTER, SILENCE_S, Agreements, Outcome, Roster, RunEndedError, Verdict
+from laconic.islands.agreements import BEAT_S, NO_ROSTER, SILENCE_S, Agreements, Outcome, Roster, RunEndedError
 from laconic.islands.all_reduce import IslandGroup, Mean, checksum_of, mean_over_islands
 from laconic.islands.exchange import Contribution, Exchange, diverged
 from laconic.islands.fragments import SyncSchedule
@@ -197,16 +197,12 @@ class ElasticExchange(Exchange):
 
         Raises: JobError if none of them gives a sign of life.
         """
-        roster, agreements, beats, heard_at = self._roster, self._agreements, [-1], time.monotonic()
-        others = self._knowing()
+        roster, agreements, others = self._roster, self._agreements, self._knowing()
         while not any(agreements.has_begun(roster, self._round, number) for number in others):
             agreements.look_for_end()
             if agreements.is_over(roster):
                 return
-            now = agreements.beats(others)
-            if now != beats:
-                beats, heard_at = now, time.monotonic()
-            if time.monotonic() - heard_at > SILENCE_S:
+            if agreements.silent_s(*others) > SILENCE_S:
                 names = ", ".join(map(str, others))
                 raise JobError(f"islands {names} have given no sign of life for {SILENCE_S:g} s; start this one again")
             time.sleep(_WATCH_S)
@@ -218,7 +214,7 @@ class ElasticExchange(Exchange):
         number, self._number, self.is_inside = self._number, -1, False
         if self._watcher is not None:
             self._watcher.end()
-            self._agreements.leave(number)
+            self._agreements.leave(self._roster, number)
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
@@ -260,7 +256,13 @@ class ElasticExchange(Exchange):
         while True:
             roster = self._roster
             result, outcome, error = self._try(roster, action)
-            verdict = self._vote(roster, outcome)
+            verdict = self._agreements.vote(
+                roster,
+                self._round,
+                outcome,
+                num_ranks=len(roster.members) * self._ranks.size,
+                patience_s=self._patience_s,
+            )
             if verdict.outcome is Outcome.DONE:
                 break
             self._reform(roster, is_late=verdict.outcome is Outcome.LATE)
@@ -329,10 +331,6 @@ class ElasticExchange(Exchange):
             _compat.abort(self._gloo)
         self._group = self._gloo = None
 
-    def _vote(self, roster: Roster, outcome: Outcome) -> Verdict:
-        num_ranks = len(roster.members) * self._ranks.size
-        return self._agreements.vote(roster, self._round, outcome, num_ranks=num_ranks, patience_s=self._patience_s)
-
     def _reform(self, roster: Roster, *, is_late: bool) -> None:
         """Go on with the islands that live, after a try has failed."""
         self._disconnect()
@@ -394,7 +392,6 @@ class Entrance:
         self._agreements, self._policy, self._terms, self._rounds = agreements, policy, terms, rounds
         self._begun, self._has_warned = time.monotonic(), False
         self._number: int | None = None
-        self._beats, self._heard_at = -1, 0.0
 
     def wait(self, patience_s: float) -> list[int] | None:
         """Wait for `patience_s`. Returns the generation and the number of this island once it is a member, else None.
@@ -402,46 +399,41 @@ class Entrance:
         Raises:
             JobError: the other islands have other terms, or none of them has come within `start_timeout_s`.
         """
-        if self._number is None:
-            if self._is_founded() and self._agreements.has_ended():
-                self._agreements.begin_generation()
-            self._queue_up()
-        assert self._number is not None
+        number = self._queue_up() if self._number is None else self._number
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
-            if self._agreements.welcome(self._number) is not None:
-                return [self._agreements.generation, self._number]
-            self._look_around()
+            if self._agreements.welcome(number) is not None:
+                return [self._agreements.generation, number]
+            number = self._look_around(number)
             time.sleep(_WATCH_S)
         return None
 
-    def _queue_up(self) -> None:
+    def _queue_up(self) -> int:
+        """Come, and found the run as the last of the founders. Returns this island's number."""
         self._agreements.agree_on(self._terms)
         self._number = self._agreements.come(self._rounds)
-        self._beats, self._heard_at = -1, time.monotonic()
         if self._number == self._policy.num_founders - 1:
             self._agreements.found(self._policy.num_founders)
+        return self._number
 
-    def _look_around(self) -> None:
-        """Answer calls; leave a generation that has died out; say that this island waits, or give up."""
-        assert self._number is not None
+    def _look_around(self, number: int) -> int:
+        """Answer calls; leave a generation that has died out; say that this island waits, or give up.
+
+        Returns this island's number.
+        """
         self._agreements.look_for_end()
-        self._agreements.answer(self._number)
-        beats, now = self._agreements.num_beats(), time.monotonic()
-        if beats != self._beats or not self._is_founded():
-            self._beats, self._heard_at = beats, now
-        if now - self._heard_at > SILENCE_S:  # [Note: A run that has ended]
+        self._agreements.answer(number)
+        is_founded = self._agreements.num_come() >= self._policy.num_founders
+        if is_founded and self._agreements.silent_s() > SILENCE_S:  # [Note: A run that has ended]
             self._agreements.begin_generation()
-            self._queue_up()
-        waited_s = now - self._begun
+            number = self._queue_up()
+        waited_s = time.monotonic() - self._begun
         if waited_s > self._policy.start_timeout_s:
             raise JobError(f"{self._missing()} after {waited_s:.0f} s; start the others, or set `islands` lower")
         if waited_s > _NOTICE_S and not self._has_warned:
             self._has_warned = True
             warnings.warn(f"{self._missing()}; this island waits", stacklevel=2)
-
-    def _is_founded(self) -> bool:
-        return self._agreements.num_come() >= self._policy.num_founders
+        return number
 
     def _missing(self) -> str:
         come, islands = self._agreements.num_come(), self._policy.num_founders
