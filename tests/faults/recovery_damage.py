@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic import rehearse
-from laconic.islands.state_folder import StateFiles
+from laconic.islands.saved_state import SavedState
 from laconic.store.series import MANIFEST
 from tests.faults.bench import Bench, Found, campaign
 from tests.faults.damage import damage, tries
@@ -177,5 +177,5 @@ def spoil(folder: Path, rng: random.Random) -> str:
                 machine.rename(machine.with_name("run-yesterday"))
             else:
                 for each in machine.glob(f"*/{MANIFEST}"):
-                    replace(StateFiles.read(each), run="yesterday").write(each)
+                    replace(SavedState.read(each), run="yesterday").write(each)
     return f"{fault}: {path.relative_to(folder)}"

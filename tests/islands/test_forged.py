@@ -114,7 +114,7 @@ def test_damaged_addresses_of_gloo_are_a_lost_connection(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("values", [None, [], {}, [[1, 2, "a"], 0, 0, 1, [0], "x"], [[1, 2, 3], 0, 0, 1, [], []]])
 def test_a_saved_state_of_other_values_is_refused(values: object) -> None:
     with pytest.raises(ValueError, match="belong"):
-        SavedState.from_json(values)  # type: ignore[arg-type]
+        SavedState.from_json({"run": "", "layout": None, "files": [], "state": values})
 
 
 @pytest.mark.machine

@@ -14,12 +14,12 @@ same number. A later start is newer, whatever its step.
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
-from typing import Any
+from typing import Any, Self
 
 from laconic.comm.entries import typed
-from laconic.store.folder import FileRecord
+from laconic.store import folder as store
 
-_PLAIN: Any = tuple[tuple[int, int, str], int, int, int, tuple[int, ...], tuple[FileRecord, ...]]  # of a saved state
+_STATE: Any = tuple[tuple[int, int, str], int, int, int, tuple[int, ...], list[Any]]  # of a saved state, as in a file
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -35,9 +35,14 @@ class Sync:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavedState:
-    """The state of one rank after a sync, as it lies on a machine."""
+class SavedState(store.Manifest):
+    """The state of one rank after a sync: the manifest of its folder. Its files are the parts, by fragment."""
 
+    FORMAT = "laconic-state-2"
+
+    run: str = ""
+    layout: str | None = None
+    """What must be equal in the run that restores; see `StateFolder`."""
     sync: Sync
     island: int
     """The place of the island, when the state was saved."""
@@ -46,8 +51,7 @@ class SavedState:
     num_shards: int
     slices: tuple[int, ...]
     """The slices that the island trained, in ascending order."""
-    files: tuple[FileRecord, ...] = field(default=(), compare=False)
-    """The parts, by fragment; empty before they are written."""
+    files: tuple[store.FileRecord, ...] = field(default=(), compare=False)
 
     @property
     def name(self) -> str:
@@ -60,17 +64,20 @@ class SavedState:
         """The bytes of the files."""
         return [each.size_bytes for each in self.files]
 
-    def to_json(self) -> list[Any]:
-        """Return plain values that can be sent."""
-        sync, files = [self.sync.start, self.sync.steps, self.sync.token], [asdict(each) for each in self.files]
-        return [sync, self.island, self.shard, self.num_shards, list(self.slices), files]
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, which can be sent, too."""
+        sync, files = [self.sync.start, self.sync.steps, self.sync.token], [asdict(record) for record in self.files]
+        state = [sync, self.island, self.shard, self.num_shards, list(self.slices), []]
+        return {"run": self.run, "layout": self.layout, "state": state, "files": files, "format": self.FORMAT}
 
     @classmethod
-    def from_json(cls, values: list[Any]) -> "SavedState":
-        """Return the state from the values of `to_json`. Raises: EntryError if they are none."""
-        (start, steps, token), island, shard, num_shards, slices, files = typed(_PLAIN, values)
+    def from_json(cls, body: dict[str, Any]) -> Self:
+        """Return the state from the values of `to_json`. Raises: KeyError; EntryError if they are none."""
+        (start, steps, token), island, shard, num_shards, slices, _ = typed(_STATE, body["state"])
         sync = Sync(start=start, steps=steps, token=token)
-        return cls(sync=sync, island=island, shard=shard, num_shards=num_shards, slices=slices, files=files)
+        place = {"island": island, "shard": shard, "num_shards": num_shards, "slices": slices}
+        files = typed(tuple[store.FileRecord, ...], body["files"])
+        return cls(run=typed(str, body["run"]), layout=body["layout"], sync=sync, files=files, **place)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,27 +30,6 @@ _OTHERS = r"run-.*|island-state-.*|slice-.*"
 """The names of other runs' states, and of those of early releases; later ones had index files in a run's folder."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StateFiles(store.Manifest):
-    """The manifest of a state. Its files are the parts, by fragment."""
-
-    FORMAT = "laconic-state-2"
-
-    run: str
-    layout: str | None
-    state: list[Any]
-    """As `SavedState.to_json` returns it."""
-
-    def __post_init__(self) -> None:
-        """Raises: EntryError if it is no state."""
-        SavedState.from_json(self.state)
-
-    @property
-    def saved(self) -> SavedState:
-        """The state, with its files."""
-        return replace(SavedState.from_json(self.state), files=self.files)
-
-
 @dataclass(kw_only=True)
 class StateFolder:
     """The states of one run in a folder of this machine: [Note: The files of a state]. `folder` need not exist.
@@ -73,8 +52,8 @@ class StateFolder:
         return self.folder / f"run-{quote(self.run, safe='')}"
 
     @property
-    def _series(self) -> Series[StateFiles]:
-        return Series(folder=self.path, names=_NAMES, kind=StateFiles, name_of=lambda manifest: manifest.saved.name)
+    def _series(self) -> Series[SavedState]:
+        return Series(folder=self.path, names=_NAMES, kind=SavedState, name_of=lambda state: state.name)
 
     @property
     def _newest(self) -> Path:
@@ -99,9 +78,9 @@ class StateFolder:
         with contextlib.suppress(OSError):  # what cannot be read is not there
             problems += self._foreign()
             for member in self._series.members():
-                manifest, problem = member.manifest, member.problem
-                if manifest is not None and not (problem := self._misfit(manifest, num_shards)):
-                    states.append(manifest.saved)
+                state, problem = member.manifest, member.problem
+                if state is not None and not (problem := self._misfit(state, num_shards)):
+                    states.append(state)
                 else:
                     problems.append(f"{_here(member.folder)} is not used: {problem}")
         return states, problems
@@ -124,14 +103,14 @@ class StateFolder:
             "those that are over"
         ]
 
-    def _misfit(self, manifest: StateFiles, num_shards: int | None) -> str:
+    def _misfit(self, state: SavedState, num_shards: int | None) -> str:
         """Say why this run cannot restore a state; empty if it can."""
-        if manifest.run != self.run:
-            return f"it is of the run {manifest.run!r}, and this is {self.run!r}"
-        if self.layout not in (None, manifest.layout):
+        if state.run != self.run:
+            return f"it is of the run {state.run!r}, and this is {self.run!r}"
+        if self.layout not in (None, state.layout):
             return "it is of another model, optimizer or division into fragments"
-        if num_shards not in (None, of := manifest.saved.num_shards):
-            return f"it is of islands of {of} ranks, and now they have {num_shards}"
+        if num_shards not in (None, state.num_shards):
+            return f"it is of islands of {state.num_shards} ranks, and now they have {num_shards}"
         return ""
 
     def read(self, state: SavedState) -> bytearray:
@@ -201,7 +180,7 @@ class StateFolder:
                 reached(CrashPoint.WRITTEN)
             reached(CrashPoint.SYNCED)
             files = tuple(records[index] for index in sorted(records))
-            manifest = StateFiles(files=files, run=self.run, layout=self.layout, state=state.to_json())
+            manifest = replace(state, run=self.run, layout=self.layout, files=files)
             store.commit(temporary, self.path / state.name, manifest, MANIFEST)
         except OSError:
             remove(temporary)
