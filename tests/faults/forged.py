@@ -146,8 +146,8 @@ class _Run:
             outcome = Outcome.LOST if is_lost else Outcome.DONE
             verdict = agreements.vote(roster, now, outcome, num_ranks=len(roster.members), patience_s=LIMIT_S / 2)
             if verdict.outcome is not Outcome.DONE:
-                agreements.register(roster, number)
-                agreements.propose(roster, now, is_late=False, patience_s=5.0)
+                before = dict.fromkeys(roster.members, 0)  # all have given some
+                agreements.propose(roster, now, before, is_late=False, patience_s=5.0)
                 following = agreements.next_roster(roster, 5.0)
                 if following is None or number not in following.members:
                     raise JobError("left behind")

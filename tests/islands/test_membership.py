@@ -163,8 +163,7 @@ def test_a_round_that_always_fails_is_given_up(tmp_path: Path, monkeypatch: pyte
 def test_a_watcher_hears_that_the_run_has_ended_while_its_island_computes() -> None:
     def job() -> None:
         agreements = [Agreements(dist.TCPStore("meeting", 1), "test", "here") for _ in range(2)]
-        roster = Roster(number=0, members=(0,), slots=(0,), num_seen=1, round=1)
-        watcher = elastic._Watcher(agreements[0], 0, roster)
+        watcher = elastic._Watcher(agreements[0], 0)
         with pytest.raises(RunEndedError):
             agreements[1]._run.damaged("come", "it is no number")
         watcher.raise_end()
@@ -353,10 +352,11 @@ def test_the_first_proposal_of_a_roster_counts() -> None:
     roster = agreements[1].roster(0)
     assert (roster.members, roster.round, roster.knowing(7), roster.new_in(8)) == ((0, 1, 2, 3), 7, [0], ())
     agreements[3].leave(roster, 3)
+    before = agreements[0].beats(roster.members)
     for number in (0, 2):
-        agreements[number].register(roster, number)
+        agreements[number].beat(number)
     for each in agreements:
-        each.propose(roster, 8, is_late=False, patience_s=0.05)
+        each.propose(roster, 8, before, is_late=False, patience_s=0.05)
     following = agreements[1].next_roster(roster, 0.0)
     assert following is not None
     assert following.members == following.slots == (0, 2)

@@ -9,9 +9,9 @@ failed writes "lost" or "late", and "late" if it has waited too long for the oth
 and gives it to all (`compare_set`). So all ranks of all islands use the mean, or none does.
 
 "done" also names the islands that have come meanwhile, and so the members of the next roster. After a try that failed
-the living islands register. One of them writes who has, as the next roster, and again the first writing counts. The
-islands then repeat the round with the same values, so they lose no step. If all live, the try has failed because of
-those that are new, who may be out of reach: the others go on without them.
+each island waits for new signs of life of all. One of them writes who has given one, as the next roster, and again the
+first writing counts. The islands then repeat the round with the same values, so they lose no step. If all live, the try
+has failed because of those that are new, who may be out of reach: the others go on without them.
 
 [Note: Roll call]
 An island that waits may die, and to enter a dead one would cost the others a timeout. So after each round that is done
@@ -20,7 +20,7 @@ enter.
 
 [Note: A run that has ended]
 The store may outlive the islands. The last one that goes in order begins the next generation, whose keys have its
-number. Each island adds to a counter every second. If all counters stand still, all islands of this generation have
+number. Each island adds to a counter twice a second. If all counters stand still, all islands of this generation have
 died, and those that wait begin the next one.
 
 [Note: A damaged entry]
@@ -33,7 +33,7 @@ is a new one: of this store nothing is sure.
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import count
@@ -49,8 +49,8 @@ _T = TypeVar("_T")
 _POLL_S = 0.02
 _LOOK_S = 0.5  # between two looks at the entry "ended"
 _MOST_WAITING = 4096  # islands at once
-BEAT_S = 1.0
-"""The seconds between two signs of life of a generation."""
+BEAT_S = 0.5
+"""The seconds between two signs of life of an island."""
 SILENCE_S = 20.0
 """The seconds without a sign of life after which a generation counts as ended."""
 
@@ -279,9 +279,13 @@ class Agreements:
         self._entries.add("beat")
         self._entries.add(f"beat/{number}")
 
+    def beats(self, numbers: Sequence[int]) -> dict[int, int]:
+        """The signs of life that islands have given so far, by their numbers."""
+        return {number: self._entries.count(f"beat/{number}") for number in numbers}
+
     def silent_s(self, *numbers: int) -> float:
         """The seconds for which none of some islands has given a sign of life, or of all, while this one has asked."""
-        beats = [self._entries.count(key) for key in ([f"beat/{number}" for number in numbers] or ["beat"])]
+        beats = [*self.beats(numbers).values()] or [self._entries.count("beat")]
         if beats != self._heard[0]:
             self._heard = beats, time.monotonic()
         return time.monotonic() - self._heard[1]
@@ -312,10 +316,7 @@ class Agreements:
                 return verdict
             self._until(lambda: self._entries.has(f"verdict/{of}"), patience_s)
             proposed = Verdict(outcome=Outcome.LATE)
-        verdict = self._entries.agree(Verdict, f"verdict/{of}", proposed)
-        if verdict.outcome is not Outcome.DONE:
-            self._entries.set(f"over/{roster.number}", True)
-        return verdict
+        return self._entries.agree(Verdict, f"verdict/{of}", proposed)
 
     def _queued(self, roster: Roster) -> tuple[int, ...]:
         """The islands that wait, and have answered the last call."""
@@ -370,37 +371,34 @@ class Agreements:
         """True if an island has begun a try."""
         return self._entries.has(f"arrived/{roster.number}-{round_index}/{number}")
 
-    def is_over(self, roster: Roster) -> bool:
-        """True if a roster has failed."""
-        return self._entries.has(f"over/{roster.number}")
+    def is_over(self, roster: Roster, round_index: int) -> bool:
+        """True if there is a verdict on a try; before this rank has voted it can only have failed."""
+        return self._entries.has(f"verdict/{roster.number}-{round_index}")
 
-    def register(self, roster: Roster, number: int) -> None:
-        """Note that an island lives after a roster has failed."""
-        self._entries.set(f"lives/{roster.number}/{number}", True)
+    def propose(
+        self, roster: Roster, round_index: int, before: Mapping[int, int], *, is_late: bool, patience_s: float
+    ) -> None:
+        """Wait until the living members have given a sign of life, and write them as the next roster.
 
-    def propose(self, roster: Roster, round_index: int, *, is_late: bool, patience_s: float) -> None:
-        """Wait until the living members have registered, and write them as the next roster, unless another has.
-
-        After a try for which an island did not come in time (`is_late`) only those that came are members. If all are
-        there, only those that are not new; founders try once more.
+        Another's writing may count. `before` has the signs of life of the members when the try had failed. After a try
+        for which an island did not come in time (`is_late`) only those that came are members. If all are there, only
+        those that are not new; founders try once more.
         """
 
-        def lives(number: int) -> bool:
-            return self._entries.has(f"lives/{roster.number}/{number}") and not self.has_left(number)
+        def living() -> list[int]:
+            beats = self.beats(roster.members)
+            return [n for n in roster.members if beats[n] > before[n] and not self.has_left(n)]
 
         def are_heard() -> bool:
-            return all(lives(number) or self.has_left(number) for number in roster.members)
+            heard = living()
+            return all(number in heard or self.has_left(number) for number in roster.members)
 
         self._until(lambda: self._has_next(roster) or are_heard(), patience_s)
-        living = [
-            number
-            for number in roster.members
-            if lives(number) and (not is_late or self.has_begun(roster, round_index, number))
-        ]
+        members = [n for n in living() if not is_late or self.has_begun(roster, round_index, n)]
         new = roster.new_in(round_index)
-        if len(living) == len(roster.members) and roster.number > 0:
-            living, new = roster.knowing(round_index), ()
-        slots = {number: slot for number, slot in zip(roster.members, roster.slots, strict=True) if number in living}
+        if len(members) == len(roster.members) and roster.number > 0:
+            members, new = roster.knowing(round_index), ()
+        slots = {number: slot for number, slot in zip(roster.members, roster.slots, strict=True) if number in members}
         self.write(
             replace(
                 roster,
@@ -408,7 +406,7 @@ class Agreements:
                 members=tuple(slots),
                 slots=tuple(slots.values()),
                 round=round_index,
-                newcomers=tuple(number for number in new if number in living),
+                newcomers=tuple(number for number in new if number in members),
             )
         )
 

@@ -8,9 +8,9 @@ each place in an island, as in torchft (github.com/meta-pytorch/torchft). torch'
 roster makes a new group.
 
 An island that dies closes its connections, and the others' try of the round fails at once; one that is stuck or cut
-off lets it time out. The others wait some seconds for all that live to register, go on as the next roster, and repeat
-the round. Each rank still has its pseudo-gradient, so no island loses a step. The exchange runs in the background
-thread, so training stands still only when the round's mean is due.
+off lets it time out. The others wait some seconds for signs of life, go on as the next roster, and repeat the round.
+Each rank still has its pseudo-gradient, so no island loses a step. The exchange runs in the background thread, so
+training stands still only when the round's mean is due.
 
 [Note: Coming]
 An island that comes enters at the end of a round. From the next round on it is a member that weighs nothing. At the
@@ -56,11 +56,11 @@ from laconic.islands.policies import Membership
 
 _T = TypeVar("_T")
 
-_REGISTER_S = 15.0  # at most, for living islands to register: their threads may have to wait for the interpreter
+_HEAR_S = 15.0  # at most, for a sign of life of each island: its thread may have to wait for the interpreter
 _WATCH_S = 0.2
 _CONNECT_S = 30.0
 _MOST_TRIES = 8  # of a round, whose members are the same
-_HEAR_S = 5.0  # between two messages of an island's ranks, while they wait to enter
+_TALK_S = 5.0  # between two messages of an island's ranks, while they wait to enter
 _NOTICE_S = 15.0  # until a line says that this island waits for others
 
 
@@ -112,14 +112,14 @@ class ElasticExchange(Exchange):
         self._watcher: _Watcher | None = None
 
     @property
-    def _register_s(self) -> float:
-        """The time for living islands to register, after a try has failed."""
-        return min(_REGISTER_S, self._policy.timeout_s / 4)
+    def _hear_s(self) -> float:
+        """The time for signs of life, after a try has failed."""
+        return max(2 * BEAT_S, min(_HEAR_S, self._policy.timeout_s / 4))
 
     @property
     def _patience_s(self) -> float:
         """The time for a try. Both together are the timeout, less what the agreement itself may take."""
-        return 0.95 * self._policy.timeout_s - self._register_s
+        return max(0.6 * self._policy.timeout_s, 0.95 * self._policy.timeout_s - self._hear_s)
 
     @property
     def number(self) -> int:
@@ -150,7 +150,7 @@ class ElasticExchange(Exchange):
         self._number, self._roster, self._round = number, roster, roster.round
         self.is_inside = True
         if self._ranks.rank == 0:
-            self._watcher = _Watcher(self._open(generation), number, roster)
+            self._watcher = _Watcher(self._open(generation), number)
             weakref.finalize(self, self._watcher.stop).atexit = False
         _entered.add(self)
         _leave_at_exit()
@@ -188,7 +188,7 @@ class ElasticExchange(Exchange):
         """Wait until this island is a member. Returns its generation and its number."""
         entrance = Entrance(self._agreements, self._policy, self._terms, rounds)
         while True:  # the ranks hear from each other now and then, as their groups have timeouts
-            found = self._ranks.on_rank_0(lambda: entrance.wait(_HEAR_S), "this island cannot enter")
+            found = self._ranks.on_rank_0(lambda: entrance.wait(_TALK_S), "this island cannot enter")
             if found is not None:
                 return found
 
@@ -200,7 +200,7 @@ class ElasticExchange(Exchange):
         roster, agreements, others = self._roster, self._agreements, self._knowing()
         while not any(agreements.has_begun(roster, self._round, number) for number in others):
             agreements.look_for_end()
-            if agreements.is_over(roster):
+            if agreements.is_over(roster, self._round):
                 return
             if agreements.silent_s(*others) > SILENCE_S:
                 names = ", ".join(map(str, others))
@@ -273,7 +273,7 @@ class ElasticExchange(Exchange):
         self._round += 1
         if verdict.newcomers:
             until = self._round + len(self._fragments)
-            self._set_roster(self._agreements.enlarge(roster, verdict.newcomers, self._round, until))
+            self._roster = self._agreements.enlarge(roster, verdict.newcomers, self._round, until)
         return result
 
     def _try(
@@ -282,7 +282,7 @@ class ElasticExchange(Exchange):
         """Try the round once, among the members of a roster."""
         if self._watcher is not None:
             self._agreements.arrive(roster, self._round, self._number)
-        if self._agreements.is_over(roster):
+        if self._agreements.is_over(roster, self._round):
             return None, Outcome.LOST, None
         try:
             islands = self._connect(roster)
@@ -309,7 +309,7 @@ class ElasticExchange(Exchange):
         threading.Thread(target=run, name="laconic-try", daemon=True).start()
         while not wait([result], _WATCH_S).done:
             self._agreements.look_for_end()
-            if self._agreements.is_over(roster):
+            if self._agreements.is_over(roster, self._round):
                 raise RuntimeError(f"the islands have given roster {roster.number} up")
         return result.result()
 
@@ -335,9 +335,9 @@ class ElasticExchange(Exchange):
         """Go on with the islands that live, after a try has failed."""
         self._disconnect()
         if self._watcher is not None:
-            self._agreements.register(roster, self._number)
-            self._agreements.propose(roster, self._round, is_late=is_late, patience_s=self._register_s)
-        following = self._agreements.next_roster(roster, 2 * self._register_s)
+            before = self._agreements.beats(roster.members)
+            self._agreements.propose(roster, self._round, before, is_late=is_late, patience_s=self._hear_s)
+        following = self._agreements.next_roster(roster, 2 * self._hear_s)
         if following is None or self._number not in following.members:
             raise JobError(
                 f"the other islands have gone on without this one (island {self._number}), which did not answer within "
@@ -352,12 +352,7 @@ class ElasticExchange(Exchange):
                 f"{self._round}",
                 stacklevel=2,
             )
-        self._set_roster(following)
-
-    def _set_roster(self, roster: Roster) -> None:
-        self._roster = roster
-        if self._watcher is not None:
-            self._watcher.roster = roster
+        self._roster = following
 
     def _stalled(self, error: Exception | None) -> JobError:
         living = len(self._roster.members)
@@ -443,12 +438,10 @@ class Entrance:
 
 
 class _Watcher:
-    """A thread of an island's first rank, which answers for it while the rank computes."""
+    """A thread of an island's first rank, which gives signs of life and listens while the rank computes."""
 
-    def __init__(self, agreements: Agreements, number: int, roster: Roster) -> None:
+    def __init__(self, agreements: Agreements, number: int) -> None:
         self._agreements, self._number = agreements, number
-        self.roster = roster
-        """The present roster."""
         self._end: RunEndedError | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="laconic-islands-watch", daemon=True)
@@ -476,9 +469,6 @@ class _Watcher:
                 if time.monotonic() - beaten_at >= BEAT_S:
                     self._agreements.beat(self._number)
                     beaten_at = time.monotonic()
-                roster = self.roster
-                if self._agreements.is_over(roster):
-                    self._agreements.register(roster, self._number)
         except RunEndedError as error:
             self._end = error
         except JobError:  # the store is gone; the next sync says so

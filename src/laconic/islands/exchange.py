@@ -8,7 +8,7 @@ agree on. One island that has this state, the lead, tells it to those that are n
 | | they stay: here, recovery.py | they come and go: elastic.py |
 |---|---|---|
 | who is in | the ranks of the job | the roster that the store has |
-| who has died | who is not in the job that torchelastic starts | who does not register after a failed try |
+| who has died | who is not in the job that torchelastic starts | who gives no sign of life after a failed try |
 | which state counts | of the newest sync of which every shard is on a machine | after the last round with a verdict |
 | who has it | with `recovery`, a folder of each machine | the memory of each island |
 | when the others hear it | at the start of the job | as they found the run, or in their first rounds |

@@ -166,9 +166,8 @@ class LocalSteps:
 
     def _settle(self) -> None:
         """Complete updates of the inner optimizer that are still under way, if it is of a kind that has such."""
-        settle = getattr(self.optimizer, "settle", None)
-        if settle is not None:
-            settle()
+        if hasattr(self.optimizer, "settle"):
+            self.optimizer.settle()
 
     @property
     def rounds(self) -> int:
@@ -325,21 +324,11 @@ class LocalSteps:
             fragment.step(mean.value)
         fragment.write_inner(fragment.flat, keep=self.schedule.mixing)
         own, error = sent.message, sent.message - mean.sent
-        products = [
-            own @ own,
-            mean.value @ mean.value,
-            own @ mean.value,
-            error @ error,
-            torch.tensor(float(is_kept)),
-        ]
+        products = [own @ own, mean.value @ mean.value, own @ mean.value, error @ error, torch.tensor(float(is_kept))]
         sums = all_reduce(self.cluster, torch.stack(products).to(self.cluster.device))  # over the shards of the island
-        *squares, num_kept = sums.tolist()
+        own_square, mean_square, product, error_square, num_kept = sums.tolist()
         self._exchange.keep(self.steps, sent.fragment, is_whole=num_kept == self.cluster.size)
-        self.reports.append(self._report(sent, mean, exposed_s, squares))
-
-    def _report(self, sent: _InFlight, mean: Mean, exposed_s: float, squares: list[float]) -> SyncReport:
-        own_square, mean_square, product, error_square = squares
-        return SyncReport(
+        report = SyncReport(
             step=self.steps,
             fragment=sent.fragment,
             drift_norm=own_square**0.5,
@@ -351,6 +340,7 @@ class LocalSteps:
             hidden_s=max(0.0, mean.took_s - exposed_s),
             exposed_s=exposed_s,
         )
+        self.reports.append(report)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import hashlib
 import json
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,11 +91,6 @@ class Holders:
         """Return the number of islands that train the parameter."""
         return self._holders.get(name, self.num_islands)
 
-    def counts(self, names: Iterable[str]) -> dict[str, int] | None:
-        """Return the number of islands that train each parameter; None if all islands train all of them."""
-        counts = {name: self.count(name) for name in names}
-        return counts if any(count != self.num_islands for count in counts.values()) else None
-
 
 MakeOuter = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes an outer optimizer of parameter groups: [Note: Outer parameter groups]."""
@@ -130,9 +125,9 @@ class OuterFragment:
             begin = end
         self.flat = self.copy_inner()
         """The outer parameters, (numel,)."""
-        counts = holders.counts(self.parameters)
-        self._unheld = {name for name, count in (counts or {}).items() if count == 0}
-        self.divisor = self._spread(counts) if counts is not None else None
+        counts = {name: holders.count(name) for name in self.parameters}
+        self._unheld = {name for name, count in counts.items() if count == 0}
+        self.divisor = self._spread(counts) if {*counts.values()} - {holders.num_islands} else None
         """The number of islands that train each coordinate, (numel,); None if all islands train all."""
         trained = {name: float(parameter.requires_grad) for name, parameter in self.parameters.items()}
         self._is_trained = None if all(trained.values()) else self._spread(trained)
@@ -176,23 +171,24 @@ class OuterFragment:
 
     def step(self, mean: Tensor) -> None:
         """Step along the mean pseudo-gradient, (numel,). Coordinates that no island trains keep value and momentum."""
-        kept: list[tuple[Tensor, Tensor]] = []
+        unheld = [self.flat[self._parts[name]] for name in self._unheld]
+        unheld += [values for _, name, values in self._parts_of_state() if name in self._unheld]
+        kept = [(values, values.clone()) for values in unheld]
         for section in self._sections:
             section.parameter.grad = mean[section.run]
-            for name in self._unheld.intersection(section.names):
-                part, begin = self._parts[name], section.run.start
-                parts = [each[part.start - begin : part.stop - begin] for each in self._vectors_of(section.parameter)]
-                kept += [(each, each.clone()) for each in parts]
         self.optimizer.step()
         for section in self._sections:
             section.parameter.grad = None
-        for part_of_vector, values in kept:
-            part_of_vector.copy_(values)
+        for values, before in kept:
+            values.copy_(before)
 
-    def _vectors_of(self, parameter: nn.Parameter) -> list[Tensor]:
-        """Return an outer parameter, and the vectors of the outer optimizer's state that are like it."""
-        state = self.optimizer.state.get(parameter, {})
-        return [parameter.detach(), *(value for value in state.values() if _is_like(value, parameter))]
+    def _parts_of_state(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield (key, parameter's name, its part) of each vector of the outer optimizer's state."""
+        for section in self._sections:
+            for key, value in self.optimizer.state.get(section.parameter, {}).items():
+                for name in section.names if _is_like(value, section.parameter) else ():
+                    part, begin = self._parts[name], section.run.start
+                    yield key, name, value[part.start - begin : part.stop - begin]
 
     def vectors(self) -> list[Tensor]:
         """Return the outer parameters and all tensors of the outer optimizer's state, in an order all islands share."""
@@ -224,15 +220,12 @@ class OuterFragment:
 
         A number, such as a count of steps, is the same for all outer parameters, and comes once.
         """
+        yield from ((key, name, self._as_parameter(name, part)) for key, name, part in self._parts_of_state())
         numbers: dict[str, Any] = {}
         for section in self._sections:
-            for key, value in self.optimizer.state.get(section.parameter, {}).items():
-                if _is_like(value, section.parameter):
-                    for name in section.names:
-                        part, begin = self._parts[name], section.run.start
-                        yield key, name, self._as_parameter(name, value[part.start - begin : part.stop - begin])
-                elif value is not None:
-                    numbers[key] = value
+            state = self.optimizer.state.get(section.parameter, {})
+            rest = {key: value for key, value in state.items() if not _is_like(value, section.parameter)}
+            numbers |= {key: value for key, value in rest.items() if value is not None}
         yield from ((key, "", value) for key, value in numbers.items())
 
     def set_number(self, key: str, value: Any) -> None:
