@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -44,11 +44,14 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
-def take(model: nn.Module, stepper: Any, steps: Iterable[int], local: int = 1) -> None:
-    """Take these steps, of `LocalSteps` or of an optimizer, on the rows of this rank, one of `local` of its island."""
+def take(model: nn.Module, stepper: Any, steps: Iterable[int], local: int = 1, tokens: int = 0) -> None:
+    """Take these steps, of `LocalSteps` or of an optimizer, on the rows of this rank, one of `local` of its island.
+
+    With `tokens`, step t has trained on 1 + `tokens` t of them.
+    """
     for step in steps:
         squared_error(model, batch(step, *divmod(dist.get_rank(), local))).backward()
-        stepper.step()
+        stepper.step(**{"tokens": 1 + tokens * step} if tokens else {})
         stepper.zero_grad()
 
 
@@ -240,25 +243,15 @@ def test_the_mean_of_islands_that_stay_weighs_by_tokens() -> None:
 
 @on_ranks(4, local=2)
 def test_a_resumed_run_equals_the_unbroken_one() -> None:
-    mesh = laconic.init_mesh("cpu", islands=2, nodes=1, local=2)
-    island, rank = divmod(dist.get_rank(), 2)
-
-    def start(seed: int) -> tuple[Any, LocalSteps]:
-        model = shard(build(make, seed=seed), [], mesh=mesh)
-        options: dict[str, Any] = {"fragments": 2, "overlap": 1, "codec": "e2m1", "error_feedback": True}
-        return model, LocalSteps(model, adamw(model), mesh=mesh, every=4, **options)
-
-    def run(model: Any, local: LocalSteps, steps: range) -> None:
-        for step in steps:
-            squared_error(model, batch(step, island, rank)).backward()
-            local.step(tokens=1 + (2 + 3 * island) * step)  # the next sync weighs by all of them
-            local.zero_grad()
+    options: dict[str, Any] = {"codec": "e2m1", "error_feedback": True}
+    case = Case(local=2, sharded=True, both={"every": 4, "fragments": 2, "overlap": 1}, own=options)
+    run = partial(take, local=2, tokens=2 + 3 * (dist.get_rank() // 2))  # the next sync weighs by all of them
 
     def inner(model: Any, local: LocalSteps) -> list[Tensor]:
         states = [value for p in model.parameters() for value in local.optimizer.state[p].values()]
         return [value.detach() for value in (*model.parameters(), *states)]
 
-    model, unbroken = start(0)
+    model, unbroken = case.start()
     run(model, unbroken, range(7))
     saved = {k: value.clone() if isinstance(value, Tensor) else value for k, value in unbroken.state_dict().items()}
     kept = [value.clone() for value in inner(model, unbroken)]
@@ -266,7 +259,7 @@ def test_a_resumed_run_equals_the_unbroken_one() -> None:
     want = flat(model)
     unbroken.finish()  # what is in flight, before another exchange begins
 
-    again, resumed = start(1)
+    again, resumed = replace(case, seed=1).start()
     run(again, resumed, range(1))  # creates the optimizer state that is filled below
     resumed.load_state_dict(saved)
     for value, was in zip(inner(again, resumed), kept, strict=True):

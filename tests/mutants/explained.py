@@ -23,8 +23,9 @@ EXPLAINED: dict[str, str] = {
     "shard/extension:_no_guard: return Observer -> return None": "the package sets another one at once",
     "store/folder:not_seen: time.sleep(_POLL_S) -> pass": "it looks more often",
     "codec/lossless_numba:find_exponents: 1 -> 2 #6": "entries behind the last value are of no value",
-    "islands/saved_state:_plan: sorted({place.island for place in places}) -> list({place.island for place in places})"
-    "": "islands have the numbers from 0 on, which a set lists in order",
+    "islands/saved_state:_plan: sorted({place.island for place in places} - origins.keys()) ->"
+    " list({place.island for place in places} - origins.keys())": "islands have the numbers from 0 on, which"
+    " a set lists in order",
     "shard/ledger:Ledger.reset_peak: 0 -> 1": "a byte more of a peak",
     "checkpoint/islands:IslandSlices: 0 -> 1 #2": "nobody asks which island's own the slices of a checkpoint are",
     "ragged/packing:ShardPacking.write: own.zero_() -> pass": "nobody reads what lies between sections",

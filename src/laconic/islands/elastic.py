@@ -48,7 +48,7 @@ from laconic.comm.agreement import ranks_or_self
 from laconic.comm.cluster import Cluster
 from laconic.errors import JobError
 from laconic.islands.agreements import BEAT_S, NO_ROSTER, SILENCE_S, Agreements, Outcome, Roster, RunEndedError
-from laconic.islands.all_reduce import IslandGroup, Mean, checksum_of, mean_over_islands
+from laconic.islands.all_reduce import IslandGroup, Mean, checksum_of
 from laconic.islands.exchange import Contribution, Exchange, diverged
 from laconic.islands.fragments import SyncSchedule
 from laconic.islands.outer_optimizer import OuterFragment, layout_digest
@@ -233,22 +233,21 @@ class ElasticExchange(Exchange):
             JobError: the values of this island are not finite; the others have gone on without it; the rendezvous does
                 not answer, or has a damaged entry; or every try has failed.
         """
+        given = own
         if not own.is_sound:
-            own = replace(own, values=torch.zeros_like(own.values), tokens=0)
-        mean, heard = self._take_round(partial(self._reduce, own))
+            given = replace(own, values=torch.zeros_like(own.values), tokens=0, is_sound=True)
+        mean, heard = self._take_round(partial(self._tell_and_reduce, given))
         _fill(self._fragments[own.fragment].vectors(), heard)
         if not own.is_sound:
             raise diverged(own, "this island; the others go on without it")
         return mean
 
-    def _reduce(self, own: Contribution, islands: IslandGroup) -> tuple[Mean, list[Tensor]]:
+    def _tell_and_reduce(self, own: Contribution, islands: IslandGroup) -> tuple[Mean, list[Tensor]]:
         """The mean of a round, and what this island hears of the fragment's state before it."""
         place = self._roster.members.index
-        tokens = [told for (told,) in islands.gather(own.tokens)]
         lead, new = place(self._knowing()[0]), [place(number) for number in self._roster.new_in(self._round)]
         heard = islands.tell(self._fragments[own.fragment].vectors(), lead, new)
-        mean = mean_over_islands(own.values, islands, self._codec, self._cluster.traffic, weights=tokens)
-        return mean, heard
+        return self._reduce(own, islands), heard
 
     def _take_round(self, action: Callable[[IslandGroup], _T]) -> _T:
         """Try a round until there is the verdict that it is done: [Note: One verdict]. Returns the action's result."""

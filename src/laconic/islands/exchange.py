@@ -96,7 +96,11 @@ class Exchange:
 
         Raises: JobError if the values of any island are not finite, or islands differ in their codecs.
         """
-        told = self._islands.gather(int(not own.is_sound) | (own.codec is not None) << 1, own.tokens)
+        return self._reduce(own, self._islands)
+
+    def _reduce(self, own: Contribution, islands: IslandGroup) -> Mean:
+        """The mean over a group of islands; see `mean`."""
+        told = islands.gather(int(not own.is_sound) | (own.codec is not None) << 1, own.tokens)
         bad = [str(island) for island, (flags, _) in enumerate(told) if flags & 1]
         if bad:
             raise diverged(own, f"island {', '.join(bad)} (of 0 to {len(told) - 1}), so islands have sent nothing")
@@ -107,7 +111,7 @@ class Exchange:
             )
         weights = None if own.divisor is not None else [tokens for _, tokens in told]
         codec, traffic = own.codec or self._codec, self._cluster.traffic
-        return mean_over_islands(own.values, self._islands, codec, traffic, divisor=own.divisor, weights=weights)
+        return mean_over_islands(own.values, islands, codec, traffic, divisor=own.divisor, weights=weights)
 
     def settle(self) -> bool:
         """Wait until nobody reads the outer state. Returns whether this rank has kept every state so far."""
