@@ -22,8 +22,7 @@ from laconic.islands.local_steps import LocalSteps
 from laconic.islands.saved_state import Place, SavedState, Sync, make_plan
 from laconic.islands.state_folder import StateFolder
 from laconic.store import folder as store
-from laconic.store import tensors
-from laconic.store.folder import CrashPoint, FileRecord
+from laconic.store.folder import CrashPoint
 from tests.faults.recovery_damage import try_cases
 from tests.islands.test_local_steps import Case, adamw, flat, take
 from tests.support.launch import on_ranks, run_ranks
@@ -105,25 +104,20 @@ def test_a_kill_at_any_point_of_a_write_leaves_one_sync_to_all(
         assert is_equal == (lost == 0 or sync > EVERY), "before the first sync there is nothing to keep"
 
 
-_write, _is_full = tensors.write, [False]
-
-
 def job_full(machine: Path) -> tuple[list[str], list[int], list[str]]:
     """The disk of rank 1 is full at the syncs 4 and 6: training goes on, and the state before stays."""
+    sync = 0
 
-    def write(path: Path, values: Any) -> FileRecord:
-        if _is_full[0] and dist.get_rank() == 1:
+    def fill(reached: CrashPoint) -> None:
+        if reached == CrashPoint.WRITTEN and sync in (4, 6) and dist.get_rank() == 1:
             raise OSError(28, "No space left on device")
-        return _write(path, values)
 
-    tensors.write = write
+    store.on_crash_point = fill
     kept = []
     with warnings.catch_warnings(record=True) as lines:
         warnings.simplefilter("always")
         model, steps, _ = start(machine, 1, 2, 0)
         for sync in (2, 4, 6, 8):
-            if dist.get_rank() == 1:
-                _is_full[0] = sync in (4, 6)
             take(model, steps, range(steps.steps, sync), 2)
             steps.finish()
             dist.barrier()

@@ -149,8 +149,8 @@ class LocalSteps:
             self._exchange = ElasticExchange(membership, run, *of, self.schedule)
         elif membership.folder is not None:
             slices = sorted({holders.order(name) for name, p in synced.items() if p.requires_grad} - {-1})
-            run, residuals = _run_name(membership.run_id, "recovery="), self._residuals if error_feedback else None
-            self._exchange = RecoveringExchange(membership.folder, run, *of, residuals, optimizer, slices)
+            run = _run_name(membership.run_id, "recovery=")
+            self._exchange = RecoveringExchange(membership.folder, run, *of, self._residuals, optimizer, slices)
         units = filter(None, map(unit_of, model.modules()))
         buckets = [bucket for unit in units for bucket in unit.buckets if bucket.cluster is self.cluster]
         for bucket in buckets:

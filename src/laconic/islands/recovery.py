@@ -55,7 +55,7 @@ class RecoveringExchange(Exchange):
         cluster: the islands.
         codec: the format of values on the wire.
         fragments: the fragments of the model.
-        residuals: what encoding has lost so far of each fragment, each (numel,); None without error feedback.
+        residuals: what encoding has lost so far of each fragment, each (numel,); none without error feedback.
         optimizer: the inner optimizer.
         slices: the slices that this island trains, in ascending order.
 
@@ -70,7 +70,7 @@ class RecoveringExchange(Exchange):
         cluster: Cluster,
         codec: Codec,
         fragments: Sequence[OuterFragment],
-        residuals: Sequence[Tensor] | None,
+        residuals: Sequence[Tensor],
         optimizer: torch.optim.Optimizer,
         slices: Sequence[int],
     ) -> None:
@@ -143,7 +143,7 @@ class RecoveringExchange(Exchange):
         fragment = self._fragments[index]
         states = {name: self._optimizer.state.get(parameter) for name, parameter in fragment.parameters.items()}
         inner = {name: {key: _copy(value) for key, value in state.items()} for name, state in states.items() if state}
-        lost = None if self._residuals is None else self._residuals[index]
+        lost = self._residuals[index] if self._residuals else None
         return {"outer": fragment.vectors(), "lost": lost, "inner": inner}
 
     # -- restoring: [Note: Re-forming] ---------------------------------------------------------------------------------
@@ -238,20 +238,12 @@ class RecoveringExchange(Exchange):
         return values, ""
 
     def _check(self, values: list[Any], *, has_inner: bool) -> None:
-        """Refuse values that do not fit, before anything is loaded. Raises: DamagedError."""
-        if len(values) != len(self._fragments):
-            raise DamagedError(f"it has {len(values)} fragments, and the model has {len(self._fragments)}")
+        """Refuse values of another sharding, which the layout does not tell. Raises: DamagedError."""
         for index, (part, fragment) in enumerate(zip(values, self._fragments, strict=True)):
-            found = [(each.dtype, each.shape) for each in part["outer"]]
-            wanted = [(each.dtype, each.shape) for each in fragment.vectors()]
-            lost = part["lost"]
-            if found != wanted or (lost is not None and lost.shape != fragment.flat.shape):
+            found, wanted = ([(each.dtype, each.shape) for each in vs] for vs in (part["outer"], fragment.vectors()))
+            if found != wanted:
                 raise DamagedError(f"the vectors of its fragment {index} have other sizes: it is sharded otherwise")
-            if not has_inner:
-                continue
-            for name, state in part["inner"].items():
-                if name not in fragment.parameters:
-                    raise DamagedError(f"its fragment {index} has {name}, and the model's has not")
+            for name, state in part["inner"].items() if has_inner else ():
                 _check_inner(self._optimizer, fragment.parameters[name], name, state)
 
     def _load(self, values: list[Any], *, has_inner: bool) -> None:
@@ -261,7 +253,7 @@ class RecoveringExchange(Exchange):
                     vector.copy_(value)
                 if not has_inner:
                     continue
-                if self._residuals is not None and part["lost"] is not None:
+                if self._residuals and part["lost"] is not None:
                     self._residuals[index].copy_(part["lost"])
                 for name, state in part["inner"].items():
                     _restore_inner(self._optimizer, fragment.parameters[name], state)
