@@ -108,28 +108,12 @@ class ElasticExchange(Exchange):
         self._group: tuple[int, IslandGroup] | None = None
         self._gloo: dist.ProcessGroup | None = None
         self._round = 0  # of the background thread
-        self._number = -1
+        self.number = self.slot = -1
         self._watcher: _Watcher | None = None
-
-    @property
-    def _hear_s(self) -> float:
+        self._hear_s = max(2 * BEAT_S, min(_HEAR_S, policy.timeout_s / 4))
         """The time for signs of life, after a try has failed."""
-        return max(2 * BEAT_S, min(_HEAR_S, self._policy.timeout_s / 4))
-
-    @property
-    def _patience_s(self) -> float:
+        self._patience_s = max(0.6 * policy.timeout_s, 0.95 * policy.timeout_s - self._hear_s)
         """The time for a try. Both together are the timeout, less what the agreement itself may take."""
-        return max(0.6 * self._policy.timeout_s, 0.95 * self._policy.timeout_s - self._hear_s)
-
-    @property
-    def number(self) -> int:
-        """See `Exchange.number`."""
-        return self._number
-
-    @property
-    def slot(self) -> int:
-        """See `Exchange.slot`."""
-        return self._roster.slots[self._roster.members.index(self._number)] if self.is_inside else -1
 
     # -- coming and going: [Note: Coming] ------------------------------------------------------------------------------
 
@@ -143,15 +127,18 @@ class ElasticExchange(Exchange):
                 died, or the store has a damaged entry.
         """
         self._create_state()
-        generation, number = self._wait_outside(self._schedule.rounds(steps))
+        entrance, found = Entrance(self._agreements, self._policy, self._terms, self._schedule.rounds(steps)), None
+        while found is None:  # the ranks hear from each other now and then, as their groups have timeouts
+            found = self._ranks.on_rank_0(lambda: entrance.wait(_TALK_S), "this island cannot enter")
+        generation, number = found
         self._agreements = self._open(generation)
         roster = self._agreements.welcome(number)
         assert roster is not None
-        self._number, self._roster, self._round = number, roster, roster.round
-        self.is_inside = True
+        self._roster, self._round, self.is_inside = roster, roster.round, True
+        self.number, self.slot = number, roster.slots[roster.members.index(number)]
         if self._ranks.rank == 0:
             self._watcher = _Watcher(self._open(generation), number)
-            weakref.finalize(self, self._watcher.stop).atexit = False
+            weakref.finalize(self, self._watcher.over.set).atexit = False
         _entered.add(self)
         _leave_at_exit()
         if roster.number == 0:
@@ -184,14 +171,6 @@ class ElasticExchange(Exchange):
             raise JobError("the islands that had the state died before they told it to this one; start this one again")
         return knowing
 
-    def _wait_outside(self, rounds: int) -> list[int]:
-        """Wait until this island is a member. Returns its generation and its number."""
-        entrance = Entrance(self._agreements, self._policy, self._terms, rounds)
-        while True:  # the ranks hear from each other now and then, as their groups have timeouts
-            found = self._ranks.on_rank_0(lambda: entrance.wait(_TALK_S), "this island cannot enter")
-            if found is not None:
-                return found
-
     def _wait_for_round(self) -> None:
         """Wait until an island that trains begins the next round: it may be far away, and a try has a timeout.
 
@@ -211,17 +190,18 @@ class ElasticExchange(Exchange):
         """See `Exchange.leave`."""
         if not self.is_inside:
             return
-        number, self._number, self.is_inside = self._number, -1, False
+        number, self.number, self.slot, self.is_inside = self.number, -1, -1, False
         if self._watcher is not None:
-            self._watcher.end()
+            self._watcher.over.set()
+            self._watcher.thread.join()
             self._agreements.leave(self._roster, number)
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
         """See `Exchange.look`. Raises: RunEndedError if an island has ended the run."""
-        if self._watcher is not None:
-            self._watcher.raise_end()
+        if self._watcher is not None and self._watcher.end is not None:
+            raise self._watcher.end
 
     def mean(self, own: Contribution) -> Mean:
         """Return the mean of all islands' contributions. Collective over the members, in the background thread.
@@ -267,7 +247,12 @@ class ElasticExchange(Exchange):
             self._reform(roster, is_late=verdict.outcome is Outcome.LATE)
             tries = tries + 1 if set(self._roster.members) == set(roster.members) else 0
             if tries == _MOST_TRIES or (tries and verdict.outcome is Outcome.LATE):
-                raise self._stalled(error)
+                living = len(self._roster.members)
+                raise JobError(
+                    f"round {self._round} of the islands has failed again and again, although all {living} live "
+                    f"({error}); raise timeout_s={self._policy.timeout_s:g} above the seconds that a message takes, "
+                    "and see whether each island can reach all others (GLOO_SOCKET_IFNAME names the network to use)"
+                )
         assert result is not None
         self._round += 1
         if verdict.newcomers:
@@ -280,7 +265,7 @@ class ElasticExchange(Exchange):
     ) -> tuple[_T | None, Outcome, RuntimeError | None]:
         """Try the round once, among the members of a roster."""
         if self._watcher is not None:
-            self._agreements.arrive(roster, self._round, self._number)
+            self._agreements.arrive(roster, self._round, self.number)
         if self._agreements.is_over(roster, self._round):
             return None, Outcome.LOST, None
         try:
@@ -316,7 +301,7 @@ class ElasticExchange(Exchange):
         """The members' ranks at this place, connected."""
         if self._group is None or self._group[0] != roster.number:
             self._disconnect()
-            rank, size = roster.members.index(self._number), len(roster.members)
+            rank, size = roster.members.index(self.number), len(roster.members)
             if size > 1:
                 connection = self._open(self._agreements.generation).store  # its own: Gloo's waits would block others
                 store = dist.PrefixStore(f"group/{roster.number}/{self._shard}", connection)
@@ -337,9 +322,9 @@ class ElasticExchange(Exchange):
             before = self._agreements.beats(roster.members)
             self._agreements.propose(roster, self._round, before, is_late=is_late, patience_s=self._hear_s)
         following = self._agreements.next_roster(roster, 2 * self._hear_s)
-        if following is None or self._number not in following.members:
+        if following is None or self.number not in following.members:
             raise JobError(
-                f"the other islands have gone on without this one (island {self._number}), which did not answer within "
+                f"the other islands have gone on without this one (island {self.number}), which did not answer within "
                 f"{self._policy.timeout_s:g} s in round {self._round}; start it again and it enters anew, and raise "
                 "timeout_s if it was only slow"
             )
@@ -352,14 +337,6 @@ class ElasticExchange(Exchange):
                 stacklevel=2,
             )
         self._roster = following
-
-    def _stalled(self, error: Exception | None) -> JobError:
-        living = len(self._roster.members)
-        return JobError(
-            f"round {self._round} of the islands has failed again and again, although all {living} live "
-            f"({error}); raise timeout_s={self._policy.timeout_s:g} above the seconds that a message takes, and see "
-            "whether each island can reach all others (GLOO_SOCKET_IFNAME names the network to use)"
-        )
 
     # -- the ranks of this island --------------------------------------------------------------------------------------
 
@@ -441,35 +418,23 @@ class _Watcher:
 
     def __init__(self, agreements: Agreements, number: int) -> None:
         self._agreements, self._number = agreements, number
-        self._end: RunEndedError | None = None
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="laconic-islands-watch", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Let the thread end soon."""
-        self._over.set()
-
-    def raise_end(self) -> None:
-        """Raise RunEndedError if this thread has heard that an island has ended the run."""
-        if self._end is not None:
-            raise self._end
-
-    def end(self) -> None:
-        """End the thread."""
-        self.stop()
-        self._thread.join()
+        self.end: RunEndedError | None = None
+        """The error of the run, once an island has ended it."""
+        self.over = threading.Event()
+        """Set to let the thread end soon."""
+        self.thread = threading.Thread(target=self._run, name="laconic-islands-watch", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         beaten_at = 0.0
         try:
-            while not self._over.wait(_WATCH_S):
+            while not self.over.wait(_WATCH_S):
                 self._agreements.look_for_end()
                 if time.monotonic() - beaten_at >= BEAT_S:
                     self._agreements.beat(self._number)
                     beaten_at = time.monotonic()
         except RunEndedError as error:
-            self._end = error
+            self.end = error
         except JobError:  # the store is gone; the next sync says so
             pass
 

@@ -67,17 +67,9 @@ class Exchange:
         self._cluster, self._codec, self._fragments = cluster, codec, fragments
         self.is_inside = False
         """Whether this island takes part: [Note: An island's life]."""
+        self.number = self.slot = cluster.island_rank
+        """This island's number, and the slot that no other island has; -1 outside, where islands come and go."""
         self._islands = IslandGroup.of(cluster)
-
-    @property
-    def number(self) -> int:
-        """This island's number; -1 outside."""
-        return self._cluster.island_rank
-
-    @property
-    def slot(self) -> int:
-        """This island's slot, which no other island has; -1 outside."""
-        return self._cluster.island_rank
 
     def enter(self, steps: int) -> tuple[int, bool]:
         """Take over the outer state that all islands share. Collective over the ranks of the island.
