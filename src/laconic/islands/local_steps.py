@@ -162,7 +162,7 @@ class LocalSteps:
                 stacklevel=2,
             )
         if not self._exchange.comes_and_goes:
-            self._enter()
+            self.enter()
 
     def _settle(self) -> None:
         """Complete updates of the inner optimizer that are still under way, if it is of a kind that has such."""
@@ -174,6 +174,7 @@ class LocalSteps:
         """The fragments sent so far."""
         return self.schedule.rounds(self.steps)
 
+    @torch.no_grad()
     def enter(self) -> int:
         """Enter the islands of `membership`, and take over their state. Returns the step after which training goes on.
 
@@ -185,16 +186,11 @@ class LocalSteps:
         """
         if not self._exchange.is_inside:
             self.finish()
-            self._enter()
+            self.steps, is_news = self._exchange.enter(self.steps)
+            for fragment in self.fragments if is_news else ():
+                fragment.write_inner(fragment.flat)
+            self._tokens = [0] * len(self._tokens)
         return self.steps
-
-    @torch.no_grad()
-    def _enter(self) -> None:
-        """Go on from the state that the islands share: [Note: An island's life] in exchange.py."""
-        self.steps, is_news = self._exchange.enter(self.steps)
-        for fragment in self.fragments if is_news else ():
-            fragment.write_inner(fragment.flat)
-        self._tokens = [0] * len(self._tokens)
 
     @property
     def slot(self) -> int:
@@ -317,13 +313,13 @@ class LocalSteps:
         mean = sent.result.result()
         exposed_s = time.perf_counter() - began
         is_kept = self._exchange.settle()  # a thread may read what changes below
+        own, error = sent.message, sent.message - mean.sent
         if self.error_feedback:
-            self._residuals[sent.fragment] = sent.message - mean.sent
+            self._residuals[sent.fragment] = error
         fragment = self.fragments[sent.fragment]
         with torch.enable_grad():
             fragment.step(mean.value)
         fragment.write_inner(fragment.flat, keep=self.schedule.mixing)
-        own, error = sent.message, sent.message - mean.sent
         products = [own @ own, mean.value @ mean.value, own @ mean.value, error @ error, torch.tensor(float(is_kept))]
         sums = all_reduce(self.cluster, torch.stack(products).to(self.cluster.device))  # over the shards of the island
         own_square, mean_square, product, error_square, num_kept = sums.tolist()
