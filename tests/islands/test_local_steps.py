@@ -281,6 +281,10 @@ def test_bad_input_is_refused_by_name() -> None:
     model, frozen = build(make), build(make).requires_grad_(False)
     adapters = nn.ModuleList([partial_net(0).requires_grad_(False), nn.Linear(2, 2)])  # as peft adds them
     refusals: list[tuple[nn.Module, dict[str, Any], str]] = [
+        (model, {"every": 0}, "must be at least 1"),
+        (model, {"overlap": -1}, "must not be negative"),
+        (model, {"every": 100, "fragments": 37}, r"fragments=37\) does not divide every=100.*use every=111"),
+        (model, {"every": 8, "fragments": 4, "overlap": 2}, r"overlap=2\) must be less than every / fragments = 2"),
         (model, {"mixing": 1.0}, r"mixing=1.0\) must lie in \[0, 1\)"),
         (model, {"error_feedback": 1.5}, r"error_feedback=1.5\) must be true, false or in \[0, 1\]"),
         (model, {"last_codec": "int4"}, "last_codec='int4' needs total_steps, the inner steps of the whole run"),

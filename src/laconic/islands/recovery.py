@@ -86,8 +86,6 @@ class RecoveringExchange(Exchange):
         self._sync = Sync(start=1, steps=0, token="")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="laconic-recovery")
         self._writing: tuple[int, Future[None]] | None = None
-        self._written = 0
-        """The step of the newest state that this rank has written; 0 before the first."""
         self._whole = 0
         """The step of the newest state that all ranks of the island are known to have; 0 before the first."""
         self._failed = False
@@ -104,12 +102,12 @@ class RecoveringExchange(Exchange):
             (steps, writing), self._writing = self._writing, None
             try:
                 writing.result()
-                self._written, self._failed = steps, False
+                self._failed = False
             except OSError as error:
                 if not self._failed:  # one line, until a write succeeds
                     warnings.warn(
                         f"recovery: the state after step {steps} could not be written ({error}); after a crash this "
-                        f"island goes on from step {self._whole or self._written}",
+                        f"island goes on from step {self._whole or self._folder.newest_steps}",
                         stacklevel=2,
                     )
                 self._failed = True
@@ -122,7 +120,7 @@ class RecoveringExchange(Exchange):
         Raises: ValueError if the optimizer's state has a value of another kind than tensors, numbers and strings.
         """
         if is_whole:
-            self._whole = self._written
+            self._whole = self._folder.newest_steps
         self._sync = replace(self._sync, steps=steps)
         island, shard, num_shards = self._cluster.island_rank, self._cluster.shard_index, self._cluster.size
         state = SavedState(sync=self._sync, island=island, shard=shard, num_shards=num_shards, slices=self._slices)
@@ -137,7 +135,7 @@ class RecoveringExchange(Exchange):
         self.settle()
         self._folder.forget()
         self._sync = replace(self._sync, start=self._sync.start + 1)
-        self._written = self._whole = 0
+        self._whole = 0
 
     def _part(self, index: int) -> dict[str, Any]:
         fragment = self._fragments[index]

@@ -60,6 +60,11 @@ class StateFolder:
         """The newest state of this process that is on disk."""
         return self.path / [*self._written][-1]
 
+    @property
+    def newest_steps(self) -> int:
+        """The step of the newest state that this process has written; 0 before the first."""
+        return max(self._written.values(), default=0)
+
     def create(self) -> None:
         """Create the folder and write a file into it. Raises: OSError."""
         make_folder(self.path)
