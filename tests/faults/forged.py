@@ -73,9 +73,9 @@ COUNTER_DAMAGE: Mapping[str, Callable[[bytes], bytes]] = {
         "deep brackets": b"[" * 100_000, "a huge number": b"9" * 40,
     }.items()
 }  # fmt: skip
-ENTRIES = ["generation", "terms", "come/{k}", "answer/{k}", "call", "welcome/{k}", "roster/{r}", "verdict/{n}", "ended"]
+ENTRIES = ["generation", "terms", "answer/{k}", "call", "welcome/{k}", "roster/{r}", "verdict/{n}", "ended"]
 COUNTERS = ["come", "beat", "beat/{k}", "done/{n}"]
-EARLY = {"generation", "terms", "come/{k}", "come", "welcome/{k}"}
+EARLY = {"generation", "terms", "come", "welcome/{k}"}
 """The kinds of keys that are read while islands come."""
 
 
@@ -125,7 +125,7 @@ class _Run:
 
     def _live(self) -> None:
         agreements = Agreements(self.store, "run", "here")
-        entrance = Entrance(agreements, self._policy, _TERMS, 0)
+        entrance = Entrance(agreements, self._policy, _TERMS)
         found = None
         while found is None and not self.stop.is_set():
             found = entrance.wait(0.2)
@@ -341,7 +341,7 @@ def try_rendezvous(num: int, folder: Path) -> Findings:
                 found.tried += 1
             try:
                 store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=LIMIT_S))
-                Agreements(store, "run", "here").come(0)
+                Agreements(store, "run", "here").come()
             except (dist.DistError, JobError) as error:
                 found.what.append(repr(error))
                 found.dead += 1

@@ -18,7 +18,7 @@ from tests.faults import forged
 ENDED = {"RunEndedError"}
 DAMAGE = {**forged.ENTRY_DAMAGE, "no number": forged.COUNTER_DAMAGE["no number"]}
 FORGED = [
-    *((kind, name, ENDED) for kind in forged.ENTRIES if kind not in ("terms", "come/{k}", "answer/{k}")
+    *((kind, name, ENDED) for kind in forged.ENTRIES if kind not in ("terms", "answer/{k}")
       for name in ("a flipped bit", "deep brackets, signed", "other fields", "true")),
     *((kind, "no number", ENDED) for kind in forged.COUNTERS),
     *((kind, name, {"", "JobError", *ENDED}) for kind in ("terms", "answer/{k}") for name in ("no JSON", "lists")),
@@ -46,7 +46,7 @@ def test_a_roster_that_contradicts_itself_is_refused(fields: dict[str, object]) 
     store = dist.HashStore()
     agreements = Agreements(store, "test", "here")
     for _ in range(2):
-        agreements.come(rounds=0)
+        agreements.come()
     plain = {"number": 0, "members": [0, 1], "slots": [0, 1], "num_seen": 2, "round": 1, "newcomers": [1], "until": 2}
     agreements.store.set("roster/0", forged._signed(plain))
     assert agreements.roster(0).members == (0, 1)
@@ -55,15 +55,6 @@ def test_a_roster_that_contradicts_itself_is_refused(fields: dict[str, object]) 
         agreements.roster(0)
     with pytest.raises(RunEndedError, match="roster/0"):
         Agreements(store, "test", "here")
-
-
-def test_islands_are_not_founded_on_a_forged_number_of_rounds() -> None:
-    agreements = Agreements(dist.HashStore(), "test", "here")
-    for _ in range(2):
-        agreements.come(rounds=0)
-    agreements.store.set("come/1", forged._signed(-1))
-    with pytest.raises(RunEndedError, match="come/1: -1 is negative"):
-        agreements.found(2)
 
 
 @pytest.mark.machine

@@ -321,12 +321,12 @@ def test_an_island_that_waits_answers_calls_until_it_gives_up() -> None:
     """Two of two have come, and no round ends: the first was called again meanwhile."""
     agreements = Agreements(dist.HashStore(), "test", "here")
     policy = Membership(rendezvous="meeting:1", islands=2, start_timeout_s=10.0)
-    waiting = Entrance(agreements, policy, {}, 0)
+    waiting = Entrance(agreements, policy, {})
     for number, call in enumerate(("", "3", "4")):
         agreements._entries.set("call", call)
         assert waiting.wait(1.0) is None, number
         assert agreements._entries.get(str, "answer/0") == call
-    agreements.come(rounds=0)
+    agreements.come()
     with pytest.raises(JobError, match="the islands at meeting:1 have not ended a round since this one came after 1"):
         waiting.wait(20.0)
 
@@ -346,10 +346,10 @@ def test_the_first_proposal_of_a_roster_counts() -> None:
     store = dist.HashStore()
     agreements = [Agreements(store, "test", "here") for _ in range(4)]
     for _ in agreements:
-        agreements[0].come(rounds=7)
+        agreements[0].come()
     agreements[0].found(4)
     roster = agreements[1].roster(0)
-    assert (roster.members, roster.round, roster.knowing(7), roster.new_in(8)) == ((0, 1, 2, 3), 7, [0], ())
+    assert (roster.members, roster.round, roster.knowing(0), roster.new_in(0)) == ((0, 1, 2, 3), 0, [0, 1, 2, 3], ())
     agreements[3].leave(roster, 3)
     before = agreements[0].beats(roster.members)
     for number in (0, 2):
@@ -359,7 +359,7 @@ def test_the_first_proposal_of_a_roster_counts() -> None:
     following = agreements[1].next_roster(roster, 0.0)
     assert following is not None
     assert following.members == following.slots == (0, 2)
-    assert agreements[0].come(rounds=0) == 4
+    assert agreements[0].come() == 4
     larger = agreements[2].enlarge(following, agreements[2]._queued(following), 9, until=11)
     assert (larger.members, larger.slots, larger.newcomers) == ((0, 2, 4), (0, 2, 1), (4,))
     assert [larger.knowing(each) for each in (10, 11)] == [[0, 2], [0, 2, 4]]

@@ -228,10 +228,9 @@ class Agreements:
                     "another run_id"
                 )
 
-    def come(self, rounds: int) -> int:
-        """Queue up with a state after `rounds` rounds. Returns this island's number, which is new."""
+    def come(self) -> int:
+        """Queue up. Returns this island's number, which is new."""
         number = self._entries.add("come") - 1
-        self._entries.set(f"come/{number}", rounds)
         self.answer(number)
         return number
 
@@ -240,24 +239,9 @@ class Agreements:
         self._entries.set(f"answer/{number}", self._entries.get(str, "call") or "")
 
     def found(self, islands: int) -> None:
-        """Write the first roster, of the first `islands` islands. The one with the most rounds has the lead."""
-        rounds = {number: self._rounds_of(number) for number in range(islands)}
-        lead = max(rounds, key=rounds.__getitem__)
-        members, first = tuple(rounds), rounds[lead]
-        others = tuple(number for number in rounds if number != lead)
-        roster = Roster(
-            number=0, members=members, slots=members, num_seen=islands, round=first, newcomers=others, until=first + 1
-        )
-        self.write(roster)
-
-    def _rounds_of(self, number: int) -> int:
-        """The rounds of the state with which an island has come. Waits for it."""
-        key = f"come/{number}"
-        self._until(lambda: self._entries.has(key), SILENCE_S)
-        rounds = self._entries.get(int, key)
-        if rounds is None or rounds < 0:
-            self._entries.damaged(key, "it is missing" if rounds is None else f"{rounds} is negative")
-        return rounds
+        """Write the first roster, of the first `islands` islands."""
+        first = tuple(range(islands))
+        self.write(Roster(number=0, members=first, slots=first, num_seen=islands, round=0))
 
     def num_come(self) -> int:
         """The number of islands that have come so far."""
@@ -310,7 +294,8 @@ class Agreements:
             if num_done > num_ranks:
                 self._entries.damaged(f"done/{of}", f"{num_done} votes of {num_ranks} ranks")
             if num_done == num_ranks:
-                proposed = Verdict(outcome=outcome, newcomers=self._queued(roster))
+                newcomers = self._queued(roster) if round_index else ()  # founders do not know the next round
+                proposed = Verdict(outcome=outcome, newcomers=newcomers)
                 verdict = self._entries.agree(Verdict, f"verdict/{of}", proposed)
                 self._entries.set("call", of)
                 return verdict
@@ -382,7 +367,7 @@ class Agreements:
 
         Another's writing may count. `before` has the signs of life of the members when the try had failed. After a try
         for which an island did not come in time (`is_late`) only those that came are members. If all are there, only
-        those that are not new; founders try once more.
+        those that are not new.
         """
 
         def living() -> list[int]:
@@ -396,7 +381,7 @@ class Agreements:
         self._until(lambda: self._has_next(roster) or are_heard(), patience_s)
         members = [n for n in living() if not is_late or self.has_begun(roster, round_index, n)]
         new = roster.new_in(round_index)
-        if len(members) == len(roster.members) and roster.number > 0:
+        if len(members) == len(roster.members):
             members, new = roster.knowing(round_index), ()
         slots = {number: slot for number, slot in zip(roster.members, roster.slots, strict=True) if number in members}
         self.write(

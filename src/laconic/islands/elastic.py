@@ -17,7 +17,7 @@ An island that comes enters at the end of a round. From the next round on it is 
 beginning of each round the lead tells those that are new the outer state of the fragment that syncs, and with the mean
 of the round they take the same outer step as the others. So after a round of each fragment they have the whole state,
 to the bit, and begin to train in step with the others, with fresh inner optimizers. If the lead dies, the round is
-repeated with another lead. Islands that found a run do so in a round that tells all fragments and has no mean.
+repeated with another lead. Islands found a run in round 0, which has no mean: one that is furthest tells all fragments.
 
 [Note: Waits that end]
 Gloo waits in C++, while it connects five times as long as it is told, and hears neither of a verdict nor of the end of
@@ -127,7 +127,7 @@ class ElasticExchange(Exchange):
                 died, or the store has a damaged entry.
         """
         self._create_state()
-        entrance, found = Entrance(self._agreements, self._policy, self._terms, self._schedule.rounds(steps)), None
+        entrance, found = Entrance(self._agreements, self._policy, self._terms), None
         while found is None:  # the ranks hear from each other now and then, as their groups have timeouts
             found = self._ranks.on_rank_0(lambda: entrance.wait(_TALK_S), "this island cannot enter")
         generation, number = found
@@ -144,6 +144,7 @@ class ElasticExchange(Exchange):
         if roster.number == 0:
             steps, heard = self._take_round(partial(self._found, steps))
             _fill(self._vectors(), heard)
+            self._round = self._schedule.rounds(steps) + 1
             return steps, any(self._ranks.gather(bool(heard)))
         while number in self._roster.new_in(self._round):
             self._wait_for_round()
@@ -155,12 +156,13 @@ class ElasticExchange(Exchange):
         return (self._round - 1) * self._schedule.interval + self._schedule.overlap, True
 
     def _found(self, steps: int, islands: IslandGroup) -> tuple[int, list[Tensor]]:
-        """Tell all founders the state of the lead, and the steps after which it is the state.
+        """Tell all founders the state of the one that is furthest, and the steps after which it is the state.
 
         Those that have it already, such as from a checkpoint, hear nothing.
         """
-        vectors, lead = self._vectors(), self._roster.members.index(self._knowing()[0])
+        vectors = self._vectors()
         states = islands.gather(steps, *map(checksum_of, vectors))
+        lead = max(range(len(states)), key=lambda island: states[island][0])
         others = [island for island, state in enumerate(states) if state != states[lead]]
         return states[lead][0], islands.tell(vectors, lead, others)
 
@@ -358,9 +360,9 @@ class ElasticExchange(Exchange):
 class Entrance:
     """Queues up for an island. For its first rank."""
 
-    def __init__(self, agreements: Agreements, policy: Membership, terms: dict[str, Any], rounds: int) -> None:
-        """Take the terms that all islands must share, and the rounds that this island's state has."""
-        self._agreements, self._policy, self._terms, self._rounds = agreements, policy, terms, rounds
+    def __init__(self, agreements: Agreements, policy: Membership, terms: dict[str, Any]) -> None:
+        """Take the terms that all islands must share."""
+        self._agreements, self._policy, self._terms = agreements, policy, terms
         self._begun, self._has_warned = time.monotonic(), False
         self._number: int | None = None
 
@@ -382,7 +384,7 @@ class Entrance:
     def _queue_up(self) -> int:
         """Come, and found the run as the last of the founders. Returns this island's number."""
         self._agreements.agree_on(self._terms)
-        self._number = self._agreements.come(self._rounds)
+        self._number = self._agreements.come()
         if self._number == self._policy.num_founders - 1:
             self._agreements.found(self._policy.num_founders)
         return self._number
