@@ -323,9 +323,9 @@ def test_an_island_that_waits_answers_calls_until_it_gives_up() -> None:
     policy = Membership(rendezvous="meeting:1", islands=2, start_timeout_s=10.0)
     waiting = Entrance(agreements, policy, {})
     for number, call in enumerate(("", "3", "4")):
-        agreements._entries.set("call", call)
+        agreements.set("call", call)
         assert waiting.wait(1.0) is None, number
-        assert agreements._entries.get(str, "answer/0") == call
+        assert agreements.get(str, "answer/0") == call
     agreements.come()
     with pytest.raises(JobError, match="the islands at meeting:1 have not ended a round since this one came after 1"):
         waiting.wait(20.0)

@@ -185,7 +185,7 @@ class TypedStore:
             ) from error
 
 
-class Agreements:
+class Agreements(TypedStore):
     """The agreements of one run. Each thread needs agreements of its own, on a connection of its own.
 
     All methods raise JobError if the store does not answer, and RunEndedError if they find a damaged entry. Those that
@@ -194,9 +194,9 @@ class Agreements:
 
     def __init__(self, store: dist.Store, run: str, where: str, generation: int | None = None) -> None:
         """Open a generation (default: the newest) of the run `run` in the store at the address `where`."""
-        self._where = where
-        self._run_store = dist.PrefixStore(f"laconic/{run}", store)
-        self._run = TypedStore(self._run_store, self._run_store, where)
+        run_store = dist.PrefixStore(f"laconic/{run}", store)
+        super().__init__(run_store, run_store, where)
+        self._run = TypedStore(run_store, run_store, where)
         self._looked_at = -math.inf
         self._open(generation)
 
@@ -206,9 +206,7 @@ class Agreements:
         if newest < 0:
             self._run.damaged("generation", f"{newest} is negative")
         self.generation = newest if generation is None else generation
-        self.store = dist.PrefixStore(str(self.generation), self._run_store)
-        """The keys of this generation."""
-        self._entries = TypedStore(self.store, self._run_store, self._where)
+        self.store = dist.PrefixStore(str(self.generation), self._run_store)  # the keys of this generation
         self._heard: tuple[list[int], float] = [], time.monotonic()
         """The signs of life that `silent_s` has seen last, and when they were new."""
 
@@ -219,7 +217,7 @@ class Agreements:
 
         Raises: JobError that names the first difference.
         """
-        first = self._entries.agree(dict[str, Any], "terms", terms)
+        first = self.agree(dict[str, Any], "terms", terms)
         for key, value in terms.items():
             if first.get(key) != value:
                 raise JobError(
@@ -230,13 +228,13 @@ class Agreements:
 
     def come(self) -> int:
         """Queue up. Returns this island's number, which is new."""
-        number = self._entries.add("come") - 1
+        number = self.add("come") - 1
         self.answer(number)
         return number
 
     def answer(self, number: int) -> None:
         """Answer the last call for an island that waits: [Note: Roll call]."""
-        self._entries.set(f"answer/{number}", self._entries.get(str, "call") or "")
+        self.set(f"answer/{number}", self.get(str, "call") or "")
 
     def found(self, islands: int) -> None:
         """Write the first roster, of the first `islands` islands."""
@@ -245,31 +243,31 @@ class Agreements:
 
     def num_come(self) -> int:
         """The number of islands that have come so far."""
-        return self._entries.count("come")
+        return self.count("come")
 
     def welcome(self, number: int) -> Roster | None:
         """The roster that an island has entered; None if it has to wait."""
         key = f"welcome/{number}"
-        entered = self._entries.get(int, key)
+        entered = self.get(int, key)
         if entered is None:
             return None
         roster = self.roster(entered)
         if number not in roster.members:
-            self._entries.damaged(key, f"roster {entered} does not have island {number}")
+            self.damaged(key, f"roster {entered} does not have island {number}")
         return roster
 
     def beat(self, number: int) -> None:
         """Give a sign of life of an island: [Note: A run that has ended]."""
-        self._entries.add("beat")
-        self._entries.add(f"beat/{number}")
+        self.add("beat")
+        self.add(f"beat/{number}")
 
     def beats(self, numbers: Sequence[int]) -> dict[int, int]:
         """The signs of life that islands have given so far, by their numbers."""
-        return {number: self._entries.count(f"beat/{number}") for number in numbers}
+        return {number: self.count(f"beat/{number}") for number in numbers}
 
     def silent_s(self, *numbers: int) -> float:
         """The seconds for which none of some islands has given a sign of life, or of all, while this one has asked."""
-        beats = [*self.beats(numbers).values()] or [self._entries.count("beat")]
+        beats = [*self.beats(numbers).values()] or [self.count("beat")]
         if beats != self._heard[0]:
             self._heard = beats, time.monotonic()
         return time.monotonic() - self._heard[1]
@@ -290,30 +288,30 @@ class Agreements:
         """
         of, proposed = f"{roster.number}-{round_index}", Verdict(outcome=outcome)
         if outcome is Outcome.DONE:
-            num_done = self._entries.add(f"done/{of}")
+            num_done = self.add(f"done/{of}")
             if num_done > num_ranks:
-                self._entries.damaged(f"done/{of}", f"{num_done} votes of {num_ranks} ranks")
+                self.damaged(f"done/{of}", f"{num_done} votes of {num_ranks} ranks")
             if num_done == num_ranks:
                 newcomers = self._queued(roster) if round_index else ()  # founders do not know the next round
                 proposed = Verdict(outcome=outcome, newcomers=newcomers)
-                verdict = self._entries.agree(Verdict, f"verdict/{of}", proposed)
-                self._entries.set("call", of)
+                verdict = self.agree(Verdict, f"verdict/{of}", proposed)
+                self.set("call", of)
                 return verdict
-            self._until(lambda: self._entries.has(f"verdict/{of}"), patience_s)
+            self._until(lambda: self.has(f"verdict/{of}"), patience_s)
             proposed = Verdict(outcome=Outcome.LATE)
-        return self._entries.agree(Verdict, f"verdict/{of}", proposed)
+        return self.agree(Verdict, f"verdict/{of}", proposed)
 
     def _queued(self, roster: Roster) -> tuple[int, ...]:
         """The islands that wait, and have answered the last call."""
-        call = self._entries.get(str, "call") or ""
-        come = range(roster.num_seen, self._entries.count("come"))
+        call = self.get(str, "call") or ""
+        come = range(roster.num_seen, self.count("come"))
         if len(come) > _MOST_WAITING:
-            self._entries.damaged("come", f"{len(come)} islands wait at once")
-        answers = {number: self._entries.get(str, f"answer/{number}") for number in come}
+            self.damaged("come", f"{len(come)} islands wait at once")
+        answers = {number: self.get(str, f"answer/{number}") for number in come}
         return tuple(number for number in come if answers[number] == call and not self._is_seen(number))
 
     def _is_seen(self, number: int) -> bool:
-        return self._entries.has(f"welcome/{number}") or self.has_left(number)
+        return self.has(f"welcome/{number}") or self.has_left(number)
 
     def enlarge(self, roster: Roster, newcomers: tuple[int, ...], round_index: int, until: int) -> Roster:
         """Write the roster that begins as newcomers enter, unless another rank has, and return it.
@@ -340,25 +338,25 @@ class Agreements:
 
     def leave(self, roster: Roster, number: int) -> None:
         """Note that an island goes in order. The others do not wait for it."""
-        self._entries.set(f"left/{number}", True)
+        self.set(f"left/{number}", True)
         if all(map(self.has_left, roster.members)):
             self.begin_generation()
 
     def has_left(self, number: int) -> bool:
         """True if an island has gone in order."""
-        return self._entries.has(f"left/{number}")
+        return self.has(f"left/{number}")
 
     def arrive(self, roster: Roster, round_index: int, number: int) -> None:
         """Note that an island begins a try."""
-        self._entries.set(f"arrived/{roster.number}-{round_index}/{number}", True)
+        self.set(f"arrived/{roster.number}-{round_index}/{number}", True)
 
     def has_begun(self, roster: Roster, round_index: int, number: int) -> bool:
         """True if an island has begun a try."""
-        return self._entries.has(f"arrived/{roster.number}-{round_index}/{number}")
+        return self.has(f"arrived/{roster.number}-{round_index}/{number}")
 
     def is_over(self, roster: Roster, round_index: int) -> bool:
         """True if there is a verdict on a try; before this rank has voted it can only have failed."""
-        return self._entries.has(f"verdict/{roster.number}-{round_index}")
+        return self.has(f"verdict/{roster.number}-{round_index}")
 
     def propose(
         self, roster: Roster, round_index: int, before: Mapping[int, int], *, is_late: bool, patience_s: float
@@ -396,7 +394,7 @@ class Agreements:
         )
 
     def _has_next(self, roster: Roster) -> bool:
-        return self._entries.has(f"roster/{roster.number + 1}")
+        return self.has(f"roster/{roster.number + 1}")
 
     def next_roster(self, roster: Roster, patience_s: float) -> Roster | None:
         """Wait for the roster after `roster`; None if there is none in time."""
@@ -406,23 +404,23 @@ class Agreements:
 
     def write(self, roster: Roster) -> Roster:
         """Write a roster, unless one of its number is there, and tell newcomers. Returns the one that is there."""
-        self._entries.agree(Roster, f"roster/{roster.number}", roster)
+        self.agree(Roster, f"roster/{roster.number}", roster)
         agreed = self.roster(roster.number)
         told = agreed.members if agreed.number == 0 else agreed.newcomers
         for number in told:
-            if not self._entries.has(f"welcome/{number}"):  # it may be new for several rosters
-                self._entries.set(f"welcome/{number}", agreed.number)
+            if not self.has(f"welcome/{number}"):  # it may be new for several rosters
+                self.set(f"welcome/{number}", agreed.number)
         return agreed
 
     def roster(self, number: int) -> Roster:
         """Read a roster that has been written."""
         key = f"roster/{number}"
-        found = self._entries.get(Roster, key)
+        found = self.get(Roster, key)
         if found is None or found.number != number:
-            self._entries.damaged(key, f"it is {'missing' if found is None else f'that of number {found.number}'}")
-        come = self._entries.count("come")
+            self.damaged(key, f"it is {'missing' if found is None else f'that of number {found.number}'}")
+        come = self.count("come")
         if found.num_seen > come or any(member >= come for member in found.members):
-            self._entries.damaged(key, "it has islands that have not come")
+            self.damaged(key, "it has islands that have not come")
         return found
 
     # -- waiting -------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from laconic import _compat
 from laconic.codec import CODECS, Codec
@@ -171,16 +172,16 @@ def _in_two_trips(
     size, numel = islands.size, values.numel()
     part = -(-numel // size)
     payload = Payload.of_rows(codec, size, part)
-    rows = _padded(values, size * part)
+    rows = pad(values, (0, size * part - numel))  # a copy
     terms = CodedSum(islands, payload, _no_account, keeps_own=False)
     transfer = terms.start_reduce_scatter(rows)
     sent = torch.empty(size, part)
     for row in payload.places():  # so that no more than one part is there twice
         for piece, decoded in payload.decode(row, transfer.messages[row]):
             sent[row, piece.values] = decoded
-    own = None if divisor is None else _padded(divisor[islands.rank * part :][:part], part, 1.0)
+    own = None if divisor is None else divisor[islands.rank * part :][:part]
     sums = transfer.finish(scales)
-    mean = _divided(sums, size if own is None else own)
+    mean = _divided(sums, size if own is None else pad(own, (0, part - len(own)), value=1.0))
     del sums, transfer
     back = Messages(islands, payload, _no_account, "outer")
     back.start(mean, mean.device)
@@ -201,13 +202,6 @@ def _in_one_trip(
         total.add_(decoded, alpha=1.0 if scales is None else scales[island])
         sent = decoded if island == islands.rank else sent
     return _divided(total, size if divisor is None else divisor), sent
-
-
-def _padded(values: Tensor, numel: int, filling: float = 0.0) -> Tensor:
-    """Copy a vector into one of `numel` elements, whose end has `filling`."""
-    padded = torch.full((numel,), filling)
-    padded[: values.numel()] = values
-    return padded
 
 
 def _divided(sums: Tensor, counts: Tensor | int) -> Tensor:
