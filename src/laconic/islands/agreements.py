@@ -69,8 +69,9 @@ class Roster:
     round: int
     """The first round of the roster. Round 0 founds a run; those in which islands train count from 1."""
     newcomers: tuple[int, ...] = ()
-    """The members that do not have the state before round `until`."""
+    """The members that hear the state: [Note: Coming] in elastic.py."""
     until: int = 0
+    """The first round before which they have all of it."""
 
     def __post_init__(self) -> None:
         if (
@@ -316,7 +317,7 @@ class Agreements(TypedStore):
     def enlarge(self, roster: Roster, newcomers: tuple[int, ...], round_index: int, until: int) -> Roster:
         """Write the roster that begins as newcomers enter, unless another rank has, and return it.
 
-        They, and those that are new still, hear the state before round `until`.
+        Those that are new still hear the state with them, before round `until`.
         """
         slots = list(roster.slots)
         for _ in newcomers:
@@ -368,16 +369,15 @@ class Agreements(TypedStore):
         those that are not new.
         """
 
-        def living() -> list[int]:
+        def silent() -> list[int]:
             beats = self.beats(roster.members)
-            return [n for n in roster.members if beats[n] > before[n] and not self.has_left(n)]
+            return [n for n in roster.members if beats[n] == before[n] and not self.has_left(n)]
 
-        def are_heard() -> bool:
-            heard = living()
-            return all(number in heard or self.has_left(number) for number in roster.members)
-
-        self._until(lambda: self._has_next(roster) or are_heard(), patience_s)
-        members = [n for n in living() if not is_late or self.has_begun(roster, round_index, n)]
+        self._until(lambda: self._has_next(roster) or not silent(), patience_s)
+        gone = {*silent(), *filter(self.has_left, roster.members)}
+        members = [
+            n for n in roster.members if n not in gone and (not is_late or self.has_begun(roster, round_index, n))
+        ]
         new = roster.new_in(round_index)
         if len(members) == len(roster.members):
             members, new = roster.knowing(round_index), ()
