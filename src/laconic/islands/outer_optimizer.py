@@ -127,10 +127,13 @@ class OuterFragment:
         """The outer parameters, (numel,)."""
         counts = {name: holders.count(name) for name in self.parameters}
         self._unheld = {name for name, count in counts.items() if count == 0}
-        self.divisor = self._spread(counts) if {*counts.values()} - {holders.num_islands} else None
+        self.divisor: Tensor | None = None
         """The number of islands that train each coordinate, (numel,); None if all islands train all."""
-        trained = {name: float(parameter.requires_grad) for name, parameter in self.parameters.items()}
-        self._is_trained = None if all(trained.values()) else self._spread(trained)
+        if {*counts.values()} - {holders.num_islands}:
+            self.divisor = torch.empty_like(self.flat)
+            for name, part in self._parts.items():
+                self.divisor[part] = counts[name]
+        self._frozen = [name for name, parameter in self.parameters.items() if not parameter.requires_grad]
         self._sections = self._cut(holders)
         self.optimizer = make_outer(self._groups(holders))
 
@@ -152,13 +155,6 @@ class OuterFragment:
             for count in sorted(groups, reverse=True)
         ]
 
-    def _spread(self, values: Mapping[str, float]) -> Tensor:
-        """Give every coordinate the value of its parameter: (numel,)."""
-        spread = torch.empty_like(self.flat)
-        for name, part in self._parts.items():
-            spread[part] = values[name]
-        return spread
-
     def copy_inner(self) -> Tensor:
         """Copy the present inner parameters: (numel,), fp32, on the host."""
         parts = [flat_local(parameter).to("cpu", torch.float32) for parameter in self.parameters.values()]
@@ -167,7 +163,9 @@ class OuterFragment:
     def pseudo_gradient(self) -> Tensor:
         """Return outer minus inner parameters, (numel,); zero where this island does not train."""
         difference = self.flat - self.copy_inner()
-        return difference if self._is_trained is None else difference * self._is_trained
+        for name in self._frozen:
+            difference[self._parts[name]] = 0
+        return difference
 
     def step(self, mean: Tensor) -> None:
         """Step along the mean pseudo-gradient, (numel,). Coordinates that no island trains keep value and momentum."""
@@ -197,7 +195,7 @@ class OuterFragment:
 
     def kept_tensors(self) -> list[Tensor]:
         """Return all tensors that rest in host memory between syncs."""
-        return [*self.vectors(), *(each for each in (self.divisor, self._is_trained) if each is not None)]
+        return self.vectors() if self.divisor is None else [*self.vectors(), self.divisor]
 
     def write_inner(self, values: Tensor, keep: float = 0.0) -> None:
         """Set the inner parameters to keep * inner + (1 - keep) * values, with values of shape (numel,)."""
