@@ -280,30 +280,23 @@ class LocalSteps:
         message = fragment.pseudo_gradient()
         if self.error_feedback:
             message = message + self.error_feedback * self._residuals[index]
-        unsound = torch.tensor(float(not self._can_send(message)), device=self.cluster.device)
+        limit = torch.finfo(torch.float32).max / (2 * self.cluster.num_islands)  # so that their sum is finite, too
+        can_send = not message.numel() or bool(message.abs().max() <= limit)  # false for NaN
+        unsound = all_reduce(self.cluster, torch.tensor(float(not can_send), device=self.cluster.device))
+        is_last = self._total_steps is not None and self.steps + self.schedule.every > self._total_steps
         own = Contribution(
             fragment=index,
             step=self.steps,
             values=message,
             tokens=self._tokens[index],
-            is_sound=float(all_reduce(self.cluster, unsound)) == 0,  # on every rank of the island
+            is_sound=float(unsound) == 0,  # on every rank of the island
             divisor=fragment.divisor,
-            codec=self._last_codec if self._is_last else None,
+            codec=self._last_codec if is_last else None,
         )
         self._tokens[index] = 0
         self._in_flight = _InFlight(
             fragment=index, message=message, result=self._thread.submit(self._exchange.mean, own)
         )
-
-    @property
-    def _is_last(self) -> bool:
-        """Whether the fragment that is sent now will not be sent again."""
-        return self._total_steps is not None and self.steps + self.schedule.every > self._total_steps
-
-    def _can_send(self, message: Tensor) -> bool:
-        """Whether the values are finite, and so is their sum over islands."""
-        limit = torch.finfo(torch.float32).max / (2 * self.cluster.num_islands)
-        return not message.numel() or bool(message.abs().max() <= limit)  # false for NaN
 
     def _apply(self) -> None:
         sent, self._in_flight = self._in_flight, None
