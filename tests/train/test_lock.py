@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -22,14 +23,14 @@ from tests.support.launch import run_ranks
 
 def test_a_second_run_is_told_who_holds_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "_PATIENCE_S", 0.0)
-    with lock.OutputLock(tmp_path / "out"):
-        with pytest.raises(JobError) as refused:
-            lock.OutputLock(tmp_path / "out")
-        assert f"pid {os.getpid()})" in str(refused.value)
+    with lock.output_lock(tmp_path / "out"):
+        with pytest.raises(JobError, match=f"pid {os.getpid()}\\)"), lock.output_lock(tmp_path / "out"):
+            pass
         (tmp_path / "out" / lock.LOCK).write_text("garbage")
-        with pytest.raises(JobError, match="in use by another run; wait"):
-            lock.OutputLock(tmp_path / "out")
-    lock.OutputLock(tmp_path / "out").release()
+        with pytest.raises(JobError, match="in use by another run; wait"), lock.output_lock(tmp_path / "out"):
+            pass
+    with lock.output_lock(tmp_path / "out"):
+        pass
 
 
 @pytest.mark.machine
@@ -37,21 +38,20 @@ def test_a_killed_run_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Not even if a process that it has forked lives on."""
     ready, told = os.pipe()
     if (run := os.fork()) == 0:
-        held = lock.OutputLock(tmp_path)
-        if (child := os.fork()) == 0:
+        with lock.output_lock(tmp_path):
+            if (child := os.fork()) == 0:
+                signal.pause()
+            os.write(told, str(child).encode())
             signal.pause()
-        os.write(told, str(child).encode())
-        signal.pause()
-        held.release()
     child = int(os.read(ready, 20))
     with monkeypatch.context() as patch:
         patch.setattr(lock, "_PATIENCE_S", 0.0)
-        with pytest.raises(JobError, match=f"in use by another run .*pid {run}"):
-            lock.OutputLock(tmp_path)
+        with pytest.raises(JobError, match=f"in use by another run .*pid {run}"), lock.output_lock(tmp_path):
+            pass
     os.kill(run, signal.SIGKILL)
     os.waitpid(run, 0)
-    lock.OutputLock(tmp_path).release()
-    os.kill(child, 0)  # it lives
+    with lock.output_lock(tmp_path):
+        os.kill(child, 0)  # it lives
     os.kill(child, signal.SIGKILL)
 
 
@@ -62,7 +62,8 @@ def test_a_file_system_without_locks_is_named(
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    lock.OutputLock(tmp_path).release()
+    with lock.output_lock(tmp_path):
+        pass
     assert "cannot be locked ([Errno 38] Function not implemented): make sure" in capsys.readouterr().err
 
 
@@ -74,11 +75,8 @@ def every_rank(config: Config, other: Config) -> list[str]:
     rank, messages = int(os.environ["RANK"]), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lock, "_PATIENCE_S", 0.0)
-        if rank == 0:
-            held = lock.OutputLock(Path(config.train.output))
-        messages.append(refusal(config))
-        if rank == 0:
-            held.release()
+        with lock.output_lock(Path(config.train.output)) if rank == 0 else contextlib.nullcontext():
+            messages.append(refusal(config))
         with patch.context() as full:
             if rank == 0:
                 full.setattr(loggers._Appended, "write", _no_room)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import signal
 import subprocess
@@ -18,10 +17,9 @@ import torch
 from transformers import AutoTokenizer
 
 from laconic import registry
-from laconic.config import Config, OptimizerConfig, load, to_toml
+from laconic.config import OptimizerConfig, load, to_toml
 from laconic.strategies.optimizers import make_optimizer
 from laconic.train.cli import main
-from laconic.train.loop import Trainer
 from laconic.train.prepare import differences
 from tests.support.jobs import assert_resumed, command, interrupted, job, metrics, refusal, train, train_all
 from tests.support.launch import run_ranks
@@ -204,38 +202,6 @@ def test_another_runs_results_are_not_overwritten(tmp_path: Path) -> None:
         model={"config": {**config.model.config, "hidden_size": 32}},  # type: ignore[dict-item]
     )
     assert "layers" in refusal(wider)  # names the tensors that differ
-
-
-def train_signalled(first: Config, second: Config, signalled: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Train until rank `signalled` gets SIGTERM in its second step; then go on to the end."""
-    step = Trainer._step
-
-    def interrupted(self: Trainer, number: int) -> Any:
-        if self.ranks.rank == signalled and number == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, number)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "_step", interrupted)
-        stopped = train(first)
-    return stopped, train(second)
-
-
-@pytest.mark.machine
-def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_nothing_is_lost(tmp_path: Path) -> None:
-    """The run goes on from another folder, too, to the losses of an unbroken run."""
-    settings: dict[str, Any] = {"steps": 9, "save_every": 0}
-    whole = job(tmp_path, train={**settings, "output": str(tmp_path / "whole")})
-    first = job(tmp_path, train={**settings, "output": str(tmp_path / "first")})
-    rest = job(tmp_path, train={**settings, "output": str(tmp_path / "rest"), "resume": str(tmp_path / "first")})
-    unbroken = run_ranks(train_all, 3, [whole], local=1)[0][0]
-    ends = run_ranks(train_signalled, 3, first, rest, 2, local=1)
-    for stopped, resumed in ends:
-        assert stopped["stopped_by"] == "SIGTERM"
-        assert 2 <= len(stopped["losses"]) == resumed["start_step"] <= 4
-    stopped, resumed = ends[0]
-    assert resumed["stopped_by"] is None
-    assert stopped["losses"] + resumed["losses"] == unbroken["losses"]
 
 
 @pytest.mark.machine

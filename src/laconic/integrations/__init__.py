@@ -6,7 +6,6 @@
 | `trl` | `SFTTrainer`, `DPOTrainer`, `RewardTrainer` | the extra `trl` |
 | `accelerate` | an `Accelerator` loop | the extra `accelerate` |
 | `lightning` | a strategy | the extra `lightning` |
-| `torchtitan` | a `parallelize_fn` | torchtitan |
 | `vllm` | published versions in vLLM | vLLM |
 | `slime` | published versions for SGLang's `/pull_weights`, as in slime | the extra `train` |
 | `verl` | published versions for verl's loader in SGLang | |

@@ -18,7 +18,6 @@ import os
 import socket
 import sys
 import time
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,84 +37,68 @@ def as_output(folder: Path) -> Iterator[None]:
         raise JobError(f"train.output = {str(folder)!r} cannot be written: {error}; choose another folder") from error
 
 
-class OutputLock:
-    """The lock of one output folder, until `release` or the end of the process: [Note: One run per output folder]."""
+@contextlib.contextmanager
+def output_lock(folder: Path) -> Iterator[None]:
+    """Create an output folder, and hold its lock in the block: [Note: One run per output folder].
 
-    def __init__(self, folder: Path) -> None:
-        """Create the folder, and take the lock.
-
-        Raises:
-            JobError: another run holds it, or the folder cannot be written.
-        """
-        with as_output(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            self._take(folder)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
-        _held.add(self)  # a forked child would hold the lock after this process has died
-
-    def release(self) -> None:
-        """Free the lock."""
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        self._close()
-
-    def _close(self) -> None:
-        _held.discard(self)
-        os.close(self._descriptor)
-
-    def __enter__(self) -> "OutputLock":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
-
-    def _take(self, folder: Path) -> None:
+    Raises:
+        JobError: another run holds it, or the folder cannot be written.
+    """
+    with as_output(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    _held.append(descriptor)  # a forked child would hold the lock after this process has died
+    try:
         deadline = time.monotonic() + _PATIENCE_S
-        while not self._is_taken(folder):
+        while not _is_taken(descriptor, folder):
             if time.monotonic() > deadline:
                 raise JobError(
-                    f"train.output = {str(folder)!r} is in use by {self._owner()}; wait for its end, end it, or choose "
-                    "another folder"
+                    f"train.output = {str(folder)!r} is in use by {_owner(descriptor)}; wait for its end, end it, or "
+                    "choose another folder"
                 )
             time.sleep(0.1)
         owner = json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
         with as_output(folder):
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, f"{owner}\n".encode(), 0)
-
-    def _is_taken(self, folder: Path) -> bool:
-        """Try to take the lock. A file system without locks gives it to everybody."""
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            print(
-                f"train.output = {str(folder)!r} cannot be locked ({error}): make sure that no other run writes there",
-                file=sys.stderr,
-                flush=True,
-            )
-        return True
-
-    def _owner(self) -> str:
-        """The run that holds the lock, as it has written into the file."""
-        try:
-            owner = json.loads(os.pread(self._descriptor, 4096, 0))
-            return f"another run (host {owner['host']}, pid {owner['pid']})"
-        except (OSError, ValueError, KeyError, TypeError):
-            return "another run"
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{owner}\n".encode(), 0)
+        yield
+    finally:
+        if descriptor in _held:  # not in a forked child
+            _held.remove(descriptor)
+            os.close(descriptor)
 
 
-_held: weakref.WeakSet[OutputLock] = weakref.WeakSet()
+def _is_taken(descriptor: int, folder: Path) -> bool:
+    """Try to take the lock. A file system without locks gives it to everybody."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        print(
+            f"train.output = {str(folder)!r} cannot be locked ({error}): make sure that no other run writes there",
+            file=sys.stderr,
+            flush=True,
+        )
+    return True
+
+
+def _owner(descriptor: int) -> str:
+    """The run that holds the lock, as it has written into the file."""
+    try:
+        owner = json.loads(os.pread(descriptor, 4096, 0))
+        return f"another run (host {owner['host']}, pid {owner['pid']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another run"
+
+
+_held: list[int] = []
+"""The descriptors of the locks that this process holds."""
 
 
 def _close_in_child() -> None:
-    for lock in list(_held):
-        lock._close()
+    while _held:
+        os.close(_held.pop())
 
 
 os.register_at_fork(after_in_child=_close_in_child)

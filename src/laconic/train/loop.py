@@ -38,13 +38,13 @@ from laconic.strategies.optimizers import set_learning_rates
 from laconic.strategies.stepper import NotFiniteError, Setup, Stepper
 from laconic.train import prepare
 from laconic.train.balance import RowBalance
-from laconic.train.lock import OutputLock
+from laconic.train.lock import output_lock
 from laconic.train.loggers import JsonlLogger, LineLogger, Logger, TensorBoardLogger, WandbLogger
 from laconic.train.meter import StepMeter
 from laconic.train.prepare import with_strategy
 from laconic.train.recorder import RunRecorder, reduce_records
 from laconic.train.records import StepRecord, perplexity, summarise
-from laconic.train.stopping import StopAtFurthest, StopSignals, StopTogether
+from laconic.train.stopping import StopSignals
 
 _T = TypeVar("_T")
 _COLLECT_EVERY = 50  # steps between two collections of garbage
@@ -73,7 +73,7 @@ def run(config: Config) -> dict[str, Any]:
         contextlib.ExitStack() as lock,
     ):
         peers = RankGroup(group)
-        peers.agree(lambda: lock.enter_context(OutputLock(Path(config.train.output))), only=ranks.is_main)
+        peers.agree(lambda: lock.enter_context(output_lock(Path(config.train.output))), only=ranks.is_main)
         return Trainer(config, ranks, device, group).train()
 
 
@@ -198,12 +198,11 @@ class Trainer:
             contextlib.closing(self._open_recorder()) as self.recorder,
             _manual_garbage_collection() as collect,
             self.saver or contextlib.nullcontext(),
-            self._stop_signals() as signals,
+            StopSignals(self.start_step + 1) as signals,
         ):
             if self.stepper.recovered_steps == self.start_step == train.steps:
                 self._end_again()
             for done in range(self.start_step + 1, train.steps + 1):
-                signals.begin_step()
                 self.recorder.add(self._step(done - 1))
                 if done < train.steps and self.balance.compare(done - self.start_step, done, self.peers):
                     self.division = replace(self.division, rows=self.balance.own_rows())
@@ -235,11 +234,6 @@ class Trainer:
         text = json.dumps(summary, indent=1) + "\n"
         self._write("the summary", lambda: files.write_text(self.output / "summary.json", text, durable=False))
         return summary
-
-    def _stop_signals(self) -> StopSignals:
-        if self.stepper.steps_per_sync is None or self.ranks.world_size == 1:
-            return StopTogether(self.group)
-        return StopAtFurthest(self.start_step + 1)
 
     def _write(self, what: str, action: Callable[[], _T]) -> _T | None:
         """Write `what` on rank 0; return the result there, and None on other ranks. Collective.
