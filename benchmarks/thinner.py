@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.wire.bench import Bench as WireBench
 from benchmarks.wire.bench import Key, Setup, opened, seconds_of, wire_bytes
-from laconic.compare import STRATEGIES
+from laconic.compare.case import STRATEGIES
 from laconic.compare.table import LEGEND, render
 from laconic.config import Config, load
 from laconic.lab import format_rate

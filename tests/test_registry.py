@@ -75,8 +75,8 @@ def test_an_unknown_value_is_refused_with_those_there_are() -> None:
         from_dict(Config, {"shard": {"strategy": "zero"}})
     with pytest.raises(ConfigError, match=r"shard.strategy: strategy 'zero' is not known; .*, torchft-diloco$"):
         ShardConfig(strategy="zero")
-    with pytest.raises(ValueError, match="has no colours"):
-        Strategy(name="grey", label="Grey", note="No colours.")
+    with pytest.raises(ValueError, match="has no colour"):
+        Strategy(name="grey", label="Grey", note="No colour.")
 
 
 def test_strategies_are_listed_by_maker_and_islands_last() -> None:

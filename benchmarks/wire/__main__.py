@@ -30,8 +30,9 @@ from typing import Any
 from benchmarks.wire import traffic, seconds, placement, grid, unequal, memory  # isort: skip  # noqa: F401  they register the rows, in this order
 from benchmarks.wire import picture
 from benchmarks.wire.bench import BENCHMARK, COMPARED, HOME, Bench, result_key
-from laconic.compare import STRATEGIES, Result
+from laconic.compare.case import STRATEGIES
 from laconic.compare.plot import save_plot
+from laconic.compare.result import Result
 from laconic.compare.table import LEGEND, render
 from tests.support.record import Record
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from laconic.compare import STRATEGIES, Case, Comparison, Result
-from laconic.compare.case import Job
+from laconic.compare.case import STRATEGIES, Case, Job
 from laconic.compare.progress import ConsoleReporter
+from laconic.compare.result import Result
+from laconic.compare.runner import Comparison
 from laconic.config import Config, load
 from laconic.lab import LabUnavailable
 from tests.support.measure import Benchmark, BenchmarkError

@@ -12,8 +12,7 @@ from typing import Any, get_args
 
 from benchmarks.wire.bench import BENCHMARK, Bench, Job, Setup
 from benchmarks.wire.contest import SLACK
-from laconic.compare import Case, ComparisonError
-from laconic.compare.case import config_of
+from laconic.compare.case import Case, ComparisonError, config_of
 from laconic.compare.runner import explain_failure
 from laconic.config import to_dict
 from laconic.lab import format_rate

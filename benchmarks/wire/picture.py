@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.wire.bench import FLOAT32_BYTES
-from laconic.compare import STRATEGIES, Result
+from laconic.compare.case import STRATEGIES
+from laconic.compare.result import Result
 from tests.support.step_bytes import StepBytes, step_bytes
 
 NODES = (2, 4, 8, 16, 32, 64)

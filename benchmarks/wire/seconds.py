@@ -14,7 +14,7 @@ from benchmarks.wire.bench import (
     seconds_of,
     wire_bytes,
 )
-from laconic.compare import STRATEGIES
+from laconic.compare.case import STRATEGIES
 from laconic.lab import format_rate
 from tests.support.record import Row
 

@@ -11,7 +11,7 @@ from benchmarks.wire.bench import (
     formula_bytes,
     wire_bytes,
 )
-from laconic.compare import Result
+from laconic.compare.result import Result
 from tests.support.record import Row
 
 

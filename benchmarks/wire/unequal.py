@@ -9,8 +9,7 @@ from typing import Any
 
 from benchmarks.wire.bench import BENCHMARK, HOME, Bench
 from benchmarks.wire.slowed import control_groups
-from laconic.compare import Case, ComparisonError
-from laconic.compare.case import config_of
+from laconic.compare.case import Case, ComparisonError, config_of
 from laconic.compare.runner import explain_failure
 from laconic.config import to_toml
 from tests.support.record import Row

@@ -66,9 +66,9 @@ class Strategy:
     """Where its algorithm is published."""
     maker: str = "laconic"
     """Whose strategy it is."""
-    colours: tuple[str, str] = ("", "")
-    """Its colours in pictures, on white and on a dark background. Baselines are grey, blue and green, laconic's own
-    strategies orange and brown. Lightness differs, too, for colour-blind readers."""
+    colour: str = ""
+    """Its colour in pictures. Baselines are grey, blue and green, laconic's own strategies orange and brown. Lightness
+    differs, too, for colour-blind readers."""
     shard: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Its keys in the section `[shard]`."""
     sync: Mapping[str, Any] | None = None
@@ -103,10 +103,8 @@ class Strategy:
     """Whether `laconic plan` lists it."""
 
     def __post_init__(self) -> None:
-        if self.in_compare and not all(self.colours):
-            raise ValueError(
-                f"strategy {self.name!r} is compared, and has no colours; give it two, or in_compare=False"
-            )
+        if self.in_compare and not self.colour:
+            raise ValueError(f"strategy {self.name!r} is compared, and has no colour; give it one, or in_compare=False")
 
     def variant(self, **changes: Any) -> Strategy:
         """The same way to train with other fields; keys in `shard` are added to this record's."""

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from laconic.compare import STRATEGIES, Case
-from laconic.compare.case import config_of
+from laconic.compare.case import STRATEGIES, Case, config_of
 from laconic.config import Config, ConfigError, ModelConfig, ShardConfig, SyncConfig, from_dict
 
 BASE = Config(model=ModelConfig(config={"model_type": "llama"}))

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from laconic.compare import STRATEGIES, cli
+from laconic.compare import cli
+from laconic.compare.case import STRATEGIES
 from laconic.config import ConfigError, load
 from laconic.extras import how_to_install
 from tests.compare.conftest import TINY

@@ -6,8 +6,9 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-from laconic.compare import STRATEGIES, Result
+from laconic.compare.case import STRATEGIES
 from laconic.compare.report import render_report
+from laconic.compare.result import Result
 from tests.support.canned import canned, canned_host
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from laconic.compare import Case, Result
-from laconic.compare.result import read_result
+from laconic.compare.case import Case
+from laconic.compare.result import Result, read_result
 from laconic.compare.runner import explain_failure
 from laconic.lab.lab import Failure, NodeResult, RunResult
 from tests.support.canned import canned_host

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from laconic.compare import Result, cli
+from laconic.compare import cli
+from laconic.compare.result import Result
 
 pytestmark = pytest.mark.machine
 

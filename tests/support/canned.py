@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from laconic.compare import Result
+from laconic.compare.result import Result
 
 
 def canned(**changes: Any) -> Result:

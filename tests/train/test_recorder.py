@@ -12,34 +12,26 @@ import torch.distributed as dist
 from rich.console import Console
 
 from laconic.comm.launch import RankInfo
-from laconic.comm.traffic import Snapshot
-from laconic.lab.counters import InterfaceBytes
-from laconic.shard.ledger import Ledger
 from laconic.strategies.stepper import StepResult
 from laconic.train.loggers import JsonlLogger, LineLogger, TensorBoardLogger, describe_step
 from laconic.train.recorder import reduce_records
-from laconic.train.records import ClusterStep, StepRecord
+from laconic.train.records import KINDS, ClusterStep, StepRecord
 from tests.support.jobs import events_of, metrics
 from tests.support.launch import run_ranks
 
 
 def record(step: int, rank: int, *, counted: bool) -> StepRecord:
-    sizes: Any = {
-        ("node", "weights", "sent"): 10 + rank,
-        ("local", "weights", "sent"): 5,
-        ("node", "weights", "received"): 7,
-    }
-    figures: dict[str, Any] = {
-        "traffic": Snapshot(sizes=sizes, waits={"node": 0.25, "local": 9.0}),
-        "interface": InterfaceBytes(sent=100, received=50) if rank % 2 == 0 else None,
-        "loopback": InterfaceBytes(sent=30, received=30) if rank % 2 == 0 else None,
-        "memory": Ledger(device_bytes=step, device_peak_bytes=10 * step + rank, host_bytes=6),
-        "allocated_peak_bytes": 100 * step + rank,
-    }
+    sums: dict[str, Any] = dict.fromkeys(KINDS, 0) | {"node/weights": 10 + rank, "local/weights": 5, "wait_s": 0.25}
+    sums |= {"host_bytes": 6, "interface_sent_bytes": None, "loopback_bytes": None}
+    peaks: dict[str, Any] = {"device_bytes": step, "device_peak_bytes": 10 * step + rank}
+    peaks |= {"allocated_peak_bytes": 100 * step + rank}
+    if rank % 2 == 0:
+        sums |= {"interface_sent_bytes": 100, "loopback_bytes": 30}
     if not counted:
-        figures = dict.fromkeys(figures) | {"allocated_peak_bytes": 0}
-    figures |= {"data_s": 0.0, "measured_s": lambda: 2.0, "resident_bytes": 1000 * step - rank}
-    return StepRecord(step=step, lr=0.1, result=StepResult(loss=1.0 + rank, grad_norm=0.5), **figures)
+        sums, peaks = dict.fromkeys(sums), dict.fromkeys(peaks)
+    peaks["resident_bytes"] = 1000 * step - rank
+    result, seconds = StepResult(loss=1.0 + rank, grad_norm=0.5), {"data_s": 0.0, "measured_s": lambda: 2.0}
+    return StepRecord(step=step, lr=0.1, result=result, sums=sums, peaks=peaks, **seconds)  # type: ignore[arg-type]
 
 
 def reduced(counted: bool) -> list[ClusterStep]:

@@ -66,9 +66,10 @@ def main(argv: list[str]) -> int:
         with leaving_in_order("compare"):
             base = load(options.config)
             cases = make_cases(base, options)
+            table = ScreenTable([case.strategy for case in cases], device_limit_bytes=options.device_bytes)
             with Comparison(
                 base, options.out, nodes=options.nodes, local=options.local, wire=not options.no_wire,
-                timeout_s=options.timeout, reporter=_reporter(console, cases, options.device_bytes),
+                timeout_s=options.timeout, reporter=ConsoleReporter(console, table, num_runs=len(cases)),
             ) as comparison:  # fmt: skip
                 results = [comparison.run(case) for case in cases]
     except ComparisonError as error:
@@ -162,11 +163,6 @@ def make_cases(base: Config, options: argparse.Namespace) -> list[Case]:
     for case in cases:
         config_of(base, case, options.out)
     return cases
-
-
-def _reporter(console: Console, cases: Sequence[Case], device_bytes: float | None) -> ConsoleReporter:
-    labels = [STRATEGIES[case.strategy].label for case in cases]
-    return ConsoleReporter(console, table=ScreenTable(labels, device_limit_bytes=device_bytes), num_runs=len(cases))
 
 
 def _strategies(chosen: str | None, *, has_islands: bool) -> Sequence[str]:

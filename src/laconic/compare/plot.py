@@ -51,7 +51,7 @@ def _bars(axes: Any, results: Sequence[Result], value: Callable[[Result], float]
         offset = (index - (len(strategies) - 1) / 2) * width
         bars = axes.bar(
             [rates.index(result.rate_bits_per_s) + offset for result in shown], list(map(value, shown)),
-            0.92 * width, color=STRATEGIES[strategy].colours[0], label=STRATEGIES[strategy].label,
+            0.92 * width, color=STRATEGIES[strategy].colour, label=STRATEGIES[strategy].label,
         )  # fmt: skip
         axes.bar_label(bars, fmt="{:.3g}", fontsize=7, padding=1)
     labels = ["unshaped wire" if rate is None else f"{format_rate(rate)}/s" for rate in rates]

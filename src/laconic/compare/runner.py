@@ -73,7 +73,7 @@ class Comparison:
         if outcome.exit_code:
             raise ComparisonError(f"{case.label} failed: {explain_failure(outcome)}")
         result = read_result(case, folder, wall_s=outcome.wall_s)
-        self.reporter.finished(case, result)
+        self.reporter.finished(result)
         return result
 
     def run_ranks(self, command: list[str], rate_bits_per_s: float | None) -> RunResult:

@@ -1,6 +1,6 @@
 """The tables of a comparison: one that grows on the screen, and one in Markdown for its end."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from laconic.compare.case import JOBS, REFERENCE, STRATEGIES
 from laconic.compare.markdown import markdown
@@ -12,9 +12,10 @@ COLUMNS = (
     "device MB", "host MB", "loss", "largest gap", "waits, s / step",
 )  # fmt: skip
 NUM_TEXT_COLUMNS = 3
-_ON_SCREEN = [*range(2, 7), *range(8, 11)]
+_ON_SCREEN = [*range(2, 7), *range(8, 13)]
 """The columns that a terminal has room for."""
-_BAR, _BAR_CELLS = "\u2588", 16
+_HEAD = ("", "s/step", "xFSDP2", "wire MB", "xFSDP2", "device MB", "host MB", "loss", "largest gap", "waits")
+_BAR, _BAR_CELLS = "\u2588", 8
 """A cell of the bar for a step's seconds, and the length of FSDP2's."""
 
 LEGEND = """\
@@ -81,13 +82,13 @@ class ScreenTable:
     """A table for a terminal, whose rows are printed as they come, with a bar for the seconds of a step.
 
     Args:
-        labels: the strategies' names for people, of all rows that may come.
+        strategies: the strategies of all rows that may come.
         device_limit_bytes: the device memory that a rank may use; each row says whether the strategy fits.
     """
 
-    def __init__(self, labels: Sequence[str], *, device_limit_bytes: float | None = None) -> None:
+    def __init__(self, strategies: Iterable[str] = STRATEGIES, *, device_limit_bytes: float | None = None) -> None:
         self._limit_bytes = device_limit_bytes
-        self._widths = [max(map(len, labels)), 7, 7, 8, 8, 9, 7, 7]
+        self._widths = [max(len(STRATEGIES[name].label) for name in strategies), 7, 7, 8, 8, 9, 7, 7, 11, 6]
         self._group: tuple[str, str] | None = None
         self._reference: Result | None = None
         """FSDP2's row of the group, or the first."""
@@ -99,7 +100,7 @@ class ScreenTable:
             self._group, self._reference = group, None
             limit = "" if self._limit_bytes is None else f"; a rank may use {megabytes(self._limit_bytes)} MB"
             yield from ("", f"{group[0]}, {group[1]}{limit}")
-            yield self._line(["", "s/step", "xFSDP2", "wire MB", "xFSDP2", "device MB", "host MB", "loss"])
+            yield self._line(_HEAD)
         if self._reference is None or result.strategy == REFERENCE:
             self._reference = result
         row = _row(result, self._reference if self._reference.strategy == REFERENCE else None)

@@ -34,6 +34,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 import laconic
@@ -45,7 +46,48 @@ from laconic.integrations.sharding import find_units, mesh_for, shard_model
 _MIXED = {"bf16-mixed": torch.bfloat16}
 
 
-class LaconicStrategy(ModelParallelStrategy):
+_Base: Any = object  # the mixin goes before a strategy of Lightning, whose attributes it uses
+
+
+class _OnMesh(_Base):
+    """What the strategies of the Trainer and of Fabric share: the options, and the mesh of the launch."""
+
+    _device_mesh: Any
+
+    def __init__(self, arguments: LaconicArguments | None, **settings: Any) -> None:
+        self.arguments = arguments if arguments is not None else LaconicArguments()
+        self.arguments.refuse_trainers_own("Lightning")
+        super().__init__(**settings)
+
+    def setup_environment(self) -> None:
+        """Start the process group and make the mesh.
+
+        Raises:
+            ArgumentError: `devices` and `num_nodes` do not make the ranks of the launch.
+        """
+        devices, nodes, world = self.num_processes, self.num_nodes, self.world_size
+        if nodes * devices != world:
+            raise ArgumentError(
+                f"devices={devices} and num_nodes={nodes} make {nodes * devices} ranks, but the launch has {world}: "
+                "give Lightning the numbers of torchrun's --nproc-per-node and --nnodes"
+            )
+        # for the mesh; Lightning's own launcher sets a part of torchrun's names only
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(devices))
+        os.environ.setdefault("LOCAL_RANK", str(self.local_rank))
+        super().setup_environment()
+        self._device_mesh = mesh_for(self.arguments, self.root_device.type)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """All ranks draw other data."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def _mp_policy(self, precision: str) -> MixedPrecisionPolicy:
+        """The mixed precision of the options, or by default that of the Trainer or of Fabric."""
+        return self.arguments.policy.precision.mp_policy(autocast=_MIXED.get(precision))
+
+
+class LaconicStrategy(_OnMesh, ModelParallelStrategy):
     """Shards the modules of a LightningModule; see [Note: In place of ModelParallelStrategy].
 
     Sharding goes by the layers that a module names (`_no_split_modules`), or by its longest ModuleList, or by
@@ -74,27 +116,21 @@ class LaconicStrategy(ModelParallelStrategy):
             ArgumentError: `local_steps` or `audit_every` is set.
         """
         super().__init__(
+            arguments,
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self.arguments = _checked(arguments)
 
     def __repr__(self) -> str:
         """What Fabric shows of a strategy that is not its own."""
         return "LaconicStrategy(), which is for Lightning's Trainer; use LaconicFabricStrategy() for Fabric"
 
     def setup_environment(self) -> None:
-        """Start the process group and make the mesh, which the LightningModule shows as `device_mesh`.
-
-        Raises:
-            ArgumentError: the Trainer's `devices` and `num_nodes` do not make the ranks of the launch.
-        """
-        _check_ranks(self)
+        """See `_OnMesh.setup_environment`. The LightningModule shows the mesh as `device_mesh`."""
         super().setup_environment()
-        module = self.lightning_module
-        assert module is not None
-        module._device_mesh = self._device_mesh = mesh_for(self.arguments, self.root_device.type)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the model, then make the optimizers. Collective."""
@@ -108,7 +144,7 @@ class LaconicStrategy(ModelParallelStrategy):
         """
         module = self.lightning_module
         assert module is not None
-        policy = self.arguments.policy.precision.mp_policy(autocast=_MIXED.get(self.precision_plugin.precision))
+        policy = self._mp_policy(self.precision_plugin.precision)
         for part, layers in _parts(module, self.arguments.units):
             shard_model(part, self.arguments, mesh=self.device_mesh, mp_policy=policy, layers=layers)
         _materialize_distributed_module(module, self.root_device)
@@ -136,11 +172,6 @@ class LaconicStrategy(ModelParallelStrategy):
             set_optimizer_state_dict(module, optimizer, _by_name(state, optimizer, module), options=options)
         return checkpoint
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All ranks draw other data."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
         """Keep gradients off the network in this context; Lightning enters it for all micro-batches but the last."""
@@ -155,7 +186,7 @@ class LaconicStrategy(ModelParallelStrategy):
                 module.set_requires_gradient_sync(True, recurse=False)
 
 
-class LaconicFabricStrategy(FabricModelParallelStrategy):
+class LaconicFabricStrategy(_OnMesh, FabricModelParallelStrategy):
     """Shards the module that `fabric.setup_module` gets. Make the optimizer afterwards, as for Fabric's FSDP2.
 
     `fabric.no_backward_sync` keeps gradients off the network, `fabric.clip_gradients` has the norm over all ranks, and
@@ -172,46 +203,14 @@ class LaconicFabricStrategy(FabricModelParallelStrategy):
         Raises:
             ArgumentError: `local_steps` or `audit_every` is set.
         """
-        super().__init__(parallelize_fn=self._shard, save_distributed_checkpoint=save_distributed_checkpoint)
-        self.arguments = _checked(arguments)
+        super().__init__(arguments, parallelize_fn=self._shard, save_distributed_checkpoint=save_distributed_checkpoint)
 
     def __repr__(self) -> str:
         """What the Trainer shows of a strategy that is not its own."""
         return "LaconicFabricStrategy(), which is for Fabric; use LaconicStrategy() for Lightning's Trainer"
 
-    def setup_environment(self) -> None:
-        """See `LaconicStrategy.setup_environment`."""
-        _check_ranks(self)
-        super().setup_environment()
-        self._device_mesh = mesh_for(self.arguments, self.root_device.type)
-
     def _shard(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        policy = self.arguments.policy.precision.mp_policy(autocast=_MIXED.get(self.precision.precision))
-        return shard_model(module, self.arguments, mesh=mesh, mp_policy=policy)
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All ranks draw other data."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-
-def _checked(arguments: LaconicArguments | None) -> LaconicArguments:
-    arguments = arguments if arguments is not None else LaconicArguments()
-    arguments.refuse_trainers_own("Lightning")
-    return arguments
-
-
-def _check_ranks(strategy: LaconicStrategy | LaconicFabricStrategy) -> None:
-    """Compare the ranks that the Trainer has been told of with those of the launch, and name them as torchrun does."""
-    devices, nodes, world = strategy.num_processes, strategy.num_nodes, strategy.world_size
-    if nodes * devices != world:
-        raise ArgumentError(
-            f"devices={devices} and num_nodes={nodes} make {nodes * devices} ranks, but the launch has {world}: give "
-            "Lightning the numbers of torchrun's --nproc-per-node and --nnodes"
-        )
-    # for the mesh; Lightning's own launcher sets a part of torchrun's names only
-    os.environ.setdefault("LOCAL_WORLD_SIZE", str(devices))
-    os.environ.setdefault("LOCAL_RANK", str(strategy.local_rank))
+        return shard_model(module, self.arguments, mesh=mesh, mp_policy=self._mp_policy(self.precision.precision))
 
 
 def _by_name(state: dict[str, Any], optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
@@ -241,7 +240,7 @@ def _parts(module: LightningModule, units: list[str] | None) -> list[tuple[nn.Mo
         return []
     if units is not None:
         found = find_units(module, units)
-        return [(part, [layer for layer in found if layer is not part and _holds(part, layer)]) for part in parts]
+        return [(part, [layer for layer in found if layer is not part and layer in part.modules()]) for part in parts]
     by_part = [(part, layers_to_shard(part)) for part in parts]
     if not any(layers for _, layers in by_part):
         find_units(module)  # says that each part is one unit
@@ -255,7 +254,3 @@ def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
             yield from _callable_children(child)
         else:
             yield child
-
-
-def _holds(module: nn.Module, layer: nn.Module) -> bool:
-    return any(each is layer for each in module.modules())

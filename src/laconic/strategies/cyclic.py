@@ -25,7 +25,7 @@ from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import make_mesh
 from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
-from laconic.config import DataConfig, JobError, ScheduleConfig
+from laconic.config import JobError, ScheduleConfig
 from laconic.cyclic import CyclicDataParallel
 from laconic.data.batches import Batch
 from laconic.hf.causal_lm import cut_causal_lm
@@ -74,16 +74,14 @@ def num_workers(schedule: ScheduleConfig, ranks: RankInfo) -> int:
 class CyclicStepper(Stepper):
     """A `Stepper` of workers that run one after the other."""
 
-    def __init__(
-        self, model: nn.Module, setup: Setup, schedule: ScheduleConfig, data: DataConfig, saved: dict[str, Any] | None
-    ) -> None:
+    def __init__(self, model: nn.Module, setup: Setup, saved: dict[str, Any] | None) -> None:
         """Fill in `model`'s weights and cut it. `saved` is the cut of a checkpoint to load, or None. Collective."""
-        ranks, device = setup.ranks, setup.device
+        ranks, device, schedule = setup.ranks, setup.device, setup.schedule
         materialize(model, setup.model, device)
         self.module = model
         self.num_workers = num_workers(schedule, ranks)
         blocks_by_stage = saved_cut(saved, self.num_workers)
-        shape = setup.train.micro_batch_size, data.sequence_length
+        shape = setup.train.micro_batch_size, setup.data.sequence_length
         self.stages = self._cut(schedule.cut_by, blocks_by_stage, shape)
         self.blocks_by_stage = [stage.num_blocks for stage in self.stages]
         mesh = make_mesh(device.type, (ranks.world_size,)) if ranks.world_size > 1 else None

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from uuid import uuid4
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -15,7 +14,6 @@ from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster
 from laconic.comm.launch import RankInfo
 from laconic.config import JobError, SyncConfig
-from laconic.islands.local_steps import LocalSteps
 from laconic.islands.outer_optimizer import check_slices
 from laconic.islands.recovery import trained_slices
 from laconic.partial.updates import partial_updates
@@ -49,29 +47,8 @@ def num_launches(sync: SyncConfig) -> int:
     return 1 if sync.membership.rendezvous is None else sync.membership.num_founders
 
 
-def make_local_steps(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    sync: SyncConfig,
-    output: Path,
-    mesh: DeviceMesh,
-    *,
-    total_steps: int,
-) -> LocalSteps:
-    """Wrap the inner optimizer. Collective: islands start from equal parameters, or from their last sync.
-
-    `output` is the run's output folder, and `total_steps` the number of its inner steps.
-
-    Raises:
-        ValueError: the model cannot be divided into these fragments, or has no trainable parameter; or a rank cannot
-            write into the folder sync.recovery.
-    """
-    run_id = _run_id(sync, output)
-    return LocalSteps(model, optimizer, mesh=mesh, policy=sync.policy, total_steps=total_steps, run_id=run_id)
-
-
-def _run_id(sync: SyncConfig, output: Path) -> str | None:
-    """The name of the run. With sync.recovery rank 0 keeps one in the output folder. Collective.
+def run_id_of(sync: SyncConfig, output: Path) -> str | None:
+    """The name of the run. With sync.recovery rank 0 keeps one in the output folder `output`. Collective.
 
     A run whose output folder is new has a new name, so it does not go on from what another run has left on a machine.
     """
@@ -115,7 +92,7 @@ def slice_model(model: nn.Module, sync: SyncConfig, output: Path, mesh: DeviceMe
 
 def _recovered_slice(sync: SyncConfig, output: Path) -> int | None:
     """The slice that this machine trained at its last sync; None if it has kept no sync. Collective."""
-    folder, run = sync.membership.folder, _run_id(sync, output)
+    folder, run = sync.membership.folder, run_id_of(sync, output)
     slices = None if folder is None or run is None else trained_slices(folder, run)
     return slices[0] if slices and slices[0] < sync.slices else None
 

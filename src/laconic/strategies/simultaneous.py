@@ -17,7 +17,7 @@ and training ends.
 import contextlib
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,7 +36,7 @@ from laconic.islands.exchange import SyncReport
 from laconic.islands.local_steps import LocalSteps
 from laconic.shard.ledger import Ledger
 from laconic.shard.policies import Placement
-from laconic.strategies.islands import make_local_steps, num_launches
+from laconic.strategies.islands import num_launches, run_id_of
 from laconic.strategies.memory import local_nbytes, state_nbytes
 from laconic.strategies.optimizers import make_optimizer
 from laconic.strategies.parallelize import parallelize
@@ -75,17 +75,14 @@ class LossScale:
             self.good_steps = 0
 
     def state(self) -> dict[str, Any]:
-        """The part that a checkpoint needs."""
+        """The part that a checkpoint needs: what changes."""
         return {"scale": self.scale, "good_steps": self.good_steps, "num_skipped": self.num_skipped}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on from the `state` of another run."""
-        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
-        self.num_skipped = int(state["num_skipped"])
 
 
 class Simultaneous(Stepper):
     """A `Stepper` for ranks that all run forward and backward at the same time."""
+
+    _make_optimizer: Callable[[nn.Module, OptimizerConfig], torch.optim.Optimizer] = staticmethod(make_optimizer)
 
     def __init__(self, model: nn.Module, setup: Setup) -> None:
         sync, optimizer, ranks = setup.sync, setup.optimizer, setup.ranks
@@ -95,13 +92,15 @@ class Simultaneous(Stepper):
         self._is_placed_by_itself = mesh is not None and setup.shard.policy.cache.where == "auto"
         self._shape = [ranks.num_nodes, ranks.num_local]
         self._syncs_always = registry.named(setup.shard.strategy).reduces_always
-        self.optimizer = self._optimizer_of(model, optimizer)
+        self.optimizer = self._make_optimizer(model, optimizer)
         self.local: LocalSteps | None = None
         """The wrapper of the optimizer that synchronises islands; None without islands."""
         self._has_islands = sync.is_local
         if sync.is_local and mesh is not None:
-            output, steps = Path(setup.train.output), setup.train.steps
-            self.local = make_local_steps(model, self.optimizer, sync, output, mesh, total_steps=steps)
+            run_id = run_id_of(sync, Path(setup.train.output))
+            self.local = LocalSteps(  # islands start from equal parameters, or from their last sync
+                model, self.optimizer, mesh=mesh, policy=sync.policy, total_steps=setup.train.steps, run_id=run_id
+            )
         self._ranks, self._num_launches = ranks, num_launches(sync)
         self.num_workers, self.workers = ranks.world_size * self._num_launches, range(ranks.rank, ranks.rank + 1)
         ranks_per_island = ranks.world_size // setup.num_islands
@@ -115,10 +114,6 @@ class Simultaneous(Stepper):
         self._loss_scale: LossScale | None = None
         if setup.shard.policy.precision.param_dtype == "float16":
             self._loss_scale = LossScale(scale=optimizer.loss_scale, growth_steps=optimizer.loss_scale_growth_steps)
-
-    @staticmethod
-    def _optimizer_of(model: nn.Module, settings: OptimizerConfig) -> torch.optim.Optimizer:
-        return make_optimizer(model, settings)
 
     def enter(self, step: int) -> int:
         """See `Stepper.enter`. The rows that this island trains on follow from its slot."""
@@ -223,8 +218,7 @@ class Simultaneous(Stepper):
         """See `Stepper.placements`."""
         if not self._is_placed_by_itself or not self._engine.is_placed:
             return {}
-        placements: Mapping[str, Placement] = self._engine.placements()
-        return placements
+        return dict(self._engine.placements())
 
     def save(self, save: Save, extra: dict[str, Any]) -> None:
         """See `Stepper.save`."""
@@ -241,7 +235,7 @@ class Simultaneous(Stepper):
             folder, model=self.module, optimizer=self.optimizer, local_steps=self.local
         )
         if self._loss_scale is not None and extra is not None and "loss_scale" in extra:
-            self._loss_scale.load(extra["loss_scale"])
+            self._loss_scale = replace(self._loss_scale, **extra["loss_scale"])
         if self._is_placed_by_itself and extra is not None:
             self._place_again(extra.get("placements"))
         return extra

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
-from laconic.config import Config, ModelConfig, OptimizerConfig, ShardConfig, SyncConfig, TrainConfig
+from laconic.config import Config
 from laconic.data.batches import Batch
 from laconic.islands.exchange import SyncReport
 from laconic.shard.ledger import Ledger
@@ -29,29 +29,16 @@ Save = Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What a strategy needs to shard a model and to train it, on one rank."""
+class Setup(Config):
+    """A job on one rank: what a strategy needs to shard a model and to train it."""
 
-    model: ModelConfig
-    shard: ShardConfig
-    optimizer: OptimizerConfig
-    sync: SyncConfig
-    train: TrainConfig
     ranks: RankInfo
     device: torch.device
 
     @classmethod
     def of(cls, config: Config, ranks: RankInfo, device: torch.device) -> Self:
         """The setup of a job on this rank."""
-        return cls(
-            model=config.model,
-            shard=config.shard,
-            optimizer=config.optimizer,
-            sync=config.sync,
-            train=config.train,
-            ranks=ranks,
-            device=device,
-        )
+        return cls(**vars(config), ranks=ranks, device=device)
 
     @property
     def num_islands(self) -> int:

@@ -24,20 +24,6 @@ from laconic.strategies.ring import pass_around
 from laconic.strategies.simultaneous import Simultaneous
 
 
-class Zero1Stepper(Simultaneous):
-    """A `Stepper` of [Note: ZeRO-1 beside DDP]."""
-
-    optimizer: ZeroRedundancyOptimizer
-
-    @staticmethod
-    def _optimizer_of(model: nn.Module, settings: OptimizerConfig) -> torch.optim.Optimizer:
-        return make_cut_optimizer(model, settings)
-
-    def resting_bytes(self) -> int:
-        """See `Stepper.resting_bytes`."""
-        return super().resting_bytes() + state_nbytes(self.optimizer.optim)
-
-
 class _OnRing(ZeroRedundancyOptimizer):
     """A `ZeroRedundancyOptimizer` on CPU: [Note: ZeRO-1 beside DDP]."""
 
@@ -64,3 +50,14 @@ def make_cut_optimizer(model: nn.Module, settings: OptimizerConfig) -> ZeroRedun
         groups, torch.optim.AdamW, parameters_as_bucket_view=True, lr=settings.lr, fused=settings.fused,
         **settings.pick("betas", "eps"),
     )  # fmt: skip
+
+
+class Zero1Stepper(Simultaneous):
+    """A `Stepper` of [Note: ZeRO-1 beside DDP]."""
+
+    optimizer: ZeroRedundancyOptimizer
+    _make_optimizer = staticmethod(make_cut_optimizer)
+
+    def resting_bytes(self) -> int:
+        """See `Stepper.resting_bytes`."""
+        return super().resting_bytes() + state_nbytes(self.optimizer.optim)

@@ -128,7 +128,7 @@ class Trainer:
         written = to_toml(config)
         path = self.output / prepare.CONFIGURATION
         self._write("the configuration", lambda: files.write_text(path, written, durable=False))
-        prepare.show_launch(Setup.of(config, ranks, device), config.schedule, self.console)
+        prepare.show_launch(Setup.of(config, ranks, device), self.console)
         model = self.peers.agree(  # shapes only, before the slow parts
             lambda: prepare.build_checked(config.model, config.lora, tokenizer, config.data.tokenizer)
         )
@@ -183,7 +183,7 @@ class Trainer:
             return make(model, setup)
         resumes = self.config.train.resume != "never" and self.ranks.is_main
         saved = self.peers.broadcast(newest_cut(prepare.checkpoints_to_load(self.config.train)) if resumes else None)
-        stepper = CyclicStepper(model, setup, self.config.schedule, self.config.data, saved)
+        stepper = CyclicStepper(model, setup, saved)
         self.console.print(f"cut into stages of {stepper.blocks_by_stage} blocks", highlight=False)
         return stepper
 
@@ -289,9 +289,14 @@ class Trainer:
 
     def _step(self, step: int) -> StepRecord:
         """Take one optimizer step, the `step`-th of the run, counted from 0."""
-        if self.device.type == "cpu" and step + 1 == self.config.log.memory_step:
-            return self._measure_memory(partial(self._take_step, step))
-        return self._take_step(step)
+        if self.device.type != "cpu" or step + 1 != self.config.log.memory_step:
+            return self._take_step(step)
+        with measured_peak() as peak:
+            record = self._take_step(step)
+        fullest = torch.tensor([peak.nbytes or 0, self.stepper.resting_bytes()])
+        dist.all_reduce(fullest, op=dist.ReduceOp.MAX, group=self.group)
+        self.step_memory = dict(zip(self.step_memory, fullest.tolist(), strict=True))
+        return record
 
     def _take_step(self, step: int) -> StepRecord:
         config = self.config
@@ -310,14 +315,6 @@ class Trainer:
         record = self.meter.stop(step + 1, lr, result)
         self.balance.end_step()
         return replace(record, rows=self.balance.rows)
-
-    def _measure_memory(self, take_step: Callable[[], StepRecord]) -> StepRecord:
-        with measured_peak() as peak:
-            record = take_step()
-        fullest = torch.tensor([peak.nbytes or 0, self.stepper.resting_bytes()])
-        dist.all_reduce(fullest, op=dist.ReduceOp.MAX, group=self.group)
-        self.step_memory = dict(zip(self.step_memory, fullest.tolist(), strict=True))
-        return record
 
     def _stop_training(self, last_step: int, error: NotFiniteError) -> NoReturn:
         """Raise a JobError: see [Note: Non-finite losses] in strategies/simultaneous.py."""

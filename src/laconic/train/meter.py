@@ -18,10 +18,10 @@ import psutil
 import torch
 
 from laconic.comm.launch import RankInfo
-from laconic.comm.traffic import Snapshot
+from laconic.comm.traffic import WIRE_LEVELS, Snapshot
 from laconic.lab.counters import InterfaceBytes, interface_bytes, loopback_bytes
 from laconic.strategies.stepper import Stepper, StepResult
-from laconic.train.records import StepRecord
+from laconic.train.records import KINDS, StepRecord
 
 _Interfaces = tuple[InterfaceBytes | None, InterfaceBytes | None]
 """The wire's counters and the loopback's."""
@@ -37,7 +37,6 @@ class StepMeter:
 
     def __init__(self, stepper: Stepper, ranks: RankInfo, device: torch.device) -> None:
         self._stepper, self._device = stepper, device
-        self._is_on_cpu = device.type == "cpu"
         self._reads_interface = ranks.is_first_on_node
         self._last_interfaces: _Interfaces | None = None
         self._last_traffic: Snapshot | None = None
@@ -55,25 +54,34 @@ class StepMeter:
 
     def stop(self, step: int, lr: float, result: StepResult) -> StepRecord:
         """End the measurement; return the record of the step."""
-        end = moment_on(self._device)
+        end, is_on_cpu = moment_on(self._device), self._device.type == "cpu"
         now = self._last_interfaces = self._read_interfaces()
-        interface, loopback = (
-            end - begin if end and begin else None for end, begin in zip(now, self._interfaces, strict=True)
+        wire, loopback = (
+            (end - begin).sent if end and begin else None for end, begin in zip(now, self._interfaces, strict=True)
         )
         traffic = self._last_traffic = self._stepper.traffic()
+        moved = traffic - self._traffic if traffic is not None and self._traffic is not None else None
+        memory = self._stepper.memory()
         return StepRecord(
             step=step,
             lr=lr,
             result=result,
             data_s=self._data_s,
             measured_s=partial(seconds_between, self._begin, end),
-            traffic=traffic - self._traffic if traffic is not None and self._traffic is not None else None,
-            interface=interface,
-            memory=self._stepper.memory(),
+            sums={
+                "interface_sent_bytes": wire,
+                "loopback_bytes": loopback,
+                "wait_s": sum(map(moved.waited_s, WIRE_LEVELS)) if moved else None,
+                "host_bytes": memory.host_bytes if memory else None,
+                **{kind: moved.total(*place, "sent") if moved else None for kind, place in KINDS.items()},
+            },
+            peaks={
+                "device_bytes": memory.device_bytes if memory else None,
+                "device_peak_bytes": memory.device_peak_bytes if memory else None,
+                "allocated_peak_bytes": None if is_on_cpu else torch.accelerator.max_memory_allocated(self._device),
+                "resident_bytes": psutil.Process().memory_info().rss,
+            },
             resting=dict(Counter(placement.weights for placement in self._stepper.placements().values())),
-            loopback=loopback,
-            allocated_peak_bytes=0 if self._is_on_cpu else torch.accelerator.max_memory_allocated(self._device),
-            resident_bytes=psutil.Process().memory_info().rss,
         )
 
     def skip(self) -> None:

@@ -24,7 +24,6 @@ from laconic.config import (
     LogConfig,
     LoraConfig,
     ModelConfig,
-    ScheduleConfig,
     TrainConfig,
     all_keys,
     from_dict,
@@ -118,9 +117,9 @@ def with_steps(train: TrainConfig, corpus: TrainingData, workers: int) -> TrainC
     return replace(train, steps=steps, epochs=None)
 
 
-def show_launch(setup: Setup, schedule: ScheduleConfig, console: Console) -> None:
+def show_launch(setup: Setup, console: Console) -> None:
     """Print the launch, and the place of the effective configuration."""
-    ranks, sync = setup.ranks, setup.sync
+    ranks, sync, schedule = setup.ranks, setup.sync, setup.schedule
     launch = f"{ranks.num_nodes} nodes x {ranks.num_local} ranks, {setup.device.type}"
     if schedule.is_cyclic:
         launch += f", {num_workers(schedule, ranks)} workers one after the other by {schedule.rule}"
@@ -130,12 +129,8 @@ def show_launch(setup: Setup, schedule: ScheduleConfig, console: Console) -> Non
     crossings = shard_policy(setup.shard, setup.optimizer).wire
     if not crossings.is_exact:
         launch += f", weights cross in {crossings.weights} and gradients in {crossings.gradients}"
-    console.print(
-        f"{launch}; configuration: {Path(setup.train.output) / CONFIGURATION}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+    launch += f"; configuration: {Path(setup.train.output) / CONFIGURATION}"
+    console.print(launch, markup=False, highlight=False, soft_wrap=True)
 
 
 def build_checked(model: ModelConfig, lora: LoraConfig, tokenizer: Tokenizer, name: str) -> nn.Module:

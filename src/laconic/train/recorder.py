@@ -7,21 +7,20 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from laconic.comm.launch import RankInfo
-from laconic.comm.traffic import WIRE_LEVELS, Level, Purpose, Snapshot
+from laconic.comm.traffic import WIRE_LEVELS
 from laconic.islands.exchange import SyncReport
 from laconic.train.loggers import Logger
-from laconic.train.records import ClusterStep, StepRecord, SyncMetrics
+from laconic.train.records import KINDS, ClusterStep, StepRecord, SyncMetrics
 
-_KINDS: dict[str, tuple[Level, Purpose]] = {
-    f"{level}/{purpose}": (level, purpose) for level, purpose in itertools.product(get_args(Level), get_args(Purpose))
-}  # the keys of `ClusterStep.traffic_bytes`
-_Figures = dict[str, float]
+_ON_WIRE = [kind for kind, (level, _) in KINDS.items() if level in WIRE_LEVELS]
+
+_Figures = Mapping[str, float | None]
 _SYNC_MEANS = [
     item.name
     for item in dataclasses.fields(SyncReport)
@@ -105,9 +104,13 @@ def reduce_records(
     if not records:
         return []
     reports = [report for record in records for report in record.result.syncs]
-    sums = _all_reduce([*map(_figures, records), *map(_sync_figures, reports)], dist.ReduceOp.SUM, group)
+    results = [record.result for record in records]
+    losses = [{"grad_norm": own.grad_norm, "loss": own.loss, "num_losses": own.loss is not None} for own in results]
+    of_steps: list[_Figures] = [{**record.sums, **loss} for record, loss in zip(records, losses, strict=True)]
+    of_syncs = [{name: getattr(report, name) for name in (*_SYNC_MEANS, "sent_bytes")} for report in reports]
+    sums = _all_reduce([*of_steps, *of_syncs], dist.ReduceOp.SUM, group)
     step_sums, sync_sums = sums[: len(records)], sums[len(records) :]
-    peaks = _all_reduce([*map(_peaks, records)], dist.ReduceOp.MAX, group)
+    peaks = _all_reduce([record.peaks for record in records], dist.ReduceOp.MAX, group)
 
     def tokens_in(last: int, num_steps: int) -> int:
         """The tokens of `num_steps` steps, of which the last is the `last`-th of the run."""
@@ -137,8 +140,13 @@ def reduce_records(
             step_s=record.step_s,
             data_s=record.data_s,
             tokens_per_s=tokens_in(record.step, 1) / record.step_s,
-            **_wire_figures(record, total, ranks),
-            **_memory_figures(record, total, peak, ranks),
+            wait_s=None if total["wait_s"] is None else total["wait_s"] / ranks.world_size,
+            wire_bytes=None if total["wait_s"] is None else sum(int(total[kind]) for kind in _ON_WIRE),
+            traffic_bytes={kind: int(total[kind]) for kind in KINDS if total[kind]},
+            interface_sent_bytes=_whole(total["interface_sent_bytes"]),
+            loopback_bytes=_whole(total["loopback_bytes"]),
+            host_bytes_per_node=_whole(total["host_bytes"], ranks.num_nodes),
+            **{name: _whole(value) for name, value in peak.items()},
             resting=record.resting,
             rows=record.rows,
             syncs=tuple(sync for sync in syncs if sync.step == record.step),
@@ -147,69 +155,22 @@ def reduce_records(
     ]
 
 
-def _wire_figures(record: StepRecord, total: _Figures, ranks: RankInfo) -> dict[str, Any]:
-    """The bytes and the waiting of a `ClusterStep`, from the sums over ranks; None where nothing is counted."""
-    is_counted, has_interface = record.traffic is not None, total["num_interfaces"] > 0
-    traffic_bytes = {kind: int(total[kind]) for kind in _KINDS if total[kind]}
-    wire_bytes = sum(size for kind, size in traffic_bytes.items() if _KINDS[kind][0] in WIRE_LEVELS)
-    return {
-        "wait_s": total["wait_s"] / ranks.world_size if is_counted else None,
-        "wire_bytes": wire_bytes if is_counted else None,
-        "traffic_bytes": traffic_bytes,
-        "interface_sent_bytes": int(total["interface_sent_bytes"]) if has_interface else None,
-        "loopback_bytes": int(total["loopback_bytes"]) if has_interface else None,
-    }
+def _whole(value: float | None, parts: int = 1) -> Any:
+    return None if value is None else int(value) // parts
 
 
-def _memory_figures(record: StepRecord, total: _Figures, peak: _Figures, ranks: RankInfo) -> dict[str, Any]:
-    """The memory of a `ClusterStep`, from the sums and the maxima over ranks; None where nothing is measured."""
-    has_engine = record.memory is not None
-    return {
-        "device_bytes": int(peak["device_bytes"]) if has_engine else None,
-        "device_peak_bytes": int(peak["device_peak_bytes"]) if has_engine else None,
-        "host_bytes_per_node": int(total["host_bytes"]) // ranks.num_nodes if has_engine else None,
-        "allocated_peak_bytes": int(peak["allocated_peak_bytes"]) or None,
-        "resident_bytes": int(peak["resident_bytes"]),
-    }
+def _all_reduce(
+    rows: Sequence[_Figures], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> list[dict[str, Any]]:
+    """Reduce rows of named numbers over ranks, in one collective; None stays where no rank has a number.
 
-
-def _figures(record: StepRecord) -> _Figures:
-    """The figures of a step that are summed over ranks."""
-    result, interface = record.result, record.interface
-    traffic = record.traffic or Snapshot()
-    return {
-        "grad_norm": result.grad_norm or 0.0,
-        "loss": result.loss or 0.0,
-        "num_losses": result.loss is not None,
-        "num_interfaces": interface is not None,
-        "interface_sent_bytes": interface.sent if interface else 0,
-        "loopback_bytes": record.loopback.sent if record.loopback else 0,
-        "host_bytes": record.memory.host_bytes if record.memory else 0,
-        "wait_s": sum(traffic.waited_s(level) for level in WIRE_LEVELS),
-        **{kind: traffic.total(level, purpose, "sent") for kind, (level, purpose) in _KINDS.items()},
-    }
-
-
-def _sync_figures(report: SyncReport) -> _Figures:
-    """The figures of a sync that are summed over ranks."""
-    return {name: getattr(report, name) for name in (*_SYNC_MEANS, "sent_bytes")}
-
-
-def _peaks(record: StepRecord) -> _Figures:
-    """The figures of which the cluster's figure is the largest over ranks."""
-    memory = record.memory
-    return {
-        "device_bytes": memory.device_bytes if memory else 0,
-        "device_peak_bytes": memory.device_peak_bytes if memory else 0,
-        "allocated_peak_bytes": record.allocated_peak_bytes,
-        "resident_bytes": record.resident_bytes,
-    }
-
-
-def _all_reduce(rows: list[_Figures], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> list[_Figures]:
-    """Reduce rows of named numbers over ranks, in one collective. All ranks pass the same names in the same order."""
-    values = torch.tensor([value for row in rows for value in row.values()], dtype=torch.float64)
+    All ranks pass the same names in the same order.
+    """
+    pairs = [(value or 0.0, value is not None) for row in rows for value in row.values()]
+    values = torch.tensor(pairs, dtype=torch.float64)
     if dist.get_world_size(group) > 1:
         dist.all_reduce(values, op=op, group=group)
     reduced = iter(values.tolist())
-    return [{name: next(reduced) for name in row} for row in rows]
+    return [
+        {name: value if known else None for name, (value, known) in zip(row, reduced, strict=False)} for row in rows
+    ]

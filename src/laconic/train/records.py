@@ -2,26 +2,29 @@
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 
 from laconic.comm.launch import RankInfo
-from laconic.comm.traffic import Snapshot
+from laconic.comm.traffic import Level, Purpose
 from laconic.config import Config, to_dict
 from laconic.islands.exchange import SyncReport
-from laconic.lab.counters import InterfaceBytes
-from laconic.shard.ledger import Ledger
 from laconic.strategies.islands import num_islands
 from laconic.strategies.memory import whole_numel
 from laconic.strategies.stepper import StepResult
 
 _LARGEST_EXPONENT = 709.0
+KINDS: dict[str, tuple[Level, Purpose]] = {
+    f"{level}/{purpose}": (level, purpose) for level, purpose in itertools.product(get_args(Level), get_args(Purpose))
+}
+"""The keys of `ClusterStep.traffic_bytes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,19 +40,11 @@ class StepRecord:
     """Seconds to fetch the rows, before the step."""
     measured_s: Callable[[], float]
     """Gives `step_s`; on an accelerator it waits until the step has ended there."""
-    traffic: Snapshot | None
-    """Bytes and waiting during the step; None if the strategy does not count them."""
-    interface: InterfaceBytes | None
-    """Bytes of the node's network interface until the host had issued the step, and not before the last one's; None
-    outside a lab, and on all but one rank per node."""
-    memory: Ledger | None
-    """Bytes that the engine holds; None for a strategy without the engine."""
-    loopback: InterfaceBytes | None = None
-    """Bytes that the ranks of the node exchanged during the step; None where `interface` is."""
-    allocated_peak_bytes: int = 0
-    """The most bytes that torch has allocated on the accelerator since the run began; 0 on CPU."""
-    resident_bytes: int = 0
-    """Bytes of this process's resident memory at the end of the step."""
+    sums: Mapping[str, float | None]
+    """Bytes and seconds that are summed over ranks, by their names in `ClusterStep`; None where nothing counts them.
+    Those of interfaces are of one rank per node, from the end of the last step until the host had issued this one."""
+    peaks: Mapping[str, float | None]
+    """Bytes of memory at the end of the step, of which the cluster's figure is the largest over ranks."""
     resting: Mapping[str, int] = field(default_factory=dict)
     """See `ClusterStep.resting`."""
     rows: tuple[int, ...] = ()
@@ -97,7 +92,7 @@ class ClusterStep:
     wire_bytes: int | None
     """Bytes that all ranks together sent between machines, as counted by the engine."""
     traffic_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes that all ranks together sent, by "level/purpose"."""
+    """Bytes that all ranks together sent, by "level/purpose": `KINDS`."""
     interface_sent_bytes: int | None = None
     """Bytes that all nodes' interfaces together sent, as counted by the kernel."""
     loopback_bytes: int | None = None

@@ -21,7 +21,7 @@ _DEEPSPEED = Strategy(
     "it has gathered ahead when forward ends, stays for backward, so its last layers cross once less.",
     source="ZeRO, arXiv 1910.02054; ZeRO-Infinity, arXiv 2104.07857; DeepSpeed 0.19's runtime/zero",
     maker="DeepSpeed",
-    colours=("#2f7f6f", "#45a896"),
+    colour="#2f7f6f",
     shard={"strategy": "deepspeed"},
     package="deepspeed",
     limits=(
@@ -54,7 +54,7 @@ _HPZ = _DEEPSPEED.variant(
     note="DeepSpeed's ZeRO-3 with zero_hpz_partition_size: after forward each node keeps a copy of the weights on its "
     "devices.",
     source="ZeRO++, arXiv 2306.10209, section 4.2; DeepSpeed 0.19's runtime/zero",
-    colours=("#8cc5b8", "#8cc5b8"),
+    colour="#8cc5b8",
     shard={"strategy": "deepspeed-hpz"},
     limits=(*_DEEPSPEED.limits, several_per_node("deepspeed")),
 )

@@ -24,7 +24,7 @@ STRATEGIES = (
         "float32.",
         source="DiLoCo, arXiv 2311.08105; Streaming DiLoCo, arXiv 2501.18512; torchft 0.2's local_sgd.py",
         maker="torchft",
-        colours=("#4d9221", "#74b93f"),
+        colour="#4d9221",
         shard={"strategy": "torchft-diloco"},
         sync={"codec": "fp32", "error_feedback": False},
         package="torchft",

@@ -45,7 +45,7 @@ FSDP2 = Strategy(
     "that run beside compute.",
     source=f"PyTorch FSDP, arXiv 2304.11277; {_CODE}",
     maker="PyTorch",
-    colours=("#4d4d4d", "#b0b0b0"),
+    colour="#4d4d4d",
     shard={"strategy": "fsdp2"},
     limits=LIMITS,
     parallelize="laconic.strategies.parallelize:fsdp2",
@@ -56,7 +56,7 @@ _HSDP = FSDP2.variant(
     label="HSDP",
     note="FSDP2 inside each node; nodes are replicas, and keep all states.",
     source=f"hybrid sharding, arXiv 2304.11277, section 3.2.2; {_CODE}",
-    colours=("#4a78a8", "#6f9fd0"),
+    colour="#4a78a8",
     shard={"strategy": "hsdp"},
     parallelize="laconic.strategies.parallelize:hsdp",
 )
@@ -66,7 +66,7 @@ _DDP = Strategy(
     note="PyTorch's DDP: every rank keeps everything.",
     source="PyTorch Distributed, arXiv 2006.15704",
     maker="PyTorch",
-    colours=("#a3c1da", "#a3c1da"),
+    colour="#a3c1da",
     shard={"strategy": "ddp"},
     limits=(
         *NOT_ON_ENGINE,
@@ -93,7 +93,7 @@ STRATEGIES = (
         note="FSDP2 with reshard_after_forward=False: weights stay whole on every rank from forward to backward, so "
         "they cross once and not twice.",
         source=f"ZeRO, arXiv 1910.02054, section 5; {_CODE}",
-        colours=("#5a6e8c", "#93a7c6"),
+        colour="#5a6e8c",
         shard={"reshard_after_forward": False},
     ),
     FSDP2.variant(
@@ -102,7 +102,7 @@ STRATEGIES = (
         note="The same FSDP2 with Gloo's own collectives. Gloo runs a reduce-scatter as an all-reduce, which moves "
         "gradients twice, so four passes cross in place of three. And FSDP2 waits for every gather, as a CPU has no "
         "streams.",
-        colours=("#262626", "#e0e0e0"),
+        colour="#262626",
         shard={"strategy": "fsdp2-gloo"},
         limits=(
             *LIMITS,
@@ -122,7 +122,7 @@ STRATEGIES = (
         note="FSDP2 with an integer for reshard_after_forward: after forward each node keeps a copy of the weights on "
         "its devices.",
         source=f"reshard_after_forward = an integer, as hpZ of arXiv 2306.10209; {_CODE}",
-        colours=("#7f7f7f", "#8a8a8a"),
+        colour="#7f7f7f",
         shard={"strategy": "fsdp2-hpz"},
         limits=(
             *LIMITS,
@@ -146,7 +146,7 @@ STRATEGIES = (
         note="DDP with PyTorch's ZeroRedundancyOptimizer: each rank keeps the optimizer's states of some parameters, "
         "and sends these to all others when it has updated them.",
         source="ZeRO, arXiv 1910.02054, section 5.1; torch's torch/distributed/optim/zero_redundancy_optimizer.py",
-        colours=("#5b9bb0", "#7fbdd1"),
+        colour="#5b9bb0",
         shard={"strategy": "ddp-zero1"},
         limits=(
             *_DDP.limits,
