@@ -22,6 +22,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -80,6 +81,15 @@ class PolicyError(ValueError):
             return f"{prefix}{key.name}{equals}{value or shown(key.read(policy))}"
 
         return _tell(self.policy, self.text, spell)
+
+
+@contextmanager
+def refusing_as(error: type[Exception], prefix: str, equals: str) -> Iterator[None]:
+    """Turn the refusal of a policy in the block into an `error` in the words of a file or an option: see `told`."""
+    try:
+        yield
+    except PolicyError as refusal:
+        raise error(refusal.told(prefix, equals)) from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from laconic.errors import JobError
-from laconic.policy import Bound, Policy, PolicyError, from_keys, keys_of, shown, to_keys, with_keys
+from laconic.policy import Bound, Policy, from_keys, keys_of, refusing_as, shown, to_keys, with_keys
 
 _MOST_NESTED = 100  # lists and tables within each other; the largest configurations of models have about five
 
@@ -70,13 +70,9 @@ class Section(Policy):
             return with_keys(self, **values)
 
     @classmethod
-    @contextmanager
-    def in_own_words(cls) -> Iterator[None]:
+    def in_own_words(cls) -> AbstractContextManager[None]:
         """Let a refusal of a policy of this section name its keys."""
-        try:
-            yield
-        except PolicyError as error:
-            raise ConfigError(error.told(cls.prefix(), " = ")) from None
+        return refusing_as(ConfigError, cls.prefix(), " = ")
 
     def pick(self, *keys: str) -> dict[str, Any]:
         """The values of `keys` as keyword arguments, for a function whose parameters have the same names."""

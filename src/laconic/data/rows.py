@@ -30,22 +30,10 @@ _SPLITS = ("train", "eval")
 _TOKENS = 8  # of each row that the model is asked with
 
 
-OF_TOKENS = (
-    "rows of tokens",
-    "so rows with few tokens that count would weigh too much; train on text, whose rows count equally, or choose "
-    "another model",
-)
-OF_UNEQUAL_RANKS = (
-    "different numbers of rows on each rank",
-    "so the rows of a rank with few of them would weigh too much; leave train.rows out, or choose another model",
-)
-"""The rows that a model cannot train on, and why, with the remedy: see `check_model`."""
-
-
-def check_model(run: Callable[[Batch], Any], words: tuple[str, str]) -> None:
+def check_model(run: Callable[[Batch], Any], rows: str, consequence: str) -> None:
     """Run a model on two rows. The loss must be the sum over all targets, divided by the batch's `num_items`.
 
-    `words` are for the message: what needs this, and what to do.
+    The message says which `rows` need that, and the `consequence` of a model that divides by itself, with the remedy.
 
     Raises:
         JobError: it is not so.
@@ -54,13 +42,13 @@ def check_model(run: Callable[[Batch], Any], words: tuple[str, str]) -> None:
     try:
         output = run(Batch(input_ids=ids, labels=ids, num_items=torch.tensor(1.0)))
     except TypeError as error:  # an unexpected keyword argument
-        raise JobError(f"this model cannot train on {words[0]}: {error}; choose another model") from error
+        raise JobError(f"this model cannot train on {rows}: {error}; choose another model") from error
     logits = output.logits.detach().float().cpu()
     total = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
     if float(output.loss.detach()) < 0.5 * float(total):  # a mean is far smaller, and a model may add a loss of its own
         raise JobError(
             "this model divides its loss by the number of tokens of each micro-batch (it takes no num_items_in_batch), "
-            f"{words[1]}"
+            f"so {consequence}, or choose another model"
         )
 
 
@@ -116,7 +104,8 @@ class RowFiles(TrainingData):
 
     def check_model(self, run: Callable[[Batch], Any], *, is_unequal: bool = False) -> None:
         """See `TrainingData.check_model`. Rows of tokens have different numbers of targets anyway."""
-        check_model(run, OF_TOKENS)
+        consequence = "rows with few tokens that count would weigh too much; train on text, whose rows count equally"
+        check_model(run, "rows of tokens", consequence)
 
     def step(self, division: Division, step: int) -> list[Batch]:
         """See `TrainingData.step` and [Note: Mean over tokens] in data/batches.py. Each epoch draws each row once."""

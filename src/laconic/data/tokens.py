@@ -44,7 +44,8 @@ class TokenFiles(TrainingData):
     def check_model(self, run: Callable[[Batch], Any], *, is_unequal: bool = False) -> None:
         """See `TrainingData.check_model`. Rows that count equally need nothing: [Note: Unequal rows] in batches.py."""
         if is_unequal:
-            rows.check_model(run, rows.OF_UNEQUAL_RANKS)
+            consequence = "the rows of a rank with few of them would weigh too much; leave train.rows out"
+            rows.check_model(run, "different numbers of rows on each rank", consequence)
 
     @property
     def num_held_out(self) -> int:  # type: ignore[override]

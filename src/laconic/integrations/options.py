@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, get_args, get_origin
 
 from laconic.errors import JobError
 from laconic.islands.policies import Membership
-from laconic.policy import PolicyError, documented, keys_of, to_keys, with_keys
+from laconic.policy import documented, keys_of, refusing_as, to_keys, with_keys
 from laconic.shard.policies import Cache, ShardPolicy
 
 _DEFAULT = ShardPolicy(cache=Cache(where="host"))
@@ -75,17 +75,9 @@ class LaconicArguments(_Shared):
             raise ArgumentError(f"units={self.units!r} must be a list of class names, such as ['LlamaDecoderLayer']")
 
     @staticmethod
-    @contextmanager
-    def in_own_words() -> Iterator[None]:
-        """Let a refusal of a policy name options.
-
-        Raises:
-            ArgumentError: the policy's refusal.
-        """
-        try:
-            yield
-        except PolicyError as error:
-            raise ArgumentError(error.told("", "=")) from None
+    def in_own_words() -> AbstractContextManager[None]:
+        """Let a refusal of a policy in the block name options, and be an ArgumentError."""
+        return refusing_as(ArgumentError, "", "=")
 
     @property
     def policy(self) -> ShardPolicy:

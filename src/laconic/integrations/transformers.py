@@ -354,27 +354,21 @@ def _check_arguments(args: Any, arguments: LaconicArguments) -> None:
     for name, reason in _REFUSED.items():
         if value := getattr(args, name, None):
             raise ArgumentError(f"{name}={value!r} does not work with a sharded model: {reason}")
-    optimizer = getattr(args.optim, "value", args.optim)
-    if optimizer not in _OPTIMIZERS:
-        raise ArgumentError(
-            f"optim={optimizer!r} is not known to step parts of parameters as it steps whole ones; use one of "
-            f"{', '.join(_OPTIMIZERS)}, or pass optimizer_cls_and_kwargs=(cls, kwargs) with an optimizer "
-            "of laconic.optim, such as AdamW8bit"
-        )
-    if args.accelerator_config.even_batches is False:
-        raise ArgumentError(
-            "accelerator_config even_batches=False gives ranks unequal numbers of batches, and a rank without a batch "
-            "would leave the others waiting; leave it True"
-        )
-    if args.load_best_model_at_end and args.save_only_model:
-        raise ArgumentError(
-            "load_best_model_at_end needs the sharded tensors, which save_only_model=True leaves out; set one of them"
-        )
-    if args.load_best_model_at_end and arguments.local_steps:
-        raise ArgumentError(
-            "load_best_model_at_end would load a model beside the islands' own state; with local_steps leave it out, "
-            "and load the best checkpoint's model.safetensors after training"
-        )
+    optimizer, loads_best = getattr(args.optim, "value", args.optim), args.load_best_model_at_end
+    refusals = {
+        f"optim={optimizer!r} is not known to step parts of parameters as it steps whole ones; use one of "
+        f"{', '.join(_OPTIMIZERS)}, or pass optimizer_cls_and_kwargs=(cls, kwargs) with an optimizer "
+        "of laconic.optim, such as AdamW8bit": optimizer not in _OPTIMIZERS,
+        "accelerator_config even_batches=False gives ranks unequal numbers of batches, and a rank without a batch "
+        "would leave the others waiting; leave it True": args.accelerator_config.even_batches is False,
+        "load_best_model_at_end needs the sharded tensors, which save_only_model=True leaves out; set one of "
+        "them": loads_best and args.save_only_model,
+        "load_best_model_at_end would load a model beside the islands' own state; with local_steps leave it out, "
+        "and load the best checkpoint's model.safetensors after training": loads_best and arguments.local_steps,
+    }
+    for message, is_refused in refusals.items():
+        if is_refused:
+            raise ArgumentError(message)
     given = [name for name in _DDP_ARGUMENTS if getattr(args, name, None) is not None]
     if given:
         warnings.warn(f"{', '.join(given)}: no effect, since laconic takes the place of DDP", stacklevel=4)

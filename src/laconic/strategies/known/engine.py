@@ -4,33 +4,27 @@ from typing import Any
 
 from laconic.registry import AUTO, Limit, Strategy
 
+_IS_LACONICS = "is for shard.strategy = 'laconic'"
 NOT_ON_ENGINE = (
+    Limit.only("shard.wire", None, "exact", message=f"shard.wire = {{value!r}} {_IS_LACONICS}; leave it out"),
+    Limit.only("shard.offload", False, message=f"shard.offload = true {_IS_LACONICS}; leave it out"),
     Limit.only(
-        "shard.wire", None, "exact", message="shard.wire = {value!r} is for shard.strategy = 'laconic'; leave it out"
+        "shard.shares", None, message=f"shard.shares {_IS_LACONICS}, which can cut unequally, not {{strategy!r}}; "
+        "leave it out",
     ),
-    Limit.only("shard.offload", False, message="shard.offload = true is for shard.strategy = 'laconic'; leave it out"),
-    Limit.only(
-        "shard.shares", None, message="shard.shares is for shard.strategy = 'laconic', which can cut unequally, not "
-        "{strategy!r}; leave it out",
-    ),
-    Limit.only(
-        "shard.cache_until", "change",
-        message="shard.cache_until = {value!r} is for shard.strategy = 'laconic'; leave it out",
-    ),
+    Limit.only("shard.cache_until", "change", message=f"shard.cache_until = {{value!r}} {_IS_LACONICS}; leave it out"),
 )  # fmt: skip
 """The limits of strategies that are not on the engine."""
 CUTS_ANYWHERE = Limit.only(
-    "optimizer.name",
-    "adamw",
+    "optimizer.name", "adamw",
     message="optimizer.name = {value!r} needs whole blocks or matrices, which shard.strategy = {strategy!r} cuts "
     "anywhere; set shard.strategy to 'laconic' (or 'ddp', which cuts nothing), or optimizer.name to 'adamw'",
-)
+)  # fmt: skip
 SYNCS_EVERY_STEP = Limit.only(
-    "sync.mode",
-    "every-step",
+    "sync.mode", "every-step",
     message="sync.mode = {value!r} needs shard.strategy = 'laconic', got {strategy!r}, which synchronises all ranks in "
     "every step; change one of the two",
-)
+)  # fmt: skip
 LIMITS = (*NOT_ON_ENGINE, CUTS_ANYWHERE, SYNCS_EVERY_STEP)
 """The limits of strategies that cut parameters anywhere and sync in every step."""
 VALUES_WIRE = {"weights": "int8", "as_values": True, "gradients": "int4"}
@@ -42,20 +36,27 @@ those that hpZ has kept on the node. DeepSpeed's forward gathers along one ring 
 0.13.2 it uses what it has kept until the optimizer's step, and of frozen weights for good (#4906)."""
 
 
-def _beside_cyclic(key: str, *values: Any, reason: str) -> Limit:
-    return Limit.only(key, *values, message=f"{key} = {{toml}} and schedule.kind = 'cyclic'{reason}")
-
-
+_BESIDE_CYCLIC: dict[tuple[str, tuple[Any, ...]], str] = {
+    ("sync.mode", ("every-step",)): ": islands train on their own, but workers of the cyclic schedule exchange every "
+    "gradient; change one of the two",
+    ("train.compile", (False,)): ": torch.compile is for layers that stay whole modules, and this schedule cuts the "
+    "model into stages; leave one of the two out",
+    ("lora.quantize", (None,)): ", which sends whole stages in the dtype of their parameters; leave one of the two out",
+    ("train.accumulation", (1,)): ": every worker has one micro-batch per step; raise train.micro_batch_size, or "
+    "schedule.workers",
+    ("train.rows", ("equal",)): ": its messages have one size, so all workers have equally many rows; leave one of the "
+    "two out",
+    ("optimizer.name", ("adamw", "adamw8bit")): ": every stage has an optimizer of its own, which cannot tell hidden "
+    "layers from others; use 'adamw' or 'adamw8bit'",
+}
+"""By key and the values that the cyclic schedule takes of it: why, and what to do."""
 _ROUNDED = "crossings are rounded: losses within 0.13 % of exact crossings, either way (docs/thinner.md)"
 _ROUNDED_GRADIENTS = "gradients are rounded, weights are not (docs/thinner.md)"
 _TAKES_HALF = Limit.only(
-    "shard.param_dtype",
-    None,
-    "bfloat16",
-    "float16",
+    "shard.param_dtype", None, "bfloat16", "float16",
     message="shard.param_dtype = {value!r} gathers 32 bits, of which most change in every step, so strategy "
     "{strategy!r} saves nothing; use shard.param_dtype = 'bfloat16'",
-)
+)  # fmt: skip
 _LOCAL = (
     "islands see only their own rows between syncs: within 0.2 % of every-step training after a warm-up, up to 20 % "
     "above it from scratch (docs/local-steps.md)"
@@ -108,41 +109,9 @@ _CYCLIC_SCHEDULE = LACONIC.variant(
     note="Workers run one after the other, and each keeps everything.",
     source="CDP, arXiv 2403.08837",
     inexact=_CYCLIC,
-    limits=(
-        _beside_cyclic(
-            "sync.mode",
-            "every-step",
-            reason=": islands train on their own, but workers of the cyclic schedule exchange every gradient; change "
-            "one of the two",
-        ),
-        _beside_cyclic(
-            "train.compile",
-            False,
-            reason=": torch.compile is for layers that stay whole modules, and this schedule cuts the model into "
-            "stages; leave one of the two out",
-        ),
-        _beside_cyclic(
-            "lora.quantize",
-            None,
-            reason=", which sends whole stages in the dtype of their parameters; leave one of the two out",
-        ),
-        _beside_cyclic(
-            "train.accumulation",
-            1,
-            reason=": every worker has one micro-batch per step; raise train.micro_batch_size, or schedule.workers",
-        ),
-        _beside_cyclic(
-            "train.rows",
-            "equal",
-            reason=": its messages have one size, so all workers have equally many rows; leave one of the two out",
-        ),
-        _beside_cyclic(
-            "optimizer.name",
-            "adamw",
-            "adamw8bit",
-            reason=": every stage has an optimizer of its own, which cannot tell hidden layers from others; use "
-            "'adamw' or 'adamw8bit'",
-        ),
+    limits=tuple(
+        Limit.only(key, *values, message=f"{key} = {{toml}} and schedule.kind = 'cyclic'{reason}")
+        for (key, values), reason in _BESIDE_CYCLIC.items()
     ),
     on_engine=False,
     schedule={"states": "replicated"},
