@@ -59,19 +59,12 @@ MODEL = {"model_type": "llama"}
         ({"data": {"sequence_length": 1}}, ["at least 2"]),
         ({"optimizer": {"lr": 0.0}}, ["positive"]),
         ({"optimizer": {"betas": [0.9, 1.0]}}, ["[0, 1)"]),
-        ({"shard": {"device_budget_bytes": 1, "cache": "none"}}, ["needs shard.cache = 'host'"]),
         ({"shard": {"wire": "4bit", "cache": "none"}}, ["shard.cache = 'none' keeps none; use shard.cache = 'host'"]),
-        ({"shard": {"wire": "5bit"}}, ["shard.wire: wire='5bit' is not known"]),
         ({"shard": {"wire": {"weights": "int5"}}}, ["shard.wire: Wire(weights='int5') is not known"]),
         ({"shard": {"wire": {"bits": 4}}}, ["unexpected keyword argument 'bits'"]),
         ({"shard": {"wire": "4bit", "strategy": "fsdp2"}}, ["is for shard.strategy = 'laconic'; leave it out"]),
-        (
-            {"shard": {"wire": {"gradients": "int2", "feedback": True}, "param_dtype": "float16"}},
-            ["cannot feed errors back with shard.param_dtype = 'float16'"],
-        ),
         ({"shard": {"strategy": "ddp", "param_dtype": "bfloat16"}}, ["no mixed precision"]),
         ({"shard": {"strategy": "ddp", "check_every": 9}}, ["is for shard.strategy = 'laconic'"]),
-        ({"shard": {"on_damage": "regather"}}, ["set shard.check_every too"]),
         ({"train": {"timeout_s": 1e308}}, ["lie in (0, 1e9]"]),
         ({"shard": {"strategy": "fsdp2-hpz", "reshard_after_forward": True}}, ["leave it out"]),
         (
@@ -86,6 +79,8 @@ MODEL = {"model_type": "llama"}
         ({"lora": {"dora": True}}, ["lora.dora = True needs lora.enabled"]),
         ({"lora": {"enabled": True, "quantize_skip": ["lm_head"]}}, ["needs lora.quantize"]),
         ({"train": {"steps": 0}}, ["at least 1"]),
+        ({"train": {"rows": "sped"}}, ["`train.rows` must be"]),
+        ({"train": {"rows": [2, 0]}}, ["train.rows = [2, 0] must give each rank a whole number of rows"]),
         ({"train": {"keep": 1}}, ["at least 2"]),
         (
             {"sync": {"mode": "local", "last_codec": "int4", "rendezvous": "there:1", "islands": 2}},

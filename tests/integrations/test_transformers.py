@@ -305,16 +305,10 @@ def test_arguments_are_command_line_options() -> None:
     ("given", "message"),
     [
         ({"cache": "disk"}, "cache='disk' is not known"),
-        ({"param_dtype": "int8"}, "param_dtype='int8' is not known"),
-        ({"device_budget_bytes": 5, "cache": "none"}, "needs cache='host'"),
-        ({"wire": "5bit"}, "wire='5bit' is not known"),
-        ({"wire": "4bit", "cache": "none"}, "but cache='none' keeps none; use cache='host' or 'device'"),
         ({"local_steps": -1}, "local_steps=-1 must be an integer of at least 0"),
         ({"islands": 2}, "needs local_steps"),
         ({"check_every": 1.5}, "check_every=1.5 must be an integer"),
-        ({"on_damage": "regather"}, "set check_every too"),
         ({"units": "LlamaDecoderLayer"}, "must be a list of class names"),
-        ({"granularity": "32 columns"}, "'32 columns' is not a block"),
     ],
 )
 def test_wrong_arguments(given: dict[str, Any], message: str) -> None:

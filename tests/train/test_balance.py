@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from laconic.comm.launch import RankInfo
-from laconic.config import Config, ConfigError, TrainConfig
+from laconic.config import Config, TrainConfig
 from laconic.data.batches import LEAST_TOKENS
 from laconic.rehearse.modes import accelerator
 from laconic.rehearse.tape import Wait
@@ -305,15 +305,3 @@ def test_compiled_layers_are_measured(tmp_path: Path, monkeypatch: pytest.Monkey
     train_all([job(tmp_path, model=ONE_LAYER, train={"steps": 3, "rows": "by-speed", "compile": True})])
     assert seen[0] is None
     assert all(each > 0 for each in seen[1:])
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ("sped", r"train\.rows = 'sped' is not known; use 'equal', 'by-speed' or the rows of each"),
-        ((2, 0), r"train\.rows = \[2, 0\] must give each rank a whole number of rows"),
-    ],
-)
-def test_values_that_are_no_rows_are_refused(rows: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        TrainConfig(rows=rows)
