@@ -4,11 +4,14 @@ No package index has laconic, so its name alone finds nothing. Most commands are
 laconic-tools, which fills rooms of this package.
 """
 
+import contextlib
 import gc
 import importlib
+import platform
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 
@@ -20,6 +23,15 @@ def how_to_install(extra: str, *, environment: str = "", of_contestants: bool = 
     pip = f"{environment} pip install".lstrip()
     folder, name = ("./contestants", "laconic-contestants") if of_contestants else (".", "laconic")
     return f"{pip} '{folder}[{extra}]' in a clone of laconic, or {pip} '{name}[{extra}] @ file:///PATH/OF/ITS/WHEEL'"
+
+
+def versions_of(*packages: str) -> dict[str, str]:
+    """The versions of Python and of those packages that are installed; laconic itself may be a source tree."""
+    found = {"python": platform.python_version()}
+    for name in packages:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def run(command: str, place: str, arguments: Sequence[str]) -> int:

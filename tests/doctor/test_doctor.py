@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from laconic.comm.entries import decode, encode
 from laconic.doctor import judgements
 from laconic.doctor.facts import Interface, RankFacts, named_interfaces
 from laconic.doctor.judgements import Finding, judge_facts
@@ -115,7 +116,7 @@ def test_a_fault_of_one_node_is_one_finding(changed: dict[str, Any], kind: str, 
 def test_what_is_no_fault_is_not_found_and_each_device_is_told() -> None:
     """A processor locks nothing, and ranks of one machine may talk over loopback. Facts survive the journey."""
     assert judge_facts(healthy()) == []
-    assert [RankFacts.from_json(own.to_json()) for own in healthy()] == healthy()
+    assert [decode(RankFacts, encode(own).encode()) for own in healthy()] == healthy()
     small = [replace(own, locked_bytes=65536, device_type="cpu") for own in healthy()]
     assert judge_facts(small) == []
     assert judge_facts([replace(own, chosen={"GLOO_SOCKET_IFNAME": "lo"}) for own in healthy(nodes=1)]) == []

@@ -4,8 +4,9 @@ import contextlib
 import datetime
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from laconic.extras import versions_of
 
 _PACKAGES = ("laconic", "torch", "transformers", "peft")
 
@@ -18,14 +19,10 @@ def describe_machine() -> dict[str, str | int | float]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "kernel": platform.release(),
-        "python": platform.python_version(),
     }
     if gpu := _gpu():
         found["gpu"] = gpu
-    for name in _PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):  # laconic may be a source tree, and peft is optional
-            found[name] = version(name)
-    return found
+    return found | versions_of(*_PACKAGES)
 
 
 def in_words(machine: dict[str, str | int | float]) -> str:

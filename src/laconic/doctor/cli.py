@@ -78,7 +78,7 @@ def _examine(options: argparse.Namespace, before: ClusterSpec | None) -> list[Fi
     own = read_facts(ranks, device)
     with ending_with_launcher():
         meeting = Meeting(ranks, _TIMEOUT_S)
-        facts = [RankFacts.from_json(text) for text in meeting.exchange(own.to_json())]
+        facts = meeting.exchange(own, RankFacts)
         _say(ranks, _cluster_lines(facts))
         findings = judge_facts(facts)
         if not any(finding.stops for finding in findings):

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import importlib.metadata
 import ipaddress
-import json
 import mmap
 import os
 import platform
@@ -22,20 +20,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from laconic.comm.entries import EntryError, decode, encode
 from laconic.comm.launch import RankInfo
 from laconic.errors import JobError
 from laconic.plan.measure import device_name, machine_id
 
+_T = TypeVar("_T")
+_Place: Any = tuple[str, int] | None
+
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _MOST_TRIED_BYTES = 64 << 20
 """A limit of lockable memory above this is believed without a trial, which would take that much memory."""
+_BOUNDLESS = 1 << 60
+"""A limit from here on is none; the kernel says -1, or a number near 2**63."""
 _CONNECT_S = 5.0
 """A connection inside a cluster takes less than a millisecond; a lost packet is sent again after 1 s and after 3 s."""
 
@@ -88,18 +92,6 @@ class RankFacts:
         names = [name for value in self.chosen.values() for name in named_interfaces(value, self.interfaces)]
         return next(iter(names), self.route)
 
-    def to_json(self) -> str:
-        """The facts as a text."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> RankFacts:
-        """The facts that such a text says."""
-        values: dict[str, Any] = json.loads(text)
-        named = values["interfaces"].items()
-        values["interfaces"] = {name: Interface(**{**it, "addresses": tuple(it["addresses"])}) for name, it in named}
-        return cls(**values)
-
 
 def read_facts(ranks: RankInfo, device: torch.device) -> RankFacts:
     """Read the facts of this rank."""
@@ -113,7 +105,7 @@ def read_facts(ranks: RankInfo, device: torch.device) -> RankFacts:
         device=device_name(device),
         versions=_versions(),
         locked_bytes=_lockable_bytes(),
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0] & (2**63 - 1),
+        open_files=min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] % 2**64, _BOUNDLESS),
         has_rdma=any(Path("/sys/class/infiniband").glob("*")),
         interfaces=interfaces,
         chosen={name: os.environ[name] for name in INTERFACE_VARIABLES if os.environ.get(name)},
@@ -123,7 +115,7 @@ def read_facts(ranks: RankInfo, device: torch.device) -> RankFacts:
 
 
 class Meeting:
-    """The rendezvous store of all ranks, where they exchange texts without a process group."""
+    """The rendezvous store of all ranks, where they exchange values without a process group."""
 
     def __init__(self, ranks: RankInfo, timeout_s: float) -> None:
         self._ranks, self._round, limit = ranks, 0, timedelta(seconds=timeout_s)
@@ -131,26 +123,30 @@ class Meeting:
         self._store = dist.PrefixStore("laconic-doctor", store)
         self._store.set_timeout(limit)
 
-    def exchange(self, text: str) -> list[str]:
-        """Return the texts of all ranks, by rank, on every rank.
+    def exchange(self, value: _T, kind: type[_T]) -> list[_T]:
+        """Return the values of all ranks, of the type `kind`, by rank, on every rank: [Note: Entries].
 
         Raises:
-            JobError: a rank did not come in time.
+            JobError: a rank did not come in time, or tells something else.
         """
         self._round += 1
-        self._store.set(f"{self._round}/{self._ranks.rank}", text)
-        texts = []
+        self._store.set(f"{self._round}/{self._ranks.rank}", encode(value))
+        values = []
         for rank in range(self._ranks.world_size):
             try:
-                texts.append(self._store.get(f"{self._round}/{rank}").decode())
+                values.append(decode(kind, self._store.get(f"{self._round}/{rank}")))
             except RuntimeError as error:
                 message = f"rank {rank} did not come: look whether its node runs, and what it has printed"
                 raise JobError(message) from error
-        return texts
+            except EntryError as error:
+                raise JobError(
+                    f"rank {rank} tells something else: {error}; install one laconic on all nodes"
+                ) from error
+        return values
 
     def leave(self) -> None:
         """Wait, on the rank that may host the store, until all have read what they need."""
-        self.exchange("")
+        self.exchange("", str)
         self._store.set(f"left/{self._ranks.rank}", "")
         if self._ranks.is_main:
             with contextlib.suppress(RuntimeError):  # a rank that has died needs no store
@@ -168,23 +164,22 @@ def unreachable(meeting: Meeting, ranks: RankInfo, facts: Sequence[RankFacts]) -
     address = next((it for it in interface.addresses if "%" not in it), "") if interface else ""
     failed: list[tuple[int, int, str]] = []
     with contextlib.ExitStack() as stack:
-        place = ""
+        place: tuple[str, int] | None = None
         if address and ranks.is_first_on_node:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             try:
                 server = stack.enter_context(socket.create_server((address, 0), family=family))
-                place = json.dumps([address, server.getsockname()[1]])
+                place = address, server.getsockname()[1]
             except OSError as error:
                 failed.append((own.node, own.node, f"{address}: {error}"))
-        for rank, text in enumerate(meeting.exchange(place)):
-            if text and ranks.is_first_on_node and facts[rank].node != own.node:
-                host, port = json.loads(text)
+        for rank, other in enumerate(meeting.exchange(place, _Place)):
+            if other and ranks.is_first_on_node and facts[rank].node != own.node:
                 try:
-                    socket.create_connection((host, port), timeout=_CONNECT_S).close()
+                    socket.create_connection(other, timeout=_CONNECT_S).close()
                 except OSError as error:
-                    failed.append((own.node, facts[rank].node, f"{host}: {error}"))
-        found = meeting.exchange(json.dumps(failed))
-    return [(of, to, reason) for text in found for of, to, reason in json.loads(text)]
+                    failed.append((own.node, facts[rank].node, f"{other[0]}: {error}"))
+        found = meeting.exchange(failed, list[tuple[int, int, str]])
+    return [pair for pairs in found for pair in pairs]
 
 
 def named_interfaces(value: str, interfaces: Sequence[str] | dict[str, Interface]) -> list[str]:
@@ -227,7 +222,7 @@ def _versions() -> dict[str, str]:
 
 def _lockable_bytes() -> int | None:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY or (soft < _MOST_TRIED_BYTES and _can_lock(soft + mmap.PAGESIZE)):
+    if soft % 2**64 >= _BOUNDLESS or (soft < _MOST_TRIED_BYTES and _can_lock(soft + mmap.PAGESIZE)):
         return None  # a process with the capability IPC_LOCK has no limit
     return soft
 

@@ -1,13 +1,10 @@
 """The figures of one optimizer step, on one rank and on the whole cluster, and of the whole run (`summary.json`)."""
 
-import contextlib
 import dataclasses
 import itertools
 import math
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, get_args
 
 from torch import nn
@@ -15,6 +12,7 @@ from torch import nn
 from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Level, Purpose
 from laconic.config import Config, to_dict
+from laconic.extras import versions_of
 from laconic.islands.exchange import SyncReport
 from laconic.strategies.islands import num_islands
 from laconic.strategies.memory import whole_numel
@@ -158,14 +156,6 @@ def summarise(config: Config, ranks: RankInfo, model: nn.Module, steps: Sequence
         **{key: max((value for value in values[key] if value is not None), default=None) for key in _PEAKS},
         "syncs": [dataclasses.asdict(sync) for step in steps for sync in step.syncs],
         "output": config.train.output,
-        "versions": _versions(),
+        "versions": versions_of("laconic", "torch", "transformers", "peft"),
         "config": to_dict(config),
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("laconic", "torch", "transformers", "peft"):
-        with contextlib.suppress(PackageNotFoundError):  # laconic may run from a source tree
-            found[name] = version(name)
-    return found
