@@ -17,8 +17,8 @@ from laconic.rehearse.tape import Record, Wait
 from laconic.shard.ledger import Ledger
 from laconic.strategies.stepper import StepResult
 from laconic.train import meter as meters
+from laconic.train.loggers import RunRecorder
 from laconic.train.meter import StepMeter
-from laconic.train.recorder import RunRecorder
 from laconic.train.records import StepRecord
 
 NUM_STEPS = 3

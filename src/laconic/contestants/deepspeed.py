@@ -29,9 +29,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -40,7 +38,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from laconic import _compat
-from laconic.comm.traffic import Snapshot
 from laconic.config import JobError
 from laconic.data.batches import Batch
 from laconic.extras import how_to_install
@@ -50,7 +47,7 @@ from laconic.shard.policies import Precision
 from laconic.strategies.memory import local_nbytes, state_nbytes
 from laconic.strategies.optimizers import make_optimizer
 from laconic.strategies.ring import RingReduceScatter
-from laconic.strategies.stepper import NotFiniteError, Save, Setup, Stepper, StepResult
+from laconic.strategies.stepper import NotFiniteError, Setup, Stepper, StepResult
 
 _NO_CUDA = "DS_ACCELERATOR=cpu DS_BUILD_OPS=0"
 
@@ -259,22 +256,6 @@ class DeepSpeedStepper(Stepper):
                 weights="as after step {step}",
             )
         return norms
-
-    def consistent(self) -> AbstractContextManager[Any]:
-        """See `Stepper.consistent`."""
-        return contextlib.nullcontext()
-
-    def save(self, save: Save, extra: dict[str, Any]) -> None:
-        """See `Stepper.save`. A job that wants a checkpoint is refused before: `Strategy.saves`."""
-        raise NotImplementedError("runs under DeepSpeed write no checkpoints")
-
-    def load(self, folder: Path) -> dict[str, Any] | None:
-        """See `Stepper.load`. As `save`."""
-        raise NotImplementedError("runs under DeepSpeed read no checkpoints")
-
-    def traffic(self, before: Snapshot | None = None) -> Snapshot | None:
-        """See `Stepper.traffic`."""
-        return None
 
     def resting_bytes(self) -> int:
         """See `Stepper.resting_bytes`. DeepSpeed keeps the buffers for gradients between steps, too."""

@@ -13,7 +13,6 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -81,15 +80,8 @@ class TorchftStepper(Simultaneous):
         self._lighthouse: Any = None
         self._manager = self._join(torchft, setup)
         fragments = _fragments(model, sync)
-        outer = [
-            torch.optim.SGD(
-                fragment.parameters(),
-                lr=rates.lr,
-                momentum=rates.momentum,
-                nesterov=rates.momentum > 0,
-            )
-            for fragment in fragments
-        ]
+        options: dict[str, Any] = {"lr": rates.lr, "momentum": rates.momentum, "nesterov": rates.momentum > 0}
+        outer = [torch.optim.SGD(fragment.parameters(), **options) for fragment in fragments]
         self._diloco = local_sgd.DiLoCo(
             self._manager, fragments, self.optimizer, outer, sync_every=schedule.every, use_bucketization=True
         )
@@ -147,13 +139,10 @@ class TorchftStepper(Simultaneous):
             )
         return ()
 
-    def consistent(self) -> AbstractContextManager[Any]:
-        """See `Stepper.consistent`. Inside, the model has the outer parameters."""
-        return self._outer_parameters()
-
     @contextlib.contextmanager
     @torch.no_grad()
-    def _outer_parameters(self) -> Iterator[None]:
+    def consistent(self) -> Iterator[None]:
+        """See `Stepper.consistent`. Inside, the model has the outer parameters."""
         parameters = list(self.module.parameters())
         own = [parameter.detach().clone() for parameter in parameters]
         self._diloco._restore_parameters()

@@ -5,6 +5,7 @@ are two: `Simultaneous` for the engine and PyTorch's baselines, with islands or 
 cyclic schedule.
 """
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -126,28 +127,31 @@ class Stepper(ABC):
         """The next-token loss of a micro-batch, plus the model's own losses. Collective."""
         return self.module(**batch.arguments(), use_cache=False).loss  # the model shifts the labels
 
-    @abstractmethod
     def consistent(self) -> AbstractContextManager[Any]:
         """A context in which all ranks have the same model, as an evaluation needs. Collective."""
+        return contextlib.nullcontext()
 
-    @abstractmethod
     def save(self, save: Save, extra: dict[str, Any]) -> None:
-        """Call `save` with the state that a checkpoint needs, and with `extra`. Collective."""
+        """Call `save` with the state that a checkpoint needs, and with `extra`. Collective.
 
-    @abstractmethod
+        A strategy whose runs save nothing lacks this method and `load`; `check_job` refuses jobs that would call them.
+        """
+        raise NotImplementedError
+
     def load(self, folder: Path) -> dict[str, Any] | None:
         """Load the newest intact checkpoint; return its `extra`, or None if there is no checkpoint. Collective.
 
         Raises:
             ValueError: the checkpoint belongs to another job.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def traffic(self, before: Snapshot | None = None) -> Snapshot | None:
         """The bytes sent and received so far; None if the strategy does not count them.
 
         `before` has the counts after the last step. Bytes sent since then are left out if they belong to the next step.
         """
+        return None
 
     def placements(self) -> Mapping[str, Placement]:
         """Where each unit rests, by its name, once `shard.cache = "auto"` has chosen; empty before, and without it."""

@@ -1,11 +1,15 @@
-"""Loggers: the figures of a run in files, and as plain lines on the terminal."""
+"""Loggers: the figures of a run in files, and as plain lines on the terminal; and the recorder that passes them on.
+
+Nothing here runs inside a timed step: a few small collectives between steps combine the records of several steps.
+"""
 
 import contextlib
+import itertools
 import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from laconic.store import files
-from laconic.train.records import ClusterStep, SyncMetrics
+from laconic.train.records import ClusterStep, StepRecord, SyncMetrics
 
 _WANDB_RUN = "wandb-run-id"
 _GROUPS = {
@@ -277,3 +281,63 @@ class LineLogger(Logger):
 
     def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+class RunRecorder:
+    """Collects the records of this rank, and keeps the figures of the cluster."""
+
+    def __init__(
+        self,
+        loggers: Sequence[Logger],
+        reduce: Callable[[Sequence[StepRecord]], Sequence[ClusterStep]],
+        write: Callable[[Callable[[], None]], object],
+    ) -> None:
+        """`loggers` is empty except on rank 0.
+
+        `reduce` is `reduce_records` with all arguments but the records. `write` calls an action that writes to files,
+        on rank 0, and raises its error on all ranks. Collective.
+        """
+        self.steps: list[ClusterStep] = []  # the figures of all steps that are combined
+        self.evaluations: list[dict[str, float]] = []
+        """The figures of all evaluations so far, each with its step."""
+        self._loggers, self._reduce, self._write = loggers, reduce, write
+        self._pending: list[StepRecord] = []
+
+    @property
+    def num_pending(self) -> int:
+        """The number of records that are not combined yet."""
+        return len(self._pending)
+
+    def add(self, record: StepRecord) -> None:
+        """Keep a record of this rank until the next `flush`."""
+        self._pending.append(record)
+
+    def add_evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Keep and log the figures of an evaluation after `step`, which are the same on all ranks. Collective."""
+        self.evaluations.append({"step": step, **values})
+
+        def log() -> None:
+            for logger in self._loggers:
+                logger.evaluation(step, values)
+
+        self._write(log)
+
+    def flush(self) -> None:
+        """Combine the pending records of all ranks, and log the figures. Collective."""
+        if not self._pending:
+            return
+        steps = self._reduce(self._pending)
+        self._pending.clear()
+        self.steps.extend(steps)
+
+        def log() -> None:
+            for step, logger in itertools.product(steps, self._loggers):
+                logger.step(step)
+
+        self._write(log)
+
+    def close(self) -> None:
+        """Close the loggers. They have written everything, so no error of a file can lose anything here."""
+        for logger in self._loggers:
+            with contextlib.suppress(OSError):
+                logger.close()

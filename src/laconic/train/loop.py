@@ -39,11 +39,10 @@ from laconic.strategies.stepper import NotFiniteError, Setup, Stepper
 from laconic.train import prepare
 from laconic.train.balance import RowBalance
 from laconic.train.lock import output_lock
-from laconic.train.loggers import JsonlLogger, LineLogger, Logger, TensorBoardLogger, WandbLogger
+from laconic.train.loggers import JsonlLogger, LineLogger, Logger, RunRecorder, TensorBoardLogger, WandbLogger
 from laconic.train.meter import StepMeter
 from laconic.train.prepare import with_strategy
-from laconic.train.recorder import RunRecorder, reduce_records
-from laconic.train.records import StepRecord, perplexity, summarise
+from laconic.train.records import StepRecord, perplexity, reduce_records, summarise
 from laconic.train.stopping import StopSignals
 
 _T = TypeVar("_T")

@@ -4,14 +4,23 @@ from laconic.registry import Limit, Strategy
 from laconic.strategies.known.engine import LIMITS
 from laconic.strategies.known.pytorch import several_per_node
 
-_PLACE = "{key} = {{value!r}} and shard.strategy = {{strategy!r}}: DeepSpeed {reason}"
+_TAKES = (
+    ("model.dtype", "float32", "keeps master weights and optimizer states in float32; set model.dtype = 'float32' and, "
+     "for fewer bits in forward and backward, shard.param_dtype"),
+    ("lora.quantize", None, "cuts no weights in blocks of few bits; leave it out"),
+    ("train.compile", False, "gathers inside the layers that would be compiled; leave it out"),
+)  # fmt: skip
+_REFUSES = (
+    ("shard.param_dtype", "float16", "scales the loss by its own rule; use 'bfloat16'"),
+    ("train.rows", "by-speed", "gathers inside the layers, where no compute can be timed alone; give the rows of each "
+     "rank as a list"),
+)  # fmt: skip
+"""Keys with the value that DeepSpeed takes alone, or does not take: why, and what to do."""
 
 
 def _limit(key: str, value: object, reason: str, *, is_only: bool) -> Limit:
-    """Take `value` alone for a key, or every other value."""
-    return Limit(
-        key=key, holds=lambda given: (given == value) is is_only, message=_PLACE.format(key=key, reason=reason)
-    )
+    message = f"{key} = {{value!r}} and shard.strategy = {{strategy!r}}: DeepSpeed {reason}"
+    return Limit(key=key, holds=lambda given: (given == value) is is_only, message=message)
 
 
 _DEEPSPEED = Strategy(
@@ -26,22 +35,8 @@ _DEEPSPEED = Strategy(
     package="deepspeed",
     limits=(
         *LIMITS,
-        _limit(
-            "model.dtype",
-            "float32",
-            "keeps master weights and optimizer states in float32; set model.dtype = 'float32' and, for fewer bits in "
-            "forward and backward, shard.param_dtype",
-            is_only=True,
-        ),
-        _limit("shard.param_dtype", "float16", "scales the loss by its own rule; use 'bfloat16'", is_only=False),
-        _limit("lora.quantize", None, "cuts no weights in blocks of few bits; leave it out", is_only=True),
-        _limit(
-            "train.rows",
-            "by-speed",
-            "gathers inside the layers, where no compute can be timed alone; give the rows of each rank as a list",
-            is_only=False,
-        ),
-        _limit("train.compile", False, "gathers inside the layers that would be compiled; leave it out", is_only=True),
+        *(_limit(*each, is_only=True) for each in _TAKES),
+        *(_limit(*each, is_only=False) for each in _REFUSES),
     ),
     reduces_always=True,
     saves=False,

@@ -1,7 +1,5 @@
 """The strategies on laconic's engine, ZeRO++'s algorithm among them, and shard.strategy = "auto"."""
 
-from typing import Any
-
 from laconic.registry import AUTO, Limit, Strategy
 
 _IS_LACONICS = "is for shard.strategy = 'laconic'"
@@ -36,20 +34,22 @@ those that hpZ has kept on the node. DeepSpeed's forward gathers along one ring 
 0.13.2 it uses what it has kept until the optimizer's step, and of frozen weights for good (#4906)."""
 
 
-_BESIDE_CYCLIC: dict[tuple[str, tuple[Any, ...]], str] = {
-    ("sync.mode", ("every-step",)): ": islands train on their own, but workers of the cyclic schedule exchange every "
-    "gradient; change one of the two",
-    ("train.compile", (False,)): ": torch.compile is for layers that stay whole modules, and this schedule cuts the "
-    "model into stages; leave one of the two out",
-    ("lora.quantize", (None,)): ", which sends whole stages in the dtype of their parameters; leave one of the two out",
-    ("train.accumulation", (1,)): ": every worker has one micro-batch per step; raise train.micro_batch_size, or "
-    "schedule.workers",
-    ("train.rows", ("equal",)): ": its messages have one size, so all workers have equally many rows; leave one of the "
-    "two out",
-    ("optimizer.name", ("adamw", "adamw8bit")): ": every stage has an optimizer of its own, which cannot tell hidden "
-    "layers from others; use 'adamw' or 'adamw8bit'",
-}
-"""By key and the values that the cyclic schedule takes of it: why, and what to do."""
+_BESIDE_CYCLIC = (
+    ("sync.mode", ("every-step",), ": islands train on their own, but workers of the cyclic schedule exchange every "
+     "gradient; change one of the two"),
+    ("train.compile", (False,), ": torch.compile is for layers that stay whole modules, and this schedule cuts the "
+     "model into stages; leave one of the two out"),
+    ("lora.quantize", (None,), ", which sends whole stages in the dtype of their parameters; leave one of the two out"),
+    ("train.accumulation", (1,), ": every worker has one micro-batch per step; raise train.micro_batch_size, or "
+     "schedule.workers"),
+    ("train.rows", ("equal",), ": its messages have one size, so all workers have equally many rows; leave one of the "
+     "two out"),
+    ("optimizer.name", ("adamw", "adamw8bit"), ": every stage has an optimizer of its own, which cannot tell hidden "
+     "layers from others; use 'adamw' or 'adamw8bit'"),
+)  # fmt: skip
+"""Keys with the values of them that the cyclic schedule takes: why, and what to do."""
+
+
 _ROUNDED = "crossings are rounded: losses within 0.13 % of exact crossings, either way (docs/thinner.md)"
 _ROUNDED_GRADIENTS = "gradients are rounded, weights are not (docs/thinner.md)"
 _TAKES_HALF = Limit.only(
@@ -111,7 +111,7 @@ _CYCLIC_SCHEDULE = LACONIC.variant(
     inexact=_CYCLIC,
     limits=tuple(
         Limit.only(key, *values, message=f"{key} = {{toml}} and schedule.kind = 'cyclic'{reason}")
-        for (key, values), reason in _BESIDE_CYCLIC.items()
+        for key, values, reason in _BESIDE_CYCLIC
     ),
     on_engine=False,
     schedule={"states": "replicated"},

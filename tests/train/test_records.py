@@ -14,8 +14,7 @@ from rich.console import Console
 from laconic.comm.launch import RankInfo
 from laconic.strategies.stepper import StepResult
 from laconic.train.loggers import JsonlLogger, LineLogger, TensorBoardLogger, describe_step
-from laconic.train.recorder import reduce_records
-from laconic.train.records import KINDS, ClusterStep, StepRecord
+from laconic.train.records import KINDS, ClusterStep, StepRecord, reduce_records
 from tests.support.jobs import events_of, metrics
 from tests.support.launch import run_ranks
 
