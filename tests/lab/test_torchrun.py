@@ -14,10 +14,11 @@ import textwrap
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from laconic.lab import Lab
+from laconic.lab import Lab, LabUnavailable, RunResult
 from laconic.lab import cli as lab_cli
 from tests.lab import traces
 from tests.support.launch import PATIENCE_S
@@ -27,11 +28,15 @@ pytestmark = pytest.mark.machine
 LABORATORY = [sys.executable, "-m", "laconic.cli", "lab"]
 
 
+_MODULE = "fractions"  # some module that Python itself does not import at its start
+
+
 @pytest.fixture(scope="module", params=["torchrun", "warm"])
 def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
+    """Its ranks are torchrun's, or forks of a process that has imported their modules."""
     with Lab(nodes=2) as lab:
         if request.param == "warm":
-            lab.warm_up([])
+            lab.warm_up([_MODULE, "there_is_no_such_module"])
         yield lab
 
 
@@ -42,6 +47,12 @@ def write(script: Path, text: str) -> None:
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     return tmp_path / "script.py"
+
+
+def run(lab: Lab, script: Path, code: str, *arguments: str, local: int = 2, **options: Any) -> RunResult:
+    """Run a script on the ranks of a lab, quietly."""
+    script.write_text(code)
+    return lab.run([str(script), *arguments], local=local, timeout_s=PATIENCE_S, show=False, **options)
 
 
 def test_ranks_of_two_nodes_talk_over_the_wire(script: Path, tmp_path: Path) -> None:
@@ -139,17 +150,79 @@ BLIND_KEEPER = (
 )  # fmt: skip
 def test_a_rank_that_fails_ends_all(lab: Lab, script: Path, end: str, exit_code: int, error: str) -> None:
     """Without the lab the other ranks would sleep on, because nothing wakes them."""
-    script.write_text(
-        "import os, psutil, signal, subprocess, sys, threading, time\n"
-        f"if os.environ['RANK'] == '3':\n    {end}\ntime.sleep(600)\n"
-    )
-    result = lab.run([str(script)], local=2, show=False, timeout_s=PATIENCE_S)
+    imports = "import os, psutil, signal, subprocess, sys, threading, time\n"
+    result = run(lab, script, f"{imports}if os.environ['RANK'] == '3':\n    {end}\ntime.sleep(600)\n")
     assert not result.timed_out
     assert result.exit_code == exit_code
     assert result.failure is not None
     assert (result.failure.rank, result.failure.node, result.failure.local_rank) == (3, 1, 1)
     assert result.failure.error.rstrip().endswith(error)
     assert "laconic/lab" not in result.failure.error, "no frame of ours"
+
+
+def test_ranks_have_torchruns_variables_and_begin_with_the_modules_of_a_warm_lab(
+    lab: Lab, script: Path, tmp_path: Path
+) -> None:
+    code = f"""
+import os, sys
+was_there = {_MODULE!r} in sys.modules
+names = ["RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OWN"]
+open(os.path.join({str(tmp_path)!r}, "rank" + os.environ["RANK"]), "w").write(
+    repr((was_there, __name__, sys.argv[1:], [os.environ[name] for name in names]))
+)
+"""
+    for number in range(2):
+        result = run(lab, script, code, "argument", env={"OWN": str(number)})
+        assert (result.exit_code, result.failure) == (0, None), result
+        for rank in range(4):
+            found = eval((tmp_path / f"rank{rank}").read_text())  # our own text
+            numbers = [str(each) for each in (rank, rank % 2, rank // 2, 4, 2, number)]
+            assert found == (lab._is_warm, "__main__", ["argument"], numbers)
+    assert "OWN" not in os.environ
+
+
+def test_ranks_meet_over_the_wire_under_its_rate(lab: Lab, script: Path) -> None:
+    lab.set_rate(50e6)
+    code = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    dist.send(torch.zeros(250_000), 3)
+elif dist.get_rank() == 3:
+    dist.recv(torch.zeros(250_000), 0)
+dist.barrier()  # a rank that goes at once may be one that another still connects to
+"""
+    result = run(lab, script, code)
+    assert result.exit_code == 0, result
+    assert result.nodes[0].sent_bytes == pytest.approx(1e6, rel=0.05)
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_ranks_end_with_a_killed_keeper(
+    is_warm: bool, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their agent is a child of the keeper, and they are children of their agent."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a killed keeper leaves its folder
+    code = "import os, psutil, time\npsutil.Process(psutil.Process(os.getppid()).ppid()).kill()\ntime.sleep(600)"
+    marker = uuid.uuid4().hex
+    with Lab(nodes=2) as lab:
+        if is_warm:
+            lab.warm_up([])
+        with pytest.raises(LabUnavailable, match="keeper was killed"):
+            run(lab, script, code, env={traces.MARKER: marker})
+    assert traces.wait_until(lambda: not traces.processes_with_marker(marker))
+
+
+def test_commands_that_are_no_ranks_start_as_ever(lab: Lab) -> None:
+    code = f"import sys; print({_MODULE!r} in sys.modules)"
+    result = lab.execute([[sys.executable, "-c", code]] * 2, timeout_s=PATIENCE_S, show=False)
+    assert [node.output.strip() for node in result.nodes] == ["False", "False"]
+
+
+def test_warm_ranks_without_a_wire(script: Path) -> None:
+    with Lab(nodes=1, wire=False) as lab:
+        lab.warm_up([_MODULE])
+        assert run(lab, script, "import os; print('rank', os.environ['RANK'])").nodes[0].output.count("rank") == 2
 
 
 def test_a_script_runs_as_it_would_alone(script: Path) -> None:

@@ -1,7 +1,8 @@
-"""Settings of islands, schedules and optimizers that make no sense, and jobs that a strategy cannot take."""
+"""Settings of islands, schedules and optimizers that make no sense, and jobs that cannot work."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -134,11 +135,46 @@ ROUTED = {**TINY["mixtral"], "vocab_size": 256, "output_router_logits": True}
             "set train.save_every = -1 and train.resume = 'never'",
             {"shard": {"strategy": "ddp-zero1"}, "train": {"save_every": 0}},
         ),
+        ("set model.config", {"model": {"config": None}}),
+        ("train.output = '/dev/null/out' cannot be written", {"train": {"output": "/dev/null/out"}}),
+        ("shorter than one sequence", {"data": {"sequence_length": 30_000}}),
+        ("neither 'bytes' nor a folder", {"data": {"tokenizer": "nowhere"}}),
+        ("holds nothing out", {"data": {"eval_fraction": 0.0}, "train": {"eval_every": 1}}),
+        ("vocabulary has 100", {"model": {"config": {"model_type": "llama", "vocab_size": 100}}}),
+        ("llama", {"model": {"config": {"model_type": "lama"}}}),
+        ("at least 2 ranks per node", {"shard": {"strategy": "fsdp2-hpz"}}),
+        ("each island has one rank", {"shard": {"audit_every": 5}}),
+        ("train.rows = [2, 2] has rows for 2 ranks, and there are 1; give the rows of", {"train": {"rows": [2, 2]}}),
+        ("adds up to 3; it must be 2: 1 ranks x train.micro_batch_size = 2 x train.accum", {"train": {"rows": [3]}}),
+        (
+            "set shard.device_bytes and shard.host_bytes, or give the rows of each rank as a list",
+            {"train": {"rows": "by-speed"}, "shard": {"cache": "auto", "device_bytes": 5}},
+        ),
+        (
+            "train.rows = (2,) and schedule.kind = 'cyclic': its messages have one size",
+            {"train": {"rows": [2]}, "schedule": {"kind": "cyclic", "workers": 2}},
+        ),
+        (
+            "train.compile = true and schedule.kind = 'cyclic'",
+            {"train": {"compile": True}, "schedule": {"kind": "cyclic", "workers": 2}},
+        ),
+        (
+            "sync.slices = 2 and train.compile = true",
+            {"train": {"compile": True}, "sync": {"mode": "local", "slices": 2}},
+        ),
+        (
+            "islands would skip different steps",
+            {"shard": {"param_dtype": "float16"}, "sync": {"mode": "local", "every": 2}},
+        ),
+        ("nowhere' holds no checkpoint; give the output folder", {"train": {"resume": "/nowhere"}}),
+        ("log.wandb = true needs the package wandb", {"log": {"wandb": True}}),
     ],
 )
-def test_jobs_that_a_strategy_cannot_take_are_refused(
-    tmp_path: Path, sections: dict[str, Any], part: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_work_is_refused_before_the_first_step(
+    tmp_path: Path, sections: dict[str, Any], part: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setitem(sys.modules, "wandb", None)
     assert part in refusal(job(tmp_path, **sections))
     assert "step 1/4" not in capsys.readouterr().out
 
