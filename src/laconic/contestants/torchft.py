@@ -30,6 +30,7 @@ from laconic.config import JobError, SyncConfig
 from laconic.extras import how_to_install
 from laconic.islands.exchange import SyncReport
 from laconic.islands.fragments import fragment_of
+from laconic.strategies.islands import num_islands
 from laconic.strategies.parallelize import shard_by_fsdp2
 from laconic.strategies.simultaneous import Simultaneous
 from laconic.strategies.stepper import Setup
@@ -56,7 +57,7 @@ def import_torchft() -> tuple[ModuleType, ModuleType]:
 
 def shard_inside_islands(model: nn.Module, setup: Setup) -> tuple[nn.Module, None]:
     """FSDP2 over the ranks of each island: see `parallelize`."""
-    islands = setup.num_islands
+    islands = num_islands(setup.sync, setup.ranks)
     mesh = make_mesh(setup.device.type, (islands, setup.ranks.world_size // islands), ("island", "shard"))
     return shard_by_fsdp2(model, setup, mesh["shard"])
 
@@ -89,7 +90,8 @@ class TorchftStepper(Simultaneous):
 
     def _join(self, torchft: ModuleType, setup: Setup) -> Any:
         """Start the lighthouse, a store for each island, and the manager; return the manager. Collective."""
-        ranks, islands, timeout = setup.ranks, setup.num_islands, timedelta(seconds=setup.train.timeout_s)
+        ranks, timeout = setup.ranks, timedelta(seconds=setup.train.timeout_s)
+        islands = num_islands(setup.sync, ranks)
         world = dist.group.WORLD
         assert world is not None
         host = own_address(dist.distributed_c10d._get_default_store(), ranks.world_size)

@@ -34,7 +34,7 @@ from laconic.models.build import materialize
 from laconic.store.folder import damage
 from laconic.strategies.memory import state_nbytes
 from laconic.strategies.optimizers import make_stage_optimizer
-from laconic.strategies.stepper import NotFiniteError, Save, Setup, Stepper, StepResult
+from laconic.strategies.stepper import NotFiniteError, Save, Setup, Stepper, StepResult, checkpoints_to_load
 
 
 def num_workers(schedule: ScheduleConfig, ranks: RankInfo) -> int:
@@ -74,16 +74,18 @@ def num_workers(schedule: ScheduleConfig, ranks: RankInfo) -> int:
 class CyclicStepper(Stepper):
     """A `Stepper` of workers that run one after the other."""
 
-    def __init__(self, model: nn.Module, setup: Setup, saved: dict[str, Any] | None) -> None:
-        """Fill in `model`'s weights and cut it. `saved` is the cut of a checkpoint to load, or None. Collective."""
+    def __init__(self, model: nn.Module, setup: Setup) -> None:
+        """Fill in `model`'s weights and cut it, as in the checkpoint to go on from, if there is one. Collective."""
         ranks, device, schedule = setup.ranks, setup.device, setup.schedule
         materialize(model, setup.model, device)
         self.module = model
         self.num_workers = num_workers(schedule, ranks)
+        resumes = setup.train.resume != "never" and ranks.is_main
+        saved = RankGroup().broadcast(newest_cut(checkpoints_to_load(setup.train)) if resumes else None)
         blocks_by_stage = saved_cut(saved, self.num_workers)
         shape = setup.train.micro_batch_size, setup.data.sequence_length
         self.stages = self._cut(schedule.cut_by, blocks_by_stage, shape)
-        self.blocks_by_stage = [stage.num_blocks for stage in self.stages]
+        self.about = f"cut into stages of {[stage.num_blocks for stage in self.stages]} blocks"
         mesh = make_mesh(device.type, (ranks.world_size,)) if ranks.world_size > 1 else None
         self.run = CyclicDataParallel(
             self.stages,

@@ -33,7 +33,7 @@ from laconic.models.build import materialize
 from laconic.optim import AdamW8bit
 from laconic.policy import with_keys
 from laconic.shard.policies import ShardPolicy
-from laconic.strategies.islands import slice_model
+from laconic.strategies.islands import num_islands, slice_model
 from laconic.strategies.optimizers import tiling
 from laconic.strategies.ring import use_rings
 from laconic.strategies.stepper import Setup
@@ -59,7 +59,7 @@ def parallelize(model: nn.Module, setup: Setup) -> tuple[nn.Module, DeviceMesh |
 
 def on_engine(model: nn.Module, setup: Setup) -> tuple[nn.Module, DeviceMesh | None]:
     """The engine: see `parallelize`."""
-    mesh = laconic.init_mesh(setup.device.type, islands=setup.num_islands)
+    mesh = laconic.init_mesh(setup.device.type, islands=num_islands(setup.sync, setup.ranks))
     slice_model(model, setup.sync, Path(setup.train.output), mesh)
     policies = shard_policy(setup.shard, setup.optimizer).arguments()
     precision = mixed_precision(setup.shard, setup.model)

@@ -36,7 +36,7 @@ from laconic.islands.exchange import SyncReport
 from laconic.islands.local_steps import LocalSteps
 from laconic.shard.ledger import Ledger
 from laconic.shard.policies import Placement
-from laconic.strategies.islands import num_launches, run_id_of
+from laconic.strategies.islands import num_islands, num_launches, run_id_of
 from laconic.strategies.memory import local_nbytes, state_nbytes
 from laconic.strategies.optimizers import make_optimizer
 from laconic.strategies.parallelize import parallelize
@@ -103,7 +103,7 @@ class Simultaneous(Stepper):
             )
         self._ranks, self._num_launches = ranks, num_launches(sync)
         self.num_workers, self.workers = ranks.world_size * self._num_launches, range(ranks.rank, ranks.rank + 1)
-        ranks_per_island = ranks.world_size // setup.num_islands
+        ranks_per_island = ranks.world_size // num_islands(sync, ranks)
         first_peer = ranks.rank // ranks_per_island * ranks_per_island
         self.peers = range(first_peer, first_peer + ranks_per_island)
         self.steps_per_sync = self.local.schedule.interval if self.local else None

@@ -16,14 +16,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from laconic.checkpoint import commit
 from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
-from laconic.config import Config
+from laconic.config import Config, TrainConfig
 from laconic.data.batches import Batch
 from laconic.islands.exchange import SyncReport
 from laconic.shard.ledger import Ledger
 from laconic.shard.policies import Placement
-from laconic.strategies.islands import num_islands
 
 Save = Callable[..., Any]
 """A function `save(model=, optimizer=, extra=, local_steps=)` that writes a checkpoint."""
@@ -41,14 +41,18 @@ class Setup(Config):
         """The setup of a job on this rank."""
         return cls(**vars(config), ranks=ranks, device=device)
 
-    @property
-    def num_islands(self) -> int:
-        """The number of islands of this launch.
 
-        Raises:
-            JobError: see `laconic.strategies.islands.num_islands`.
-        """
-        return num_islands(self.sync, self.ranks)
+CHECKPOINTS = "checkpoints"
+"""The folder of a run's checkpoints, in its output folder."""
+
+
+def checkpoints_to_load(train: TrainConfig) -> Path:
+    """The folder of the checkpoints to go on from: the run's own if there are any, else what train.resume names."""
+    own = Path(train.output) / CHECKPOINTS
+    if train.resume in ("never", "auto") or commit.candidates(own):
+        return own
+    given = Path(str(train.resume))
+    return given / CHECKPOINTS if (given / CHECKPOINTS).is_dir() else given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +89,8 @@ class Stepper(ABC):
 
     module: Any
     """The model, under its ordinary names."""
+    about: str = ""
+    """A line for the user: how the model was cut."""
     optimizer: torch.optim.Optimizer
     """The optimizer, in whose groups the loop sets learning rates before each step."""
     num_workers: int

@@ -17,7 +17,6 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch import nn
 
 import laconic.checkpoint
 from laconic import registry
@@ -31,11 +30,12 @@ from laconic.errors import writing
 from laconic.models.tokenizer import KEPT, load_tokenizer, save_tokenizer, with_vocabulary
 from laconic.store import files
 from laconic.strategies.checks import check_job
-from laconic.strategies.cyclic import CyclicStepper, newest_cut, num_workers
+from laconic.strategies.cyclic import num_workers
 from laconic.strategies.islands import num_launches
 from laconic.strategies.memory import measured_peak
 from laconic.strategies.optimizers import set_learning_rates
-from laconic.strategies.stepper import NotFiniteError, Setup, Stepper
+from laconic.strategies.stepper import CHECKPOINTS, NotFiniteError, Setup, Stepper
+from laconic.strategies.under import strategy_of
 from laconic.train import prepare
 from laconic.train.balance import RowBalance
 from laconic.train.lock import output_lock
@@ -137,7 +137,10 @@ class Trainer:
         workers = num_workers(config.schedule, ranks) or ranks.world_size * num_launches(config.sync)
         self.config = config = replace(config, train=prepare.with_steps(config.train, corpus, workers))
         with prepare.as_job_error():
-            self.stepper = self._make_stepper(model)
+            strategy = strategy_of(config.shard, config.sync, config.schedule)
+            self.stepper: Stepper = registry.load(strategy.stepper)(model, Setup.of(self.config, ranks, device))
+        if self.stepper.about:
+            self.console.print(self.stepper.about, highlight=False)
         corpus.check_model(self._outputs, is_unequal=config.train.rows != "equal")
         self.meter = StepMeter(self.stepper, ranks, device)
         self.start_step = 0
@@ -164,7 +167,7 @@ class Trainer:
         )
         self.saver: AsyncSaver | None = None
         if config.train.async_save:
-            self.saver = AsyncSaver(self.output / prepare.CHECKPOINTS, keep=config.train.keep)
+            self.saver = AsyncSaver(self.output / CHECKPOINTS, keep=config.train.keep)
         self.stopped_by: str | None = None
         """The name of the signal that ended the run before its last step."""
         self.step_memory: dict[str, int | None] = {"step_peak_bytes": None, "resting_bytes": None}
@@ -174,17 +177,6 @@ class Trainer:
         """The model's outputs for a batch, before the first step. Collective."""
         with self.stepper.consistent(), torch.no_grad():
             return self.stepper.module.eval()(**batch.to(self.device).arguments(), use_cache=False)
-
-    def _make_stepper(self, model: nn.Module) -> Stepper:
-        setup = Setup.of(self.config, self.ranks, self.device)
-        if not self.config.schedule.is_cyclic:
-            make = registry.load(registry.named(self.config.shard.strategy).stepper)
-            return make(model, setup)
-        resumes = self.config.train.resume != "never" and self.ranks.is_main
-        saved = self.peers.broadcast(newest_cut(prepare.checkpoints_to_load(self.config.train)) if resumes else None)
-        stepper = CyclicStepper(model, setup, saved)
-        self.console.print(f"cut into stages of {stepper.blocks_by_stage} blocks", highlight=False)
-        return stepper
 
     def train(self) -> dict[str, Any]:
         """Take the remaining steps; return the summary. Collective.
@@ -251,7 +243,7 @@ class Trainer:
         """Evaluate and save after the last step, if islands go on from its sync: a kill may have come before either."""
         if self.config.train.eval_every:
             self._evaluate(self.start_step)
-        folder = self.output / prepare.CHECKPOINTS
+        folder = self.output / CHECKPOINTS
         is_saved = self.peers.broadcast(self.ranks.is_main and prepare.newest_step(folder) >= self.start_step)
         if self.config.train.save_every >= 0 and not is_saved:
             self._save(self.start_step)
@@ -324,7 +316,7 @@ class Trainer:
             f"training stopped before the optimizer of step {last_step + 1}: loss {error.loss} on rank "
             f"{self.ranks.rank}{norm}. The weights are {error.weights.format(step=last_step)}. Try a lower "
             "optimizer.lr, more optimizer.warmup_steps, a smaller optimizer.max_grad_norm or another dtype; "
-            f"checkpoints, if any, are in {self.output / prepare.CHECKPOINTS}"
+            f"checkpoints, if any, are in {self.output / CHECKPOINTS}"
         ) from None
 
     def _evaluate(self, step: int) -> None:
@@ -350,7 +342,7 @@ class Trainer:
             "config": to_dict(self.config),
             **self.balance.state(),
         }
-        folder, keep = self.output / prepare.CHECKPOINTS, self.config.train.keep
+        folder, keep = self.output / CHECKPOINTS, self.config.train.keep
         save = self.saver.save if self.saver else partial(laconic.checkpoint.save_checkpoint, folder, keep=keep)
         self.stepper.save(partial(save, step), extra)
         self.meter.skip()

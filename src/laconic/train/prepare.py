@@ -41,11 +41,11 @@ from laconic.plan.prediction import Predictor
 from laconic.plan.tracing import TraceError
 from laconic.strategies.checks import check_job
 from laconic.strategies.cyclic import num_workers
+from laconic.strategies.islands import num_islands
 from laconic.strategies.parallelize import shard_policy
-from laconic.strategies.stepper import Setup, Stepper
+from laconic.strategies.stepper import CHECKPOINTS, Setup, Stepper, checkpoints_to_load
 from laconic.train.lock import as_output
 
-CHECKPOINTS = "checkpoints"
 CONFIGURATION = "config.toml"
 
 
@@ -85,15 +85,6 @@ def _results_of_a_run(output: Path) -> list[str]:
     return [name for name, is_there in found.items() if is_there]
 
 
-def checkpoints_to_load(train: TrainConfig) -> Path:
-    """The folder of the checkpoints to go on from: the run's own if there are any, else what train.resume names."""
-    own = Path(train.output) / CHECKPOINTS
-    if train.resume in ("never", "auto") or commit.candidates(own):
-        return own
-    given = Path(str(train.resume))
-    return given / CHECKPOINTS if os.path.isdir(given / CHECKPOINTS) else given
-
-
 def check_wandb(log: LogConfig) -> None:
     """Import the package wandb, if the job needs it.
 
@@ -125,7 +116,7 @@ def show_launch(setup: Setup, console: Console) -> None:
         launch += f", {num_workers(schedule, ranks)} workers one after the other by {schedule.rule}"
     if sync.is_local:
         every, codec = sync.policy.schedule.every, sync.policy.coding.codec
-        launch += f", {setup.num_islands} islands that sync every {every} steps in {codec}"
+        launch += f", {num_islands(sync, ranks)} islands that sync every {every} steps in {codec}"
     crossings = shard_policy(setup.shard, setup.optimizer).wire
     if not crossings.is_exact:
         launch += f", weights cross in {crossings.weights} and gradients in {crossings.gradients}"
