@@ -113,15 +113,15 @@ class Policy:
                     if isinstance(error, PolicyError) and "plain" not in each.metadata:  # it names keys of this policy
                         raise
                     raise PolicyError.of(self, f"{{{_name(each)}}}: {error}") from None
-        for rule in _rules(type(self)):
-            key, value = rule.key, getattr(self, rule.field)
-            for choice in rule.choices:
+        for name, key, choices, is_integer, bounds in _rules(type(self)):
+            value = getattr(self, name)
+            for choice in choices:
                 if value is not None and value not in choice:
                     raise PolicyError.of(self, f"{{{key}=}} is not known; use one of {', '.join(map(repr, choice))}")
-            if rule.is_integer:
+            if is_integer:
                 self._check(key, value is None or isinstance(value, Integral), "must be an integer")
             items = value if isinstance(value, tuple) else (value,)
-            for bound in rule.bounds:
+            for bound in bounds:
                 self._check(key, all(item is None or bound.holds(item) for item in items), f"must {bound.text}")
         self._check_keys()
 
@@ -305,28 +305,20 @@ def _is_flat(hint: Any, each: dataclasses.Field[Any]) -> bool:
     return isinstance(hint, type) and issubclass(hint, Policy) and "plain" not in each.metadata
 
 
-class _Rule(NamedTuple):
-    """The demands of a field's annotation on its value."""
-
-    field: str
-    key: str
-    choices: tuple[tuple[Any, ...], ...]
-    is_integer: bool
-    bounds: tuple[Bound, ...]
+_Rule = tuple[str, str, tuple[tuple[Any, ...], ...], bool, tuple[Bound, ...]]
+"""What a field's annotation demands: its name and its key, choices, whether it is an integer, and bounds."""
 
 
 @_cached
 def _rules(cls: type) -> tuple[_Rule, ...]:
     hints = get_type_hints(cls, include_extras=True)
+
+    def is_integer(hint: Any) -> bool:
+        return hint is int or get_args(hint)[:1] == (int,)
+
+    named = ((each.name, _name(each), hints[each.name]) for each in dataclasses.fields(cls))
     return tuple(
-        _Rule(
-            field=each.name,
-            key=_name(each),
-            choices=tuple(_choices(hints[each.name])),
-            is_integer=hints[each.name] is int or get_args(hints[each.name])[:1] == (int,),
-            bounds=tuple(_bounds(hints[each.name])),
-        )
-        for each in dataclasses.fields(cls)
+        (name, key, tuple(_choices(hint)), is_integer(hint), tuple(_bounds(hint))) for name, key, hint in named
     )
 
 

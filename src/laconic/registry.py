@@ -26,8 +26,8 @@ SOURCES = ("laconic.contestants.known", "laconic.strategies.known")
 """The packages whose modules have records."""
 AUTO = "auto"
 """The value of shard.strategy for which the planner chooses one."""
-_MAKERS = ("PyTorch", "DeepSpeed", "laconic")
-"""The order in which strategies are listed; other makers follow."""
+_PLACES = {"PyTorch": 0, "DeepSpeed": 1, "laconic": 2}
+"""The order in which the strategies of makers are listed; other makers follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ def strategies() -> Mapping[str, Strategy]:
         ValueError: two have one name.
     """
     found = [each for module in _modules() for each in module.STRATEGIES]
-    found.sort(key=lambda each: (each.schedule is not None, each.has_islands, _place(each.maker)))
+    found.sort(key=lambda each: (each.schedule is not None, each.has_islands, _PLACES.get(each.maker, len(_PLACES))))
     by_name = {each.name: each for each in found}
     if len(by_name) < len(found):
         raise ValueError(f"two strategies have one name, among {', '.join(each.name for each in found)}")
@@ -203,7 +203,3 @@ def _modules() -> list[Any]:
 
 def _is_there(source: str) -> bool:
     return importlib.util.find_spec(source.rpartition(".")[0]) is not None
-
-
-def _place(maker: str) -> int:
-    return _MAKERS.index(maker) if maker in _MAKERS else len(_MAKERS)

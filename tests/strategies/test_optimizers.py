@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from laconic.config.sections import ShardConfig
 from laconic.strategies.memory import state_nbytes
 from laconic.strategies.optimizers import lr_at, make_optimizer, set_learning_rates
 from laconic.strategies.parallelize import shard_policy
+from laconic.strategies.simultaneous import LossScale
 from laconic.strategies.zero1 import make_cut_optimizer
 from tests.support.jobs import SMALL_LLAMA, assert_resumed, interrupted, job, refusal, train, train_all
 from tests.support.launch import on_ranks, run_ranks
@@ -113,6 +115,32 @@ def test_blocks_of_moments_and_of_cuts_agree(flat_blocks: bool, uncut: int) -> N
     optimizer.step()
     scales = -(-100 * 200 // 256) if flat_blocks else 4 * 7
     assert optimizer.state[weight]["exp_avg_scale"].numel() == scales
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3), torch.nn.Linear(3, 1))
+    model[2].requires_grad_(False)
+    optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.3))
+    shapes = {group["weight_decay"]: [tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups}
+    assert shapes == {0.3: [(3, 2)], 0.0: [(3,), (3,), (3,)]}
+
+
+def test_the_scale_moves_as_that_of_grad_scaler() -> None:
+    """torch.amp.GradScaler in one process is the oracle, on a random row of overflows."""
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    oracle = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
+    ours = LossScale(scale=2.0**20, growth_steps=3)
+    for overflowed in torch.rand(60, generator=torch.Generator().manual_seed(0)) < 0.3:
+        oracle.scale(parameter.sum()).backward()
+        if overflowed:
+            parameter.grad.mul_(math.inf)  # type: ignore[union-attr]
+        oracle.step(optimizer)
+        oracle.update()
+        optimizer.zero_grad()
+        ours.update(overflowed=bool(overflowed))
+        assert ours.scale == oracle.get_scale()
+    assert ours.num_skipped > 10
 
 
 def test_a_model_without_hidden_matrices_is_refused() -> None:

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from laconic import registry
-from laconic.config import OptimizerConfig, load, to_toml
-from laconic.strategies.optimizers import make_optimizer
+from laconic.config import load, to_toml
 from laconic.train.cli import main
 from laconic.train.prepare import differences
 from tests.support.jobs import assert_resumed, command, interrupted, job, metrics, refusal, train, train_all
@@ -182,14 +180,6 @@ def test_a_loss_that_is_not_finite_stops_all_ranks(tmp_path: Path) -> None:
     messages = run_ranks(refusal, 2, job(tmp_path, optimizer={"lr": 1e30, "max_grad_norm": 0.0}), local=1)
     assert all("training stopped before the optimizer of step" in message for message in messages)
     assert metrics(tmp_path / "out")[0]["step"] == 1
-
-
-def test_matrices_decay_and_vectors_do_not() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3), torch.nn.Linear(3, 1))
-    model[2].requires_grad_(False)
-    optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.3))
-    shapes = {group["weight_decay"]: [tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups}
-    assert shapes == {0.3: [(3, 2)], 0.0: [(3,), (3,), (3,)]}
 
 
 def test_differences_between_configurations() -> None:
