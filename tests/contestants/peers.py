@@ -20,3 +20,10 @@ def train(*configs: Config) -> list[dict[str, Any] | str]:
         except JobError as error:
             found.append(str(error))
     return found
+
+
+def under(folder: Path, strategy: str, name: str = "", **sections: dict[str, Any]) -> Config:
+    """A job under `strategy` with its own output folder."""
+    shard = {"strategy": strategy, **sections.pop("shard", {})}
+    train_keys = {"output": str(folder / (name or strategy)), **sections.pop("train", {})}
+    return jobs.job(folder, shard=shard, train=train_keys, **sections)

@@ -11,28 +11,21 @@ import torch
 from torch import nn
 
 from laconic.comm.launch import RankInfo
-from laconic.config import Config, JobError
+from laconic.config import JobError
 from laconic.contestants.deepspeed import Sizes, import_deepspeed, own_part, zero_3
 from laconic.strategies.checks import check_job
 from laconic.strategies.stepper import Setup
 from tests.contestants import peers
-from tests.support.jobs import job
+from tests.contestants.peers import under
 from tests.support.launch import run_ranks
 
 RANKS = RankInfo(rank=0, world_size=4, local_rank=0, num_local=2, num_nodes=2)
 CPU = torch.device("cpu")
 
 
-def run(folder: Path, name: str, strategy: str, **sections: dict[str, Any]) -> Config:
-    """A job under `strategy` with its own output folder."""
-    sections["shard"] = {"strategy": strategy, **sections.get("shard", {})}
-    sections["train"] = {"output": str(folder / name), **sections.get("train", {})}
-    return job(folder, **sections)
-
-
 @pytest.mark.machine
 def test_two_ranks_train_as_under_fsdp2(tmp_path: Path) -> None:
-    configs = [run(tmp_path, strategy, strategy, train={"steps": 2}) for strategy in ("fsdp2", "deepspeed")]
+    configs = [under(tmp_path, strategy, train={"steps": 2}) for strategy in ("fsdp2", "deepspeed")]
     fsdp2, deepspeed = run_ranks(peers.train, 2, *configs, local=1)[0]
     assert deepspeed["losses"] == pytest.approx(fsdp2["losses"], rel=1e-5)
 
@@ -43,9 +36,9 @@ def test_three_ranks_train_and_evaluate_as_under_fsdp2(tmp_path: Path) -> None:
     clipped: dict[str, dict[str, Any]] = {"optimizer": {"max_grad_norm": 0.5, "weight_decay": 0.3}}
     whole = {"accumulation": 2, "steps": 4, "eval_every": 2}
     configs = [
-        run(tmp_path, "fsdp2", "fsdp2", train=whole, **clipped),
-        run(tmp_path, "deepspeed", "deepspeed", train=whole, **clipped),
-        run(tmp_path, "wild", "deepspeed", optimizer={"lr": 1e30, "max_grad_norm": 0.0}, train={"steps": 2}),
+        under(tmp_path, "fsdp2", train=whole, **clipped),
+        under(tmp_path, "deepspeed", train=whole, **clipped),
+        under(tmp_path, "deepspeed", "wild", optimizer={"lr": 1e30, "max_grad_norm": 0.0}, train={"steps": 2}),
     ]
     fsdp2, deepspeed, wild = run_ranks(peers.train, 3, *configs, local=1)[0]
     for key in ("losses", "grad_norms"):
@@ -64,11 +57,11 @@ def test_copies_on_each_node_adapters_and_mixed_precision(tmp_path: Path) -> Non
     bf16: dict[str, dict[str, Any]] = {"shard": {"param_dtype": "bfloat16"}}
     kept: dict[str, dict[str, Any]] = {"shard": {"reshard_after_forward": False}}
     configs = [
-        run(tmp_path, "fsdp2", "fsdp2"),
-        run(tmp_path, "hpz", "deepspeed-hpz"),
-        run(tmp_path, "kept", "deepspeed", **kept),
-        run(tmp_path, "fsdp2-lora", "fsdp2", **lora, **bf16),
-        run(tmp_path, "lora", "deepspeed", **lora, **bf16),
+        under(tmp_path, "fsdp2"),
+        under(tmp_path, "deepspeed-hpz", "hpz"),
+        under(tmp_path, "deepspeed", "kept", **kept),
+        under(tmp_path, "fsdp2", "fsdp2-lora", **lora, **bf16),
+        under(tmp_path, "deepspeed", "lora", **lora, **bf16),
     ]
     fsdp2, hpz, whole, fsdp2_lora, adapters = run_ranks(peers.train, 4, *configs, local=2)[0]
     assert hpz["losses"] == pytest.approx(fsdp2["losses"], rel=1e-5)
@@ -94,14 +87,14 @@ def test_jobs_that_deepspeed_would_run_in_another_way_are_refused(
     sections: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(JobError, match=message):
-        check_job(run(tmp_path, "out", "deepspeed", **sections), RANKS)
+        check_job(under(tmp_path, "deepspeed", **sections), RANKS)
 
 
 def test_quantised_crossings_on_a_cpu_and_copies_on_one_rank_are_refused_with_the_reason(tmp_path: Path) -> None:
     alone = RankInfo(rank=0, world_size=2, local_rank=0, num_local=1, num_nodes=2)
     with pytest.raises(JobError, match="at least 2 ranks per node, got 1"):
-        check_job(run(tmp_path, "out", "deepspeed-hpz"), alone)
-    config = run(tmp_path, "out", "deepspeed-zero++")
+        check_job(under(tmp_path, "deepspeed-hpz"), alone)
+    config = under(tmp_path, "deepspeed-zero++")
     with pytest.raises(JobError, match=r"CUDA kernels.*This op had not been implemented on CPU backend"):
         check_job(config, RANKS, "cpu")
     check_job(config, RANKS, "cuda")
@@ -126,11 +119,11 @@ class Tower(nn.Module):
 def test_buffers_are_as_large_as_layers(tmp_path: Path) -> None:
     sizes = Sizes.of(Tower())
     assert sizes == Sizes(layer=20, root=40, model=96)
-    zero = zero_3(Setup.of(run(tmp_path, "out", "deepspeed"), RANKS, torch.device("cpu")), sizes)["zero_optimization"]
+    zero = zero_3(Setup.of(under(tmp_path, "deepspeed"), RANKS, torch.device("cpu")), sizes)["zero_optimization"]
     assert (zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"]) == (20, 20)
     assert (zero["stage3_max_live_parameters"], zero["stage3_max_reuse_distance"]) == (80, 0)
     assert "zero_hpz_partition_size" not in zero
-    kept = run(tmp_path, "out", "deepspeed-hpz", shard={"reshard_after_forward": False})
+    kept = under(tmp_path, "deepspeed-hpz", shard={"reshard_after_forward": False})
     zero = zero_3(Setup.of(kept, RANKS, torch.device("cpu")), sizes)["zero_optimization"]
     assert (zero["stage3_max_live_parameters"], zero["stage3_max_reuse_distance"]) == (96, 96)
     assert zero["zero_hpz_partition_size"] == 2

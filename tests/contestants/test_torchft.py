@@ -14,7 +14,6 @@ from laconic.config import Config, JobError
 from laconic.contestants.torchft import TorchftStepper, import_torchft
 from laconic.strategies.checks import check_job
 from tests.contestants import peers
-from tests.support.jobs import job
 from tests.support.launch import run_ranks
 
 RANKS = RankInfo(rank=0, world_size=4, local_rank=0, num_local=2, num_nodes=2)
@@ -22,8 +21,8 @@ LOCAL = {"mode": "local", "every": 4, "fragments": 2, "codec": "fp32"}
 
 
 def run(folder: Path, strategy: str, **sections: dict[str, Any]) -> Config:
-    sections["train"] = {"output": str(folder / strategy), "steps": 9, "eval_every": 3, **sections.get("train", {})}
-    return job(folder, shard={"strategy": strategy}, **{"sync": LOCAL, **sections})
+    sections["train"] = {"steps": 9, "eval_every": 3, **sections.get("train", {})}
+    return peers.under(folder, strategy, **{"sync": LOCAL, **sections})
 
 
 if sys.version_info < (3, 14):  # torchft has no wheel for Python 3.14, and `make install` leaves it out there
