@@ -8,8 +8,10 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,9 +23,10 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from laconic.comm import failure
+from laconic.comm.entries import encode
 from laconic.comm.failure import failing_together, first_failure, record_failure, watch_peers, watch_peers_early
 from laconic.comm.launch import RankInfo, process_group, start_process_group
-from laconic.comm.ring import PeerMessage, PeerRing, _Link
+from laconic.comm.ring import PeerMessage, PeerRing
 from laconic.config import to_toml
 from laconic.errors import JobError
 from laconic.rehearse import ranks
@@ -31,43 +34,28 @@ from tests.support.jobs import job
 from tests.support.launch import free_port, on_ranks, started, torchrun_environment
 
 
-def test_lines_that_come_in_pieces_are_read_whole_and_only_behind_the_token() -> None:
-    sent = bytearray()
-    own = _Link(mock.Mock(sendall=sent.extend), 1, "token", 5.0, is_caller=True)
-    for line in ("token", "", "two", "three"):
-        own.send(line)
-    for size in (1, 4, 100):
-        pieces = [bytes(sent[begin : begin + size]) for begin in range(0, len(sent), size)]
-        other = _Link(mock.Mock(recv=mock.Mock(side_effect=pieces)), 0, "token", 5.0, is_caller=False)
-        assert [line for _ in pieces for line in other.receive()] == [b"", b"two", b"three"]
-        assert (other.is_known, other.is_over) == (True, False)
-        other.connection.recv.side_effect = [TimeoutError(), b"four", b"", OSError()]  # type: ignore[attr-defined]
-        assert [(other.receive(), other.is_over)[1] for _ in range(4)] == [False, False, True, True]
-
-
-@pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch) -> failure._Peers:
-    """Make the state of rank 0 of three, without its thread and its connections."""
-    monkeypatch.setattr(failure, "PeerRing", mock.Mock())
-    monkeypatch.setattr("threading.Thread", mock.Mock())
-    monkeypatch.setattr(failure, "_peers", failure._Peers(mock.Mock(), 0, 3, 60.0))
-    assert failure._peers is not None
-    return failure._peers
-
-
-def test_who_waits_for_news_goes_on_when_a_neighbour_is_gone_and_keeps_to_the_first(peers: failure._Peers) -> None:
+def test_who_waits_for_news_goes_on_when_a_neighbour_is_gone_and_keeps_to_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """All that is new is passed on, once. A fork closes the connections of its rank, and watches nobody."""
-    failed, ring = PeerMessage(rank=1, text="rank 1 failed first: ...", has_failed=True), peers.ring
-    for messages, gone in (([], []), ([], [2]), ([failed], []), ([failed], [1])):
-        peers._pass_on(messages, gone)
-    first = first_failure(patience_s=3600.0)
-    assert first.startswith("rank 2 is gone")
-    told = [PeerMessage(rank=2, text=first, has_failed=has_failed) for has_failed in (False, True)]
-    assert ring.send.call_args_list == [mock.call(each) for each in told]  # type: ignore[attr-defined]
+    peers, ring = object.__new__(failure._Peers), object.__new__(PeerRing)  # of rank 0, without thread and sockets
+    peers.__dict__.update(ring=ring, _rank=0, _is_over=False)
+    listener, neighbour = mock.Mock(), mock.Mock()
+    ring.__dict__.update(
+        first=None, has_heard=threading.Event(), _neighbours=[neighbour], _listener=listener, _connections=set()
+    )
+    monkeypatch.setattr(failure, "_peers", peers)
+    failed = PeerMessage(rank=1, text="rank 1 failed first: ...", has_failed=True)
+    gone = PeerMessage(rank=2, text="rank 2 is gone", has_failed=False)
+    for message in (gone, failed, failed, replace(gone, rank=1)):
+        ring.learn(message)
+    assert first_failure(patience_s=3600.0) == "rank 2 is gone"
+    told = [encode(replace(gone, has_failed=has_failed)).encode() + b"\n" for has_failed in (False, True)]
+    assert neighbour.write.call_args_list == [mock.call(each) for each in told]
     for _ in range(2):
         failure._forget()
         assert failure._peers is None
-        ring.abandon.assert_called_once_with()  # type: ignore[attr-defined]
+        listener.close.assert_called_once_with()
 
 
 @pytest.mark.machine
@@ -131,7 +119,7 @@ def meet(rank: int, port: int, folder: str) -> None:
     if rank == 0:
         start_process_group("gloo", timedelta(seconds=80))
     watch_peers_early(next(rendezvous("env://"))[0], rank, 2)
-    while not failure._peers.ring.has_neighbours:
+    while not failure._peers.ring._neighbours:
         time.sleep(0.01)
     time.sleep(0.3)  # until the neighbour knows, too
     os._exit(9)

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
-import resource
 import signal
 import socket
 import struct
@@ -32,13 +30,12 @@ from typing import Any
 import torch.distributed as dist
 
 from laconic import Membership
-from laconic.comm.entries import decode
-from laconic.comm.ring import PeerMessage, PeerRing, _Place
 from laconic.errors import JobError
 from laconic.islands.agreements import Agreements, Outcome, RunEndedError
 from laconic.islands.elastic import Entrance
 from tests.faults.bench import Bench, Found, campaign
 from tests.faults.victims import Place, Run, Strategy
+from tests.support import rings
 from tests.support.tiers import inside
 
 LIMIT_S = 30.0
@@ -228,88 +225,52 @@ def _try_stores(quick: bool) -> Findings:
 
 # -- watchers ----------------------------------------------------------------------------------------------------------
 
-STRANGERS: list[bytes] = [
-    b"GET / HTTP/1.1\r\n\r\n", b"[" * 300_000, b'{"a":' * 100_000 + b"\n", b"\xff" * 3_000_000, b"", b"\n" * 100_000,
-    b"0" * 32 + b"\n", b'{"rank": 3, "token": "wrong"}\n', b"\xff" * 24, os.urandom(1000),
-]  # fmt: skip
-"""What strangers say to a watcher."""
-NEIGHBOURS: list[bytes] = [
-    b"\n", b"\xff" * 1000 + b"\n", b"garbage\n", b"[" * 200_000 + b"\n", b"x" * ((1 << 20) + 1),
-    *(_signed(value) + b"\n" for value in ([], {"rank": 0}, 7, "text", b"[" * 100_000)),
-]  # fmt: skip
-"""What a neighbour says whose process is not what it was."""
-
-
-def _turn(rings: Mapping[int, PeerRing], condition: Callable[[], bool]) -> tuple[bool, set[int]]:
-    """Let all watchers look, in turn, until a condition holds. Returns whether it does, and who is gone for whom."""
-    deadline, gone = time.monotonic() + LIMIT_S, set[int]()
-    while not condition():
-        if time.monotonic() > deadline:
-            return False, gone
-        for ring in rings.values():
-            gone |= set(ring.poll(0.002)[1])
-    return True, gone
-
 
 def try_watchers(quick: bool = False) -> Findings:
     """Send what strangers and neighbours say, and damage the places of watchers. They must go on to watch."""
     found = Findings()
-    tries = [("stranger", data) for data in STRANGERS * (1 if quick else 3)]
-    tries += [("neighbour", data) for data in NEIGHBOURS]
+    tries = [("stranger", data) for data in rings.STRANGERS * (1 if quick else 3)]
+    tries += [("neighbour", data) for data in rings.NEIGHBOURS]
     tries += [("place", damage(b"x")) for damage in ENTRY_DAMAGE.values()]
     for kind, data in tries:
         found.tried += 1
         try:
-            found.dead += not _try_watchers(kind, data)
+            with rings.circle(3) as circle:
+                _try_watchers(circle, kind, data)
+        except AssertionError as error:
+            found.dead += 1
+            found.what.append(f"{kind}, {data[:12]!r}: {error!r}")
         except Exception as error:  # what would have ended the thread
             found.tracebacks += 1
             found.what.append(f"{kind}, {data[:12]!r}: {error!r}")
     return found
 
 
-def _try_watchers(kind: str, data: bytes) -> bool:
-    """Whether watchers still hear of each other after a message."""
-    store = dist.HashStore()
-    rings = {rank: PeerRing(store, rank, 3, 8.0) for rank in range(3)}
+def _try_watchers(circle: rings.Circle, kind: str, data: bytes) -> None:
+    """Send a message, and wait until watchers hear of each other, or of the neighbour that sent it."""
     with contextlib.ExitStack() as stack:
-        for ring in rings.values():
-            stack.callback(ring.abandon)
-        key = "laconic/ring/0"
-        whole = store.get(key)
-        if kind == "place":
-            store.set(key, data)
-            _turn(rings, lambda: rings[0].is_joined and rings[1].is_joined)
-            store.set(key, whole)
-        elif kind == "stranger":
-            place = decode(_Place, whole)
-            connection = stack.enter_context(socket.create_connection((place.host, place.port)))
-            connection.setblocking(False)
-            with contextlib.suppress(OSError):
-                connection.send(data)
-        is_joined, _ = _turn(
-            rings, lambda: all(sum(link.is_known for link in ring._links) == 2 for ring in rings.values())
-        )
+        if kind == "stranger":
+            stack.enter_context(circle.call(0, data))
+        elif kind == "place":
+            whole = circle.store.get("laconic/ring/0")
+            circle.store.set("laconic/ring/0", data)
+            circle.wait_until(lambda: circle.rings[0].is_joined and circle.rings[1].is_joined)
+            circle.store.set("laconic/ring/0", whole)
+        circle.join()
         if kind == "neighbour":
-            with contextlib.suppress(OSError):  # the other one may have had enough
-                next(link for link in rings[1]._links if link.peer == 2).connection.sendall(data)
-            lost, gone = _turn(rings, lambda: sum(len(ring._links) for ring in rings.values()) < 6)
-            return is_joined and lost and gone <= {1, 2}
-        rings[0].send(PeerMessage(rank=0, text="fire", has_failed=True))
-        heard, deadline = list[PeerMessage](), time.monotonic() + LIMIT_S
-        while not heard and time.monotonic() < deadline:
-            rings[0].poll(0.002)
-            heard += rings[1].poll(0.002)[0]
-        return is_joined and [each.text for each in heard] == ["fire"]
+            circle.garble(1, 2, data)
+        else:
+            circle.rings[0].learn(rings.FIRE)
+        circle.wait_until(lambda: all(ring.first for ring in circle.rings.values()))
+        assert all(ring.first == rings.FIRE or kind == "neighbour" for ring in circle.rings.values())
 
 
 def with_many_files() -> int:
     """Watch in a process that has more than 1,024 files open. Returns the number of messages that did harm."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (4096 if most == resource.RLIM_INFINITY else min(most, 4096), most))
-    kept = [os.open(os.devnull, os.O_RDONLY) for _ in range(1040)]
+    kept = rings.with_many_files()
     found = try_watchers(quick=True)
     print(*found.what, sep="\n")
-    return found.dead + found.tracebacks + (max(kept) < 1024)
+    return found.dead + found.tracebacks + (kept[-1].fileno() < 1024)
 
 
 # -- the rendezvous ----------------------------------------------------------------------------------------------------

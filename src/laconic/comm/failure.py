@@ -25,6 +25,7 @@ this message, too.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import os
@@ -34,7 +35,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
+from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Any
 
@@ -42,11 +43,11 @@ import torch.distributed as dist
 
 from laconic.comm.groups import has_peers
 from laconic.comm.journal import here
-from laconic.comm.ring import HOST, PeerMessage, PeerRing
+from laconic.comm.ring import PeerMessage, PeerRing
 from laconic.errors import JobError
 
 _PEER_TIMEOUT_S = 60.0
-_INTERVAL_S = 5.0  # between two looks at this process
+_INTERVAL_S = 0.2  # between two looks at this process
 _GRACE_S = 5.0  # for a rank to fail by itself, once another rank has failed; then for it to show why
 _CAUSE_S = 1.0  # for the news of a cause to arrive before the error that it causes is taken for the first
 _ANSWER_S = 5.0  # for the thread to end
@@ -215,21 +216,18 @@ class _Hook:
 
 
 class _Peers:
-    """The thread, and what it has heard."""
+    """The thread in which this rank is part of the ring."""
 
     def __init__(self, store: dist.Store, rank: int, num_ranks: int, patience_s: float) -> None:
         self.all_are_needed = False
         self._world: weakref.ref[dist.ProcessGroup] | None = None  # None as long as the default group is not made
         self._host_waits = True
         self._rank = rank
-        self._first: PeerMessage | None = None
-        self._told: PeerMessage | None = None
-        self._has_heard, self._is_told = threading.Event(), threading.Event()
-        self._failing_since: float | None = None  # the time at which this rank began to fail
+        self._failing_since = 0.0  # the time at which this rank began to fail
         self._is_over = False
-        self._lock = threading.Lock()
         # a clone has a connection of its own, so the thread never waits behind a blocking call of the main thread
         self.ring = PeerRing(store.clone(), rank, num_ranks, patience_s)  # type: ignore[attr-defined]
+        self._loop, self._has_ended = asyncio.new_event_loop(), asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="laconic-peers", daemon=True)
         self._thread.start()
 
@@ -244,8 +242,9 @@ class _Peers:
     def first_of_others(self, patience_s: float = 0.0) -> str:
         """Return the first failure, if another rank had it. Wait for news for `patience_s`."""
         if not self._is_over:
-            self._has_heard.wait(patience_s)
-        return "" if self._first is None or self._first.rank == self._rank else self._first.text
+            self.ring.has_heard.wait(patience_s)
+        first = self.ring.first
+        return "" if first is None or first.rank == self._rank else first.text
 
     def fail(self, error: BaseException) -> str:
         """Tell the others of this rank's end. Returns the first failure, if another rank had it."""
@@ -253,14 +252,12 @@ class _Peers:
             return self.first_of_others()
         self._failing_since = time.monotonic()
         if isinstance(error, RuntimeError) and not _is_timeout(error):  # perhaps a transfer lost its other end
-            self._has_heard.wait(_CAUSE_S)
+            self.ring.has_heard.wait(_CAUSE_S)
         trace = "\n" + "".join(traceback.format_exception(error))[-_MOST_CHARACTERS:]
-        told = f" {error}" if isinstance(error, JobError) else trace
-        with self._lock:
-            self._learn(PeerMessage(rank=self._rank, text=f"rank {self._rank} failed first:{told}", has_failed=True))
-            self._is_told.clear()  # the thread sets it again when it has told a neighbour
-        self.ring.wake()
-        self._is_told.wait(_CAUSE_S)
+        text = f"rank {self._rank} failed first:" + (f" {error}" if isinstance(error, JobError) else trace)
+        telling = self.ring.tell(PeerMessage(rank=self._rank, text=text, has_failed=True))
+        with contextlib.suppress(TimeoutError, CancelledError):  # there is no neighbour, or the thread has just ended
+            asyncio.run_coroutine_threadsafe(telling, self._loop).result(_CAUSE_S)
         return self.first_of_others()
 
     def end(self) -> None:
@@ -268,55 +265,37 @@ class _Peers:
         if self._is_over:
             return
         self._is_over = True
-        self.ring.wake()
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._has_ended.set)
         self._thread.join(_ANSWER_S)  # a thread that returns from C++ while the interpreter ends aborts the process
 
     def _run(self) -> None:
-        events, since = here.events, time.monotonic()
-        heard_s: float | None = None
-        with contextlib.suppress(OSError, RuntimeError):  # the store or a socket is lost as this process ends
-            while not self._is_over and self.is_current():
-                self._pass_on(*self.ring.poll(_INTERVAL_S if heard_s is None else min(_INTERVAL_S, _GRACE_S / 20)))
-                if events != here.events:
-                    events, since = here.events, time.monotonic()
-                if self._first is not None and self._first.rank != self._rank:
-                    heard_s = heard_s or time.monotonic()
-                    self._end_if_stuck(self._first, heard_s, since)
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._live())
+
+    async def _live(self) -> None:
+        """Be part of the ring until `end`, or until the process group is destroyed."""
+        ring = asyncio.create_task(self.ring.live())
+        await asyncio.sleep(0)  # it begins, or it would not say goodbye
+        events, since, heard_s = here.events, time.monotonic(), 0.0
+        while not self._has_ended.is_set() and self.is_current():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._has_ended.wait(), _INTERVAL_S)
+            if events != here.events:
+                events, since = here.events, time.monotonic()
+            first = self.ring.first
+            if first is not None and first.rank != self._rank:
+                heard_s = heard_s or time.monotonic()
+                self._end_if_stuck(first, heard_s, since)
         self._is_over = True
-        self._is_told.set()
-        self.ring.close()
-
-    def _pass_on(self, messages: list[PeerMessage], gone: list[int]) -> None:
-        """Take in what the neighbours say, and tell both all that this rank knows, if that is news."""
-        with self._lock:
-            for message in messages:
-                self._learn(message)
-            for rank in gone:
-                who = "the host of the rendezvous (rank 0, or the launcher)" if rank == HOST else f"rank {rank}"
-                text = (
-                    f"{who} is gone: its process ended without a word, or its machine no longer answers "
-                    f"(rank {self._rank} lost the connection to it)"
-                )
-                self._learn(PeerMessage(rank=rank, text=text, has_failed=False))
-            if self._first is None:
-                return
-            self._has_heard.set()
-            if self._first != self._told:
-                self._told = self._first
-                self.ring.send(self._first)
-            if self.ring.has_neighbours:
-                self._is_told.set()
-
-    def _learn(self, message: PeerMessage) -> None:
-        """Keep what happened first, and whether any rank has failed."""
-        first = self._first or message
-        self._first = replace(first, has_failed=first.has_failed or message.has_failed)
+        ring.cancel()
+        await asyncio.wait([ring])
 
     def _end_if_stuck(self, first: PeerMessage, heard_s: float, since: float) -> None:
         """End the process if it has not failed by itself: another rank has. `since` is the time of the last event."""
         must_end = first.has_failed or self.all_are_needed
         waits = here.awaited is not None or not self._host_waits
-        begun_s = max(heard_s, self._failing_since or 0.0, 0.0 if must_end else since)
+        begun_s = max(heard_s, self._failing_since, 0.0 if must_end else since)
         if (must_end or waits) and time.monotonic() - begun_s > _GRACE_S and not self._is_over:
             # torch's hook puts a buffer in place of sys.stderr while it makes a traceback
             print(f"rank {self._rank} is stuck because {first.text}", file=sys.__stderr__ or sys.stderr, flush=True)

@@ -33,15 +33,17 @@ connects, gives a number that Gloo's listener awaits, and hangs up, ends the gro
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import os
 import secrets
 import socket
 import sys
+import threading
 import time
-from dataclasses import dataclass
-from multiprocessing.connection import wait
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -58,16 +60,13 @@ _MOST_STRANGERS, _BACKLOG = 16, 128
 _TOKEN_BYTES = 16
 _MOST_BYTES = 1 << 20  # of one message; a traceback has a tenth
 
-HOST = -1
-"""Stands for the process that hosts the store, in place of a rank."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class PeerMessage:
     """What a rank tells its neighbours."""
 
     rank: int
-    """The rank that failed or is gone first."""
+    """The rank that failed or is gone first; -1 stands for the process that hosts the store."""
     text: str
     """What has happened to it."""
     has_failed: bool
@@ -90,58 +89,8 @@ class _Place:
             raise ValueError(f"port {self.port} or the tokens are none")
 
 
-class _Link:
-    """A connection to a neighbour. Until `is_known`, the other side may be anybody."""
-
-    def __init__(self, connection: socket.socket, peer: int, token: str, patience_s: float, *, is_caller: bool) -> None:
-        """Take a connection to `peer`, whose first line is `token`. `is_caller`: this rank has called."""
-        self.connection, self.peer, self.is_caller = connection, peer, is_caller
-        self.is_known = self.is_over = False
-        self._token, self._arrived, self._is_cut = token.encode(), b"", False
-        connection.settimeout(_CONNECT_S)
-        options = {
-            "TCP_KEEPIDLE": max(1, int(patience_s / 2)),
-            "TCP_KEEPINTVL": max(1, int(patience_s / 2 / _PROBES)),
-            "TCP_KEEPCNT": _PROBES,
-            "TCP_USER_TIMEOUT": int(1000 * patience_s),
-            "TCP_NODELAY": 1,
-        }
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in options.items():
-            if hasattr(socket, name):  # not every system has all of them
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-    def send(self, line: str) -> None:
-        """Send a line. If the connection is lost, `receive` finds out."""
-        if not self._is_cut:
-            try:
-                self.connection.sendall(line.encode() + b"\n")
-            except OSError:
-                self._is_cut = True  # perhaps in the middle of a line, so another one would be read as its rest
-
-    def receive(self) -> list[bytes]:
-        """Take what has arrived, and return the lines of the neighbour that are whole.
-
-        `is_over` is then set if the connection is closed or lost, or the other side is a stranger.
-        """
-        data, most = b"", _MOST_BYTES if self.is_known else len(self._token) + 1
-        try:
-            data = self.connection.recv(most)
-            self.is_over = not data
-        except TimeoutError:  # the kernel took back what it had announced
-            pass
-        except OSError:  # a reset, or the kernel's probes had no answer
-            self.is_over = True
-        *lines, self._arrived = (self._arrived + data).split(b"\n")
-        if not self.is_known and (lines or len(self._arrived) > len(self._token)):
-            self.is_known = bool(lines) and hmac.compare_digest(lines.pop(0), self._token)
-            self.is_over |= not self.is_known
-        self.is_over |= len(self._arrived) > _MOST_BYTES
-        return lines
-
-
 class PeerRing:
-    """This rank's two connections. All methods but `wake` are for one thread."""
+    """This rank's two connections, and what has happened first, as far as it knows."""
 
     def __init__(self, store: dist.Store, rank: int, num_ranks: int, patience_s: float) -> None:
         """Publish in the `store` where the rank before may connect.
@@ -155,14 +104,17 @@ class PeerRing:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
-        self._woken, self._waker = socket.socketpair()
-        self._links: list[_Link] = []
-        self._said: PeerMessage | None = None
+        self._connections: set[socket.socket] = set()
+        self._strangers: list[socket.socket] = []
+        """The connections of those who have called and have not named themselves, the oldest first."""
+        self._neighbours: list[asyncio.StreamWriter] = []
         self.is_joined = False  # to the next rank, which has answered
         self._is_found = False  # by the rank before
+        self.first: PeerMessage | None = None
+        self.has_heard = threading.Event()
+        """Set when `first` is there. Any thread may wait for it."""
         self._called: _Place | None = None  # where the next rank was when it was called last
-        self._count, self._counted_s = -1, 0.0  # of the next rank, and the time at which it was another one
-        self._retry_s = _RETRY_S
+        self._counted, self._counted_s = -1, 0.0  # its count, and the time at which it was another one
         self._has_warned = False
         self._own = _Place(
             host=host,
@@ -173,137 +125,148 @@ class PeerRing:
         self._published = encode(self._own)
         store.set(f"{_KEY}/{rank}", self._published)
 
-    def wake(self) -> None:
-        """Let `poll` return at once. Any thread may call it."""
-        with contextlib.suppress(OSError):
-            self._waker.send(b"\0")
-
-    def send(self, message: PeerMessage) -> None:
-        """Send a message to the neighbours that are connected, and to those that come later."""
-        self._said = message
-        for link in self._links:
-            if link.is_known:
-                link.send(encode(message))
-
-    @property
-    def has_neighbours(self) -> bool:
-        """True if a neighbour is connected."""
-        return any(link.is_known for link in self._links)
-
-    def poll(self, timeout_s: float) -> tuple[list[PeerMessage], list[int]]:
-        """Wait up to `timeout_s` seconds. Return the messages that came, and the neighbours that are gone."""
-        if not (self.is_joined and self._is_found):
-            timeout_s, self._retry_s = min(timeout_s, self._retry_s), min(self._retry_s * _SLOWER, _MOST_RETRY_S)
-            if (lost := self._look()) is not None:
-                self.is_joined = self._is_found = True  # as far as this rank ever will be
-                return [], [lost]
-        # `wait` polls, while select.select takes no descriptor from 1,024 on
-        ready = wait([self._listener, self._woken, *(link.connection for link in self._links)], timeout_s)
-        if self._listener in ready:
-            self._accept()
-        if self._woken in ready:
-            self._woken.recv(1 << 10)
-        messages: list[PeerMessage] = []
-        gone: list[int] = []
-        for link in [link for link in self._links if link.connection in ready]:
-            messages += self._heard(link)
-            if link.is_over:
-                self._drop(link)
-                if link.is_known:
-                    gone.append(link.peer)
-        return messages, gone
-
-    def close(self) -> None:
-        """Say goodbye, and end the connections."""
-        if self._said is None and not self._is_found:  # after a failure the rank before shall find this one gone
-            with contextlib.suppress(RuntimeError):  # the store may have ended
-                self._store.compare_set(f"{_KEY}/{self._rank}", self._published, "")
-        for link in self._links:
-            if link.is_known:
-                link.send(encode(None))
-        self.abandon()
+    async def live(self) -> None:
+        """Find the neighbours, and hear what they say. When this is cancelled, say goodbye to them."""
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                for step in (self._count, self._call):
+                    self._tasks.create_task(self._repeat(step))
+                await self._accept()
+        finally:
+            if self.first is None and not self._is_found:  # after a failure the rank before shall find this one gone
+                with contextlib.suppress(RuntimeError):  # the store may have ended
+                    self._store.compare_set(f"{_KEY}/{self._rank}", self._published, "")
+            self.abandon()
 
     def abandon(self) -> None:
         """Close this process's ends. In a fork the connections of the parent stay."""
-        for connection in (self._listener, self._woken, self._waker, *(link.connection for link in self._links)):
+        for connection in (self._listener, *self._connections):
             connection.close()
-        self._links = []
 
-    def _accept(self) -> None:
-        """Take a connection of [Note: Strangers at the port]."""
+    def learn(self, message: PeerMessage) -> None:
+        """Keep what happened first, and whether any rank has failed. Tell it to both neighbours, if that is news."""
+        first = self.first or message
+        first = replace(first, has_failed=first.has_failed or message.has_failed)
+        if first != self.first:
+            self.first = first
+            self.has_heard.set()
+            for neighbour in self._neighbours:
+                _say(neighbour, encode(first))
+
+    async def tell(self, message: PeerMessage) -> None:
+        """Learn what has happened to this rank, and wait until the neighbours are told, of which there must be one."""
+        self.learn(message)
+        while not self._neighbours:
+            await asyncio.sleep(_RETRY_S)
+        for neighbour in list(self._neighbours):
+            with contextlib.suppress(OSError):  # it is lost
+                await neighbour.drain()
+
+    async def _accept(self) -> None:
+        """Take the connections of [Note: Strangers at the port]."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except OSError:  # it has gone again; or this process has no descriptor left, and would try again at once
+                await asyncio.sleep(_RETRY_S)
+                continue
+            self._strangers.append(connection)
+            self._tasks.create_task(self._talk(connection, None))
+            if len(self._strangers) > _MOST_STRANGERS:
+                with contextlib.suppress(OSError):  # it has gone, too
+                    self._strangers.pop(0).shutdown(socket.SHUT_RDWR)
+            await asyncio.sleep(0)  # many may call at once
+
+    async def _repeat(self, step: Callable[[], Awaitable[bool]]) -> None:
+        """Take a step again and again until it has done its work, first soon and then more seldom."""
+        pause_s = _RETRY_S
         try:
-            self._add(self._listener.accept()[0], self._before, self._own.call, is_caller=False)
-        except OSError:  # it has gone again; or this process has no descriptor left, and would try again at once
-            time.sleep(_RETRY_S)
-        strangers = [link for link in self._links if not link.is_known and not link.is_caller]
-        if len(strangers) > _MOST_STRANGERS:
-            self._drop(strangers[0])
-
-    def _add(self, connection: socket.socket, peer: int, token: str, *, is_caller: bool) -> _Link:
-        self._links.append(_Link(connection, peer, token, self._patience_s, is_caller=is_caller))
-        return self._links[-1]
-
-    def _drop(self, link: _Link) -> None:
-        self._links.remove(link)
-        link.connection.close()
-
-    def _heard(self, link: _Link) -> list[PeerMessage]:
-        """Read the messages of a connection. Send what this rank knows to a neighbour that names itself."""
-        was_known, lines = link.is_known, link.receive()
-        if link.is_known and not was_known:
-            if link.is_caller:
-                self.is_joined = True
-            else:
-                self._is_found = True
-                link.send(self._own.answer)
-            if self._said is not None:
-                link.send(encode(self._said))
-        messages: list[PeerMessage] = []
-        try:
-            for line in lines:
-                message = decode(PeerMessage | None, line)  # type: ignore[arg-type]  # a union is no class
-                if message is None:  # the goodbye
-                    link.is_known, link.is_over = False, True
-                    break
-                messages.append(message)
-        except EntryError:  # the kernel and the wire check what they carry, so its process is not what it was
-            link.is_over = True
-        return messages
-
-    def _look(self) -> int | None:
-        """Count for the rank before, and try to find the next rank. Returns the next rank or HOST if it is gone."""
-        try:
-            if not self._is_found:
-                self._store.add(f"{_KEY}/lives/{self._own.answer}", 1)
-            if not self.is_joined and self._is_refused() and self._is_silent():
-                return self._next
+            while not await step():
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * _SLOWER, _MOST_RETRY_S)
         except RuntimeError:  # torch's own errors
-            return HOST
-        return None
+            self._lose("the host of the rendezvous (rank 0, or the launcher)", -1)
 
-    def _is_refused(self) -> bool:
-        """Call the next rank, if that rank has published where and no call is under way. True if it refuses."""
-        if any(link.is_caller for link in self._links):
-            return False
+    async def _count(self) -> bool:
+        """Count until the rank before has come: [Note: A rank that dies before it is found]."""
+        if not self._is_found:
+            self._store.add(f"{_KEY}/lives/{self._own.answer}", 1)
+        return self._is_found
+
+    async def _call(self) -> bool:
+        """Call the next rank where it is. Returns True once it has answered, or is gone."""
         place = self._look_up()
-        if place != self._called:  # the first one, or that of an earlier process group is replaced
-            self._called, self._count = place, -1
         if place is None:
             return False
+        if place != self._called:  # the first one, or that of an earlier process group is replaced
+            self._called, self._counted = place, -1
         try:
             connection = socket.create_connection((place.host, place.port), _CONNECT_S)
-        except OSError as error:
-            return isinstance(error, ConnectionRefusedError)
-        self._add(connection, self._next, place.answer, is_caller=True).send(place.call)
-        return False
+        except ConnectionRefusedError:
+            counted, now_s = self._store.add(f"{_KEY}/lives/{place.answer}", 0), time.monotonic()
+            if counted != self._counted:
+                self._counted, self._counted_s = counted, now_s
+            is_gone = now_s - self._counted_s > _SILENT_S
+            if is_gone:
+                self._lose(f"rank {self._next}", self._next)
+            return is_gone
+        except OSError:
+            return False
+        await self._talk(connection, place)
+        return self.is_joined
 
-    def _is_silent(self) -> bool:
-        """Whether the count of the next rank stands still: [Note: A rank that dies before it is found]."""
-        assert self._called is not None
-        count, now_s = self._store.add(f"{_KEY}/lives/{self._called.answer}", 0), time.monotonic()
-        if count != self._count:
-            self._count, self._counted_s = count, now_s
-        return now_s - self._counted_s > _SILENT_S
+    async def _talk(self, connection: socket.socket, place: _Place | None) -> None:
+        """Hear a neighbour, once it has said the right token; else the other side is a stranger.
+
+        This rank has called the next one at `place`, or with None is called by the rank before.
+        """
+        is_known = False
+        token = self._own.call if place is None else place.answer
+        self._connections.add(connection)
+        reader, writer = await asyncio.open_connection(sock=connection, limit=_MOST_BYTES)
+        try:
+            _let_kernel_probe(connection, self._patience_s)
+            writer.transport.set_write_buffer_limits(0)  # so that `drain` waits for all
+            if place is not None:
+                _say(writer, place.call)
+            said = await reader.readexactly(len(token) + 1)
+            if not hmac.compare_digest(said, f"{token}\n".encode()):
+                return
+            is_known = True
+            if place is None:
+                self._strangers = [other for other in self._strangers if other is not connection]
+                self._is_found = True
+                _say(writer, self._own.answer)
+            else:
+                self.is_joined = True
+            if self.first is not None:
+                _say(writer, encode(self.first))
+            self._neighbours.append(writer)
+            while (message := decode(PeerMessage | None, (await reader.readline())[:-1])) is not None:  # type: ignore[arg-type]  # a union is no class
+                self.learn(message)
+            is_known = False  # that was its goodbye
+        except asyncio.CancelledError:
+            if is_known or place is not None:  # the other side knows this one
+                _say(writer, encode(None))
+            raise
+        except (OSError, EOFError, ValueError):
+            pass  # lost; or its process is not what it was, as the kernel and the wire check what they carry
+        finally:
+            self._neighbours = [other for other in self._neighbours if other is not writer]
+            self._strangers = [other for other in self._strangers if other is not connection]
+            self._connections.discard(connection)
+            writer.close()
+        if is_known:
+            peer = self._before if place is None else self._next
+            self._lose(f"rank {peer}", peer)
+
+    def _lose(self, who: str, rank: int) -> None:
+        text = (
+            f"{who} is gone: its process ended without a word, or its machine no longer answers "
+            f"(rank {self._rank} lost the connection to it)"
+        )
+        self.learn(PeerMessage(rank=rank, text=text, has_failed=False))
 
     def _look_up(self) -> _Place | None:
         """Where the next rank listens; None if it has not come or has ended. Says once if the entry is damaged."""
@@ -320,6 +283,25 @@ class PeerRing:
                     file=sys.__stderr__ or sys.stderr, flush=True,
                 )  # fmt: skip
             return None
+
+
+def _say(writer: asyncio.StreamWriter, line: str) -> None:
+    writer.write(line.encode() + b"\n")
+
+
+def _let_kernel_probe(connection: socket.socket, patience_s: float) -> None:
+    """Let the kernel give a connection up if the other machine does not answer for `patience_s` seconds."""
+    options = {
+        "TCP_KEEPIDLE": max(1, int(patience_s / 2)),
+        "TCP_KEEPINTVL": max(1, int(patience_s / 2 / _PROBES)),
+        "TCP_KEEPCNT": _PROBES,
+        "TCP_USER_TIMEOUT": int(1000 * patience_s),
+        "TCP_NODELAY": 1,
+    }
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in options.items():
+        if hasattr(socket, name):  # not every system has all of them
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def address_of(store: dist.Store) -> tuple[str, int] | None:

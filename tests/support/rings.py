@@ -1,0 +1,132 @@
+"""Rings of several ranks in one event loop of this process, and what strangers and broken neighbours say to them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from laconic.comm.entries import decode, encode
+from laconic.comm.ring import PeerMessage, PeerRing, _Place
+
+PATIENCE_S = 8.0
+LIMIT_S = 60.0
+FIRE = PeerMessage(rank=1, text="the disk\nis on fire", has_failed=True)
+
+STRANGERS: list[bytes] = [
+    b"GET / HTTP/1.1\r\n\r\n", b"[" * 500_000, b'{"a":' * 100_000 + b"\n", b"\xff" * (3 << 20), b"\n" * 100_000, b"",
+    b"0" * 32 + b"\n", b'{"rank": 3, "token": "wrong"}\n', b"\xff" * 24, os.urandom(1000),
+]  # fmt: skip
+"""What strangers say, who do not know the token."""
+NEIGHBOURS: list[bytes] = [
+    b"\n", b"\xff" * 1000 + b"\n", b"garbage\n", b"[" * 200_000 + b"\n", b"x" * ((1 << 20) + 1),
+    *(encode(value).encode() + b"\n" for value in ([], {"rank": 1, "text": []}, 7, "text")),
+]  # fmt: skip
+"""What a neighbour says whose process is not what it was."""
+
+
+class Circle:
+    """Ranks of one ring, which live while the test waits for something."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.store, self._loop = dist.HashStore(), asyncio.new_event_loop()
+        self.rings = {rank: PeerRing(self.store, rank, num_ranks, PATIENCE_S) for rank in range(num_ranks)}
+        self._lives: dict[int, asyncio.Task[None]] = {}
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Let all ranks live until the condition holds."""
+        deadline = time.monotonic() + LIMIT_S
+        for rank in self.rings:
+            self._start(rank)
+        while not condition():
+            assert time.monotonic() < deadline, "the condition never holds"
+            assert not any(life.done() for life in self._lives.values()), "a rank watches no more"
+            self._loop.run_until_complete(asyncio.sleep(0.005))
+
+    def _start(self, rank: int) -> None:
+        if rank not in self._lives:
+            self._lives[rank] = self._loop.create_task(self.rings[rank].live())
+
+    def join(self) -> None:
+        """Live until every rank has both neighbours."""
+        self.wait_until(lambda: all(len(ring._neighbours) == 2 for ring in self.rings.values()))
+
+    def wait_until_gone(self, gone: int) -> None:
+        """Live until all other ranks know that a rank is gone."""
+        words = f"rank {gone} is gone"
+        self.wait_until(lambda: all(words in ring.first.text if ring.first else False for ring in self.rings.values()))
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no rank has heard of anything."""
+        return not any(ring.first for ring in self.rings.values())
+
+    def end(self, rank: int) -> None:
+        """Let a rank end in order, also if it has only just begun."""
+        self._start(rank)
+        life = self._lives.pop(rank)
+        self._loop.run_until_complete(asyncio.sleep(0))
+        del self.rings[rank]
+        life.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(life)
+
+    def kill(self, rank: int) -> None:
+        """End a rank without a goodbye, as the kernel does with the connections of a process that is killed."""
+        ring = self.rings[rank]
+        ring.first = FIRE  # so that it takes nothing back, and has no news
+        for connection in ring._connections:
+            connection.shutdown(socket.SHUT_RDWR)
+        self.end(rank)
+
+    def close(self) -> None:
+        """End all ranks."""
+        for rank in list(self.rings):
+            self.end(rank)
+        self._loop.close()
+
+    def place_of(self, rank: int) -> _Place:
+        """What a rank has published."""
+        return decode(_Place, self.store.get(f"laconic/ring/{rank}"))
+
+    def call(self, rank: int, data: bytes) -> socket.socket:
+        """Connect to a rank as a stranger who says `data`, as much of it as the rank takes at once."""
+        place = self.place_of(rank)
+        connection = socket.create_connection((place.host, place.port))
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):
+            connection.send(data)
+        return connection
+
+    def garble(self, rank: int, peer: int, data: bytes) -> None:
+        """Let a rank of a closed ring say `data` to the next one, `peer`."""
+        port = self.place_of(peer).port
+        own = [each for each in self.rings[rank]._neighbours if each.get_extra_info("peername")[1] == port]
+        own[0].write(data)
+
+
+@contextlib.contextmanager
+def circle(num_ranks: int) -> Iterator[Circle]:
+    """A circle that ends with the block."""
+    made = Circle(num_ranks)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def with_many_files() -> list[Any]:
+    """Open more than 1,024 files in this process. Returns what keeps them open."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4096 if most == resource.RLIM_INFINITY else min(most, 4096)
+    assert wanted > 1100, "this machine allows no process more than 1,024 files"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    return [Path(os.devnull).open() for _ in range(1040)]
