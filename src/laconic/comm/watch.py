@@ -33,7 +33,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -46,7 +46,7 @@ from laconic import _compat
 from laconic.comm.entries import EntryError, decode, encode
 from laconic.comm.failure import PeerFailedError, first_failure_behind
 from laconic.comm.groups import has_peers
-from laconic.comm.journal import Awaited, Entries, RankRecord, Ticket, here, reasons_to_wait
+from laconic.comm.journal import Awaited, RankRecord, Ticket, here, reasons_to_wait
 from laconic.comm.ring import address_of
 from laconic.errors import RanksDifferError
 
@@ -73,7 +73,9 @@ def find_proof(own_rank: int, records: Mapping[int, RankRecord]) -> Proof | None
 
 def _proof(ranks: list[int], reasons: str) -> Proof:
     *first, last = map(str, sorted({*ranks}))
-    return Proof(ranks=ranks, line=f"ranks {', '.join(first)} and {last} run different programs: {reasons}. {REMEDY}")
+    return Proof(
+        ranks=sorted({*ranks}), line=f"ranks {', '.join(first)} and {last} run different programs: {reasons}. {REMEDY}"
+    )
 
 
 def _differing_names(own_rank: int, records: Mapping[int, RankRecord]) -> Proof | None:
@@ -81,42 +83,30 @@ def _differing_names(own_rank: int, records: Mapping[int, RankRecord]) -> Proof 
     own = records[own_rank]
     for rank, other in records.items():
         for group in own.groups.keys() & other.groups.keys():
-            found = _first_difference(own.groups[group], other.groups[group])
-            if found is not None:
-                number, name, other_name = found
-                reason = (
-                    f"rank {rank} differs from rank {own_rank}: transfer {number} of their group is {other_name} there "
-                    f"({other.step}), and {name} on rank {own_rank} ({own.step})"
-                )
-                return _proof([own_rank, rank], reason)
-    return None
-
-
-def _first_difference(own: Entries, other: Entries) -> tuple[int, str, str] | None:
-    for number in range(max(1, own.issued - len(own.last) + 1), min(own.issued, other.issued) + 1):
-        name, other_name = own.name_of(number), other.name_of(number)
-        if name is not None and other_name is not None and name != other_name:
-            return number, name, other_name
+            ours, theirs = own.groups[group], other.groups[group]
+            for number in range(max(1, ours.issued - len(ours.last) + 1), min(ours.issued, theirs.issued) + 1):
+                name, other_name = ours.name_of(number), theirs.name_of(number)
+                if other_name not in (None, name):
+                    reason = (
+                        f"rank {rank} differs from rank {own_rank}: transfer {number} of their group is {other_name} "
+                        f"there ({other.step}), and {name} on rank {own_rank} ({own.step})"
+                    )
+                    return _proof([own_rank, rank], reason)
     return None
 
 
 def _vain_wait(own_rank: int, records: Mapping[int, RankRecord]) -> Proof | None:
     """Ranks that wait for each other, one for the next, from this rank to itself or to a rank that has ended."""
-    came_from: dict[int, int] = {}
-    waiting = [own_rank]
-    for rank in waiting:
-        for awaited in _awaited(rank, records):
+    paths, reached = [[own_rank]], set[int]()
+    for path in paths:
+        for awaited in _awaited(path[-1], records):
             if awaited == own_rank or records[awaited].has_ended:
-                path = [awaited, rank]
-                while path[-1] != own_rank:
-                    path.append(came_from[path[-1]])
-                path.reverse()
-                reasons = "; ".join(_reason(a, b, records) for a, b in pairwise(path))
+                reasons = "; ".join(_reason(a, b, records) for a, b in pairwise([*path, awaited]))
                 never = ": none of them ever goes on" if awaited == own_rank else ""
-                return _proof(list(dict.fromkeys(path)), f"{reasons}{never}")
-            if awaited not in came_from:
-                came_from[awaited] = rank
-                waiting.append(awaited)
+                return _proof([*path, awaited], f"{reasons}{never}")
+            if awaited not in reached:
+                reached.add(awaited)
+                paths.append([*path, awaited])
     return None
 
 
@@ -126,8 +116,9 @@ def _awaited(rank: int, records: Mapping[int, RankRecord]) -> list[int]:
     if ticket is None:
         return []
     groups = {other: records[other].groups for other in ticket.ranks if other != rank and other in records}
-    issued = {other: own[ticket.group].issued if ticket.group in own else 0 for other, own in groups.items()}
-    return [other for other, count in issued.items() if count < ticket.number]
+    return [
+        other for other, own in groups.items() if ticket.group not in own or own[ticket.group].issued < ticket.number
+    ]
 
 
 def _reason(rank: int, other: int, records: Mapping[int, RankRecord]) -> str:
@@ -145,6 +136,7 @@ _RARER = 1.25  # the next look for a proof comes after so many times the wait un
 _ANSWER_S = 5.0  # for an answer of the store, and for ranks to read a verdict
 _SETTLE_POLL_S = 0.1  # between two looks whether they have
 _MOST_NAMED = 4  # ranks in a line
+_LOST = OSError, RuntimeError  # the process that hosts the store has ended; torch's own errors are RuntimeErrors
 
 
 class waiting_for:
@@ -197,13 +189,10 @@ def raise_diagnosis(error: RuntimeError) -> None:
         return
     line = "" if _watch is None else _watch.told_line()  # at once: who told it may host the store
     first = "" if line else first_failure_behind(error)
-    if not line and not first and _watch is not None:
-        line = _watch.explain()
-    if first and not line:
+    if first:
         raise PeerFailedError(f"{first}\n(here a transfer ended with: {error})") from error
-    if line:
-        if _watch is not None:
-            _watch.settle()
+    if _watch is not None and (line := line or _watch.explain()):
+        _watch.settle()
         raise RanksDifferError(f"{line} (the transfer ended with: {error})") from error
 
 
@@ -225,7 +214,9 @@ def watch_progress() -> None:
         return
     if threading.current_thread() is not threading.main_thread():  # threads that play ranks share one memory
         return
-    after_s = _default_after_s(world) if _after_s is None else _after_s
+    timeout = _compat.timeout_of(world)
+    default_s = _AFTER_S if timeout is None else min(_AFTER_S, timeout.total_seconds() / 2)
+    after_s = default_s if _after_s is None else _after_s
     if after_s == 0 or (_watch is not None and _watch.world() is world):
         return
     if _watch is None:
@@ -237,11 +228,6 @@ def watch_progress() -> None:
 
 _after_s: float | None = None
 _watch: _Watch | None = None
-
-
-def _default_after_s(world: dist.ProcessGroup) -> float:
-    timeout = _compat.timeout_of(world)
-    return _AFTER_S if timeout is None else min(_AFTER_S, timeout.total_seconds() / 2)
 
 
 def _leave_last_word() -> None:
@@ -270,14 +256,14 @@ class _Watch:
 
     def explain(self) -> str:
         """Return the line about the ranks that do not come; empty if none is known."""
-        with contextlib.suppress(_StoreLost), self._lock:
+        with contextlib.suppress(*_LOST), self._lock:
             self._look(is_asked=True)
         return self._line if self._verdict is None else self._verdict.line
 
     def told_line(self) -> str:
         """Return the proof that this rank waits in vain, if it or another rank has told one; else ""."""
         ticket = here.ticket()
-        with contextlib.suppress(_StoreLost):
+        with contextlib.suppress(*_LOST):
             self._take_verdict(None if ticket is None else ticket.awaited())
         return "" if self._verdict is None else self._verdict.line
 
@@ -285,7 +271,7 @@ class _Watch:
         """Say that this rank has read the verdict; rank 0 waits until all that it names have."""
         if self._verdict is None:
             return
-        with contextlib.suppress(_StoreLost):
+        with contextlib.suppress(*_LOST):
             self._board.put(f"read/{self._rank}", True)
             late, deadline = [rank for rank in self._verdict.ranks if rank != self._rank], time.monotonic() + _ANSWER_S
             while self._rank == 0 and late and time.monotonic() < deadline:
@@ -301,11 +287,11 @@ class _Watch:
         self._ending.set()
         self._thread.join(_ANSWER_S)  # a thread that returns from C++ while the interpreter ends aborts the process
         if last_word:
-            with contextlib.suppress(_StoreLost):
+            with contextlib.suppress(*_LOST):
                 self._board.put(str(self._rank), here.record(time.time(), has_ended=True))
 
     def _run(self) -> None:
-        with contextlib.suppress(_StoreLost):
+        with contextlib.suppress(*_LOST):
             while not self._ending.wait(self._interval_s):
                 with self._lock:
                     self._look()
@@ -369,10 +355,6 @@ class _Watch:
         return f"rank {self._rank} has waited {own.idle_s} s{awaited} {own.step}: {named}{more}"
 
 
-class _StoreLost(Exception):
-    """The process that hosts the store has ended."""
-
-
 class _Board:
     """The entries by which ranks inform each other in the rendezvous store: a record of each, and the last proof."""
 
@@ -383,14 +365,14 @@ class _Board:
 
     def put(self, name: str, value: Any) -> None:
         """Write a value; None takes it back."""
-        with self._reaching():
-            self._store.set(f"{_KEY}/{name}", "" if value is None else encode(value))
+        self._reach()
+        self._store.set(f"{_KEY}/{name}", "" if value is None else encode(value))
 
     def get(self, kind: type[_T], name: str) -> _T | None:
         """Read a value; None if there is none, or a damaged one, which a line names."""
         key = f"{_KEY}/{name}"
-        with self._reaching():
-            text = self._store.get(key) if self._store.check([key]) else b""
+        self._reach()
+        text = self._store.get(key) if self._store.check([key]) else b""
         try:
             return decode(kind, text) if text else None
         except EntryError as error:
@@ -398,13 +380,8 @@ class _Board:
             print(told, file=sys.stderr, flush=True)
             return None
 
-    @contextlib.contextmanager
-    def _reaching(self) -> Iterator[None]:
-        """Raise _StoreLost if the store is lost. torch would notice as well, but also log a page of frames."""
+    def _reach(self) -> None:
+        """Raise an error of `_LOST` if the store is lost. torch would notice as well, but also log a page of frames."""
         address = address_of(self._store)
-        try:
-            if address is not None:
-                socket.create_connection(address, _ANSWER_S).close()
-            yield
-        except (OSError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
-            raise _StoreLost from error
+        if address is not None:
+            socket.create_connection(address, _ANSWER_S).close()
