@@ -57,17 +57,7 @@ class RankGroup:
             TypeError: `value` is not JSON.
             RuntimeError: what came from a rank is no such message.
         """
-        message = _encoded(value, "gather")
-        if self.size == 1:
-            return [_decoded(message, 0)]
-        ticket = issue(self._process_group(), "an agreement of the ranks")
-        with waiting_for("an agreement of the ranks", ticket):
-            firsts = self._all_gather(message[:_FIRST_TRIP_BYTES].ljust(_FIRST_TRIP_BYTES, b"\0"), ticket)
-            rest_bytes = max(_rest_bytes(first, rank) for rank, first in enumerate(firsts))
-            rests = [b""] * self.size
-            if rest_bytes:
-                rests = self._all_gather(message[_FIRST_TRIP_BYTES:].ljust(rest_bytes, b"\0"), ticket)
-        return [_decoded(first + rest, rank) for rank, (first, rest) in enumerate(zip(firsts, rests, strict=True))]
+        return self._in_two_trips(_encoded(value, "gather"), self._all_gather, "an agreement of the ranks")
 
     def broadcast(self, value: _T) -> _T:
         """Return the value of rank 0 on every rank; the values of other ranks are not used.
@@ -79,16 +69,7 @@ class RankGroup:
             RuntimeError: what came from rank 0 is no such message.
         """
         message = _encoded(value, "broadcast") if self.rank == 0 else b""
-        if self.size == 1:
-            return _decoded(message, 0)
-        ticket = issue(self._process_group(), "a value of rank 0", senders=[0])
-        with waiting_for("a value of rank 0", ticket):
-            first = self._broadcast(message[:_FIRST_TRIP_BYTES].ljust(_FIRST_TRIP_BYTES, b"\0"), ticket)
-            rest_bytes = _rest_bytes(first, 0)
-            rest = b""
-            if rest_bytes:
-                rest = self._broadcast(message[_FIRST_TRIP_BYTES:].ljust(rest_bytes, b"\0"), ticket)
-        return _decoded(first + rest, 0)
+        return self._in_two_trips(message, self._broadcast, "a value of rank 0", senders=[0])[0]
 
     def agree(self, action: Callable[[], _T], *, only: bool = True) -> _T | None:
         """Run `action` on the ranks where `only` is true, and fail on all ranks if it fails on one.
@@ -156,6 +137,25 @@ class RankGroup:
             raise self._error(f"{failure} (rank 0: {outcome[1]})")
         return outcome[0]
 
+    def _in_two_trips(
+        self,
+        message: bytes,
+        carry: Callable[[bytes, Ticket], list[bytes]],
+        purpose: str,
+        senders: list[int] | None = None,
+    ) -> list[Any]:
+        """Return the values of all who send, in rank order: [Note: Plain values between ranks]."""
+        if self.size == 1:
+            return [_decoded(message, 0)]
+        ticket = issue(self._process_group(), purpose, senders=senders)
+        with waiting_for(purpose, ticket):
+            firsts = carry(message[:_FIRST_TRIP_BYTES].ljust(_FIRST_TRIP_BYTES, b"\0"), ticket)
+            rest_bytes = max(_rest_bytes(first, rank) for rank, first in enumerate(firsts))
+            rests = [b""] * len(firsts)
+            if rest_bytes:
+                rests = carry(message[_FIRST_TRIP_BYTES:].ljust(rest_bytes, b"\0"), ticket)
+        return [_decoded(first + rest, rank) for rank, (first, rest) in enumerate(zip(firsts, rests, strict=True))]
+
     def _all_gather(self, message: bytes, ticket: Ticket) -> list[bytes]:
         received, group = bytearray(self.size * len(message)), self._process_group()
         own, landing = self._on_device(message), self._on_device(received)
@@ -166,7 +166,7 @@ class RankGroup:
         torch.frombuffer(received, dtype=torch.uint8).copy_(landing)
         return [bytes(received[begin : begin + len(message)]) for begin in range(0, len(received), len(message))]
 
-    def _broadcast(self, message: bytes, ticket: Ticket) -> bytes:
+    def _broadcast(self, message: bytes, ticket: Ticket) -> list[bytes]:
         received, group = bytearray(message), self._process_group()
         landing = self._on_device(received)
         if uses_sends(group):
@@ -174,7 +174,7 @@ class RankGroup:
         else:
             dist.broadcast(landing, group=group, group_src=0)
         torch.frombuffer(received, dtype=torch.uint8).copy_(landing)
-        return bytes(received)
+        return [bytes(received)]
 
     def _on_device(self, message: bytes | bytearray) -> Tensor:
         """Return bytes as a tensor that the group's backend carries."""

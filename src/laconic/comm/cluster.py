@@ -14,11 +14,10 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -34,40 +33,25 @@ from laconic.comm.traffic import IslandLevel, Level, Traffic
 from laconic.comm.watch import waiting_for, watch_progress
 from laconic.errors import RanksDifferError
 
+_T = TypeVar("_T")
 AXES = ("island", "node", "local")
 
-
-@dataclass
-class _Made:
-    """The meshes and clusters of this rank on one default process group: [Note: What is made once]."""
-
-    thread: int = field(default_factory=threading.get_ident)
-    checked_sizes: set[int] = field(default_factory=set)
-    """The number of ranks that all nodes have."""
-    meshes: dict[Any, DeviceMesh] = field(default_factory=dict)
-    clusters: dict[Any, Cluster] = field(default_factory=dict)
-    joint: dict[tuple[str, tuple[int, ...]], Cluster] = field(default_factory=dict)
-    """The clusters that `Cluster.over` has made or found."""
-    device_groups: dict[Any, dist.ProcessGroup] = field(default_factory=dict)
-    """The process groups of the device that are shared, by their ranks and use: [Note: Communicators] in groups.py."""
-    host_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
-    """The groups of all ranks of the job for small messages in host memory: one for all meshes of these ranks."""
+_made_on: dict[dist.ProcessGroup, dict[Any, Any]] = {}
+"""By default process group, what was made on it, by value: meshes, clusters, and groups that are shared."""
 
 
-_made_on: dict[dist.ProcessGroup, _Made] = {}
-
-
-def _made() -> _Made:
-    world = dist.group.WORLD
+def _once(key: Any, make: Callable[[], _T]) -> _T:
+    """Return what `make` has made for `key` on the default process group: [Note: What is made once]."""
+    world, thread = dist.group.WORLD, threading.get_ident()
     assert world is not None
-    made = _made_on.get(world)
-    if made is None:
-        made = _Made()
-        for group, earlier in list(_made_on.items()):
-            if earlier.thread == made.thread:
-                del _made_on[group]
-        _made_on[world] = made
-    return made
+    if world not in _made_on:
+        for group in [group for group, earlier in _made_on.items() if earlier["thread"] == thread]:
+            del _made_on[group]
+        _made_on[world] = {"thread": thread}
+    made = _made_on[world]
+    if key not in made:
+        made[key] = make()
+    return cast(_T, made[key])
 
 
 def default_mesh(device_type: str | None = None) -> DeviceMesh:
@@ -124,12 +108,13 @@ def init_mesh(
             f"{islands} islands x {nodes} nodes x {local} local ranks make {islands * nodes * local} ranks, but the "
             f"job has {world}; start every node with the same --nproc-per-node, or give sizes whose product is {world}"
         )
-    meshes, sizes = _made().meshes, (islands, nodes, local)
-    mesh = meshes.get((device_type, sizes))
-    if mesh is None:
+    sizes = islands, nodes, local
+
+    def make() -> DeviceMesh:
         _refuse_other_shapes("the mesh", [device_type, *sizes])
-        mesh = meshes[device_type, sizes] = make_mesh(device_type, sizes, AXES)
-    return mesh
+        return make_mesh(device_type, sizes, AXES)
+
+    return _once(("init", device_type, sizes), make)
 
 
 def _refuse_other_shapes(what: str, shape: list[Any]) -> None:
@@ -209,16 +194,17 @@ def _select_device(device_type: str) -> None:
 def _ranks_per_node(world: int) -> int:
     """The number of ranks on this node. Collective: every rank checks that all nodes have equally many."""
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    checked = _made().checked_sizes
-    if num_local not in checked:
+
+    def check() -> int:
         by_rank = RankGroup().gather(num_local)
         if len(set(by_rank)) > 1:
             raise ValueError(
                 f"nodes of unequal size: ranks per node, rank by rank, are {by_rank}; laconic needs the same number of "
                 "ranks on every node"
             )
-        checked.add(num_local)
-    return num_local
+        return num_local
+
+    return _once(("ranks per node", num_local), check)
 
 
 class Cluster:
@@ -274,10 +260,13 @@ class Cluster:
         replicas = self.island_group
         if self.device_type != "cpu":  # nothing but sums goes over replicas, so the group of the mesh suits them
             replicas = _device_group(_rows(islands, 0), self.device_type, "gather")
-        self.gather_groups = _axis_groups(islands, self.device_type, "gather") | {"island": replicas}
+        self.gather_groups: dict[Level, dist.ProcessGroup | None] = {"island": replicas}
         """For each level the ranks that differ on this level only; None if it has one rank."""
-        self.reduce_groups = _axis_groups(islands, self.device_type, "reduce") | {"island": replicas}
+        self.reduce_groups: dict[Level, dist.ProcessGroup | None] = {"island": replicas}
         """The same ranks; inside an island in other process groups."""
+        for groups, use in ((self.gather_groups, "gather"), (self.reduce_groups, "reduce")):
+            groups["node"] = _device_group(_rows(islands, 1), self.device_type, use)
+            groups["local"] = _device_group(_rows(islands, 2), self.device_type, use)
         has_islands = self.num_islands > 1
         self.flag_group = _own_group(by_island.tolist(), on_host) if has_islands else _host_group(islands, on_host)
         """Every rank of the island, for small messages in host memory; None if there is one."""
@@ -295,17 +284,12 @@ class Cluster:
         Raises:
             ValueError: see `Cluster`.
         """
-        clusters = _made().clusters
-        ranks = mesh.mesh
-        ranks_by_place = tuple(ranks.shape), tuple(ranks.flatten().tolist())
-        by_value = mesh.device_type, mesh.mesh_dim_names, *ranks_by_place, num_local
-        if by_value not in clusters:
+
+        def make() -> Cluster:
             islands = _arrange(mesh, num_local)
-            by_place = mesh.device_type, tuple(islands.shape), tuple(islands.flatten().tolist())
-            if by_place not in clusters:
-                clusters[by_place] = Cluster(mesh, islands)
-            clusters[by_value] = clusters[by_place]
-        return clusters[by_value]
+            return _once(("cluster", mesh.device_type, *_places(islands)), lambda: Cluster(mesh, islands))
+
+        return _once(("mesh", mesh.device_type, mesh.mesh_dim_names, *_places(mesh.mesh), num_local), make)
 
     @staticmethod
     def over(ranks: Iterable[int], beside: Cluster) -> Cluster:
@@ -313,16 +297,19 @@ class Cluster:
 
         A new one counts its traffic in that of `beside`, a cluster of this rank.
         """
-        made, key = _made(), (beside.device_type, tuple(sorted(ranks)))
-        if key not in made.joint:
-            is_world = len(key[1]) == dist.get_world_size()
-            group = dist.group.WORLD if is_world else _device_group([list(key[1])], beside.device_type, "gather")
+        members = sorted(ranks)
+
+        def make() -> Cluster:
+            is_world = len(members) == dist.get_world_size()
+            group = dist.group.WORLD if is_world else _device_group([members], beside.device_type, "gather")
             assert group is not None, "the ranks are several"
-            known = list(made.clusters.values())
-            cluster = made.joint[key] = Cluster.of(DeviceMesh.from_group(group, beside.device_type))
-            if all(cluster is not other for other in known):
+            mesh = DeviceMesh.from_group(group, beside.device_type)
+            cluster = Cluster.of(mesh)
+            if cluster.mesh is mesh:
                 cluster.traffic = beside.traffic
-        return made.joint[key]
+            return cluster
+
+        return _once(("over", beside.device_type, *members), make)
 
     @cached_property
     def replicas(self) -> Cluster | None:
@@ -464,14 +451,14 @@ def _side_by_side(rows: Tensor, ranks_per_node: int) -> int:
     return num_local if are_whole and are_distinct else 1
 
 
+def _places(ranks: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What tells arrangements of ranks apart."""
+    return tuple(ranks.shape), tuple(ranks.flatten().tolist())
+
+
 def _rows(ranks: Tensor, axis: int) -> list[list[int]]:
     """The ranks along an axis, for each place on the other axes."""
     return ranks.movedim(axis, -1).flatten(0, -2).tolist() if ranks.ndim > 1 else [ranks.tolist()]
-
-
-def _axis_groups(islands: Tensor, device_type: str, use: str) -> dict[Level, dist.ProcessGroup | None]:
-    axes: dict[Level, int] = {"node": 1, "local": 2}
-    return {level: _device_group(_rows(islands, axis), device_type, use) for level, axis in axes.items()}
 
 
 def _shares_groups(device_type: str) -> bool:
@@ -491,12 +478,7 @@ def _device_group(lists_of_ranks: list[list[int]], device_type: str, use: str) -
         return _own_group(lists_of_ranks)
     if use == "gather" and len(lists_of_ranks[0]) == dist.get_world_size():
         return dist.group.WORLD
-    groups, key = _made().device_groups, _key(lists_of_ranks, use)
-    if key not in groups:
-        group = _own_group(lists_of_ranks)
-        assert group is not None, "the ranks are several"
-        groups[key] = group
-    return groups[key]
+    return _once(_key(lists_of_ranks, use), lambda: _own_group(lists_of_ranks))
 
 
 def _key(lists_of_ranks: list[list[int]], use: str) -> tuple[Any, ...]:
@@ -509,7 +491,7 @@ def _adopt_groups(mesh: DeviceMesh) -> None:
         for axis in range(mesh.ndim):
             rows = _rows(mesh.mesh, axis)
             if len(rows[0]) > 1:
-                _made().device_groups.setdefault(_key(rows, "gather"), mesh.get_group(axis))
+                _once(_key(rows, "gather"), partial(mesh.get_group, axis))
 
 
 def _host_group(islands: Tensor, backend: str) -> dist.ProcessGroup | None:
@@ -518,10 +500,7 @@ def _host_group(islands: Tensor, backend: str) -> dist.ProcessGroup | None:
     So ranks that arrange them differently find it out there, instead of waiting on different groups.
     """
     ranks = sorted(islands.flatten().tolist())
-    made = _made().host_groups
-    if tuple(ranks) not in made:
-        made[tuple(ranks)] = _own_group([ranks], backend)
-    return made[tuple(ranks)]
+    return _once(("host", *ranks), lambda: _own_group([ranks], backend))
 
 
 def _own_group(lists_of_ranks: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:

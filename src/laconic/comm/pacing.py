@@ -73,7 +73,7 @@ class PacedExchange:
         self, group: dist.ProcessGroup, tag: int, landings: Sequence[Tensor], messages: Sequence[Tensor]
     ) -> None:
         """Receive `landings[r]` from rank r of the group and send it `messages[r]`."""
-        self.group, self.tag = group, tag
+        self.group, self._tag = group, tag
         self._landings, self._messages = landings, messages
         self._has_ended = threading.Event()
         self._error: Exception | None = None
@@ -97,14 +97,20 @@ class PacedExchange:
         if self._error is not None:
             raise self._error
 
-    def pieces(self, piece_bytes: int) -> Iterator[list[dist.Work]]:
-        """Post one piece after the other, and yield the works of each; of a small exchange, all together."""
-        pieces = _in_rounds(self.group, self.tag, self._landings, self._messages, piece_bytes=piece_bytes)
-        return iter([[work for works in pieces for work in works]]) if self.nbytes <= piece_bytes else pieces
-
-    def end(self, error: Exception | None = None) -> None:
-        """Let `wait` return, or raise `error`."""
-        self._error = error
+    def send(self, pace: _Pace) -> None:
+        """Post one piece after the other, of a small exchange all together. Then let `wait` return."""
+        try:
+            if pace.begin():
+                pace.agree(self.group, self._tag)
+            start_s = time.monotonic()
+            pieces = _in_rounds(self.group, self._tag, self._landings, self._messages, piece_bytes=pace.piece_bytes)
+            if self.nbytes <= pace.piece_bytes:
+                pieces = iter([[work for works in pieces for work in works]])
+            for works in pieces:
+                _finish(works)
+            pace.note(self.nbytes, time.monotonic() - start_s)
+        except Exception as error:  # of the backend; the thread that waits raises it
+            self._error = error
         self._landings = self._messages = ()
         self._has_ended.set()
 
@@ -130,49 +136,26 @@ def _finish(works: Sequence[dist.Work]) -> None:
         work.wait()
 
 
-class _Pump:
-    """The thread that posts the pieces of all exchanges of this process."""
-
-    def __init__(self) -> None:
-        self._exchanges: queue.SimpleQueue[PacedExchange] = queue.SimpleQueue()
-        self._paces: weakref.WeakKeyDictionary[dist.ProcessGroup, _Pace] = weakref.WeakKeyDictionary()
-        threading.Thread(target=self._run, name="laconic-pacing", daemon=True).start()
-
-    def add(self, exchange: PacedExchange) -> None:
-        """Send the pieces of an exchange after those of earlier ones."""
-        self._exchanges.put(exchange)
-
-    def _run(self) -> None:
-        while True:
-            exchange = self._exchanges.get()
-            try:
-                self._send(exchange)
-            except Exception as error:  # of the backend; the thread that waits for the exchange raises it
-                exchange.end(error)
-            else:
-                exchange.end()
-            del exchange  # while the next one is awaited, nothing keeps this one's process group
-
-    def _send(self, exchange: PacedExchange) -> None:
-        pace = self._paces.setdefault(exchange.group, _Pace())
-        if pace.begin():
-            pace.agree(exchange.group, exchange.tag)
-        start_s = time.monotonic()
-        for works in exchange.pieces(pace.piece_bytes):
-            _finish(works)
-        pace.note(exchange.nbytes, time.monotonic() - start_s)
+_pump: queue.SimpleQueue[PacedExchange] | None = None
+"""The exchanges that the thread of [Note: Rounds of pieces] has not sent yet; None as long as there is no thread."""
 
 
-_pump: _Pump | None = None
+def _send_all(exchanges: queue.SimpleQueue[PacedExchange]) -> None:
+    paces: weakref.WeakKeyDictionary[dist.ProcessGroup, _Pace] = weakref.WeakKeyDictionary()
+    while True:
+        exchange = exchanges.get()
+        exchange.send(paces.setdefault(exchange.group, _Pace()))
+        del exchange  # while the next one is awaited, nothing keeps this one's process group
 
 
 def start_paced_exchange(
     group: dist.ProcessGroup, tag: int, landings: Sequence[Tensor], messages: Sequence[Tensor]
 ) -> PacedExchange:
-    """Begin an exchange with all other ranks of a Gloo group, on CPU tensors, as a `PacedExchange`."""
+    """Begin an exchange with all other ranks of a Gloo group, on CPU tensors, after the earlier ones."""
     global _pump
     if _pump is None:
-        _pump = _Pump()
+        _pump = queue.SimpleQueue()
+        threading.Thread(target=_send_all, args=(_pump,), name="laconic-pacing", daemon=True).start()
     exchange = PacedExchange(group, tag, landings, messages)
-    _pump.add(exchange)
+    _pump.put(exchange)
     return exchange
