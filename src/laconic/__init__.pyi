@@ -5,7 +5,7 @@ from laconic.comm.cluster import default_mesh as default_mesh
 from laconic.comm.cluster import init_mesh as init_mesh
 from laconic.cyclic.runtime import CyclicDataParallel as CyclicDataParallel
 from laconic.guard.audit import audit as audit
-from laconic.guard.inspection import CorruptionError as CorruptionError
+from laconic.guard.reporting import CorruptionError as CorruptionError
 from laconic.hf.saving import load_safetensors as load_safetensors
 from laconic.hf.saving import save_safetensors as save_safetensors
 from laconic.islands.fragments import SyncSchedule as SyncSchedule

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import laconic
 from laconic import Checks, CorruptionError, Wire
 from laconic.comm.cluster import Cluster
-from laconic.guard import checksum, inspection
+from laconic.guard import checksum, reporting
 from laconic.guard.checksum import checksum_of, checksums, digest_of
 from laconic.guard.guard import Guard
 from laconic.shard import extension
@@ -204,7 +204,7 @@ def test_a_policy_says_what_it_does_not_know() -> None:
         Checks(interval=-1)
     with pytest.raises(ValueError, match=r"'heal'.*'raise', 'regather'"):
         Checks(on_damage="heal")  # type: ignore[arg-type]
-    assert inspection._joined(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+    assert reporting.some(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
 
 
 def _observer_of(model: Any) -> Any:
@@ -285,7 +285,7 @@ def test_damage_is_raised_on_all_ranks_that_took_part(across_islands: bool) -> N
     cluster = Cluster.of(laconic.init_mesh("cpu", islands=2))
     is_damaged, is_there = dist.get_rank() == 0, across_islands or dist.get_rank() < 2
     with pytest.raises(CorruptionError, match="a bit") if is_there else contextlib.nullcontext():
-        inspection._raise_together(cluster, ["a bit"] if is_damaged else [], across_islands=across_islands)
+        reporting.raise_together(cluster, ["a bit"] if is_damaged else [], across_islands=across_islands)
 
 
 @on_ranks(2, local=1)
@@ -293,7 +293,7 @@ def test_damage_names_the_parameters_of_the_shard_that_has_it() -> None:
     layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2)))
     model: Any = laconic.fully_shard(layers, granularity=laconic.whole())
     [bucket] = model._laconic_unit.buckets
-    assert [inspection._names(bucket, shard).split(" of ")[0] for shard in range(2)] == ["0.weight", "1.weight"]
+    assert [reporting.names_in(bucket, shard).split(" of ")[0] for shard in range(2)] == ["0.weight", "1.weight"]
 
 
 @on_ranks(2, local=1)

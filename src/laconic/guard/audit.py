@@ -23,7 +23,7 @@ from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import pass_on
 from laconic.guard.checksum import checksum_of
-from laconic.guard.inspection import CorruptionError
+from laconic.guard.reporting import CorruptionError, shard_at
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.bucket import Bucket
 from laconic.shard.hooks import map_tensors, tensors_in
@@ -64,14 +64,14 @@ def audit(module: nn.Module, batch: Any, loss_fn: LossFunction) -> None:
         local = _local_state(module)
         given = [*tensors_in(batch), *local, *_random_states(cluster.device)]
         got = _from_previous(cluster, given)
-        own = _gradient_checksums(module, batch, loss_fn)
+        wanted = _gradient_checksums(module, batch, loss_fn)
         replayed = iter(got)
-        other_batch = map_tensors(lambda tensor: _like(next(replayed), tensor), batch)
+        other_batch = map_tensors(lambda own: next(replayed).to(own.device).requires_grad_(own.requires_grad), batch)
         for tensor in local:
             tensor.copy_(next(replayed))
         _set_random_states(cluster.device, list(replayed))
         again = _gradient_checksums(module, other_batch, loss_fn)
-    (wanted,) = _from_previous(cluster, [own])
+    (wanted,) = _from_previous(cluster, [wanted])
     differing = (wanted != again).nonzero().flatten().tolist()
     _raise_together(cluster, [names[index] for index in differing])
 
@@ -103,15 +103,13 @@ def _gradient_checksums(module: ShardedModule, batch: Any, loss_fn: LossFunction
     finally:
         root.probe = None
     sums = [checksum_of(loss.detach()).cpu()]
-    for bucket in _buckets(module):  # several forwards of a unit count in their order
+    for bucket in [
+        bucket for unit in units_below(module) for bucket in unit.buckets
+    ]:  # several forwards of a unit count in their order
         parts = found.get(bucket, [torch.zeros(len(bucket.sharded), dtype=torch.int64)])
         sums += sum((2 * index + 1) * part.cpu() for index, part in enumerate(parts)).unbind()  # type: ignore[union-attr]
     sums += [torch.tensor(0) if each.grad is None else checksum_of(each.grad).cpu() for each in plain]
     return torch.stack(sums)
-
-
-def _buckets(module: nn.Module) -> list[Bucket]:
-    return [bucket for unit in units_below(module) for bucket in unit.buckets]
 
 
 def _plain_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -169,27 +167,16 @@ def _from_previous(cluster: Cluster, given: Sequence[Tensor]) -> list[Tensor]:
     return arriving
 
 
-def _like(value: Tensor, own: Tensor) -> Tensor:
-    """The neighbour's tensor in place of this rank's `own`."""
-    return value.to(own.device).requires_grad_(own.requires_grad)
-
-
 def _raise_together(cluster: Cluster, differing: list[str]) -> None:
     """Raise what any rank has found, on all ranks. Collective over the island."""
     ranks = RankGroup(cluster.flag_group)
     found = ranks.gather([*differing[:1], str(len(differing))])
     for place, (first, *more) in enumerate(found):
         if more:
-            owner, replayer = (_global_rank(cluster, each % ranks.size) for each in (place - 1, place))
+            owner, replayer = (cluster.global_rank(shard_at(cluster, each % ranks.size)) for each in (place - 1, place))
             raise CorruptionError(
                 f"ranks {owner} and {replayer} computed different bits from the same batch: {first}, and {more[0]} "
                 "values in all. One of the two devices computes wrongly, or kernels are not deterministic: audit again "
                 "under torch.use_deterministic_algorithms(True), and go on from the last checkpoint without the "
                 "machine that is named most"
             )
-
-
-def _global_rank(cluster: Cluster, place: int) -> int:
-    """The rank in the whole job of the island's rank at `place`."""
-    node, local = divmod(place, cluster.num_local)
-    return cluster.global_rank(local * cluster.num_nodes + node)

@@ -45,6 +45,7 @@ from laconic.comm.journal import issue
 from laconic.comm.messages import HostExchange, start_to_all
 from laconic.comm.watch import waiting_for
 from laconic.errors import RanksDifferError
+from laconic.guard.reporting import by_cluster, some
 from laconic.ragged.dtensor import DTensorShard
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.steps import OptimizerStep, before_step
@@ -57,7 +58,6 @@ _OF_ISLAND, _OF_PART = "of the island", "of the part"
 """End the names of settings that islands, and ranks with other parts of DTensors, may have of their own."""
 _OWN_OF_ISLANDS = ("wire",)
 _OWN_OF_PARTS = ("blocks", "layout")
-_MOST_SHOWN = 4  # ranks that differ
 _REMEDY = "All ranks must build and shard one model, with equal settings"
 _MOST_KEPT = 2_000  # names of a step
 _WHAT = "the comparison of what ranks have issued"
@@ -126,8 +126,7 @@ def compare(
             expected, found = (_parted(each, is_own=False) for each in (expected, found))
         difference = first_difference(expected, found, f"rank {numbers[base]}")
         reasons.append(f"rank {numbers[place]} differs from rank {numbers[base]}: {difference}")
-    more = f" (and {len(reasons) - _MOST_SHOWN} more ranks)" if len(reasons) > _MOST_SHOWN else ""
-    raise RanksDifferError(f"{'; '.join(reasons[:_MOST_SHOWN])}{more}. {_REMEDY}")
+    raise RanksDifferError(f"{_first_of(reasons)}. {_REMEDY}")
 
 
 def compare_broadcast(module: nn.Module, managed: Sequence[ManagedParameter]) -> None:
@@ -136,11 +135,9 @@ def compare_broadcast(module: nn.Module, managed: Sequence[ManagedParameter]) ->
     Raises:
         RanksDifferError: see `compare`.
     """
-    for cluster in dict.fromkeys(item.cluster for item in managed):
+    for cluster, members in by_cluster(managed).items():
         described = {
-            item.name: {"shape": str(tuple(item.local.shape)), "dtype": str(item.local.dtype)}
-            for item in managed
-            if item.cluster is cluster
+            item.name: {"shape": str(tuple(item.local.shape)), "dtype": str(item.local.dtype)} for item in members
         }
         compare(cluster.all_flag_group, f"fully_shard(broadcast=True) of {type(module).__name__}", described)
 
@@ -331,11 +328,14 @@ def _described(by_rank: Sequence[Sequence[str]], ranks: Sequence[int], first: in
                 f"rank {rank} differs from rank {ranks[0]} at transfer {first + place + 1}, number {place + 1} since "
                 f"they last agreed: it issued {here} where rank {ranks[0]} issued {there}"
             )
-    more = f" (and {len(reasons) - _MOST_SHOWN} more ranks)" if len(reasons) > _MOST_SHOWN else ""
     return (
-        f"{'; '.join(reasons[:_MOST_SHOWN])}{more}. So weights and gradients of different units were mixed: all ranks "
+        f"{_first_of(reasons)}. So weights and gradients of different units were mixed: all ranks "
         "must call the same units in the same order. Go on from the last checkpoint"
     )
+
+
+def _first_of(reasons: Sequence[str]) -> str:
+    return some(reasons, most=4, joint="; ", more=" (and {} more ranks)")
 
 
 _unsettled: WeakSet[IssuedProgram] = WeakSet()

@@ -32,9 +32,11 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from laconic.comm.agreement import RankGroup
+from laconic.comm.agreement import ranks_or_self
+from laconic.comm.cluster import Cluster
 from laconic.errors import RanksDifferError
 from laconic.guard.checksum import digest_of
+from laconic.guard.reporting import by_cluster
 from laconic.ragged.steps import HOME, OptimizerStep, before_step
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.bucket import Bucket, ManagedParameter
@@ -59,16 +61,13 @@ class Strays:
     def __init__(self, modules: Sequence[nn.Module], origins: Sequence[Origin], buckets: Sequence[Bucket]) -> None:
         """Look for them, and warn."""
         self._modules, self._origins, self._buckets = modules, origins, buckets
-        self._num_strays = 0
-        self._look_for_strays()
+        self._num_strays, self._registered = 0, -1
+        self.look_again()
 
     def look_again(self) -> None:
-        """Look for parameters that were added since the last look. It takes a microsecond if nothing was added."""
-        if self._registered != _registrations.count:
-            self._look_for_strays()
-
-    def _look_for_strays(self) -> None:
-        """Warn if there are more than at the last look."""
+        """Warn if there are more than at the last look. It takes a microsecond if nothing was registered since then."""
+        if self._registered == _registrations.count:
+            return
         self._registered = _registrations.count
         known = {identity for origin in self._origins for identity in origin.ignored()}
         known |= {id(parameter) for bucket in self._buckets for parameter in bucket.full.parameters}
@@ -168,29 +167,22 @@ def note_first_weights(bucket: Bucket, whole: Iterable[Tensor]) -> None:
     _first_weights[bucket] = digest_of(whole), bucket.stored.version
 
 
-def _first_digest(bucket: Bucket) -> int | None:
-    """The digest of the weights that this rank gave; None if there is none, or they have changed since."""
-    digest, version = _first_weights[bucket]
-    return digest if bucket.stored.version == version else None
-
-
 def refuse_unequal_weights(buckets: Sequence[Bucket]) -> None:
     """Refuse weights that differed between ranks when they were cut, unless they were overwritten since. Collective.
 
     Raises:
         RanksDifferError: ranks gave `fully_shard` different weights; on all of them.
     """
-    for cluster in dict.fromkeys(bucket.cluster for bucket in buckets):
-        if cluster.all_flag_group is None:  # one rank
-            continue
-        members = [bucket for bucket in buckets if bucket.cluster is cluster]
-        by_rank = RankGroup(cluster.all_flag_group).gather([_first_digest(bucket) for bucket in members])
-        if by_rank.count(by_rank[0]) == len(by_rank):
-            continue
-        numbers = dist.get_process_group_ranks(cluster.all_flag_group)
-        for bucket, digests in zip(members, zip(*by_rank, strict=True), strict=True):
-            if None not in digests and len(set(digests)) > 1:
-                other = next(place for place, digest in enumerate(digests) if digest != digests[0])
+    for cluster, members in by_cluster(buckets).items():
+        digests = [
+            digest if bucket.stored.version == version else None
+            for bucket in members
+            for digest, version in [_first_weights[bucket]]
+        ]
+        for bucket, by_rank in zip(members, _on_all_ranks(cluster, digests), strict=True):
+            if None not in by_rank and len(set(by_rank)) > 1:
+                numbers = dist.get_process_group_ranks(cluster.all_flag_group)
+                other = next(place for place, digest in enumerate(by_rank) if digest != by_rank[0])
                 raise RanksDifferError(
                     f"ranks gave fully_shard different weights: rank {numbers[other]} has others than rank "
                     f"{numbers[0]}, as of {bucket.layout.slots[0].name} of {bucket.unit_name}, and they would train a "
@@ -205,15 +197,13 @@ def warn_of_overwritten_values(managed: Sequence[ManagedParameter]) -> None:
     Weights that came from one checkpoint are equal; those that differ beside them are either new ones, drawn by each
     rank, or experts of its own. What is drawn differs everywhere but in constants, which say nothing.
     """
-    for cluster in dict.fromkeys(item.cluster for item in managed):
-        if cluster.all_flag_group is None:  # one rank
-            continue
-        members = [item for item in managed if item.cluster is cluster]
-        by_rank = RankGroup(cluster.all_flag_group).gather([digest_of([item.local]) for item in members])
-        are_equal = [len(set(digests)) == 1 for digests in zip(*by_rank, strict=True)]
+    for cluster, members in by_cluster(managed).items():
+        are_equal = [
+            len(set(by_rank)) == 1 for by_rank in _on_all_ranks(cluster, [digest_of([item.local]) for item in members])
+        ]
         differing = [item.name for item, is_equal in zip(members, are_equal, strict=True) if not is_equal]
         equal = [item for item, is_equal in zip(members, are_equal, strict=True) if is_equal]
-        is_first = dist.get_rank(cluster.all_flag_group) == 0
+        is_first = dist.get_rank() == min(cluster.ranks)
         if differing and is_first and not all(_is_constant(item.local) for item in equal):
             warnings.warn(
                 f"broadcast=True gives all ranks the first rank's values of {len(differing)} parameters that differ "
@@ -223,31 +213,21 @@ def warn_of_overwritten_values(managed: Sequence[ManagedParameter]) -> None:
             )
 
 
+def _on_all_ranks(cluster: Cluster, digests: list[int | None]) -> list[tuple[int | None, ...]]:
+    """Each digest as all ranks of all islands have it. Collective."""
+    return list(zip(*ranks_or_self(cluster.all_flag_group).gather(digests), strict=True))
+
+
 def _is_constant(value: Tensor) -> bool:
     flat = value.detach().reshape(-1)
     return value.is_meta or bool((flat == flat[:1]).all())
 
 
-def check_embeddings(module: nn.Module) -> None:
-    """Check that no forward edits its weight.
+def check_modules(module: nn.Module) -> None:
+    """Check that nothing in a module that is about to be sharded trains data-parallel already, or edits its weights.
 
     Raises:
-        ValueError: an embedding has `max_norm`.
-    """
-    for name, child in module.named_modules():
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None:
-            raise ValueError(
-                f"{name or 'the module'} has max_norm={child.max_norm}: its forward edits the gathered weight, and the "
-                "sharded one would stay as it is. Leave max_norm out, and scale the rows of the sharded weight under "
-                "torch.no_grad() after the optimizer's step"
-            )
-
-
-def check_unwrapped(module: nn.Module) -> None:
-    """Check that nothing in a module that is about to be sharded trains data-parallel already.
-
-    Raises:
-        ValueError: a module is a wrapper of torch's, or FSDP2 has sharded it.
+        ValueError: a module is a wrapper of torch's, or FSDP2 has sharded it; or an embedding has `max_norm`.
     """
     for name, child in module.named_modules():
         where = f"{name}, a module of {type(module).__name__}," if name else "the module"
@@ -260,6 +240,12 @@ def check_unwrapped(module: nn.Module) -> None:
             raise ValueError(
                 f"fully_shard shards plain modules, but {where} was sharded by torch's own fully_shard: call one of "
                 "the two on the whole model"
+            )
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None:
+            raise ValueError(
+                f"{name or 'the module'} has max_norm={child.max_norm}: its forward edits the gathered weight, and the "
+                "sharded one would stay as it is. Leave max_norm out, and scale the rows of the sharded weight under "
+                "torch.no_grad() after the optimizer's step"
             )
 
 
@@ -321,16 +307,6 @@ def take_values(bucket: Bucket) -> list[str]:
     for index, parameter in new.items():
         bucket.sharded[index].copy_(parameter)
     return list(names.values())
-
-
-def take_loaded_values(buckets: Iterable[Bucket]) -> None:
-    """Take the values that `load_state_dict(assign=True)` has put in place of sharded parameters.
-
-    Raises:
-        RuntimeError: see `take_values`.
-    """
-    for bucket in buckets:
-        take_values(bucket)
 
 
 def refuse_ties(buckets: Sequence[Bucket]) -> None:
