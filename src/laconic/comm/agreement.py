@@ -81,25 +81,24 @@ class RankGroup:
                 message comes from the lowest rank that failed. It names this rank unless `action` failed on all that
                 ran it.
         """
-        return self._agree(action, lambda result: True, only=only)[0]
+        return self.agree_and_ask(action, lambda result: True, only=only)[0]
 
-    def agree_and_ask(self, action: Callable[[], _T], question: Callable[[_T], bool]) -> tuple[_T, bool]:
-        """Run `action` on all ranks, and ask each one a question about its result.
+    def agree_and_ask(
+        self, action: Callable[[], _T], question: Callable[[_T], bool], *, only: bool = True
+    ) -> tuple[_T, bool]:
+        """Run `action` as `agree` does, and ask each rank that runs it a question about its result.
 
         Returns the result of this rank, and whether all ranks said yes. Neither may be collective.
 
         Raises:
             ValueError: see `agree`.
         """
-        agreed = self._agree(action, question, only=True)
-        return cast(_T, agreed[0]), agreed[1]
 
-    def _agree(self, action: Callable[[], _T], question: Callable[[_T], bool], *, only: bool) -> tuple[_T | None, bool]:
         def run() -> tuple[_T, bool]:
             result = action()
             return result, question(result)
 
-        found, error = _attempt(run, OSError, ValueError) if only else (None, None)
+        found, error = _attempt(run) if only else (None, None)
         result, says_yes = (None, True) if found is None else found
         outcomes: list[Any] = self.gather([only, says_yes, _message(error)])
         failed = [(rank, message) for rank, (*_, message) in enumerate(outcomes) if message]
@@ -107,7 +106,7 @@ class RankGroup:
             rank, message = failed[0]
             is_everywhere = len(failed) == sum(has_run for has_run, *_ in outcomes)
             raise self._error(message if is_everywhere else f"{message} (on rank {rank})") from error
-        return result, all(is_yes for _, is_yes, _ in outcomes)
+        return cast(_T, result), all(is_yes for _, is_yes, _ in outcomes)
 
     def on_all(self, action: Callable[[], _T], failure: str) -> list[_T]:
         """Run `action` on every rank; return the results of all ranks, in rank order, on every rank.
@@ -118,7 +117,7 @@ class RankGroup:
             ValueError: `action` raised OSError or ValueError on some rank. The class is the `error` of this group. The
                 message is `failure` with the messages of all failed ranks.
         """
-        result, error = _attempt(action, OSError, ValueError)
+        result, error = _attempt(action)
         outcomes: list[Any] = self.gather([result, _message(error)])
         reasons = [f"rank {rank}: {message}" for rank, (_, message) in enumerate(outcomes) if message]
         if reasons:
@@ -131,7 +130,7 @@ class RankGroup:
         Raises:
             ValueError: see `on_all`.
         """
-        result, error = _attempt(action, OSError, ValueError) if self.rank == 0 else (None, None)
+        result, error = _attempt(action) if self.rank == 0 else (None, None)
         outcome: list[Any] = self.broadcast([result, _message(error)])
         if outcome[1]:
             raise self._error(f"{failure} (rank 0: {outcome[1]})")
@@ -195,10 +194,10 @@ def ranks_or_self(group: dist.ProcessGroup | None) -> RankGroup:
     return ranks
 
 
-def _attempt(action: Callable[[], _T], *errors: type[Exception]) -> tuple[_T | None, Exception | None]:
+def _attempt(action: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
     try:
         return action(), None
-    except errors as error:
+    except (OSError, ValueError) as error:
         return None, error
 
 

@@ -98,14 +98,11 @@ def typed(kind: type[_T], value: Any) -> _T:
 
 
 def _typed(kind: Any, value: Any, place: str) -> Any:
-    origin, arguments = _of_type(kind)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return value
     if origin in (Union, types.UnionType):
         return _first_of(arguments, value, place)
-    if origin is Literal:
-        is_one = any(value == each and type(value) is type(each) for each in arguments)
-        return value if is_one else _refuse(value, place)
     if origin in (tuple, list):
         return _sequence(origin, arguments, value, place)
     if origin is dict:
@@ -115,20 +112,16 @@ def _typed(kind: Any, value: Any, place: str) -> Any:
     if is_dataclass(kind):
         return _instance(kind, value, place)
     if isinstance(kind, type) and issubclass(kind, Enum):
-        found = [each for each in kind if each.value == value and type(each.value) is type(value)]
-        return found[0] if found else _refuse(value, place)
+        return _one_of({each.value: each for each in kind}, value, place)
+    if origin is Literal:
+        return _one_of({each: each for each in arguments}, value, place)
     return _simple(kind, value, place)
 
 
-def _of_type(kind: Any) -> tuple[Any, tuple[Any, ...]]:
-    if isinstance(kind, types.UnionType):  # of any order they are equal, and the order matters
-        return types.UnionType, kind.__args__
-    return _of_other_type(kind)
-
-
-@cache
-def _of_other_type(kind: Any) -> tuple[Any, tuple[Any, ...]]:
-    return typing.get_origin(kind), typing.get_args(kind)
+def _one_of(choices: Mapping[Any, Any], value: Any, place: str) -> Any:
+    """The choice that a plain value stands for. True is no 1."""
+    found = [meant for plain, meant in choices.items() if plain == value and type(plain) is type(value)]
+    return found[0] if found else _refuse(value, place)
 
 
 def _simple(kind: Any, value: Any, place: str) -> Any:

@@ -94,7 +94,7 @@ def watch_peers_early(store: dist.Store, rank: int, num_ranks: int) -> None:
     if _peers is None:
         atexit.register(leave)
         os.register_at_fork(after_in_child=_forget)
-        sys.excepthook = _Hook(sys.excepthook)
+        sys.excepthook = _telling(sys.excepthook)
     else:
         _peers.end()
     _peers = _Peers(store, rank, num_ranks, _peer_timeout_s)
@@ -200,19 +200,18 @@ def _is_timeout(error: BaseException) -> bool:
     return "timed out" in str(error).lower()
 
 
-class _Hook:
-    """Tells the other ranks of the exception that ends this one, and shows the first failure below the traceback."""
+def _telling(before: Any) -> Any:
+    """A hook that tells the other ranks of the exception that ends this one, and shows the first failure below it."""
 
-    def __init__(self, before: Any) -> None:
-        self._before = before
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         first = "" if isinstance(error, KeyboardInterrupt) else record_failure(error)
-        self._before(kind, error, trace)
+        before(kind, error, trace)
         is_shown = isinstance(error, PeerFailedError) or first in getattr(error, "__notes__", [])
         is_alike = first.rstrip().endswith(traceback.format_exception_only(error)[-1].rstrip())
         if first and not is_shown and not is_alike:
             print(f"rank {dist.get_rank() if dist.is_initialized() else '?'} failed because {first}", file=sys.stderr)
+
+    return hook
 
 
 class _Peers:

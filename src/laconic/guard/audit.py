@@ -103,9 +103,8 @@ def _gradient_checksums(module: ShardedModule, batch: Any, loss_fn: LossFunction
     finally:
         root.probe = None
     sums = [checksum_of(loss.detach()).cpu()]
-    for bucket in [
-        bucket for unit in units_below(module) for bucket in unit.buckets
-    ]:  # several forwards of a unit count in their order
+    for bucket in (bucket for unit in units_below(module) for bucket in unit.buckets):
+        # several forwards of a unit count in their order
         parts = found.get(bucket, [torch.zeros(len(bucket.sharded), dtype=torch.int64)])
         sums += sum((2 * index + 1) * part.cpu() for index, part in enumerate(parts)).unbind()  # type: ignore[union-attr]
     sums += [torch.tensor(0) if each.grad is None else checksum_of(each.grad).cpu() for each in plain]

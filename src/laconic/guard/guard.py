@@ -425,14 +425,12 @@ def _describe(record: CheckedTransfer, place: int) -> str:
     """Say that this rank has other bits than the rank at `place` of the record."""
     bucket, cluster = record.bucket, record.cluster
     own = cluster.global_rank(cluster.shard_index)
+    names = names_in(bucket, cluster.shard_index)
     if record.across_islands:
-        return (
-            f"the summed gradients of {names_in(bucket, cluster.shard_index)} on rank {own} differ from island {place}"
-        )
+        return f"the summed gradients of {names} on rank {own} differ from island {place}"
     shard = shard_at(cluster, place)
     other = cluster.global_rank(shard)
     if record.what == "gradients":
-        names = names_in(bucket, cluster.shard_index)
         return f"gradients of {names} came to rank {own} with other bits than rank {other} has sent"
     names = names_in(bucket, shard)
     if other == own:
