@@ -14,7 +14,7 @@ from itertools import combinations, product
 from pathlib import Path
 
 from tests.checkpoint.test_storages import SAVES, STORAGES, cells
-from tests.comm.test_pairs import CALLS, LATEST_S, problems
+from tests.comm.test_journal import CALLS, LATEST_S, problems
 from tests.composition import transforms as transforming
 from tests.docs import methods
 from tests.faults import first_contact as first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import os
@@ -42,8 +43,9 @@ def test_who_waits_for_news_goes_on_when_a_neighbour_is_gone_and_keeps_to_the_fi
     peers.__dict__.update(ring=ring, _rank=0, _is_over=False)
     listener, neighbour = mock.Mock(), mock.Mock()
     ring.__dict__.update(
-        first=None, has_heard=threading.Event(), _neighbours=[neighbour], _listener=listener, _connections=set()
-    )
+        first=None, has_heard=threading.Event(), has_news=asyncio.Event(), _neighbours=[neighbour], _listener=listener,
+        _connections=set(),
+    )  # fmt: skip
     monkeypatch.setattr(failure, "_peers", peers)
     failed = PeerMessage(rank=1, text="rank 1 failed first: ...", has_failed=True)
     gone = PeerMessage(rank=2, text="rank 2 is gone", has_failed=False)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import socket
 import time
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch.distributed as dist
 
 from laconic.comm.entries import encode
-from laconic.comm.ring import _MOST_STRANGERS, PeerMessage, _Place, own_address
+from laconic.comm.ring import PeerMessage, _Place, own_address
 from tests.support import launch, rings
 from tests.support.rings import FIRE, NEIGHBOURS, PATIENCE_S, STRANGERS, Circle
 
@@ -67,15 +67,16 @@ def test_news_go_round_and_reach_neighbours_that_come_later(circle: Circle) -> N
         circle.join()
 
 
-@pytest.mark.parametrize("data", STRANGERS, ids=lambda data: repr(data[:8]))
-def test_strangers_are_turned_away_and_many_who_stay_do_not_keep_the_ranks_apart(circle: Circle, data: bytes) -> None:
-    with contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(circle.call(0, data)) for _ in range(5 if data else 3 * _MOST_STRANGERS)]
-        strangers[3].close()
-        circle.join()
-        assert len(circle.rings[0]._connections) <= _MOST_STRANGERS + 2
-    circle.wait_until(lambda: len(circle.rings[0]._connections) == 2)
-    assert circle.is_quiet
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [*product(["stranger"], STRANGERS), *product(["neighbour"], NEIGHBOURS)],
+    ids=lambda value: repr(value[:8]),
+)
+def test_strangers_are_turned_away_and_a_neighbour_that_says_anything_else_is_gone(
+    circle: Circle, kind: str, data: bytes
+) -> None:
+    """Many strangers who stay do not keep the ranks apart."""
+    rings.send(circle, kind, data)
 
 
 def test_nobody_is_a_neighbour_who_returns_what_he_hears(circle: Circle) -> None:
@@ -91,14 +92,6 @@ def test_nobody_is_a_neighbour_who_returns_what_he_hears(circle: Circle) -> None
     circle.store.set("laconic/ring/1", whole)
     circle.join()
     assert circle.is_quiet
-
-
-@pytest.mark.parametrize("data", NEIGHBOURS, ids=lambda data: repr(data[:14]))
-def test_a_neighbour_that_sends_anything_else_counts_as_gone(circle: Circle, data: bytes) -> None:
-    circle.join()
-    circle.garble(2, 3, data)
-    circle.wait_until(lambda: all(ring.first for ring in circle.rings.values()))
-    assert {ring.first.rank for ring in circle.rings.values() if ring.first} <= {2, 3}, "which of them closed it first"
 
 
 def test_a_rank_listens_at_one_address_only_and_the_kernel_asks_whether_a_silent_machine_is_there(

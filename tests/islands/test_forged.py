@@ -58,13 +58,6 @@ def test_a_roster_that_contradicts_itself_is_refused(fields: dict[str, object]) 
 
 
 @pytest.mark.machine
-def test_watchers_live() -> None:
-    found = forged.try_watchers(quick=True)
-    assert found.what == []
-    assert found.dead == found.tracebacks == 0
-
-
-@pytest.mark.machine
 def test_the_rendezvous_lives(tmp_path: Path) -> None:
     found = forged.try_rendezvous(16, tmp_path)
     assert found.what == []

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from laconic.comm.entries import decode, encode
-from laconic.comm.ring import PeerMessage, PeerRing, _Place
+from laconic.comm.ring import _MOST_STRANGERS, PeerMessage, PeerRing, _Place
 
 PATIENCE_S = 8.0
 LIMIT_S = 60.0
@@ -97,21 +97,6 @@ class Circle:
         """What a rank has published."""
         return decode(_Place, self.store.get(f"laconic/ring/{rank}"))
 
-    def call(self, rank: int, data: bytes) -> socket.socket:
-        """Connect to a rank as a stranger who says `data`, as much of it as the rank takes at once."""
-        place = self.place_of(rank)
-        connection = socket.create_connection((place.host, place.port))
-        connection.setblocking(False)
-        with contextlib.suppress(OSError):
-            connection.send(data)
-        return connection
-
-    def garble(self, rank: int, peer: int, data: bytes) -> None:
-        """Let a rank of a closed ring say `data` to the next one, `peer`."""
-        port = self.place_of(peer).port
-        own = [each for each in self.rings[rank]._neighbours if each.get_extra_info("peername")[1] == port]
-        own[0].write(data)
-
 
 @contextlib.contextmanager
 def circle(num_ranks: int) -> Iterator[Circle]:
@@ -121,6 +106,37 @@ def circle(num_ranks: int) -> Iterator[Circle]:
         yield made
     finally:
         made.close()
+
+
+def send(to: Circle, kind: str, data: bytes) -> None:
+    """Send what strangers or a neighbour say, or put it in the place of a rank, and let the ranks find each other.
+
+    They must hear of each other then, or of the neighbour that sent it; else there is an AssertionError.
+    """
+    place, whole = to.place_of(0), to.store.get("laconic/ring/0")
+    with contextlib.ExitStack() as stack:
+        if kind == "stranger":
+            for _ in range(5 if data else 3 * _MOST_STRANGERS):
+                stranger = stack.enter_context(socket.create_connection((place.host, place.port)))
+                stranger.setblocking(False)
+                with contextlib.suppress(OSError):
+                    stranger.send(data)
+            stranger.close()
+        elif kind == "place":
+            to.store.set("laconic/ring/0", data)  # type: ignore[arg-type]
+            to.wait_until(lambda: to.rings[0].is_joined)
+            to.store.set("laconic/ring/0", whole)  # type: ignore[arg-type]
+        to.join()
+        assert len(to.rings[0]._connections) <= _MOST_STRANGERS + 2
+    assert to.is_quiet
+    if kind == "neighbour":
+        sides = [side for side in to.rings[1]._neighbours if side.get_extra_info("sockname")[1] == to.place_of(1).port]
+        sides[0].write(data)
+    else:
+        to.rings[0].learn(FIRE)
+    to.wait_until(lambda: all(ring.first for ring in to.rings.values()))
+    told = {ring.first.rank for ring in to.rings.values() if ring.first}
+    assert told <= ({0, 1} if kind == "neighbour" else {FIRE.rank}), "either of two may close a connection first"
 
 
 def with_many_files() -> list[Any]:

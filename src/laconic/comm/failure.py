@@ -47,7 +47,7 @@ from laconic.comm.ring import PeerMessage, PeerRing
 from laconic.errors import JobError
 
 _PEER_TIMEOUT_S = 60.0
-_INTERVAL_S = 0.2  # between two looks at this process
+_INTERVAL_S = 5.0  # between two looks at this process while all goes well
 _GRACE_S = 5.0  # for a rank to fail by itself, once another rank has failed; then for it to show why
 _CAUSE_S = 1.0  # for the news of a cause to arrive before the error that it causes is taken for the first
 _ANSWER_S = 5.0  # for the thread to end
@@ -226,7 +226,7 @@ class _Peers:
         self._is_over = False
         # a clone has a connection of its own, so the thread never waits behind a blocking call of the main thread
         self.ring = PeerRing(store.clone(), rank, num_ranks, patience_s)  # type: ignore[attr-defined]
-        self._loop, self._has_ended = asyncio.new_event_loop(), asyncio.Event()
+        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="laconic-peers", daemon=True)
         self._thread.start()
 
@@ -265,7 +265,7 @@ class _Peers:
             return
         self._is_over = True
         with contextlib.suppress(RuntimeError):  # it has ended
-            self._loop.call_soon_threadsafe(self._has_ended.set)
+            self._loop.call_soon_threadsafe(self.ring.has_news.set)
         self._thread.join(_ANSWER_S)  # a thread that returns from C++ while the interpreter ends aborts the process
 
     def _run(self) -> None:
@@ -277,9 +277,10 @@ class _Peers:
         ring = asyncio.create_task(self.ring.live())
         await asyncio.sleep(0)  # it begins, or it would not say goodbye
         events, since, heard_s = here.events, time.monotonic(), 0.0
-        while not self._has_ended.is_set() and self.is_current():
+        while not self._is_over and self.is_current():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._has_ended.wait(), _INTERVAL_S)
+                await asyncio.wait_for(self.ring.has_news.wait(), _GRACE_S / 20 if heard_s else _INTERVAL_S)
+            self.ring.has_news.clear()
             if events != here.events:
                 events, since = here.events, time.monotonic()
             first = self.ring.first

@@ -111,8 +111,8 @@ class PeerRing:
         self.is_joined = False  # to the next rank, which has answered
         self._is_found = False  # by the rank before
         self.first: PeerMessage | None = None
-        self.has_heard = threading.Event()
-        """Set when `first` is there. Any thread may wait for it."""
+        self.has_heard, self.has_news = threading.Event(), asyncio.Event()
+        """Set when `first` is there, and when it is another one. Any thread may wait for the former."""
         self._called: _Place | None = None  # where the next rank was when it was called last
         self._counted, self._counted_s = -1, 0.0  # its count, and the time at which it was another one
         self._has_warned = False
@@ -150,6 +150,7 @@ class PeerRing:
         if first != self.first:
             self.first = first
             self.has_heard.set()
+            self.has_news.set()
             for neighbour in self._neighbours:
                 _say(neighbour, encode(first))
 
