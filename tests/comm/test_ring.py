@@ -21,7 +21,7 @@ pytestmark = pytest.mark.machine
 
 @pytest.fixture
 def circle() -> Iterator[Circle]:
-    with rings.circle(4) as made:
+    with Circle(4) as made:
         yield made
 
 
@@ -149,17 +149,7 @@ def test_a_place_that_is_damaged_or_old_is_named_once_and_read_again(
     circle.join()
 
 
-def watch_with_many_files() -> None:
-    """Watch in a process that has more than 1,024 files open, until a neighbour is gone."""
-    kept = rings.with_many_files()
-    with rings.circle(2) as circle:
-        assert min(ring._listener.fileno() for ring in circle.rings.values()) > max(1024, kept[-1].fileno())
-        circle.join()
-        circle.kill(1)
-        circle.wait_until_gone(1)
-
-
 def test_a_process_with_more_than_1024_files_keeps_its_watcher() -> None:
-    process = launch.started(watch_with_many_files)
+    process = launch.started(rings.watch_with_many_files)
     process.join()
     assert process.exitcode == 0

@@ -235,21 +235,13 @@ def try_watchers(quick: bool = False) -> Findings:
     for kind, data in tries:
         found.tried += 1
         try:
-            with rings.circle(3) as circle:
+            with rings.Circle(3) as circle:
                 rings.send(circle, kind, data)
         except Exception as error:  # another one than an assertion would have ended the thread
             found.dead += isinstance(error, AssertionError)
             found.tracebacks += not isinstance(error, AssertionError)
             found.what.append(f"{kind}, {data[:12]!r}: {error!r}")
     return found
-
-
-def with_many_files() -> int:
-    """Watch in a process that has more than 1,024 files open. Returns the number of messages that did harm."""
-    kept = rings.with_many_files()
-    found = try_watchers(quick=True)
-    print(*found.what, sep="\n")
-    return found.dead + found.tracebacks + (kept[-1].fileno() < 1024)
 
 
 # -- the rendezvous ----------------------------------------------------------------------------------------------------
@@ -343,7 +335,7 @@ def messages(bench: Bench) -> Found:
         table = COUNTER_DAMAGE if kind in COUNTERS else ENTRY_DAMAGE
         damages = [damage for damage in table.values() if damage(b"")]  # an empty entry is as good as none
         found.add(try_train(kind, damages[index % len(damages)], bench.out / f"forged-{index}"))
-    script = "import sys; from tests.faults import forged; sys.exit(forged.with_many_files())"
+    script = "from tests.support import rings; rings.watch_with_many_files()"
     found.dead += subprocess.run([sys.executable, "-c", script], check=False).returncode != 0
     harms = [name for name in ("tracebacks", "dead", "late", "otherwise") for _ in range(getattr(found, name))]
     return found.tried, harms, "; ".join(found.what)

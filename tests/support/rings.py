@@ -8,9 +8,8 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -45,13 +44,13 @@ class Circle:
         """Let all ranks live until the condition holds."""
         deadline = time.monotonic() + LIMIT_S
         for rank in self.rings:
-            self._start(rank)
+            self._begin(rank)
         while not condition():
             assert time.monotonic() < deadline, "the condition never holds"
             assert not any(life.done() for life in self._lives.values()), "a rank watches no more"
             self._loop.run_until_complete(asyncio.sleep(0.005))
 
-    def _start(self, rank: int) -> None:
+    def _begin(self, rank: int) -> None:
         if rank not in self._lives:
             self._lives[rank] = self._loop.create_task(self.rings[rank].live())
 
@@ -71,7 +70,7 @@ class Circle:
 
     def end(self, rank: int) -> None:
         """Let a rank end in order, also if it has only just begun."""
-        self._start(rank)
+        self._begin(rank)
         life = self._lives.pop(rank)
         self._loop.run_until_complete(asyncio.sleep(0))
         del self.rings[rank]
@@ -87,8 +86,10 @@ class Circle:
             connection.shutdown(socket.SHUT_RDWR)
         self.end(rank)
 
-    def close(self) -> None:
-        """End all ranks."""
+    def __enter__(self) -> Circle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for rank in list(self.rings):
             self.end(rank)
         self._loop.close()
@@ -96,16 +97,6 @@ class Circle:
     def place_of(self, rank: int) -> _Place:
         """What a rank has published."""
         return decode(_Place, self.store.get(f"laconic/ring/{rank}"))
-
-
-@contextlib.contextmanager
-def circle(num_ranks: int) -> Iterator[Circle]:
-    """A circle that ends with the block."""
-    made = Circle(num_ranks)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 def send(to: Circle, kind: str, data: bytes) -> None:
@@ -139,10 +130,16 @@ def send(to: Circle, kind: str, data: bytes) -> None:
     assert told <= ({0, 1} if kind == "neighbour" else {FIRE.rank}), "either of two may close a connection first"
 
 
-def with_many_files() -> list[Any]:
-    """Open more than 1,024 files in this process. Returns what keeps them open."""
+def watch_with_many_files() -> None:
+    """Watch in a process that has more than 1,024 files open, and hear of news and of a rank that is gone."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 4096 if most == resource.RLIM_INFINITY else min(most, 4096)
     assert wanted > 1100, "this machine allows no process more than 1,024 files"
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-    return [Path(os.devnull).open() for _ in range(1040)]
+    with contextlib.ExitStack() as stack:
+        kept = [stack.enter_context(Path(os.devnull).open()) for _ in range(1040)]
+        circle = stack.enter_context(Circle(3))
+        assert min(ring._listener.fileno() for ring in circle.rings.values()) > max(1024, kept[-1].fileno())
+        send(circle, "stranger", STRANGERS[0])
+        circle.kill(1)
+        circle.wait_until(lambda: all(len(ring._neighbours) == 1 for ring in circle.rings.values()))
