@@ -121,18 +121,16 @@ def _refuse_other_shapes(what: str, shape: list[Any]) -> None:
     """Raise on all ranks if one of them is about to make groups for another shape. Collective over all ranks."""
     if not has_peers():
         return
-    by_rank = RankGroup().gather([what, shape])
-    for rank, theirs in enumerate(by_rank):
-        if theirs != by_rank[0]:
+    made = [
+        f"{each[0]} {each[1]}" if isinstance(each, list) and len(each) == 2 else "another collective call"
+        for each in RankGroup().gather([what, shape])
+    ]
+    for rank, theirs in enumerate(made):
+        if theirs != made[0]:
             raise RanksDifferError(
-                f"rank {rank} differs from rank 0: it makes {_made_text(theirs)}, and rank 0 makes "
-                f"{_made_text(by_rank[0])}. All ranks must make one mesh, with equal arguments, in the same order"
+                f"rank {rank} differs from rank 0: it makes {theirs}, and rank 0 makes {made[0]}. All ranks must make "
+                "one mesh, with equal arguments, in the same order"
             )
-
-
-def _made_text(message: Any) -> str:
-    is_ours = isinstance(message, list) and len(message) == 2
-    return f"{message[0]} {message[1]}" if is_ours else "another collective call"
 
 
 def make_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
@@ -260,13 +258,14 @@ class Cluster:
         replicas = self.island_group
         if self.device_type != "cpu":  # nothing but sums goes over replicas, so the group of the mesh suits them
             replicas = _device_group(_rows(islands, 0), self.device_type, "gather")
-        self.gather_groups: dict[Level, dist.ProcessGroup | None] = {"island": replicas}
+        self.gather_groups: dict[Level, dist.ProcessGroup | None] = {}
         """For each level the ranks that differ on this level only; None if it has one rank."""
-        self.reduce_groups: dict[Level, dist.ProcessGroup | None] = {"island": replicas}
+        self.reduce_groups: dict[Level, dist.ProcessGroup | None] = {}
         """The same ranks; inside an island in other process groups."""
         for groups, use in ((self.gather_groups, "gather"), (self.reduce_groups, "reduce")):
             groups["node"] = _device_group(_rows(islands, 1), self.device_type, use)
             groups["local"] = _device_group(_rows(islands, 2), self.device_type, use)
+            groups["island"] = replicas
         has_islands = self.num_islands > 1
         self.flag_group = _own_group(by_island.tolist(), on_host) if has_islands else _host_group(islands, on_host)
         """Every rank of the island, for small messages in host memory; None if there is one."""
@@ -345,12 +344,13 @@ class Cluster:
 
         Each takes device memory on an accelerator: `laconic.comm.groups.started_bytes`.
         """
-        named = [(name, group) for name, group in (("default", dist.group.WORLD), ("all", self.all_group)) if group]
-        for kind, groups in (("gather", self.gather_groups), ("reduce", self.reduce_groups)):
-            named += [(f"{kind} {level}", group) for level, group in groups.items() if group is not None]
+        named = {"default": dist.group.WORLD, "all": self.all_group}
+        named |= {f"gather {level}": group for level, group in self.gather_groups.items()}
+        named |= {f"reduce {level}": group for level, group in self.reduce_groups.items()}
         uses: dict[dist.ProcessGroup, list[str]] = {}
-        for name, group in named:
-            uses.setdefault(group, []).append(name)
+        for name, group in named.items():
+            if group is not None:
+                uses.setdefault(group, []).append(name)
         return {", ".join(names): group for group, names in uses.items()}
 
     @property

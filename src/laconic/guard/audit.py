@@ -28,7 +28,6 @@ from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.bucket import Bucket
 from laconic.shard.hooks import map_tensors, tensors_in
 from laconic.shard.sharded_module import ShardedModule, reshard_all
-from laconic.shard.unit import units_below
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -59,7 +58,6 @@ def audit(module: nn.Module, batch: Any, loss_fn: LossFunction) -> None:
     if cluster.size == 1:
         raise ValueError("audit compares ranks that share a model, but this mesh has one rank in an island")
     reshard_all(module)
-    names = _parameter_names(module)
     with _as_if_nothing_was(module, cluster.device):
         local = _local_state(module)
         given = [*tensors_in(batch), *local, *_random_states(cluster.device)]
@@ -71,29 +69,21 @@ def audit(module: nn.Module, batch: Any, loss_fn: LossFunction) -> None:
             tensor.copy_(next(replayed))
         _set_random_states(cluster.device, list(replayed))
         again = _gradient_checksums(module, other_batch, loss_fn)
-    (wanted,) = _from_previous(cluster, [wanted])
-    differing = (wanted != again).nonzero().flatten().tolist()
-    _raise_together(cluster, [names[index] for index in differing])
+    (theirs,) = _from_previous(cluster, [torch.stack(list(wanted.values()))])
+    _raise_together(cluster, [name for (name, own), their in zip(again.items(), theirs, strict=True) if own != their])
 
 
-def _parameter_names(module: nn.Module) -> list[str]:
-    """The names of what `_gradient_checksums` returns."""
-    by_parameter = {parameter: name for name, parameter in module.named_parameters(remove_duplicate=False)}
-    sharded = [parameter for unit in units_below(module) for bucket in unit.buckets for parameter in bucket.sharded]
-    return ["the loss", *(f"the gradient of {by_parameter[each]}" for each in (*sharded, *_plain_parameters(module)))]
-
-
-def _gradient_checksums(module: ShardedModule, batch: Any, loss_fn: LossFunction) -> Tensor:
-    """Run forward and backward, and return the checksums of the loss and of this rank's own gradients, on the host."""
-    found: dict[Bucket, list[Tensor]] = {}
+def _gradient_checksums(module: ShardedModule, batch: Any, loss_fn: LossFunction) -> dict[str, Tensor]:
+    """Run forward and backward, and return the checksums of the loss and of this rank's own gradients, by name."""
+    found: dict[Any, Tensor] = {}
 
     def keep(bucket: Bucket, full: Tensor) -> None:
-        slots = bucket.layout.slots
-        new = torch.stack([checksum_of(full[slot.offset : slot.offset + slot.numel]) for slot in slots])
-        found.setdefault(bucket, []).append(new)
+        for parameter, slot in zip(bucket.sharded, bucket.layout.slots, strict=True):
+            new = checksum_of(full[slot.offset : slot.offset + slot.numel])
+            # several forwards of a unit count in their order
+            found[parameter] = 3 * found[parameter] + new if parameter in found else new
 
-    root = module._laconic_unit.root
-    plain = _plain_parameters(module)
+    root, plain = module._laconic_unit.root, _plain_parameters(module)
     for parameter in plain:
         parameter.grad = None
     root.probe = keep
@@ -102,13 +92,11 @@ def _gradient_checksums(module: ShardedModule, batch: Any, loss_fn: LossFunction
         loss.backward()
     finally:
         root.probe = None
-    sums = [checksum_of(loss.detach()).cpu()]
-    for bucket in (bucket for unit in units_below(module) for bucket in unit.buckets):
-        # several forwards of a unit count in their order
-        parts = found.get(bucket, [torch.zeros(len(bucket.sharded), dtype=torch.int64)])
-        sums += sum((2 * index + 1) * part.cpu() for index, part in enumerate(parts)).unbind()  # type: ignore[union-attr]
-    sums += [torch.tensor(0) if each.grad is None else checksum_of(each.grad).cpu() for each in plain]
-    return torch.stack(sums)
+    found |= {parameter: checksum_of(parameter.grad) for parameter in plain if parameter.grad is not None}
+    return {"the loss": checksum_of(loss.detach()).cpu()} | {
+        f"the gradient of {name}": found[parameter].cpu() if parameter in found else torch.tensor(0)
+        for name, parameter in module.named_parameters()
+    }
 
 
 def _plain_parameters(module: nn.Module) -> list[nn.Parameter]:

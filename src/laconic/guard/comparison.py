@@ -75,7 +75,10 @@ def describe_units(units: Iterable[Any]) -> Description:
         has_parts = any(_dtensor_of(parameter) is not None for bucket in own for parameter in bucket.sharded)
         settings |= _settings({each.name: getattr(unit, each.name) for each in fields(unit)}, has_parts=has_parts)
         for number, bucket in enumerate(own):
-            shown = _of_bucket(bucket, has_parts=has_parts)
+            # the unit's own, what `_of_parameters` says, and bytes are no settings of a bucket
+            hidden = ("unit_name", "sharded", "specs", "ledger")
+            values = {name: value for name, value in vars(bucket).items() if name[0] != "_" and name not in hidden}
+            shown = _settings(values, has_parts=has_parts)
             settings |= {f"bucket {number} {name}": value for name, value in shown.items()}
     return found
 
@@ -106,12 +109,13 @@ def compare(
     message = [call, [island, parts], *digests]
     by_rank: list[Any] = ranks.gather(message)
     numbers = dist.get_process_group_ranks(group)
-    for place, theirs in enumerate(by_rank):
-        if not isinstance(theirs, list) or len(theirs) != len(message) or theirs[0] != by_rank[0][0]:
-            calls = [_call_of(by_rank[0]), _call_of(theirs)]
+    are_ours = (isinstance(each, list) and len(each) == len(message) for each in by_rank)
+    calls = [each[0] if is_ours else "another collective call" for each, is_ours in zip(by_rank, are_ours, strict=True)]
+    for place, theirs in enumerate(calls):
+        if theirs != calls[0] or theirs == "another collective call":
             raise RanksDifferError(
-                f"rank {numbers[place]} differs from rank {numbers[0]}: it runs {calls[1]} where rank {numbers[0]} "
-                f"runs {calls[0]}. {_REMEDY}"
+                f"rank {numbers[place]} differs from rank {numbers[0]}: it runs {theirs} where rank {numbers[0]} runs "
+                f"{calls[0]}. {_REMEDY}"
             )
     bases = [_base_of(theirs, by_rank) for theirs in by_rank]
     odd = [place for place, base in enumerate(bases) if by_rank[place][2:] != by_rank[base][2:]]
@@ -184,11 +188,6 @@ def _digest(value: Description) -> int:
     return zlib.crc32(json.dumps(list(value.items())).encode())
 
 
-def _call_of(message: Any) -> str:
-    is_ours = isinstance(message, list) and len(message) == 4 and isinstance(message[0], str)
-    return message[0] if is_ours else "another collective call"
-
-
 def _of_parameters(bucket: Bucket) -> dict[str, str]:
     """The shapes and dtypes of parameters by name, and whether they are trained."""
     found = {}
@@ -203,12 +202,6 @@ def _of_parameters(bucket: Bucket) -> dict[str, str]:
 def _dtensor_of(parameter: Any) -> DTensorShard | None:
     spec: RaggedSpec = parameter.spec
     return spec.dtensor
-
-
-def _of_bucket(bucket: Bucket, *, has_parts: bool) -> dict[str, str]:
-    hidden = ("unit_name", "sharded", "specs", "ledger")  # the unit's own, what `_of_parameters` says, and bytes
-    values = {name: value for name, value in vars(bucket).items() if name[0] != "_" and name not in hidden}
-    return _settings(values, has_parts=has_parts)
 
 
 def _settings(values: Mapping[str, Any], *, has_parts: bool) -> dict[str, str]:
