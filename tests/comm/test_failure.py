@@ -61,24 +61,6 @@ def test_who_waits_for_news_goes_on_when_a_neighbour_is_gone_and_keeps_to_the_fi
 
 
 @pytest.mark.machine
-@on_ranks(4)
-def test_the_first_failure_is_the_one_that_every_other_rank_learns() -> None:
-    watch_peers()
-    assert first_failure() == ""
-    dist.barrier()
-    if dist.get_rank() == 1:
-        assert record_failure(ValueError("the disk is on fire")) == ""
-    first = first_failure(patience_s=30.0 if dist.get_rank() != 1 else 0.5)
-    assert record_failure(ValueError("me, too")) == first
-    dist.barrier()
-    assert bool(first) == (dist.get_rank() != 1), "its own failure is no failure of another rank"
-    if first:
-        assert first.startswith("rank 1 failed first:\n")
-        assert "ValueError: the disk is on fire" in first
-        assert "me, too" not in first
-
-
-@pytest.mark.machine
 @pytest.mark.parametrize(
     ("own", "other", "seen"),
     [

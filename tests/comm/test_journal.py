@@ -63,7 +63,7 @@ def watching() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watch, "threading", _Threads())
         patch.setattr(watch, "atexit", SimpleNamespace(register=lambda function: None))
-        patch.setattr(journal.Here, "ticket", lambda self: next(iter(self.tickets.values()), None))
+        patch.setattr(journal.Here, "ticket", lambda self: next((each.ticket for each in self.waits.values()), None))
         yield
 
 

@@ -294,7 +294,7 @@ class _Peers:
     def _end_if_stuck(self, first: PeerMessage, heard_s: float, since: float) -> None:
         """End the process if it has not failed by itself: another rank has. `since` is the time of the last event."""
         must_end = first.has_failed or self.all_are_needed
-        waits = here.awaited is not None or not self._host_waits
+        waits = bool(here.waits) or not self._host_waits
         begun_s = max(heard_s, self._failing_since, 0.0 if must_end else since)
         if (must_end or waits) and time.monotonic() - begun_s > _GRACE_S and not self._is_over:
             # torch's hook puts a buffer in place of sys.stderr while it makes a traceback

@@ -21,7 +21,7 @@ import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
@@ -162,10 +162,8 @@ class Here:
     def __init__(self) -> None:
         self.events = 0
         """The number of things that happened: units that began or ended, and transfers that were awaited or came."""
-        self.awaited: object | None = None
-        """The transfer for which a thread of this rank waits; its text is the name."""
-        self.tickets: dict[int, Ticket] = {}
-        """The ticket for which each thread of this rank waits, by the thread's identity."""
+        self.waits: dict[int, Any] = {}
+        """The `waiting_for` of each thread of this rank that waits for a transfer, by the thread's identity."""
         self._units = weakref.WeakValueDictionary[int, UnitProgress]()  # by the number of units made before
         self._num_made = 0
         self.last: tuple[UnitProgress, Action] | None = None
@@ -188,18 +186,19 @@ class Here:
             for each in threading.enumerate()
             if each is not main and not isinstance(each, threading._DummyThread)
         }
-        return next((ticket for thread, ticket in list(self.tickets.items()) if thread not in others), None)
+        waits = (wait.ticket for thread, wait in list(self.waits.items()) if thread not in others)
+        return next((ticket for ticket in waits if ticket is not None), None)
 
     def record(self, since: float, *, has_ended: bool = False) -> RankRecord:
         """Make a record of this rank. `since` is the time of the last event, in seconds since the epoch."""
         last, action = self.last or (None, None)
         units = [unit for reference in self._units.valuerefs() if (unit := reference()) is not None]
-        ticket = self.ticket()  # before the journals, which then have all that it needs
+        ticket, waits = self.ticket(), list(self.waits.values())  # before the journals, which then have all for them
         return RankRecord(
             counts={str(unit.number): (unit.name, unit.forwards, unit.backwards) for unit in units},
             last=None if last is None else last.number,
             action=action,
-            awaited=None if self.awaited is None else str(self.awaited),
+            awaited=str(waits[-1].transfer) if waits else None,
             since=since,
             has_ended=has_ended,
             ticket=None if ticket is None else ticket.awaited(),

@@ -147,7 +147,7 @@ class waiting_for:
     come], if there is one. It is a class because a generator would cost two microseconds more.
     """
 
-    __slots__ = ("_before", "_begun_s", "_ticket_before", "key", "seconds", "ticket", "transfer")
+    __slots__ = ("_before", "_begun_s", "key", "seconds", "ticket", "transfer")
 
     def __init__(
         self,
@@ -161,25 +161,22 @@ class waiting_for:
 
     def __enter__(self) -> None:
         thread = get_ident()
-        self._before, here.awaited = here.awaited, self.transfer
-        self._ticket_before = here.tickets.pop(thread, None)
-        if self.ticket is not None:
-            here.tickets[thread] = self.ticket
+        self._before = here.waits.get(thread)
+        here.waits[thread] = self
         here.events += 1
         self._begun_s = time.perf_counter()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        thread = get_ident()
         if self.seconds is not None:
             self.seconds[self.key] += time.perf_counter() - self._begun_s
         try:
             if isinstance(error, RuntimeError):
                 raise_diagnosis(error)
         finally:
-            here.awaited = self._before
-            here.tickets.pop(thread, None)
-            if self._ticket_before is not None:
-                here.tickets[thread] = self._ticket_before
+            if self._before is None:
+                del here.waits[get_ident()]
+            else:
+                here.waits[get_ident()] = self._before
             here.events += 1
 
 
