@@ -30,8 +30,6 @@ MOST_BYTES = 1 << 20
 _MOST_DEPTH = 64
 _MOST_NUMBER = 1 << 62
 _MOST_SHOWN = 60  # characters of a value in an error
-_CHECKSUM = re.compile(rb"([0-9a-f]{8}) ")
-_COUNTER = re.compile(rb"-?[0-9]{1,19}")
 _MARKS = re.compile(rb'"(?:[^"\\]+|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)  # a string, which may have brackets, or a bracket
 
 
@@ -52,19 +50,17 @@ def decode(kind: type[_T], entry: bytes) -> _T:
     Raises:
         EntryError: a byte is not as it was written, or the value has another type.
     """
-    found = _CHECKSUM.match(entry)
-    text = entry[9:]
-    if found is None or int(found[1], 16) != zlib.crc32(text):
+    checksum, _, text = entry.partition(b" ")
+    if checksum != b"%08x" % zlib.crc32(text):
         raise EntryError(f"{_shown(entry)} does not match its checksum")
     return typed(kind, parse(text))
 
 
 def counter(entry: bytes) -> int:
     """Return the number in an entry to which stores add. Raises: EntryError if there is none, or it is negative."""
-    number = int(entry) if _COUNTER.fullmatch(entry) else -1
-    if not 0 <= number < _MOST_NUMBER:
+    if not entry.isdigit() or len(entry) > 19 or int(entry) >= _MOST_NUMBER:
         raise EntryError(f"{_shown(entry)} is no count")
-    return number
+    return int(entry)
 
 
 def parse(text: bytes, *, most_bytes: int = MOST_BYTES) -> Any:

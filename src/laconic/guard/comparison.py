@@ -36,7 +36,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster
@@ -253,7 +253,6 @@ class IssuedProgram:
         """The transfers issued, those that the ranks compare or have compared, and those on which they agree."""
         self._digest = 0
         self._names: list[str] = []  # since the ranks last agreed
-        self._arriving: Tensor | None = None
         self._exchange: HostExchange | None = None
 
     def note(self, name: str) -> None:
@@ -285,15 +284,14 @@ class IssuedProgram:
             RanksDifferError: ranks have issued different things; on all of them.
         """
         _unsettled.discard(self)
-        arriving, self._arriving = self._arriving, None
-        if arriving is None or self._exchange is None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is None:
             return
         with waiting_for(_WHAT, self._ticket):
-            self._exchange.wait()
-        self._exchange = None
+            exchange.wait()
         first, self._agreed = self._agreed, self._compared
         names, self._names = self._names[: self._agreed - first], self._names[self._agreed - first :]
-        if bool((arriving == arriving[0]).all()):
+        if bool((self._arriving == self._arriving[0]).all()):
             return
         assert self._group is not None
         by_rank = RankGroup(self._group).gather(names)
@@ -302,7 +300,7 @@ class IssuedProgram:
 
     def forget(self) -> None:
         """Begin anew after a forward or backward that raised."""
-        self._arriving = self._exchange = None
+        self._exchange = None
         self._names, self._digest = [], 0
         self._count = self._compared = self._agreed = 0
         _unsettled.discard(self)
