@@ -95,12 +95,6 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
-def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the time that a collective of a group may take. torch has no public function for a group that exists."""
-    if timeout_of(group) not in (None, timeout):
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
-
-
 def gloo_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
     """Connect ranks that need not be of one job. Unlike a group of torch.distributed's, this one may lose members.
 

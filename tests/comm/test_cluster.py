@@ -242,7 +242,6 @@ def test_the_default_mesh_follows_the_accelerator() -> None:
     accelerator.device_count = lambda: 2
     accelerator.set_device_index = chosen.append
     accelerator.current_device_index = lambda: chosen[-1]
-    cluster_module.init_device_mesh = lambda device_type, sizes, **names: init_device_mesh("cpu", sizes, **names)  # type: ignore[attr-defined]
     mesh = default_mesh()
     assert chosen == [dist.get_rank() % 2]
     assert default_mesh("cpu") is not mesh

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from laconic import _compat
 from laconic.comm.agreement import RankGroup
@@ -134,30 +134,18 @@ def _refuse_other_shapes(what: str, shape: list[Any]) -> None:
 
 
 def make_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """Make a mesh of all ranks, whose groups have the timeout of the default group. Collective.
+    """Make a mesh of all ranks, whose groups are those of gathers: [Note: Communicators] in groups.py. Collective.
 
-    torch gives the groups of a mesh a timeout of their own, of half an hour on Gloo.
+    Those that torch makes would be further communicators. They have a timeout of their own, of half an hour on Gloo.
+    In a rehearsal torch would make the groups of all ranks, which takes long for many. A single axis needs no name.
     """
-    with waiting_for(f"the process groups of the mesh {shape}"):
-        if (is_rehearsed() or _shares_groups(device_type)) and names is not None:
-            return _mesh_of_own_groups(device_type, shape, names)
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-    assert dist.group.WORLD is not None
-    timeout = _compat.timeout_of(dist.group.WORLD)
-    if timeout is not None:
-        for axis in range(mesh.ndim):
-            _compat.set_timeout(mesh.get_group(axis), timeout)
-    return mesh
-
-
-def _mesh_of_own_groups(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """The mesh whose groups are those of gathers. Those that torch makes would be further communicators.
-
-    In a rehearsal torch would make the groups of all ranks, which takes long for many.
-    """
+    if len(shape) == 1:
+        assert dist.group.WORLD is not None
+        return DeviceMesh.from_group(dist.group.WORLD, device_type, mesh_dim_names=names)
     ranks = torch.arange(dist.get_world_size()).view(shape)
-    along = [_device_group(_rows(ranks, axis), device_type, "gather") for axis in range(ranks.ndim)]
-    alone = [new_group([dist.get_rank()], None)] if None in along else []  # it begins only if somebody uses it
+    with waiting_for(f"the process groups of the mesh {shape}"):
+        along = [_device_group(_rows(ranks, axis), device_type, "gather") for axis in range(ranks.ndim)]
+        alone = [new_group([dist.get_rank()], None)] if None in along else []  # it begins only if somebody uses it
     groups = [alone[0] if group is None else group for group in along]
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
 
