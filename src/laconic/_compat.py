@@ -107,11 +107,6 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> dis
     return cast(dist.ProcessGroup, group)
 
 
-def is_bound() -> bool:
-    """True if the default group is bound to an accelerator."""
-    return dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
-
-
 def splitting_device() -> torch.device | None:
     """Return the accelerator to which the default group is bound, if groups can be split from it there; else None.
 

@@ -43,7 +43,7 @@ ATTRIBUTES: dict[str, Any] = {
 }  # fmt: skip
 """What attributes have. Transfers of CPU tensors are sends and receives: [Note: Collectives on Gloo]."""
 RETURNS: dict[str, Any] = {
-    "is_bound": False, "splitting_device": None, "multiplies_codes": False, "_shares_groups": False,
+    "splitting_device": None, "multiplies_codes": False, "_shares_groups": False,
     "device_to_bind": None, "initialized_accelerator": None, "load_into": None, "compute_event": None,
     "record_event": None, "is_stream_ordered": False, "has_stream": False, "leaves": False,
 }  # fmt: skip

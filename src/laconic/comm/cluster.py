@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from laconic import _compat
 from laconic.comm.agreement import RankGroup
 from laconic.comm.failure import watch_peers
-from laconic.comm.groups import counting_started, has_peers, is_rehearsed, new_group
+from laconic.comm.groups import counting_started, has_peers, new_group
 from laconic.comm.launch import start_process_group
 from laconic.comm.traffic import IslandLevel, Level, Traffic
 from laconic.comm.watch import waiting_for, watch_progress
@@ -492,9 +492,9 @@ def _host_group(islands: Tensor, backend: str) -> dist.ProcessGroup | None:
 
 
 def _own_group(lists_of_ranks: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
-    """Make a process group of each list, and return that of this rank; None for lists of one rank.
+    """Make the process group of this rank's list, with the default group's timeout; None for lists of one rank.
 
-    Groups have the timeout of the default group; torch gives new groups one of its own.
+    All ranks of the lists call this. If they are those of the job, groups of a device are split: [Note: Communicators].
     """
     if len(lists_of_ranks[0]) == 1:
         return None
@@ -506,6 +506,4 @@ def _own_group(lists_of_ranks: list[list[int]], backend: str | None = None) -> d
     with waiting_for(f"the process group of ranks {own}"), counting_started(device):
         if device is not None and not is_part:
             return _compat.split_group(lists_of_ranks, timeout)
-        if is_part or is_rehearsed() or _compat.is_bound():
-            return new_group(own, timeout, backend, device)
-        return dist.new_subgroups_by_enumeration(lists_of_ranks, timeout, backend)[0]
+        return new_group(own, timeout, backend, device)
