@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from laconic.comm.entries import encode
 from laconic.comm.ring import PeerMessage, _Place, own_address
-from tests.support import launch, rings
-from tests.support.rings import FIRE, NEIGHBOURS, PATIENCE_S, STRANGERS, Circle
+from tests.comm import rings
+from tests.comm.rings import FIRE, NEIGHBOURS, PATIENCE_S, STRANGERS, Circle
+from tests.support import launch
 
 pytestmark = pytest.mark.machine
 

@@ -33,9 +33,9 @@ from laconic import Membership
 from laconic.errors import JobError
 from laconic.islands.agreements import Agreements, Outcome, RunEndedError
 from laconic.islands.elastic import Entrance
+from tests.comm import rings
 from tests.faults.bench import Bench, Found, campaign
 from tests.faults.victims import Place, Run, Strategy
-from tests.support import rings
 from tests.support.tiers import inside
 
 LIMIT_S = 30.0
@@ -330,12 +330,12 @@ def messages(bench: Bench) -> Found:
     """Try all of them."""
     found = _try_stores(bench.quick)
     found.add(try_watchers(bench.quick))
-    found.add(try_rendezvous(16 if bench.quick else 80, bench.out))
+    found.add(try_rendezvous(16 if bench.quick else 96, bench.out))
     for index, kind in enumerate(TRAIN_KINDS[:1] if bench.quick else TRAIN_KINDS * 3):
         table = COUNTER_DAMAGE if kind in COUNTERS else ENTRY_DAMAGE
         damages = [damage for damage in table.values() if damage(b"")]  # an empty entry is as good as none
         found.add(try_train(kind, damages[index % len(damages)], bench.out / f"forged-{index}"))
-    script = "from tests.support import rings; rings.watch_with_many_files()"
+    script = "from tests.comm import rings; rings.watch_with_many_files()"
     found.dead += subprocess.run([sys.executable, "-c", script], check=False).returncode != 0
     harms = [name for name in ("tracebacks", "dead", "late", "otherwise") for _ in range(getattr(found, name))]
     return found.tried, harms, "; ".join(found.what)
