@@ -236,12 +236,11 @@ class Cluster:
         self._ranks: list[list[int]] = islands[self.island_rank].tolist()  # by node, then by local rank
         _adopt_groups(mesh)
         by_island = islands.flatten(1)
-        on_host = _compat.host_backend()
         is_world = self.size == dist.get_world_size()
         self.all_group = dist.group.WORLD if is_world else _device_group(by_island.tolist(), self.device_type, "gather")
         """Every rank of the island, in the order of ranks; None for an island of one rank among several."""
         # on every device, islands that train on their own exchange tensors in host memory
-        self.island_group = _own_group(by_island.T.tolist(), on_host)
+        self.island_group = _own_group(by_island.T.tolist(), _compat.host_backend())
         """The ranks with this rank's place in all islands, in the order of islands; None if there is one island."""
         replicas = self.island_group
         if self.device_type != "cpu":  # nothing but sums goes over replicas, so the group of the mesh suits them
@@ -254,10 +253,9 @@ class Cluster:
             groups["node"] = _device_group(_rows(islands, 1), self.device_type, use)
             groups["local"] = _device_group(_rows(islands, 2), self.device_type, use)
             groups["island"] = replicas
-        has_islands = self.num_islands > 1
-        self.flag_group = _own_group(by_island.tolist(), on_host) if has_islands else _host_group(islands, on_host)
+        self.flag_group = _host_group(islands[self.island_rank])
         """Every rank of the island, for small messages in host memory; None if there is one."""
-        self.all_flag_group = _host_group(islands, on_host) if has_islands else self.flag_group
+        self.all_flag_group = _host_group(islands)
         """Every rank of all islands, in the order of the mesh, for small messages in host memory."""
 
     @staticmethod
@@ -482,13 +480,13 @@ def _adopt_groups(mesh: DeviceMesh) -> None:
                 _once(_key(rows, "gather"), partial(mesh.get_group, axis))
 
 
-def _host_group(islands: Tensor, backend: str) -> dist.ProcessGroup | None:
-    """The group of all ranks of a mesh in host memory: one for all clusters of these ranks, however arranged.
+def _host_group(ranks: Tensor) -> dist.ProcessGroup | None:
+    """The group of ranks in host memory: one for all clusters of these ranks, however arranged.
 
     So ranks that arrange them differently find it out there, instead of waiting on different groups.
     """
-    ranks = sorted(islands.flatten().tolist())
-    return _once(("host", *ranks), lambda: _own_group([ranks], backend))
+    members = sorted(ranks.flatten().tolist())
+    return _once(("host", *members), lambda: _own_group([members], _compat.host_backend()))
 
 
 def _own_group(lists_of_ranks: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
