@@ -79,7 +79,7 @@ lint: install
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/python -m tests.support.house
-	$(BIN)/python -m tests.support.freshness
+	$(BIN)/python -m tests.support.record
 
 # The site, in build/site. A broken link or an unknown name in the API reference is an error.
 docs: install

@@ -66,8 +66,8 @@ def test_each_row_for_those_who_come_from_elsewhere_has_a_test_in_make_test(page
     rows = {line.strip("| ").split(" | ")[0] for line in lines} - {"DDP", "FSDP2", "call"}
     assert rows == ROWS[page].keys()
     for file, _, name in (each.partition("::") for each in ROWS[page].values()):
-        names = {each.name for each in inside(ROOT / file) if isinstance(each, ast.FunctionDef)}
-        assert name.partition("[")[0] in names, f"{file}::{name}"
+        names = {each.name for each in inside(ROOT / "tests" / f"{file}.py") if isinstance(each, ast.FunctionDef)}
+        assert sum(each.startswith(name) for each in names) == 1, f"{file}::{name}"
 
 
 def _of_the_room(statement: ast.AST, path: Path) -> list[Path]:

@@ -28,9 +28,8 @@ import torch
 
 from benchmarks.gpu.__main__ import BENCHMARK
 from laconic.compare.machine import describe_machine
-from tests.support.code_digest import code_digest
 from tests.support.measure import BenchmarkError, Options
-from tests.support.record import Record, Row, recorded_rows, rows_table
+from tests.support.record import Record, Row, code_digest, recorded_rows, rows_table
 
 ORDER = (
     "policies", "lossless-equal", "loss-none", "loss-host", "loss-device", "step-plain", "step-fsdp2", "overlap-alone",

@@ -12,7 +12,7 @@ from laconic.codec import CODECS, BlockCodec, lossless, lossless_gradients
 from laconic.codec.contexts import TILE
 from laconic.codec.lossless import decode, decode_in_pieces, encode, encode_in_pieces
 from laconic.codec.rotation import rotated_numel
-from tests.support.patterns import DTYPES, WILD, bits_of, gradients, random_patterns, trained
+from tests.support.patterns import DTYPES, bits_of, gradients, random_patterns, trained, with_wild_values
 
 pytestmark = [
     pytest.mark.cuda,
@@ -43,11 +43,9 @@ def test_a_gpu_encodes_to_the_bytes_of_a_cpu(name: str) -> None:
 
 def test_a_gpu_codes_what_no_optimizer_makes_to_the_bytes_of_a_cpu() -> None:
     held, new = trained("bfloat16", 2 * TILE + 78, 1e-3)
-    mixed, wild, wild_held = new.clone(), new.clone(), held.clone()
-    mixed[:TILE] = random_patterns("bfloat16", TILE, 1)
-    wild[5 : 5 + 397 * len(WILD) : 397] = WILD
-    wild_held[700 : 700 + 401 * len(WILD) : 401] = WILD
-    pairs = [(held, mixed), (wild_held, wild), (held, held), (held, random_patterns("bfloat16", len(held), 2))]
+    mixed, others = new.clone(), random_patterns("bfloat16", len(held), 2)
+    mixed[:TILE] = others[:TILE]
+    pairs = [(held, mixed), with_wild_values(held, new), (held, held), (held, others)]
     for old, fresh in [*pairs, *((held[:numel], new[:numel]) for numel in (1, 513, TILE))]:
         payload = encode(old, fresh)
         on_gpu = torch.zeros(len(payload) + 3, dtype=torch.uint8).cuda()
@@ -99,7 +97,7 @@ def test_a_gpu_refuses_damaged_payloads_or_gives_other_values() -> None:
 @pytest.mark.parametrize("dtype", lossless_gradients.CODED_DTYPES, ids=str)
 def test_a_gpu_codes_gradients_to_the_bytes_of_a_cpu_and_its_host_waits_for_nothing(dtype: torch.dtype) -> None:
     for numel in (1, 255, 256, 257, 5003, 1 << 20):
-        for values in gradients(dtype, numel):
+        for values in gradients(dtype, numel).values():
             message = lossless_gradients.encode(values).read()
             on_gpu, apart = values.cuda(), torch.zeros(len(message) + 3, dtype=torch.uint8).cuda()
             apart[3:] = message.cuda()
@@ -119,7 +117,7 @@ def test_a_gpu_codes_gradients_to_the_bytes_of_a_cpu_and_its_host_waits_for_noth
 def test_a_gpu_codes_many_gradients_as_often_as_one_likes(dtype: torch.dtype) -> None:
     """Some thousand programs at once, of a part that begins at an odd place, each time alike."""
     numel = (1 << 24) + 77
-    values = next(gradients(dtype, numel))
+    values = gradients(dtype, numel)["usual"]
     values[1 << 20 : 1 << 22] = 0.0
     message = lossless_gradients.encode(values).read()
     whole = torch.zeros(numel + 1, dtype=dtype, device="cuda")
@@ -133,7 +131,7 @@ def test_a_gpu_codes_many_gradients_as_often_as_one_likes(dtype: torch.dtype) ->
 
 def test_a_gpu_reads_nothing_beside_a_damaged_message_of_gradients() -> None:
     """An access out of bounds would end the process, or show in later calls."""
-    values = next(gradients(torch.bfloat16, 50_000))
+    values = gradients(torch.bfloat16, 50_000)["usual"]
     good, out = lossless_gradients.encode(values.cuda()).read(), torch.empty_like(values, device="cuda")
     draw = torch.Generator().manual_seed(0)
     for index in range(300):

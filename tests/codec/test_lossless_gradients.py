@@ -33,10 +33,10 @@ def decoded(message: Tensor, like: Tensor) -> Tensor:
 def test_messages_are_those_of_the_oracle_and_bring_the_values(dtype: torch.dtype) -> None:
     form = oracle.FORMS[str(dtype).removeprefix("torch.")]
     for numel in LENGTHS:
-        for number, values in enumerate(gradients(dtype, numel)):
+        for case, values in gradients(dtype, numel).items():
             message = encode(values).read()
-            assert message.tolist() == oracle.encode(form, patterns_of(values)), (numel, number)
-            assert patterns_of(decoded(message, values)) == patterns_of(values), (numel, number)
+            assert message.tolist() == oracle.encode(form, patterns_of(values)), (numel, case)
+            assert patterns_of(decoded(message, values)) == patterns_of(values), (numel, case)
             assert len(message) <= values.nbytes
 
 

@@ -21,29 +21,13 @@ from torch import Tensor
 from laconic.codec import lossless_gradients_triton
 from laconic.codec.lossless_gradients import BLOCK, CODED_DTYPES, decode, encode
 from tests.kernels.interpreted import Comparisons, as_a_device_does, on_device, takes
-from tests.support.patterns import with_mean, with_outside
+from tests.support.patterns import gradients, with_mean, with_outside
 
 KERNELS = ("_measure", "_write", "_count_live", "_count_outside", "_read")
 PROGRAM = lossless_gradients_triton.PROGRAM_BLOCKS * BLOCK
 NUMELS = (1, BLOCK - 1, BLOCK + 1, PROGRAM, 3 * PROGRAM + 1030)
 _FEW_COUNTED = 2
 """Of programs, so that several count tops."""
-
-
-def cases(dtype: torch.dtype, numel: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield gradients as they are, with blocks of zeros, of several scales, and any patterns."""
-    draw, index = torch.Generator().manual_seed(numel), torch.arange(numel)
-    normal = torch.randn(numel, generator=draw) * 1e-3
-    odd = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-7, -1e-7, 6e4])
-    patterns = torch.randint(256, (numel * dtype.itemsize,), generator=draw, dtype=torch.uint8).view(dtype)
-    yield "usual", normal.to(dtype)
-    yield "blocks of zeros", torch.where(index // 300 % 4 == 1, normal, 0.0).to(dtype)
-    yield "mixed scales", (normal * torch.exp(4 * torch.randn(numel, generator=draw))).to(dtype)
-    yield "odd values", torch.where(index % 7 == 3, odd[index % 8], normal).to(dtype)
-    yield "zeros", torch.zeros(numel, dtype=dtype)
-    yield "zeros of both signs", torch.where(index % 2 == 1, -0.0, 0.0).to(dtype)
-    yield "any patterns", patterns
-    yield "any patterns, then usual ones", torch.where(index < 400, patterns, normal.to(dtype))
 
 
 def guarded(values: Tensor, *, at_end: bool) -> Tensor:
@@ -80,7 +64,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 def _samples() -> Iterator[tuple[str, Tensor]]:
     for dtype in CODED_DTYPES:
         for numel in NUMELS:
-            for case, values in cases(dtype, numel):
+            for case, values in gradients(dtype, numel).items():
                 yield f"{dtype}, {numel} {case}", values
     for num, case in ((158, "one byte shorter than values"), (159, "as long as values")):
         yield case, with_outside(num)
@@ -108,7 +92,7 @@ def _damaged() -> Comparisons:
     for index in range(60):
         dtype = CODED_DTYPES[index % len(CODED_DTYPES)]
         case = draw.choice(["usual", "blocks of zeros", "any patterns, then usual ones"])
-        values = dict(cases(dtype, 2 * PROGRAM + 700))[case]
+        values = gradients(dtype, 2 * PROGRAM + 700)[case]
         num_blocks, good = -(-len(values) // BLOCK), encode(values).read()
         message = good.clone()
         match draw.choice(["cut", "longer", "octets", "tops", "zeros become"]):
@@ -144,7 +128,8 @@ def takes_a_piece() -> dict[str, dict[str, int]]:
 
 def sample() -> Comparisons:
     """A comparison of each kind, in some seconds."""
-    found = ((f"{dtype} {case}", values) for dtype in CODED_DTYPES[:2] for case, values in cases(dtype, PROGRAM + 1030))
+    chosen = [(dtype, gradients(dtype, PROGRAM + 1030)) for dtype in CODED_DTYPES[:2]]
+    found = ((f"{dtype} {case}", values) for dtype, cases in chosen for case, values in cases.items())
     return _compared((case, values) for case, values in found if "zeros" in case or "then" in case)
 
 

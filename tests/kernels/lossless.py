@@ -20,7 +20,7 @@ from laconic.codec import lossless, lossless_triton
 from laconic.codec.contexts import TILE
 from laconic.codec.lossless import decode, decode_in_pieces, encode, encode_in_pieces
 from tests.kernels.interpreted import Comparisons, as_a_device_does, both, on_device, takes
-from tests.support.patterns import DTYPES, WILD, bits_of, random_patterns, trained
+from tests.support.patterns import DTYPES, bits_of, random_patterns, trained, with_wild_values
 
 KERNELS = ("_write", "_gather", "_find", "_read")
 _SHORT, _LONG = TILE + 1030, 8 * TILE + 78
@@ -44,10 +44,7 @@ def _versions() -> Iterator[tuple[str, str, Versions]]:
     for numel in (1, 513, TILE, _LONG):
         yield "bfloat16", f"{numel} values", tuple(trained("bfloat16", numel, 1e-3))  # type: ignore[misc]
     for step in (1e-2, 1e-5):
-        held, new = trained("bfloat16", _SHORT, step)
-        new[5 : 5 + 397 * len(WILD) : 397] = WILD
-        held[700 : 700 + 401 * len(WILD) : 401] = WILD
-        yield "bfloat16", f"wild values among {step:g}", (held, new)
+        yield "bfloat16", f"wild values among {step:g}", with_wild_values(*trained("bfloat16", _SHORT, step))
 
 
 def _compared(versions: Iterable[tuple[str, str, Versions]]) -> Comparisons:

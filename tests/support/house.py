@@ -1,4 +1,4 @@
-"""The size of the house: lines of Python by room, the change since the last tag or since this branch left main.
+"""The size of the house: lines of Python by room. `git diff --stat` has the change since a revision.
 
 python -m tests.support.house
 
@@ -9,11 +9,9 @@ that ceilings.toml sets. Who raises one says there which ability the lines have 
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 import tokenize
 import tomllib
-from collections import Counter
 from collections.abc import Mapping
 from io import StringIO
 from pathlib import Path, PurePath
@@ -73,45 +71,21 @@ def above(code: Mapping[str, int], ceilings: Mapping[str, int]) -> list[str]:
     ]
 
 
-def base_of(root: Path) -> str:
-    """Return the revision to compare with; "" where git knows none, as in an archive or in a shallow clone."""
-    return _git(root, "describe", "--tags", "--abbrev=0") or _git(root, "merge-base", "HEAD", "origin/main")
-
-
-def changes(root: Path, base: str) -> Counter[str]:
-    """Return how many lines each room has more than at `base`, with what is not committed yet."""
-    found: Counter[str] = Counter()
-    for line in _git(root, "diff", "--numstat", "--no-renames", base, "--", *HOUSE).splitlines():
-        added, removed, name = line.split("\t")
-        if name.endswith(".py"):
-            found[room_of(PurePath(name))] += int(added) - int(removed)
-    return found
-
-
-def _git(root: Path, *arguments: str) -> str:
-    answer = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
-    return answer.stdout.strip() if answer.returncode == 0 else ""
-
-
-def report(root: Path, by_room: Mapping[str, tuple[int, int, int]]) -> str:
+def report(by_room: Mapping[str, tuple[int, int, int]]) -> str:
     """Return the table of the library's rooms, and the sums of the library, the tests and the benchmarks."""
-    base = base_of(root)
-    changed = changes(root, base) if base else Counter()
-    rooms = sorted({*by_room, *changed})
-    shown = {room: [room] for room in rooms if room.startswith("src/")}
-    shown |= {top: [room for room in rooms if room.split("/")[0] == top] for top in ("src", "tests", "benchmarks")}
-    lines = [f"{'room':<18}{'files':>6}{'lines':>8}{'of code':>8}" + (f"  since {base[:12]}" if base else "")]
+    shown = {room: [room] for room in by_room if room.startswith("src/")}
+    shown |= {top: [room for room in by_room if room.split("/")[0] == top] for top in ("src", "tests", "benchmarks")}
+    lines = [f"{'room':<18}{'files':>6}{'lines':>8}{'of code':>8}"]
     for name, parts in shown.items():
-        files, rows, code = (sum(by_room.get(room, (0, 0, 0))[column] for room in parts) for column in range(3))
-        change = f"{sum(changed[room] for room in parts):>+9,}" if base else ""
-        lines.append(f"{name:<18}{files:>6}{rows:>8,}{code:>8,}{change}")
+        files, rows, code = (sum(by_room[room][column] for room in parts) for column in range(3))
+        lines.append(f"{name:<18}{files:>6}{rows:>8,}{code:>8,}")
     return "\n".join(lines)
 
 
 def main() -> int:
     """Print the table, and what is above its ceiling. Returns 1 if something is."""
     by_room = sizes(ROOT)
-    print(report(ROOT, by_room))
+    print(report(by_room))
     ceilings = tomllib.loads((ROOT / CEILINGS).read_text(encoding="utf-8"))["lines"]
     wrong = above({room: code for room, (_, _, code) in by_room.items()}, ceilings)
     print("\n".join(wrong), file=sys.stderr, end="\n" if wrong else "")

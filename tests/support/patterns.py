@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -17,6 +15,14 @@ WILD = (
     .view(torch.bfloat16)
 )
 """NaNs, infinities, zeros of both signs, denormals, the largest numbers."""
+
+
+def with_wild_values(held: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Versions of bf16 with wild values among both."""
+    held, new = held.clone(), new.clone()
+    new[5 : 5 + 397 * len(WILD) : 397] = WILD
+    held[700 : 700 + 401 * len(WILD) : 401] = WILD
+    return held, new
 
 
 def random_patterns(name: str, numel: int, seed: int) -> Tensor:
@@ -33,19 +39,24 @@ def with_outside(num: int) -> Tensor:
     return values.to(torch.bfloat16)
 
 
-def gradients(dtype: torch.dtype, numel: int) -> Iterator[Tensor]:
-    """Yield gradients as they are, with rows of zeros, of many scales, odd ones, zeros, a block, and any patterns."""
+def gradients(dtype: torch.dtype, numel: int) -> dict[str, Tensor]:
+    """Gradients as they are, and what may be among them, by name."""
     draw = torch.Generator().manual_seed(numel)
     normal, places = torch.randn(numel, generator=draw) * 1e-3, torch.arange(numel)
     odd = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-7, -1e-7, 6e4])
-    yield normal.to(dtype)
-    yield torch.where(places // 300 % 3 == 1, normal, 0.0).to(dtype)
-    yield (normal * torch.exp(4 * torch.randn(numel, generator=draw))).to(dtype)
-    yield torch.where(places % 7 == 3, odd[places % 8], normal).to(dtype)
-    yield torch.where(places % 2 == 1, -0.0, 0.0).to(dtype)
-    yield torch.zeros(numel, dtype=dtype)
-    yield with_outside(158 + numel % 2).to(dtype)
-    yield torch.randint(256, (numel * dtype.itemsize,), generator=draw, dtype=torch.uint8).view(dtype)
+    found = {
+        "usual": normal,
+        "blocks of zeros": torch.where(places // 300 % 3 == 1, normal, 0.0),
+        "mixed scales": normal * torch.exp(4 * torch.randn(numel, generator=draw)),
+        "odd values": torch.where(places % 7 == 3, odd[places % 8], normal),
+        "zeros of both signs": torch.where(places % 2 == 1, -0.0, 0.0),
+        "zeros": torch.zeros(numel),
+        "values outside": with_outside(158 + numel % 2),
+    }
+    patterns = torch.randint(256, (numel * dtype.itemsize,), generator=draw, dtype=torch.uint8).view(dtype)
+    cast = {name: values.to(dtype) for name, values in found.items()}
+    then = torch.where(places < 400, patterns, cast["usual"])
+    return cast | {"any patterns": patterns, "any patterns, then usual ones": then}
 
 
 def with_mean(num: int) -> Tensor:

@@ -1,21 +1,28 @@
-"""The record of a benchmark: a section of RESULTS.md, which the next run replaces, and a JSON file beside it."""
+"""The record of a benchmark: a section of RESULTS.md, which the next run replaces, and a JSON file beside it.
+
+python -m tests.support.record    prints the rows that are older than the code that they measure, and their commands
+"""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import hashlib
 import json
 import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from laconic.compare.machine import describe_machine, in_words
 from laconic.compare.markdown import markdown
-from tests.support.code_digest import code_digest
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "RESULTS.md"
+_ROOT = Path(__file__).parents[2]
+RESULTS = _ROOT / "benchmarks" / "RESULTS.md"
+SOURCES = _ROOT / "src"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,3 +194,72 @@ def _commands(rows: Sequence[Row], machine: str) -> str:
         f"`{command}`, {date}" + ("" if is_one else f" ({', '.join(keys)})") for (command, date), keys in runs.items()
     ]
     return f"{'; '.join(told)}; {machine}."
+
+
+# -- which rows are old ------------------------------------------------------------------------------------------------
+
+
+@cache
+def _digest_of_file(path: Path) -> str:
+    """The digest of a module's code, without comments, docstrings and the form of its lines."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [each for each in body if not _is_text(each)]  # type: ignore[attr-defined]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def code_digest(modules: Sequence[str]) -> str:
+    """The digest of the code of modules and packages; empty if there are none.
+
+    Raises:
+        ValueError: there is no such module.
+    """
+    files: set[Path] = set()
+    for name in modules:
+        path = SOURCES / name.replace(".", "/")
+        found = [*path.rglob("*.py")] if path.is_dir() else [path.with_suffix(".py")]
+        if not found or not found[0].exists():
+            raise ValueError(
+                f"no module {name!r} below {SOURCES}; a benchmark's `measures` names modules of the library"
+            )
+        files.update(found)
+    parts = [f"{path.relative_to(SOURCES).as_posix()} {_digest_of_file(path)}" for path in sorted(files)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16] if parts else ""
+
+
+_OLD_NAMES = dict.fromkeys(("trust", "mend", "parity"), "python -m tests.faults")
+"""The command of sections whose rows may name a module that is gone."""
+_ONCE = "measured-once"
+"""The section of rows whose scripts are gone: they stay as they are."""
+
+
+def _is_old(row: Row) -> bool:
+    try:
+        return not row.code or row.code != code_digest(row.measures)
+    except ValueError:  # a module is gone that it measured
+        return True
+
+
+def main() -> None:
+    """Print the rows that are older than the code that they measure."""
+    rows = recorded_rows()
+    old: dict[tuple[str, str], list[str]] = {}
+    for (section, key), row in rows.items():
+        if section != _ONCE and _is_old(row):
+            old.setdefault((_OLD_NAMES.get(section, row.command.partition(" --rows")[0]), row.date), []).append(key)
+    count = sum(map(len, old.values()))
+    print(
+        f"{count} of {len(rows)} recorded rows are older than the code that they measure:" if count else "no row is old"
+    )
+    for (command, date), keys in sorted(old.items(), key=lambda each: each[0][1]):
+        print(f"  {date}  {command} --rows {','.join(keys)}")
+
+
+if __name__ == "__main__":
+    main()
