@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import laconic
-from laconic import registry, rehearse
+from laconic import registry
 from laconic.checkpoint.commit import candidates
 from laconic.config import Config, from_dict
 from laconic.integrations.options import ArgumentError
@@ -22,35 +21,6 @@ from laconic.islands.fragments import SyncSchedule
 from laconic.layout.bucket import derived
 from laconic.layout.packing import plan_bucket
 from laconic.optim import Muon
-
-
-class Wrapped(nn.Linear):
-    """A linear layer whose output is hidden in an object."""
-
-    def forward(self, rows: torch.Tensor) -> Any:
-        return type("Hidden", (), {"values": super().forward(rows)})()
-
-
-def sharded(module: nn.Module) -> Any:
-    return laconic.fully_shard(module, mesh=laconic.init_mesh("cpu"))
-
-
-ON_RANKS: dict[str, Callable[[], Any]] = {
-    "ModuleList has no forward, so nothing would ever gather it": lambda: sharded(nn.ModuleList([nn.Linear(2, 2)])),
-    "returns a Hidden, in which its tensors cannot be found": lambda: sharded(Wrapped(2, 2))(torch.ones(1, 2)),
-    "fully_shard needs a mesh with axes": lambda: laconic.fully_shard(
-        nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c"))
-    ),
-    "got a sparse gradient, which cannot be reduced in a flat bucket": lambda: (
-        sharded(nn.Embedding(8, 2, sparse=True))(torch.tensor([1])).sum().backward()
-    ),
-}
-
-
-@pytest.mark.parametrize("message", ON_RANKS)
-def test_the_engine_refuses(message: str) -> None:
-    with pytest.raises(rehearse.RankError, match=message):
-        rehearse.ranks(ON_RANKS[message], nodes=2)
 
 
 class Quantised(nn.Linear):

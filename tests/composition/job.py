@@ -22,7 +22,7 @@ import laconic
 from laconic.optim import AdamW8bit, Muon, Shampoo, Tiling, matrices_and_rest
 from laconic.partial.patterns import sliced_layer
 from tests.composition.matrix import CACHES, CODED, CYCLIC, ISLANDS, OUTER, Cell, keys_of
-from tests.support.sharded_net import Block
+from tests.support.sharded_net import Block, full_parameters
 
 EVERY, MAX_NORM = 2, 0.5
 PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -197,14 +197,6 @@ def error(output: Tensor, target: Tensor) -> Tensor:
     return (output.float() - target).square().mean()
 
 
-def values(model: nn.Module) -> dict[str, Tensor]:
-    """The whole parameters by name. Collective."""
-    return {
-        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()  # type: ignore[operator]
-        for name, p in model.named_parameters()
-    }
-
-
 def run_cell(cell: Cell) -> dict[str, Tensor]:
     """Train the cell on this rank and return the whole parameters. Collective.
 
@@ -240,7 +232,7 @@ def run_cell(cell: Cell) -> dict[str, Tensor]:
         steps.step()
         steps.zero_grad()
     _check_features(cell, model)
-    return values(model)
+    return full_parameters(model)
 
 
 def _wire(cell: Cell, wire: laconic.Wire) -> laconic.Wire:
@@ -266,9 +258,8 @@ def _mesh(cell: Cell) -> tuple[DeviceMesh, DeviceMesh | None, dist.ProcessGroup 
 
 
 def _apply_features(cell: Cell, model: Net) -> None:
-    for block in model.blocks:
-        if "compile" in cell.features:
-            block.compile(backend="aot_eager")
+    for block in model.blocks if "compile" in cell.features else ():
+        block.compile(backend="aot_eager")
     model.is_checkpointed = "checkpointing" in cell.features
 
 
@@ -311,7 +302,7 @@ def _run_cyclic(cell: Cell) -> dict[str, Tensor]:
     trainer.drain()
     _check_features(cell, *stages)
     with trainer.consistent_parameters():
-        result = values(model)
+        result = full_parameters(model)
     trainer.close()
     return result
 

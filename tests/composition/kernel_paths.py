@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from transformers.models.t5.modeling_t5 import T5Attention, T5DenseActDense
 import laconic
 from laconic.hf.causal_lm import cut_causal_lm
 from laconic.partial.patterns import sliced_layer
-from laconic.ragged.parts import sliced_parameters
+from tests.support.partial_models import unslice
 
 LIMIT = 1e-4
 """The largest relative difference of a gradient in fp32."""
@@ -80,13 +80,10 @@ class Path:
 
 def paths() -> list[Path]:
     """Every implementation of the registries, on two models each, and the other forms."""
-    found = [Path(model, "experts", name) for model in ("mixtral", "gpt-oss") for name in _names(ALL_EXPERTS_FUNCTIONS)]
-    found += [Path(model, "attn", name) for model in ("llama", "bart") for name in _names(ALL_ATTENTION_FUNCTIONS)]
+    experts, attentions = ["eager", *ALL_EXPERTS_FUNCTIONS], ["eager", *ALL_ATTENTION_FUNCTIONS]  # eager is in neither
+    found = [Path(model, "experts", name) for model in ("mixtral", "gpt-oss") for name in experts]
+    found += [Path(model, "attn", name) for model in ("llama", "bart") for name in attentions]
     return [*found, *map(Path, ("tied weights", "encoder and decoder", "state space"))]
-
-
-def _names(registry: Iterable[str]) -> list[str]:
-    return ["eager", *registry]  # eager is the model's own code, which no registry holds
 
 
 _HALF = {"layers": 2, "attention_heads": 8, "ffn_dim": 48}
@@ -254,8 +251,8 @@ def _hooked(path: Path, strategy: str) -> tuple[dict[str, Tensor], dict[str, Ten
             steps.step()
             steps.zero_grad()
     want = _mean(path, [numbers[r] for numbers in batches for r in own])
-    masks = _unsliced(model, lambda p: torch.full(p.shape, p.requires_grad))
-    return _unsliced(model, _gradient), {name: value * masks[name] for name, value in want.items()}
+    masks = unslice(model, lambda p: torch.full(p.shape, p.requires_grad))
+    return unslice(model, _gradient), {name: value * masks[name] for name, value in want.items()}
 
 
 def _gradient(parameter: Any) -> Tensor:
@@ -263,15 +260,6 @@ def _gradient(parameter: Any) -> Tensor:
     if gradient is None:
         return torch.zeros(parameter.shape)
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-
-
-def _unsliced(model: nn.Module, value_of: Callable[[Any], Tensor]) -> dict[str, Tensor]:
-    """A value of each parameter, by the names and in the shapes of the model without slices."""
-    values = {name: value_of(parameter) for name, parameter in model.named_parameters()}
-    for name, sliced in sliced_parameters(model).items():
-        prefix = name.removesuffix(sliced.name)
-        values[name] = sliced.join([values.pop(prefix + part) for part in sliced.part_names])
-    return values
 
 
 class Recorder(torch.optim.SGD):

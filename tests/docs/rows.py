@@ -59,7 +59,7 @@ ROWS: dict[str, dict[str, str]] = {
         "tied weights": "shard/test_errors::test_mistakes_are_refused_by_name",
         "collectives": "shard/test_reduce::test_weights_cross_once_per_optimizer_step_and_gradients_once",
         # refused
-        "`set_custom_all_gather`, `set_custom_reduce_scatter`": "shard/test_fsdp2_names::test_names",
+        "`set_custom_all_gather`, `set_custom_reduce_scatter`": "docs/test_pages::test_each_public_method_and_hook",
         "`set_allocate_memory_from_process_group_for_comm`, `set_symm_mem_for_comm`": (
             "docs/test_pages::test_each_public_method_and_hook_works_or_raises_as_the_page_says"
         ),

@@ -279,21 +279,6 @@ class Unused(Net):
         return self.out(x)
 
 
-class Normed(Net):
-    """Weights that are computed from parameters inside the unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            nn.utils.parametrizations.weight_norm(block.up)  # type: ignore[arg-type]
-
-
-def test_weights_may_be_computed_from_parameters() -> None:
-    """Random trees (test_random_trees.py) have many other graphs."""
-    scenario = Scenario(make=Normed, cache="device", micro_batches=2)
-    assert_equals_oracle(scenario, scenario.run())
-
-
 @on_ranks(2, local=1)
 def test_unused_units_send_nothing() -> None:
     """An unused unit sends nothing, and its parameters get no gradient."""

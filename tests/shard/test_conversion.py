@@ -27,18 +27,48 @@ from tests.support.scenario import Scenario, assert_equals_oracle
 from tests.support.sharded_net import Net, buckets, build, gather_bytes, inputs, shard, train_step
 
 
-class Longer(Float8Weight):
+class Coded(Float8Weight):
+    """A weight that crosses as `coded` makes it, and is what `shown` makes of that."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:  # type: ignore[override]
+        return self.coded(self._data), "metadata"
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        assert metadata == "metadata"
+        return decoded(self.shown(*all_gather_outputs).to(param_dtype), all_gather_outputs, out)
+
+    def coded(self, data: Tensor) -> tuple[Tensor, ...]:
+        """In one part."""
+        return (data,)
+
+    def shown(self, part: Tensor) -> Tensor:
+        """The weight."""
+        return part
+
+
+def decoded(weight: Tensor, gathered: tuple[Tensor, ...], out: Tensor | None) -> Any:
+    """What the second half of a conversion returns: a weight and what it needs, or nothing if `out` is to have it."""
+    if out is None:
+        return weight, (*gathered, weight)
+    with preserve_version(out):
+        out.copy_(weight)
+    return None
+
+
+class Longer(Coded):
     """A weight whose conversion adds an element, which it does not take away again."""
 
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:  # type: ignore[override]
-        return (self._data.new_zeros(self._data.numel() + 1),), (torch.ones(()),)
+    def coded(self, data: Tensor) -> tuple[Tensor, ...]:
+        return (data.new_zeros(data.numel() + 1),)
 
 
-class Uneven(Float8Weight):
+class Uneven(Coded):
     """A weight whose conversion makes another number of tensors on each rank."""
 
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:  # type: ignore[override]
-        return (self._data,) * (1 + dist.get_rank()), None
+    def coded(self, data: Tensor) -> tuple[Tensor, ...]:
+        return (data,) * (1 + dist.get_rank())
 
 
 def converting(model: nn.Module, weight_class: type[Float8Weight] = Float8Weight) -> nn.Module:
@@ -148,77 +178,47 @@ def test_conversions_of_other_shapes_are_refused() -> None:
         uneven(inputs(0, 0)[0])
 
 
-def decoded(weight: Tensor, gathered: tuple[Tensor, ...], out: Tensor | None) -> Any:
-    """What the second half of a conversion returns: a weight and what it needs, or nothing if `out` is to have it."""
-    if out is None:
-        return weight, (*gathered, weight)
-    with preserve_version(out):
-        out.copy_(weight)
-    return None
+class RowScaled(Coded):
+    """A weight that crosses as int8, with one float32 scale for `rows` rows, and takes no part of such a block."""
+
+    rows = 1
+
+    def coded(self, data: Tensor) -> tuple[Tensor, ...]:
+        assert data.ndim == 2, "whole rows come as rows"
+        assert len(data) % self.rows == 0, f"{len(data)} rows"
+        scales = scales_of(data, self.rows)
+        return (data / scales.repeat_interleave(self.rows, 0)).round().to(torch.int8), scales
+
+    def shown(self, codes: Tensor, scales: Tensor) -> Tensor:  # type: ignore[override]
+        assert len(codes) == self.rows * len(scales)
+        return codes * scales.repeat_interleave(self.rows, 0)
 
 
-class RowScaled(Float8Weight):
-    """A weight that crosses as int8, with one float32 scale per row."""
-
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:  # type: ignore[override]
-        assert self._data.ndim == 2, "whole rows come as rows"
-        scales = self._data.abs().amax(1).clamp(min=1e-12) / 127
-        return ((self._data / scales[:, None]).round().to(torch.int8), scales), "metadata"
-
-    def fsdp_post_all_gather(
-        self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
-        assert metadata == "metadata"
-        codes, scales = all_gather_outputs
-        assert len(codes) == len(scales)
-        return decoded((codes * scales[:, None]).to(param_dtype), all_gather_outputs, out)
+def scales_of(weight: Tensor, rows: int) -> Tensor:
+    """(blocks, 1)."""
+    return weight.view(-1, rows, weight.shape[1]).abs().amax((1, 2)).clamp(min=1e-12)[:, None] / 127
 
 
-def rounded_by_rows(weight: Tensor) -> Tensor:
-    scales = weight.abs().amax(1).clamp(min=1e-12) / 127
-    return (weight / scales[:, None]).round().to(torch.int8) * scales[:, None]
-
-
-class BlockScaled(RowScaled):
-    """A weight that crosses as int8, with one scale for four rows, and takes no part of a block."""
-
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
-        assert len(self._data) % 4 == 0, f"{len(self._data)} rows"
-        scales = scales_of_blocks(self._data)
-        return ((self._data / scales.repeat_interleave(4, 0)).round().to(torch.int8), scales), "metadata"
-
-    def fsdp_post_all_gather(
-        self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
-        codes, scales = all_gather_outputs
-        return decoded((codes * scales.repeat_interleave(4, 0)).to(param_dtype), all_gather_outputs, out)
-
-
-def scales_of_blocks(weight: Tensor) -> Tensor:
-    return weight.view(-1, 4, weight.shape[1]).abs().amax((1, 2)).clamp(min=1e-12)[:, None] / 127
-
-
-def rounded_by_blocks(weight: Tensor) -> Tensor:
-    scales = scales_of_blocks(weight).repeat_interleave(4, 0)
+def rounded_by_rows(weight: Tensor, rows: int = 1) -> Tensor:
+    scales = scales_of(weight, rows).repeat_interleave(rows, 0)
     return (weight / scales).round().to(torch.int8) * scales
 
 
-class BF16InChunks(Float8Weight):
+class BlockScaled(RowScaled):
+    """The same with blocks of four rows."""
+
+    rows = 4
+
+
+class BF16InChunks(Coded):
     """A weight that crosses in bfloat16, filled up to the equal chunks that FSDP2 gathers, as in torch's test."""
 
-    def fsdp_pre_all_gather(
+    def fsdp_pre_all_gather(  # type: ignore[override]
         self, mesh: DeviceMesh, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: MixedPrecisionPolicy
     ) -> tuple[tuple[Tensor, ...], Any]:
         chunk = torch.full((math.ceil(outer_size[0] / mesh.size()), *outer_size[1:]), 77, dtype=torch.bfloat16)
         chunk[: self._data.size(0)].copy_(self._data)
-        return (chunk,), None
-
-    def fsdp_post_all_gather(
-        self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
-        (tensor,) = all_gather_outputs
-        assert tensor.dtype == torch.bfloat16
-        return decoded(tensor.to(param_dtype), all_gather_outputs, out)
+        return (chunk,), "metadata"
 
 
 def rounded_to_bf16(weight: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ def test_elements_and_their_scales_are_gathered_together(scenario: Scenario) -> 
 def test_a_conversion_gets_whole_blocks_of_the_granularity(nodes: int) -> None:
     """Three blocks of one matrix, and seven of the other, over two, three and five ranks."""
     scenario = Scenario(nodes=nodes, cache="host")
-    scenario = with_weights(BlockScaled, rounded_by_blocks, scenario, granularity=laconic.rows(4))
+    scenario = with_weights(BlockScaled, partial(rounded_by_rows, rows=4), scenario, granularity=laconic.rows(4))
     scenario = replace(scenario, make=partial(Net, 1, 12, 28))
     assert_equals_oracle(scenario, scenario.run())
 

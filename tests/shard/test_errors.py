@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
@@ -48,6 +49,10 @@ def on_cuda_mesh() -> Any:
     mesh = laconic.init_mesh("cpu")
     laconic.Cluster.of(mesh).device_type = "cuda"
     return mesh
+
+
+def on_three_axes() -> Any:
+    return init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c"))
 
 
 def running_inside_out() -> Any:
@@ -149,9 +154,16 @@ BAD_CALLS: dict[type[BaseException], list[tuple[Callable[[], Any], str]]] = {
         (lambda: fully_shard([layer(), "head"]), "a list of modules, got str"),  # type: ignore[list-item]
         (lambda: fully_shard(nn.LazyLinear(3)), "weight of LazyLinear is not initialised yet; run one forward of the"),
         (lambda: fully_shard(layer(), granularity=lambda *_: 13), "granularity of weight is 13; it must be 1 to 12 e"),
-        (lambda: fully_shard(nn.ModuleDict({"a": layers()})), "ModuleDict.*forward"),
-        (lambda: fully_shard(Lookup())(torch.tensor([1, 2])).backward(), "table.weight got a sparse .*sparse=False"),
-        (lambda: fully_shard(Hides(3, 3))(torch.ones(1, 3)), "Hides.*Hidden"),
+        (
+            lambda: fully_shard(nn.ModuleDict({"a": layers()})),
+            "ModuleDict has no forward, so nothing would ever",
+        ),
+        (
+            lambda: fully_shard(Lookup())(torch.tensor([1, 2])).backward(),
+            "table.weight got a sparse gradient.*=False",
+        ),
+        (lambda: fully_shard(Hides(3, 3))(torch.ones(1, 3)), "Hides returns a Hidden, in which its tensors cannot be"),
+        (lambda: fully_shard(layer(), mesh=on_three_axes()), "fully_shard needs a mesh with axes"),
         (  # last: this mesh is the default, too
             lambda: fully_shard(layer(), mesh=on_cuda_mesh()),
             r"weight is on cpu, but the mesh is for cuda: move the model with .to\('cuda'\), or build it on",
@@ -185,7 +197,7 @@ def test_the_dtype_of_a_cached_model_stays_and_a_loss_may_be_thrown_away() -> No
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train_step(model, optimizer)
     for change in (model.half, model.double, lambda: model.to(torch.bfloat16)):
-        message = r"cannot change sharded parameters from torch.float32.*call .to.*before.*MixedPrecisionPolicy"
+        message = r"cannot change sharded parameters from torch.float32.*the cache has memory.*call .to.*before.*Mixed"
         with pytest.raises(ValueError, match=message):
             change()
         assert all(isinstance(p, laconic.RaggedTensor) and p.dtype == torch.float32 for p in model.parameters())

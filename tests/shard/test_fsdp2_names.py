@@ -82,12 +82,6 @@ def test_names() -> None:
     assert isinstance(model, FSDPModule)
     assert isinstance(model, sharded_net.Net)
     assert not isinstance(model.inp, FSDPModule)
-    for refused in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_symm_mem_for_comm"):
-        with pytest.raises(NotImplementedError, match=f"{refused} is not supported: laconic"):
-            getattr(model, refused)(None)
-    model.set_force_sum_reduction_for_comms(True)
-    model.set_reduce_scatter_unused_params(True)
-    model.set_separate_reduce_scatter_group(True)
     with pytest.raises(NotImplementedError, match=r"set_separate_reduce_scatter_group\(False\): laconic"):
         model.set_separate_reduce_scatter_group(False)
     with pytest.warns(UserWarning, match="one reduction in flight"):

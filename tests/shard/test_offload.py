@@ -20,11 +20,9 @@ from tests.support.scenario import Scenario, adamw, assert_same_bits
 from tests.support.sharded_net import (
     Net,
     buckets,
-    build,
     gather_bytes,
     held_bytes,
     inputs,
-    shard,
     squared_error,
 )
 
@@ -71,23 +69,6 @@ def test_parameters_of_one_unit_may_lie_on_two_meshes() -> None:
         laconic.fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda parameter: Shard(1))
     with pytest.raises(ValueError, match="must return a Shard"):
         laconic.fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda parameter: "rows")
-
-
-@on_ranks(2, local=1)
-def test_models_can_be_cast_after_fully_shard() -> None:
-    model: Any = shard(build())
-    model.to(torch.float64)
-    assert all(parameter.dtype is torch.float64 for parameter in model.parameters())
-    plain = build().to(torch.float64)
-    x = inputs(0, 0)[0].double()
-    found = model(x)
-    torch.testing.assert_close(found, plain(x), rtol=0, atol=0)
-    found.sum().backward()
-    assert all(parameter.grad.dtype is torch.float64 for parameter in model.parameters())
-    cached: Any = shard(build(), cache="host")
-    cached(x.float())
-    with pytest.raises(ValueError, match="after the first forward, as the cache has memory"):
-        cached.to(torch.float64)
 
 
 # -- whole weights that stay -------------------------------------------------------------------------------------------

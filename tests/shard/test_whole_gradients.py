@@ -1,7 +1,7 @@
 """`Cache(gradients="rank")`: gradients wait whole and are summed once a step: [Note: Gradients that wait whole].
 
 The sums have another order than those of `gradients="node"`: over micro-batches first, then over ranks. Where sums are
-exact, as those of small integers are, both have the same bits.
+exact, both have the same bits: test_micro_batches_are_summed_in_float32 in test_mixed_precision.py.
 """
 
 from __future__ import annotations
@@ -94,51 +94,6 @@ def test_gradients_cross_once_a_step_inside_the_node_too() -> None:
         assert all(parameter.grad is None for parameter in model.blocks[1].parameters())
         model.zero_grad()
         assert model.memory().device_bytes == shards
-
-
-class Line(nn.Module):
-    """Linear layers of small integers without bias: sums of products are exact in fp32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(7, 7, bias=False) for _ in range(2))
-        self.out = nn.Linear(7, 3, bias=False)
-        with torch.no_grad():
-            for p in self.parameters():
-                p.copy_(torch.randint(-2, 3, p.shape).float())
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.relu(block(x))
-        return self.out(x)
-
-
-def integer_batch(seed: int, rank: int) -> Tensor:
-    return torch.randint(-3, 4, (4, 7), generator=torch.Generator().manual_seed(100 * seed + rank)).float()
-
-
-def _sum_of(net: nn.Module, x: Tensor) -> Tensor:
-    return net(x).sum()
-
-
-@pytest.mark.parametrize("where", ["host", "rank"])
-@on_ranks(2, local=2)
-def test_gradients_of_integers_are_exact_wherever_weights_rest(where: Any) -> None:
-    """Also if a micro-batch between others syncs: `.grad` then has a part, and the rest waits."""
-    for pattern in ((False, True), (False, True, False, True)):
-        numbers, ranks = range(len(pattern)), range(dist.get_world_size())
-        batches = [[integer_batch(number, rank) for rank in ranks] for number in numbers]
-        found = []
-        for gradients in ("rank", "node"):
-            model = shard(build(Line), cache=Cache(where=where, gradients=gradients))  # type: ignore[arg-type]
-            for batch, syncs in zip(batches, pattern, strict=True):
-                model.set_requires_gradient_sync(syncs)
-                _sum_of(model, batch[dist.get_rank()]).backward()
-            found.append(full_gradients(model))
-            is_divided_once = pattern.count(True) == 1  # else the parts round, which are added to `.grad`
-            exactly = {"rtol": 0, "atol": 0} if is_divided_once else {}
-            assert_gradients(model, oracle_of(model, Line, _sum_of), batches, **exactly)
-        assert all(torch.equal(found[0][name], value) for name, value in found[1].items()), pattern
 
 
 @pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float64], ids=str)

@@ -169,7 +169,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Gather every parameter, or copy it where it is plain. Collective."""
     whole: dict[str, Any] = dict(model.named_parameters())
-    return {name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach().clone() for name, p in whole.items()}
+    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p.clone()).detach() for n, p in whole.items()}
 
 
 def buckets(*modules: nn.Module) -> list[Bucket]:
