@@ -67,3 +67,15 @@ def test_a_checkpoint_that_is_gone_is_named(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("step-4")
     (lost,) = candidates(tmp_path)
     assert (lost.folder, lost.problem) == (tmp_path / "step-4", "is missing, but `latest` names it")
+
+
+def test_a_configuration_that_shards_already_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from laconic.integrations import transformers as integration
+
+    monkeypatch.setattr(integration, "_check_arguments", lambda *_: None)
+    monkeypatch.setattr(integration.Trainer, "create_accelerator_and_postprocess", lambda trainer: None)
+    trainer: Any = object.__new__(integration.LaconicTrainer)
+    trainer.args, trainer.model, trainer.laconic_arguments = SimpleNamespace(world_size=2), None, None
+    trainer.is_fsdp_enabled, trainer.is_deepspeed_enabled = True, False
+    with pytest.raises(ArgumentError, match="configuration turns on FSDP or DeepSpeed, and laconic takes their place"):
+        trainer.create_accelerator_and_postprocess()

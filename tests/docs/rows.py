@@ -74,7 +74,7 @@ ROWS: dict[str, dict[str, str]] = {
         "`DTensor.from_local` with the placements of a parameter": "docs/test_pages::test_each_public_method_and_hook",
         "`share_memory_()` of a parameter": "docs/test_pages::test_each_public_method_and_hook_works_or_raises_as_the",
         "attributes and hooks of parameters": "shard/test_api::test_attributes_and_hooks_stay_whichever_form_of_a",
-        "an edit of a gathered parameter, `p.mul_(2)`": "shard/test_api::test_an_edit_by_data_of_a_gathered_parameter",
+        "an edit of a gathered parameter, `p.mul_(2)`": "shard/test_api::test_editing_a_gathered_parameter_is_refused",
         "`.grad` scaled or clipped before a micro-batch that syncs": "shard/test_cleared::test_what_stands_in_grad",
         "`torch.distributed.fsdp.fully_shard.state(module)`": "ragged/test_as_dtensor::test_placements_and",
         "`torch.compile(optimizer.step)`": "ragged/test_as_dtensor::test_a_compiled_step_is_refused_by_name",

@@ -82,6 +82,11 @@ def test_names() -> None:
     assert isinstance(model, FSDPModule)
     assert isinstance(model, sharded_net.Net)
     assert not isinstance(model.inp, FSDPModule)
+    theirs: Any = fully_shard(sharded_net.build(), mesh=init_device_mesh("cpu", (1,)))
+    assert model._fsdp_use_orig_params == theirs._fsdp_use_orig_params, "the compiler is told what FSDP2 tells it"
+    container = laconic.fully_shard(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)))
+    assert type(container[:2]) is nn.Sequential, "a slice is plain"
+    assert container[:2][0] is container[0]
     with pytest.raises(NotImplementedError, match=r"set_separate_reduce_scatter_group\(False\): laconic"):
         model.set_separate_reduce_scatter_group(False)
     with pytest.warns(UserWarning, match="one reduction in flight"):
@@ -95,21 +100,6 @@ def test_names() -> None:
         model.set_reshard_after_forward(2)
     with pytest.raises(RuntimeError, match="root"):
         model(torch.ones(1, 5)), model.blocks[0].reset_iter_state()
-
-
-@on_ranks(1)
-def test_the_compiler_is_told_what_fsdp2_tells_it() -> None:
-    theirs: Any = fully_shard(sharded_net.build(), mesh=init_device_mesh("cpu", (1,)))
-    ours: Any = sharded_net.shard(sharded_net.build())
-    assert ours._fsdp_use_orig_params == theirs._fsdp_use_orig_params
-
-
-@on_ranks(1)
-def test_a_slice_of_a_sharded_container_is_plain() -> None:
-    model = laconic.fully_shard(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)))
-    part = model[:2]
-    assert type(part) is nn.Sequential
-    assert part[0] is model[0]
 
 
 @on_ranks(2)

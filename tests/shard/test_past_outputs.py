@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -100,28 +100,23 @@ def train(model: Any, loss_of: Callable[[Any, int], Tensor]) -> None:
         optimizer.zero_grad()
 
 
-def check(layer: str, losses: Sequence[Callable[[Any, int], Tensor]], policies: dict[str, Any]) -> None:
-    for loss_of in losses:
+@pytest.mark.parametrize(
+    ("world", "local", "layer", "policies"),
+    [
+        *((2, 1, layer, {"cache": "host"}) for layer in LAYERS),
+        *((3, 3, "layer norm", each) for each in ({}, {"cache": "device"}, {"cache": "rank"})),
+        (3, 3, "layer norm", {"reshard_after_forward": False}),
+    ],
+)
+@on_ranks("world", local="local")
+def test_losses_past_the_outputs_train_as_in_plain_torch(layer: str, policies: dict[str, Any]) -> None:
+    for loss_of in LOSSES if layer == "linear" else [loss_of_features_at_times]:
         plain, model = build_keeping(layer), build_keeping(layer)
         shard(model, **policies)
         for each in (plain, model):
             train(each, loss_of)
         msg = lambda text, name=loss_of.__name__: f"{name}: {text}"  # noqa: E731
         torch.testing.assert_close(full_parameters(model), dict(plain.state_dict()), msg=msg)
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-@on_ranks(2, local=1)
-def test_losses_past_the_outputs_train_as_in_plain_torch(layer: str) -> None:
-    check(layer, LOSSES if layer == "linear" else [loss_of_features_at_times], {"cache": "host"})
-
-
-@pytest.mark.parametrize(
-    "policies", [{}, {"cache": "device"}, {"cache": "rank"}, {"reshard_after_forward": False}], ids=str
-)
-@on_ranks(3, local=3)
-def test_losses_past_the_outputs_under_each_placement(policies: dict[str, Any]) -> None:
-    check("layer norm", [loss_of_features_at_times], policies)
 
 
 class Failing(Keeping):

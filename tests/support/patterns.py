@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+
+from laconic.codec.contexts import TILE
 
 DTYPES = {
     "bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn,
@@ -17,12 +21,24 @@ WILD = (
 """NaNs, infinities, zeros of both signs, denormals, the largest numbers."""
 
 
-def with_wild_values(held: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Versions of bf16 with wild values among both."""
-    held, new = held.clone(), new.clone()
-    new[5 : 5 + 397 * len(WILD) : 397] = WILD
-    held[700 : 700 + 401 * len(WILD) : 401] = WILD
-    return held, new
+def versions(numel: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield cases of held and new values: as optimizers change them, and as they do not. `numel` is above a tile."""
+    for name in DTYPES:
+        for step in (1e-2, 1e-3, 1e-5) if name == "bfloat16" else (1e-3,):
+            held, new = trained(name, numel, step)
+            yield f"{name}, {step:g}", held, new
+        mixed, others, nbytes = new.clone(), random_patterns(name, numel, 2), TILE * DTYPES[name].itemsize
+        bits_of(mixed)[:nbytes] = bits_of(others)[:nbytes]
+        yield f"{name}, a tile without any rule", held, mixed
+        yield f"{name}, any patterns", held, others
+        yield f"{name}, no change", held, held
+    for few in (1, 513, TILE):
+        yield f"{few} values", *trained("bfloat16", few, 1e-3)
+    for step in (1e-2, 1e-5):
+        held, new = trained("bfloat16", numel, step)
+        new[5 : 5 + 397 * len(WILD) : 397] = WILD
+        held[700 : 700 + 401 * len(WILD) : 401] = WILD
+        yield f"wild values among {step:g}", held, new
 
 
 def random_patterns(name: str, numel: int, seed: int) -> Tensor:
