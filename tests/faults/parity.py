@@ -6,6 +6,7 @@ that fails is shrunk and printed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -18,9 +19,8 @@ from laconic.shard import choosing
 from tests.faults.bench import Bench, Found, campaign
 from tests.faults.fuzz import each_drawn
 from tests.shard.random_trees.case import Case
-from tests.shard.random_trees.explore import Findings, explore
 from tests.shard.random_trees.play import Part
-from tests.shard.random_trees.pool import Pool, play
+from tests.shard.random_trees.pool import explore, play
 from tests.shard.random_trees.strategies import cases
 from tests.support.launch import launch
 
@@ -36,16 +36,17 @@ _NUM_TREES = 2000
 )
 def module_trees(bench: Bench) -> Found:
     """Try as many trees on each number of ranks. Those that torch itself cannot run do not count."""
-    pools, findings = {world: Pool(world) for world in _WORLDS}, Findings()
-    share = -(-(60 if bench.quick else _NUM_TREES) // len(_WORLDS))
-    for world, pool in pools.items():
-        found, seed = Findings(), 1000 * world
-        while found.num_valid < share:
-            explore(pool, min(50, share - found.num_valid), seed, found)
+    share, kinds, harms = -(-(60 if bench.quick else _NUM_TREES) // len(_WORLDS)), Counter[str](), []
+    for world in _WORLDS:
+        found, seed = Counter[str](), 1000 * world
+        while not harms and (num_left := share - found.total() + found["invalid"]) > 0:
+            try:
+                found += explore(world, min(50, num_left), seed, ("differs", "foreign"))
+            except AssertionError as error:
+                harms.append(f"trees that differ: {error}")
             seed += 1
-        findings.merge(found)
-    has_harm = any(findings.kinds.get(kind) for kind in ("differs", "foreign"))
-    return findings.num_valid, [f"trees that differ: {findings.report(pools)}"] * has_harm, f"{findings.kinds}"
+        kinds += found
+    return kinds.total() - kinds["invalid"], harms, f"{dict(kinds)}"
 
 
 def _played(some: Sequence[Case]) -> list[Any]:

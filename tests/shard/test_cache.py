@@ -40,29 +40,6 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 # -- the policy --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"where": "disk"}, r"Cache\(where='disk'\) is not known; use one of 'none', 'host', 'device', 'rank'"),
-        ({"where": "host", "device_budget_bytes": -1}, r"Cache\(device_budget_bytes=-1\) must not be negative"),
-        ({"where": "device", "device_budget_bytes": 5}, r"bytes=5\) needs where='host'.*got Cache\(where='device'\)"),
-        ({"device_budget_bytes": 5}, r"Cache\(device_budget_bytes=5\) needs where='host'.*got Cache\(where='none'\)"),
-        ({"until": "step"}, r"Cache\(until='step'\) is not known; use one of 'change', 'backward'"),
-        ({"until": "backward"}, r"Cache\(until=.backward.\) says how long .* where=.none. keeps nothing"),
-        ({"where": "device", "pin_memory": False}, r"Cache\(pin_memory=False\) is for the host cache: it needs where="),
-        ({"where": "device", "device_bytes": 5}, r"Cache\(device_bytes=5\) limits what where='auto' may take"),
-        ({"host_bytes": 0}, r"Cache\(host_bytes=0\) limits what where='auto' may take; got Cache\(where='none'\)"),
-        ({"where": "auto", "device_bytes": -1}, r"Cache\(device_bytes=-1\) must not be negative"),
-        ({"where": "auto", "gradients": "rank"}, r"gradients='rank'\) is what where='auto' chooses itself; leave it"),
-        ({"where": "auto", "until": "backward"}, r"lets weights go after backward, but .*where='auto'\) keeps them"),
-        ({"gradients": "host"}, r"Cache\(gradients='host'\) is not known; use one of 'node', 'rank'"),
-    ],
-)
-def test_policies_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Cache(**options)
-
-
 def test_only_the_host_cache_can_do_without_page_locking() -> None:
     message = r"shard\.pin_memory = False .* needs shard\.cache = 'host' or 'auto', got .* 'none'"
     with pytest.raises(ValueError, match=message):

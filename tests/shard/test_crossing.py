@@ -72,22 +72,6 @@ def test_a_wire_that_does_nothing_says_so() -> None:
         laconic.LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"weights": "int5"}, r"Wire\(weights='int5'\) is not known; use one of 'exact', 'lossless', 'bf16', 'int8'"),
-        ({"gradients": "int1"}, r"Wire\(gradients='int1'\) is not known"),
-        ({"weights": "int4", "as_values": True}, "values need 8 bits or more; use 'int8'"),
-        ({"exact_every": 0, "weights": "int4"}, r"exact_every=0\) must be at least 1"),
-        ({"feedback": True}, "needs gradients in a codec that loses something"),
-        ({"feedback": True, "gradients": "lossless"}, "needs gradients in a codec that loses something"),
-    ],
-)
-def test_policies_that_make_no_sense_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        laconic.Wire(**arguments)
-
-
 @on_ranks(4, local=2)
 def test_an_overflow_reaches_every_rank_and_passes() -> None:
     """A gradient that overflows on one rank makes the norm of all not finite, and a skipped step leaves nothing."""

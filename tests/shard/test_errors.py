@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
-from laconic import fully_shard
+from laconic import Cache, Prefetch, Wire, fully_shard
+from laconic.shard.policies import Placement, ShardPolicy
 from tests.support.launch import on_ranks
 from tests.support.sharded_net import Net, build, inputs, shard, squared_error, train_step
 
@@ -149,6 +150,10 @@ BAD_CALLS: dict[type[BaseException], list[tuple[Callable[[], Any], str]]] = {
         ),
         (lambda: fully_shard(tied_to_a_unit()), "blocks.1.up.weight is tied to"),
         (lambda: fully_shard(layer(), cache="disk"), r"Cache\(where='disk'\) is not known"),  # type: ignore[arg-type]
+        (
+            lambda: fully_shard(layer(), cache="rank", reshard_after_forward=True),
+            "cache='rank' keeps them; leave it out",
+        ),
         (lambda: fully_shard(layer(), reshard_after_forward=3), "as an int, it should be a factor of 2, not 3"),
         (lambda: fully_shard([]), "got an empty list"),
         (lambda: fully_shard([layer(), "head"]), "a list of modules, got str"),  # type: ignore[list-item]
@@ -170,6 +175,56 @@ BAD_CALLS: dict[type[BaseException], list[tuple[Callable[[], Any], str]]] = {
         ),
     ],
 }
+
+
+BAD_POLICIES: dict[type, list[tuple[dict[str, Any], str]]] = {
+    Cache: [
+        ({"where": "disk"}, r"Cache\(where='disk'\) is not known; use one of 'none', 'host', 'device', 'rank'"),
+        ({"where": "host", "device_budget_bytes": -1}, r"Cache\(device_budget_bytes=-1\) must not be negative"),
+        ({"where": "device", "device_budget_bytes": 5}, r"bytes=5\) needs where='host'.*got Cache\(where='device'\)"),
+        ({"device_budget_bytes": 5}, r"Cache\(device_budget_bytes=5\) needs where='host'.*got Cache\(where='none'\)"),
+        ({"until": "step"}, r"Cache\(until='step'\) is not known; use one of 'change', 'backward'"),
+        ({"until": "backward"}, r"Cache\(until=.backward.\) says how long .* where=.none. keeps nothing"),
+        ({"where": "rank", "until": "backward"}, "until='backward'"),
+        ({"where": "device", "pin_memory": False}, r"Cache\(pin_memory=False\) is for the host cache: it needs where="),
+        ({"where": "device", "device_bytes": 5}, r"Cache\(device_bytes=5\) limits what where='auto' may take"),
+        ({"host_bytes": 0}, r"Cache\(host_bytes=0\) limits what where='auto' may take; got Cache\(where='none'\)"),
+        ({"where": "auto", "device_bytes": -1}, r"Cache\(device_bytes=-1\) must not be negative"),
+        ({"where": "auto", "gradients": "rank"}, r"gradients='rank'\) is what where='auto' chooses itself; leave it"),
+        ({"where": "auto", "until": "backward"}, r"lets weights go after backward, but .*where='auto'\) keeps them"),
+        ({"gradients": "host"}, r"Cache\(gradients='host'\) is not known; use one of 'node', 'rank'"),
+    ],
+    ShardPolicy: [
+        (
+            {"cache": Cache(where="rank"), "reshard_after_forward": True},
+            r"cache='rank'\} keeps them|cache='rank' keeps",
+        ),
+    ],
+    Wire: [
+        ({"weights": "int5"}, r"Wire\(weights='int5'\) is not known; use one of 'exact', 'lossless', 'bf16', 'int8'"),
+        ({"gradients": "int1"}, r"Wire\(gradients='int1'\) is not known"),
+        ({"weights": "int4", "as_values": True}, "values need 8 bits or more; use 'int8'"),
+        ({"exact_every": 0, "weights": "int4"}, r"exact_every=0\) must be at least 1"),
+        ({"feedback": True}, "needs gradients in a codec that loses something"),
+        ({"feedback": True, "gradients": "lossless"}, "needs gradients in a codec that loses something"),
+    ],
+    Prefetch: [
+        ({"units": 0}, r"Prefetch\(units=0\) must be at least 1"),
+        ({"units": 2, "budget_bytes": 5}, r"\(units=2\) and Prefetch\(budget_bytes=5\) are two limits; give one"),
+    ],
+    Placement: [
+        ({"weights": "disk"}, r"Placement\(weights='disk'\) is not known; use one of '\w+'"),
+        ({"weights": "auto"}, r"Placement\(weights='auto'\) is not known; use one of '\w+'"),
+        ({"weights": "host", "gradients": "host"}, r"Placement\(gradients='host'\) is not known; use one of '\w+'"),
+    ],
+}
+
+
+@pytest.mark.parametrize("policy", BAD_POLICIES)
+def test_policies_that_make_no_sense_are_refused(policy: type) -> None:
+    for options, message in BAD_POLICIES[policy]:
+        with pytest.raises(ValueError, match=message):
+            policy(**options)
 
 
 @on_ranks(2, local=1)

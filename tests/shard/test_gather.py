@@ -218,10 +218,3 @@ def test_frozen_units_that_backward_does_not_reach_are_not_gathered_for_it() -> 
     gathered = [event.removeprefix("gather ") for event in events if event.startswith("gather blocks")]
     assert sorted(gathered) == sorted([f"blocks.{i}" for i in range(7)] + [f"blocks.{i}" for i in range(3, 7)])
     sharded_net.assert_nothing_gathered(model)
-
-
-def test_a_policy_is_checked() -> None:
-    with pytest.raises(ValueError, match=r"Prefetch\(units=0\) must be at least 1"):
-        Prefetch(units=0)
-    with pytest.raises(ValueError, match=r"\(units=2\) and Prefetch\(budget_bytes=5\) are two limits; give one"):
-        Prefetch(units=2, budget_bytes=5)

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 import laconic
-from laconic.shard.policies import ShardPolicy
 from tests.support.launch import on_ranks
 from tests.support.scenario import Scenario, adamw, assert_same_bits
 from tests.support.sharded_net import (
@@ -121,14 +120,3 @@ def test_weights_are_gathered_once_a_step_and_frozen_ones_once_in_a_run() -> Non
     assert run.memory[-1].device_bytes == held_bytes(run.model) == whole + kept, (
         "a frozen shard lies in the whole buffer"
     )
-
-
-@on_ranks(1)
-def test_what_contradicts_whole_weights_is_refused() -> None:
-    with pytest.raises(ValueError, match="until='backward'"):
-        laconic.Cache(where="rank", until="backward")
-    with pytest.raises(ValueError, match=r"cache='rank'\} keeps them|cache='rank' keeps them"):
-        ShardPolicy(cache=laconic.Cache(where="rank"), reshard_after_forward=True)
-
-    with pytest.raises(ValueError, match="cache='rank' keeps them; leave it out"):
-        laconic.fully_shard(nn.Linear(3, 3), cache="rank", reshard_after_forward=True)

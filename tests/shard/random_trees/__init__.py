@@ -1,8 +1,8 @@
 """Random module trees, used at random, sharded against unsharded: the engine must be a drop-in.
 
 `case.py` has the words of a case, `modules.py` builds its model, `strategies.py` draws cases with hypothesis, `play.py`
-runs the steps of a case, on a rank or as the oracle of all ranks, `compare.py` compares the two, `pool.py` plays
-cases on ranks in this process, and `explore.py` tries many cases and shrinks those that fail.
+runs the steps of a case, on a rank or as the oracle of all ranks, `compare.py` compares the two, and `pool.py` plays
+cases on ranks in this process.
 
 [Note: A case]
 A case is plain data: a tree of modules, the units and their options, and the steps to take. Its `repr` is the whole

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import linecache
-import re
 import traceback
 import warnings
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import laconic
@@ -22,6 +24,7 @@ from laconic.shard import choosing
 from tests.shard.random_trees.case import Axes, Case
 from tests.shard.random_trees.compare import differences
 from tests.shard.random_trees.play import play_oracle, play_rank
+from tests.shard.random_trees.strategies import cases
 
 _LIBRARY = str(Path(laconic.__file__).parent)
 _REFUSALS = (ValueError, RuntimeError, TypeError, NotImplementedError)
@@ -35,12 +38,6 @@ class Outcome:
     details: tuple[str, ...] = ()
     text: str = ""
     """The whole traceback."""
-
-    @property
-    def signature(self) -> str:
-        """The class of the failure: the first detail without what is particular to the case."""
-        detail = re.sub(r"^[\w.]+\.grad \(", "p.grad (", self.details[0] if self.details else "")
-        return f"{self.kind}: " + re.sub(r"\d+(\.\d+)?(e[-+]\d+)?", "#", detail)
 
     @classmethod
     def of(cls, error: BaseException) -> Outcome:
@@ -78,6 +75,29 @@ class Pool:
             return min(failures, key=lambda failure: (failure.kind == "refused", "peer" in failure.details[0]))
         details = tuple(differences(case, found, wanted))
         return Outcome("differs" if details else "equal", details)
+
+
+def explore(world: int, num_cases: int, first_seed: int, failures: Sequence[str]) -> Counter[str]:
+    """Try random cases, and count the kinds of their outcomes.
+
+    Raises:
+        AssertionError: an outcome is one of `failures`. It shows the smallest such case that hypothesis has found.
+    """
+    pool, kinds = Pool(world), Counter[str]()
+
+    @seed(first_seed)
+    @settings(
+        database=None, deadline=None, suppress_health_check=list(HealthCheck), max_examples=num_cases,
+        phases=(Phase.generate, Phase.shrink), report_multiple_bugs=False,
+    )  # fmt: skip
+    @given(cases(world))
+    def check(case: Case) -> None:
+        outcome = pool.check(case)
+        kinds[outcome.kind] += 1
+        assert outcome.kind not in failures, f"{case}\n{outcome.kind}: {outcome.details[:5]}\n{outcome.text}"
+
+    check()
+    return kinds
 
 
 def play(case: Case) -> Any:
