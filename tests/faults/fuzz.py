@@ -352,27 +352,25 @@ def try_jobs(
     corpus(folder)
     (folder / "rows.jsonl").write_text("".join(map(_row, range(40))))
     (folder / "empty.txt").write_text("")
-    found: list[str] = []
-    num_tried = num_trained = 0
+    harms: list[str | None] = []
 
     def try_job(table: dict[str, Any]) -> None:
-        nonlocal num_tried, num_trained
-        if num_tried == num:
-            return
-        try:
-            config = from_dict(Config, table)
-        except JobError:  # the matter of `try_files`
-            return
-        num_tried += 1
-        harm = use(config)
-        num_trained += harm is None
-        if harm:
-            found.append(f"{harm} of {json.dumps(table)}")
+        harm = use(from_dict(Config, table))
+        harms.append(f"{harm} of {json.dumps(table)}" if harm else harm)
         shutil.rmtree(folder / "out", ignore_errors=True)
 
-    each_drawn(_jobs(folder), try_job, 20 * num, number)
-    assert num_tried == num, "too few configurations were accepted"
-    return num_trained, found
+    each_drawn(_jobs(folder).filter(_is_accepted), try_job, num, number)
+    assert len(harms) == num, "too few configurations were accepted"
+    return harms.count(None), [harm for harm in harms if harm]
+
+
+def _is_accepted(table: dict[str, Any]) -> bool:
+    """Whether a table is a configuration; others are the matter of `try_files`."""
+    try:
+        from_dict(Config, table)
+    except JobError:
+        return False
+    return True
 
 
 def harm_of(config: Config) -> str | None:

@@ -22,6 +22,7 @@ from tests.support.sharded_net import (
     inputs,
     oracle_of,
     shard,
+    small_net,
     squared_error,
 )
 
@@ -71,10 +72,6 @@ WAYS: dict[str, Callable[[Any, torch.optim.Optimizer], Any]] = {
     "an exception in forward": fail_in_forward,
     "an exception in backward": fail_in_backward,
 }
-
-
-def small_net() -> nn.Module:
-    return sharded_net.Net(1)
 
 
 def backward(model: Any, seed: int, *, syncs: bool = True) -> None:

@@ -24,7 +24,7 @@ from laconic.shard.policies import Checks, Wire
 from tests.support.float8 import FLOAT8, Float8Weight, scale_of
 from tests.support.launch import on_ranks
 from tests.support.scenario import Scenario, assert_equals_oracle
-from tests.support.sharded_net import Net, buckets, build, gather_bytes, inputs, shard, train_step
+from tests.support.sharded_net import Net, buckets, build, gather_bytes, inputs, shard, small_net, train_step
 
 
 class Coded(Float8Weight):
@@ -97,10 +97,6 @@ def rounded(rounding: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, Any], 
         return (functional_call(model, weights, (batch[0],)) - batch[1]).square().mean()
 
     return loss
-
-
-def small_net() -> Any:
-    return Net(1)
 
 
 def with_weights(

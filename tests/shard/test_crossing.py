@@ -23,7 +23,6 @@ from tests.support.launch import on_ranks
 from tests.support.scenario import adamw, sgd
 from tests.support.sharded_net import (
     FailsInBackward,
-    Net,
     buckets,
     build,
     full_parameters,
@@ -31,15 +30,12 @@ from tests.support.sharded_net import (
     inputs,
     moved,
     shard,
+    small_net,
     squared_error,
     train_step,
 )
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def small_net() -> Any:
-    return Net(1)
 
 
 def coded(net: Any = None, **options: Any) -> tuple[Any, torch.optim.Optimizer]:

@@ -17,11 +17,11 @@ import laconic
 from tests.support.launch import on_ranks
 from tests.support.scenario import Scenario, adamw, assert_same_bits
 from tests.support.sharded_net import (
-    Net,
     buckets,
     gather_bytes,
     held_bytes,
     inputs,
+    partly_frozen,
     squared_error,
 )
 
@@ -76,12 +76,6 @@ _CHECKS = laconic.Checks(interval=1, on_damage="regather", unnoticed_edits=True)
 _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def _partly_frozen() -> nn.Module:
-    net = Net()
-    net.blocks[1].requires_grad_(False)
-    return net
-
-
 def _evaluate(model: Any) -> Tensor:
     with torch.no_grad():
         return squared_error(model, inputs(99, 0))
@@ -94,7 +88,7 @@ def _edit(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"local": 2, "make": _partly_frozen, "precision": _BF16, "options": {"checks": _CHECKS}},
+        {"local": 2, "make": partly_frozen, "precision": _BF16, "options": {"checks": _CHECKS}},
         {"options": {"wire": "4bit"}},
         {"options": {"wire": laconic.Wire(weights="int8", as_values=True)}},
         {"own": {"blocks.0": {"cache": "host"}, "blocks.1": {"cache": "none"}}},
@@ -110,7 +104,7 @@ def test_whole_weights_train_to_the_bits_of_gathered_ones(changes: dict[str, Any
 
 
 def test_weights_are_gathered_once_a_step_and_frozen_ones_once_in_a_run() -> None:
-    run = Scenario(local=2, cache="rank", make=_partly_frozen, micro_batches=2, steps=3).run()[0]
+    run = Scenario(local=2, cache="rank", make=partly_frozen, micro_batches=2, steps=3).run()[0]
     trained, every = [bucket for bucket in buckets(run.model) if not bucket.stored.is_frozen], buckets(run.model)
     for sent, which in zip(run.sent, (every, trained, trained), strict=True):
         for level in ("node", "local"):

@@ -7,7 +7,7 @@ import pytest
 from tests.shard.random_trees.case import Case, Forward, Micro, Node, Step, Unit
 from tests.shard.random_trees.compare import differences
 from tests.shard.random_trees.play import play_oracle
-from tests.shard.random_trees.pool import Pool, explore
+from tests.shard.random_trees.pool import check, explore
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from tests.shard.random_trees.pool import Pool, explore
     ],
 )
 def test_sharded_trees_equal_unsharded_ones(world: int, num_cases: int) -> None:
-    assert Pool(world).check(_without_rows(world)).kind == "equal"
+    assert check(_without_rows(world)).kind == "equal"
     kinds = explore(world, num_cases, world, ("differs", "foreign", "refused"))
     assert kinds["equal"] >= num_cases // 2
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
@@ -20,7 +20,6 @@ from tests.support.launch import on_ranks
 from tests.support.scenario import Scenario, assert_equals_oracle
 from tests.support.sharded_net import (
     Moved,
-    Net,
     accumulate,
     assert_gradients,
     assert_nothing_gathered,
@@ -31,6 +30,7 @@ from tests.support.sharded_net import (
     micro_batches,
     moved,
     oracle_of,
+    partly_frozen,
     reduce_bytes,
     shard,
     squared_error,
@@ -64,17 +64,11 @@ def _backward(model: Any, batch: Any, *, syncs: bool, loss: Any = squared_error)
 # -- bits, bytes and memory --------------------------------------------------------------------------------------------
 
 
-def _partly_frozen() -> nn.Module:
-    net = Net()
-    net.blocks[1].requires_grad_(False)
-    return net
-
-
 @on_ranks(4, local=2)
 def test_gradients_cross_once_a_step_inside_the_node_too() -> None:
     """Two steps of three micro-batches. In between a rank holds whole gradients, and afterwards nothing more."""
-    model = shard(build(_partly_frozen), cache=WHOLE)
-    oracle, shards = oracle_of(model, _partly_frozen), _shard_bytes(model)
+    model = shard(build(partly_frozen), cache=WHOLE)
+    oracle, shards = oracle_of(model, partly_frozen), _shard_bytes(model)
     trained = [bucket for bucket in buckets(model) if not bucket.stored.is_frozen]
     for seed in range(2):
         batches = micro_batches(3, seed)

@@ -107,6 +107,18 @@ class Net(nn.Module):
         return self.out(x)
 
 
+def small_net() -> Any:
+    """A net of one block."""
+    return Net(1)
+
+
+def partly_frozen() -> nn.Module:
+    """A net whose second block is frozen."""
+    net = Net()
+    net.blocks[1].requires_grad_(False)
+    return net
+
+
 def build(make: Callable[[], nn.Module] = Net, *, seed: int = 0) -> nn.Module:
     """Build a model with the same values on every rank and in every process."""
     torch.manual_seed(seed)

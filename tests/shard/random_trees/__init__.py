@@ -6,7 +6,7 @@ cases on ranks in this process.
 
 [Note: A case]
 A case is plain data: a tree of modules, the units and their options, and the steps to take. Its `repr` is the whole
-reproducer: `Pool(case.world).check(case)` runs it again, and hypothesis shrinks it. Dtypes and policies are named by
+reproducer: `pool.check(case)` runs it again, and hypothesis shrinks it. Dtypes and policies are named by
 strings.
 
 [Note: What no case does]

@@ -54,27 +54,21 @@ class Outcome:
         return cls("refused" if is_refusal else "foreign", (summary,), text)
 
 
-class Pool:
-    """The ranks of one world."""
-
-    def __init__(self, world: int) -> None:
-        self.world = world
-
-    def check(self, case: Case) -> Outcome:
-        """Play a case on the ranks and on the oracle, and compare."""
-        torch.set_num_threads(1)
-        with warnings.catch_warnings(action="ignore"):
-            try:
-                wanted = play_oracle(case)
-            except Exception as error:
-                return replace(Outcome.of(error), kind="invalid")
-            with mock.patch.object(choosing, "measure_gathers", _as_in_a_rack):  # a case has one choice
-                found = rehearse.ranks(play, case, local=self.world, goes_on=True)
-        failures = [Outcome.of(answer) for answer in found if isinstance(answer, BaseException)]
-        if failures:
-            return min(failures, key=lambda failure: (failure.kind == "refused", "peer" in failure.details[0]))
-        details = tuple(differences(case, found, wanted))
-        return Outcome("differs" if details else "equal", details)
+def check(case: Case) -> Outcome:
+    """Play a case on ranks and on the oracle, and compare."""
+    torch.set_num_threads(1)
+    with warnings.catch_warnings(action="ignore"):
+        try:
+            wanted = play_oracle(case)
+        except Exception as error:
+            return replace(Outcome.of(error), kind="invalid")
+        with mock.patch.object(choosing, "measure_gathers", lambda cluster, level: AS_IN_A_RACK[level]):
+            found = rehearse.ranks(play, case, local=case.world, goes_on=True)  # a case has one choice
+    failures = [Outcome.of(answer) for answer in found if isinstance(answer, BaseException)]
+    if failures:
+        return min(failures, key=lambda failure: (failure.kind == "refused", "peer" in failure.details[0]))
+    details = tuple(differences(case, found, wanted))
+    return Outcome("differs" if details else "equal", details)
 
 
 def explore(world: int, num_cases: int, first_seed: int, failures: Sequence[str]) -> Counter[str]:
@@ -83,7 +77,7 @@ def explore(world: int, num_cases: int, first_seed: int, failures: Sequence[str]
     Raises:
         AssertionError: an outcome is one of `failures`. It shows the smallest such case that hypothesis has found.
     """
-    pool, kinds = Pool(world), Counter[str]()
+    kinds = Counter[str]()
 
     @seed(first_seed)
     @settings(
@@ -91,12 +85,12 @@ def explore(world: int, num_cases: int, first_seed: int, failures: Sequence[str]
         phases=(Phase.generate, Phase.shrink), report_multiple_bugs=False,
     )  # fmt: skip
     @given(cases(world))
-    def check(case: Case) -> None:
-        outcome = pool.check(case)
+    def count(case: Case) -> None:
+        outcome = check(case)
         kinds[outcome.kind] += 1
         assert outcome.kind not in failures, f"{case}\n{outcome.kind}: {outcome.details[:5]}\n{outcome.text}"
 
-    check()
+    count()
     return kinds
 
 
@@ -113,7 +107,3 @@ def mesh_of(axes: Axes) -> DeviceMesh | None:
         return None
     names = ("island", "node", "local")[-len(axes) :] if len(axes) > 1 else ("dp",)
     return init_device_mesh("cpu", axes, mesh_dim_names=names)
-
-
-def _as_in_a_rack(cluster: Any, level: Any) -> Any:
-    return AS_IN_A_RACK[level]
