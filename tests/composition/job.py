@@ -154,11 +154,6 @@ def _blocks(cell: Cell) -> Tiling:
     return Tiling(tile=1 if "expert parallel" in cell.features else 11, flat=22)
 
 
-def _granularity(cell: Cell) -> Any:
-    """By default 8 bits are for larger tensors only."""
-    return partial(AdamW8bit.granularity, block=_blocks(cell), min_8bit_size=0)
-
-
 def make_optimizer(cell: Cell, groups: Any) -> torch.optim.Optimizer:
     """The cell's optimizer of parameters, or of the groups (matrices, rest) for an optimizer of matrices."""
     if cell.optimizer == "AdamW":
@@ -210,12 +205,13 @@ def run_cell(cell: Cell) -> dict[str, Tensor]:
     part = dist.get_rank() // (4 // num_parts(cell))
     model: Any = build(cell, dist.get_rank() // 2, outer, sequence)
     _apply_features(cell, model)
+    granularity = partial(AdamW8bit.granularity, block=_blocks(cell), min_8bit_size=0)  # by default for larger tensors
     options: dict[str, Any] = {
         "mesh": mesh,
         "cache": "host",
         "mp_policy": PRECISION if "mixed precision" in cell.features else None,
         **(keys_of(cell.strategy) if cell.strategy in CACHES else {}),
-        "granularity": _granularity(cell) if cell.optimizer == "AdamW8bit" else None,
+        "granularity": granularity if cell.optimizer == "AdamW8bit" else None,
         "checks": laconic.Checks(interval=1, on_damage="regather", unnoticed_edits=True),
     }
     if cell.strategy in CODED:

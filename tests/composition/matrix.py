@@ -176,7 +176,8 @@ def sample() -> list[Cell]:
     """Every strategy, one of each kind with all features that fit and with every optimizer, and all that is refused."""
     tried = cells()
     kinds = ("host", THIN[0], "local steps", "cyclic")
-    largest = [max((c for c in tried if c.strategy == name and works(c)), key=_num_features) for name in kinds]
+    working = [cell for cell in tried if works(cell) and "compile" not in cell.features]
+    largest = [max((c for c in working if c.strategy == name), key=lambda cell: len(cell.features)) for name in kinds]
     by_optimizer = [cell_of(*pair) for pair in product(("host", "local steps", "cyclic"), OPTIMIZERS)]
     alone = [cell_of(name) for name in STRATEGIES if name not in kinds]
     return list(dict.fromkeys([*largest, *by_optimizer, *alone, *(cell for cell in tried if not works(cell))]))
@@ -191,7 +192,3 @@ def cells_of(strategy: str, *, in_sample: bool) -> list[Cell]:
 
 def works(cell: Cell) -> bool:
     return not refusals_of(cell.parts)
-
-
-def _num_features(cell: Cell) -> int:
-    return len(cell.features - {"compile"})

@@ -83,14 +83,6 @@ def _shard(model: Any, axes: Axes) -> Any:
     return model
 
 
-def _shard_by_torch(model: Any, axes: Axes) -> Any:
-    return shard_by_torch(model, mesh=axes["dp"]) if "dp" in axes else model
-
-
-def _replicate(model: Any, axes: Axes) -> Any:
-    return DistributedDataParallel(model, process_group=axes["dp"].get_group()) if "dp" in axes else model
-
-
 def _parallelize(model: Any, axes: Axes) -> Any:
     if "tp" in axes:
         for block in model.blocks:
@@ -108,60 +100,39 @@ def _add_adapters(model: Any, axes: Axes) -> Any:
     return inject_adapter_in_model(LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights=False), model)
 
 
-def _compile(model: Any, axes: Axes) -> Any:
-    model.compile(backend="eager")
-    return model
-
-
-def _checkpoint(model: Any, axes: Axes) -> Any:
-    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
-    return model
-
-
-def _freeze(model: Any, axes: Axes) -> Any:
-    model.inp.requires_grad_(False)
-    return model
-
-
-def _tie(model: Any, axes: Axes) -> Any:
-    model.blocks[1].up.weight = model.blocks[0].up.weight
-    return model
-
-
-def _normalise(model: Any, axes: Axes) -> Any:
-    parametrizations.weight_norm(model.inp)
-    return model
-
-
 def _replace(model: Any, axes: Axes) -> Any:
     torch.manual_seed(2)
     model.out = nn.Linear(128, 64)
     return model
 
 
-def _load(model: Any, axes: Axes) -> Any:
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-    return model
-
-
-CALLS: dict[str, Callable[[Any, Axes], Any]] = {
+CALLS: dict[str, Callable[[Any, Axes], Any]] = {  # each returns the model, or changes it
     "shards": _shard,
     "parallelises tensors": _parallelize,
     "slices": _slice,
     "converts to scaled training": lambda model, axes: laconic.convert_to_scaled_training(model, "mxfp8"),
     "quantises": lambda model, axes: laconic.quantize_(model, skip=["inp", "out"]),
     "adds adapters": _add_adapters,
-    "compiles": _compile,
-    "checkpoints activations": _checkpoint,
+    "compiles": lambda model, axes: model.compile(backend="eager"),
+    "checkpoints activations": lambda model, axes: apply_activation_checkpointing(
+        model, check_fn=lambda module: isinstance(module, Block)
+    ),
     "casts": lambda model, axes: model.to(torch.bfloat16),
-    "freezes": _freeze,
-    "ties": _tie,
-    "normalises weights": _normalise,
+    "freezes": lambda model, axes: model.inp.requires_grad_(False),
+    "ties": lambda model, axes: setattr(model.blocks[1].up, "weight", model.blocks[0].up.weight),
+    "normalises weights": lambda model, axes: parametrizations.weight_norm(model.inp),
     "replaces a layer": _replace,
     "copies": lambda model, axes: copy.deepcopy(model),
-    "loads by assignment": _load,
+    "loads by assignment": lambda model, axes: model.load_state_dict(
+        {name: value.clone() for name, value in model.state_dict().items()}, assign=True
+    ),
 }
-WRAPPERS: dict[str, Callable[[Any, Axes], Any]] = {"shards by FSDP2": _shard_by_torch, "replicates by DDP": _replicate}
+WRAPPERS: dict[str, Callable[[Any, Axes], Any]] = {
+    "shards by FSDP2": lambda model, axes: shard_by_torch(model, mesh=axes["dp"]) if "dp" in axes else model,
+    "replicates by DDP": lambda model, axes: (
+        DistributedDataParallel(model, process_group=axes["dp"].get_group()) if "dp" in axes else model
+    ),
+}
 """Calls that meet `fully_shard` alone."""
 
 
@@ -176,7 +147,8 @@ def _train(pair: tuple[str, str], axes: Axes) -> list[float]:
     torch.manual_seed(0)
     model, batch = Net(), torch.randn(8, 64)
     for name in pair if "shards" in pair else (*pair, "shards"):
-        model = (CALLS | WRAPPERS)[name](model, axes)
+        changed = (CALLS | WRAPPERS)[name](model, axes)
+        model = changed if isinstance(changed, Net | DistributedDataParallel) else model
     batch = batch.to(next(model.parameters()).dtype)
     if "dp" in axes:
         batch = batch.chunk(2)[axes["dp"].get_local_rank()]

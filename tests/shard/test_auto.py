@@ -50,10 +50,6 @@ def _net(*frozen: int) -> nn.Module:
     return model
 
 
-def _placements(model: Any) -> dict[str, Placement]:
-    return dict(model.placements())
-
-
 def _all(word: Any) -> Callable[[Any], None]:
     """Lets all units of a model rest in one place."""
     return lambda model: model.set_placements({name: Placement(weights=word) for name in model.placements()})
@@ -65,7 +61,7 @@ def _forget_copies(model: Any) -> None:
         module.forget_copies()
 
 
-PLAIN = Scenario(local=2, make=partial(_net, 1), steps=3, look=_placements)
+PLAIN = Scenario(local=2, make=partial(_net, 1), steps=3, look=lambda model: dict(model.placements()))
 """Two nodes of two ranks, and units that rest nowhere: a block, a frozen one and the root."""
 
 

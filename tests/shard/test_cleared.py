@@ -39,11 +39,6 @@ def zero_in_place(model: Any, optimizer: Any = None) -> None:
         parameter.grad.zero_()
 
 
-def zero_the_data(model: Any, optimizer: Any) -> None:
-    for parameter in model.parameters():
-        parameter.grad.data.zero_()
-
-
 def fail_in_forward(model: Any, optimizer: Any) -> None:
     """A failed forward drops nothing by itself; what the user clears then is cleared."""
     with pytest.raises(RuntimeError, match="shapes"):
@@ -68,7 +63,7 @@ WAYS: dict[str, Callable[[Any, torch.optim.Optimizer], Any]] = {
     "zeros one by one": lambda model, optimizer: torch.optim.SGD(model.parameters(), foreach=False).zero_grad(False),
     "p.grad = None": set_to_none,
     "p.grad.zero_()": zero_in_place,
-    "p.grad.data.zero_()": zero_the_data,
+    "p.grad.data.zero_()": lambda model, optimizer: [each.grad.data.zero_() for each in model.parameters()],
     "an exception in forward": fail_in_forward,
     "an exception in backward": fail_in_backward,
 }

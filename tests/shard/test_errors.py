@@ -52,10 +52,6 @@ def on_cuda_mesh() -> Any:
     return mesh
 
 
-def on_three_axes() -> Any:
-    return init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c"))
-
-
 def running_inside_out() -> Any:
     model = shard(build())
     with torch.no_grad():
@@ -168,7 +164,10 @@ BAD_CALLS: dict[type[BaseException], list[tuple[Callable[[], Any], str]]] = {
             "table.weight got a sparse gradient.*=False",
         ),
         (lambda: fully_shard(Hides(3, 3))(torch.ones(1, 3)), "Hides returns a Hidden, in which its tensors cannot be"),
-        (lambda: fully_shard(layer(), mesh=on_three_axes()), "fully_shard needs a mesh with axes"),
+        (
+            lambda: fully_shard(layer(), mesh=init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c"))),
+            "fully_shard needs a mesh with axes",
+        ),
         (  # last: this mesh is the default, too
             lambda: fully_shard(layer(), mesh=on_cuda_mesh()),
             r"weight is on cpu, but the mesh is for cuda: move the model with .to\('cuda'\), or build it on",

@@ -27,53 +27,34 @@ def loss_of(model: Any) -> torch.Tensor:
     return squared_error(model, inputs(0, 0))
 
 
-def freeze_at_rest(model: Any, layer: nn.Module) -> None:
-    layer.requires_grad_(False)
-
-
-def freeze_after_a_forward(model: Any, layer: nn.Module) -> None:
-    loss_of(model)
-    layer.requires_grad_(False)
-
-
-def freeze_and_unfreeze(model: Any, layer: nn.Module) -> None:
-    freeze_after_a_forward(model, layer)
-    loss_of(model)
-    layer.requires_grad_(True)
-
-
-def freeze_between_micro_batches(model: Any, layer: nn.Module) -> None:
-    loss_of(model).backward()
-    layer.requires_grad_(False)
-
-
-def clear_gradients_after_a_forward(model: Any, layer: nn.Module) -> None:
-    loss_of(model).backward()
-    loss_of(model)
-    model.zero_grad()
-
-
 def double(parameter: Any) -> None:
     parameter.grad.mul_(2)
 
 
-def watch_sums_after_a_forward(model: Any, layer: nn.Module) -> None:
-    loss_of(model)
+def watch_sums(layer: nn.Module) -> None:
     for parameter in layer.parameters():
         parameter.register_post_accumulate_grad_hook(double)
 
 
-DEEDS = (
-    freeze_at_rest, freeze_after_a_forward, freeze_and_unfreeze, freeze_between_micro_batches,
-    clear_gradients_after_a_forward, watch_sums_after_a_forward,
-)  # fmt: skip
+DEEDS: dict[str, Callable[[Any, nn.Module], Any]] = {
+    "freeze at rest": lambda model, layer: layer.requires_grad_(False),
+    "freeze after a forward": lambda model, layer: (loss_of(model), layer.requires_grad_(False)),
+    "freeze and unfreeze": lambda model, layer: (
+        loss_of(model), layer.requires_grad_(False), loss_of(model), layer.requires_grad_(True)
+    ),
+    "freeze between micro-batches": lambda model, layer: (loss_of(model).backward(), layer.requires_grad_(False)),
+    "clear gradients after a forward": lambda model, layer: (
+        loss_of(model).backward(), loss_of(model), model.zero_grad()
+    ),
+    "watch sums after a forward": lambda model, layer: (loss_of(model), watch_sums(layer)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("policy", POLICIES)
 @on_ranks(2, local=1)
 def test_settings_hold_in_each_phase(policy: str, place: str) -> None:
-    for deed in DEEDS:
+    for name, deed in DEEDS.items():
         plain, model = build(), shard(build(), **POLICIES[policy])
         for each in (plain, model):
             optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
@@ -83,10 +64,8 @@ def test_settings_hold_in_each_phase(policy: str, place: str) -> None:
                 loss_of(each).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        wanted = {name: parameter.detach() for name, parameter in plain.named_parameters()}
-        torch.testing.assert_close(
-            full_parameters(model), wanted, msg=lambda text, deed=deed: f"{deed.__name__}: {text}"
-        )
+        wanted = {key: parameter.detach() for key, parameter in plain.named_parameters()}
+        torch.testing.assert_close(full_parameters(model), wanted, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("policy", POLICIES)

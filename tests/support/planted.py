@@ -42,14 +42,6 @@ def small_memlock() -> None:
     assert libc.capset(header, sets) == 0
 
 
-def skewed_clock() -> None:
-    probes.wall_clock = lambda: time.time() + 90
-
-
-def mixed_versions() -> None:
-    torch.__version__ = "2.12.0"
-
-
 def slow_node() -> None:
     well = probes.multiply
 
@@ -60,18 +52,15 @@ def slow_node() -> None:
     probes.multiply = many_times
 
 
-def loopback() -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-
-
-def missing_interface() -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "eth7"
-
-
 FAULTS: dict[str, Callable[[], None]] = {
-    "slow-link": slow_link, "memlock": small_memlock, "clock": skewed_clock, "versions": mixed_versions,
-    "slow-node": slow_node, "loopback": loopback, "missing": missing_interface,
-}  # fmt: skip
+    "slow-link": slow_link,
+    "memlock": small_memlock,
+    "clock": lambda: setattr(probes, "wall_clock", lambda: time.time() + 90),
+    "versions": lambda: setattr(torch, "__version__", "2.12.0"),
+    "slow-node": slow_node,
+    "loopback": lambda: os.environ.update(GLOO_SOCKET_IFNAME="lo"),
+    "missing": lambda: os.environ.update(GLOO_SOCKET_IFNAME="eth7"),
+}
 """By name, which is the kind of the finding, but for both wrong interfaces."""
 
 
