@@ -18,7 +18,6 @@ from tests.composition.matrix import (
     OPTIMIZERS,
     REFUSALS,
     STRATEGIES,
-    Refusal,
     cells,
     refusals_of,
 )
@@ -33,7 +32,11 @@ def render() -> str:
     jobs, job_refusals = job_table()
     tables = {
         "strategies": _table("strategy", STRATEGIES, (*OPTIMIZERS, *FEATURES)),
-        "refusals": "\n".join(_refusal(number, each) for number, each in enumerate(REFUSALS, 1)),
+        "refusals": "\n".join(
+            f"{number}. {' or '.join(each.first)} with {' or '.join(each.second)}: "
+            f'"... {each.message} ... {each.remedy}"'
+            for number, each in enumerate(REFUSALS, 1)
+        ),
         "features": _table("", (*OPTIMIZERS, *FEATURES), FEATURES),
         "jobs": jobs,
         "refusals of jobs": job_refusals,
@@ -50,21 +53,13 @@ def render() -> str:
     return text
 
 
-def _refusal(number: int, refused: Refusal) -> str:
-    parts = f"{' or '.join(refused.first)} with {' or '.join(refused.second)}"
-    return f'{number}. {parts}: "... {refused.message} ... {refused.remedy}"'
-
-
 def _table(corner: str, rows: tuple[str, ...], columns: tuple[str, ...]) -> str:
     lines = [f"| {' | '.join((corner, *columns))} |", f"|---|{':-:|' * len(columns)}"]
     for row in rows:
-        entries = ["" if row == column else _entry({row, column}) for column in columns]
+        met = [", ".join(f"refused ({index + 1})" for index in refusals_of({row, column})) for column in columns]
+        entries = ["" if row == column else text or "works" for column, text in zip(columns, met, strict=True)]
         lines.append(f"| {' | '.join((row, *entries))} |")
     return "\n".join(lines)
-
-
-def _entry(parts: set[str]) -> str:
-    return ", ".join(f"refused ({index + 1})" for index in refusals_of(parts)) or "works"
 
 
 # -- jobs --------------------------------------------------------------------------------------------------------------

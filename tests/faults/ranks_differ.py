@@ -111,10 +111,6 @@ def _buffered(**buffers: Tensor) -> Any:
     return sharded(model, broadcast_buffers=True)
 
 
-def _buffers_in_order(is_odd: bool) -> Any:
-    return _buffered(**{name: torch.ones(2) for name in ("ba" if is_odd else "ab")})
-
-
 def _buffers(odd: dict[str, Tensor], *words: str) -> Kind:
     """The odd rank has other buffers, which the first rank gives to all."""
     return _built(lambda is_odd: _buffered(**odd if is_odd else {"a": torch.ones(2), "b": torch.ones(4)}), *words)
@@ -171,11 +167,6 @@ def _without_sync(model: Any) -> None:
 def _save(model: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         laconic.save_safetensors(model, folder)
-
-
-def _freeze_root(model: Any) -> None:
-    model.head.requires_grad_(False)
-    model.other.requires_grad_(False)
 
 
 def _skip_step(is_odd: bool) -> None:
@@ -236,7 +227,10 @@ KINDS: dict[str, Kind] = {
     "a buffer more": _buffers(
         {"a": torch.ones(2), "b": torch.ones(4), "c": torch.ones(1)}, _DIFFERS, "buffer head.c (1,) torch.float32"
     ),
-    "order of buffers": _built(_buffers_in_order, _DIFFERS, "the order differs"),
+    "order of buffers": _built(
+        lambda odd: _buffered(**{name: torch.ones(2) for name in ("ba" if odd else "ab")}),
+        _DIFFERS, "the order differs",
+    ),
     "dtype of a buffer later": _later(
         lambda model: setattr(model.head, "a", model.head.a.half()), make=lambda: _buffered(a=torch.ones(2)),
     ),
@@ -262,7 +256,10 @@ KINDS: dict[str, Kind] = {
         lambda model: model.blocks["b"].requires_grad_(False), "blocks.", make=lambda: sharded(cache="host")
     ),
     **{
-        f"root frozen later, {cache}": _later(_freeze_root, "Net", make=partial(sharded, cache=cache))
+        f"root frozen later, {cache}": _later(
+            lambda model: (model.head.requires_grad_(False), model.other.requires_grad_(False)), "Net",
+            make=partial(sharded, cache=cache),
+        )
         for cache in ("none", "host", "device", "rank")
     },
     "frozen later, in four bits": _later(
