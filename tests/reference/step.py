@@ -2,7 +2,7 @@
 
 Weights are rounded to the compute dtype; every rank's gradient is rounded to the reduce dtype; gradients are summed
 over a node's ranks for each micro-batch, then over micro-batches in float32 at least, rounded again, summed over nodes,
-and divided once by the number of ranks. AdamW acts on the whole model. Nothing is sharded, cached or overlapped.
+and divided once by the number of ranks. Nothing is sharded, cached or overlapped.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ class Oracle:
         self.model, self.loss = copy.deepcopy(model), loss
         self.num_nodes, self.num_local = num_nodes, num_local
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype or param_dtype
-        self.moments: dict[str, tuple[Tensor, Tensor]] = {}
-        self.num_steps = 0
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the master weights by name, each tied weight once."""
@@ -77,17 +75,6 @@ class Oracle:
 
     def _rounded(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: g if self.reduce_dtype is None else g.to(self.reduce_dtype) for name, g in gradients.items()}
-
-    def adamw(self, gradients: dict[str, Tensor], *, lr: float, eps: float) -> None:
-        """Take one step of AdamW with torch's default betas and weight decay."""
-        self.num_steps += 1
-        for name, g in gradients.items():
-            m, v = self.moments.get(name, (torch.zeros_like(g), torch.zeros_like(g)))
-            m, v = self.moments[name] = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
-            m_hat, v_hat = m / (1 - 0.9**self.num_steps), v / (1 - 0.999**self.num_steps)
-            with torch.no_grad():
-                parameter = self.parameters()[name]
-                parameter.copy_(parameter * (1 - lr * 0.01) - lr * m_hat / (v_hat.sqrt() + eps))
 
 
 def _wide(value: Tensor) -> Tensor:
