@@ -1,7 +1,7 @@
-"""Campaigns about accelerators on a machine without one: races, waits, and operations on lanes.
+"""Campaigns about accelerators on a machine without one: races, waits, operations on lanes, and kernel paths.
 
 docs/races.md says how programs run on an accelerator that is not there. The suite tries each program in one order; here
-are thousands.
+are thousands. tests/composition/kernel_paths.py takes the kernel paths from transformers' own registries.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import warnings
 from collections import Counter
 
 from laconic.rehearse.tape import Mark, Step, Tape, Wait
+from tests.composition.kernel_paths import LIMIT, STRATEGIES, faults, job, paths, sort_out
 from tests.faults.bench import Bench, Found, campaign
 from tests.rehearse.campaign import Findings, explore
 from tests.rehearse.engine import ENGINE
 from tests.rehearse.fsdp2 import FSDP2
 from tests.rehearse.programs import PROGRAMS
+from tests.support.launch import launch
 
 _NUM_ORDERS = 2000
 """The promised number of orders, over all programs."""
@@ -131,3 +133,28 @@ def lane_operations(bench: Bench) -> Found:
         f"more operations: {name}, {of}" for name, of in found.items() if sum(of.values()) > _MOST_OPERATIONS[name]
     ]
     return len(found), harms, "; ".join(f"{name} {sum(of.values()):.1f}" for name, of in found.items())
+
+
+# -- kernel paths -----------------------------------------------------------------------------------------------------
+
+_MESHES = ((2, 1), (2, 2), (1, 3))
+"""(nodes, ranks of a node)."""
+
+
+@campaign(
+    "kernel-paths",
+    f"default kernel paths x strategies: gradients within {LIMIT:.0e} of the unsharded model's, in fp32",
+    at_least=100,
+    harms=("fault",),
+    section="mend",
+)
+def kernel_paths(bench: Bench) -> Found:
+    """Try all paths under all strategies on each mesh; a quick run takes one mesh."""
+    runnable, reasons, wrong = sort_out(paths())
+    num = 0
+    for nodes, local in _MESHES[:1] if bench.quick else _MESHES:
+        by_rank = launch(job, runnable, STRATEGIES, num_ranks=nodes * local, num_local=local, timeout_s=1500.0)
+        wrong += [f"{nodes}x{local}, {fault}" for fault in faults(by_rank)]
+        num += len(by_rank[0])
+    elsewhere = sorted({path.implementation for path in reasons})
+    return num, [f"fault: {each}" for each in wrong], f"The library cannot train here with {', '.join(elsewhere)}."
