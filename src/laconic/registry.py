@@ -96,7 +96,7 @@ class Strategy:
     parallelize: str = ""
     """Shards the model for that stepper: see `laconic.strategies.parallelize`."""
     predict: str = ""
-    """Makes the planner's program of it: see `laconic.plan.candidates.Make`."""
+    """Makes the planner's program of it: see `laconic.plan.rehearsed.RehearsedStep`."""
     in_compare: bool = True
     """Whether `laconic compare` runs it."""
     in_plan: bool = True

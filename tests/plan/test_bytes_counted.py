@@ -15,11 +15,9 @@ from laconic.layers.scaled import SCALED_FORMATS
 from laconic.layers.scaled_linear import ScaledWeight
 from laconic.plan.candidates import CANDIDATES
 from laconic.plan.estimates import Estimate
-from laconic.plan.machine import Simulator
 from laconic.plan.prediction import Predictor
-from laconic.plan.program import Shape, work_of
-from laconic.plan.rehearsal import Rehearsals
-from laconic.plan.rehearsed import RehearsedStep
+from laconic.plan.rehearsal import Rehearsals, Shape
+from laconic.plan.rehearsed import RehearsedStep, StepWork
 from tests.plan.traces import FLOPS_PER_S, cluster, model_of, spec, trace
 from tests.support.float8 import Float8Weight
 from tests.support.jobs import corpus, table, train_all
@@ -120,9 +118,9 @@ def predicted_in_few_bits(keys: dict[str, Any], nodes: int, local: int, weight_f
             converted(layer, weight_format)
         return model
 
-    config, machine = Config(shard=ShardConfig.of_keys(keys)), Simulator(cluster(nodes, local), device_type="cpu")
-    work = work_of(config, device_type="cpu", trace=TRACE, rehearsals=Rehearsals(build=build))
-    reading = RehearsedStep(machine, work, Shape(nodes=nodes, local=local)).read(machine)
+    config, shape = Config(shard=ShardConfig.of_keys(keys)), Shape(nodes=nodes, local=local)
+    work = StepWork(job=config, trace=TRACE, rehearsals=Rehearsals(build=build), shape=shape)
+    reading = RehearsedStep(cluster(nodes, local), work).read()
     return {f"{level} {purpose}": size for (level, purpose), size in reading.sent_bytes.items() if purpose != "control"}
 
 

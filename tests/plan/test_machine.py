@@ -99,7 +99,8 @@ def test_the_peak_is_split_by_kind_and_counted_anew_in_each_reading() -> None:
     machine.hold("parameters", 100)
     with machine.reading() as reading:
         machine.hold("transfers", 30)
-        machine.compute("layer", phase(peak=50, end=20))
+        machine.compute("layer", phase(peak=50))
+        machine.leave(20)
         machine.hold("transfers", -30)
         machine.hold("cache", 40)
     assert reading.peak_bytes == 180
@@ -107,8 +108,11 @@ def test_the_peak_is_split_by_kind_and_counted_anew_in_each_reading() -> None:
         "parameters": 100, "transfers": 30, "activations": 50,
     }  # fmt: skip
     machine.hold("cache", -40)
-    with machine.reading() as later, machine.holding("transfers", 10):
-        machine.compute("layer", phase(0.1, peak=5, end=1))
+    with machine.reading() as later:
+        machine.hold("transfers", 10)
+        machine.compute("layer", phase(0.1, peak=5))
+        machine.leave(1)
+        machine.hold("transfers", -10)
     assert (later.peak_bytes, later.peak["transfers"], later.peak["activations"]) == (135, 10, 25)
     assert (machine.held["transfers"], machine.held["activations"]) == (0, 21)
 
@@ -121,6 +125,6 @@ def test_memory_for_gradients_is_taken_at_the_first_of_them(late: int, last: int
         machine.compute("layer", phase(peak=90))
         for taken_bytes, peak_bytes in ((40, late), (0, 20), (20, last)):
             machine.hold("gradients", taken_bytes)
-            machine.note_peak(peak_bytes)
+            machine.set_extra(peak_bytes)
     assert reading.peak_bytes == peak
     assert machine.held["gradients"] == 60

@@ -18,7 +18,6 @@ from laconic.plan import model_trace
 from laconic.plan.model_trace import ModelTrace, batch_of, trace_job, trace_model, writes_in_place
 from laconic.plan.phase import Segment
 from laconic.plan.tracing import TraceError
-from laconic.shard.api import _find_parameters
 from laconic.strategies.memory import measured_peak
 from tests.plan.traces import job as build_job
 
@@ -168,7 +167,6 @@ def test_a_large_model_has_the_flops_of_its_weights() -> None:
     backward = layers * (4 * weights * tokens + 2.5 * attention) + 4 * vocabulary * hidden * tokens
     assert flops_of(*trace.segments) == {"bfloat16": forward + backward}
     assert len(trace.units) == layers + 1
-    assert sum(p.numel for unit in trace.units for p in unit.parameters) == 405_853_388_800
     head = next(segment.phase for segment in trace.segments if segment.unit == layers and segment.is_backward)
     assert head.peak_bytes >= 4 * tokens * vocabulary
 
@@ -197,7 +195,8 @@ def test_gradients_of_linear_weights_are_written_in_place(llama: ModelTrace) -> 
     }  # fmt: skip
     assert phase.gradient_bytes == 2 * 64 * 4
     phase = next(segment.phase for segment in llama.segments if segment.unit == 1 and segment.is_backward)
-    assert phase.gradient_bytes == sum(p.numel * 4 for p in llama.units[1].parameters)
+    layer = layers_to_shard(build_model(job(LLAMA).model))[1]
+    assert phase.gradient_bytes == sum(parameter.nbytes for parameter in layer.parameters())
 
 
 def test_a_tied_weight_has_its_gradient_from_the_head_in_place_and_from_the_embedding() -> None:
@@ -211,19 +210,6 @@ def test_a_tied_weight_has_its_gradient_from_the_head_in_place_and_from_the_embe
     gpt2 = trace_of(job(GPT2), gradients_in_place=True)
     in_place = {each.name for segment in gpt2.segments for each in segment.phase.arrivals if each.is_in_place}
     assert in_place == {"transformer.wte.weight"}
-
-
-def test_units_have_the_parameters_of_fully_shard() -> None:
-    config = job(GPT2, lora=LORA)
-    model = build_model(config.model, config.lora)
-    trace = trace_of(config, model)
-    seen: set[nn.Parameter] = set()
-    for unit, module in zip(trace.units, [*layers_to_shard(model), model], strict=True):
-        managed = _find_parameters([module], seen, lambda _: None)  # type: ignore[arg-type, return-value]
-        expected = [(m.name, tuple(m.parameter.shape), m.parameter.requires_grad) for m in managed]
-        assert [(p.name, p.shape, p.is_trained) for p in unit.parameters] == expected
-        seen |= {m.parameter for m in managed}
-    assert trace.units[-1].name == type(model).__name__
 
 
 def test_a_trace_leaves_the_model_and_the_generator_alone() -> None:
@@ -254,8 +240,6 @@ def test_a_job_computes_in_its_param_dtype() -> None:
     come = [each.is_in_place for segment in trace.segments for each in segment.phase.arrivals]
     assert not any(come), "a product in bf16 cannot be written into a bucket in fp32"
     assert "train.compile" in trace.notes[0]
-    head = trace.units[-1].parameters[0]
-    assert (head.shape, head.dtype) == ((256, 64), torch.float32)
     for strategy in ("laconic", "fsdp2"):
         plain = job(LLAMA, shard={"strategy": strategy})
         assert writes_in_place(plain.shard, plain.model.dtype) is (strategy == "laconic")
@@ -304,7 +288,7 @@ def test_any_model_with_given_arguments() -> None:
     assert [(s.unit, s.is_backward, flops_of(s).get("float32", 0) / product) for s in trace.segments] == [
         (0, False, 1), (1, False, 1), (2, False, 0), (2, True, 0), (1, True, 2), (0, True, 1),
     ]  # fmt: skip
-    assert [unit.name for unit in trace.units] == ["blocks.0", "blocks.1", "Tower"]
+    assert trace.units == ("blocks.0", "blocks.1", "Tower")
 
 
 @pytest.mark.parametrize("keeps", [False, True])

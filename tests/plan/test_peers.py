@@ -113,7 +113,8 @@ def test_micro_batches_move_weights_again_and_gradients_once() -> None:
     _, numel = model_numels(job())
     for name in ("fsdp2", "ddp", "ddp-zero1"):
         one, two = (estimated(job(train={"accumulation": count}), cluster(2, 2), name) for count in (1, 2))
-        assert 4 * numel * (1 - 2 / LAYERS) < two.peak_bytes - one.peak_bytes <= 4 * numel
+        more_bytes = two.peak_bytes - one.peak_bytes
+        assert 4 * numel * (1 - 2 / LAYERS) < more_bytes <= 4 * numel + 4  # and the loss of the first
         for level in ("node", "local"):
             assert two.sent_bytes[level, "gradients"] == pytest.approx(one.sent_bytes[level, "gradients"])
             if name == "fsdp2":
@@ -174,7 +175,7 @@ def test_memory_is_in_the_order_of_what_ranks_keep() -> None:
         resting = {kind: size for kind, size in each.resting.items() if size}
         shards = resting.pop("parameters")
         assert resting.pop("optimizer") == pytest.approx(2 * shards, rel=0.002)  # and the numbers of their steps
-        assert resting == ({"gradients": shards} if each is ddp else {})
+        assert resting == ({"gradients": pytest.approx(shards, rel=0.001)} if each is ddp else {})  # no buffers
 
 
 @pytest.mark.heavy
@@ -218,7 +219,7 @@ def test_zero1_keeps_the_states_of_the_fullest_rank(nodes: int, local: int) -> N
             parts[parts.index(min(parts))] += math.prod(shape)
     whole, cut = (estimated(job(), cluster(nodes, local), name) for name in ("ddp", "ddp-zero1"))
     assert cut.resting["optimizer"] == pytest.approx(8 * max(parts), rel=1e-3)
-    assert cut.resting["parameters"] == whole.resting["parameters"] == 4 * numel
+    assert cut.resting["parameters"] == whole.resting["parameters"] == pytest.approx(4 * numel, rel=1e-3)  # and buffers
     assert cut.resting["gradients"] == whole.resting["gradients"]
     assert (cut.resting_bytes < whole.resting_bytes) is (ranks > 1)
     sent = [each.sent_bytes.get(("node", "gradients")) for each in (cut, whole)]

@@ -19,13 +19,11 @@ from laconic.islands.local_steps import LocalSteps
 from laconic.islands.policies import OuterSGD
 from laconic.plan.candidates import CANDIDATES
 from laconic.plan.estimates import Estimate
-from laconic.plan.machine import Simulator
 from laconic.plan.prediction import Predictor
-from laconic.plan.program import Shape, work_of
-from laconic.plan.rehearsal import Rehearsals
+from laconic.plan.rehearsal import Shape
 from laconic.plan.rehearsed import LocalStepsProgram
 from laconic.strategies.memory import measured_peak
-from tests.plan.traces import cluster, model_of, spec, trace, work
+from tests.plan.traces import cluster, spec, trace, work
 from tests.support.jobs import corpus, table
 from tests.support.launch import run_ranks
 
@@ -70,11 +68,11 @@ def job_measured() -> list[tuple[float, float]]:
 @pytest.mark.machine
 def test_a_sync_takes_what_the_allocator_says() -> None:
     for settings, (kept, peak) in zip(SETTINGS, run_ranks(job_measured, 2, local=1)[0], strict=True):
-        model, machine = trace([[spec("weight", 512, NUMEL // 512)]]), Simulator(cluster(2, 1), device_type="cpu")
+        model, shape = trace([[spec("weight", 512, NUMEL // 512)]]), Shape(nodes=1, local=1, islands=2)
         config = Config(sync=SyncConfig.of_keys({"mode": "local", "islands": 2, **settings}))
-        reading = LocalStepsProgram(machine, work(model, config), Shape(nodes=1, local=1, islands=2)).read(machine)
+        reading = LocalStepsProgram(cluster(2, 1), work(model, config, shape)).read()
         lost = 4 if settings.get("error_feedback") else 0  # a sync makes it anew, beside that of the sync before
-        assert machine.host_bytes / NUMEL == pytest.approx(kept + lost, rel=0.001), settings
+        assert reading.host_bytes / NUMEL == pytest.approx(kept + lost, rel=0.001), settings
         assert reading.peak["transfers"] / NUMEL == pytest.approx(peak, rel=0.02), settings
 
 
@@ -97,10 +95,9 @@ def plan_among_groups() -> tuple[int, bool, float]:
     before, model = Cluster.of(mesh), trace([[spec("weight", 64, 64)] for _ in range(2)])
     if dist.get_rank() == 0:
         config = Config(shard=ShardConfig.of_keys({"wire": "4bit"}))
-        rehearsals = Rehearsals(build=lambda _: model_of(model))
-        work = work_of(config, device_type="cpu", trace=model, rehearsals=rehearsals)
         for nodes in (3, 5, 3):
-            assert work.rehearsals.of(config, model, nodes=nodes, local=2, islands=1).tape.entries
+            shape = Shape(nodes=nodes, local=2)
+            assert work(model, config, shape).rehearsals.of(config, model, shape).tape.entries
     is_kept = laconic.init_mesh("cpu") is mesh and Cluster.of(mesh) is before
     layer = laconic.fully_shard(nn.Linear(8, 8, bias=False), mesh=mesh, cache="host", wire="4bit", broadcast=True)
     layer(torch.ones(2, 8)).sum().backward()

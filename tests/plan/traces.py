@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,10 +11,10 @@ from torch import nn
 
 from laconic.config import Config, from_dict
 from laconic.plan.cluster_spec import ClusterSpec
-from laconic.plan.model_trace import ModelTrace, ParameterSpec, UnitSpec
+from laconic.plan.model_trace import ModelTrace
 from laconic.plan.phase import Arrival, OpWork, Phase, Segment
-from laconic.plan.program import StepWork, work_of
-from laconic.plan.rehearsal import Rehearsals
+from laconic.plan.rehearsal import Rehearsals, Shape
+from laconic.plan.rehearsed import StepWork
 
 FLOPS_PER_S, MEMORY_BYTES_PER_S = 1e10, 1e9
 HIDDEN, LAYERS, VOCABULARY = 48, 3, 96
@@ -39,6 +39,23 @@ def job(table: Mapping[str, Any] = MODEL, *, rows: int = 1, tokens: int = 32, **
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ParameterSpec:
+    """A parameter of a unit."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_trained: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeTrace(ModelTrace):
+    """A trace of a model that was never built, with the parameters that its layers would have."""
+
+    layers: Sequence[Sequence[ParameterSpec]]
+
+
 def spec(name: str, *shape: int, dtype: torch.dtype = torch.float32, is_trained: bool = True) -> ParameterSpec:
     return ParameterSpec(name=name, shape=shape, dtype=dtype, is_trained=is_trained)
 
@@ -56,9 +73,8 @@ def trace(
     forward_s: float = 0.0,
     backward_s: float = 0.0,
     saved_bytes: int = 0,
-) -> ModelTrace:
+) -> MadeTrace:
     """A root without parameters around layers that all take as long and save as much."""
-    units = [UnitSpec(name=f"layers.{index}", parameters=tuple(own)) for index, own in enumerate(layers)]
     last = len(layers)
     segments = [Segment(unit=last, is_backward=False, phase=phase())] * 2
     back = list(segments)
@@ -67,29 +83,30 @@ def trace(
         segments.insert(-1, Segment(unit=unit, is_backward=False, phase=there))
         given = phase(backward_s, end=-saved_bytes, trained=[each.name for each in own if each.is_trained])
         back.insert(1, Segment(unit=unit, is_backward=True, phase=given))
-    return ModelTrace(
-        units=(*units, UnitSpec(name="Model", parameters=())),
+    return MadeTrace(
+        layers=layers,
+        units=(*(f"layers.{index}" for index in range(last)), "Model"),
         segments=(*segments, *(replace(each, is_backward=True) for each in back)),
         device_type="cpu",
     )
 
 
-def model_of(trace: ModelTrace) -> nn.Module:
+def model_of(trace: MadeTrace) -> nn.Module:
     """A model with the parameters of a trace, on the meta device."""
     model = nn.Module()
-    model.layers = nn.ModuleList(nn.Module() for _ in trace.units[:-1])
-    for module, unit in zip([*model.layers, model], trace.units, strict=True):
-        for each in unit.parameters:
+    model.layers = nn.ModuleList(nn.Module() for _ in trace.layers)
+    for module, own in zip([*model.layers, model], [*trace.layers, ()], strict=True):
+        for each in own:
             tensor = torch.empty(each.shape, dtype=each.dtype, device="meta")
             module.register_parameter(each.name, nn.Parameter(tensor, requires_grad=each.is_trained))
         module.forward = lambda *args, **kwargs: None  # phantoms replace it
     return model
 
 
-def work(model: ModelTrace, config: Config, device: str = "cpu") -> StepWork:
+def work(model: MadeTrace, config: Config, shape: Shape, device: str = "cpu") -> StepWork:
     """What a job with the model of a trace has to do."""
     rehearsals = Rehearsals(build=lambda _: model_of(model))
-    return work_of(config, device_type=device, trace=replace(model, device_type=device), rehearsals=rehearsals)
+    return StepWork(job=config, trace=replace(model, device_type=device), rehearsals=rehearsals, shape=shape)
 
 
 def cluster(nodes: int = 2, local: int = 2, **figures: object) -> ClusterSpec:

@@ -1,9 +1,9 @@
-"""The registered strategies that the planner predicts, and the programs of those on laconic's engine."""
+"""The registered strategies that the planner predicts, and where units rest under those on laconic's engine."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from laconic import registry
@@ -11,17 +11,13 @@ from laconic.comm.speed import Speed
 from laconic.config import ConfigError, ShardConfig, SyncConfig
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import process_bytes
-from laconic.plan.machine import Simulator
-from laconic.plan.program import Program, Shape, StepWork
-from laconic.plan.rehearsed import LocalStepsProgram, RehearsedStep
+from laconic.plan.rehearsal import Shape
+from laconic.plan.rehearsed import LocalStepsProgram, RehearsedStep, StepWork
 from laconic.registry import Strategy
 from laconic.shard.placement import Chosen, Speeds, choose_placements
 from laconic.shard.policies import Placement, Wire
 from laconic.shard.room import MARGIN
 
-Make = Callable[[Simulator, StepWork, Shape], Program]
-"""What `Strategy.predict` names: it makes a program from an idle machine, the work of a job under the strategy, and its
-ranks."""
 CANDIDATES: Mapping[str, Strategy] = {name: each for name, each in registry.strategies().items() if each.in_plan}
 """The strategies that the planner lists, by name."""
 RUN_ALONE = tuple(each for each in registry.strategies().values() if not each.predict)
@@ -50,20 +46,18 @@ def is_asked_for(strategy: Strategy, shard: ShardConfig, sync: SyncConfig) -> bo
     return wire is not None and shard.policy.wire == Wire.of(wire)
 
 
-def on_engine(machine: Simulator, work: StepWork, shape: Shape) -> Program:
-    """The engine, with islands or without: a `Make`."""
+def on_engine(cluster: ClusterSpec, work: StepWork, *, keeps_spans: bool = False) -> RehearsedStep:
+    """The engine, with islands or without."""
     make = LocalStepsProgram if work.job.sync.is_local else RehearsedStep
     if work.job.shard.policy.cache.where != "auto":
-        return make(machine, work, shape)
-    placements, choice = placed(machine, work, shape, make)
-    program = make(machine, replace(work, placements=placements), shape)
+        return make(cluster, work, keeps_spans=keeps_spans)
+    placements, choice = placed(cluster, work, make)
+    program = make(cluster, replace(work, placements=placements), keeps_spans=keeps_spans)
     program.notes = (str(choice),)
     return program
 
 
-def placed(
-    machine: Simulator, work: StepWork, shape: Shape, make: Callable[..., Program]
-) -> tuple[Mapping[str, Placement], Chosen]:
+def placed(cluster: ClusterSpec, work: StepWork, make: type[RehearsedStep]) -> tuple[Mapping[str, Placement], Chosen]:
     """Choose where units rest as the engine will after the first step of a job with `cache = "auto"`.
 
     The first step of such a run is one in which nothing rests, or node shards on the host if their copies are needed.
@@ -72,30 +66,26 @@ def placed(
     choice.
 
     Args:
-        machine: says the cluster and the type of device.
+        cluster: its machines.
         work: of a job with `cache = "auto"`.
-        shape: the ranks of an island.
         make: the program of the same job with another cache.
 
     Raises:
         ValueError: copies of weights for differences on the wire have no room.
     """
-    cluster, policy = machine.cluster, work.job.shard.policy
+    policy, device_type = work.job.shard.policy, work.trace.device_type
     first = policy.cache.placement(keeps_copies=policy.wire.sends_differences)
     keys = {"cache": first.weights, "device_bytes": None, "host_bytes": None}
     work = replace(work, job=replace(work.job, shard=work.job.shard.with_keys(**keys)))
-    plain = Simulator(cluster, device_type=machine.device_type)
-    needed_bytes = make(plain, work, shape).read(plain).peak_bytes + process_bytes(machine.device_type)
+    needed_bytes = make(cluster, work).read().peak_bytes + process_bytes(device_type)
     device_bytes, host_bytes = policy.cache.device_bytes, policy.cache.host_bytes
     if device_bytes is None:
         device_bytes = max(0, math.floor(cluster.device_memory_bytes * (1 - 1 / MARGIN) - needed_bytes))
     if host_bytes is None:
         free_bytes = cluster.host_memory_bytes * (1 - 1 / MARGIN) / cluster.ranks_per_node
-        host_bytes = 0 if machine.device_type == "cpu" else math.floor(free_bytes)
-    first_step = work.rehearsals.of(
-        work.job, work.trace, nodes=shape.nodes, local=shape.local, islands=shape.islands
-    )  # fmt: skip
-    speeds = speeds_of(cluster, shape, device_type=machine.device_type)
+        host_bytes = 0 if device_type == "cpu" else math.floor(free_bytes)
+    first_step = work.rehearsals.of(work.job, work.trace, work.shape)
+    speeds = speeds_of(cluster, work.shape, device_type=device_type)
     choice = choose_placements(
         list(first_step.uses.values()), speeds, device_bytes=device_bytes, host_bytes=host_bytes,
         passing=first_step.passing,

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import WIRE_LEVELS, Level, Purpose
 from laconic.plan.cluster_spec import ClusterSpec
-from laconic.plan.machine import Kind, PlanLane, Reading, Simulator, Span
-from laconic.plan.program import Program, Shape
+from laconic.plan.machine import Kind, PlanLane, Span
+from laconic.plan.rehearsed import RehearsedStep
 from laconic.registry import Strategy
 
 MARGIN = 0.03
@@ -108,16 +107,19 @@ class Estimate:
         return most if self.waits_s.get(most, 0.0) > self.seconds - waited else PlanLane.COMPUTE
 
 
-def read_program(
-    program: Program, machine: Simulator, strategy: Strategy, *, tokens: int, notes: tuple[str, ...]
+def estimate_of(
+    program: RehearsedStep,
+    cluster: ClusterSpec,
+    strategy: Strategy,
+    *,
+    device_type: str,
+    tokens: int,
+    notes: tuple[str, ...],
 ) -> Estimate:
-    """Run a program until it is warm, and read a step."""
-    reading: Reading = program.read(machine)
-    cluster = machine.cluster
-    resting = {kind: float(size) for kind, size in machine.held.items()}
-    on_host = machine.host_bytes
-    needed = reading.peak_bytes + process_bytes(machine.device_type)
-    if machine.device_type == "cpu":  # one memory serves as both
+    """Read a step of a program on a cluster."""
+    reading = program.read()
+    on_host, needed = reading.host_bytes, reading.peak_bytes + process_bytes(device_type)
+    if device_type == "cpu":  # one memory serves as both
         needed += on_host
     return Estimate(
         strategy=strategy.name,
@@ -129,7 +131,7 @@ def read_program(
         waits_s=dict(reading.waits_s),
         busy_s=dict(reading.busy_s),
         peak=dict(reading.peak),
-        resting=resting,
+        resting=dict(reading.held),
         host_bytes=on_host,
         ranks_per_node=cluster.ranks_per_node,
         header_factor=cluster.wire_header_factor,
@@ -140,21 +142,3 @@ def read_program(
         begin_s=reading.begin_s,
         notes=(*notes, *program.notes),
     )
-
-
-def first_rank(cluster: ClusterSpec) -> RankInfo:
-    """The first rank of a launch on a cluster."""
-    return RankInfo(
-        rank=0, world_size=cluster.ranks, local_rank=0, num_local=cluster.ranks_per_node, num_nodes=cluster.nodes
-    )
-
-
-def shape_of(cluster: ClusterSpec, islands: int = 1) -> Shape:
-    """The ranks of a cluster, in islands of whole nodes.
-
-    Raises:
-        ValueError: the islands do not divide the nodes.
-    """
-    if cluster.nodes % islands:
-        raise ValueError(f"{islands} islands do not divide {cluster.nodes} nodes; use a divisor")
-    return Shape(nodes=cluster.nodes // islands, local=cluster.ranks_per_node, islands=islands)

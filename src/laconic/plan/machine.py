@@ -1,10 +1,9 @@
 """A machine that runs the program of a strategy without doing the work: it keeps the time, the memory and the bytes.
 
 [Note: One program, three readings]
-A strategy's step is a program: it computes phases, begins transfers, waits for them, and holds and frees memory, in the
-order of the real code. Programs on laconic's engine are records of that code itself ([Note: Rehearsed steps] in
-rehearsal.py); that of DDP, whose reducer is C++, is by hand. The machine runs the program of one rank, and reads it
-three times at once. The bytes of the transfers are summed. The memory that is held is summed, and its peak kept. And
+A strategy's step is a program: it computes phases, begins transfers, waits for them, and holds and frees memory. It is
+a record of the real code: [Note: Rehearsed steps] in rehearsal.py. The machine runs the program of one rank, and reads
+it three times at once. The bytes of the transfers are summed. The memory that is held is summed, and its peak kept. And
 each transfer occupies a lane for as long as the cluster's figures say: it starts when it is issued, but not before the
 lane's last transfer has ended. The program goes on meanwhile, until it waits. So the seconds of a step are those of a
 discrete-event simulation whose events come in the order of the program, as all ranks issue their transfers at fixed
@@ -85,14 +84,34 @@ class Reading:
     """The seconds that compute waits, by the lane that it waits for."""
     busy_s: Counter[PlanLane] = field(default_factory=Counter)
     """The seconds that each lane works."""
-    peak: dict[Kind, float] = field(default_factory=dict)
-    """The device memory at its fullest, by kind, in bytes."""
+    peaks: dict[object, Counter[Kind]] = field(default_factory=dict)
+    """The device memory at its fullest in each stretch of the part, by kind, in bytes."""
+    held: Counter[Kind] = field(default_factory=Counter)
+    """The device memory at rest after the whole program."""
+    host_bytes: float = 0.0
+    """The host memory that the whole program needs."""
     spans: list[Span] = field(default_factory=list)
+
+    @property
+    def peak(self) -> Counter[Kind]:
+        """The device memory at its fullest, by kind."""
+        return max(self.peaks.values(), key=Counter.total, default=Counter())
 
     @property
     def peak_bytes(self) -> float:
         """The device memory at its fullest."""
-        return sum(self.peak.values())
+        return self.peak.total()
+
+    def add(self, other: Reading, share: float = 1.0) -> None:
+        """Add a share of what another part takes and sends. Of a stretch of both, the higher peak counts."""
+        self.seconds += share * other.seconds
+        for name in ("sent_bytes", "waits_s", "busy_s"):
+            counter = getattr(self, name)
+            for key, value in getattr(other, name).items():
+                counter[key] += share * value
+        for stretch, peak in other.peaks.items():
+            self.peaks[stretch] = max(self.peaks.get(stretch, Counter()), peak, key=Counter.total)
+        self.spans += other.spans
 
 
 class Simulator:
@@ -109,6 +128,7 @@ class Simulator:
         self._last: dict[PlanLane, Job | None] = dict.fromkeys(PlanLane)
         self.keeps_spans = keeps_spans
         self._reading = Reading()
+        self._stretch: object = None
         self._total = 0.0
         self._extra_bytes = 0.0
         """The activations and temporaries that are alive besides what is held."""
@@ -122,43 +142,32 @@ class Simulator:
         """Allocate device memory; a negative number frees it."""
         self.held[kind] += nbytes  # type: ignore[assignment]
         self._total += nbytes
-        self.note_peak(self._extra_bytes)
-
-    @contextmanager
-    def holding(self, kind: Kind, nbytes: float) -> Iterator[None]:
-        """Hold device memory until the body ends."""
-        self.hold(kind, nbytes)
-        try:
-            yield
-        finally:
-            self.hold(kind, -nbytes)
+        self._note_peak(self._extra_bytes)
 
     def set_extra(self, extra_bytes: float) -> None:
         """Let `extra_bytes` of activations and temporaries be alive besides what is held, until the next call."""
         self._extra_bytes = extra_bytes
-        self.note_peak(extra_bytes)
+        self._note_peak(extra_bytes)
 
     def leave(self, nbytes: float) -> None:
         """Hold `nbytes` of activations, or free some of earlier phases, and let none be alive besides."""
         self._extra_bytes = 0.0
         self.hold("activations", nbytes)
 
-    def note_peak(self, extra_bytes: float) -> None:
+    def _note_peak(self, extra_bytes: float) -> None:
         """Note that `extra_bytes` of activations and temporaries are alive besides what is held."""
         if self._total + extra_bytes > self._peak_total:
             self._peak_total = self._total + extra_bytes
-            self._reading.peak = {kind: float(self.held[kind]) for kind in KINDS}
-            self._reading.peak["activations"] += extra_bytes
+            peak = Counter({kind: self.held[kind] for kind in KINDS})
+            peak["activations"] += extra_bytes  # type: ignore[assignment]  # bytes are means
+            self._reading.peaks[self._stretch] = peak
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
-    def compute(self, name: str, phase: Phase, *, ends: bool = True) -> None:
-        """Run a phase of the unit `name`. With `ends=False` the activations that it leaves are held later."""
-        seconds = self.seconds(phase)
-        self.note_peak(phase.peak_bytes)
-        self._work(name, seconds)
-        if ends:
-            self.hold("activations", phase.end_bytes)
+    def compute(self, name: str, phase: Phase) -> None:
+        """Run a phase of the unit `name`. What it leaves is held later: `leave`."""
+        self._note_peak(phase.peak_bytes)
+        self._work(name, self.seconds(phase))
 
     def seconds(self, phase: Phase) -> float:
         """The seconds of a phase on one device. ConfigError: the cluster has no rate for a dtype."""
@@ -175,10 +184,6 @@ class Simulator:
     def run(self, name: str, work: OpWork) -> None:
         """Run operations on the device. ConfigError: the cluster has no rate for their dtype."""
         self._work(name, self._seconds_of(work))
-
-    def touch(self, name: str, nbytes: float) -> None:
-        """Run an operation that reads and writes `nbytes` of device memory in all."""
-        self.run(name, OpWork(nbytes))
 
     def on_host(self, name: str, nbytes: float, *after: Job | None, since: float | None = None) -> Job:
         """Begin work on the host that reads and writes `nbytes`, of which each rank of the node has as much."""
@@ -221,7 +226,10 @@ class Simulator:
             if nbytes <= 0:
                 continue
             self._reading.sent_bytes[level, purpose] += nbytes  # type: ignore[assignment]
-            each = 0.0 if route.hops else self.cluster.latency_s(level), self.bytes_s(level, nbytes)
+            sharing = 1 if level == "local" else self.cluster.ranks_per_node  # of a node, its wire
+            each = (
+                0.0 if route.hops else self.cluster.latency_s(level), nbytes * sharing / self.cluster.bytes_per_s(level)
+            )  # fmt: skip
             if sum(each) >= seconds:
                 (latency_s, bytes_s), seconds = each, sum(each)
             lane = PlanLane.LOCAL if level == "local" and lane is None else PlanLane.WIRE if level != "local" else lane
@@ -230,18 +238,11 @@ class Simulator:
         return lane, latency_s, bytes_s
 
     def _expose(self, name: str, lane: PlanLane, bytes_s: float, latency_s: float) -> None:
-        exposed_s = self.exposed_s("local" if lane is PlanLane.LOCAL else "node", bytes_s=bytes_s, latency_s=latency_s)
+        """Let compute lose what it loses to a transfer in which a rank sends and receives as much."""
+        overlap = self.cluster.overlap("local" if lane is PlanLane.LOCAL else "node")
+        exposed_s = (1 - overlap) * bytes_s + (latency_s if self.device_type == "cpu" else 0.0)
         if exposed_s:
             self._work(name, exposed_s)
-
-    def bytes_s(self, level: Level, nbytes: float) -> float:
-        """The seconds of `nbytes` from each rank. The ranks of a node share its wire."""
-        sharing = 1 if level == "local" else self.cluster.ranks_per_node
-        return nbytes * sharing / self.cluster.bytes_per_s(level)
-
-    def exposed_s(self, level: Level, *, bytes_s: float, latency_s: float) -> float:
-        """The seconds that a rank's compute loses to a transfer in which it sends and receives as much."""
-        return (1 - self.cluster.overlap(level)) * bytes_s + (latency_s if self.device_type == "cpu" else 0.0)
 
     def copy(
         self, name: str, nbytes: float, *after: Job | None, to_device: bool, since: float | None = None
@@ -290,28 +291,11 @@ class Simulator:
     # -- readings ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def peak(self) -> Iterator[dict[Kind, float]]:
-        """Yield a table that has the memory at its fullest in the body, by kind, when the body ends."""
-        outer, self._peak_total = (self._peak_total, self._reading.peak), -1.0
-        self.hold("parameters", 0)
-        found: dict[Kind, float] = {}
-        try:
-            yield found
-        finally:
-            found.update(self._reading.peak)
-            if outer[0] > self._peak_total:
-                self._peak_total, self._reading.peak = outer
-
-    @contextmanager
-    def reading(self) -> Iterator[Reading]:
-        """Read a part of the program: yields the reading, which is complete when the body ends."""
-        outer, outer_peak = self._reading, self._peak_total
+    def reading(self, stretch: object = None) -> Iterator[Reading]:
+        """Read a stretch of the program: yields the reading, which is complete when the body ends."""
         self._reading = own = Reading(begin_s=self.now_s)
-        self._peak_total = -1.0
-        self.hold("parameters", 0)
-        try:
-            yield own
-        finally:
-            own.seconds = self.now_s - own.begin_s
-            self._reading = outer
-            self._peak_total = max(outer_peak, self._peak_total)
+        self._stretch, self._peak_total = stretch, -1.0
+        self._note_peak(self._extra_bytes)
+        yield own
+        own.seconds = self.now_s - own.begin_s
+        self._reading = Reading()

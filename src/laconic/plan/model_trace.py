@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,60 +40,17 @@ LossFn = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParameterSpec:
-    """A parameter of a unit."""
-
-    name: str
-    """The qualified name within the unit."""
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    """The dtype in which the parameter rests."""
-    is_trained: bool
-
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return torch.Size(self.shape).numel()
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the parameter at rest."""
-        return self.numel * self.dtype.itemsize
-
-
-Parameters = tuple[ParameterSpec, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitSpec:
-    """A module given to `fully_shard`, and the parameters that become its own, in the order of its buckets."""
-
-    name: str
-    """The module's name in the model; for the model itself, its class."""
-    parameters: Parameters
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelTrace:
     """What one micro-batch of a model computes, reads and keeps: [Note: Traced like the engine runs]."""
 
-    units: tuple[UnitSpec, ...]
-    """In the order of the calls of `fully_shard`: layers in forward order, then the model itself, the root."""
+    units: tuple[str, ...]
+    """The names of the modules given to `fully_shard`, in the order of its calls: layers in forward order, and then,
+    by its class, the model itself, the root."""
     segments: tuple[Segment, ...]
     """In the order of execution: the root's embedding, the layers, the root's head and loss, and all of it backward."""
     device_type: str
     notes: tuple[str, ...] = ()
     """What the trace leaves out or assumes."""
-
-    @cached_property
-    def forward(self) -> tuple[Segment, ...]:
-        """The segments of forward."""
-        return tuple(segment for segment in self.segments if not segment.is_backward)
-
-    @cached_property
-    def backward(self) -> tuple[Segment, ...]:
-        """The segments of backward."""
-        return tuple(segment for segment in self.segments if segment.is_backward)
 
 
 def trace_model(
@@ -132,59 +89,27 @@ def trace_model(
         Tracing, model=model, arguments=arguments, loss=loss or _loss, compute_dtype=compute_dtype,
         device_type=device_type, gradients_in_place=gradients_in_place,
     )  # fmt: skip
-    run, parameters = _run(model, layers, make)
-    unit_names = [*(names[layer] for layer in layers), type(model).__name__]
     return ModelTrace(
-        units=tuple(UnitSpec(name=name, parameters=own) for name, own in zip(unit_names, parameters, strict=True)),
-        segments=tuple(run),
+        units=(*(names[layer] for layer in layers), type(model).__name__),
+        segments=tuple(_run(model, layers, make)),
         device_type=device_type,
     )
 
 
-_Traced = tuple[Sequence[Segment], list[Parameters]]
-"""The phases of all layers, and the parameters of each unit."""
-
-
-def _run(model: nn.Module, layers: list[nn.Module], make: Callable[..., Tracing]) -> _Traced:
-    """Trace. Reference: the same with `_trace` alone."""
-    container = list_of_equal(model, layers)
-    if container is not None:
-        with only(container, (0, 1, len(layers) - 1)) as three:
-            run, (first, middle, last, root) = _trace([*three, model], make)
-        repeated = repeat_middle(run, len(layers))
-        if repeated is not None:
-            return repeated, [first, *[middle] * (len(layers) - 2), last, root]
-    return _trace([*layers, model], make)
-
-
-def _trace(modules: list[nn.Module], make: Callable[..., Tracing]) -> _Traced:
-    tracing = make(modules=modules)
+def _run(model: nn.Module, layers: list[nn.Module], make: Callable[..., Tracing]) -> list[Segment]:
+    """Trace the phases of all layers. Reference: the same with the last line alone."""
     with without_packed_rows() if "transformers" in sys.modules else nullcontext():
-        run = tracing.run()
-    return run, _parameters(modules)
+        if (container := list_of_equal(model, layers)) is not None:
+            with only(container, (0, 1, len(layers) - 1)) as three:
+                run = make(modules=[*three, model]).run()
+            if (repeated := repeat_middle(run, len(layers))) is not None:
+                return repeated
+        return make(modules=[*layers, model]).run()
 
 
 def _loss(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
     loss: Tensor = model(**arguments, use_cache=False).loss
     return loss
-
-
-def _parameters(modules: Sequence[nn.Module]) -> list[Parameters]:
-    """The parameters of each unit that no earlier unit has."""
-    seen: set[nn.Parameter] = set()
-    found = []
-    for module in modules:
-        own = [(name, parameter) for name, parameter in module.named_parameters() if parameter not in seen]
-        seen |= {parameter for _, parameter in own}
-        found.append(
-            tuple(
-                ParameterSpec(
-                    name=name, shape=tuple(parameter.shape), dtype=parameter.dtype, is_trained=parameter.requires_grad
-                )
-                for name, parameter in own
-            )
-        )
-    return found
 
 
 # -- of the trainer's job ----------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from laconic.plan.model_trace import ModelTrace, ParameterSpec
+from laconic.plan.model_trace import ModelTrace
 from laconic.plan.op_cost import Costs
 from laconic.plan.phase import Arrival, Phase
 from laconic.rehearse import Machine
@@ -131,7 +131,7 @@ class Phantom:
         self.end()
         if unit != self._root:
             self._mark((unit, is_backward))
-        self._mark(PhaseBegin(self._trace.units[unit].name, phase))
+        self._mark(PhaseBegin(self._trace.units[unit], phase))
         self._rest = phase.end_bytes
 
     def _note_after(self) -> None:
@@ -150,18 +150,16 @@ class Phantom:
 
     def _chain(self, hidden: Tensor, unit: int, phases: Sequence[Phase]) -> Tensor:
         """Add the functions whose backward plays `phases`, given in its order."""
-        parameters = {spec.name: (spec, self._shown(unit, spec)) for spec in self._trace.units[unit].parameters}
         for phase in reversed(phases):
             hidden = _Step.apply(hidden, None, self._end_backward)
             for arrival in reversed(phase.arrivals):
-                spec, parameter = parameters[arrival.name]
-                hidden = _Step.apply(hidden, parameter, partial(self._give, spec, arrival))
+                hidden = _Step.apply(hidden, self._shown(unit, arrival.name), partial(self._give, arrival))
             hidden = _Step.apply(hidden, None, partial(self._begin_backward, unit, phase))
         return hidden
 
-    def _shown(self, unit: int, spec: ParameterSpec) -> Any:
-        path, _, name = spec.name.rpartition(".")
-        return self._modules[unit].get_submodule(path)._parameters[name]
+    def _shown(self, unit: int, name: str) -> Any:
+        path, _, own = name.rpartition(".")
+        return self._modules[unit].get_submodule(path)._parameters[own]
 
     def _begin_backward(self, unit: int, phase: Phase, _: None) -> None:
         self._begin(unit, phase, is_backward=True)
@@ -175,15 +173,15 @@ class Phantom:
     def _end_backward(self, _: None) -> None:
         self.end()
 
-    def _give(self, spec: ParameterSpec, arrival: Arrival, parameter: Tensor) -> Tensor | None:
+    def _give(self, arrival: Arrival, parameter: Tensor) -> Tensor | None:
         """Give a parameter its gradient. The phase's cost has it already."""
         self._note_after()
         self._after = arrival.after_bytes
         sink = sink_of(parameter)
         with self._costs.silent():
-            if arrival.is_in_place and sink is not None and sink[0].accepts(sink[1], spec.shape, parameter.dtype):
+            if arrival.is_in_place and sink is not None and sink[0].accepts(sink[1], parameter.shape, parameter.dtype):
                 self._mark(Alive(arrival.at_bytes))
-                rows, columns = spec.shape
+                rows, columns = parameter.shape
                 dtype = parameter.dtype
                 sink[0].add_product(
                     sink[1], hidden_tensor(rows, 1, dtype=dtype), hidden_tensor(1, columns, dtype=dtype)

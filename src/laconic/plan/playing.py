@@ -14,7 +14,7 @@ of Gloo frees its memory when it gets there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -47,7 +47,7 @@ class Player:
     """Plays a rehearsal on a machine: [Note: Streams on a machine]."""
 
     def __init__(self, machine: Simulator, rehearsal: Rehearsal) -> None:
-        self.machine = self._machine = machine
+        self._machine = machine
         self._rehearsal, self._memories = rehearsal, rehearsal.tape.memories
         self._entries = rehearsal.tape.entries
         self._stretches: list[tuple[Any, int]] = [
@@ -58,9 +58,7 @@ class Player:
         """The label and the place of each mark that begins a stretch."""
         self._done = 0
         """The entries that have been played."""
-        self.peaks: dict[object, dict[Kind, float]] = {}
-        """The memory at its fullest in each stretch of the last reading."""
-        self.host_peak_bytes = 0.0
+        self._host_peak_bytes = 0.0
         """The host memory at its fullest: that of the syncs, as a step keeps what it has."""
         self._is_cpu = machine.device_type == "cpu"
         self._program = HOST if self._is_cpu else COMPUTE
@@ -84,36 +82,32 @@ class Player:
         self._working: dict[int, tuple[Kind | None, int]] = {}
         """The working memory of other threads until the events that end their work."""
 
-    def run(self) -> Reading:
-        """Play all steps, and read the last."""
-        return self.read(("step", STEPS - 1), END)
+    def readings(self, stands_for: int = 1) -> list[Reading]:
+        """Play all, and read the last plain step, and then the steps in which each fragment of islands syncs.
 
-    def all(self) -> Iterator[Reading]:
-        """Play all, and read the last plain step, and then the steps in which each fragment of islands syncs."""
-        yield self.run()
-        self.host_peak_bytes = self._machine.host_bytes
-        for number in range(len(self._rehearsal.fragments)):
-            yield self.read(("sync", number), ("synced", number))
+        The first reading has the memory at rest. `stands_for`: the fragments for which each one stands, and of which
+        one syncs at a time.
+        """
+        plain = self._read(("step", STEPS - 1), END)
+        self._host_peak_bytes = self._machine.host_bytes
+        syncs = [self._read(("sync", number), ("synced", number)) for number in range(len(self._rehearsal.fragments))]
+        resting_bytes = self._machine.host_bytes
+        plain.held = self._machine.held
+        plain.host_bytes = resting_bytes + (self._host_peak_bytes - resting_bytes) / stands_for
+        return [plain, *syncs]
 
-    def read(self, first: object, last: object) -> Reading:
+    def _read(self, first: object, last: object) -> Reading:
         """Play on to a mark, and read from there to another one."""
         labels = [label for label, _ in self._stretches]
         begin, end = labels.index(first), labels.index(last)
         self._play(self._entries[self._done : self._stretches[begin][1]])
-        self.peaks.clear()
-        with self._machine.reading() as reading:
-            for (label, start), (_, stop) in pairwise(self._stretches[begin : end + 1]):
-                self._play_stretch(label, self._entries[start:stop])
+        reading = Reading(begin_s=self._machine.now_s)
+        for (label, start), (_, stop) in pairwise(self._stretches[begin : end + 1]):
+            with self._machine.reading(label) as part:
+                self._play(self._entries[start:stop])
+            reading.add(part)
         self._done = self._stretches[end][1]
-        reading.peak = max(self.peaks.values(), key=lambda peak: sum(peak.values()))
         return reading
-
-    def _play_stretch(self, label: object, entries: Sequence[Entry]) -> None:
-        """Play from one mark to the next."""
-        with self._machine.peak() as peak:
-            self._play(entries)
-        if sum(peak.values()) > sum(self.peaks.get(label, {}).values()):
-            self.peaks[label] = peak
 
     def _play(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
@@ -143,7 +137,7 @@ class Player:
             job = machine.copy(step.name, cost.nbytes, after, to_device=cost.to_device, since=since)
             self._streams[step.timeline] = job
         elif isinstance(cost, Copy):
-            machine.touch(step.name, 2 * cost.nbytes)
+            machine.run(step.name, OpWork(2 * cost.nbytes))
         elif isinstance(cost, OpWork):
             self._work(step, cost)
 
@@ -179,7 +173,7 @@ class Player:
         match label:
             case PhaseBegin(name, phase):
                 self._free_late()
-                machine.compute(name, phase, ends=False)
+                machine.compute(name, phase)
             case Alive(extra_bytes):
                 machine.set_extra(extra_bytes)
             case Rest(nbytes):
@@ -228,7 +222,7 @@ class Player:
     def _hold(self, kind: Kind | None, nbytes: int) -> None:
         if kind is None:
             self._machine.host_bytes += nbytes
-            self.host_peak_bytes = max(self.host_peak_bytes, self._machine.host_bytes)
+            self._host_peak_bytes = max(self._host_peak_bytes, self._machine.host_bytes)
         else:
             self._machine.hold(kind, nbytes)
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from laconic import registry
+from laconic.comm.launch import RankInfo
 from laconic.config import Config, ConfigError, ShardConfig
 from laconic.errors import JobError
 from laconic.plan.candidates import CANDIDATES, candidate_named
 from laconic.plan.cluster_spec import ClusterSpec
-from laconic.plan.estimates import Estimate, first_rank, read_program, shape_of
+from laconic.plan.estimates import Estimate, estimate_of
 from laconic.plan.forks import map_forked
-from laconic.plan.machine import Simulator
 from laconic.plan.model_trace import ModelTrace, trace_job, writes_in_place
-from laconic.plan.program import work_of
-from laconic.plan.rehearsal import Rehearsal, Rehearsals
+from laconic.plan.rehearsal import Rehearsal, Rehearsals, Shape
+from laconic.plan.rehearsed import StepWork
 from laconic.plan.tracing import TraceError
 from laconic.registry import Strategy
 from laconic.strategies.checks import check_job
@@ -84,7 +84,9 @@ class Predictor:
         try:
             _refuse_shares(self.config.shard)
             job = self.config if is_under else self.job(candidate)
-            check_job(job, first_rank(self.cluster), self.device_type)
+            nodes, local = self.cluster.nodes, self.cluster.ranks_per_node
+            first = RankInfo(rank=0, world_size=nodes * local, local_rank=0, num_local=local, num_nodes=nodes)
+            check_job(job, first, self.device_type)
             return self._estimate(candidate, job, keeps_spans=keeps_spans)
         except TraceError:
             raise
@@ -100,15 +102,17 @@ class Predictor:
         return job_under(candidate, self.config)
 
     def _estimate(self, candidate: Strategy, job: Config, *, keeps_spans: bool = False) -> Estimate:
-        islands = (job.sync.membership.islands or self.cluster.nodes) if job.sync.is_local else 1
-        shape = shape_of(self.cluster, islands)
-        trace = self._trace(job)
-        work = work_of(job, device_type=self.device_type, trace=trace, rehearsals=self._rehearsals)
-        machine = Simulator(self.cluster, device_type=self.device_type, keeps_spans=keeps_spans)
-        program = registry.load(candidate.predict)(machine, work, shape)
-        train = job.train
-        tokens = self.cluster.ranks * train.accumulation * train.micro_batch_size * job.data.sequence_length
-        return read_program(program, machine, candidate, tokens=tokens, notes=trace.notes)
+        cluster, train = self.cluster, job.train
+        islands = (job.sync.membership.islands or cluster.nodes) if job.sync.is_local else 1
+        if cluster.nodes % islands:
+            raise ValueError(f"{islands} islands do not divide {cluster.nodes} nodes; use a divisor")
+        shape = Shape(nodes=cluster.nodes // islands, local=cluster.ranks_per_node, islands=islands)
+        work = StepWork(job=job, trace=self._trace(job), rehearsals=self._rehearsals, shape=shape)
+        program = registry.load(candidate.predict)(cluster, work, keeps_spans=keeps_spans)
+        tokens = cluster.ranks * train.accumulation * train.micro_batch_size * job.data.sequence_length
+        return estimate_of(
+            program, cluster, candidate, device_type=self.device_type, tokens=tokens, notes=work.trace.notes
+        )
 
     def _trace(self, job: Config) -> ModelTrace:
         key = (

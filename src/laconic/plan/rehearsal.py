@@ -16,15 +16,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial, partialmethod
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from laconic import _compat
+from laconic import _compat, registry
 from laconic.codec import Codec
 from laconic.codec.payload import Part, Payload, Piece, parts_of_islands, payload_of, shards_of_nodes
 from laconic.comm.cluster import Cluster
@@ -43,15 +44,15 @@ from laconic.plan.equal_layers import list_of_equal, only
 from laconic.plan.machine import Kind
 from laconic.plan.model_trace import ModelTrace, batch_of, build_untrained
 from laconic.plan.op_cost import Costs, tensors_of
-from laconic.plan.phantom import Phantom
+from laconic.plan.phantom import Phantom, hidden_tensor
 from laconic.ragged.spec import RaggedSpec
 from laconic.rehearse import Machine, Tape, rehearsal
 from laconic.shard import crossing
 from laconic.shard.placement import Passing, UnitUse
 from laconic.shard.policies import Placement
 from laconic.shard.unit import units_below
-from laconic.strategies import parallelize
-from laconic.strategies.simultaneous import Simultaneous
+from laconic.strategies import parallelize, zero1
+from laconic.strategies.ring import pass_around
 from laconic.strategies.stepper import Setup
 
 STEPS = 2
@@ -61,6 +62,22 @@ _MOST_CODED = 4
 """The messages of a crossing that are coded, and the pieces of a message; each stands for as many as are left out."""
 _MOST_PARTS = 64
 """The parts whose sizes are looked at. More differ in nothing but where tensors happen to end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The ranks that share a model: islands of nodes of local ranks."""
+
+    nodes: int
+    """The nodes of one island."""
+    local: int
+    """The ranks of one node."""
+    islands: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """The ranks of one island."""
+        return self.nodes * self.local
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +116,8 @@ class Rehearsals:
         self,
         job: Config,
         trace: ModelTrace,
+        shape: Shape,
         *,
-        nodes: int,
-        local: int,
-        islands: int,
         kept: Sequence[int] | None = None,
         placements: Mapping[str, Placement] | None = None,
     ) -> Rehearsal:
@@ -111,18 +126,16 @@ class Rehearsals:
         Args:
             job: its keys.
             trace: of the model.
-            nodes: of an island.
-            local: the ranks of a node.
-            islands: their number.
+            shape: the ranks.
             kept: the layers that stay in the model. Default: all.
             placements: where units rest. Default: as the job's cache says.
 
         Raises:
             JobError, ValueError: the trainer refuses the job.
         """
-        key = (repr(job), trace.device_type, nodes, local, islands, tuple(kept or ()), repr(placements))
+        key = (repr(job), trace.device_type, shape, tuple(kept or ()), repr(placements))
         if key not in self.done:
-            self.done[key] = _rehearse(job, trace, self._model(job, kept), kept, nodes, local, islands, placements)
+            self.done[key] = _rehearse(job, trace, self._model(job, kept), kept, shape, placements)
         return self.done[key]
 
     def model(self, job: Config) -> nn.Module:
@@ -155,24 +168,20 @@ def _rehearse(
     trace: ModelTrace,
     model: nn.Module,
     kept: Sequence[int] | None,
-    nodes: int,
-    local: int,
-    islands: int,
+    shape: Shape,
     placements: Mapping[str, Placement] | None,
 ) -> Rehearsal:
-    world_size = nodes * local * islands
-    ranks = RankInfo(rank=0, world_size=world_size, local_rank=0, num_local=local, num_nodes=nodes * islands)
     job, layers = replace(job, sync=_rarely_synced(job.sync)), layers_to_shard(model)
     kinds: dict[int | None, Kind] = {}
     batch, costs = _batch(job.data, job.train.micro_batch_size), Costs()
-    device_type = trace.device_type
     with (
-        rehearsal(nodes=nodes, local=local, islands=islands, device_type=device_type, cost_of=costs) as machine,
+        rehearsal(**asdict(shape), device_type=trace.device_type, cost_of=costs) as machine,
         _trainer_on(machine, costs, batch, job.sync.slices),
         machine.recording() as tape,
     ):
         costs.machine = machine
-        stepper = Simultaneous(model, Setup.of(job, ranks, machine.device))
+        make = registry.load(registry.named(job.shard.strategy).stepper)
+        stepper = make(model, Setup.of(job, RankInfo.from_environment(), machine.device))
         if placements is not None:
             stepper.module.set_placements(placements)
         units = units_below(model)
@@ -200,7 +209,7 @@ def _rehearse(
         outer_states = set() if stepper.local is None else _sync_all(machine, stepper.local, take_step)
         for tensor in (*model.parameters(), *model.buffers()):
             kinds[_number_of(machine, tensor)] = "parameters"
-        for state in stepper.optimizer.state.values():
+        for state in getattr(stepper.optimizer, "optim", stepper.optimizer).state.values():
             kinds.update({_number_of(machine, each): "optimizer" for each in tensors_of(state)})
         owned = getattr(stepper.optimizer, "matrices", {}).values()
         fragments = stepper.local.fragments if stepper.local is not None else ()
@@ -290,8 +299,23 @@ def _trainer_on(machine: Machine, costs: Costs, batch: Batch, slices: int) -> It
     def holders(cluster: Cluster, values: Sequence[int]) -> list[int]:
         return [cluster.num_islands // slices] * len(values)  # of parts; other islands train other slices
 
+    partition = ZeroRedundancyOptimizer._partition_parameters
+
+    def fullest_first(optimizer: Any, *given: Any) -> list[list[dict[str, Any]]]:
+        parts = partition(optimizer, *given)  # of ranks, which all wait for the fullest
+        numels = [sum(parameter.numel() for group in part for parameter in group["params"]) for part in parts]
+        place = numels.index(max(numels))
+        parts[0], parts[place] = parts[place], parts[0]
+        return parts
+
+    def pass_alike(parts: Sequence[Tensor], group: Any) -> None:
+        whole = hidden_tensor(sum(part.numel() for part in parts), dtype=parts[0].dtype)
+        pass_around(whole.tensor_split(len(parts)), group)  # what a rank sends is the mean over ranks
+
     with ExitStack() as stack:
         for target, name, value in (
+            (zero1, "pass_around", pass_alike),
+            (ZeroRedundancyOptimizer, "_partition_parameters", fullest_first),
             (parallelize, "materialize", materialize),
             (outer_optimizer, "sum_over_islands", holders),
             (crossing, "payload_of", partial(_AlikePayload, machine, costs)),

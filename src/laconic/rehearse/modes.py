@@ -16,9 +16,11 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import distributed
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -53,9 +55,18 @@ def accelerator(
     `Machine`; for machines without values.
     """
     machine = Machine(has_values=has_values, device_type=device_type, cost_of=cost_of)
+
+    class OwnStream(Stream):  # classes, since torch asks for instances of them
+        def __init__(self, device: Any = None, priority: int = 0) -> None:
+            super().__init__(machine)
+
+    class OwnEvent(Event):
+        def __init__(self, **flags: Any) -> None:
+            super().__init__(machine)
+
     streams = SimpleNamespace(
-        Stream=lambda device=None, priority=0: Stream(machine),
-        Event=lambda **kwargs: Event(machine),
+        Stream=OwnStream,
+        Event=OwnEvent,
         current_stream=lambda device=None: machine.current,
         stream=machine.stream,
         synchronize=lambda device=None: machine.synchronize(),
@@ -112,6 +123,10 @@ def accelerator(
         replaced += [
             (cache, "make_slab", make_slab),
             (torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(_by_device_and_dtype)),
+            (distributed, "_verify_param_shape_across_processes", lambda *_: None),  # it reads what others have
+            (dist, "_compute_bucket_assignment_by_size", _buckets_of_backward),
+            (dist.Reducer, "_rebuild_buckets", lambda reducer: False),
+            (dist.Logger, "set_runtime_stats_and_log", lambda logger: None),  # of devices that are there
         ]
     if cost_of is not None:
         replaced.append((clip_grad, "_group_tensors_by_device_and_dtype", _by_device_and_dtype))
@@ -178,6 +193,21 @@ def _in_a_thread(run: Callable[[], R]) -> R:
     thread.start()
     thread.join()
     return end.result()
+
+
+_assign = dist._compute_bucket_assignment_by_size
+
+
+def _buckets_of_backward(parameters: Sequence[Tensor], limits: Any, *rest: Any) -> tuple[list[list[int]], list[int]]:
+    """The buckets that DDP makes after its first step, in the order of forward.
+
+    It makes them as gradients have come, which is the reverse of the order of parameters: the first takes tensors until
+    it has 1 MiB, each following one until it has 25 MiB. Here they are made at once, since ranks agree on them through
+    values. Source: torch's csrc/distributed/c10d/reducer.cpp.
+    """
+    found, sizes = _assign(parameters[::-1], [2**20, 25 * 2**20], *rest)
+    last = len(parameters) - 1
+    return [[last - index for index in bucket] for bucket in reversed(found)], sizes[::-1]
 
 
 class _Chunks:

@@ -25,17 +25,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from laconic._compat import after_this_backward
 from laconic.comm import cluster
 from laconic.comm.agreement import RankGroup
 from laconic.comm.groups import REHEARSED
@@ -47,8 +49,8 @@ from laconic.rehearse.tape import Site, Transfer
 
 _BUSY_BYTES = (0x3C, 0xBB, 0x3D)
 """What messages bring: [Note: Messages of the machine]."""
-_PURPOSES = {"foreach_all_gather": "weights", "foreach_reduce": "gradients"}
-"""What FSDP2's transfers are for, by the function of torch that issues them."""
+_PURPOSES = {"foreach_all_gather": "weights", "foreach_reduce": "gradients", "_sync_params": "weights"}
+"""What transfers of FSDP2 and of ZeroRedundancyOptimizer are for, by the function that issues them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +114,13 @@ class Work(dist.Work):
         machine = self._machine
         machine.wait(machine.current.timeline if self._is_device else machine.thread, self._event.number, site)
         self._tensors.clear()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A future that is complete, for DDP's reducer, which asks in backward. Who began backward waits at its end."""
+        after_this_backward(self.wait)
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(list(self._tensors))
+        return future
 
     def is_completed(self) -> bool:
         """Nobody knows before somebody has waited."""
@@ -377,15 +386,20 @@ class Group(_ProcessGroup):
 
 
 def _label_of_torch() -> tuple[str, str] | None:
-    """The purpose and the unit of a transfer of FSDP2; None for those of others."""
-    purpose, frame = None, sys._getframe(3)
+    """The purpose and the unit of a transfer of torch's own strategies; None for those of others."""
+    frame: FrameType | None = sys._getframe(4)
+    if frame is not None and frame.f_code is _engine_run_backward.__code__:  # DDP's reducer, which is C++
+        return "gradients", ""
+    purpose = None
     while frame is not None:
-        if frame.f_code.co_filename.startswith(FSDP2):
-            purpose = purpose or _PURPOSES.get(frame.f_code.co_name)
+        purpose = purpose or _PURPOSES.get(frame.f_code.co_name)
+        if frame.f_code.co_name == "_sync_params":
+            return "weights", ""
+        if purpose is not None and frame.f_code.co_filename.startswith(FSDP2):
             owner = frame.f_locals.get("self")
-            if purpose is not None and isinstance(owner, FSDPParamGroup):
+            if isinstance(owner, FSDPParamGroup):
                 return purpose, owner._module_fqn or ""
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
 
 

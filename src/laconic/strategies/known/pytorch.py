@@ -82,7 +82,7 @@ _DDP = Strategy(
         ),
     ),
     parallelize="laconic.strategies.parallelize:ddp",
-    predict="laconic.plan.peers_ddp:Ddp",
+    predict="laconic.plan.rehearsed:BucketedStep",
 )
 
 STRATEGIES = (
@@ -159,6 +159,5 @@ STRATEGIES = (
         ),
         saves=False,  # a rank has states of its own parameters alone, and of DDP a checkpoint takes one rank's
         stepper="laconic.strategies.zero1:Zero1Stepper",
-        predict="laconic.plan.peers_ddp:DdpZero1",
     ),
 )
