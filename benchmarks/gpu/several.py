@@ -136,7 +136,7 @@ def gathers_of_several(ranks: Ranks) -> Row:
         measured="; ".join(f"{level} {rate / 1e9:.2f} GB/s" for level, rate in rates.items()) or "one rank",
         is_met=True,
         note=f"{numel * 2 / 1e6:.1f} MB in bf16, {ranks.shape}; the slowest rank's median of {_REPEATS}. "
-        "`laconic plan measure` writes such rates into a cluster file.",
+        "`laconic doctor --out` writes such rates into a cluster file.",
     )
 
 

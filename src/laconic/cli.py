@@ -16,7 +16,7 @@ COMMANDS = {
     "doctor": ("laconic.doctor.cli:main", "say what this cluster is, whether it is well, and what to set"),
     "plan": (
         "laconic.plan.early:main",
-        "compute the cost of a run: a model's padding, a cyclic schedule's time steps; measure the machines for it",
+        "compute the cost of a run before it starts, or a model's padding",
     ),
 }
 """The name of each subcommand -> (its function as "module:function", a line of help).

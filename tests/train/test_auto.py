@@ -54,7 +54,7 @@ def test_what_does_not_fit_is_refused_before_training(tmp_path: Path) -> None:
 
 
 def test_auto_needs_a_cluster_file_and_nothing_else_does() -> None:
-    with pytest.raises(ConfigError, match=r"needs shard\.cluster, a cluster file: `laconic plan measure`"):
+    with pytest.raises(ConfigError, match=r"needs shard\.cluster, a cluster file: `laconic doctor --out`"):
         ShardConfig(strategy="auto")
     with pytest.raises(ConfigError, match=r"shard\.cluster.*is for shard\.strategy = 'auto'"):
         ShardConfig(cluster="cluster.toml")

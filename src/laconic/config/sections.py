@@ -204,7 +204,7 @@ class ShardConfig(Section):
     ring and gather ahead, as on NCCL. `auto` takes what `laconic plan` recommends for this job on the machines of
     `cluster`. No key sets sizes, torchrun knows them: what other trainers call dp_shard is nodes x local ranks here."""
     cluster: str | None = None
-    """With strategy = "auto": the cluster file, which `laconic plan measure` writes: docs/plan.md."""
+    """With strategy = "auto": the cluster file, which `laconic doctor --out` writes: docs/plan.md."""
     policy: ShardPolicy = ShardPolicy(cache=Cache(where="host"))
 
     def _check_keys(self) -> None:
@@ -219,7 +219,7 @@ class ShardConfig(Section):
         message = f"is for shard.strategy = 'laconic', got {self.strategy!r}; leave it out, or change shard.strategy"
         for name in CHECKED:
             self._check(name, strategy.takes_checks or values[name] == keys_of(ShardPolicy)[name].default, message)
-        message = "needs shard.cluster, a cluster file: `laconic plan measure` under torchrun writes it"
+        message = "needs shard.cluster, a cluster file: `laconic doctor --out` under torchrun writes it"
         self._check("strategy", self.strategy != "auto" or self.cluster is not None, message)
         message = f"is for shard.strategy = 'auto', got {self.strategy!r}; leave it out"
         self._check("cluster", self.cluster is None or self.strategy == "auto", message)

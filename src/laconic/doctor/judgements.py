@@ -62,7 +62,7 @@ _UNREACHABLE = "the ranks cannot reach each other: the first step hangs or fails
 _SLOWEST = "every step waits for it"
 _THEN = (
     "plans made with that file are wrong, and steps are slower",
-    "find what has changed, or measure again: `laconic plan measure --out FILE`",
+    "find what has changed, or measure again: `laconic doctor --out FILE`",
 )
 _ADVICE: dict[str, tuple[Kind, str, str]] = {
     "interface": ("interface", _UNREACHABLE,

@@ -1,4 +1,4 @@
-"""What the ranks measure together, besides `laconic plan measure`: clocks, each link, each device, each placement.
+"""What ranks measure together, besides the figures of a cluster file: clocks, each link, device and placement.
 
 [Note: Sure bounds of a clock]
 All ranks write down their clock, exchange what they wrote, and look at the clock again. Rank 0's first look came before
@@ -25,7 +25,7 @@ from laconic.shard.api import fully_shard
 from laconic.shard.policies import Where
 
 QUICK = Effort(repetitions=3, enough_s=0.05)
-"""Enough to show the figures; `laconic plan measure` takes more repetitions."""
+"""Enough to show the figures; a cluster file takes more repetitions."""
 _CLOCK_ROUNDS = 10
 _MOST_DISTANCE = 4
 """Among many nodes, each measures its links with this many before it and after it."""
@@ -69,7 +69,7 @@ class Measured:
     products_s: list[float]
     """By rank: the time of the same product, the shortest of many, while all ranks compute."""
     figures: dict[str, float]
-    """The medians of `laconic plan measure`, by key of the cluster file."""
+    """The medians of the figures, by key of the cluster file."""
     steps: list[PlacementStep]
 
 

@@ -1,4 +1,4 @@
-"""`laconic plan`: what a job takes, the figures of a cluster, and the padding of layouts."""
+"""`laconic plan`: what a job takes, and the padding of layouts."""
 
 import argparse
 import atexit
@@ -19,7 +19,6 @@ from laconic.extras import how_to_install
 from laconic.layout.granularity import rows
 from laconic.plan.job_cli import add_job
 from laconic.plan.known import models
-from laconic.plan.measure_cli import add_measure
 from laconic.plan.padding import LayoutRow, UnitShapes, layout_rows, plan_of, shapes_of
 from laconic.plan.pictures import SUFFIXES, draw_layout
 from laconic.plan.remedies import Advice, advise
@@ -67,7 +66,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="laconic plan", description="Compute numbers of a run before it starts.")
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     add_job(commands)
-    add_measure(commands)
     layout = commands.add_parser("layout", help="the padding of a model's layouts at a list of group sizes")
     layout.set_defaults(run=_layout)
     layout.description, layout.epilog = _LAYOUT, _LAYOUT_EPILOG

@@ -32,7 +32,7 @@ examples:
   laconic plan job.toml --cluster cluster.toml --allow 4bit,local-steps
   laconic plan job.toml --cluster cluster.toml --timeline step.svg --strategy fsdp2
 
-docs/plan.md explains the cluster file; `laconic plan measure` writes it."""
+docs/plan.md explains the cluster file; `laconic doctor --out` writes it."""
 
 _WIDTH = 110
 

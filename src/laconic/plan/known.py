@@ -123,7 +123,7 @@ def _find(names: Sequence[str], also: Mapping[str, str], words: str) -> str:
         nearest = (alike or difflib.get_close_matches(wanted, plain, n=1, cutoff=0.0))[0]
         raise ValueError(
             f"is not in the table; the nearest is {plain[nearest]!r} (in the table: {', '.join(names)}). For something "
-            "else, leave it out and give the figures themselves; `laconic plan measure` writes those of your machines"
+            "else, leave it out and give the figures themselves; `laconic doctor --out` writes those of your machines"
         )
     return plain[wanted]
 
