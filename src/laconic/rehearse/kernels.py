@@ -8,6 +8,8 @@ coders of lossless differences and gradients are such operations on a CPU, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,99 +20,73 @@ from laconic.codec.lossless import UnreadMessage
 from laconic.rehearse.machine import Machine, Run
 
 PASSES_OF_LOOPS = 6
-"""The loops of numba for lossless differences take a CPU as long as it takes to read both values so often."""
-_PASSES_OF_GRADIENTS = 6
-"""The same of lossless gradients."""
-
-
-class BlockKernels:
-    """Stands for codec/blocked_triton.py."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-
-    def encode(
-        self, codec: Any, values: Tensor, base: Tensor | None, codes: Tensor, steps: Tensor, *, rotates: bool = False
-    ) -> None:
-        """See `blocked_triton.encode`."""
-        _launch(self._machine, _encode, [codes, steps], [values, base], codec, rotates)
-
-    def decode(
-        self, codec: Any, codes: Tensor, steps: Tensor, out: Tensor, *, adds: bool = False, rotates: bool = False
-    ) -> None:
-        """See `blocked_triton.decode`."""
-        _launch(self._machine, _decode, [out], [codes, steps, out if adds else None], codec, rotates)
-
-
-class ScaledKernels:
-    """Stands for layers/scaled_triton.py."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-
-    def encode(self, form: Any, matrix: Tensor, matrix_scale: Tensor | None, codes: Tensor, scales: Tensor) -> None:
-        """See `scaled_triton.encode`."""
-        _launch(self._machine, _quantize, [codes, scales], [matrix, matrix_scale], form)
-
-    def decode(self, form: Any, codes: Tensor, scales: Tensor, matrix_scale: Tensor | None, out: Tensor) -> None:
-        """See `scaled_triton.decode`."""
-        _launch(self._machine, _dequantize, [out], [codes, scales, matrix_scale], form)
-
-
-class LosslessCoder:
-    """Stands for `encode_in_pieces` and `decode_in_pieces` of codec/lossless.py, since what they do hangs on values.
-
-    A message has the bits of the new values, and who reads it keeps what is held.
-    """
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-
-    def encode(self, held: Tensor, new: Tensor) -> UnreadMessage:
-        """See `lossless.encode_in_pieces`."""
-        buffer, length = held.new_empty(new.nbytes, dtype=torch.uint8), held.new_empty(1, dtype=torch.int64)
-        written = [buffer, length, torch.empty_like(new)]
-        _launch(self._machine, _write_message, written, [*_passes(held, new), held, new])
-        return UnreadMessage(buffer, length)
-
-    def decode(self, held: Tensor, message: Tensor, *, faults: list[Tensor]) -> None:
-        """See `lossless.decode_in_pieces`."""
-        fault = held.new_empty(1, dtype=torch.int32)
-        _launch(self._machine, _read_message, [held, fault], [*_passes(held, held), message])
-        faults.append(fault)
-
-
-class GradientCoder:
-    """Stands for `encode` and `decode` of codec/lossless_gradients.py. A message has the bits of the values."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-
-    def encode(self, values: Tensor) -> UnreadMessage:
-        """See `lossless_gradients.encode`."""
-        buffer, length = values.new_empty(values.nbytes, dtype=torch.uint8), values.new_empty(1, dtype=torch.int64)
-        # once to find the length, and once to write the message
-        read = [*_passes(values, often=_PASSES_OF_GRADIENTS), values, values]
-        _launch(self._machine, _write_gradients, [buffer, length], read)
-        return UnreadMessage(buffer, length)
-
-    def decode(self, message: Tensor, out: Tensor) -> None:
-        """See `lossless_gradients.decode`."""
-        _launch(self._machine, _read_gradients, [out], [*_passes(out, often=_PASSES_OF_GRADIENTS), message])
-
-
-def _passes(*values: Tensor, often: int = PASSES_OF_LOOPS) -> list[Tensor]:
-    return [] if values[0].is_cuda else list(values) * often
+"""The loops of numba for lossless differences and gradients take a CPU as long as it takes to read values so often."""
 
 
 def kernels_of(machine: Machine) -> Callable[..., Any]:
-    """Return what takes the place of `kernels_for` in laconic.codec."""
-    modules = {"codec.blocked_triton": BlockKernels(machine), "layers.scaled_triton": ScaledKernels(machine)}
+    """Return what takes the place of `kernels_for`: of codec/blocked_triton.py and layers/scaled_triton.py."""
+    launch = partial(_launch, machine)
+
+    def encode_blocks(
+        codec: Any, values: Tensor, base: Tensor | None, codes: Tensor, steps: Tensor, *, rotates: bool = False
+    ) -> None:
+        launch(_encode, [codes, steps], [values, base], codec, rotates)
+
+    def decode_blocks(
+        codec: Any, codes: Tensor, steps: Tensor, out: Tensor, *, adds: bool = False, rotates: bool = False
+    ) -> None:
+        launch(_decode, [out], [codes, steps, out if adds else None], codec, rotates)
+
+    def quantize(form: Any, matrix: Tensor, matrix_scale: Tensor | None, codes: Tensor, scales: Tensor) -> None:
+        launch(_quantize, [codes, scales], [matrix, matrix_scale], form)
+
+    def dequantize(form: Any, codes: Tensor, scales: Tensor, matrix_scale: Tensor | None, out: Tensor) -> None:
+        launch(_dequantize, [out], [codes, scales, matrix_scale], form)
+
+    modules = {
+        "codec.blocked_triton": SimpleNamespace(encode=encode_blocks, decode=decode_blocks),
+        "layers.scaled_triton": SimpleNamespace(encode=quantize, decode=dequantize),
+    }
 
     def kernels_for(tensor: Tensor, name: str) -> Any:
         return modules[name] if tensor.is_cuda and type(tensor) is Tensor else None  # not so while a chain stands in
 
     return kernels_for
+
+
+def encode_difference(machine: Machine, held: Tensor, new: Tensor) -> UnreadMessage:
+    """Stands for `encode_in_pieces` of codec/lossless.py, since what that does hangs on values.
+
+    A message has the bits of the new values, and who reads it keeps what is held.
+    """
+    buffer, length = held.new_empty(new.nbytes, dtype=torch.uint8), held.new_empty(1, dtype=torch.int64)
+    written = [buffer, length, torch.empty_like(new)]
+    _launch(machine, _write_message, written, [*_passes(held, new), held, new])
+    return UnreadMessage(buffer, length)
+
+
+def decode_difference(machine: Machine, held: Tensor, message: Tensor, *, faults: list[Tensor]) -> None:
+    """Stands for `decode_in_pieces` of codec/lossless.py."""
+    fault = held.new_empty(1, dtype=torch.int32)
+    _launch(machine, _read_message, [held, fault], [*_passes(held, held), message])
+    faults.append(fault)
+
+
+def encode_gradients(machine: Machine, values: Tensor) -> UnreadMessage:
+    """Stands for `encode` of codec/lossless_gradients.py. A message has the bits of the values."""
+    buffer, length = values.new_empty(values.nbytes, dtype=torch.uint8), values.new_empty(1, dtype=torch.int64)
+    # once to find the length, and once to write the message
+    _launch(machine, _write_gradients, [buffer, length], [*_passes(values), values, values])
+    return UnreadMessage(buffer, length)
+
+
+def decode_gradients(machine: Machine, message: Tensor, out: Tensor) -> None:
+    """Stands for `decode` of codec/lossless_gradients.py."""
+    _launch(machine, _read_gradients, [out], [*_passes(out), message])
+
+
+def _passes(*values: Tensor) -> list[Tensor]:
+    return [] if values[0].is_cuda else list(values) * PASSES_OF_LOOPS
 
 
 def _encode(codes: Tensor, steps: Tensor, values: Tensor, base: Tensor | None, codec: Any, rotates: bool) -> None:
@@ -134,10 +110,8 @@ def _dequantize(out: Tensor, codes: Tensor, scales: Tensor, matrix_scale: Tensor
 
 
 def _write_message(buffer: Tensor, length: Tensor, words: Tensor, *others: Tensor) -> None:
-    new = others[-1]
-    buffer.copy_(new.view(torch.uint8))
-    length.fill_(len(buffer))
-    words.copy_(new)
+    _write_gradients(buffer, length, *others)
+    words.copy_(others[-1])
 
 
 def _read_message(held: Tensor, fault: Tensor, *others: Tensor) -> None:

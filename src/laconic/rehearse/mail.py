@@ -159,16 +159,6 @@ class MailStore(dist.Store):
         """The number of keys that are set."""
         return len(self._values)
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of some keys; waits until all are set."""
-        self.wait(keys)
-        return [self._values[key] for key in keys]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
-        """Set the values of some keys."""
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long waits may take, in seconds of the turns' clock."""
         self._timeout = timeout
@@ -270,10 +260,11 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [each.detach().clone() for each in tensors]
 
 
-def _put(output: Tensor, value: Tensor) -> None:
-    if (output.numel(), output.dtype) != (value.numel(), value.dtype):
-        raise RuntimeError(f"an output is {_words(output)}, where {_words(value)} comes")
-    output.detach().copy_(value.view_as(output))
+def _put(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for output, value in zip(outputs, values, strict=True):
+        if (output.numel(), output.dtype) != (value.numel(), value.dtype):
+            raise RuntimeError(f"an output is {_words(output)}, where {_words(value)} comes")
+        output.detach().copy_(value.view_as(output))
 
 
 class MailGroup(_ProcessGroup):
@@ -375,8 +366,7 @@ class MailGroup(_ProcessGroup):
         """The tensors of all ranks, united in the order of ranks."""
 
         def finish(parts: list[Any]) -> None:
-            for place, tensor in enumerate(tensors):
-                _put(tensor, _reduced([part[place] for part in parts], opts))
+            _put(tensors, [_reduced(terms, opts) for terms in zip(*parts, strict=True)])
 
         return self._collect("all-reduce", _copies(tensors), finish, opts)
 
@@ -386,8 +376,7 @@ class MailGroup(_ProcessGroup):
 
         def finish(parts: list[Any]) -> None:
             if self._rank != root:
-                for tensor, value in zip(tensors, parts[root], strict=True):
-                    _put(tensor, value)
+                _put(tensors, parts[root])
 
         return self._collect("broadcast", _copies(tensors) if self._rank == root else (), finish, opts)
 
@@ -396,26 +385,37 @@ class MailGroup(_ProcessGroup):
 
         def finish(parts: list[Any]) -> None:
             for place, of_ranks in enumerate(outputs):
-                for output, part in zip(of_ranks, parts, strict=True):
-                    _put(output, part[place])
+                _put(of_ranks, [part[place] for part in parts])
 
         return self._collect("all-gather", _copies(inputs), finish, opts)
+
+    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
+        """The inputs of all ranks, one after the other, for each output; DTensors call this from C++."""
+        return self.allgather([output.view(self._size, -1).unbind() for output in outputs], inputs, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> MailWork | None:
         """The inputs of all ranks, one after the other."""
         return self.allgather([output.view(self._size, -1).unbind()], [input.reshape(-1)], opts)
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
-        """This rank's part of the sum."""
+        """This rank's part of the sum, for each output."""
+        rank, count = self._rank, len(outputs)
 
         def finish(parts: list[Any]) -> None:
-            _put(outputs[0], _reduced([part[self._rank].view_as(outputs[0]) for part in parts], opts))
+            own = [[part[place * self._size + rank] for part in parts] for place in range(count)]
+            _put(outputs, [_reduced(terms, opts) for terms in own])
 
-        return self._collect("reduce-scatter", _copies(inputs[0]), finish, opts)
+        return self._collect("reduce-scatter", [each for given in inputs for each in _copies(given)], finish, opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> MailWork | None:
+        """This rank's part of the sum of each flat input; DTensors call this from C++."""
+        return self.reduce_scatter(outputs, [each.reshape(self._size, -1).unbind() for each in inputs], opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> MailWork | None:
         """This rank's part of the sum of flat inputs."""
-        return self.reduce_scatter([output], [input.reshape(self._size, -1).unbind()], opts)
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
@@ -429,8 +429,7 @@ class MailGroup(_ProcessGroup):
         """From each rank what it has for this one."""
 
         def finish(parts: list[Any]) -> None:
-            for output, part in zip(outputs, parts, strict=True):
-                _put(output, part[self._rank])
+            _put(outputs, [part[self._rank] for part in parts])
 
         return self._collect("all-to-all", _copies(inputs), finish, opts)
 
@@ -439,42 +438,26 @@ class MailGroup(_ProcessGroup):
 
         def finish(parts: list[Any]) -> None:
             if self._rank == opts.rootRank:
-                for output, part in zip(outputs[0], parts, strict=True):
-                    _put(output, part[0])
+                _put(outputs[0], [part[0] for part in parts])
 
         return self._collect("gather", _copies(inputs), finish, opts)
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
         """This rank's part of the root's tensors."""
-        given = _copies(inputs[0]) if self._rank == opts.rootRank else ()
-        return self._collect("scatter", given, lambda parts: _put(outputs[0], parts[opts.rootRank][self._rank]), opts)
+
+        def finish(parts: list[Any]) -> None:
+            _put(outputs, [parts[opts.rootRank][self._rank]])
+
+        return self._collect("scatter", _copies(inputs[0]) if self._rank == opts.rootRank else (), finish, opts)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> MailWork | None:
         """At the root, the tensors of all ranks, united."""
 
         def finish(parts: list[Any]) -> None:
             if self._rank == opts.rootRank:
-                _put(tensors[0], _reduced([part[0] for part in parts], opts))
+                _put(tensors, [_reduced([part[0] for part in parts], opts)])
 
         return self._collect("reduce", _copies(tensors), finish, opts)
-
-    def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> MailWork | None:
-        """The inputs of all ranks, one after the other, for each output; DTensors call this from C++."""
-        return self.allgather([output.view(self._size, -1).unbind() for output in outputs], inputs, opts)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> MailWork | None:
-        """This rank's part of the sum of each input; DTensors call this from C++."""
-
-        def finish(parts: list[Any]) -> None:
-            for place, output in enumerate(outputs):
-                terms = [part[place].reshape(self._size, -1)[self._rank].view_as(output) for part in parts]
-                _put(output, _reduced(terms, opts))
-
-        return self._collect("reduce-scatter", _copies(inputs), finish, opts)
 
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
     allgather_into_tensor_coalesced, allreduce_coalesced = all_gather_single_coalesced, allreduce

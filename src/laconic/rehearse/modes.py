@@ -6,13 +6,12 @@ The function mode moves to host memory whatever asks for device "cuda", and lets
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent import futures
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 import torch
@@ -28,7 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from laconic.codec import blocked, lossless_sums
 from laconic.layers import scaled
-from laconic.rehearse.kernels import GradientCoder, LosslessCoder, kernels_of
+from laconic.rehearse.kernels import (
+    decode_difference,
+    decode_gradients,
+    encode_difference,
+    encode_gradients,
+    kernels_of,
+)  # fmt: skip
 from laconic.rehearse.machine import CPU, CUDA, Event, Machine, Run, Stream, aten
 from laconic.rehearse.operations import Inputs, Kind, inputs_of, kind_of, run, stands_for, value_without
 from laconic.rehearse.tape import HOST
@@ -36,7 +41,6 @@ from laconic.rehearse.threads import threads_of
 from laconic.rehearse.world import COLLECTIVES
 from laconic.shard import api, cache, crossing
 
-R = TypeVar("R")
 _DEVICE = torch.Tensor.device.__get__
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _IS_CPU = torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
@@ -64,24 +68,36 @@ def accelerator(
         def __init__(self, **flags: Any) -> None:
             super().__init__(machine)
 
-    streams = SimpleNamespace(
-        Stream=OwnStream,
-        Event=OwnEvent,
-        current_stream=lambda device=None: machine.current,
-        stream=machine.stream,
-        synchronize=lambda device=None: machine.synchronize(),
-        is_available=lambda: True,
-        is_initialized=lambda: True,
-    )
+    driver = SimpleNamespace(cudaHostRegister=machine.register_pages, cudaHostUnregister=machine.unregister_pages)
+    cuda = {
+        "Stream": OwnStream,
+        "Event": OwnEvent,
+        "current_stream": lambda device=None: machine.current,
+        "stream": machine.stream,
+        "synchronize": lambda device=None: machine.synchronize(),
+        "is_initialized": lambda: True,
+        "cudart": lambda: driver,
+        "set_device": lambda device: None,
+        "device": lambda device: nullcontext(),
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+    }
+    any_accelerator = {
+        "current_accelerator": lambda check_available=False: CUDA,
+        "current_device_index": lambda: 0,
+        "set_device_index": lambda index: None,
+        **{name: cuda[name] for name in ("device_count", "current_stream", "synchronize")},
+    }
     real_module, real_resize, real_save = torch.get_device_module, torch.UntypedStorage.resize_, torch.save
     real_part, real_hooks = torch.UntypedStorage.__getitem__, torch.autograd.graph.saved_tensors_hooks.__init__
-    driver = SimpleNamespace(cudaHostRegister=machine.register_pages, cudaHostUnregister=machine.unregister_pages)
     devices = _Devices(machine)
     operations = _Operations(machine, devices)
     run_backward = torch.autograd._engine_run_backward
 
     def module_of(device: Any = None) -> Any:
-        return streams if torch.device(device or CUDA).type == "cuda" else real_module(device)
+        if torch.device(device or CUDA).type != "cuda":
+            return real_module(device)
+        return SimpleNamespace(**cuda, is_available=lambda: True)
 
     def resize(storage: Any, nbytes: int) -> Any:
         before = machine.before_resize(storage)
@@ -109,7 +125,10 @@ def accelerator(
             with operations, devices:  # modes are a thread's own, and torch leaves those of functions in `backward`
                 return run_backward(*args, **kwargs)
 
-        return _in_a_thread(run_here)
+        # In another thread of the host, as torch runs the backward of an accelerator: it has none of the caller's
+        # thread-local state, which our hooks and functions must not need.
+        with futures.ThreadPoolExecutor(1, "backward") as pool:
+            return pool.submit(run_here).result()
 
     def hooks_of_saved_tensors(hooks: Any, pack: Any, unpack: Any) -> None:
         real_hooks(hooks, _within(devices, pack), _within(devices, unpack))  # torch has left the mode for the operation
@@ -132,26 +151,9 @@ def accelerator(
         replaced.append((clip_grad, "_group_tensors_by_device_and_dtype", _by_device_and_dtype))
         replaced.append((_fsdp_param, "_chunk_with_empty", _Chunks))
     if device_type == "cuda":
-        replaced += [
-            (torch, "get_device_module", module_of),
-            (torch.accelerator, "current_device_index", lambda: 0),
-            (torch.accelerator, "current_accelerator", lambda check_available=False: CUDA),
-            (torch.accelerator, "set_device_index", lambda index: None),
-            (torch.accelerator, "device_count", lambda: 1),
-            (torch.accelerator, "current_stream", streams.current_stream),
-            (torch.accelerator, "synchronize", streams.synchronize),
-            (torch.cuda, "cudart", lambda: driver),
-            (torch.cuda, "is_initialized", lambda: True),
-            (torch.cuda, "synchronize", streams.synchronize),
-            (torch.cuda, "current_stream", streams.current_stream),
-            (torch.cuda, "stream", machine.stream),
-            (torch.cuda, "set_device", lambda device: None),
-            (torch.cuda, "device", lambda device: nullcontext()),
-            (torch.cuda, "Stream", streams.Stream),
-            (torch.cuda, "Event", streams.Event),
-            (torch.cuda, "current_device", lambda: 0),
-            (torch.cuda, "device_count", lambda: 1),
-        ]
+        replaced.append((torch, "get_device_module", module_of))
+        replaced += [(torch.cuda, name, value) for name, value in cuda.items()]
+        replaced += [(torch.accelerator, name, value) for name, value in any_accelerator.items()]
     with ExitStack() as patches:
         for target, name, value in (
             *replaced,
@@ -161,11 +163,11 @@ def accelerator(
             (torch.UntypedStorage, "__getitem__", part_of),
             (torch.autograd, "_engine_run_backward", backward),
             *((module, "kernels_for", kernels_of(machine)) for module in (blocked, scaled)),
-            (crossing, "encode_in_pieces", LosslessCoder(machine).encode),
-            (crossing, "decode_in_pieces", LosslessCoder(machine).decode),
+            (crossing, "encode_in_pieces", partial(encode_difference, machine)),
+            (crossing, "decode_in_pieces", partial(decode_difference, machine)),
             (api, "coder_on", lambda *_: None),  # which this machine needs not have
-            (lossless_sums, "encode", GradientCoder(machine).encode),
-            (lossless_sums, "decode", GradientCoder(machine).decode),
+            (lossless_sums, "encode", partial(encode_gradients, machine)),
+            (lossless_sums, "decode", partial(decode_gradients, machine)),
         ):
             patches.enter_context(mock.patch.object(target, name, value))
         patches.enter_context(threads_of(machine))
@@ -174,25 +176,6 @@ def accelerator(
             yield machine
     machine.is_recording = False
     machine.memory_of.clear()
-
-
-def _in_a_thread(run: Callable[[], R]) -> R:
-    """Run in another thread of the host, as torch runs the backward of an accelerator, and wait for it.
-
-    The new thread has none of the caller's thread-local state. Our hooks and functions must not need that state.
-    """
-    end: Future[R] = Future()
-
-    def work() -> None:
-        try:
-            end.set_result(run())
-        except BaseException as error:  # it belongs to the thread that waits
-            end.set_exception(error)
-
-    thread = threading.Thread(target=work, name="backward")
-    thread.start()
-    thread.join()
-    return end.result()
 
 
 _assign = dist._compute_bucket_assignment_by_size
