@@ -17,12 +17,12 @@ from rich.table import Table
 from laconic.errors import JobError
 from laconic.extras import how_to_install
 from laconic.layout.granularity import rows
+from laconic.plan.early import say
 from laconic.plan.job_cli import add_job
 from laconic.plan.known import models
 from laconic.plan.padding import LayoutRow, UnitShapes, layout_rows, plan_of, shapes_of
 from laconic.plan.pictures import SUFFIXES, draw_layout
 from laconic.plan.remedies import Advice, advise
-from laconic.plan.saying import say
 from laconic.plan.tracing import TraceError
 from laconic.rehearse import without_collector
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 
 from laconic.config import ConfigError, load
-from laconic.plan.saying import say
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,3 +21,10 @@ def main(argv: Sequence[str]) -> int:
     from laconic.plan import cli
 
     return cli.main(argv)
+
+
+def say(mistake: str, command: str = "job") -> None:
+    """Print one line about a mistake, once for all ranks of a node, which share a terminal."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        name = "" if command == "job" else f" {command}"
+        print(f"laconic plan{name}: {' '.join(mistake.split())}", file=sys.stderr)

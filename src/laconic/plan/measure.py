@@ -290,9 +290,9 @@ class _Measuring:
         latency = statistics.median(self._repeated(small))
         _, gather = self._first_long(self.effort.transfers_bytes, gather_of, self.effort.enough_s / 3)
         whole = gather.whole
-        before, counted_before = self.cluster.traffic.snapshot(), _counters()
+        before, interfaces_before = self.cluster.traffic.snapshot(), _sent_bytes()
         seconds = self._repeated(gather)
-        counted = _counters() - counted_before
+        counted = {name: size - interfaces_before.get(name, size) for name, size in _sent_bytes().items()}
         payload_bytes = (self.cluster.traffic.snapshot() - before).total(level, direction="sent")
         sent = whole.nbytes * (communicator.size - 1) // communicator.size
         rates = tuple(sent / max(duration - latency, duration / 2) for duration in seconds)
@@ -345,9 +345,9 @@ class _Measuring:
         key = "local_overlap" if level == "local" else "wire_overlap"
         return Figure(key=key, values=values, how=how)
 
-    def _header_factor(self, counted: _Counters, payload_bytes: int) -> Figure:
+    def _header_factor(self, counted: Mapping[str, int], payload_bytes: int) -> Figure:
         """The bytes of the network interface for each byte of payload, on the mean of all nodes, if they make sense."""
-        name, sent = counted.busiest()
+        name, sent = max(counted.items(), key=lambda item: item[1], default=("no interface", 0))
         factors = [factor for factor in self.ranks.gather(sent / payload_bytes) if 1 <= factor <= _MOST_HEADERS]
         key = "wire_header_factor"
         if len(factors) < self.ranks.size:
@@ -425,23 +425,10 @@ class _Gather:
             pending.wait()
 
 
-class _Counters:
+def _sent_bytes() -> dict[str, int]:
     """The bytes that each network interface has sent."""
-
-    def __init__(self, sent: Mapping[str, int]) -> None:
-        self.sent = sent
-
-    def __sub__(self, earlier: _Counters) -> _Counters:
-        return _Counters({name: sent - earlier.sent.get(name, sent) for name, sent in self.sent.items()})
-
-    def busiest(self) -> tuple[str, int]:
-        """The interface that has sent most, and its bytes."""
-        return max(self.sent.items(), key=lambda item: item[1], default=("no interface", 0))
-
-
-def _counters() -> _Counters:
     counted = psutil.net_io_counters(pernic=True, nowrap=False)
-    return _Counters({name: counts.bytes_sent for name, counts in counted.items() if name != "lo"})
+    return {name: counts.bytes_sent for name, counts in counted.items() if name != "lo"}
 
 
 def machine_id() -> str:

@@ -16,7 +16,7 @@ the ranks, so the share of a rank stays as it is. Tried on 88 bad plans, it made
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -27,8 +27,8 @@ from laconic.plan.units import format_quantity
 
 FLAT = 256
 """The elements of a flat block: the default of `laconic.optim.Tiling`."""
-MOST_LAYERS = 16
-"""The most layers of a unit that are tried."""
+_LAYERS = (1, 2, 4, 8, 16)
+"""The numbers of layers of a unit that are tried."""
 _FEW_RANKS = 1024
 _NODE = 8
 """Ranks of a node, which no replica cuts."""
@@ -141,11 +141,20 @@ class _Search:
         self._model, self._num_ranks, self._num_rows, self._itemsize = model, num_ranks, num_rows, itemsize
         self._units_of = cache(model.units)
         """The units, by the number of layers in each."""
+        nodes = num_ranks // (_NODE if num_ranks % _NODE == 0 else 1)
+        self._splits = [count for count in range(1, nodes + 1) if nodes % count == 0]
+        """The numbers of replicas."""
 
     def cheapest(self, *, is_flat: bool) -> Remedy | None:
         """The cheapest way that pads little enough; None if there is none."""
         most, best = most_padding(self._num_ranks), None
-        for least_bytes, layers, replicas in sorted(self._ways(is_flat)):
+        ways = (
+            (self._least_bytes(layers, replicas, is_flat=is_flat), layers, replicas)
+            for layers in _LAYERS
+            if layers <= max(1, len(self._model.layers))
+            for replicas in self._splits
+        )
+        for least_bytes, layers, replicas in sorted(ways):
             if best is not None and least_bytes >= best.rank_bytes:
                 break
             if self._least_padding(layers, replicas, is_flat) > most:
@@ -171,16 +180,6 @@ class _Search:
             rank_bytes=rank_bytes,
             added_bytes=rank_bytes - self._least_bytes(1, 1, is_flat=False),
         )
-
-    def _ways(self, is_flat: bool) -> Iterator[tuple[float, int, int]]:
-        """Each number of layers and of replicas, behind the bytes that a rank holds if nothing pads."""
-        nodes = self._num_ranks // (_NODE if self._num_ranks % _NODE == 0 else 1)
-        splits = [count for count in range(1, nodes + 1) if nodes % count == 0]
-        layers = 1
-        while layers == 1 or layers <= min(MOST_LAYERS, len(self._model.layers)):
-            for replicas in splits:
-                yield self._least_bytes(layers, replicas, is_flat=is_flat), layers, replicas
-            layers *= 2
 
     def _least_bytes(self, layers: int, replicas: int, *, is_flat: bool) -> float:
         largest = max(unit.numel for unit in self._units_of(layers))

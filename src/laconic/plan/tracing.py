@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from traceback import walk_tb
 from types import MethodType
 from typing import Any
 
@@ -49,8 +50,6 @@ class Tracing:
         self._compute_dtype, self._in_place = compute_dtype, gradients_in_place
         self._recorder, self._device_type = Recorder(device_type), device_type
         self._is_backward = False
-        self._running: list[str] = []
-        """The names of the modules whose forward runs, outermost first."""
         self._names: dict[int, str] = {}
         """The id of every parameter, and of the fake one in its place -> its name in its unit."""
         for module in modules:
@@ -83,7 +82,7 @@ class Tracing:
                 del loss
             except Exception as error:
                 reason = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
-                raise TraceError(self._running[-1] if self._running else type(self._model).__name__, reason) from error
+                raise TraceError(self._running_in(error), reason) from error
             self._recorder.end()
         return _without_empty(self._recorder.segments)
 
@@ -154,19 +153,16 @@ class Tracing:
                 unit = _Unit(self, index)
                 handles.append(module.register_forward_pre_hook(unit.enter, with_kwargs=True))
                 handles.append(module.register_forward_hook(unit.leave))
-            for name, module in self._model.named_modules():
-                handles.append(module.register_forward_pre_hook(partial(self._push, name or type(module).__name__)))
-                handles.append(module.register_forward_hook(self._pop))
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _push(self, name: str, module: nn.Module, args: Any) -> None:
-        self._running.append(name)
-
-    def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._running.pop()
+    def _running_in(self, error: Exception) -> str:
+        """The name of the innermost module whose forward an error has left."""
+        names = {id(module): name for name, module in self._model.named_modules() if name}
+        left = [names.get(id(frame.f_locals.get("self"))) for frame, _ in walk_tb(error.__traceback__)]
+        return next((name for name in reversed(left) if name), type(self._model).__name__)
 
 
 class _Unit:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import sys
 import sysconfig
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType
+from traceback import walk_stack
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -232,8 +234,7 @@ class Machine:
         """The call in laconic or torch's FSDP2 that makes this wait or event; None if the program itself makes it."""
         if self.cost_of is not None:
             return None
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None:
+        for frame, line in walk_stack(sys._getframe(2)):
             file, code = frame.f_code.co_filename, frame.f_code
             root = _LIBRARY if file.startswith(_LIBRARY) and not file.startswith(_OWN) else FSDP2
             if file.startswith(root):
@@ -243,8 +244,7 @@ class Machine:
                     call = f"{code.co_name} after " + ("compute" if index is None else f"[{index}]")
                 is_below = file.endswith(_BELOW_SITES) or (file.endswith("cyclic/links.py") and code.co_name == "_wait")
                 if not is_below:
-                    return Site(file[len(root) + 1 :], frame.f_lineno, code.co_name, call)
-            frame = frame.f_back
+                    return Site(file[len(root) + 1 :], line, code.co_name, call)
         return None
 
     # -- memory --------------------------------------------------------------------------------------------------------
@@ -269,20 +269,16 @@ class Machine:
         found = self.memory_of.get(tensor.untyped_storage()._cdata)
         return found is not None and found.is_device
 
-    def adopt(self, tensor: Tensor) -> None:
-        """Take over a tensor that no operation made, such as one of Python's numbers."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.memory_of:
-            is_device, is_pinned = self.placing or (False, False)
-            self._register(storage, is_device=is_device).is_pinned = is_pinned
+    def take(self, tensor: Tensor, *, is_device: bool = False, is_new: bool = True) -> bool:
+        """Register the memory of a tensor, if it is not known. Returns whether it is not.
 
-    def take(self, result: Tensor, *, is_device: bool) -> bool:
-        """Register the memory of an operation's result, if it is new. Returns whether it is."""
-        storage = result.untyped_storage()
+        It `is_new` if an operation has made it, unlike one of Python's numbers.
+        """
+        storage = tensor.untyped_storage()
         if storage._cdata in self.memory_of:
             return False
         is_device, is_pinned = self.placing or (is_device, False)
-        self._register(storage, is_device=is_device, is_new=True).is_pinned = is_pinned
+        self._register(storage, is_device=is_device, is_new=is_new).is_pinned = is_pinned
         return True
 
     def cut(self, storage: Any, part: Any, begin: int) -> None:
@@ -334,9 +330,7 @@ class Machine:
 
     def before_resize(self, storage: Any) -> Memory:
         """Free the memory of a storage that is about to have another size. Returns what it was."""
-        memory = self.memory_of.get(storage._cdata)
-        if memory is None:
-            memory = self._register(storage, is_device=False)
+        memory = self.memory_of.get(storage._cdata) or self._register(storage, is_device=False)
         if memory.nbytes:
             self._free(storage._cdata, memory)
         else:
@@ -459,28 +453,19 @@ class Machine:
         return [Access(memory.id, first + begin, first + end, is_write) for begin, end in byte_runs(tensor)]
 
     def _place(self) -> str:
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if not file.startswith(_OWN):
-                line = f":{frame.f_lineno} ({frame.f_code.co_name})"
-                if file.startswith(_LIBRARY):
-                    return file[len(_LIBRARY) + 1 :] + line
-                if not file.startswith(_NOT_THE_PROGRAM):
-                    return Path(file).name + line
-            frame = frame.f_back
+        for frame, number in walk_stack(sys._getframe(2)):
+            file, line = frame.f_code.co_filename, f":{number} ({frame.f_code.co_name})"
+            if file.startswith(_LIBRARY) and not file.startswith(_OWN):
+                return file[len(_LIBRARY) + 1 :] + line
+            if not file.startswith((_OWN, *_NOT_THE_PROGRAM)):
+                return Path(file).name + line
         return "?"
 
 
 def _origin() -> str:
     """The file and the function of the library, or of torch's FSDP2 or optimizers, that asks for memory."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        origin = _origin_of(frame.f_code)
-        if origin:
-            return origin
-        frame = frame.f_back
-    return ""
+    origins = (_origin_of(frame.f_code) for frame, _ in walk_stack(sys._getframe(2)))
+    return next(filter(None, origins), "")
 
 
 @functools.cache
@@ -537,7 +522,7 @@ def byte_runs(tensor: Tensor) -> list[tuple[int, int]]:
     while dims and dims[0][0] == run:  # a contiguous inner part
         run *= dims.pop(0)[1]
     starts = [0]
-    if len(dims) and _product(n for _, n in dims) <= _MAX_RUNS:
+    if len(dims) and math.prod(n for _, n in dims) <= _MAX_RUNS:
         for stride, size in reversed(dims):
             starts = [start + i * stride for start in starts for i in range(size)]
     elif dims:
@@ -547,13 +532,6 @@ def byte_runs(tensor: Tensor) -> list[tuple[int, int]]:
 
 def _begin(memory: Memory, storage: Any) -> int:
     return memory.id << 48 if storage.device.type == "meta" else storage.data_ptr()
-
-
-def _product(numbers: Iterable[int]) -> int:
-    total = 1
-    for number in numbers:
-        total *= number
-    return total
 
 
 def contents(storage: Any) -> Tensor:

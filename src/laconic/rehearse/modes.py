@@ -270,7 +270,7 @@ class _Operations(TorchDispatchMode):
         if function is aten.lift_fresh.default:  # one of Python's numbers, in `torch.tensor`
             is_elsewhere = not machine.has_values and any(machine.placing or ())
             number = torch.empty_like(args[0], device="meta") if is_elsewhere else function(*args, **kwargs)
-            machine.adopt(number)
+            machine.take(number, is_new=False)
             if is_elsewhere:
                 machine.memory(number).stands_for = args[0]
             return number
@@ -415,7 +415,7 @@ class _Devices(TorchFunctionMode):
             result = function(*args, **kwargs)
             for tensor in pytree.tree_leaves(result):
                 if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
-                    self._machine.adopt(tensor)
+                    self._machine.take(tensor, is_new=False)
         return result
 
 

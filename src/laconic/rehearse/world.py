@@ -25,7 +25,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from types import FrameType, SimpleNamespace
+from traceback import walk_stack
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -387,11 +388,11 @@ class Group(_ProcessGroup):
 
 def _label_of_torch() -> tuple[str, str] | None:
     """The purpose and the unit of a transfer of torch's own strategies; None for those of others."""
-    frame: FrameType | None = sys._getframe(4)
-    if frame is not None and frame.f_code is _engine_run_backward.__code__:  # DDP's reducer, which is C++
+    caller = sys._getframe(4)
+    if caller.f_code is _engine_run_backward.__code__:  # DDP's reducer, which is C++
         return "gradients", ""
     purpose = None
-    while frame is not None:
+    for frame, _ in walk_stack(caller):
         purpose = purpose or _PURPOSES.get(frame.f_code.co_name)
         if frame.f_code.co_name == "_sync_params":
             return "weights", ""
@@ -399,7 +400,6 @@ def _label_of_torch() -> tuple[str, str] | None:
             owner = frame.f_locals.get("self")
             if isinstance(owner, FSDPParamGroup):
                 return purpose, owner._module_fqn or ""
-        frame = frame.f_back
     return None
 
 
