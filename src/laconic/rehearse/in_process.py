@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -38,6 +37,7 @@ from laconic.comm.groups import REHEARSED
 from laconic.rehearse.blocking import cooperating
 from laconic.rehearse.mail import MAIL, Letter, MailGroup, Post
 from laconic.rehearse.turns import DeadlockError, Stopped, Turns, player
+from laconic.rehearse.world import no_groups
 
 __all__ = ["DeadlockError", "Kill", "Letter", "RankError", "ranks"]
 
@@ -70,19 +70,11 @@ _PER_PROCESS_OBJECTS = [("laconic.comm.journal", "here")]
 """Objects that other modules import by name; their attributes are swapped."""
 
 
-def _world() -> Any:
-    """The tables of one rank's process groups, under the names of torch.distributed's own `_World`."""
-    return SimpleNamespace(
-        default_pg=None, pg_map={}, pg_names={}, pg_group_ranks={}, pg_backend_config={}, group_count=0,
-        tags_to_pg={}, pg_to_tag={}, pg_coalesce_state={}, comms=[], pg_config_info=[], pg_default_device={},
-    )  # fmt: skip
-
-
 @dataclass
 class _State:
     """The state of one rank's process: [Note: State of a process]."""
 
-    world: Any = field(default_factory=_world)
+    world: Any = field(default_factory=no_groups)
     environment: dict[Any, Any] = field(default_factory=dict)
     variables: list[Any] = field(default_factory=list)
     objects: list[dict[str, Any]] = field(default_factory=list)
@@ -107,7 +99,7 @@ class _Processes:
             state.environment = state.environment | encoded
             state.variables = [_fresh(value) for value in state.variables]
             state.objects = [vars(type(each)()) for each in self._objects]
-            state.world, state.bit_generator = _world(), copy.deepcopy(state.bit_generator)
+            state.world, state.bit_generator = no_groups(), copy.deepcopy(state.bit_generator)
             self._states[rank] = state
 
     def change(self, before: int, after: int) -> None:

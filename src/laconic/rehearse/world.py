@@ -494,7 +494,7 @@ def one_rank(world: World) -> Iterator[World]:
             RankGroup, "gather", RankGroup.gather if world.machine.cost_of is None else _all_answer_alike
         ),
         mock.patch.object(device_mesh, "new_group", partial(_new_own_group, world.rank)),
-        _no_groups(),
+        _other_groups(),
     ):
         dist.init_process_group(REHEARSED, store=dist.HashStore(), rank=world.rank, world_size=world.size)
         try:
@@ -513,32 +513,23 @@ def _new_own_group(rank: int, ranks: Sequence[int], **keys: Any) -> Any:
     return dist.new_group(ranks, **keys) if rank in ranks else dist.GroupMember.NON_GROUP_MEMBER
 
 
-_GROUPS: list[dict[Any, Any]] = [
-    *(
-        getattr(distributed_c10d, name)
-        for name in ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
-    ),
-    cluster._made_on,
-]
-"""What a process knows of its groups."""
+def no_groups() -> Any:
+    """The tables of a process without groups, under the names of torch.distributed's own `_World`."""
+    return SimpleNamespace(
+        default_pg=None, pg_map={}, pg_names={}, pg_group_ranks={}, pg_backend_config={}, group_count=0,
+        tags_to_pg={}, pg_to_tag={}, pg_coalesce_state={}, comms=[], pg_config_info=[], pg_default_device={},
+    )  # fmt: skip
 
 
 @contextmanager
-def _no_groups() -> Iterator[None]:
+def _other_groups() -> Iterator[None]:
     """Put the process's own groups aside, and bring them back."""
-    own, default, count = list(map(dict, _GROUPS)), dist.group.WORLD, distributed_c10d._world.group_count
-    _set_groups([{} for _ in _GROUPS], None, _FIRST_NAME)
-    try:
+    others = no_groups()
+    others.group_count = _FIRST_NAME
+    with ExitStack() as stack:
+        stack.callback(lambda: distributed_c10d._update_default_pg(dist.group.WORLD))
+        stack.enter_context(mock.patch.object(distributed_c10d, "_world", others))
+        stack.enter_context(mock.patch.dict(cluster._made_on, clear=True))
+        unregister = torch._C._distributed_c10d._unregister_process_group
+        stack.callback(lambda: [unregister(name) for name in others.pg_names.values()])
         yield
-    finally:
-        for name in distributed_c10d._pg_names.values():
-            torch._C._distributed_c10d._unregister_process_group(name)
-        _set_groups(own, default, count)
-
-
-def _set_groups(tables: Sequence[dict[Any, Any]], default: Any, count: int) -> None:
-    for known, table in zip(_GROUPS, tables, strict=True):
-        known.clear()
-        known.update(table)
-    distributed_c10d._update_default_pg(default)
-    distributed_c10d._world.group_count = count
