@@ -124,9 +124,7 @@ class LabRuns:
         name = f"{case.name.replace(', ', '-').replace(' ', '-')}-{nodes}x{local}-{format_rate(rate)}"
         return self._out / f"{name}-{case.config.train.steps}.json"
 
-    def _ranks(
-        self, command: list[str], nodes: int, local: int, rate: float | None, makes: Path | None = None
-    ) -> None:
+    def _ranks(self, command: list[str], nodes: int, local: int, rate: float | None, makes: Path | None = None) -> None:
         """Run a command in a lab. It may find fault with the lab if it `makes` its file."""
         try:
             with Lab(nodes=nodes, rate_bits_per_s=rate) as lab:

@@ -217,7 +217,7 @@ def figures_table() -> str:
 def _bound_of_halves_s(step: Estimate, cluster: ClusterSpec, group: tuple[str, str, int]) -> float:
     """The seconds below which no step can be whose weights cross in forward, and whose gradients cross in backward."""
     machine = Simulator(cluster)
-    forward_s = sum(machine.seconds(each.phase) for each in trace_job(job(*group)).segments if not each.is_backward)
+    forward_s = sum(machine.seconds(each) for each in trace_job(job(*group)).phases if not each.is_backward)
     rate = cluster.bytes_per_s("node")
     weights_s, gradients_s = (
         cluster.ranks_per_node * sum(step.sent_bytes.get((level, purpose), 0.0) for level in WIRE_LEVELS) / rate

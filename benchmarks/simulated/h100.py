@@ -54,8 +54,9 @@ def _update(job: Config) -> Phase:
         optimizer.step()
         first = len(tape.entries)
         optimizer.step()
-    entries = [entry.cost for entry in tape.entries[first:] if isinstance(entry, Step)]
-    return Phase(work=tuple(cost for cost in entries if isinstance(cost, OpWork)), peak_bytes=0, end_bytes=0)
+    costs_of_steps = (entry.cost for entry in tape.entries[first:] if isinstance(entry, Step))
+    work = tuple(cost for cost in costs_of_steps if isinstance(cost, OpWork))
+    return Phase(unit=0, is_backward=False, work=work, peak_bytes=0, end_bytes=0)
 
 
 def simulated_s() -> dict[str, float]:
@@ -65,7 +66,7 @@ def simulated_s() -> dict[str, float]:
         Config(model=job.model, shard=job.shard.with_keys(strategy="fsdp2"), data=job.data, train=job.train)
     )
     machine = Simulator(cluster)
-    phases = [*(each.phase for each in plain.segments), _update(job)]
+    phases = [*plain.phases, _update(job)]
     found = {"plain": sum(map(machine.seconds, phases))}
     predictor = Predictor(job, cluster)
     for name in ("fsdp2", "none"):

@@ -9,7 +9,7 @@ import pytest
 
 from laconic.config import ConfigError
 from laconic.plan.machine import PlanLane, Simulator
-from laconic.plan.phase import OpWork, Phase
+from laconic.plan.phase import OpWork
 from laconic.rehearse.rings import Route
 from tests.plan.traces import cluster, phase
 
@@ -58,7 +58,7 @@ def test_operations_take_their_products_or_their_bytes_and_their_launches() -> N
         with machine.reading() as reading:
             machine.run("a kernel", work)
         assert reading.seconds == pytest.approx(seconds)
-        assert machine.seconds(Phase(work=(work, work), peak_bytes=0, end_bytes=0)) == pytest.approx(2 * seconds)
+        assert machine.seconds(replace(phase(), work=(work, work))) == pytest.approx(2 * seconds)
     with pytest.raises(ConfigError, match=r"device_flops_per_s\.bfloat16 is missing; .*has float32"):
         machine.run("a kernel", replace(product, dtype="bfloat16"))
 

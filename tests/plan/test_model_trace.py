@@ -16,7 +16,7 @@ from laconic.hf.layers import layers_to_shard
 from laconic.models.build import build_model
 from laconic.plan import model_trace
 from laconic.plan.model_trace import ModelTrace, batch_of, trace_job, trace_model, writes_in_place
-from laconic.plan.phase import Segment
+from laconic.plan.phase import Phase
 from laconic.plan.tracing import TraceError
 from laconic.strategies.memory import measured_peak
 from tests.plan.traces import job as build_job
@@ -41,10 +41,10 @@ def trace_of(config: Config, model: nn.Module | None = None, **changes: Any) -> 
     return trace_model(model, arguments, **{"gradients_in_place": False, **changes})
 
 
-def flops_of(*segments: Segment) -> dict[str, float]:
+def flops_of(*phases: Phase) -> dict[str, float]:
     """The FLOPs of all products, by dtype."""
     found: dict[str, float] = {}
-    for work in (work for segment in segments for work in segment.phase.work if work.dtype is not None):
+    for work in (work for phase in phases for work in phase.work if work.dtype is not None):
         found[work.dtype] = found.get(work.dtype, 0.0) + work.flops
     return found
 
@@ -52,7 +52,7 @@ def flops_of(*segments: Segment) -> dict[str, float]:
 def peak_bytes_of(trace: ModelTrace) -> int:
     """The most bytes of activations alive at once."""
     alive = peak = 0
-    for phase in (segment.phase for segment in trace.segments):
+    for phase in trace.phases:
         peak, alive = max(peak, alive + phase.peak_bytes), alive + phase.end_bytes
     return peak
 
@@ -108,9 +108,9 @@ def test_the_peak_is_the_allocators(name: str) -> None:
         assert 0 <= peak.nbytes - traced < 5 * 5056
     else:
         assert peak.nbytes == pytest.approx(traced, rel=0.001)
-    assert sum(segment.phase.end_bytes for segment in trace.segments) == 0, "all is freed"
-    for segment in trace.segments:
-        assert segment.phase.peak_bytes >= max(segment.phase.end_bytes, 0)
+    assert sum(phase.end_bytes for phase in trace.phases) == 0, "all is freed"
+    for phase in trace.phases:
+        assert phase.peak_bytes >= max(phase.end_bytes, 0)
 
 
 @pytest.mark.heavy
@@ -119,8 +119,8 @@ def test_three_layers_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     short = trace_of(config, device_type="cuda", gradients_in_place=True)
     monkeypatch.setattr(model_trace, "list_of_equal", lambda *_: None)
     assert short == trace_of(config, device_type="cuda", gradients_in_place=True)
-    assert [segment.unit for segment in short.segments if not segment.is_backward] == [4, 0, 1, 2, 3, 4]
-    assert [segment.unit for segment in short.segments if segment.is_backward][:5] == [4, 3, 2, 1, 0]
+    assert [phase.unit for phase in short.phases if not phase.is_backward] == [4, 0, 1, 2, 3, 4]
+    assert [phase.unit for phase in short.phases if phase.is_backward][:5] == [4, 3, 2, 1, 0]
 
 
 def test_layers_that_differ_are_traced_one_by_one() -> None:
@@ -146,11 +146,11 @@ def test_products_are_those_of_torchs_counter() -> None:
     with FlopCounterMode(display=False) as counter:
         model(**batch, use_cache=False).loss.backward()
     trace, in_place = (trace_of(config, model, gradients_in_place=each) for each in (False, True))
-    assert flops_of(*trace.segments) == {"float32": counter.get_total_flops()}
+    assert flops_of(*trace.phases) == {"float32": counter.get_total_flops()}
     # Recomputation ends with the last tensor that backward needs. The engine's linear layers save theirs after their
     # product, so the last product of each layer runs again.
     more = 4 * 2.0 * ROWS * TOKENS * 64 * 152
-    assert flops_of(*in_place.segments) == {"float32": counter.get_total_flops() + more}
+    assert flops_of(*in_place.phases) == {"float32": counter.get_total_flops() + more}
 
 
 def test_a_large_model_has_the_flops_of_its_weights() -> None:
@@ -165,22 +165,22 @@ def test_a_large_model_has_the_flops_of_its_weights() -> None:
     attention = 2 * tokens * tokens * hidden  # two products of 2 S^2 h, of which causal attention is half
     forward = layers * (2 * weights * tokens + attention) + 2 * vocabulary * hidden * tokens
     backward = layers * (4 * weights * tokens + 2.5 * attention) + 4 * vocabulary * hidden * tokens
-    assert flops_of(*trace.segments) == {"bfloat16": forward + backward}
+    assert flops_of(*trace.phases) == {"bfloat16": forward + backward}
     assert len(trace.units) == layers + 1
-    head = next(segment.phase for segment in trace.segments if segment.unit == layers and segment.is_backward)
+    head = next(phase for phase in trace.phases if phase.unit == layers and phase.is_backward)
     assert head.peak_bytes >= 4 * tokens * vocabulary
 
 
 def test_recomputation_is_part_of_backward(llama: ModelTrace, recomputed: ModelTrace) -> None:
-    for before, after in zip(llama.segments, recomputed.segments, strict=True):
+    for before, after in zip(llama.phases, recomputed.phases, strict=True):
         if before.unit == 1 and before.is_backward:
-            forward = next(each for each in llama.segments if each.unit == 1)
+            forward = next(each for each in llama.phases if each.unit == 1)
             last_product = 2.0 * ROWS * TOKENS * 64 * 152  # no tensor that it saves is needed
             more = flops_of(forward)["float32"] - last_product
             assert flops_of(after)["float32"] == flops_of(before)["float32"] + more
-            assert after.phase.peak_bytes > before.phase.peak_bytes
+            assert after.peak_bytes > before.peak_bytes
         elif before.unit == 1:
-            assert after.phase.end_bytes == ROWS * TOKENS * 64 * 4  # the layer's input
+            assert after.end_bytes == ROWS * TOKENS * 64 * 4  # the layer's input
             assert flops_of(after) == flops_of(before)
 
 
@@ -189,26 +189,26 @@ def test_recomputation_is_part_of_backward(llama: ModelTrace, recomputed: ModelT
 
 def test_gradients_of_linear_weights_are_written_in_place(llama: ModelTrace) -> None:
     trace = trace_of(job(LLAMA), gradients_in_place=True)
-    phase = next(segment.phase for segment in trace.segments if segment.unit == 1 and segment.is_backward)
+    phase = next(phase for phase in trace.phases if phase.unit == 1 and phase.is_backward)
     assert {each.name for each in phase.arrivals if not each.is_in_place} == {
         "input_layernorm.weight", "post_attention_layernorm.weight",
     }  # fmt: skip
-    assert phase.gradient_bytes == 2 * 64 * 4
-    phase = next(segment.phase for segment in llama.segments if segment.unit == 1 and segment.is_backward)
+    phase = next(phase for phase in llama.phases if phase.unit == 1 and phase.is_backward)
     layer = layers_to_shard(build_model(job(LLAMA).model))[1]
-    assert phase.gradient_bytes == sum(parameter.nbytes for parameter in layer.parameters())
+    assert {each.name for each in phase.arrivals} == {name for name, _ in layer.named_parameters()}
+    assert not any(each.is_in_place for each in phase.arrivals)
 
 
 def test_a_tied_weight_has_its_gradient_from_the_head_in_place_and_from_the_embedding() -> None:
     """Given as one gradient that waits in autograd for the other, the head's would be alive through all of backward."""
     trace = trace_of(job({**LLAMA, "tie_word_embeddings": True}), gradients_in_place=True)
     root = len(trace.units) - 1
-    phases = [segment.phase for segment in trace.segments if segment.is_backward and segment.unit == root]
+    phases = [phase for phase in trace.phases if phase.is_backward and phase.unit == root]
     come = [each for phase in phases for each in phase.arrivals if "embed" in each.name]
     assert [each.is_in_place for each in come] == [True, False]
     # GPT-2's layers are no linear layers of torch, and its head shares the weight of the embedding
     gpt2 = trace_of(job(GPT2), gradients_in_place=True)
-    in_place = {each.name for segment in gpt2.segments for each in segment.phase.arrivals if each.is_in_place}
+    in_place = {each.name for phase in gpt2.phases for each in phase.arrivals if each.is_in_place}
     assert in_place == {"transformer.wte.weight"}
 
 
@@ -236,8 +236,8 @@ def test_a_job_computes_in_its_param_dtype() -> None:
         train={"compile": True},
     )
     trace = trace_job(config)
-    assert set(flops_of(*trace.segments)) == {"bfloat16"}
-    come = [each.is_in_place for segment in trace.segments for each in segment.phase.arrivals]
+    assert set(flops_of(*trace.phases)) == {"bfloat16"}
+    come = [each.is_in_place for phase in trace.phases for each in phase.arrivals]
     assert not any(come), "a product in bf16 cannot be written into a bucket in fp32"
     assert "train.compile" in trace.notes[0]
     for strategy in ("laconic", "fsdp2"):
@@ -250,7 +250,7 @@ def test_on_cuda_kernels_and_allocations_are_cudas() -> None:
     config = job(GPT2, model={"dtype": "bfloat16"}, tokens=64)
     on_cpu, on_cuda = (trace_of(config, device_type=device) for device in ("cpu", "cuda"))
     assert peak_bytes_of(on_cuda) % 512 == 0
-    layers = [trace.segments[1].phase for trace in (on_cpu, on_cuda)]
+    layers = [trace.phases[1] for trace in (on_cpu, on_cuda)]
     # dropout inside attention makes the CPU write out attention's matrix; CUDA's flash attention does not
     assert layers[1].end_bytes < layers[0].end_bytes - ROWS * 4 * 64 * 64
     assert sum(each.count for each in layers[1].work) < sum(each.count for each in layers[0].work)
@@ -285,7 +285,7 @@ def test_any_model_with_given_arguments() -> None:
     given = {"x": torch.empty(5, 7, 24, device="meta"), "scale": 2.0}
     trace = trace_model(model, given, units=list(model.blocks), loss=squares)
     product = 2.0 * 5 * 7 * 24 * 24
-    assert [(s.unit, s.is_backward, flops_of(s).get("float32", 0) / product) for s in trace.segments] == [
+    assert [(s.unit, s.is_backward, flops_of(s).get("float32", 0) / product) for s in trace.phases] == [
         (0, False, 1), (1, False, 1), (2, False, 0), (2, True, 0), (1, True, 2), (0, True, 1),
     ]  # fmt: skip
     assert trace.units == ("blocks.0", "blocks.1", "Tower")

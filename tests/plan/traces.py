@@ -12,7 +12,7 @@ from torch import nn
 from laconic.config import Config, from_dict
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.model_trace import ModelTrace
-from laconic.plan.phase import Arrival, OpWork, Phase, Segment
+from laconic.plan.phase import Arrival, OpWork, Phase
 from laconic.plan.rehearsal import Rehearsals, Shape
 from laconic.plan.rehearsed import StepWork
 
@@ -60,11 +60,11 @@ def spec(name: str, *shape: int, dtype: torch.dtype = torch.float32, is_trained:
     return ParameterSpec(name=name, shape=shape, dtype=dtype, is_trained=is_trained)
 
 
-def phase(seconds: float = 0.0, *, peak: int = 0, end: int = 0, trained: Iterable[str] = ()) -> Phase:
-    """A phase in which the gradients of some parameters come, in place where that is possible."""
+def phase(seconds: float = 0.0, *, unit: int = 0, peak: int = 0, end: int = 0, trained: Iterable[str] = ()) -> Phase:
+    """A forward phase in which the gradients of some parameters come, in place where that is possible."""
     work = (OpWork(0.0, flops=seconds * FLOPS_PER_S, dtype="float32"),) if seconds else ()
     come = tuple(Arrival(name, peak, peak, is_in_place=True) for name in trained)
-    return Phase(work=work, peak_bytes=peak, end_bytes=end, arrivals=come)
+    return Phase(unit=unit, is_backward=False, work=work, peak_bytes=peak, end_bytes=end, arrivals=come)
 
 
 def trace(
@@ -76,17 +76,16 @@ def trace(
 ) -> MadeTrace:
     """A root without parameters around layers that all take as long and save as much."""
     last = len(layers)
-    segments = [Segment(unit=last, is_backward=False, phase=phase())] * 2
-    back = list(segments)
+    there = [phase(unit=last)] * 2
+    back = list(there)
     for unit, own in enumerate(layers):
-        there = phase(forward_s, peak=saved_bytes, end=saved_bytes)
-        segments.insert(-1, Segment(unit=unit, is_backward=False, phase=there))
-        given = phase(backward_s, end=-saved_bytes, trained=[each.name for each in own if each.is_trained])
-        back.insert(1, Segment(unit=unit, is_backward=True, phase=given))
+        there.insert(-1, phase(forward_s, unit=unit, peak=saved_bytes, end=saved_bytes))
+        trained = [each.name for each in own if each.is_trained]
+        back.insert(1, phase(backward_s, unit=unit, end=-saved_bytes, trained=trained))
     return MadeTrace(
         layers=layers,
         units=(*(f"layers.{index}" for index in range(last)), "Model"),
-        segments=(*segments, *(replace(each, is_backward=True) for each in back)),
+        phases=(*there, *(replace(each, is_backward=True) for each in back)),
         device_type="cpu",
     )
 

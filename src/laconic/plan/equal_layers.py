@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from laconic.plan.phase import Segment
+from laconic.plan.phase import Phase
 
 _KEPT = 3
 _INDEX_NAMES = {"layer_idx", "layer_id", "layer_index", "layer_number", "idx", "index", "block_idx"}
@@ -51,7 +51,7 @@ def only(container: nn.ModuleList, kept: Sequence[int]) -> Iterator[list[nn.Modu
         container._modules = whole
 
 
-def repeat_middle(run: Sequence[Segment], num_layers: int) -> list[Segment] | None:
+def repeat_middle(run: Sequence[Phase], num_layers: int) -> list[Phase] | None:
     """Repeat the second of three layers, units 0 to 2 of `run`; unit 3 becomes unit `num_layers`.
 
     None if the layers do not run one after the other, forward and then backward.
@@ -62,7 +62,7 @@ def repeat_middle(run: Sequence[Segment], num_layers: int) -> list[Segment] | No
         return None
     begin, end, turn, stop = (places[index][2] for index in (1, 2, 4, 5))
 
-    def renamed(part: Sequence[Segment], middle: int = 1) -> list[Segment]:
+    def renamed(part: Sequence[Phase], middle: int = 1) -> list[Phase]:
         return [replace(each, unit=middle if each.unit == 1 else units[each.unit]) for each in part]
 
     middles = range(1, num_layers - 1)

@@ -32,7 +32,7 @@ from laconic.models.build import build_model
 from laconic.models.tokenizer import load_tokenizer, with_vocabulary
 from laconic.partial.updates import partial_updates
 from laconic.plan.equal_layers import list_of_equal, only, repeat_middle
-from laconic.plan.phase import Segment
+from laconic.plan.phase import Phase
 from laconic.plan.tracing import Tracing
 
 LossFn = Callable[[nn.Module, Mapping[str, Any]], Tensor]
@@ -46,7 +46,7 @@ class ModelTrace:
     units: tuple[str, ...]
     """The names of the modules given to `fully_shard`, in the order of its calls: layers in forward order, and then,
     by its class, the model itself, the root."""
-    segments: tuple[Segment, ...]
+    phases: tuple[Phase, ...]
     """In the order of execution: the root's embedding, the layers, the root's head and loss, and all of it backward."""
     device_type: str
     notes: tuple[str, ...] = ()
@@ -91,12 +91,12 @@ def trace_model(
     )  # fmt: skip
     return ModelTrace(
         units=(*(names[layer] for layer in layers), type(model).__name__),
-        segments=tuple(_run(model, layers, make)),
+        phases=tuple(_run(model, layers, make)),
         device_type=device_type,
     )
 
 
-def _run(model: nn.Module, layers: list[nn.Module], make: Callable[..., Tracing]) -> list[Segment]:
+def _run(model: nn.Module, layers: list[nn.Module], make: Callable[..., Tracing]) -> list[Phase]:
     """Trace the phases of all layers. Reference: the same with the last line alone."""
     with without_packed_rows() if "transformers" in sys.modules else nullcontext():
         if (container := list_of_equal(model, layers)) is not None:

@@ -77,19 +77,19 @@ class Phantom:
         self._machine, self._mark, self._costs, self._trace = machine, machine.mark, costs, trace
         self._root = len(trace.units) - 1
         self._modules = {**units, self._root: model}
-        kept = [segment for segment in trace.segments if segment.unit in self._modules]
-        self._forward = [segment for segment in kept if not segment.is_backward]
+        kept = [phase for phase in trace.phases if phase.unit in self._modules]
+        self._forward = [phase for phase in kept if not phase.is_backward]
         self._backward: dict[int, list[Phase]] = {unit: [] for unit in units}
         self._root_backward: dict[int | None, list[Phase]] = {}
         """The phases of the root's backward, by the layer whose backward comes before; None is the begin."""
         last = None
-        for segment in kept:
-            if segment.is_backward and segment.unit == self._root:
-                self._root_backward.setdefault(last, []).append(segment.phase)
-            elif segment.is_backward:
-                last = segment.unit
-                self._backward[last].append(segment.phase)
-        order = [segment.unit for segment in self._forward if segment.unit != self._root]
+        for phase in kept:
+            if phase.is_backward and phase.unit == self._root:
+                self._root_backward.setdefault(last, []).append(phase)
+            elif phase.is_backward:
+                last = phase.unit
+                self._backward[last].append(phase)
+        order = [phase.unit for phase in self._forward if phase.unit != self._root]
         back = list(dict.fromkeys(s.unit for s in reversed(kept) if s.is_backward and s.unit != self._root))
         if len(set(order)) != len(order) or [unit for unit in order if unit in back] != back:
             raise ValueError("the layers of this model do not run one after the other, so no plan can follow them")
@@ -103,13 +103,13 @@ class Phantom:
 
     def _run_model(self, *_: Any, **__: Any) -> Any:
         hidden = torch.empty(0, device=_META)
-        for segment in self._forward:
-            if segment.unit == self._root:
-                self._begin(segment.unit, segment.phase, is_backward=False)
+        for phase in self._forward:
+            if phase.unit == self._root:
+                self._begin(phase)
                 continue
             self.end()
-            hidden = self._chain(hidden, self._root, self._root_backward.get(segment.unit, []))
-            hidden = self._modules[segment.unit](hidden)
+            hidden = self._chain(hidden, self._root, self._root_backward.get(phase.unit, []))
+            hidden = self._modules[phase.unit](hidden)
         self.end()
         hidden = self._chain(hidden, self._root, self._root_backward.get(None, []))
         loss = hidden.sum()
@@ -119,19 +119,19 @@ class Phantom:
     def _run_layer(self, unit: int, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         if self._is_recomputing:
             return hidden
-        for segment in self._forward:
-            if segment.unit == unit:
-                self._begin(unit, segment.phase, is_backward=False)
+        for phase in self._forward:
+            if phase.unit == unit:
+                self._begin(phase)
         self.end()
         return self._chain(hidden, unit, self._backward[unit])
 
     # -- phases --------------------------------------------------------------------------------------------------------
 
-    def _begin(self, unit: int, phase: Phase, *, is_backward: bool) -> None:
+    def _begin(self, phase: Phase) -> None:
         self.end()
-        if unit != self._root:
-            self._mark((unit, is_backward))
-        self._mark(PhaseBegin(self._trace.units[unit], phase))
+        if phase.unit != self._root:
+            self._mark((phase.unit, phase.is_backward))
+        self._mark(PhaseBegin(self._trace.units[phase.unit], phase))
         self._rest = phase.end_bytes
 
     def _note_after(self) -> None:
@@ -151,27 +151,24 @@ class Phantom:
     def _chain(self, hidden: Tensor, unit: int, phases: Sequence[Phase]) -> Tensor:
         """Add the functions whose backward plays `phases`, given in its order."""
         for phase in reversed(phases):
-            hidden = _Step.apply(hidden, None, self._end_backward)
+            hidden = _Step.apply(hidden, None, lambda _: self.end())
             for arrival in reversed(phase.arrivals):
                 hidden = _Step.apply(hidden, self._shown(unit, arrival.name), partial(self._give, arrival))
-            hidden = _Step.apply(hidden, None, partial(self._begin_backward, unit, phase))
+            hidden = _Step.apply(hidden, None, partial(self._begin_backward, phase))
         return hidden
 
     def _shown(self, unit: int, name: str) -> Any:
         path, _, own = name.rpartition(".")
         return self._modules[unit].get_submodule(path)._parameters[own]
 
-    def _begin_backward(self, unit: int, phase: Phase, _: None) -> None:
-        self._begin(unit, phase, is_backward=True)
-        module = self._modules[unit]
-        if unit != self._root and getattr(module, "gradient_checkpointing", False):
+    def _begin_backward(self, phase: Phase, _: None) -> None:
+        self._begin(phase)
+        module = self._modules[phase.unit]
+        if phase.unit != self._root and getattr(module, "gradient_checkpointing", False):
             self._is_recomputing = True
             # not the layer's own __call__: that of transformers would begin another recomputation
             nn.Module.__call__(module, hidden_tensor(0, dtype=torch.float32))
             self._is_recomputing = False
-
-    def _end_backward(self, _: None) -> None:
-        self.end()
 
     def _give(self, arrival: Arrival, parameter: Tensor) -> Tensor | None:
         """Give a parameter its gradient. The phase's cost has it already."""

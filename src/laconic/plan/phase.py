@@ -47,28 +47,19 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """One uninterrupted stretch of one unit's forward or backward.
+    """One uninterrupted stretch of one unit's forward or backward, in a step.
 
     Activations are all tensors but parameters, buffers, the batch and the gradients that have arrived at parameters:
     saved tensors, temporaries, casts, logits, the loss, and a parameter's gradient until autograd hands it over.
     """
 
+    unit: int
+    is_backward: bool
     work: tuple[OpWork, ...]
     """The operations. Views take nothing."""
     peak_bytes: int
     """The most bytes of activations alive at once, minus those alive at the start."""
     end_bytes: int
     """The bytes of activations alive at the end, minus those alive at the start."""
-    gradient_bytes: int = 0
-    """The bytes of all gradients of parameters that autograd handed over. `peak_bytes` has each until then."""
     arrivals: tuple[Arrival, ...] = ()
-    """The gradients of parameters, in the order in which they come."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """A phase of a step, and the unit whose phase it is."""
-
-    unit: int
-    is_backward: bool
-    phase: Phase
+    """The gradients of parameters, in the order in which they come. `peak_bytes` has each until then."""

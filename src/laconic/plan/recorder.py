@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from laconic.plan.fake_kernels import grouped_product
 from laconic.plan.op_cost import op_work, tensors_of
-from laconic.plan.phase import Arrival, OpWork, Phase, Segment
+from laconic.plan.phase import Arrival, OpWork, Phase
 
 _ADD = torch.ops.aten.add.Tensor
 _WRAPPERS = ("_compile.py", "eval_frame.py")
@@ -45,21 +45,19 @@ class _OpenPhase:
     other_ops: int = 0
     other_bytes: float = 0.0
     peak_bytes: int = 0
-    gradient_bytes: int = 0
     arrivals: list[Arrival] = field(default_factory=list)
 
-    def close(self, end_bytes: int) -> Segment:
+    def close(self, end_bytes: int) -> Phase:
         work = [
             replace(each, nbytes=count * each.nbytes, flops=count * each.flops, count=count)
             for each, count in self.products.items()
         ]
         if self.other_ops:
             work.append(OpWork(self.other_bytes, count=self.other_ops))
-        phase = Phase(
-            work=tuple(work), peak_bytes=self.peak_bytes, end_bytes=end_bytes - self.start_bytes,
-            gradient_bytes=self.gradient_bytes, arrivals=tuple(self.arrivals),
+        return Phase(
+            unit=self.unit, is_backward=self.is_backward, work=tuple(work), peak_bytes=self.peak_bytes,
+            end_bytes=end_bytes - self.start_bytes, arrivals=tuple(self.arrivals),
         )  # fmt: skip
-        return Segment(unit=self.unit, is_backward=self.is_backward, phase=phase)
 
 
 class Recorder(TorchDispatchMode):
@@ -75,7 +73,7 @@ class Recorder(TorchDispatchMode):
         self._sum: tuple[int, int] | None = None
         """The bytes alive before the last operation, and its own: of a sum that may be in place."""
         self._phase: _OpenPhase | None = None
-        self.segments: list[Segment] = []
+        self.phases: list[Phase] = []
         """The phases that have ended."""
 
     def exclude(self, tensor: Tensor) -> None:
@@ -95,7 +93,7 @@ class Recorder(TorchDispatchMode):
         self._settle_sum()
         running = self._phase
         if running is not None:
-            self.segments.append(running.close(self._alive_bytes))
+            self.phases.append(running.close(self._alive_bytes))
         self._phase = None
 
     def hand_over(self, name: str, gradient: Tensor) -> None:
@@ -103,8 +101,6 @@ class Recorder(TorchDispatchMode):
         nbytes = self._sizes.pop(gradient.untyped_storage()._cdata, 0)
         self._note_gradient(name, nbytes)
         self._alive_bytes -= nbytes
-        if self._phase is not None:
-            self._phase.gradient_bytes += nbytes
 
     def add_product(self, name: str, left: Tensor, right: Tensor, itemsize: int) -> None:
         """Count left @ right, the gradient of parameter `name`, written into memory that is no activation.

@@ -299,7 +299,7 @@ def _trainer_on(machine: Machine, costs: Costs, batch: Batch, slices: int) -> It
     def holders(cluster: Cluster, values: Sequence[int]) -> list[int]:
         return [cluster.num_islands // slices] * len(values)  # of parts; other islands train other slices
 
-    partition = ZeroRedundancyOptimizer._partition_parameters
+    partition = vars(ZeroRedundancyOptimizer)["_partition_parameters"]
 
     def fullest_first(optimizer: Any, *given: Any) -> list[list[dict[str, Any]]]:
         parts = partition(optimizer, *given)  # of ranks, which all wait for the fullest

@@ -234,12 +234,14 @@ class LocalStepsProgram(RehearsedStep):
 
 def _extended(few: Reading, more: Reading, left: int) -> Reading:
     """The reading of a program with `left` more of what `more` has one more of than `few`: all grows along a line."""
-    names = ("sent_bytes", "waits_s", "busy_s", "held")
     return Reading(
         seconds=few.seconds + left * (more.seconds - few.seconds),
         host_bytes=few.host_bytes + left * (more.host_bytes - few.host_bytes),
         peaks={stretch: _line(peak, more.peaks[stretch], left) for stretch, peak in few.peaks.items()},
-        **{name: _line(getattr(few, name), getattr(more, name), left) for name in names},
+        sent_bytes=_line(few.sent_bytes, more.sent_bytes, left),
+        waits_s=_line(few.waits_s, more.waits_s, left),
+        busy_s=_line(few.busy_s, more.busy_s, left),
+        held=_line(few.held, more.held, left),
     )
 
 

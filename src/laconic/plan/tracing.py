@@ -17,7 +17,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional
 
 from laconic.plan.fake_kernels import CudaChoices
-from laconic.plan.phase import Segment
+from laconic.plan.phase import Phase
 from laconic.plan.recorder import Recorder
 from laconic.shard.hooks import AwaitedHooks, OutputGradients, map_tensors, tensors_in
 from laconic.shard.linear import LinearInPlace, set_sink
@@ -56,7 +56,7 @@ class Tracing:
             for name, parameter in module.named_parameters():
                 self._names.setdefault(id(parameter), name)
 
-    def run(self) -> list[Segment]:
+    def run(self) -> list[Phase]:
         """Trace; return the phases in the order of execution.
 
         Raises:
@@ -84,7 +84,7 @@ class Tracing:
                 reason = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
                 raise TraceError(self._running_in(error), reason) from error
             self._recorder.end()
-        return _without_empty(self._recorder.segments)
+        return _without_empty(self._recorder.phases)
 
     # -- fake parameters -----------------------------------------------------------------------------------------------
 
@@ -229,14 +229,12 @@ def _fake_of(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
 
 
-def _without_empty(segments: list[Segment]) -> list[Segment]:
+def _without_empty(phases: list[Phase]) -> list[Phase]:
     """Drop phases without operations. What one frees, the phase before it frees."""
-    kept: list[Segment] = []
-    for each in segments:
-        phase = each.phase
-        if phase.work or phase.peak_bytes or phase.gradient_bytes:
+    kept: list[Phase] = []
+    for each in phases:
+        if each.work or each.peak_bytes or each.arrivals:
             kept.append(each)
         elif kept:
-            last = kept[-1].phase
-            kept[-1] = replace(kept[-1], phase=replace(last, end_bytes=last.end_bytes + phase.end_bytes))
+            kept[-1] = replace(kept[-1], end_bytes=kept[-1].end_bytes + each.end_bytes)
     return kept

@@ -181,7 +181,7 @@ def accelerator(
 _assign = dist._compute_bucket_assignment_by_size
 
 
-def _buckets_of_backward(parameters: Sequence[Tensor], limits: Any, *rest: Any) -> tuple[list[list[int]], list[int]]:
+def _buckets_of_backward(parameters: list[Tensor], limits: Any, *rest: Any) -> tuple[list[list[int]], list[int]]:
     """The buckets that DDP makes after its first step, in the order of forward.
 
     It makes them as gradients have come, which is the reverse of the order of parameters: the first takes tensors until

@@ -118,10 +118,13 @@ class Work(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """A future that is complete, for DDP's reducer, which asks in backward. Who began backward waits at its end."""
-        after_this_backward(self.wait)
+        after_this_backward(self._wait_in_backward)
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         future.set_result(list(self._tensors))
         return future
+
+    def _wait_in_backward(self) -> None:
+        self.wait()
 
     def is_completed(self) -> bool:
         """Nobody knows before somebody has waited."""
