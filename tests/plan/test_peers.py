@@ -147,6 +147,14 @@ def test_precision_halves_what_travels() -> None:
     assert mixed.resting_bytes == pytest.approx(plain.resting_bytes)
 
 
+@pytest.mark.parametrize("name", ["fsdp2", "ddp", "host"])
+def test_a_compiled_job_is_planned_as_any_other(name: str) -> None:
+    """Layers that play a trace have nothing to compile; a note says what the plan leaves out."""
+    plain, compiled = (estimated(job(train={"compile": each}), cluster(2, 2), name) for each in (False, True))
+    assert compiled.seconds == plain.seconds
+    assert compiled.peak == plain.peak
+
+
 def test_without_resharding_weights_move_once_and_stay() -> None:
     """`reshard_after_forward = False` keeps the whole model from forward to backward."""
     plain = estimated(job(), cluster(2, 2), "fsdp2")

@@ -171,7 +171,8 @@ def _rehearse(
     shape: Shape,
     placements: Mapping[str, Placement] | None,
 ) -> Rehearsal:
-    job, layers = replace(job, sync=_rarely_synced(job.sync)), layers_to_shard(model)
+    train = replace(job.train, compile=False)  # phantoms compute nothing
+    job, layers = replace(job, train=train, sync=_rarely_synced(job.sync)), layers_to_shard(model)
     kinds: dict[int | None, Kind] = {}
     batch, costs = _batch(job.data, job.train.micro_batch_size), Costs()
     with (
