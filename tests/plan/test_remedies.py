@@ -14,7 +14,6 @@ from laconic import rehearse
 from laconic.layout.granularity import Block, elements, rows
 from laconic.plan.padding import ModelShapes, UnitShapes, plan_of
 from laconic.plan.remedies import Remedy, advise, most_padding
-from laconic.rehearse.tape import Free, Step, Tape
 from laconic.shard.unit import units_below
 
 UNIT_BYTES = 12
@@ -161,17 +160,7 @@ def _peak_of(layers_per_unit: int) -> float:
             model(torch.randn(1, WIDTH, device="cuda")).sum().backward()
             model.zero_grad()
 
-    return _peak_bytes(rehearse.run(program, nodes=2, local=8)) / WIDTH**2
-
-
-def _peak_bytes(tape: Tape) -> int:
-    held = peak = 0
-    for entry in tape.entries:
-        number = entry.memory if isinstance(entry, Free) else entry.allocates if isinstance(entry, Step) else None
-        if number is not None and tape.memories[number].is_device:
-            held += tape.memories[number].nbytes * (-1 if isinstance(entry, Free) else 1)
-            peak = max(peak, held)
-    return peak
+    return rehearse.run(program, nodes=2, local=8).peak_bytes() / WIDTH**2
 
 
 def test_a_unit_takes_as_many_bytes_as_a_remedy_costs() -> None:

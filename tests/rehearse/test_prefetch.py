@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from laconic import Prefetch, fully_shard, init_mesh
 from laconic.rehearse import rehearsal
 from laconic.rehearse.order import clocks
-from laconic.rehearse.tape import Free, Step, Tape
+from laconic.rehearse.tape import Step, Tape
 
 WIDTH = 64
 UNIT = 4 * WIDTH**2
@@ -103,17 +103,7 @@ def test_with_a_budget_the_first_stage_runs_beside_two_layers_and_the_second_bes
 
 def _peaks(tape: Tape) -> tuple[int, int]:
     """The most bytes on the device at once, and the most in full buffers."""
-    held = most = whole = most_whole = 0
-    for entry in tape.entries:
-        number = entry.memory if isinstance(entry, Free) else entry.allocates if isinstance(entry, Step) else None
-        if number is None or not tape.memories[number].is_device:
-            continue
-        memory = tape.memories[number]
-        size = -memory.nbytes if isinstance(entry, Free) else memory.nbytes
-        held += size
-        whole += size if "shard/full.py" in memory.place else 0
-        most, most_whole = max(most, held), max(most_whole, whole)
-    return most, most_whole
+    return tape.peak_bytes(), tape.peak_bytes(lambda memory: memory.is_device and "shard/full.py" in memory.place)
 
 
 @pytest.mark.parametrize("cache", ["none", "host", "device"])

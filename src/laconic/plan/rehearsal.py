@@ -31,7 +31,7 @@ from laconic.codec.payload import Part, Payload, Piece, parts_of_islands, payloa
 from laconic.comm.cluster import Cluster
 from laconic.comm.launch import RankInfo
 from laconic.comm.moves import NOTHING, Pending
-from laconic.config import Config, DataConfig, SyncConfig
+from laconic.config import Config, SyncConfig
 from laconic.data.batches import Batch
 from laconic.hf.layers import layers_to_shard
 from laconic.islands import outer_optimizer
@@ -174,7 +174,7 @@ def _rehearse(
     train = replace(job.train, compile=False)  # phantoms compute nothing
     job, layers = replace(job, train=train, sync=_rarely_synced(job.sync)), layers_to_shard(model)
     kinds: dict[int | None, Kind] = {}
-    batch, costs = _batch(job.data, job.train.micro_batch_size), Costs()
+    batch, costs = Batch(**batch_of(job.data, job.train.micro_batch_size)), Costs()
     with (
         rehearsal(**asdict(shape), device_type=trace.device_type, cost_of=costs) as machine,
         _trainer_on(machine, costs, batch, job.sync.slices),
@@ -222,34 +222,30 @@ def _rehearse(
             uses={unit.name: unit.use() for unit in units},
             passing=units[0].root.ledger.passing if units else Passing(),
             matrices=[matrix for matrices in owned for matrix in matrices],
-            fragments=[[_spec_of(each) for each in fragment.parameters.values()] for fragment in fragments],
+            fragments=[[each.spec for each in fragment.parameters.values()] for fragment in fragments],
         )
-
-
-def _outer_states(machine: Machine, local: LocalSteps) -> Iterator[int]:
-    """The memories of what is kept between syncs now."""
-    return (machine.memory(tensor).id for tensor in local.kept_tensors())
-
-
-def _spec_of(parameter: Any) -> RaggedSpec:
-    spec: RaggedSpec = parameter.spec  # the engine's
-    return spec
 
 
 def _sync_all(machine: Machine, local: LocalSteps, take_step: Callable[[], None]) -> set[int]:
     """Let each fragment sync twice. The steps of the second time are marked. Returns the memories of outer states."""
-    schedule, found = local.schedule, set(_outer_states(machine, local))
+    schedule, found = local.schedule, set[int]()
+
+    def note() -> None:
+        found.update(machine.memory(tensor).id for tensor in local.kept_tensors())
+
+    note()
     while local.rounds < schedule.fragments:
         local.advance()
     for number in range(schedule.fragments):
         while (local.steps + 1) % schedule.interval:
             local.advance()
-        found |= set(_outer_states(machine, local))  # a sync makes new ones of what a codec has lost
+        note()  # a sync makes new ones of what a codec has lost
         machine.mark(("sync", number))
         for _ in range(1 + schedule.overlap):
             take_step()
         machine.mark(("synced", number))
-    return found | set(_outer_states(machine, local))
+    note()
+    return found
 
 
 def _rarely_synced(sync: SyncConfig) -> SyncConfig:
@@ -264,11 +260,6 @@ def _rarely_synced(sync: SyncConfig) -> SyncConfig:
     schedule = replace(policy.schedule, every=fragments * (STEPS + 2), overlap=overlap)
     policy = replace(policy, schedule=schedule, membership=Membership(islands=policy.membership.islands))
     return replace(sync, policy=policy)
-
-
-def _batch(data: DataConfig, rows: int) -> Batch:
-    """A micro-batch, whose memory is in no plan."""
-    return Batch(**batch_of(data, rows))
 
 
 def _number_of(machine: Machine, tensor: Tensor) -> int | None:

@@ -28,6 +28,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from laconic.comm.journal import described, last_label
 from laconic.rehearse.turns import Turns, player
+from laconic.rehearse.world import PythonGroup
 
 MAIL = "mail"
 """The name of the plug. To torch.distributed and to whoever asks a group, its backend is Gloo."""
@@ -225,7 +226,6 @@ class MailWork(dist.Work):
         return self._finish is None
 
 
-_ProcessGroup: Any = dist.ProcessGroup  # its stubs have other signatures than torch.distributed's calls
 _UNITE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.BAND: torch.bitwise_and,
     dist.ReduceOp.BOR: torch.bitwise_or,
@@ -267,37 +267,21 @@ def _put(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         output.detach().copy_(value.view_as(output))
 
 
-class MailGroup(_ProcessGroup):
-    """A process group of ranks that are threads of this process: [Note: Mailboxes].
+class MailGroup(PythonGroup):
+    """A process group of ranks that are threads of this process: [Note: Mailboxes]."""
 
-    Its methods are those that torch.distributed calls, under the names of torch 2.11 to 2.15.
-    """
+    plug = "gloo"
 
     def __init__(
         self, post: Post, name: str, key: str, ranks: Sequence[int], rank: int, timeout: timedelta | None
     ) -> None:
         """Take the name that torch.distributed knows, the key in the mail, the ranks of the run, and the own place."""
-        super().__init__(rank, len(ranks))
-        self.post, self.timeout = post, timeout or default_pg_timeout
-        self._name, self.key, self._rank, self._size, self._ranks = name, key, rank, len(ranks), ranks
+        super().__init__(name, ranks, rank)
+        self.post, self.key, self.timeout = post, key, timeout or default_pg_timeout
         self._collectives = itertools.count()
         self._letters: dict[Any, itertools.count[int]] = {}
 
     # -- what torch.distributed asks of a group --------------------------------------------------------------------
-
-    @property
-    def group_name(self) -> str:
-        """The name under which torch.distributed knows the group."""
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        """As the name."""
-        return self._name
-
-    def getBackendName(self) -> str:
-        """The name of the backend."""
-        return "gloo"
 
     @property
     def _device_types(self) -> list[torch.device]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,6 +156,17 @@ class Tape:
         """The sites that this program has passed, in order."""
         found = dict.fromkeys(e.site for e in self.entries if isinstance(e, Record | Wait) and e.site is not None)
         return list(found)
+
+    def peak_bytes(self, counts: Callable[[Memory], bool] = lambda memory: memory.is_device) -> int:
+        """The most bytes that allocations hold at once, of the memories that count: by default those of the device."""
+        held = most = 0
+        for entry in self.entries:
+            if isinstance(entry, Free) and counts(self.memories[entry.memory]):
+                held -= self.memories[entry.memory].nbytes
+            elif isinstance(entry, Step) and entry.allocates is not None and counts(self.memories[entry.allocates]):
+                held += self.memories[entry.allocates].nbytes
+            most = max(most, held)
+        return most
 
     def without(self, sites: Collection[Site]) -> Tape:
         """The same program without the effect of some sites."""

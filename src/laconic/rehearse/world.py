@@ -134,31 +134,43 @@ class Work(dist.Work):
 _ProcessGroup: Any = dist.ProcessGroup  # its stubs have other signatures than torch.distributed's calls
 
 
-class Group(_ProcessGroup):
-    """A process group whose other ranks are not there: [Note: Collectives of the machine].
+class PythonGroup(_ProcessGroup):
+    """A process group in Python. Its methods have the names under which torch 2.11 to 2.15 calls them."""
 
-    Its methods are those that torch.distributed calls, under the names of torch 2.11 to 2.15.
-    """
+    plug: str
+    """What the group says its backend is."""
 
-    def __init__(self, world: World, name: str, ranks: Sequence[int], rank: int, size: int) -> None:
-        super().__init__(rank, size)
-        self._world, self._name, self._rank, self._size = world, name, rank, size
-        self._ranks = ranks or range(size)
-        self._level = world.places.level_between(min(self._ranks), max(self._ranks))
-        self._streams: dict[Any, Stream] = {}
-        self._numbers: dict[str, Counter[int]] = {"send": Counter(), "receive": Counter()}
-        """The messages so far, by their distance in places."""
-
-    # -- what torch.distributed asks of a group --------------------------------------------------------------------
+    def __init__(self, name: str, ranks: Sequence[int], rank: int) -> None:
+        """Take the name that torch.distributed knows, the numbers of the ranks, and the own place."""
+        super().__init__(rank, len(ranks))
+        self._name, self._ranks, self._rank, self._size = name, ranks, rank, len(ranks)
 
     @property
     def group_name(self) -> str:
         """The name under which torch.distributed knows the group."""
         return self._name
 
+    group_desc = group_name
+
     def getBackendName(self) -> str:
         """The name of the plug."""
-        return REHEARSED
+        return self.plug
+
+
+class Group(PythonGroup):
+    """A process group whose other ranks are not there: [Note: Collectives of the machine]."""
+
+    plug = REHEARSED
+
+    def __init__(self, world: World, name: str, ranks: Sequence[int], rank: int) -> None:
+        super().__init__(name, ranks, rank)
+        self._world = world
+        self._level = world.places.level_between(min(self._ranks), max(self._ranks))
+        self._streams: dict[Any, Stream] = {}
+        self._numbers: dict[str, Counter[int]] = {"send": Counter(), "receive": Counter()}
+        """The messages so far, by their distance in places."""
+
+    # -- what torch.distributed asks of a group --------------------------------------------------------------------
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -472,8 +484,8 @@ COLLECTIVES: dict[str, Callable[..., Any]] = {"_c10d_functional": _functional, "
 
 
 def _make_group(options: Any, backend_options: Any) -> Group:
-    ranks = list(options.global_ranks_in_group)
-    return Group(_worlds[-1], options.group_id, ranks, options.group_rank, options.group_size)
+    ranks = options.global_ranks_in_group or range(options.group_size)
+    return Group(_worlds[-1], options.group_id, ranks, options.group_rank)
 
 
 @contextmanager
