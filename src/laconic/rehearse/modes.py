@@ -27,13 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from laconic.codec import blocked, lossless_sums
 from laconic.layers import scaled
-from laconic.rehearse.kernels import (
-    decode_difference,
-    decode_gradients,
-    encode_difference,
-    encode_gradients,
-    kernels_of,
-)  # fmt: skip
+from laconic.rehearse import kernels
 from laconic.rehearse.machine import CPU, CUDA, Event, Machine, Run, Stream, aten
 from laconic.rehearse.operations import Inputs, Kind, inputs_of, kind_of, run, stands_for, value_without
 from laconic.rehearse.tape import HOST
@@ -162,12 +156,12 @@ def accelerator(
             (torch.UntypedStorage, "resize_", resize),
             (torch.UntypedStorage, "__getitem__", part_of),
             (torch.autograd, "_engine_run_backward", backward),
-            *((module, "kernels_for", kernels_of(machine)) for module in (blocked, scaled)),
-            (crossing, "encode_in_pieces", partial(encode_difference, machine)),
-            (crossing, "decode_in_pieces", partial(decode_difference, machine)),
+            *((module, "kernels_for", kernels.kernels_of(machine)) for module in (blocked, scaled)),
+            (crossing, "encode_in_pieces", partial(kernels.encode_difference, machine)),
+            (crossing, "decode_in_pieces", partial(kernels.decode_difference, machine)),
             (api, "coder_on", lambda *_: None),  # which this machine needs not have
-            (lossless_sums, "encode", partial(encode_gradients, machine)),
-            (lossless_sums, "decode", partial(decode_gradients, machine)),
+            (lossless_sums, "encode", partial(kernels.encode_gradients, machine)),
+            (lossless_sums, "decode", partial(kernels.decode_gradients, machine)),
         ):
             patches.enter_context(mock.patch.object(target, name, value))
         patches.enter_context(threads_of(machine))
