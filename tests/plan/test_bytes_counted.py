@@ -16,8 +16,9 @@ from laconic.layers.scaled_linear import ScaledWeight
 from laconic.plan.candidates import CANDIDATES
 from laconic.plan.estimates import Estimate
 from laconic.plan.prediction import Predictor
-from laconic.plan.rehearsal import Rehearsals, Shape
+from laconic.plan.rehearsal import Rehearsals
 from laconic.plan.rehearsed import RehearsedStep, StepWork
+from laconic.rehearse.rings import Places
 from tests.plan.traces import FLOPS_PER_S, cluster, model_of, spec, trace
 from tests.support.float8 import Float8Weight
 from tests.support.jobs import corpus, table, train_all
@@ -118,8 +119,8 @@ def predicted_in_few_bits(keys: dict[str, Any], nodes: int, local: int, weight_f
             converted(layer, weight_format)
         return model
 
-    config, shape = Config(shard=ShardConfig.of_keys(keys)), Shape(nodes=nodes, local=local)
-    work = StepWork(job=config, trace=TRACE, rehearsals=Rehearsals(build=build), shape=shape)
+    config, places = Config(shard=ShardConfig.of_keys(keys)), Places(nodes=nodes, local=local)
+    work = StepWork(job=config, trace=TRACE, rehearsals=Rehearsals(build=build), places=places)
     reading = RehearsedStep(cluster(nodes, local), work).read()
     return {f"{level} {purpose}": size for (level, purpose), size in reading.sent_bytes.items() if purpose != "control"}
 

@@ -9,9 +9,9 @@ import pytest
 from laconic.config import Config, OptimizerConfig, ShardConfig, SyncConfig, TrainConfig
 from laconic.optim.muon import cost_of
 from laconic.plan.machine import KINDS, Reading
-from laconic.plan.rehearsal import Shape
 from laconic.plan.rehearsed import LocalStepsProgram, RehearsedStep
 from laconic.rehearse.kernels import PASSES_OF_LOOPS
+from laconic.rehearse.rings import Places
 from tests.plan.traces import MadeTrace, ParameterSpec, cluster, spec, trace, work
 from tests.support.step_bytes import step_bytes
 
@@ -30,15 +30,15 @@ def run(
     shard = ShardConfig.of_keys({"cache": cache, "device_budget_bytes": budget, "wire": wire, "param_dtype": dtype})
     optimization = OptimizerConfig(name=optimizer)  # type: ignore[arg-type]
     config = Config(shard=shard, train=TrainConfig(accumulation=micro_batches), optimizer=optimization)
-    to_do = work(model, config, Shape(nodes=nodes, local=local), device)
+    to_do = work(model, config, Places(nodes=nodes, local=local), device)
     return RehearsedStep(cluster(nodes, local, **figures), to_do).read()
 
 
 def with_islands(model: MadeTrace, local: int, **keys: Any) -> tuple[Reading, LocalStepsProgram]:
     """Islands of one node without a cache."""
-    sync, shape = SyncConfig.of_keys({"mode": "local", **keys}), Shape(nodes=1, local=local, islands=keys["islands"])
+    sync, places = SyncConfig.of_keys({"mode": "local", **keys}), Places(nodes=1, local=local, islands=keys["islands"])
     config = Config(sync=sync, shard=ShardConfig.of_keys({"cache": "none"}))
-    program = LocalStepsProgram(cluster(shape.islands, local), work(model, config, shape))
+    program = LocalStepsProgram(cluster(places.islands, local), work(model, config, places))
     return program.read(), program
 
 

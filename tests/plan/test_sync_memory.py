@@ -20,8 +20,8 @@ from laconic.islands.policies import OuterSGD
 from laconic.plan.candidates import CANDIDATES
 from laconic.plan.estimates import Estimate
 from laconic.plan.prediction import Predictor
-from laconic.plan.rehearsal import Shape
 from laconic.plan.rehearsed import LocalStepsProgram
+from laconic.rehearse.rings import Places
 from laconic.strategies.memory import measured_peak
 from tests.plan.traces import cluster, spec, trace, work
 from tests.support.jobs import corpus, table
@@ -68,9 +68,9 @@ def job_measured() -> list[tuple[float, float]]:
 @pytest.mark.machine
 def test_a_sync_takes_what_the_allocator_says() -> None:
     for settings, (kept, peak) in zip(SETTINGS, run_ranks(job_measured, 2, local=1)[0], strict=True):
-        model, shape = trace([[spec("weight", 512, NUMEL // 512)]]), Shape(nodes=1, local=1, islands=2)
+        model, places = trace([[spec("weight", 512, NUMEL // 512)]]), Places(nodes=1, local=1, islands=2)
         config = Config(sync=SyncConfig.of_keys({"mode": "local", "islands": 2, **settings}))
-        reading = LocalStepsProgram(cluster(2, 1), work(model, config, shape)).read()
+        reading = LocalStepsProgram(cluster(2, 1), work(model, config, places)).read()
         lost = 4 if settings.get("error_feedback") else 0  # a sync makes it anew, beside that of the sync before
         assert reading.host_bytes / NUMEL == pytest.approx(kept + lost, rel=0.001), settings
         assert reading.peak["transfers"] / NUMEL == pytest.approx(peak, rel=0.02), settings
@@ -96,8 +96,8 @@ def plan_among_groups() -> tuple[int, bool, float]:
     if dist.get_rank() == 0:
         config = Config(shard=ShardConfig.of_keys({"wire": "4bit"}))
         for nodes in (3, 5, 3):
-            shape = Shape(nodes=nodes, local=2)
-            assert work(model, config, shape).rehearsals.of(config, model, shape).tape.entries
+            places = Places(nodes=nodes, local=2)
+            assert work(model, config, places).rehearsals.of(config, model, places).tape.entries
     is_kept = laconic.init_mesh("cpu") is mesh and Cluster.of(mesh) is before
     layer = laconic.fully_shard(nn.Linear(8, 8, bias=False), mesh=mesh, cache="host", wire="4bit", broadcast=True)
     layer(torch.ones(2, 8)).sum().backward()

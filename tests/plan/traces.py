@@ -13,8 +13,9 @@ from laconic.config import Config, from_dict
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.model_trace import ModelTrace
 from laconic.plan.phase import Arrival, OpWork, Phase
-from laconic.plan.rehearsal import Rehearsals, Shape
+from laconic.plan.rehearsal import Rehearsals
 from laconic.plan.rehearsed import StepWork
+from laconic.rehearse.rings import Places
 
 FLOPS_PER_S, MEMORY_BYTES_PER_S = 1e10, 1e9
 HIDDEN, LAYERS, VOCABULARY = 48, 3, 96
@@ -102,10 +103,10 @@ def model_of(trace: MadeTrace) -> nn.Module:
     return model
 
 
-def work(model: MadeTrace, config: Config, shape: Shape, device: str = "cpu") -> StepWork:
+def work(model: MadeTrace, config: Config, places: Places, device: str = "cpu") -> StepWork:
     """What a job with the model of a trace has to do."""
     rehearsals = Rehearsals(build=lambda _: model_of(model))
-    return StepWork(job=config, trace=replace(model, device_type=device), rehearsals=rehearsals, shape=shape)
+    return StepWork(job=config, trace=replace(model, device_type=device), rehearsals=rehearsals, places=places)
 
 
 def cluster(nodes: int = 2, local: int = 2, **figures: object) -> ClusterSpec:

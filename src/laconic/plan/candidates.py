@@ -11,9 +11,9 @@ from laconic.comm.speed import Speed
 from laconic.config import ConfigError, ShardConfig, SyncConfig
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import process_bytes
-from laconic.plan.rehearsal import Shape
 from laconic.plan.rehearsed import LocalStepsProgram, RehearsedStep, StepWork
 from laconic.registry import Strategy
+from laconic.rehearse.rings import Places
 from laconic.shard.placement import Chosen, Speeds, choose_placements
 from laconic.shard.policies import Placement, Wire
 from laconic.shard.room import MARGIN
@@ -84,8 +84,8 @@ def placed(cluster: ClusterSpec, work: StepWork, make: type[RehearsedStep]) -> t
     if host_bytes is None:
         free_bytes = cluster.host_memory_bytes * (1 - 1 / MARGIN) / cluster.ranks_per_node
         host_bytes = 0 if device_type == "cpu" else math.floor(free_bytes)
-    first_step = work.rehearsals.of(work.job, work.trace, work.shape)
-    speeds = speeds_of(cluster, work.shape, device_type=device_type)
+    first_step = work.rehearsals.of(work.job, work.trace, work.places)
+    speeds = speeds_of(cluster, work.places, device_type=device_type)
     choice = choose_placements(
         list(first_step.uses.values()), speeds, device_bytes=device_bytes, host_bytes=host_bytes,
         passing=first_step.passing,
@@ -93,13 +93,13 @@ def placed(cluster: ClusterSpec, work: StepWork, make: type[RehearsedStep]) -> t
     return dict(zip(first_step.uses, choice.placements, strict=True)), choice
 
 
-def speeds_of(cluster: ClusterSpec, shape: Shape, *, device_type: str) -> Speeds:
+def speeds_of(cluster: ClusterSpec, places: Places, *, device_type: str) -> Speeds:
     """The speeds of transfers that all ranks of a cluster have at once. The ranks of a node share its wire."""
     node, local = Speed(), Speed()
-    if shape.nodes > 1:
+    if places.nodes > 1:
         rate = cluster.bytes_per_s("node") / cluster.ranks_per_node
         node = Speed(latency_s=cluster.latency_s("node"), bytes_per_s=rate)
-    if shape.local > 1:
+    if places.local > 1:
         local = Speed(latency_s=cluster.latency_s("local"), bytes_per_s=cluster.bytes_per_s("local"))
     copy = None if device_type == "cpu" else Speed(bytes_per_s=cluster.host_bytes_per_s(to_device=True))
     return Speeds(node=node, local=local, copy=copy)

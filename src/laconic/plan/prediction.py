@@ -16,10 +16,11 @@ from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import Estimate, estimate_of
 from laconic.plan.forks import map_forked
 from laconic.plan.model_trace import ModelTrace, trace_job, writes_in_place
-from laconic.plan.rehearsal import Rehearsal, Rehearsals, Shape
+from laconic.plan.rehearsal import Rehearsal, Rehearsals
 from laconic.plan.rehearsed import StepWork
 from laconic.plan.tracing import TraceError
 from laconic.registry import Strategy
+from laconic.rehearse.rings import Places
 from laconic.strategies.checks import check_job
 from laconic.strategies.under import job_under
 
@@ -106,8 +107,8 @@ class Predictor:
         islands = (job.sync.membership.islands or cluster.nodes) if job.sync.is_local else 1
         if cluster.nodes % islands:
             raise ValueError(f"{islands} islands do not divide {cluster.nodes} nodes; use a divisor")
-        shape = Shape(nodes=cluster.nodes // islands, local=cluster.ranks_per_node, islands=islands)
-        work = StepWork(job=job, trace=self._trace(job), rehearsals=self._rehearsals, shape=shape)
+        places = Places(nodes=cluster.nodes // islands, local=cluster.ranks_per_node, islands=islands)
+        work = StepWork(job=job, trace=self._trace(job), rehearsals=self._rehearsals, places=places)
         program = registry.load(candidate.predict)(cluster, work, keeps_spans=keeps_spans)
         tokens = cluster.ranks * train.accumulation * train.micro_batch_size * job.data.sequence_length
         return estimate_of(

@@ -47,6 +47,7 @@ from laconic.plan.op_cost import Costs, tensors_of
 from laconic.plan.phantom import Phantom, hidden_tensor
 from laconic.ragged.spec import RaggedSpec
 from laconic.rehearse import Machine, Tape, rehearsal
+from laconic.rehearse.rings import Places
 from laconic.shard import crossing
 from laconic.shard.placement import Passing, UnitUse
 from laconic.shard.policies import Placement
@@ -62,22 +63,6 @@ _MOST_CODED = 4
 """The messages of a crossing that are coded, and the pieces of a message; each stands for as many as are left out."""
 _MOST_PARTS = 64
 """The parts whose sizes are looked at. More differ in nothing but where tensors happen to end."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """The ranks that share a model: islands of nodes of local ranks."""
-
-    nodes: int
-    """The nodes of one island."""
-    local: int
-    """The ranks of one node."""
-    islands: int = 1
-
-    @property
-    def ranks(self) -> int:
-        """The ranks of one island."""
-        return self.nodes * self.local
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +101,7 @@ class Rehearsals:
         self,
         job: Config,
         trace: ModelTrace,
-        shape: Shape,
+        places: Places,
         *,
         kept: Sequence[int] | None = None,
         placements: Mapping[str, Placement] | None = None,
@@ -126,16 +111,16 @@ class Rehearsals:
         Args:
             job: its keys.
             trace: of the model.
-            shape: the ranks.
+            places: of the ranks.
             kept: the layers that stay in the model. Default: all.
             placements: where units rest. Default: as the job's cache says.
 
         Raises:
             JobError, ValueError: the trainer refuses the job.
         """
-        key = (repr(job), trace.device_type, shape, tuple(kept or ()), repr(placements))
+        key = (repr(job), trace.device_type, places, tuple(kept or ()), repr(placements))
         if key not in self.done:
-            self.done[key] = _rehearse(job, trace, self._model(job, kept), kept, shape, placements)
+            self.done[key] = _rehearse(job, trace, self._model(job, kept), kept, places, placements)
         return self.done[key]
 
     def model(self, job: Config) -> nn.Module:
@@ -168,7 +153,7 @@ def _rehearse(
     trace: ModelTrace,
     model: nn.Module,
     kept: Sequence[int] | None,
-    shape: Shape,
+    places: Places,
     placements: Mapping[str, Placement] | None,
 ) -> Rehearsal:
     train = replace(job.train, compile=False)  # phantoms compute nothing
@@ -176,7 +161,7 @@ def _rehearse(
     kinds: dict[int | None, Kind] = {}
     batch, costs = Batch(**batch_of(job.data, job.train.micro_batch_size)), Costs()
     with (
-        rehearsal(**asdict(shape), device_type=trace.device_type, cost_of=costs) as machine,
+        rehearsal(**asdict(places), device_type=trace.device_type, cost_of=costs) as machine,
         _trainer_on(machine, costs, batch, job.sync.slices),
         machine.recording() as tape,
     ):

@@ -34,8 +34,9 @@ from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.machine import PlanLane, Reading, Simulator
 from laconic.plan.model_trace import ModelTrace
 from laconic.plan.playing import Player
-from laconic.plan.rehearsal import STEPS, Rehearsal, Rehearsals, Shape
+from laconic.plan.rehearsal import STEPS, Rehearsal, Rehearsals
 from laconic.ragged.spec import RaggedSpec
+from laconic.rehearse.rings import Places
 from laconic.shard.policies import Placement, Prefetch
 
 _KEPT = 4
@@ -53,7 +54,8 @@ class StepWork:
     """The job under the strategy."""
     trace: ModelTrace
     rehearsals: Rehearsals
-    shape: Shape
+    places: Places
+    """Of the ranks."""
     placements: Mapping[str, Placement] | None = None
     """Where units rest, by their names; None: as the job's cache says."""
 
@@ -113,14 +115,14 @@ class RehearsedStep:
     def _moved_bytes(self) -> Counter[tuple[Level, Purpose]]:
         """What a rank sends to owners of matrices and back, as a mean over all ranks, which differ in it."""
         moved: Counter[tuple[Level, Purpose]] = Counter()
-        shape, matrices = self._work.shape, self.rehearsal.matrices
-        for index, owner in assign(matrices, [0.0] * shape.ranks):
+        places, matrices = self._work.places, self.rehearsal.matrices
+        for index, owner in assign(matrices, [0.0] * places.ranks):
             spec = matrices[index].spec
             for shard in set(spec.layout.holders(spec.index)) - {owner}:
-                is_local = shard % shape.nodes == owner % shape.nodes  # [Note: A bucket's order]
+                is_local = shard % places.nodes == owner % places.nodes  # [Note: A bucket's order]
                 level: Level = "local" if is_local else "node"
                 sent_bytes = matrices[index].num_held(shard) * matrices[index].itemsize
-                moved[level, "optimizer"] += 2 * sent_bytes / shape.ranks  # type: ignore[assignment]  # bytes are means
+                moved[level, "optimizer"] += 2 * sent_bytes / places.ranks  # type: ignore[assignment]  # bytes are means
         return moved
 
     @property
@@ -165,7 +167,7 @@ class RehearsedStep:
         if self._num_layers:
             kept = [*range(num_layers - behind), *range(self._num_layers - behind, self._num_layers)]
         work = self._work
-        return work.rehearsals.of(config, work.trace, work.shape, kept=kept, placements=work.placements)
+        return work.rehearsals.of(config, work.trace, work.places, kept=kept, placements=work.placements)
 
 
 class BucketedStep(RehearsedStep):
@@ -218,17 +220,17 @@ class LocalStepsProgram(RehearsedStep):
 
     def _sent_bytes(self, specs: Sequence[RaggedSpec]) -> float:
         """The bytes that a rank sends for a fragment, or for all fragments that it stands for: the mean over ranks."""
-        codec, count, shape = CODECS[self._sync.policy.coding.codec], self._stands_for, self._work.shape
+        codec, count, places = CODECS[self._sync.policy.coding.codec], self._stands_for, self._work.places
         last, _ = self.rehearsal.buckets[-1]
         repeated = [layout for unit, layout in self.rehearsal.buckets if unit == last]
         sizes = []
-        for rank in range(0, shape.ranks, max(1, shape.ranks // _MOST_RANKS)):
+        for rank in range(0, places.ranks, max(1, places.ranks // _MOST_RANKS)):
             numel = 0
             for spec in specs:
                 extent = spec.layout.extent(spec.index, rank)
                 times = 1 + self._left_out if any(spec.layout is layout for layout in repeated) else 1
                 numel += 0 if extent is None else times * extent.numel
-            sizes.append(count * sent_bytes_of(-(-numel // count), shape.islands, codec))
+            sizes.append(count * sent_bytes_of(-(-numel // count), places.islands, codec))
         return fmean(sizes)
 
 

@@ -46,13 +46,18 @@ class Places:
     """The nodes of an island."""
     local: int
     """The ranks of a node."""
+    islands: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """The ranks of one island."""
+        return self.nodes * self.local
 
     def level_between(self, rank: int, other: int) -> Level:
         """The level on which two ranks talk."""
         if rank // self.local == other // self.local:
             return "local"
-        in_island = self.nodes * self.local
-        return "node" if rank // in_island == other // in_island else "island"
+        return "node" if rank // self.ranks == other // self.ranks else "island"
 
 
 class Ring:

@@ -75,7 +75,7 @@ class World:
     @property
     def places(self) -> Places:
         """Where the ranks are."""
-        return Places(nodes=self.nodes, local=self.local)
+        return Places(nodes=self.nodes, local=self.local, islands=self.islands)
 
     def letter(self, numel: int) -> Tensor | None:
         """The letter of this size, if there is one."""
