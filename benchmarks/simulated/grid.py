@@ -216,13 +216,10 @@ def figures_table() -> str:
 
 def _bound_of_halves_s(step: Estimate, cluster: ClusterSpec, group: tuple[str, str, int]) -> float:
     """The seconds below which no step can be whose weights cross in forward, and whose gradients cross in backward."""
-    machine = Simulator(cluster)
-    forward_s = sum(machine.seconds(each) for each in trace_job(job(*group)).phases if not each.is_backward)
-    rate = cluster.bytes_per_s("node")
-    weights_s, gradients_s = (
-        cluster.ranks_per_node * sum(step.sent_bytes.get((level, purpose), 0.0) for level in WIRE_LEVELS) / rate
-        for purpose in _PURPOSES
-    )
+    forward = (each for each in trace_job(job(*group)).phases if not each.is_backward)
+    forward_s, rate = sum(map(Simulator(cluster).seconds, forward)), cluster.bytes_per_s("node")
+    sent = [sum(step.sent_bytes.get((level, purpose), 0.0) for level in WIRE_LEVELS) for purpose in _PURPOSES]
+    weights_s, gradients_s = (cluster.ranks_per_node * nbytes / rate for nbytes in sent)
     return max(forward_s, weights_s) + max(step.busy_s[PlanLane.COMPUTE] - forward_s, gradients_s)
 
 

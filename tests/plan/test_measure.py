@@ -107,7 +107,7 @@ def test_repetitions_and_their_spread() -> None:
     figure = Figure(key="wire_bits_per_s", values=(180e6, 200.04e6, 240e6), how="a test")
     assert (figure.median, figure.spread) == (200e6, pytest.approx(0.3, rel=1e-3))
     assert figure.source == "measured: a test, 3 times, 180 Mbit/s to 240 Mbit/s"
-    (line,) = doctor._unsteady_lines([figure, Figure(key="nodes", values=(2,), how="as started")])
+    (line,) = measure._unsteady_lines([figure, Figure(key="nodes", values=(2,), how="as started")])
     assert "wire_bits_per_s varied by more than 20%; measure again" in line
 
 
@@ -134,4 +134,4 @@ def job_alone() -> list[Figure]:
 def test_a_folder_is_no_cluster_file(tmp_path: Path) -> None:
     for out, problem in ((tmp_path, "is a folder"), (tmp_path / "nowhere" / "file", "does not exist")):
         with pytest.raises(OSError, match=problem):
-            doctor._check_writable(out)
+            measure._check_writable(out)

@@ -21,11 +21,10 @@ from laconic.doctor.facts import Meeting, RankFacts, read_facts, unreachable
 from laconic.doctor.judgements import Finding, judge_facts, judge_measured, judge_unreachable
 from laconic.doctor.probes import Measured, measure_all
 from laconic.errors import JobError
-from laconic.plan.cluster_file import load_cluster, to_toml
+from laconic.plan.cluster_file import load_cluster
 from laconic.plan.cluster_spec import ClusterSpec
-from laconic.plan.measure import Figure, as_spec, device_name, measure
+from laconic.plan.measure import check_out, measure, write_out
 from laconic.plan.units import format_quantity, unit_for
-from laconic.store import files
 
 _DESCRIPTION = """\
 Say what this cluster is and whether it is well. The first block has its nodes, devices, versions, rates, latencies and
@@ -42,8 +41,6 @@ examples:
 The exit code is 0 if all is well, 1 if something is wrong, and 2 for a mistake in the arguments."""
 
 _TIMEOUT_S = 120.0
-_UNSTEADY = 0.2
-"""The spread above which a figure of a cluster file should be measured again."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -104,27 +101,15 @@ def _measured(
     """Measure, print what was measured, and judge it. Collective."""
     with process_group(ranks, device, _TIMEOUT_S) as group, failing_together(ranks.world_size):
         peers = RankGroup(group)
-        if options.out is not None:
-            peers.on_rank_0(lambda: _check_writable(options.out), f"cannot write {options.out}")
+        check_out(options.out, peers)
         cluster = Cluster.of(init_mesh(device.type))
         figures = measure(cluster, peers, probes.QUICK if options.out is None else None)
         measured = measure_all(cluster, peers, figures)
         lines = [*_measured_lines(measured), *_communicator_lines(cluster)]
         if options.out is not None:
-            text = to_toml(as_spec(figures, {"device": device_name(device)}))
-            peers.on_rank_0(lambda: files.write_text(options.out, text), f"cannot write {options.out}")
-            lines += _unsteady_lines(figures)
+            lines += write_out(options.out, figures, device, peers)
     _say(ranks, lines)
     return judge_measured(facts, measured, before)
-
-
-def _check_writable(out: Path) -> None:
-    """Refuse a file before the measurement, not after it."""
-    folder = out.absolute().parent
-    if out.is_dir():
-        raise OSError(f"{out} is a folder; give the name of a file")
-    if not os.access(folder, os.W_OK):
-        raise OSError(f"the folder {folder} does not exist or is not writable")
 
 
 def _say(ranks: RankInfo, lines: Iterator[str] | Sequence[str]) -> None:
@@ -159,15 +144,6 @@ def _measured_lines(measured: Measured) -> Iterator[str]:
         yield (
             f'{"set":<10}cache = "{best.where}" was fastest, with {best.numel:,} parameters; for your job ask '
             "`laconic plan JOB.toml --cluster FILE`, where FILE comes from --out"
-        )
-
-
-def _unsteady_lines(figures: Sequence[Figure]) -> Iterator[str]:
-    unsteady = [figure.key for figure in figures if figure.spread > _UNSTEADY]
-    if unsteady:
-        yield (
-            f"{'unsteady':<10}{', '.join(unsteady)} varied by more than {_UNSTEADY:.0%}; measure again while nothing "
-            "else runs on these machines"
         )
 
 

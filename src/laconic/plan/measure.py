@@ -29,10 +29,11 @@ from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import Communicator
 from laconic.comm.traffic import IslandLevel
-from laconic.plan.cluster_file import cluster_from_dict
+from laconic.plan.cluster_file import cluster_from_dict, to_toml
 from laconic.plan.cluster_spec import DEFAULT_HEADER_FACTOR, ClusterSpec
 from laconic.plan.known import device_named
 from laconic.plan.units import format_quantity, unit_for
+from laconic.store import files
 
 _MOST_CALLS = 100
 """The calls of an action that one repetition may take."""
@@ -45,6 +46,8 @@ _LEAST_LATENCY_S = 1e-6
 _HEADS, _HEAD_SIZE = 8, 64
 _MOST_HEADERS = 1.25
 """If an interface has counted more than this many bytes for each byte of payload, something else has used it."""
+_UNSTEADY = 0.2
+"""The spread above which a figure should be measured again."""
 _FLOPS = "device_flops_per_s"
 _Action = TypeVar("_Action", bound=Callable[[], object])
 
@@ -124,6 +127,38 @@ def as_spec(figures: Sequence[Figure], names: Mapping[str, str]) -> ClusterSpec:
         sources[figure.key] = figure.source
     spec = cluster_from_dict(table)
     return replace(spec, sources={**spec.sources, **sources})
+
+
+def check_out(out: Path | None, ranks: RankGroup) -> None:
+    """Refuse the path of a cluster file before the measurement, not after it. Collective. Raises: JobError."""
+    if out is not None:
+        ranks.on_rank_0(partial(_check_writable, out), f"cannot write {out}")
+
+
+def _check_writable(out: Path) -> None:
+    folder = out.absolute().parent
+    if out.is_dir():
+        raise OSError(f"{out} is a folder; give the name of a file")
+    if not os.access(folder, os.W_OK):
+        raise OSError(f"the folder {folder} does not exist or is not writable")
+
+
+def write_out(out: Path, figures: Sequence[Figure], device: torch.device, ranks: RankGroup) -> list[str]:
+    """Write the cluster file of figures that were measured with such a device. Collective. Raises: JobError.
+
+    Returns a line about figures that should be measured again, if there are any.
+    """
+    text = to_toml(as_spec(figures, {"device": device_name(device)}))
+    ranks.on_rank_0(lambda: files.write_text(out, text), f"cannot write {out}")
+    return _unsteady_lines(figures)
+
+
+def _unsteady_lines(figures: Sequence[Figure]) -> list[str]:
+    unsteady = [figure.key for figure in figures if figure.spread > _UNSTEADY]
+    if not unsteady:
+        return []
+    again = "measure again while nothing else runs on these machines"
+    return [f"{'unsteady':<10}{', '.join(unsteady)} varied by more than {_UNSTEADY:.0%}; {again}"]
 
 
 def device_name(device: torch.device) -> str:

@@ -18,6 +18,7 @@ from laconic.rehearse.in_process import Kill, RankError, ranks
 from laconic.rehearse.machine import Machine
 from laconic.rehearse.modes import accelerator
 from laconic.rehearse.order import Beside, Race, overlap, races
+from laconic.rehearse.rings import Places
 from laconic.rehearse.tape import Tape
 from laconic.rehearse.turns import DeadlockError
 from laconic.rehearse.world import World, one_rank
@@ -62,7 +63,8 @@ def rehearsal(
     _forget_constants()
     with accelerator(has_values=has_values, device_type=device_type, cost_of=cost_of) as machine:
         backend = "gloo" if device_type == "cpu" else backend
-        world = World(machine=machine, islands=islands, nodes=nodes, local=local, rank=rank, backend=backend)
+        places = Places(nodes=nodes, local=local, islands=islands)
+        world = World(machine=machine, places=places, rank=rank, backend=backend)
         _machines.append(machine)
         hook = sys.excepthook  # torch's process group puts "[rank0]" before each line of an exception, for good
         try:

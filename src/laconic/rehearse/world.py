@@ -59,9 +59,8 @@ class World:
     """A cluster of which one rank is there."""
 
     machine: Machine
-    islands: int = 1
-    nodes: int = 1
-    local: int = 1
+    places: Places
+    """Where the ranks are."""
     rank: int = 0
     backend: str = "nccl"
     """The backend that its groups say they have on the accelerator: "nccl" or "gloo"."""
@@ -70,12 +69,7 @@ class World:
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return self.islands * self.nodes * self.local
-
-    @property
-    def places(self) -> Places:
-        """Where the ranks are."""
-        return Places(nodes=self.nodes, local=self.local, islands=self.islands)
+        return self.places.islands * self.places.ranks
 
     def letter(self, numel: int) -> Tensor | None:
         """The letter of this size, if there is one."""
@@ -496,8 +490,8 @@ def one_rank(world: World) -> Iterator[World]:
     place = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,
-        "LOCAL_RANK": world.rank % world.local,
-        "LOCAL_WORLD_SIZE": world.local,
+        "LOCAL_RANK": world.rank % world.places.local,
+        "LOCAL_WORLD_SIZE": world.places.local,
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": 0,
     }
