@@ -14,6 +14,7 @@ of Gloo frees its memory when it gets there.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from types import ModuleType
@@ -23,7 +24,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from laconic.optim import dynamic_map
 from laconic.plan import phantom
-from laconic.plan.machine import Job, Kind, PlanLane, Reading, Simulator
+from laconic.plan.machine import KINDS, Job, Kind, PlanLane, Reading, Simulator
 from laconic.plan.op_cost import Copy
 from laconic.plan.phantom import Alive, PhaseBegin, Rest
 from laconic.plan.phase import OpWork
@@ -92,7 +93,7 @@ class Player:
         self._host_peak_bytes = self._machine.host_bytes
         syncs = [self._read(("sync", number), ("synced", number)) for number in range(len(self._rehearsal.fragments))]
         resting_bytes = self._machine.host_bytes
-        plain.held = self._machine.held
+        plain.held = Counter({kind: self._machine.held[kind] for kind in KINDS})
         plain.host_bytes = resting_bytes + (self._host_peak_bytes - resting_bytes) / stands_for
         return [plain, *syncs]
 
