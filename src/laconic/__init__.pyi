@@ -17,7 +17,7 @@ from laconic.islands.policies import SyncPolicy as SyncPolicy
 from laconic.islands.policies import outer_sgd as outer_sgd
 from laconic.layers.linear import quantize_ as quantize_
 from laconic.layers.scaled import ScaledFormat as ScaledFormat
-from laconic.layers.scaled_linear import convert_to_scaled_training as convert_to_scaled_training
+from laconic.layers.scaled_training import convert_to_scaled_training as convert_to_scaled_training
 from laconic.layout.granularity import Block as Block
 from laconic.layout.granularity import elements as elements
 from laconic.layout.granularity import rows as rows

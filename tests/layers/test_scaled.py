@@ -12,14 +12,9 @@ from torch.nn import functional
 
 from laconic.layers import scaled, scaled_linear
 from laconic.layers.scaled import SCALED_FORMATS, ScaledFormat
-from laconic.layers.scaled_linear import (
-    _RECIPES,
-    ScaledTensor,
-    _swizzled,
-    convert_to_scaled_training,
-    multiplies_codes,
-    product_of_codes,
-)
+from laconic.layers.scaled_codes import _RECIPES, _swizzled, multiplies_codes, product_of_codes
+from laconic.layers.scaled_linear import ScaledTensor
+from laconic.layers.scaled_training import convert_to_scaled_training
 from tests.reference.scaled import rounded, rounding
 
 FORMATS = list(SCALED_FORMATS)
@@ -122,7 +117,17 @@ def test_autocast_and_other_operations_than_linear() -> None:
         assert model(x).dtype == torch.bfloat16
     weight: Any = model[0].weight
     scaled = weight.scaled()
-    assert torch.equal(x @ scaled.t(), x @ torch.from_numpy(rounded(weight + 0, "mxfp8").numpy()).t())
+    wanted = functional.linear(x, weight)
+    by_left, by_right = (scaled @ x.t()).t(), torch.matmul(x, weight.transpose(0, 1))
+    for product in (x @ scaled.t(), torch.mm(x, weight.T), by_left, by_right):
+        torch.testing.assert_close(product, wanted, msg="all are one product")
+    for refused in (lambda: torch.addmm(x, x, scaled), lambda: weight.mv(x[0])):
+        with pytest.raises(ValueError, match=r"would multiply by a weight in mxfp8 as it is not meant: laconic knows"):
+            refused()
+    with pytest.raises(
+        ValueError, match=r"sums over the rows of a weight in mxfp8, whose blocks lie along its columns"
+    ):
+        functional.linear(x[:, :1].expand(3, 160), scaled.t())
     assert scaled.sum(dtype=torch.float64).dtype == torch.float64
     assert torch.equal(weight.sum(), (weight + 0).sum()), "a weight that trains shows its exact elements"
     with pytest.raises(RuntimeError, match=r"writes into a weight in mxfp8.*Call reshard\(\) of the sharded module"):

@@ -98,3 +98,21 @@ def rounding(model: nn.Module, weight_format: str, names: list[str], *, rounds_i
         layer.__class__ = RoundedLinear
         layer.weight_format, layer.rounds_input = weight_format, rounds_input  # type: ignore[assignment]
     return model
+
+
+def stack_products(
+    inputs: list[Tensor], stack: Tensor, weight_format: str, *, together: bool, by_columns: bool = False
+) -> list[Tensor]:
+    """Each input, (k, n), times its matrix of a rounded stack, (e, m, n): (k, m) each.
+
+    NVFP4 rounds all inputs by the largest number of each, or by that of all `together`. Matrices that are multiplied
+    `by_columns`, (e, n, m), have their blocks along these.
+    """
+    matrices = stack.transpose(1, 2) if by_columns else stack
+    weights = torch.stack([rounded(matrix, weight_format) for matrix in matrices])
+    if together:
+        shown = rounded(torch.cat(inputs), weight_format, by_rows=True).split([len(each) for each in inputs])
+    else:
+        shown = [rounded(each, weight_format, by_rows=True) if len(each) else each for each in inputs]
+    each = zip(inputs, matrices, weights.to(stack.dtype), shown, strict=True)
+    return [_Multiply.apply(rows, matrix, weight, seen.to(rows.dtype), None) for rows, matrix, weight, seen in each]

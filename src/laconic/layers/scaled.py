@@ -7,6 +7,10 @@ for NVFP4, whose scales are themselves multiples of one fp32 number per matrix. 
 magnitude of the whole matrix, which ranks that share a matrix must tell each other. So ranks that hold whole blocks
 make the same bits as one process that holds the matrix. NaN or infinity makes its block NaN, and an NVFP4 matrix whole.
 
+A stack of matrices, such as the weights of experts, is encoded as its rows one below the other. No block reaches from
+one matrix into the next, and each matrix in NVFP4 has its own fp32 number. So a matrix has the same bits in any stack,
+whichever ranks hold the others.
+
 - *FP8 in blocks*, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3): e4m3 with an fp32 scale per 128 x 128 or 1 x 128.
   With e8m0 scales, which are powers of two, as in DeepSeek-V3.1, a 1 x 128 block takes three bytes less.
 - *MXFP8* (OCP Microscaling 1.0): e4m3 with an e8m0 scale per 1 x 32. The scale is rounded up, as in arXiv 2506.08027,
@@ -16,6 +20,7 @@ make the same bits as one process that holds the matrix. NaN or infinity makes i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -56,6 +61,8 @@ class ScaledFormat:
     scale: Literal["fp32", "e8m0", "e4m3"] = "fp32"
     scales_input: bool = True
     """Encode the matrix that it multiplies, too: [Note: Scaled weights] in layers/scaled_linear.py."""
+    sums_over: Literal["columns", "rows"] = "columns"
+    """The index of a weight over which a product with it sums. Blocks of an input lie along the same index."""
 
     def __post_init__(self) -> None:
         if min(self.height, self.width) < 1:
@@ -79,6 +86,17 @@ class ScaledFormat:
         return self.scale == "e4m3"
 
     @property
+    def for_rows(self) -> ScaledFormat:
+        """The format for weights of shape (n, m), of which a product takes columns: its blocks are turned.
+
+        Raises:
+            ValueError: two elements of a column do not share a byte.
+        """
+        if self.is_packed:
+            raise ValueError(f"{self.name} packs two elements of a row, and this weight is multiplied by its columns")
+        return replace(self, height=self.width, width=self.height, sums_over="rows")
+
+    @property
     def code_dtype(self) -> torch.dtype:
         """The dtype of codes: one for each element, or bytes with two."""
         return torch.uint8 if self.is_packed else _E4M3
@@ -96,49 +114,60 @@ class ScaledFormat:
     @property
     def of_rows(self) -> ScaledFormat:
         """The format with blocks of one row: that of the matrix that multiplies one of this format."""
-        return replace(self, height=1)
+        width = self.width if self.sums_over == "columns" else self.height
+        return replace(self, height=1, width=width, sums_over="columns")
 
     def check_shape(self, shape: Sequence[int]) -> None:
         """Refuse a tensor that has no such blocks.
 
         Raises:
-            ValueError: it is no matrix, is empty, or two of its elements in one byte would lie in different rows.
+            ValueError: it is no matrix and no stack of them, is empty, or two of its elements in one byte would lie in
+                different rows, or a block in two matrices.
         """
-        if len(shape) != 2 or 0 in shape:
-            raise ValueError(f"{self.name} is for matrices, got shape {tuple(shape)}")
+        if len(shape) not in (2, 3) or 0 in shape:
+            raise ValueError(f"{self.name} is for matrices and stacks of them, got shape {tuple(shape)}")
+        if len(shape) == 3 and shape[1] % self.height:
+            raise ValueError(
+                f"{self.name} needs matrices of a multiple of {self.height} rows in a stack, got shape {tuple(shape)}"
+            )
         if self.is_packed and shape[1] % self.width:
             raise ValueError(f"{self.name} needs rows of a multiple of {self.width} elements, got shape {tuple(shape)}")
 
-    def codes_shape(self, shape: Sequence[int]) -> tuple[int, int]:
-        """The shape of the codes of a matrix."""
-        return shape[0], shape[1] // 2 if self.is_packed else shape[1]
+    def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the codes of a matrix, or of a stack."""
+        return (*shape[:-1], shape[-1] // 2 if self.is_packed else shape[-1])
 
-    def scales_shape(self, shape: Sequence[int]) -> tuple[int, int]:
-        """The shape of the scales of a matrix. Blocks at an edge may be smaller."""
-        return -(-shape[0] // self.height), -(-shape[1] // self.width)
+    def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the scales of a matrix, or of a stack. Blocks at an edge may be smaller."""
+        return (*shape[:-2], -(-shape[-2] // self.height), -(-shape[-1] // self.width))
 
     def nbytes(self, shape: Sequence[int]) -> int:
-        """The bytes of the codes and scales of a matrix, without the scale of the whole."""
-        (down, across), (num_rows, width) = self.scales_shape(shape), self.codes_shape(shape)
-        return num_rows * width + down * across * self.scale_dtype.itemsize
+        """The bytes of the codes and scales of a matrix, or of a stack, without the scale of the whole."""
+        return math.prod(self.codes_shape(shape)) + math.prod(self.scales_shape(shape)) * self.scale_dtype.itemsize
 
     def largest_of(self, matrix: Tensor) -> Tensor:
-        """The largest magnitude of a matrix, fp32, of no dims; NaN if it has NaN."""
-        return torch.linalg.vector_norm(matrix, ord=float("inf")).to(torch.float32)
+        """The largest magnitude of a matrix, fp32, (), or of each of a stack, (e,); NaN if it has NaN."""
+        return torch.linalg.vector_norm(matrix, ord=float("inf"), dim=(-2, -1)).to(torch.float32)
 
     def matrix_scale(self, largest: Tensor) -> Tensor:
-        """The scale of a matrix whose largest magnitude is `largest`: fp32, of no dims."""
+        """The scales of matrices whose largest magnitudes are `largest`: fp32, of its shape."""
         return largest.clamp(min=_SMALLEST_MAGNITUDE) / (_LARGEST_E4M3 * _LARGEST_E2M1)
 
     def quantize(self, matrix: Tensor, matrix_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Encode a matrix, or some rows of one that cut no block.
+        """Encode a matrix, a stack of matrices, or some rows of one that cut no block.
 
-        Shapes: matrix (m, n), real numbers -> codes of `codes_shape` and scales of `scales_shape`, contiguous.
-            matrix_scale (), fp32: that of the whole matrix, if the format has one.
+        Shapes: matrix (m, n) or (e, m, n), real numbers -> codes of `codes_shape` and scales of `scales_shape`,
+            contiguous. matrix_scale () or (e,), fp32: of each whole matrix, if the format has one.
 
         Reference: tests/reference/scaled.py, bit-equal.
         """
         matrix = matrix.contiguous()
+        if matrix_scale is not None and matrix.ndim > 2:
+            parts = [self.quantize(own, scale) for own, scale in zip(matrix, matrix_scale, strict=True)]
+            return torch.stack([codes for codes, _ in parts]), _stacked([scales for _, scales in parts])
+        if matrix.ndim > 2:
+            codes, scales = self.quantize(matrix.view(-1, matrix.shape[-1]))
+            return codes.view(self.codes_shape(matrix.shape)), scales.view(self.scales_shape(matrix.shape))
         scales = torch.empty(self.scales_shape(matrix.shape), dtype=self.scale_dtype, device=matrix.device)
         if (kernels := self._kernels(matrix)) is not None:
             codes = torch.empty(self.codes_shape(matrix.shape), dtype=self.code_dtype, device=matrix.device)
@@ -158,7 +187,13 @@ class ScaledFormat:
     def dequantize(
         self, codes: Tensor, scales: Tensor, matrix_scale: Tensor | None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """Decode what `quantize` returned. Shapes: -> (m, n), of `dtype`."""
+        """Decode what `quantize` returned. Shapes: -> (m, n) or (e, m, n), of `dtype`."""
+        if matrix_scale is not None and codes.ndim > 2:
+            each = zip(codes, scales, matrix_scale, strict=True)
+            return torch.stack([self.dequantize(*own, dtype) for own in each])
+        if codes.ndim > 2:
+            flat = self.dequantize(codes.flatten(0, -2), scales.flatten(0, -2), None, dtype)
+            return flat.view(*codes.shape[:-1], -1)
         if (kernels := self._kernels(codes)) is not None:
             shape = codes.shape[0], codes.shape[1] * (2 if self.is_packed else 1)
             matrix = torch.empty(shape, dtype=dtype, device=codes.device)
@@ -191,6 +226,11 @@ class ScaledFormat:
             uncut=self.uncut_block.numel(shape),
             scales_shape=self.scales_shape(shape),
         )
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors of one byte an element in one; torch joins numbers of eight bits on no device."""
+    return torch.stack([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
 
 
 def _encode_with_fp32(blocks: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor]:
