@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.testing._internal.two_tensor import TwoTensor
 
 import laconic
+from laconic.rehearse import RankError
 from laconic.shard.policies import Checks, Wire
 from tests.support.float8 import FLOAT8, Float8Weight, scale_of
 from tests.support.launch import on_ranks
@@ -276,6 +277,12 @@ def test_conversions_that_fill_up_equal_chunks() -> None:
     for bucket in converted:
         (slot,) = bucket.layout.slots
         assert bucket.layout.shard_numel == math.ceil(slot.shape[0] / bucket.cluster.size) * slot.shape[1]
+
+
+def test_equal_chunks_do_not_override_a_granularity() -> None:
+    scenario = with_weights(BF16InChunks, rounded_to_bf16, Scenario(nodes=4), granularity=laconic.rows(4))
+    with pytest.raises(RankError, match=r"granularity asks for blocks of \d+ elements of .*weight, but .*chunks"):
+        scenario.run()
 
 
 class Twins(TwoTensor):  # type: ignore[misc]

@@ -13,7 +13,10 @@ in `fully_shard`. So is one that means a number over ranks, such as torchao's Bi
 some none. Its parameter has a bucket of its own, which is cut into equal chunks.
 
 A class may say which blocks a rank must hold whole, in the attribute `uncut_block` (a `laconic.Block`), such as tiles
-that share a scale. That is then the parameter's granularity, and a coarser one may be asked for.
+that share a scale. That is then the parameter's granularity, and a coarser one may be asked for. If it has an attribute
+`first_element`, that is set to the place of the rank's elements in the parameter before they are converted. A class
+whose `converts_parts` is True may have been cut by another parallelism before, such as experts: what is left on a rank
+converts as a parameter of its own, and forward sees a DTensor of it.
 
 The elements that train stay in the bucket's shard, as for all parameters. A tensor of the parameter's class holds a
 view of them, in the attribute that `__tensor_flatten__` names. Converting parameters have buckets of their own. If it
@@ -40,6 +43,7 @@ from torch.utils._pytree import tree_leaves
 
 from laconic.comm.cluster import Cluster
 from laconic.layout.granularity import Block
+from laconic.ragged.dtensor import DTensorShard
 from laconic.ragged.packing import Converted, ShardPacking, agree_on_packing, chunk_shape
 
 
@@ -57,18 +61,19 @@ def check_convertible(parameter: Tensor, name: str) -> None:
     """
     if not converts(parameter):
         return
-    if isinstance(parameter, DTensor):
+    held = holder_of(parameter)
+    if isinstance(parameter, DTensor) and not getattr(held, "converts_parts", False):
         raise NotImplementedError(
             f"{name} converts itself before the gather (fsdp_pre_all_gather) and is cut by another parallelism as "
             "well; laconic does one or the other. Turn the conversion off (torchao: enable_fsdp_float8_all_gather="
             "False), or do not cut this parameter over another mesh axis"
         )
-    names = _inner_names(parameter)
-    inner = [getattr(parameter, each).detach() for each in names]
-    is_alike = all((each.shape, each.dtype) == (parameter.shape, parameter.dtype) for each in inner)
+    names = _inner_names(held)
+    inner = [getattr(held, each).detach() for each in names]
+    is_alike = all((each.shape, each.dtype) == (held.shape, held.dtype) for each in inner)
     if not inner or not is_alike or not all(each.is_meta or torch.equal(each, inner[0]) for each in inner[1:]):
         raise NotImplementedError(
-            f"{name} is a {type(parameter).__name__} with fsdp_pre_all_gather, and consists of {len(inner)} tensors "
+            f"{name} is a {type(held).__name__} with fsdp_pre_all_gather, and consists of {len(inner)} tensors "
             f"({', '.join(names) or 'no __tensor_flatten__'}); laconic converts parameters that wrap one tensor of "
             "their own shape and dtype, or several equal ones, which one gradient keeps equal. Give it in "
             "ignored_params"
@@ -77,8 +82,14 @@ def check_convertible(parameter: Tensor, name: str) -> None:
 
 def uncut_numel(parameter: Tensor) -> int | None:
     """The elements of a block that a converting parameter wants whole: [Note: Conversion]. None if it does not say."""
-    block: Block | None = getattr(parameter, "uncut_block", None) if converts(parameter) else None
-    return None if block is None else block.numel(parameter.shape)
+    held = holder_of(parameter)
+    block: Block | None = getattr(held, "uncut_block", None) if converts(parameter) else None
+    return None if block is None else block.numel(held.shape)
+
+
+def holder_of(parameter: Tensor) -> Tensor:
+    """The tensor that converts: a parameter itself, or this rank's part of a DTensor."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def held_elements(parameter: Tensor) -> Tensor:
@@ -86,9 +97,8 @@ def held_elements(parameter: Tensor) -> Tensor:
 
     Those of a converting parameter are the tensor that it wraps, or the first of several equal ones.
     """
-    if isinstance(parameter, DTensor):
-        return parameter.to_local()
-    return (first_inner(parameter) if converts(parameter) else parameter).detach()
+    held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return (first_inner(held) if converts(parameter) else held).detach()
 
 
 def first_inner(tensor: Tensor) -> Tensor:
@@ -116,6 +126,7 @@ def needs_equal_chunks(
     It gets no less than a block of `block_numel` elements, as ranks hold whole ones. Methods that take the mesh alone
     cannot know the chunks. Collective over `mesh` if the conversion is.
     """
+    parameter = holder_of(parameter)
     chunk = chunk_shape(parameter.shape, mesh.size())
     if mesh.size() == 1 or not chunk:
         return False
@@ -189,14 +200,19 @@ class Conversion:
         parameter: Tensor,
         *,
         block_numel: int = 1,
+        first_element: int = 0,
+        shard: DTensorShard | None = None,
     ) -> None:
         """Convert a parameter, whose owner is `module`, between the ranks of `mesh`, which has one axis.
 
-        Its blocks have `block_numel` elements. The class of the parameter converts, or the local tensor of a sharded
-        one does. If neither does, the elements cross in the dtype of forward.
+        Its blocks have `block_numel` elements, and this rank's begin at `first_element`. The class of the parameter
+        converts, or the local tensor of a sharded one does. If neither does, the elements cross in the dtype of
+        forward. With `shard` another parallelism has cut the parameter, a DTensor, of which that is left.
         """
         self._name, self._module, self._mesh, self._precision = name, module, mesh, precision
-        self._block_numel = block_numel
+        self._block_numel, self._first_element, self._shard = block_numel, first_element, shard
+        if shard is not None:
+            parameter = holder_of(parameter)
         self._shape, self._stride = parameter.shape, torch.empty(parameter.shape, device="meta").stride()
         is_sharded = isinstance(parameter, DTensor)
         self._prototype = None if is_sharded else parameter.detach().reshape(-1)[:1].clone()
@@ -237,6 +253,8 @@ class Conversion:
             self._part = self._patched._local_tensor  # type: ignore[attr-defined]
         elif self._prototype is not None:
             self._part = self._bind(local)
+            if hasattr(self._part, "first_element"):
+                self._part.first_element = self._first_element
         return self._part
 
     def _bind(self, local: Tensor) -> Tensor:
@@ -271,7 +289,8 @@ class Conversion:
         if self._gathered is not None:
             for storage, nbytes in self._buffers:
                 storage.resize_(nbytes)
-            self._part.fsdp_post_all_gather(gathered, self._metadata, dtype, out=self._gathered)  # type: ignore[attr-defined]
+            out = self._gathered if self._shard is None else holder_of(self._gathered)
+            self._part.fsdp_post_all_gather(gathered, self._metadata, dtype, out=out)  # type: ignore[attr-defined]
             return self._gathered
         decoded, inner = self._part.fsdp_post_all_gather(gathered, self._metadata, dtype)  # type: ignore[attr-defined]
         if decoded.shape != self._shape:
@@ -284,7 +303,8 @@ class Conversion:
         own = {each.untyped_storage().data_ptr() for each in gathered}
         storages = [each.untyped_storage() for each in inner]
         self._buffers = [(each, each.nbytes()) for each in storages if each.data_ptr() not in own]
-        self._gathered = nn.Parameter(decoded, requires_grad=decoded.is_floating_point())
+        shown = decoded if self._shard is None else self._shard.to_dtensor(decoded)
+        self._gathered = nn.Parameter(shown, requires_grad=decoded.is_floating_point())
         return self._gathered
 
     @property

@@ -41,7 +41,7 @@ from laconic.layout.bucket import BucketLayout, row_block
 from laconic.layout.granularity import Blocks, Granularity, resolve
 from laconic.layout.packing import SHARD_ALIGNMENT_BYTES, plan_unit, warn_if_wasteful
 from laconic.layout.shares import Shares, plan_by_shares, warn_if_uneven
-from laconic.ragged.conversion import check_convertible, converts, needs_equal_chunks, uncut_numel
+from laconic.ragged.conversion import check_convertible, converts, holder_of, needs_equal_chunks, uncut_numel
 from laconic.ragged.dtensor import check_dtensor, uneven_cut
 from laconic.ragged.parts import slice_of_parameter
 from laconic.ragged.steps import HOME
@@ -569,11 +569,8 @@ def _blocks(managed: Sequence[ManagedParameter], granularity: Granularity | None
 
 def _kind_of(item: ManagedParameter, *, precision: MixedPrecisionPolicy, granularity: Granularity | None) -> BucketKind:
     parameter, cluster = item.parameter, item.cluster
-    converted = type(parameter) if converts(parameter) else None
-    mesh, module = cluster.shard_mesh if converted else None, item.places[0][0]
-    alone = mesh is not None and needs_equal_chunks(
-        parameter, module, mesh, cluster.device, precision, block_numel=_blocks([item], granularity).numels[0]
-    )
+    converted = type(holder_of(parameter)) if converts(parameter) else None
+    alone = converted is not None and _needs_equal_chunks(item, precision, granularity)
     return BucketKind(
         chunk=item.name if alone else None,
         dtype=parameter.dtype,
@@ -581,9 +578,30 @@ def _kind_of(item: ManagedParameter, *, precision: MixedPrecisionPolicy, granula
         part=slice_of_parameter(*item.places[0]),
         place=(item.cluster, parameter.device),
         converted=converted,
-        cut=None if converted else uneven_cut(parameter),
+        cut=uneven_cut(parameter),
         is_small=item.is_small,
     )
+
+
+def _needs_equal_chunks(
+    item: ManagedParameter, precision: MixedPrecisionPolicy, granularity: Granularity | None
+) -> bool:
+    """See `needs_equal_chunks`.
+
+    Raises:
+        ValueError: a parameter needs them, and `granularity` asks for blocks.
+    """
+    (block_numel,) = _blocks([item], granularity).numels
+    cluster, module = item.cluster, item.places[0][0]
+    needs = needs_equal_chunks(
+        item.parameter, module, cluster.shard_mesh, cluster.device, precision, block_numel=block_numel
+    )
+    if needs and block_numel > row_block(item.local.shape):
+        raise ValueError(
+            f"granularity asks for blocks of {block_numel} elements of {item.name}, but its fsdp_pre_all_gather fails "
+            "on them, or means a number over all ranks, so it needs FSDP2's equal chunks; leave it out of granularity"
+        )
+    return needs
 
 
 def _make_buckets(

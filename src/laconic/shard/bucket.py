@@ -93,10 +93,13 @@ class Bucket:
         self.sharded = self.stored.parameters
         """The sharded parameters, in the order of the layout."""
         conversions = [
-            Conversion(p.name, p.places[0][0], self.cluster.shard_mesh, precision, p.parameter, block_numel=slot.block)
-            for p, slot in zip(managed, layout.slots, strict=True)
+            Conversion(
+                p.name, p.places[0][0], self.cluster.shard_mesh, precision, p.parameter, block_numel=spec.slot.block,
+                first_element=0 if spec.extent is None else spec.extent.start, shard=spec.dtensor,
+            )
+            for p, spec in zip(managed, specs, strict=True)
             if converts(p.parameter)
-        ]
+        ]  # fmt: skip
         self.form = Form(self.stored, precision, conversions)
         self.full = FullBuffer(self.stored, self.form, self.places, keeps_weights=wire.keeps_weights)
         self.node_shard = NodeShard(self.form, self.full)
