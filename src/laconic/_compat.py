@@ -247,11 +247,16 @@ def storage_info(**fields: Any) -> Any:
     return _StorageInfo(**fields)
 
 
-def register_as_sharded(module: torch.nn.Module) -> None:
-    """Let torch's other composable calls, such as `replicate`, leave the parameters of a module alone."""
-    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+def register_as_sharded(module: torch.nn.Module, state: object) -> None:
+    """Let torch's other composable calls, such as `replicate`, leave the parameters of a module alone.
+
+    `fully_shard.state(module)` of torch, by which its pipelines end a step, returns `state`.
+    """
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+    from torch.distributed.fsdp import fully_shard
 
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+    module.__dict__.setdefault(STATE_KEY, {})[fully_shard.__wrapped__] = state  # type: ignore[attr-defined]
 
 
 def axes_of(mesh: DeviceMesh, *axes: tuple[str, ...]) -> DeviceMesh:

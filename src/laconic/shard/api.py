@@ -192,7 +192,7 @@ def fully_shard(
         prefetch=prefetch or Prefetch(), broadcast_buffers=broadcast_buffers,
     )  # fmt: skip
     for each in modules:
-        _compat.register_as_sharded(each)
+        _compat.register_as_sharded(each, unit)
         each._laconic_unit = unit  # type: ignore[assignment]
         each.__class__ = sharded_class(type(each))
     return module

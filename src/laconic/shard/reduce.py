@@ -128,6 +128,12 @@ class BucketGradients(GradientSink):
             view.copy_(gradient)
             self._written.add(index)
 
+    def collect_left(self) -> None:
+        """Move gradients that somebody has put on gathered parameters into the bucket: [Note: Pipelines] in unit.py."""
+        for index, parameter in enumerate(self.bucket.full.parameters):
+            if parameter.grad is not None:
+                self.collect(index, parameter)
+
     def accepts(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> bool:
         """See `GradientSink.accepts`."""
         buffer = self.full or self.waiting.get("local")
@@ -308,7 +314,7 @@ class Reduction:
         """True once `.grad` has changed."""
         self.cleared: set[int] = set()
         """Parameters whose gradients were cleared after the backward that this sum is of."""
-        self._across_nodes, self._across_islands = across_nodes, across_islands
+        self.crosses_nodes, self._across_islands = across_nodes, across_islands  # public: the queue asks the first
         self._keeps_sum = True
         self._full = full
         self._summed: Event = None
@@ -320,7 +326,7 @@ class Reduction:
     @property
     def ends_in_grad(self) -> bool:
         """True if the sum goes to `.grad` at its end, and does not wait for a later backward."""
-        return self._across_nodes and (self._across_islands or not self.gradients.has_replicas)
+        return self.crosses_nodes and (self._across_islands or not self.gradients.has_replicas)
 
     def advance(self) -> None:
         """Finish the sum that is under way, if one is, and begin the next one. Compute waits for none that begins."""
@@ -366,7 +372,7 @@ class Reduction:
             total.memory.div_(bucket.divide_before)
         for level in _OF_AN_ISLAND:
             if level == "node":
-                total, shard = self._with_waiting(level, shard, goes_on=self._across_nodes), None
+                total, shard = self._with_waiting(level, shard, goes_on=self.crosses_nodes), None
                 if lane.has_stream and cluster.num_local > 1:
                     self._summed = lane.record_event()
             if total is None:
@@ -389,7 +395,7 @@ class Reduction:
                     self._drop_cleared(shard)
                 total.free()
             del transfer
-        if not self._across_nodes:
+        if not self.crosses_nodes:
             return
         if cluster.num_islands > 1 and gradients.has_replicas:
             total = self._with_waiting("island", shard, goes_on=self._across_islands)
@@ -454,6 +460,11 @@ class ReductionQueue:
     def is_crossing_nodes(self, gradients: BucketGradients) -> bool:
         """True if a reduction of these gradients is on its way across nodes."""
         return any(each.gradients is gradients and each.level == "node" for each in self._in_flight)
+
+    def settle(self, gradients: BucketGradients) -> None:
+        """Finish the reductions of these gradients, of earlier backwards, whose sums are to wait: they go on now."""
+        while any(each.gradients is gradients and not each.crosses_nodes for each in self._in_flight):
+            self._advance()
 
     def add(self, reduction: Reduction) -> None:
         """Begin a reduction, move those in flight one level on, finish its sum inside the node, and send that on.

@@ -22,6 +22,13 @@ backward without it.
 A frozen unit whose weights stay whole, such as the base under a LoRA, has nothing to do in backward: it awaits nothing,
 and its forward costs two hooks less on each tensor. The root, which always awaits, shows the sharded parameters.
 
+[Note: Pipelines]
+A stage of torch's pipelines runs the forward and the backward of each micro-batch without a sync, several forwards
+before a backward. A schedule that splits backward asks autograd for the gradients of inputs first and for those of
+weights later, and adds these to `.grad` of the gathered parameters, in their dtype. At the end of the step the stage
+asks for the reductions: there is no backward then, and the root sums what waits, and what it finds in those `.grad`s.
+A split backward looks for the parameters that the forward has used, so these must stay gathered from the forward on.
+
 [Note: Several modules in one unit]
 The modules of `fully_shard([a, b])` are gathered and freed together. One pass begins when the first of them is called,
 and ends when each has returned, when one is called again, or with the root's forward. The inputs of the module that
@@ -203,9 +210,17 @@ class Unit:
         del self.root, self.gather
         self.is_root, self.gradients = False, []
 
-    # torch's share_comm_ctx reads and sets these two names of FSDP2's state
+    # names of FSDP2's state: torch's share_comm_ctx reads and sets two; at the end of a step a stage of its pipelines
+    # looks for the groups of all states, of which there are none here, and calls back: [Note: Pipelines]
 
-    _fsdp_param_groups = ()
+    _fsdp_param_groups = all_states = ()
+
+    @property
+    def _state_ctx(self) -> Unit:
+        return self
+
+    def _root_post_backward_final_callback(self) -> None:
+        self.root.reduce_waiting()
 
     @property
     def _comm_ctx(self) -> Lanes:
@@ -526,6 +541,7 @@ class Unit:
         self.awaited.inputs.clear()  # of a retained graph; its next backward begins at the outputs
         syncs = self.requires_gradient_sync and self.root.probe is None
         for gradients in self.gradients if syncs else ():
+            self.root.reductions.settle(gradients)
             has_partial_sums = gradients.has_partial_sums(across_islands=self._crosses_islands(gradients))
             if has_partial_sums and not self.root.reductions.is_crossing_nodes(gradients):
                 self._reduce(gradients, gradients.take_full() if gradients.waits_whole else None)
@@ -771,6 +787,15 @@ class Root(PlacingRoot):
         if self.chooser is not None and syncs:
             self.chooser.end_step()
         self.observer.settled(ends_step=syncs, is_last=self.is_last_backward)
+
+    def reduce_waiting(self) -> None:
+        """Reduce what earlier backwards have left, as one that syncs would; none runs now: [Note: Pipelines]."""
+        self.backward = Backward(adds_to_grad=True)
+        for gradients in self.gradients:
+            if gradients.shown.shown:
+                self.reductions.drop(gradients, gradients.take_waiting())
+            gradients.collect_left()
+        self._finish_units()
 
     def _end_backward(self) -> None:
         self.order.end_backward()
