@@ -1,6 +1,8 @@
 """Errors that name a mistake which a user can fix."""
 
 import contextlib
+import os
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -23,6 +25,12 @@ def listing(names: Iterable[str]) -> str:
     names = list(names)
     more = len(names) - _MOST_LISTED
     return ", ".join(names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def say_mistake(command: str, mistake: object) -> None:
+    """Print one line about a mistake, once for all ranks of a node, which share a terminal."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{command}: {' '.join(str(mistake).split())}", file=sys.stderr)
 
 
 @contextlib.contextmanager

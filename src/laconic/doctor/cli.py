@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from laconic.doctor import probes
 from laconic.doctor.facts import Meeting, RankFacts, read_facts, unreachable
 from laconic.doctor.judgements import Finding, judge_facts, judge_measured, judge_unreachable
 from laconic.doctor.probes import Measured, measure_all
-from laconic.errors import JobError
+from laconic.errors import JobError, say_mistake
 from laconic.plan.cluster_file import load_cluster
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.measure import check_out, measure, write_out
@@ -51,8 +50,7 @@ def main(argv: Sequence[str]) -> int:
         before = load_cluster(options.cluster) if options.cluster else None
         findings = _examine(options, before)
     except (JobError, ConfigError) as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"laconic doctor: {error}", file=sys.stderr)
+        say_mistake("laconic doctor", error)
         return 2
     if leaving is not None:
         leaving.code = 1 if findings else 0

@@ -106,7 +106,7 @@ class IslandGroup:
         heard: list[Tensor] = []
         for vector in vectors if listeners else ():
             if self.rank == lead:
-                parts = [vector, torch.tensor([checksum_of(vector)])]
+                parts = [vector, torch.tensor([crc_of(vector)])]
                 works = [_compat.isend(part, self._among(), to) for part in parts for to in listeners if part.numel()]
             elif self.rank in listeners:
                 parts = [torch.empty_like(vector), torch.empty(1, dtype=torch.int64)]
@@ -116,12 +116,12 @@ class IslandGroup:
                 continue
             for work in works:
                 work.wait()
-            if int(parts[1]) != checksum_of(parts[0]):
+            if int(parts[1]) != crc_of(parts[0]):
                 raise JobError("the state that another island told has changed on the way; start this island again")
         return heard
 
 
-def checksum_of(vector: Tensor) -> int:
+def crc_of(vector: Tensor) -> int:
     """The CRC-32 of a vector on the host."""
     return zlib.crc32(vector.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 

@@ -48,7 +48,7 @@ from laconic.comm.agreement import ranks_or_self
 from laconic.comm.cluster import Cluster
 from laconic.errors import JobError
 from laconic.islands.agreements import BEAT_S, NO_ROSTER, SILENCE_S, Agreements, Outcome, Roster, RunEndedError
-from laconic.islands.all_reduce import IslandGroup, Mean, checksum_of
+from laconic.islands.all_reduce import IslandGroup, Mean, crc_of
 from laconic.islands.exchange import Contribution, Exchange, diverged
 from laconic.islands.fragments import SyncSchedule
 from laconic.islands.outer_optimizer import OuterFragment, layout_digest
@@ -161,7 +161,7 @@ class ElasticExchange(Exchange):
         Those that have it already, such as from a checkpoint, hear nothing.
         """
         vectors = self._vectors()
-        states = islands.gather(steps, *map(checksum_of, vectors))
+        states = islands.gather(steps, *map(crc_of, vectors))
         lead = max(range(len(states)), key=lambda island: states[island][0])
         others = [island for island, state in enumerate(states) if state != states[lead]]
         return states[lead][0], islands.tell(vectors, lead, others)

@@ -14,10 +14,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from laconic.errors import JobError
+from laconic.errors import JobError, say_mistake
 from laconic.extras import how_to_install
 from laconic.layout.granularity import rows
-from laconic.plan.early import say
 from laconic.plan.job_cli import add_job
 from laconic.plan.known import models
 from laconic.plan.padding import LayoutRow, UnitShapes, layout_rows, plan_of, shapes_of
@@ -58,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         mistake = f"{option} needs {missing}; {how_to_install(extra)}"
     else:
         return 0
-    say(mistake, options.command)
+    say_mistake("laconic plan" if options.command == "job" else f"laconic plan {options.command}", mistake)
     return 2
 
 

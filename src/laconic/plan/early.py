@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 
 from laconic.config import ConfigError, load
+from laconic.errors import say_mistake
 
 
 def main(argv: Sequence[str]) -> int:
@@ -16,15 +15,8 @@ def main(argv: Sequence[str]) -> int:
         try:
             load(words[0])
         except ConfigError as error:
-            say(str(error))
+            say_mistake("laconic plan", error)
             return 2
     from laconic.plan import cli
 
     return cli.main(argv)
-
-
-def say(mistake: str, command: str = "job") -> None:
-    """Print one line about a mistake, once for all ranks of a node, which share a terminal."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        name = "" if command == "job" else f" {command}"
-        print(f"laconic plan{name}: {' '.join(mistake.split())}", file=sys.stderr)

@@ -568,7 +568,7 @@ def _blocks(managed: Sequence[ManagedParameter], granularity: Granularity | None
 
 
 def _kind_of(item: ManagedParameter, *, precision: MixedPrecisionPolicy, granularity: Granularity | None) -> BucketKind:
-    parameter, cluster = item.parameter, item.cluster
+    parameter = item.parameter
     converted = type(holder_of(parameter)) if converts(parameter) else None
     alone = converted is not None and _needs_equal_chunks(item, precision, granularity)
     return BucketKind(
