@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils.checkpoint import checkpoint
 
 import laconic
+from laconic.rehearse import RankError, ranks
 from tests.support.launch import on_ranks
 
 CACHES = ["none", "host", "device", "rank", "auto"]
@@ -167,6 +168,29 @@ def meshes() -> tuple[DeviceMesh, DeviceMesh]:
 
 
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+
+
+def split_backward_of_weights_that_have_gone() -> None:
+    laconic.init_mesh("cpu")
+    whole = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipeline", "node"))
+    pipeline, number = whole["pipeline"], whole["pipeline"].get_local_rank()
+    stages = []
+    for index in place_of("ZBVZeroBubble", number):
+        module = nn.Sequential(Block("plain"))
+        laconic.fully_shard(module[0], mesh=whole["node"])
+        laconic.fully_shard(module, mesh=whole["node"])
+        stages.append(PipelineStage(module, index, 4, torch.device("cpu"), group=pipeline.get_group()))
+    schedule = schedules.ScheduleZBVZeroBubble(stages, NUM_MICRO_BATCHES, loss_fn=squared_error)  # type: ignore[arg-type]
+    x, y = (each[0] for each in batch(0, 1))
+    is_first, is_last = (any(getattr(stage, each) for stage in stages) for each in ("is_first", "is_last"))
+    schedule.step(*([x] if is_first else []), **({"target": y} if is_last else {}))
+
+
+def test_a_split_backward_of_weights_that_have_gone_is_refused() -> None:
+    with pytest.raises(
+        RankError, match=r"splits backward looks for .* with reshard_after_forward=False, or with cache"
+    ):
+        ranks(split_backward_of_weights_that_have_gone, nodes=2, local=1)
 
 
 @pytest.mark.parametrize("place", range(7), ids=SCHEDULES)

@@ -155,4 +155,9 @@ def _remedy_in(frame: FrameType) -> str:
             "SGD, step sharded parameters as they are; for whole matrices there are laconic.optim.Muon and Shampoo. "
             "Or let it step plain tensors that p.full_tensor() makes on every rank, and copy them back with p.copy_()"
         )
+    if name in ("stage_backward_input", "stage_backward_weight"):
+        return (
+            "A schedule of torch's pipelines that splits backward looks for the parameters that the forward has used: "
+            "shard its stages with reshard_after_forward=False, or with cache='rank'"
+        )
     return ""
