@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -100,6 +101,25 @@ def rounding(model: nn.Module, weight_format: str, names: list[str], *, rounds_i
     return model
 
 
+class _Same:
+    """A tensor, which is equal to another if it has the same bits."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self._key = tensor, (tensor.shape, tensor.contiguous().numpy().tobytes())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+@functools.lru_cache(maxsize=256)
+def _rounded_once(matrix: _Same, weight_format: str, *, by_rows: bool = False) -> Tensor:
+    """See `rounded`, which takes long: ranks of one process and batches of one step ask for the same."""
+    return rounded(matrix.tensor, weight_format, by_rows=by_rows)
+
+
 def stack_products(
     inputs: list[Tensor], stack: Tensor, weight_format: str, *, together: bool, by_columns: bool = False
 ) -> list[Tensor]:
@@ -109,10 +129,12 @@ def stack_products(
     `by_columns`, (e, n, m), have their blocks along these.
     """
     matrices = stack.transpose(1, 2) if by_columns else stack
-    weights = torch.stack([rounded(matrix, weight_format) for matrix in matrices])
+    weights = torch.stack([_rounded_once(_Same(matrix.detach()), weight_format) for matrix in matrices])
     if together:
-        shown = rounded(torch.cat(inputs), weight_format, by_rows=True).split([len(each) for each in inputs])
+        joined = _Same(torch.cat(inputs).detach())
+        shown = _rounded_once(joined, weight_format, by_rows=True).split([len(each) for each in inputs])
     else:
-        shown = [rounded(each, weight_format, by_rows=True) if len(each) else each for each in inputs]
-    each = zip(inputs, matrices, weights.to(stack.dtype), shown, strict=True)
-    return [_Multiply.apply(rows, matrix, weight, seen.to(rows.dtype), None) for rows, matrix, weight, seen in each]
+        each = [_Same(rows.detach()) for rows in inputs]
+        shown = [_rounded_once(it, weight_format, by_rows=True) if len(it.tensor) else it.tensor for it in each]
+    products = zip(inputs, matrices, weights.to(stack.dtype), shown, strict=True)
+    return [_Multiply.apply(rows, matrix, weight, seen.to(rows.dtype), None) for rows, matrix, weight, seen in products]
