@@ -193,10 +193,22 @@ def test_a_split_backward_of_weights_that_have_gone_is_refused() -> None:
         ranks(split_backward_of_weights_that_have_gone, nodes=2, local=1)
 
 
+def cells(place: int, numbers: Sequence[int]) -> None:
+    """Try some caches under one schedule, each with a feature of its own."""
+    pipeline, mesh = meshes()
+    for number in numbers:
+        feature = FEATURES[(place + number) % len(FEATURES)]
+        assert_trains_as_one_process(SCHEDULES[place], CACHES[number % len(CACHES)], feature, pipeline, mesh)
+
+
 @pytest.mark.parametrize("place", range(7), ids=SCHEDULES)
 @on_ranks(4, local=1)
 def test_stages_train_as_one_process(place: int) -> None:
-    pipeline, mesh = meshes()
-    for number, cache in enumerate(CACHES):
-        feature = FEATURES[(place + number) % len(FEATURES)]
-        assert_trains_as_one_process(SCHEDULES[place], cache, feature, pipeline, mesh)
+    cells(place, [place % 5])
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("place", range(7), ids=SCHEDULES)
+@on_ranks(4, local=1)
+def test_stages_train_as_one_process_under_every_cache_with_every_feature(place: int) -> None:
+    cells(place, range(35))
