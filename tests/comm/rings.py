@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import resource
 import socket
 import time
@@ -21,7 +22,7 @@ FIRE = PeerMessage(rank=1, text="the disk\nis on fire", has_failed=True)
 
 STRANGERS: list[bytes] = [
     b"GET / HTTP/1.1\r\n\r\n", b"[" * 500_000, b'{"a":' * 100_000 + b"\n", b"\xff" * (3 << 20), b"\n" * 100_000, b"",
-    b"0" * 32 + b"\n", b'{"rank": 3, "token": "wrong"}\n', b"\xff" * 24, os.urandom(1000),
+    b"0" * 32 + b"\n", b'{"rank": 3, "token": "wrong"}\n', b"\xff" * 24, random.Random(0).randbytes(1000),
 ]  # fmt: skip
 """What strangers say, who do not know the token."""
 NEIGHBOURS: list[bytes] = [
