@@ -35,6 +35,7 @@ _OTHERS = {
     ("shard/lanes.py", "running"): "every site of a lane passes it",
     ("shard/lanes.py", "wait_for"): "every site of a lane passes it",
     ("comm/speed.py", "_finish"): "it measures seconds, between steps",
+    ("comm/failure.py", "fail"): "it waits while its failure is told, and trains no more",
     ("cyclic/stages.py", "_time_s"): "it measures seconds, before training",
     ("cyclic/stages.py", "synchronize"): "it measures seconds, before training",
     ("islands/elastic.py", "_waiting"): "it waits for a thread that has ended",
