@@ -211,4 +211,4 @@ def test_stages_train_as_one_process(place: int) -> None:
 @pytest.mark.parametrize("place", range(7), ids=SCHEDULES)
 @on_ranks(4, local=1)
 def test_stages_train_as_one_process_under_every_cache(place: int) -> None:
-    cells(place, range(place, 35, 3))  # each cache five times or more, each feature three or more
+    cells(place, range(place, 35, 3))  # each cache twice or more, each feature once or more
