@@ -388,7 +388,8 @@ def _ready(input: Tensor, weight: Tensor) -> Tensor:
     Raises:
         ValueError: the product sums over the wrong index of the weight: its blocks do not lie along that.
     """
-    uses.products += 1
+    if not torch.compiler.is_compiling():  # else each call would be compiled anew
+        uses.products += 1
     is_turned = isinstance(weight, ScaledTensor) and weight.is_turned
     weight_format: ScaledFormat = weight.weight_format  # type: ignore[attr-defined]
     if (weight_format.sums_over == "rows") != is_turned:

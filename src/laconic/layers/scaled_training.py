@@ -154,8 +154,10 @@ class _FirstForward:
         Raises:
             ValueError: one has.
         """
+        if torch.compiler.is_compiling():  # what is compiled has no first forward to look at
+            return
         self.before = uses.products, uses.decodings
-        for key in self.keys if not torch.compiler.is_compiling() else ():
+        for key in self.keys:
             weight = getattr(module, key)
             held = weight.to_local() if isinstance(weight, DTensor) else weight
             if not isinstance(held, ScaledWeight | ScaledTensor):
