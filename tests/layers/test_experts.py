@@ -147,12 +147,3 @@ def test_weights_that_lose_their_format_are_refused_at_the_first_forward() -> No
     own[0].w1 = stack
     with pytest.raises(ValueError, match=r"0.w1: fp8_128x128 needs matrices of a multiple of 128 rows in a stack"):
         convert_to_scaled_training(own, "fp8_128x128", module_filter_fn=every)
-
-
-def test_a_compiled_layer_is_not_looked_at_and_not_compiled_anew() -> None:
-    model: Any = convert_to_scaled_training(nn.Sequential(nn.Linear(16, 16)), "mxfp8")
-    compiled, x = torch.compile(model, backend="eager", fullgraph=True), torch.randn(3, 16)
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for _ in range(3):
-            assert torch.equal(compiled(x), nn.functional.linear(x, model[0].weight, model[0].bias))
