@@ -109,6 +109,9 @@ def test_a_stack_is_rounded_matrix_by_matrix(name: str) -> None:
         assert isinstance(view, ScaledTensor)
         assert torch.equal(view.dequantize().float(), of_wanted)
     assert torch.equal((scaled[:2] + 0).float(), wanted[:2]), "what multiplies nothing is decoded"
+    for cut in (lambda weight: weight.unbind(1), lambda weight: weight.split(64, dim=1)):
+        with pytest.raises(ValueError, match=r"weight that trains in few bits is cut by laconic.fully_shard alone"):
+            cut(ScaledWeight(stack, SCALED_FORMATS[name]))
 
 
 class OwnExperts(nn.Module):

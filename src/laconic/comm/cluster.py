@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 AXES = ("island", "node", "local")
 
 _made_on: dict[dist.ProcessGroup, dict[Any, Any]] = {}
-"""By default process group, what was made on it, by value: meshes, clusters, and groups that are shared."""
+"""The meshes, the clusters and the shared groups that were made on each default process group."""
 
 
 def _once(key: Any, make: Callable[[], _T]) -> _T:
@@ -438,7 +438,7 @@ def _side_by_side(rows: Tensor, ranks_per_node: int) -> int:
 
 
 def _places(ranks: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What tells arrangements of ranks apart."""
+    """The shape of an arrangement of ranks, and its ranks in order: equal for equal arrangements."""
     return tuple(ranks.shape), tuple(ranks.flatten().tolist())
 
 

@@ -155,7 +155,7 @@ class PeerRing:
                 _say(neighbour, encode(first))
 
     async def tell(self, message: PeerMessage) -> None:
-        """Learn what has happened to this rank, and wait until the neighbours are told, of which there must be one."""
+        """Note an end of this rank, wait for a neighbour if there is none, and wait until all neighbours know it."""
         self.learn(message)
         while not self._neighbours:
             await asyncio.sleep(_RETRY_S)

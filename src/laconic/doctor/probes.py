@@ -1,4 +1,4 @@
-"""What ranks measure together, besides the figures of a cluster file: clocks, each link, device and placement.
+"""Measurements of all ranks together beyond the figures of a cluster file: clocks, each link, device and placement.
 
 [Note: Sure bounds of a clock]
 All ranks write down their clock, exchange what they wrote, and look at the clock again. Rank 0's first look came before

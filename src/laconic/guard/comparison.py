@@ -75,7 +75,7 @@ def describe_units(units: Iterable[Any]) -> Description:
         has_parts = any(_dtensor_of(parameter) is not None for bucket in own for parameter in bucket.sharded)
         settings |= _settings({each.name: getattr(unit, each.name) for each in fields(unit)}, has_parts=has_parts)
         for number, bucket in enumerate(own):
-            # the unit's own, what `_of_parameters` says, and bytes are no settings of a bucket
+            # no settings of a bucket: its unit's name, its parameters, which `_of_parameters` compares, and bytes
             hidden = ("unit_name", "sharded", "specs", "ledger")
             values = {name: value for name, value in vars(bucket).items() if name[0] != "_" and name not in hidden}
             shown = _settings(values, has_parts=has_parts)

@@ -1,4 +1,4 @@
-"""What all searches of this room share: lists in messages, buckets by cluster, and an error that all ranks raise."""
+"""The parts of every search of this room: lists in messages, buckets by cluster, and an error that all ranks raise."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ _Base: Any = object  # the mixin goes before a strategy of Lightning, whose attr
 
 
 class _OnMesh(_Base):
-    """What the strategies of the Trainer and of Fabric share: the options, and the mesh of the launch."""
+    """The base of the strategies of the Trainer and of Fabric: their options, and the mesh of the launch."""
 
     _device_mesh: Any
 

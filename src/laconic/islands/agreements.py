@@ -71,7 +71,7 @@ class Roster:
     newcomers: tuple[int, ...] = ()
     """The members that hear the state: [Note: Coming] in elastic.py."""
     until: int = 0
-    """The first round before which they have all of it."""
+    """The round before which the newcomers have heard the whole state."""
 
     def __post_init__(self) -> None:
         if (

@@ -42,7 +42,7 @@ class SavedState(store.Manifest):
 
     run: str = ""
     layout: str | None = None
-    """What must be equal in the run that restores; see `StateFolder`."""
+    """The value that must be equal in the run that restores; see `StateFolder`."""
     sync: Sync
     island: int
     """The place of the island, when the state was saved."""

@@ -76,7 +76,7 @@ class ScaledWeight(Tensor):
     _elements: Tensor
     weight_format: ScaledFormat
     whole_shape: tuple[int, ...]
-    """The shape of the weight, also where this is some flat elements of it."""
+    """The shape of the whole weight, of which this may hold some elements alone."""
     first_element: int
     """The place of these elements in the weight, flattened; `fully_shard` sets it: [Note: Conversion]."""
 
@@ -114,7 +114,8 @@ class ScaledWeight(Tensor):
         is_stack = weight is not None and weight.ndim == 3
         if weight is not None and is_stack and (pick := _pick_by(func, args[1:])) is not None:
             return cls(pick(weight._elements), weight.weight_format)
-        is_of_stack = is_stack and func in _CUTS and ([*args[2:], 0][0] if func is not _aten.unbind.int else 0) == 0
+        place_of_dim = 1 if func is _aten.unbind.int else 2
+        is_of_stack = is_stack and func in _CUTS and (args[place_of_dim:] or [0])[0] == 0  # between its matrices
         if func in _CUTS and not is_of_stack:
             raise ValueError(
                 "a weight that trains in few bits is cut by laconic.fully_shard alone: its parts would be multiplied "
@@ -509,19 +510,22 @@ def _each(left: Tensor, right: Tensor, offs: Tensor | None) -> Tensor:
     return torch.bmm(left, right) if offs is None else functional.grouped_mm(left, right, offs=offs)
 
 
-def _shown(rows: Tensor, weight: ScaledTensor) -> Tensor:
-    """An input as its codes show it. Shapes: (k, n) -> (k, n)."""
+def _codes_of(rows: Tensor, weight: ScaledTensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The codes, the scales and the matrix scale of an input, (k, n), of a product with a weight."""
     of_rows = weight.weight_format.of_rows
     scale = of_rows.matrix_scale(of_rows.largest_of(rows)) if of_rows.has_matrix_scale else None
-    return of_rows.dequantize(*of_rows.quantize(rows, scale), scale, rows.dtype)
+    return *of_rows.quantize(rows, scale), scale
+
+
+def _shown(rows: Tensor, weight: ScaledTensor) -> Tensor:
+    """An input as its codes show it. Shapes: (k, n) -> (k, n)."""
+    return weight.weight_format.of_rows.dequantize(*_codes_of(rows, weight), rows.dtype)
 
 
 def _product(rows: Tensor, weight: ScaledTensor, bias: Tensor | None) -> Tensor:
     """Shapes: rows (k, n), weight (m, n), bias (m,) -> (k, m)."""
     if weight.weight_format.scales_input and multiplies_codes(weight.weight_format, rows, weight.shape[0]):
-        of_rows = weight.weight_format.of_rows
-        scale = of_rows.matrix_scale(of_rows.largest_of(rows)) if of_rows.has_matrix_scale else None
-        product = product_of_codes(*of_rows.quantize(rows, scale), scale, weight, rows.dtype)
+        product = product_of_codes(*_codes_of(rows, weight), weight, rows.dtype)
         return product if bias is None else product + bias
     shown = _shown(rows, weight) if weight.weight_format.scales_input else rows
     return functional.linear(shown, weight.dequantize(rows.dtype), bias)
