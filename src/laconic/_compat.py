@@ -286,6 +286,9 @@ plain_results: Any = torch._C._disabled_torch_function_impl
 
 
 if torch.__version__ < "2.12":
+    from torch.distributed.tensor._ops._tensor_ops import propagate_single_input_strategy
+    from torch.distributed.tensor._ops.utils import register_op_strategy
+
     _OPERATIONS_LIKE_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag", "data"}
     """The attributes of a tensor that run an operation; most do not."""
 
@@ -316,6 +319,9 @@ if torch.__version__ < "2.12":
             with _OwnDispatch():
                 return super().__torch_function__(func, types, args, kwargs or {})
 
+    # What runs below autograd redistributes a DTensor by a function that detaches its result in place.
+    register_op_strategy(torch.ops.aten.detach_.default)(propagate_single_input_strategy)
+
 else:
     SelfDispatchedDTensor = DTensor  # type: ignore[misc, assignment]
 
@@ -333,6 +339,14 @@ def let_optimizers_batch(tensor_type: type[torch.Tensor]) -> None:
     for types in (of_optimizers, of_utils):
         if tensor_type not in types:
             types.append(tensor_type)
+
+
+def keep_device_guard() -> None:
+    """Make in this thread what fake tensors need of CUDA where there is no GPU.
+
+    torch 2.11 keeps that of the first thread that asks. If it has ended, the next one ends the process.
+    """
+    torch._C._ensureCUDADeviceGuardSet()
 
 
 def outside_compilation(function: _F) -> _F:

@@ -90,7 +90,8 @@ def test_all_of_the_database(dtype: str, num_ranks: int) -> None:
 
 
 def test_functions_on_lists_are_elementwise_but_those_that_reduce_or_multiply() -> None:
-    packets = {name: getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if name.startswith("_foreach_")}
+    every = (name.removeprefix("aten::").split(".")[0] for name in torch._C._dispatch_get_all_op_names())
+    packets = {name: getattr(torch.ops.aten, name) for name in every if name.startswith("_foreach_")}
     others = {
         name
         for name, packet in packets.items()

@@ -104,6 +104,8 @@ def compare(name: str, x: Tensor, ragged: Any, cases: Iterable[str] = ALL) -> No
             want = function(x)
         except (IndexError, RuntimeError):  # a dim that a vector or a scalar does not have
             continue
+        if case == "norm of rows":
+            want = want.view(function(x.detach().to("meta")).shape)  # torch 2.11 keeps a dim of one element there
         got = function(ragged)
         if case in ELEMENTWISE:
             assert isinstance(got, RaggedTensor)

@@ -204,8 +204,9 @@ def whole_of(tensor: DTensor) -> Tensor:
     """Gather a DTensor of torch's own, axis by axis, as torch warns of a gather over several at once. Collective."""
     placements = list(tensor.placements)
     for axis in reversed(range(len(placements))):
-        placements[axis] = Replicate()
-        tensor = tensor.redistribute(placements=placements)
+        if not placements[axis].is_replicate():  # torch 2.11 has no way to leave it as it is
+            placements[axis] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
     return tensor.to_local()
 
 

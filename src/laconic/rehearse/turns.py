@@ -25,6 +25,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from laconic import _compat
+
 _TICK_S = 1e-6  # the clock goes on by so much each time that a player reads it, or no work would take any time
 
 
@@ -261,6 +263,7 @@ class Turns:
         Raises:
             TimeoutError: the bodies have taken `timeout_s` of the processors, or none of them for so long.
         """
+        _compat.keep_device_guard()
         with no_player():
             plays = [self.add(rank, f"rank {rank}", body) for rank, body in enumerate(bodies)]
             threads = [

@@ -214,6 +214,7 @@ class Unit:
     # looks for the groups of all states, of which there are none here, and calls back: [Note: Pipelines]
 
     _fsdp_param_groups = all_states = ()
+    _fsdp_param_group = None  # the name in torch 2.11
 
     @property
     def _state_ctx(self) -> Unit:
