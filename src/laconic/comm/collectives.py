@@ -47,7 +47,7 @@ from laconic.comm.journal import Ticket, issue
 from laconic.comm.messages import HostExchange, start_broadcast, start_exchange, start_to_all
 from laconic.comm.moves import NOTHING, Move, Pending, SumTransfer, SumWay, Tensors
 from laconic.comm.pacing import start_paced_exchange
-from laconic.comm.traffic import Level, Purpose
+from laconic.comm.traffic import Level, LevelBytes, Purpose
 from laconic.comm.watch import raise_diagnosis, waiting_for
 
 _ONE_TRIP_BYTES = 1 << 15
@@ -125,7 +125,10 @@ class Communicator(SumWay):
         else:
             begin = partial(self._gather_bytes, group)
         counted = (self.size - 1) * piece.nbytes, whole.nbytes - piece.nbytes
-        return self._move(begin, purpose, counted, group, nbytes=whole.nbytes, sends=self._uses_sends)
+        is_kept = numels is None
+        return self._move(
+            begin, purpose, counted, group, nbytes=whole.nbytes, sends=self._uses_sends, is_kept=is_kept
+        )  # fmt: skip
 
     def _own_part(self, sizes: Sequence[int] | None, whole: Tensor, piece: Tensor) -> list[Tensor]:
         """Copy `piece` to its place in `whole`, unless it is there. Returns the parts of all ranks, as bytes."""
@@ -206,7 +209,9 @@ class Communicator(SumWay):
         else:
             begin = partial(dist.reduce_scatter, group=group, async_op=async_op)
         counted = whole.nbytes - own_bytes, (self.size - 1) * own_bytes
-        return self._move(begin, "gradients", counted, group, nbytes=whole.nbytes, sends=self._uses_sends)
+        return self._move(
+            begin, "gradients", counted, group, nbytes=whole.nbytes, sends=self._uses_sends, is_kept=True
+        )  # fmt: skip
 
     def _parts(self, whole: Tensor, numels: Sequence[int] | None) -> Sequence[Tensor]:
         """The parts of all ranks: rows, or with `numels` tensors of other lengths: [Note: Parts of other lengths]."""
@@ -249,7 +254,7 @@ class Communicator(SumWay):
         assert group is not None, "a level of one rank has nobody to send to"
         in_one_call = partial(dist.all_to_all_single, group=group, async_op=not self.is_stream_ordered)
         begin = (lambda *sent: self._exchange(group, *sent)) if sends else in_one_call
-        return self._move(begin, purpose, counted, group, nbytes=nbytes, sends=sends)
+        return self._move(begin, purpose, counted, group, nbytes=nbytes, sends=sends, is_kept=nbytes is not None)
 
     def start_all_reduce(self, tensor: Tensor, purpose: Purpose = "gradients") -> Pending:
         """Begin to sum `tensor` over the ranks, in place.
@@ -403,19 +408,25 @@ class Communicator(SumWay):
         is_ring: bool = False,
         nbytes: int | None = None,
         sends: bool = False,
+        is_kept: bool = False,
     ) -> Move:
         """Bind a transfer that `begin` begins: see `Move`.
 
         `counted` are the bytes that leave this rank and those that enter it; with `is_ring` they go to the next one.
         None stands for a transfer whose bytes an earlier one has. `nbytes` are alike on all ranks; sends have them in
-        their name.
+        their name. A move that `is_kept` counts its starts; another is made once, and its bytes are counted now: they
+        may be others each time, and `Traffic` keeps those of all moves that count.
         """
-        by_level = []
+        by_level: list[LevelBytes] = []
         if counted is not None:
             sent, received = (self._cluster.bytes_by_level(self.level, size, is_ring=is_ring) for size in counted)
             by_level = [(level, purpose, size, received[level]) for level, size in sent.items()]
+        if not is_kept:
+            for level, _, sent_bytes, received_bytes in by_level:
+                self._traffic.count(level, purpose, sent_bytes=sent_bytes, received_bytes=received_bytes)
+            by_level.clear()
         return Move(
-            begin, self._traffic, self.level, group, (purpose, self._owner, nbytes if sends else None), by_level,
+            begin, self._traffic, self.level, group, (purpose, self._owner, nbytes if sends else None), tuple(by_level),
             sends=sends, is_stream_ordered=self.is_stream_ordered,
         )  # fmt: skip
 

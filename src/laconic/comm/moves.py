@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.comm.journal import Label, Ticket, journal_of
-from laconic.comm.traffic import Level, Purpose, Traffic
+from laconic.comm.traffic import Level, LevelBytes, Traffic
 from laconic.comm.watch import waiting_for
 
 Tensors = Sequence[Tensor] | Tensor
@@ -63,7 +63,7 @@ class Move:
         level: Level,
         group: dist.ProcessGroup | None,
         label: Label,
-        counted: Sequence[tuple[Level, Purpose, int, int]],
+        counted: tuple[LevelBytes, ...],
         *,
         sends: bool = False,
         is_stream_ordered: bool = False,
@@ -76,7 +76,7 @@ class Move:
             level: the level on which time is counted.
             group: see above.
             label: its name in the journal.
-            counted: the bytes sent and received on each level, with their purpose.
+            counted: the bytes of each start.
             sends: it is made of sends and receives, and `begin` takes the ticket first.
             is_stream_ordered: a stream orders what follows, and waiting never blocks.
         """
@@ -87,11 +87,10 @@ class Move:
     def start(self, *tensors: Any) -> Pending:
         """Count the transfer, note it in the journal, and begin it."""
         traffic = self._traffic
-        for level, purpose, sent_bytes, received_bytes in self._counted:
-            if Traffic.observer is None:  # at each transfer, so without a call
-                traffic.sizes[level, purpose, "sent"] += sent_bytes
-                traffic.sizes[level, purpose, "received"] += received_bytes
-            else:
+        if Traffic.observer is None:
+            traffic.begun[self._counted] += 1
+        else:
+            for level, purpose, sent_bytes, received_bytes in self._counted:
                 traffic.count(level, purpose, sent_bytes=sent_bytes, received_bytes=received_bytes)
         if self._journal is None:
             self._begin(*tensors)
