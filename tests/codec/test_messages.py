@@ -14,7 +14,7 @@ from torch import Tensor
 
 import laconic
 from laconic.codec import lossless_gradients
-from laconic.codec.coding import Coding
+from laconic.codec.coding import PartCoding
 from laconic.codec.lossless import UnreadMessage
 from laconic.codec.lossless_gradients import BLOCK, TYPICAL_BITS, Exponents
 from laconic.codec.messages import ToldLengths, UnderWay
@@ -181,7 +181,7 @@ def body_of(rank: int, step: int, length: int) -> torch.Tensor:
     return torch.randint(256, (length,), generator=generator, dtype=torch.uint8)
 
 
-class Bodies(Coding):
+class Bodies(PartCoding):
     """Each part is a message as it is, the first part of a longer buffer, as on an accelerator."""
 
     def typical_bits(self, dtype: torch.dtype) -> float:

@@ -30,7 +30,7 @@ from torch import Tensor
 from laconic.comm.moves import Tensors
 
 
-class Coding(ABC):
+class PartCoding(ABC):
     """The way from values to bytes and back: [Note: Codings and messages]."""
 
     loses: ClassVar[bool] = False

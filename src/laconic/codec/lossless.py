@@ -46,7 +46,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from laconic.codec.coding import Coding
+from laconic.codec.coding import PartCoding
 from laconic.codec.contexts import head_bytes
 from laconic.codec.kernels import coder_of
 from laconic.codec.patterns import PatternForm, pattern_form_of
@@ -208,7 +208,7 @@ def _checked(held: Tensor, new: Tensor | None = None) -> PatternForm:
     return form
 
 
-class Ulps(Coding):
+class Ulps(PartCoding):
     """Differences to what receivers hold, in units in the last place: [Note: Lossless differences]."""
 
     def __init__(self) -> None:
@@ -225,14 +225,14 @@ class Ulps(Coding):
         return encode_in_pieces(base, part)
 
     def decode_into(self, index: int, message: Tensor, part: Tensor, *, adds: bool = False) -> None:
-        """See `Coding.decode_into`: `part` is what is held."""
+        """See `PartCoding.decode_into`: `part` is what is held."""
         assert adds, "it is a difference"
         decode_in_pieces(part, message, faults=self.faults)
 
     def check(self) -> None:
-        """See `Coding.check`. The host waits for the device."""
+        """See `PartCoding.check`. The host waits for the device."""
         check_faults(self.faults)
 
     def forget(self) -> None:
-        """See `Coding.forget`."""
+        """See `PartCoding.forget`."""
         self.faults.clear()

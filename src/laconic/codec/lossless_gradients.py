@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from laconic.codec.coding import Coding
+from laconic.codec.coding import PartCoding
 from laconic.codec.kernels import coder_of
 from laconic.codec.lossless import UnreadMessage
 
@@ -131,7 +131,7 @@ def _check_sizes(agree: bool) -> None:
         )
 
 
-class Exponents(Coding):
+class Exponents(PartCoding):
     """Values alone, of bf16, float16 or fp32, whose exponents take few bits: [Note: Lossless gradients]."""
 
     def typical_bits(self, dtype: torch.dtype) -> float:
@@ -144,5 +144,5 @@ class Exponents(Coding):
         return encode(part)
 
     def decode_into(self, index: int, message: Tensor, part: Tensor, *, adds: bool = False) -> None:
-        """See `Coding.decode_into`."""
+        """See `PartCoding.decode_into`."""
         decode(message, part)

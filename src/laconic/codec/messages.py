@@ -36,7 +36,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from laconic.codec.coding import Coding
+from laconic.codec.coding import PartCoding
 from laconic.codec.lossless import Ulps
 from laconic.codec.lossless_gradients import Exponents
 from laconic.codec.payload import FewBits
@@ -80,7 +80,7 @@ class UnderWay:
     def __init__(
         self,
         pending: Pending,
-        coding: Coding,
+        coding: PartCoding,
         rank: int,
         landing: Tensor,
         *,
@@ -113,7 +113,7 @@ class UnderWay:
         return self._messages
 
     def finish(self, parts: Tensors, *, adds: bool = False) -> None:
-        """Wait for a gather, and write what came into the part of each rank, (n,); see `Coding.decode_into`.
+        """Wait for a gather, and write what came into the part of each rank, (n,); see `PartCoding.decode_into`.
 
         If the coding loses something, that has this rank's own part, too: [Note: Only decoded values count] in base.py.
         """

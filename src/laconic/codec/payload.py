@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from laconic.codec import CODECS, Codec
-from laconic.codec.coding import Coding
+from laconic.codec.coding import PartCoding
 from laconic.codec.rotation import rotated_numel
 from laconic.comm.moves import Tensors
 from laconic.layout.bucket import BucketLayout
@@ -48,7 +48,7 @@ class Piece:
     """True for vectors, whose values travel as they are."""
 
 
-class FewBits(Coding):
+class FewBits(PartCoding):
     """The coding of a vector's parts, one for each rank, in a codec. All messages are as long as the longest."""
 
     loses = True
@@ -95,7 +95,7 @@ class FewBits(Coding):
             yield piece, piece.codec.decode(message[piece.codes], numel, rotates=piece.is_rotated)
 
     def decode_into(self, index: int, message: Tensor, part: Tensor, *, adds: bool = False) -> None:
-        """See `Coding.decode_into`. `part` has any floating dtype. What no piece has, such as padding, stays.
+        """See `PartCoding.decode_into`. `part` has any floating dtype. What no piece has, such as padding, stays.
 
         Values that are exact are written all the same.
         """
@@ -107,7 +107,7 @@ class FewBits(Coding):
         self, index: int, messages: Tensors, own: Tensor, *, is_own_coded: bool = False,
         weights: Sequence[float] | None = None,
     ) -> Tensor:  # fmt: skip
-        """See `Coding.sum`. Terms are added in fp32. With `is_own_coded` this rank's comes as a message, too.
+        """See `PartCoding.sum`. Terms are added in fp32. With `is_own_coded` this rank's comes as a message, too.
 
         `weights` has one factor for each rank's term. Default: 1 for all.
         """

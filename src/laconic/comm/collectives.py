@@ -125,10 +125,7 @@ class Communicator(SumWay):
         else:
             begin = partial(self._gather_bytes, group)
         counted = (self.size - 1) * piece.nbytes, whole.nbytes - piece.nbytes
-        is_kept = numels is None
-        return self._move(
-            begin, purpose, counted, group, nbytes=whole.nbytes, sends=self._uses_sends, is_kept=is_kept
-        )  # fmt: skip
+        return self._move(begin, purpose, counted, group, nbytes=whole.nbytes, sends=self._uses_sends)
 
     def _own_part(self, sizes: Sequence[int] | None, whole: Tensor, piece: Tensor) -> list[Tensor]:
         """Copy `piece` to its place in `whole`, unless it is there. Returns the parts of all ranks, as bytes."""
@@ -209,9 +206,7 @@ class Communicator(SumWay):
         else:
             begin = partial(dist.reduce_scatter, group=group, async_op=async_op)
         counted = whole.nbytes - own_bytes, (self.size - 1) * own_bytes
-        return self._move(
-            begin, "gradients", counted, group, nbytes=whole.nbytes, sends=self._uses_sends, is_kept=True
-        )  # fmt: skip
+        return self._move(begin, "gradients", counted, group, nbytes=whole.nbytes, sends=self._uses_sends)
 
     def _parts(self, whole: Tensor, numels: Sequence[int] | None) -> Sequence[Tensor]:
         """The parts of all ranks: rows, or with `numels` tensors of other lengths: [Note: Parts of other lengths]."""
@@ -254,18 +249,19 @@ class Communicator(SumWay):
         assert group is not None, "a level of one rank has nobody to send to"
         in_one_call = partial(dist.all_to_all_single, group=group, async_op=not self.is_stream_ordered)
         begin = (lambda *sent: self._exchange(group, *sent)) if sends else in_one_call
-        return self._move(begin, purpose, counted, group, nbytes=nbytes, sends=sends, is_kept=nbytes is not None)
+        return self._move(begin, purpose, counted, group, nbytes=nbytes, sends=sends)
 
-    def start_all_reduce(self, tensor: Tensor, purpose: Purpose = "gradients") -> Pending:
-        """Begin to sum `tensor` over the ranks, in place.
+    def start_all_reduce(
+        self, tensor: Tensor, purpose: Purpose = "gradients", op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Pending:
+        """Begin to reduce `tensor` over the ranks, in place.
 
         Every rank gets the same bits. `tensor` is contiguous, and nobody uses it until the transfer has ended.
 
         Cost: 2 (R - 1) / R of its bytes out of and into each of R ranks, as a ring moves them.
         """
-        return NOTHING if self._reduce_group is None else self._start_ring(tensor, purpose)
-
-    def _start_ring(self, tensor: Tensor, purpose: Purpose, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+        if self._reduce_group is None:
+            return NOTHING
         begin = partial(dist.all_reduce, op=op, group=self._reduce_group, async_op=not self.is_stream_ordered)
         return self._move(begin, purpose, self._bytes_of_ring(tensor), self._reduce_group, is_ring=True).start(tensor)
 
@@ -335,7 +331,7 @@ class Communicator(SumWay):
             for _ in self._reduce_by_sends(tensor, op, "control"):
                 pass
             return tensor
-        self._start_ring(tensor, "control", op).wait()
+        self.start_all_reduce(tensor, "control", op).wait()
         return tensor
 
     def copy_first(self, tensor: Tensor) -> None:
@@ -408,23 +404,17 @@ class Communicator(SumWay):
         is_ring: bool = False,
         nbytes: int | None = None,
         sends: bool = False,
-        is_kept: bool = False,
     ) -> Move:
         """Bind a transfer that `begin` begins: see `Move`.
 
         `counted` are the bytes that leave this rank and those that enter it; with `is_ring` they go to the next one.
         None stands for a transfer whose bytes an earlier one has. `nbytes` are alike on all ranks; sends have them in
-        their name. A move that `is_kept` counts its starts; another is made once, and its bytes are counted now: they
-        may be others each time, and `Traffic` keeps those of all moves that count.
+        their name.
         """
         by_level: list[LevelBytes] = []
         if counted is not None:
             sent, received = (self._cluster.bytes_by_level(self.level, size, is_ring=is_ring) for size in counted)
             by_level = [(level, purpose, size, received[level]) for level, size in sent.items()]
-        if not is_kept:
-            for level, _, sent_bytes, received_bytes in by_level:
-                self._traffic.count(level, purpose, sent_bytes=sent_bytes, received_bytes=received_bytes)
-            by_level.clear()
         return Move(
             begin, self._traffic, self.level, group, (purpose, self._owner, nbytes if sends else None), tuple(by_level),
             sends=sends, is_stream_ordered=self.is_stream_ordered,

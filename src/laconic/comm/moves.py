@@ -54,7 +54,9 @@ class Move:
     bytes, the name. The tensors come with each start.
     """
 
-    __slots__ = ("_begin", "_counted", "_is_stream_ordered", "_journal", "_label", "_sends", "_traffic", "level")
+    __slots__ = (
+        "_begin", "_counted", "_has_begun", "_is_stream_ordered", "_journal", "_label", "_sends", "_traffic", "level",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -82,14 +84,15 @@ class Move:
         """
         self._begin, self._traffic, self.level, self._label, self._counted = begin, traffic, level, label, counted
         self._journal = None if group is None else journal_of(group)
-        self._sends, self._is_stream_ordered = sends, is_stream_ordered
+        self._sends, self._is_stream_ordered, self._has_begun = sends, is_stream_ordered, False
 
     def start(self, *tensors: Any) -> Pending:
         """Count the transfer, note it in the journal, and begin it."""
         traffic = self._traffic
-        if Traffic.observer is None:
+        if self._has_begun and Traffic.observer is None:  # again and again, so only its times are counted
             traffic.begun[self._counted] += 1
         else:
+            self._has_begun = True
             for level, purpose, sent_bytes, received_bytes in self._counted:
                 traffic.count(level, purpose, sent_bytes=sent_bytes, received_bytes=received_bytes)
         if self._journal is None:

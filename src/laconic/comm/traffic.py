@@ -80,7 +80,7 @@ class Traffic:
 
     def __init__(self) -> None:
         self.begun: Counter[tuple[LevelBytes, ...]] = Counter()
-        """How often the transfers began that are bound, by their bytes on each level."""
+        """How often transfers began again, by their bytes on each level."""
         self._sizes: Counter[tuple[Level, Purpose, Direction]] = Counter()
         """The bytes of all others: see `Snapshot.sizes`."""
         self.waits: defaultdict[Level, float] = defaultdict(float)
@@ -100,7 +100,7 @@ class Traffic:
     def snapshot(self) -> Snapshot:
         """Read the counters. The snapshot does not change afterwards."""
         sizes = self._sizes.copy()
-        for counted, times in self.begun.items():
+        for counted, times in list(self.begun.items()):
             for level, purpose, sent_bytes, received_bytes in counted:
                 sizes[level, purpose, "sent"] += times * sent_bytes
                 sizes[level, purpose, "received"] += times * received_bytes

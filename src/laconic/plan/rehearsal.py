@@ -339,7 +339,7 @@ class _AlikeRows(FewBits):
         return rows
 
     def places(self, num_ranks: int) -> Iterator[int]:
-        """See `Coding.places`."""
+        """See `PartCoding.places`."""
         for place, count in _alike(num_ranks).items():
             with self._costs.times(count):
                 yield place
@@ -371,7 +371,7 @@ class _AlikeParts(FewBits):
         """The mean of a message's bytes over the places in a node, in multiples of this rank's."""
 
     def places(self, num_ranks: int) -> Iterator[int]:
-        """See `Coding.places`."""
+        """See `PartCoding.places`."""
         for place, count in _alike(num_ranks).items():
             with self._costs.times(count):
                 yield place

@@ -61,7 +61,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from laconic.codec import CODECS, Codec
-from laconic.codec.coding import Coding
+from laconic.codec.coding import PartCoding
 from laconic.codec.lossless import Ulps
 from laconic.codec.lossless_gradients import Exponents
 from laconic.codec.messages import KnownLengths, ToldLengths, UnderWay
@@ -131,30 +131,25 @@ class WeightCrossing:
 
     def start(self, node_shard: Tensor) -> None:
         """Begin the gather. With True from `prepare`, `node_shard`, (N * C,), has the old node shard."""
-        form = self.bucket.form
+        form, messages = self.bucket.form, self._messages
         if self._under_way is not None:  # an exception has cut the last crossing short
             self._free()
-        if self._is_coded:
-            self._start_coded(node_shard)
+        if messages is None or not self._is_coded:
+            own = form.as_stored(node_shard)
+            if own is None:
+                own = form.own_part(node_shard)
+                form.write(own)
+            self._pending = self._node.all_gather(node_shard, own, numels=form.geometry.numels_on["node"])
             return
-        own = form.as_stored(node_shard)
-        if own is None:
-            own = form.own_part(node_shard)
-            form.write(own)
-        self._pending = self._node.all_gather(node_shard, own, numels=form.geometry.numels_on["node"])
-
-    def _start_coded(self, node_shard: Tensor) -> None:
-        messages, form = self._messages, self.bucket.form
-        assert messages is not None
-        own = form.own_part(node_shard)
-        part = self.bucket.stored.shard if messages.coding.loses else form.as_stored(own)
+        held, loses = form.own_part(node_shard), messages.coding.loses
+        part = self.bucket.stored.shard if loses else form.as_stored(held)
         if part is None:
-            part = torch.empty_like(own)
+            part = torch.empty_like(held)
             form.write(part)
-        self._under_way = messages.start_gather(part, base=own if self.sends_differences else None)
+        self._under_way = messages.start_gather(part, base=held if self.sends_differences else None)
         self.bucket.ledger.hold(self._under_way.nbytes)
-        if not messages.coding.loses:
-            own.copy_(part)
+        if not loses:
+            held.copy_(part)
 
     def finish(self, node_shard: Tensor) -> None:
         """Finish the gather: `node_shard` has the shards of all nodes. Padding may keep what it has."""
@@ -197,7 +192,7 @@ class DifferenceCrossing(WeightCrossing):
     ) -> None:
         super().__init__(bucket, node, messages)
         self._copies = copies
-        self.coding: Coding = messages.coding
+        self.coding: PartCoding = messages.coding
         self.state = CopyState.LOST
         self.number = 0
         """The differences since the last exact crossing."""
@@ -213,8 +208,8 @@ class DifferenceCrossing(WeightCrossing):
     @property
     def was_edited(self) -> bool:
         """True if something else than an optimizer's step has changed the weights, and asks for an exact crossing."""
-        may_lag = self.coding.loses and self.state is not CopyState.LOST
-        return may_lag and self.bucket.stored.version != self.trusted_version
+        may_lag, stored = self.coding.loses and self.state is not CopyState.LOST, self.bucket.stored
+        return may_lag and stored.epoch + stored.shard._version != self.trusted_version  # as in `_begin_step`
 
     def prepare(self) -> bool:
         """See `WeightCrossing.prepare`. Collective, once for each version of the weights under one root."""
@@ -223,7 +218,8 @@ class DifferenceCrossing(WeightCrossing):
 
     def start(self, node_shard: Tensor) -> None:
         """See `WeightCrossing.start`."""
-        self.state, self.trusted_version = CopyState.LOST, self.bucket.stored.version
+        stored = self.bucket.stored
+        self.state, self.trusted_version = CopyState.LOST, stored.epoch + stored.shard._version  # as in `_begin_step`
         super().start(node_shard)
 
     def finish(self, node_shard: Tensor) -> None:
@@ -315,7 +311,7 @@ class Copies:
         edited = {each for each in self._members if each.was_edited}
         self._warn_of(edited)
         must_be_exact, differing, is_due = self._ask_all_ranks(edited)
-        is_mistrusted = any(self._observer.mistrusts_copies(each.bucket) for each in self._members)
+        is_mistrusted = True in [self._observer.mistrusts_copies(each.bucket) for each in self._members]
         if (is_due or is_mistrusted) and not differing:
             known = {each.bucket: each for each in self._members if each not in must_be_exact}
             differing = [known[bucket] for bucket in self._observer.different_copies(self._cluster, list(known))]
@@ -336,7 +332,7 @@ class Copies:
         needs = [each.state is CopyState.LOST or each in edited for each in self._members]
         numbers = [each.number % 256 for each in self._members]
         is_due = self._steps + 1 >= self._exact_every
-        mine = [*needs, *numbers, *(255 - number for number in numbers), is_due]
+        mine = [*needs, *numbers, *[255 - number for number in numbers], is_due]
         flags = start_flags(self._cluster, torch.tensor(mine, dtype=torch.uint8)).wait().tolist()  # the largest of each
         some_need, highest, lowest_from_255 = (flags[i : i + len(needs)] for i in range(0, 3 * len(needs), len(needs)))
         must_be_exact = {each for each, flag in zip(self._members, some_need, strict=True) if flag}
