@@ -2,8 +2,9 @@
 
 [Note: Codings and messages]
 What crosses between ranks is a coding times a kind of messages. A coding knows bytes and values, and nothing of who
-sends. Messages know ranks and lengths, and nothing of values. So sums, gathers, the exchanges of islands and the ring
-of the cyclic schedule are written once, for all codings.
+sends. Messages know ranks and lengths, and nothing of values. So sums, gathers and the exchanges of islands are written
+once, for all codings. The ring of the cyclic schedule sends messages of its own, from one device to the next, which
+hold `FewBits`: cyclic/coding.py.
 
 | coding | its bytes | what it loses |
 |---|---|---|
