@@ -17,7 +17,7 @@ from laconic import _compat
 from laconic.comm import pacing
 from laconic.comm.collectives import Communicator, all_reduce, pass_on, start_flags, swap_rows
 from laconic.comm.journal import issue
-from laconic.comm.moves import NOTHING, Pending
+from laconic.comm.moves import NOTHING, Move, Pending
 from laconic.comm.pacing import _Pace
 from laconic.comm.traffic import Level, Purpose, Snapshot, Traffic
 from tests.reference import gather as reference
@@ -407,6 +407,23 @@ def test_totals_by_level_purpose_and_direction_and_what_lies_between_snapshots()
     delta = traffic.snapshot() - now
     assert (delta.total("node", "weights", "sent"), delta.total("island")) == (5, 0)
     assert now.total("node", "weights", "sent") == 100
+
+
+def test_what_begins_again_counts_as_what_began_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transfers that are made once, of other lengths each time, leave nothing behind but their bytes."""
+    traffic, counted, told = Traffic(), (("node", "weights", 3, 5), ("local", "weights", 1, 2)), list[Any]()
+    for moves in ([1, 1], [3]):
+        for starts in moves:
+            move = Move(lambda: None, traffic, "node", None, ("weights", "", None), counted)  # type: ignore[arg-type]
+            for _ in range(starts):
+                move.start()
+    monkeypatch.setattr(Traffic, "observer", lambda *seen: told.append(seen))
+    move.start()
+    assert told == [("node", "weights", 3), ("local", "weights", 1)], "an observer hears of each"
+    sizes = {("node", "sent"): 3, ("node", "received"): 5, ("local", "sent"): 1, ("local", "received"): 2}
+    found = {(level, direction): size for (level, _, direction), size in traffic.snapshot().sizes.items()}
+    assert found == {key: 6 * size for key, size in sizes.items()}
+    assert traffic.begun == {counted: 2}, "of the one that is made again and again"
 
 
 def test_waiting_is_timed_by_level_even_when_it_fails() -> None:

@@ -26,7 +26,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from laconic.codec import CODECS, WEIGHT_CODECS, blocked_triton
 from laconic.codec.blocked import BlockCodec
-from laconic.codec.payload import Payload, pieces_of
+from laconic.codec.payload import FewBits, pieces_of
 from laconic.layers import scaled_triton
 from laconic.layers.scaled import SCALED_FORMATS, ScaledFormat
 from laconic.optim.adamw8bit import AdamW8bit
@@ -282,17 +282,11 @@ def kernels_a_piece() -> dict[str, int]:
             continue
         told = f"{name} rotated" if rotates else name
         pieces = pieces_of([(0, 1001, False)], codec, plain=torch.float32, device_type="cuda", rotates=rotates)
-        payload, values = Payload([pieces], [1001]), torch.randn(1001).bfloat16()
+        payload, values = FewBits([pieces], [1001]), torch.randn(1001).bfloat16()
         message, base, out = torch.empty(payload.nbytes, dtype=torch.uint8), torch.randn(1001), torch.randn(1001)
         runs |= {
-            f"{told}, encode": partial(payload.encode, 0, lambda _, v=values: v, message),  # type: ignore[misc]
-            f"{told}, difference": partial(
-                payload.encode,
-                0,
-                lambda _, v=values: v,
-                message,
-                base=lambda _, b=base: b,  # type: ignore[misc]
-            ),
+            f"{told}, encode": partial(payload.encode, 0, values, message),
+            f"{told}, difference": partial(payload.encode, 0, values, message, base=base),
             f"{told}, decode": lambda p=payload, m=message: list(p.decode(0, m)),  # type: ignore[misc]
             f"{told}, sum": partial(payload.decode_into, 0, message, out, adds=True),
         }

@@ -13,12 +13,12 @@ EXPLAINED: dict[str, str] = {
     "codec/lossless_gradients_numba:_encode: step > 1 -> step >= 1": "the upper half twice is zero where it is once",
     "codec/lossless_gradients_numba:_encode: 0 -> 1 #7": "no top is below 6",
     "codec/lossless_gradients_triton:_count_outside: 8 -> 9": "a word has no ninth code",
-    "codec/varying:VaryingMessages.finish: 0 -> 1": "a message has at least its head",
-    "codec/varying:VaryingParts.start: 1 -> 2 #2": "a message with one value is short, so it tells no rate",
-    "codec/varying:PartsUnderWay.finish: most > self._rate -> most >= self._rate": "a second transfer of nothing",
-    "codec/varying:PartsUnderWay.finish: 0 -> 1 #2": "a byte more of memory",
-    "codec/varying:_numbers: -1 -> 1": "a message has at least its head",
-    "codec/varying:_numbers: 1 -> 2": "the same",
+    "codec/messages:ToldLengths._read_gathered: 0 -> 1": "a message has at least its head",
+    "codec/messages:ToldLengths.start_exchange: 1 -> 2 #2": "a message with one value is short, so it tells no rate",
+    "codec/messages:ToldLengths._read_exchanged: most > rate -> most >= rate": "a second transfer of nothing",
+    "codec/messages:ToldLengths._read_exchanged: 0 -> 1": "a rank's message to itself has no meaning",
+    "codec/messages:_numbers: -1 -> 1": "a message has at least its head",
+    "codec/messages:_numbers: 1 -> 2": "the same",
     "layout/bucket:RunsLayout.slots: 0 -> 1": "the tensor has no place in a bucket",
     "shard/extension:_no_guard: return Observer -> return None": "the package sets another one at once",
     "store/folder:not_seen: time.sleep(_POLL_S) -> pass": "it looks more often",
@@ -63,8 +63,8 @@ MISSED: dict[str, str] = {
     " writes into memory that is free again",
     "shard/gather:BucketGather.finish: self.early is not None -> self.early is None": "both have the values; only the"
     " count of the memory that is held would differ, for a moment",
-    "shard/crossing:LosslessDifferences.makes_host_wait: return self._is_difference -> return None": "the host of a CPU"
-    " waits for each transfer",
+    "shard/crossing:WeightCrossing.makes_host_wait: return self._is_coded and self.may_make_host_wait ->"
+    " return None": "the host of a CPU waits for each transfer",
     "codec/lossless_triton:_read: first += _CHUNK -> pass": "no tile of the tests has more events than one chunk holds",
     "codec/lossless_triton:_write: tl.debug_barrier() -> pass": "the interpreter runs one program after another",
     "ragged/packing:agree_on_packing: sorted(ranks_or_self(cluster.flag_group).gather([cluster.shard_index, own])) ->"

@@ -57,7 +57,7 @@ HOST_4BIT = {"cache": "host", "wire": "4bit"}
         ({"cache": "none"}, {"one tensor": 245, "nine tensors": 269}),
         ({"cache": "host"}, {"one tensor": 231, "nine tensors": 255}),
         ({"cache": "rank"}, {"one tensor": 195, "nine tensors": 219}),
-        (HOST_4BIT, {"one tensor": 324, "nine tensors": 439}),
+        (HOST_4BIT, {"one tensor": 305, "nine tensors": 402}),
     ],
     ids=["none", "host", "rank", "4bit"],
 )

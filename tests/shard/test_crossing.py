@@ -15,8 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
 from laconic.checkpoint import load_checkpoint, save_checkpoint
+from laconic.codec import lossless
 from laconic.optim import AdamW8bit
-from laconic.shard import crossing
 from laconic.shard.crossing import CopyState
 from tests.shard.wire_helpers import assert_nodes_agree, crossings, crossings_after, is_exact, states
 from tests.support.launch import on_ranks
@@ -207,7 +207,7 @@ def test_a_difference_that_is_read_in_part_is_never_a_base(wire: Any) -> None:
     """One rank is interrupted in the middle of a difference. Next time the weights cross exactly, on all ranks."""
     model, optimizer = coded(units=[], wire=wire, mp_policy=BF16)
     (victim,) = crossings_after(model, optimizer)
-    decoders: Any = (crossing, "decode_in_pieces") if wire != "4bit" else (victim._messages._payload, "decode_into")
+    decoders: Any = (lossless, "decode_in_pieces") if wire != "4bit" else (victim.coding, "decode_into")
     decode = getattr(*decoders)
     decoded: list[int] = []
 

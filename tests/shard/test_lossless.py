@@ -18,7 +18,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 import laconic
 import laconic.optim
 from laconic.codec import kernels
-from laconic.shard.crossing import CopyState, LosslessDifferences
+from laconic.codec.lossless import Ulps
+from laconic.shard.crossing import CopyState
 from laconic.shard.policies import Precision, ShardPolicy
 from tests.shard.test_scaled import converted
 from tests.shard.test_scaled import make as make_wide
@@ -268,11 +269,11 @@ def test_a_message_that_did_not_fit_is_told_before_a_run_is_saved() -> None:
     for seed in range(3):
         step(model, optimizer, seed)
     (victim,) = crossings(model)
-    assert isinstance(victim, LosslessDifferences)
+    assert isinstance(victim.coding, Ulps)
     for fails in (model.state_dict, model.unshard):
         with torch.no_grad():
             next(model.parameters()).mul_(0.5)  # so that the weights cross
-        victim._faults.append(torch.ones(1, dtype=torch.int32))
+        victim.coding.faults.append(torch.ones(1, dtype=torch.int32))
         with pytest.raises(ValueError, match="does not fit the held values"):
             fails()
         assert victim.state is CopyState.LOST

@@ -14,7 +14,7 @@ from torch import nn
 import laconic
 import laconic.optim
 from laconic.codec import CODECS
-from laconic.codec.payload import payload_of, shards_of_nodes
+from laconic.codec.payload import few_bits_of, shards_of_nodes
 from laconic.policy import from_keys
 from laconic.shard.bucket import Bucket
 from laconic.shard.policies import ShardPolicy
@@ -156,7 +156,7 @@ def test_tensors_that_are_coded_together_equal_the_twin() -> None:
     model = shard(build(Aligned), units=[], cache="host", wire=wire)
     (bucket,) = buckets(model)
     parts = shards_of_nodes(bucket.layout, bucket.geometry.peers)
-    payload = payload_of(bucket.layout, parts, CODECS["int4"], plain=torch.float32, device_type="cpu")
+    payload = few_bits_of(bucket.layout, parts, CODECS["int4"], plain=torch.float32, device_type="cpu")
     num_runs = sum(start < stop for runs in runs_of(model).values() for start, stop in runs)
     assert sum(map(len, payload._pieces.values())) < num_runs
     twin = twin_of(model, wire, Aligned)

@@ -83,6 +83,8 @@ class Codec(ABC):
         Shapes: values and base (numel,), of any floating dtypes; out (payload_bytes(numel),), uint8, or with `rotates`
             (payload_bytes(rotated_numel(numel)),).
         """
+        if values.is_cuda and not check and self._encodes_by_kernel(out, values, base, rotates=rotates):
+            return
         wide = values.to(torch.float32)
         if base is not None:
             wide = wide - base
@@ -94,6 +96,8 @@ class Codec(ABC):
 
     def decode_into(self, out: Tensor, payload: Tensor, *, adds: bool = False, rotates: bool = False) -> None:
         """Decode into `out`, (numel,), of any floating dtype; with `adds`, add the values to what is there."""
+        if payload.is_cuda and self._decodes_by_kernel(out, payload, adds=adds, rotates=rotates):
+            return
         values = self.decode(payload, out.numel(), rotates=rotates)
         if adds:
             out.add_(values)
@@ -105,6 +109,14 @@ class Codec(ABC):
 
     @abstractmethod
     def _decode(self, payload: Tensor, numel: int) -> Tensor: ...
+
+    def _encodes_by_kernel(self, out: Tensor, values: Tensor, base: Tensor | None, *, rotates: bool) -> bool:
+        """Do what `encode_into` does in one kernel. Returns False if there is none."""
+        return False
+
+    def _decodes_by_kernel(self, out: Tensor, payload: Tensor, *, adds: bool, rotates: bool) -> bool:
+        """Do what `decode_into` does in one kernel. Returns False if there is none."""
+        return False
 
     def _decode_rotated(self, payload: Tensor, numel: int) -> Tensor:
         return rotate(self._decode(payload, rotated_numel(numel)), overwrites=True)[:numel]

@@ -104,23 +104,19 @@ class BlockCodec(Codec):
         else:
             out.copy_(self.dequantize(codes, steps, out.numel()))
 
-    def encode_into(
-        self, out: Tensor, values: Tensor, base: Tensor | None = None, *, check: bool = True, rotates: bool = False
-    ) -> None:
-        """See `Codec.encode_into`."""
-        if check or not values.is_cuda or (kernels := self._kernels(values)) is None:
-            super().encode_into(out, values, base, check=check, rotates=rotates)
-        elif values.numel():
+    def _encodes_by_kernel(self, out: Tensor, values: Tensor, base: Tensor | None, *, rotates: bool) -> bool:
+        kernels = self._kernels(values)
+        if kernels is not None and values.numel():
             codes, steps = self._parts(out, values.numel(), rotates=rotates)
             kernels.encode(self, values, base, codes, steps, rotates=rotates)
+        return kernels is not None
 
-    def decode_into(self, out: Tensor, payload: Tensor, *, adds: bool = False, rotates: bool = False) -> None:
-        """See `Codec.decode_into`."""
-        if not payload.is_cuda or (kernels := self._kernels(payload)) is None:
-            super().decode_into(out, payload, adds=adds, rotates=rotates)
-        elif out.numel():
+    def _decodes_by_kernel(self, out: Tensor, payload: Tensor, *, adds: bool, rotates: bool) -> bool:
+        kernels = self._kernels(payload)
+        if kernels is not None and out.numel():
             codes, steps = self._parts(payload, out.numel(), rotates=rotates)
             kernels.decode(self, codes, steps, out, adds=adds, rotates=rotates)
+        return kernels is not None
 
     @cached_property
     def has_kernels(self) -> bool:
@@ -179,9 +175,9 @@ class Even(BlockCodec):
         return KernelForm("even", self.bits, float(self._largest), nothing, nothing)
 
     def _quantize(self, blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        steps = _to_steps(blocks.abs().amax(1).div_(self._largest))
+        steps, inverses = _to_steps(blocks.abs().amax(1).div_(self._largest))
         # A step is rounded by at most one part in 512, so no code exceeds the largest.
-        counts = blocks * _inverses(steps)
+        counts = blocks * inverses
         if self.bits == 8:
             return counts.round_().to(torch.int8).view(torch.uint8).view(-1), steps
         # the conversion cuts off what is behind the point, so this rounds to the nearest
@@ -218,8 +214,8 @@ class TwoBit(BlockCodec):
 
     def _quantize(self, blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         roots, largest = _root_mean_squares(blocks, numel)
-        half_steps = _to_steps(roots * (_TWO_BIT_STEP / 2))
-        codes = (blocks * (_inverses(half_steps) / 2)).add_(2).clamp_(0, 3)
+        half_steps, inverses = _to_steps(roots * (_TWO_BIT_STEP / 2))
+        codes = (blocks * (inverses / 2)).add_(2).clamp_(0, 3)
         half_steps.masked_fill_(largest == 0, 0)  # no level is zero, but a block of zeros stays so
         return pack_bits(codes.to(torch.uint8).view(-1), 2), half_steps
 
@@ -250,8 +246,8 @@ class E2m1(BlockCodec):
     def _quantize(self, blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         _, nearest = _e2m1_tables(blocks.device)
         sizes = blocks.abs()
-        steps = _to_steps(sizes.amax(1).div_(E2M1[-1]))
-        halves = sizes.mul_(2 * _inverses(steps)).nan_to_num_(nan=0.0).clamp_(0, len(nearest) - 1).to(torch.int32)
+        steps, inverses = _to_steps(sizes.amax(1).div_(E2M1[-1]))
+        halves = sizes.mul_(2 * inverses).nan_to_num_(nan=0.0).clamp_(0, len(nearest) - 1).to(torch.int32)
         codes = nearest.index_select(0, halves.view(-1)) | ((blocks.view(-1) < 0).to(torch.uint8) << 3)
         return pack_bits(codes, 4), steps
 
@@ -309,14 +305,13 @@ def _root_mean_squares(blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
     return roots.squeeze(1), largest.squeeze(1)
 
 
-def _to_steps(steps: Tensor) -> Tensor:
-    """Round steps (b,), fp32, to bf16, and raise those below the smallest normal number to it. Overwrites `steps`."""
-    return steps.clamp_(min=torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
+def _to_steps(steps: Tensor) -> tuple[Tensor, Tensor]:
+    """Round steps (b,), fp32, to bf16, and raise those below the smallest normal number to it. Overwrites `steps`.
 
-
-def _inverses(steps: Tensor) -> Tensor:
-    """The inverses of the steps (b,), as (b, 1), fp32."""
-    return steps.to(torch.float32).reciprocal_().unsqueeze(1)
+    Returns the steps and their inverses, (b, 1), fp32.
+    """
+    rounded = steps.clamp_(min=torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
+    return rounded, rounded.to(torch.float32).reciprocal_().unsqueeze(1)
 
 
 def _pairs_by_byte(values: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from laconic.codec.coding import PartCoding
 from laconic.codec.contexts import head_bytes
 from laconic.codec.kernels import coder_of
 from laconic.codec.patterns import PatternForm, pattern_form_of
@@ -205,3 +206,33 @@ def _checked(held: Tensor, new: Tensor | None = None) -> PatternForm:
             f"shape {tuple(held.shape)}; pass two versions of one tensor"
         )
     return form
+
+
+class Ulps(PartCoding):
+    """Differences to what receivers hold, in units in the last place: [Note: Lossless differences]."""
+
+    def __init__(self) -> None:
+        self.faults: list[Tensor] = []
+        """Whether the messages so far fitted what was held, as a device finds out: the host reads it later."""
+
+    def typical_bits(self, dtype: torch.dtype) -> float:
+        """Of a value, for those who ask before it is known: RESULTS.md, section lossless."""
+        return 3
+
+    def encode(self, part: Tensor, base: Tensor | None = None) -> UnreadMessage:
+        """Encode values, (n,), for receivers that hold `base`, (n,)."""
+        assert base is not None, "receivers hold something"
+        return encode_in_pieces(base, part)
+
+    def decode_into(self, index: int, message: Tensor, part: Tensor, *, adds: bool = False) -> None:
+        """See `PartCoding.decode_into`: `part` is what is held."""
+        assert adds, "it is a difference"
+        decode_in_pieces(part, message, faults=self.faults)
+
+    def check(self) -> None:
+        """See `PartCoding.check`. The host waits for the device."""
+        check_faults(self.faults)
+
+    def forget(self) -> None:
+        """See `PartCoding.forget`."""
+        self.faults.clear()

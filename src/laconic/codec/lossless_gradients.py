@@ -33,6 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from laconic.codec.coding import PartCoding
 from laconic.codec.kernels import coder_of
 from laconic.codec.lossless import UnreadMessage
 
@@ -128,3 +129,20 @@ def _check_sizes(agree: bool) -> None:
             "a message of lossless gradients does not have the size that follows from its blocks: it is damaged, or "
             "ranks do not run the same program"
         )
+
+
+class Exponents(PartCoding):
+    """Values alone, of bf16, float16 or fp32, whose exponents take few bits: [Note: Lossless gradients]."""
+
+    def typical_bits(self, dtype: torch.dtype) -> float:
+        """See `Ulps.typical_bits`."""
+        return TYPICAL_BITS[dtype]
+
+    def encode(self, part: Tensor, base: Tensor | None = None) -> UnreadMessage:
+        """Encode values, (n,)."""
+        assert base is None, "receivers hold nothing"
+        return encode(part)
+
+    def decode_into(self, index: int, message: Tensor, part: Tensor, *, adds: bool = False) -> None:
+        """See `PartCoding.decode_into`."""
+        decode(message, part)

@@ -13,14 +13,16 @@ no header.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from laconic.codec import CODECS, Codec
+from laconic.codec.coding import PartCoding
 from laconic.codec.rotation import rotated_numel
+from laconic.comm.moves import Tensors
 from laconic.layout.bucket import BucketLayout
 from laconic.layout.packing import round_up
 
@@ -45,69 +47,79 @@ class Piece:
     is_exact: bool = False
     """True for vectors, whose values travel as they are."""
 
-    @property
-    def numel(self) -> int:
-        """The number of values."""
-        return self.values.stop - self.values.start
 
+class FewBits(PartCoding):
+    """The coding of a vector's parts, one for each rank, in a codec. All messages are as long as the longest."""
 
-class Payload:
-    """Encodes and decodes the parts of a vector, one for each rank. All messages are as long as the longest."""
+    loses = True
+    numels: Sequence[int]
+    """The elements of each part."""
 
     def __init__(self, pieces: Sequence[Sequence[Piece]], numels: Sequence[int], *, check: bool = False) -> None:
         """Take the pieces and the number of elements of each part. With `check`, refuse NaN and infinity."""
         self._pieces: Mapping[int, Sequence[Piece]] = dict(enumerate(pieces))
         self._check = check
         self.numels = list(numels)
-        """The elements of each part."""
-        self._ends = list(itertools.accumulate(self.numels))
         self.nbytes = round_up(max((part[-1].codes.stop for part in pieces if part), default=0), _BYTE_ALIGNMENT)
         """The bytes of the message for one part."""
 
     @classmethod
-    def of_rows(cls, codec: Codec, num_rows: int, numel: int) -> Payload:
-        """The payload of parts of `numel` values, each of which is coded at once. It refuses NaN and infinity."""
+    def of_rows(cls, codec: Codec, num_rows: int, numel: int) -> FewBits:
+        """The coding of parts of `numel` values, each of which is coded at once. It refuses NaN and infinity."""
         piece = Piece(slice(0, numel), slice(0, codec.payload_bytes(numel)), codec)
         return cls([[piece]] * num_rows, [numel] * num_rows, check=True)
 
-    def places(self) -> Iterator[int]:
-        """Yield the places of the parts, in order. What is coded until the next one belongs to the one yielded."""
-        return iter(range(len(self.numels)))
-
-    def part_of(self, whole: Tensor, index: int) -> Tensor:
-        """The `index`-th part of `whole`, all parts in order: a view, (n,)."""
-        return whole[self._ends[index] - self.numels[index] : self._ends[index]]
-
     def encode(
-        self,
-        index: int,
-        values: Callable[[Piece], Tensor],
-        message: Tensor,
-        *,
-        base: Callable[[Piece], Tensor] | None = None,
+        self, index: int, part: Tensor, message: Tensor, *, base: Tensor | None = None, lost: Tensor | None = None
     ) -> None:
-        """Write the codes of the `index`-th part into `message`, (nbytes,), uint8.
+        """Write the codes of part `index`, (n,), of any floating dtype, into `message`, (nbytes,), uint8.
 
-        `values` returns the values of a piece, (n,), of any floating dtype. With `base`, their differences to what it
-        returns are coded, except for pieces that are exact, whose values are.
+        `part` may be on another device. With `base`, (n,), differences to it are coded, except for pieces that are
+        exact, whose values are. `lost`, (n,), fp32, is what the codec has lost of such parts before: it is added first,
+        and has what is lost now afterwards.
         """
+        if lost is not None:
+            part = lost.add_(part)
         for piece in self._pieces[index]:
-            given, less = values(piece), None if base is None or piece.is_exact else base(piece)
-            piece.codec.encode_into(message[piece.codes], given, less, check=self._check, rotates=piece.is_rotated)
+            given, codes = part[piece.values].to(message.device, non_blocking=True), message[piece.codes]
+            less = None if base is None or piece.is_exact else base[piece.values]
+            piece.codec.encode_into(codes, given, less, check=self._check, rotates=piece.is_rotated)
+            if lost is not None:
+                rest = given.sub_(piece.codec.decode(codes, len(given), rotates=piece.is_rotated))
+                rest.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # a step that is skipped loses nothing
 
     def decode(self, index: int, message: Tensor) -> Iterator[tuple[Piece, Tensor]]:
         """Yield the pieces of a part and their values, (n,), fp32, that `encode` has written."""
         for piece in self._pieces[index]:
-            yield piece, piece.codec.decode(message[piece.codes], piece.numel, rotates=piece.is_rotated)
+            numel = piece.values.stop - piece.values.start
+            yield piece, piece.codec.decode(message[piece.codes], numel, rotates=piece.is_rotated)
 
     def decode_into(self, index: int, message: Tensor, part: Tensor, *, adds: bool = False) -> None:
-        """Write the values of a part into `part`, (n,), of any floating dtype; with `adds`, add them to what is there.
+        """See `PartCoding.decode_into`. `part` has any floating dtype. What no piece has, such as padding, stays.
 
         Values that are exact are written all the same.
         """
         for piece in self._pieces[index]:
             own, is_sum = part[piece.values], adds and not piece.is_exact
             piece.codec.decode_into(own, message[piece.codes], adds=is_sum, rotates=piece.is_rotated)
+
+    def sum(
+        self, index: int, messages: Tensors, own: Tensor, *, is_own_coded: bool = False,
+        weights: Sequence[float] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """See `PartCoding.sum`. Terms are added in fp32. With `is_own_coded` this rank's comes as a message, too.
+
+        `weights` has one factor for each rank's term. Default: 1 for all.
+        """
+        total = torch.zeros_like(own, dtype=torch.float32)
+        for rank in self.places(len(messages)):
+            weight = 1.0 if weights is None else weights[rank]
+            if rank == index and not is_own_coded:
+                total.add_(own, alpha=weight)
+                continue
+            for piece, values in self.decode(index, messages[rank]):
+                total[piece.values].add_(values, alpha=weight)
+        return total.to(own.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +149,7 @@ def parts_of_islands(layout: BucketLayout, shard: int, num_islands: int) -> list
     return [Part(shard, begin, end) for begin, end in itertools.pairwise(begins)]
 
 
-def payload_of(
+def few_bits_of(
     layout: BucketLayout,
     parts: Sequence[Part],
     codec: Codec,
@@ -145,8 +157,8 @@ def payload_of(
     plain: torch.dtype,
     device_type: str,
     rotates: bool = False,
-) -> Payload:
-    """Return the payload of parts of a bucket that cross on this rank's way: [Note: Payloads].
+) -> FewBits:
+    """Return the coding of parts of a bucket that cross on this rank's way: [Note: Payloads].
 
     Args:
         layout: the bucket's layout.
@@ -160,7 +172,7 @@ def payload_of(
         pieces_of(_runs_of(layout, part), codec, plain=plain, device_type=device_type, rotates=rotates)
         for part in parts
     ]
-    return Payload(pieces, [part.numel for part in parts])
+    return FewBits(pieces, [part.numel for part in parts])
 
 
 Run = tuple[int, int, bool]
@@ -170,7 +182,7 @@ Run = tuple[int, int, bool]
 def pieces_of(
     runs: Iterable[Run], codec: Codec, *, plain: torch.dtype, device_type: str, rotates: bool = False
 ) -> list[Piece]:
-    """Return the pieces of the runs of one part, in their order. See `payload_of` for the arguments."""
+    """Return the pieces of the runs of one part, in their order. See `few_bits_of` for the arguments."""
     exact = CODECS["bf16" if plain is torch.bfloat16 else "fp32"]
     piece_numel = HOST_PIECE_NUMEL if device_type == "cpu" else DEVICE_PIECE_NUMEL
     pieces: list[Piece] = []

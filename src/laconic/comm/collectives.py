@@ -47,7 +47,7 @@ from laconic.comm.journal import Ticket, issue
 from laconic.comm.messages import HostExchange, start_broadcast, start_exchange, start_to_all
 from laconic.comm.moves import NOTHING, Move, Pending, SumTransfer, SumWay, Tensors
 from laconic.comm.pacing import start_paced_exchange
-from laconic.comm.traffic import Level, Purpose
+from laconic.comm.traffic import Level, LevelBytes, Purpose
 from laconic.comm.watch import raise_diagnosis, waiting_for
 
 _ONE_TRIP_BYTES = 1 << 15
@@ -251,16 +251,17 @@ class Communicator(SumWay):
         begin = (lambda *sent: self._exchange(group, *sent)) if sends else in_one_call
         return self._move(begin, purpose, counted, group, nbytes=nbytes, sends=sends)
 
-    def start_all_reduce(self, tensor: Tensor, purpose: Purpose = "gradients") -> Pending:
-        """Begin to sum `tensor` over the ranks, in place.
+    def start_all_reduce(
+        self, tensor: Tensor, purpose: Purpose = "gradients", op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Pending:
+        """Begin to reduce `tensor` over the ranks, in place.
 
         Every rank gets the same bits. `tensor` is contiguous, and nobody uses it until the transfer has ended.
 
         Cost: 2 (R - 1) / R of its bytes out of and into each of R ranks, as a ring moves them.
         """
-        return NOTHING if self._reduce_group is None else self._start_ring(tensor, purpose)
-
-    def _start_ring(self, tensor: Tensor, purpose: Purpose, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+        if self._reduce_group is None:
+            return NOTHING
         begin = partial(dist.all_reduce, op=op, group=self._reduce_group, async_op=not self.is_stream_ordered)
         return self._move(begin, purpose, self._bytes_of_ring(tensor), self._reduce_group, is_ring=True).start(tensor)
 
@@ -330,7 +331,7 @@ class Communicator(SumWay):
             for _ in self._reduce_by_sends(tensor, op, "control"):
                 pass
             return tensor
-        self._start_ring(tensor, "control", op).wait()
+        self.start_all_reduce(tensor, "control", op).wait()
         return tensor
 
     def copy_first(self, tensor: Tensor) -> None:
@@ -410,12 +411,12 @@ class Communicator(SumWay):
         None stands for a transfer whose bytes an earlier one has. `nbytes` are alike on all ranks; sends have them in
         their name.
         """
-        by_level = []
+        by_level: list[LevelBytes] = []
         if counted is not None:
             sent, received = (self._cluster.bytes_by_level(self.level, size, is_ring=is_ring) for size in counted)
             by_level = [(level, purpose, size, received[level]) for level, size in sent.items()]
         return Move(
-            begin, self._traffic, self.level, group, (purpose, self._owner, nbytes if sends else None), by_level,
+            begin, self._traffic, self.level, group, (purpose, self._owner, nbytes if sends else None), tuple(by_level),
             sends=sends, is_stream_ordered=self.is_stream_ordered,
         )  # fmt: skip
 

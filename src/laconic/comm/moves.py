@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.comm.journal import Label, Ticket, journal_of
-from laconic.comm.traffic import Level, Purpose, Traffic
+from laconic.comm.traffic import Level, LevelBytes, Traffic
 from laconic.comm.watch import waiting_for
 
 Tensors = Sequence[Tensor] | Tensor
@@ -54,7 +54,9 @@ class Move:
     bytes, the name. The tensors come with each start.
     """
 
-    __slots__ = ("_begin", "_counted", "_is_stream_ordered", "_journal", "_label", "_sends", "_traffic", "level")
+    __slots__ = (
+        "_begin", "_counted", "_has_begun", "_is_stream_ordered", "_journal", "_label", "_sends", "_traffic", "level",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class Move:
         level: Level,
         group: dist.ProcessGroup | None,
         label: Label,
-        counted: Sequence[tuple[Level, Purpose, int, int]],
+        counted: tuple[LevelBytes, ...],
         *,
         sends: bool = False,
         is_stream_ordered: bool = False,
@@ -76,22 +78,22 @@ class Move:
             level: the level on which time is counted.
             group: see above.
             label: its name in the journal.
-            counted: the bytes sent and received on each level, with their purpose.
+            counted: the bytes of each start.
             sends: it is made of sends and receives, and `begin` takes the ticket first.
             is_stream_ordered: a stream orders what follows, and waiting never blocks.
         """
         self._begin, self._traffic, self.level, self._label, self._counted = begin, traffic, level, label, counted
         self._journal = None if group is None else journal_of(group)
-        self._sends, self._is_stream_ordered = sends, is_stream_ordered
+        self._sends, self._is_stream_ordered, self._has_begun = sends, is_stream_ordered, False
 
     def start(self, *tensors: Any) -> Pending:
         """Count the transfer, note it in the journal, and begin it."""
         traffic = self._traffic
-        for level, purpose, sent_bytes, received_bytes in self._counted:
-            if Traffic.observer is None:  # at each transfer, so without a call
-                traffic.sizes[level, purpose, "sent"] += sent_bytes
-                traffic.sizes[level, purpose, "received"] += received_bytes
-            else:
+        if self._has_begun and Traffic.observer is None:  # again and again, so only its times are counted
+            traffic.begun[self._counted] += 1
+        else:
+            self._has_begun = True
+            for level, purpose, sent_bytes, received_bytes in self._counted:
                 traffic.count(level, purpose, sent_bytes=sent_bytes, received_bytes=received_bytes)
         if self._journal is None:
             self._begin(*tensors)

@@ -1,7 +1,8 @@
 """Traffic: bytes by level, purpose and direction, counted where they are sent.
 
 Every collective of laconic counts its own bytes, so the traffic of a run is counted, not estimated. Tests in
-the lab compare the sum over the ranks of a node with the kernel's interface counters.
+the lab compare the sum over the ranks of a node with the kernel's interface counters. Of a transfer that is made again
+and again, only the times are counted: who asks multiplies them by its bytes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ Purpose = Literal["weights", "gradients", "activations", "optimizer", "outer", "
 - `control`: small messages (norms, losses, buffers, agreement between ranks), and tensors that the user gathers."""
 Direction = Literal["sent", "received"]
 """`sent` leaves the rank that counts; `received` enters it."""
+
+LevelBytes = tuple[Level, Purpose, int, int]
+"""The bytes that a transfer sends on a level, and those that it receives, with their purpose."""
 
 WIRE_LEVELS: tuple[Level, ...] = ("island", "node")
 
@@ -75,15 +79,17 @@ class Traffic:
     """Gets the level, the purpose and the bytes sent of each transfer of all clusters, before it begins."""
 
     def __init__(self) -> None:
-        self.sizes: Counter[tuple[Level, Purpose, Direction]] = Counter()
-        """See `Snapshot.sizes`."""
+        self.begun: Counter[tuple[LevelBytes, ...]] = Counter()
+        """How often transfers began again, by their bytes on each level."""
+        self._sizes: Counter[tuple[Level, Purpose, Direction]] = Counter()
+        """The bytes of all others: see `Snapshot.sizes`."""
         self.waits: defaultdict[Level, float] = defaultdict(float)
         """See `Snapshot.waits`."""
 
     def count(self, level: Level, purpose: Purpose, *, sent_bytes: int, received_bytes: int) -> None:
         """Add the bytes that one transfer sends from this rank and brings to it."""
-        self.sizes[level, purpose, "sent"] += sent_bytes
-        self.sizes[level, purpose, "received"] += received_bytes
+        self._sizes[level, purpose, "sent"] += sent_bytes
+        self._sizes[level, purpose, "received"] += received_bytes
         if Traffic.observer is not None:
             Traffic.observer(level, purpose, sent_bytes)
 
@@ -92,5 +98,10 @@ class Traffic:
         return waiting_for(transfer, ticket, self.waits, level)
 
     def snapshot(self) -> Snapshot:
-        """Copy the counters. The snapshot does not change afterwards."""
-        return Snapshot(sizes=dict(self.sizes), waits=dict(self.waits))
+        """Read the counters. The snapshot does not change afterwards."""
+        sizes = self._sizes.copy()
+        for counted, times in list(self.begun.items()):
+            for level, purpose, sent_bytes, received_bytes in counted:
+                sizes[level, purpose, "sent"] += times * sent_bytes
+                sizes[level, purpose, "received"] += times * received_bytes
+        return Snapshot(sizes=dict(sizes), waits=dict(self.waits))

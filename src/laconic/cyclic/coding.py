@@ -27,13 +27,12 @@ has both. It does not have what codecs have lost of gradients, N models in all: 
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from laconic.codec import Codec
-from laconic.codec.payload import Payload, Piece, pieces_of
+from laconic.codec.payload import FewBits, pieces_of
 from laconic.cyclic.links import NUMBER_BYTES, PURPOSES, ByteLayout
 from laconic.cyclic.program import Message
 from laconic.cyclic.schedule import Schedule, StatePlacement
@@ -74,14 +73,14 @@ class StageCoding:
 
     def __init__(self, layout: ByteLayout, codec: Codec, device_type: str, *, rotates: bool) -> None:
         self.layout = layout
-        self._parts: list[tuple[torch.dtype, Payload, slice]] = []
-        """The payload of all tensors of each dtype, and its place in the message."""
+        self._parts: list[tuple[torch.dtype, FewBits, slice]] = []
+        """The coding of all tensors of each dtype, and its place in the message."""
         self.num_bytes = 0
         for dtype, runs in layout.runs().items():
             pieces = pieces_of(runs, codec, plain=dtype, device_type=device_type, rotates=rotates)
-            payload = Payload([pieces], [layout.num_bytes // dtype.itemsize])
-            stop = self.num_bytes + payload.nbytes
-            self._parts.append((dtype, payload, slice(self.num_bytes, stop)))
+            coding = FewBits([pieces], [layout.num_bytes // dtype.itemsize])
+            stop = self.num_bytes + coding.nbytes
+            self._parts.append((dtype, coding, slice(self.num_bytes, stop)))
             self.num_bytes = stop
 
     def encode(self, buffer: Tensor, base: Tensor | None = None) -> Tensor:
@@ -90,9 +89,9 @@ class StageCoding:
         Values that are not finite make their block NaN.
         """
         message = torch.empty(self.num_bytes, dtype=torch.uint8, device=buffer.device)
-        for dtype, payload, place in self._parts:
-            subtracted = None if base is None else partial(_values, base.view(dtype))
-            payload.encode(0, partial(_values, buffer.view(dtype)), message[place], base=subtracted)
+        for dtype, coding, place in self._parts:
+            subtracted = None if base is None else base.view(dtype)
+            coding.encode(0, buffer.view(dtype), message[place], base=subtracted)
         return message
 
     def decode(self, message: Tensor, base: Tensor | None = None) -> Tensor:
@@ -103,12 +102,8 @@ class StageCoding:
 
     def decode_into(self, message: Tensor, buffer: Tensor, *, adds: bool = False) -> None:
         """Write the tensors of a message into a buffer or, with `adds`, add the difference in the message to it."""
-        for dtype, payload, place in self._parts:
-            payload.decode_into(0, message[place], buffer.view(dtype), adds=adds)
-
-
-def _values(whole: Tensor, piece: Piece) -> Tensor:
-    return whole[piece.values]
+        for dtype, coding, place in self._parts:
+            coding.decode_into(0, message[place], buffer.view(dtype), adds=adds)
 
 
 class RingWire:

@@ -1,4 +1,4 @@
-"""Means over islands with a codec, in the two trips of codec/sums.py; an island's own term is decoded, too.
+"""Means over islands with a codec, in the two trips of codec/sums.py, or in one; an island's own term is decoded, too.
 
 [Note: A sparse mean]
 A sparse codec cannot encode a mean of several vectors as well as each of them. So there, every island sends its whole
@@ -24,8 +24,8 @@ from torch.nn.functional import pad
 
 from laconic import _compat
 from laconic.codec import CODECS, Codec
-from laconic.codec.payload import Payload
-from laconic.codec.sums import CodedSum, Messages
+from laconic.codec.messages import KnownLengths
+from laconic.codec.payload import FewBits
 from laconic.comm.cluster import Cluster
 from laconic.comm.moves import NOTHING, Pending
 from laconic.comm.traffic import Purpose, Traffic
@@ -171,22 +171,21 @@ def _in_two_trips(
     """The mean, and what this island has sent: [Note: The two trips of an all-reduce]."""
     size, numel = islands.size, values.numel()
     part = -(-numel // size)
-    payload = Payload.of_rows(codec, size, part)
-    rows = pad(values, (0, size * part - numel))  # a copy
-    terms = CodedSum(islands, payload, _no_account, keeps_own=False)
-    transfer = terms.start_reduce_scatter(rows)
+    coding, rank = FewBits.of_rows(codec, size, part), islands.rank
+    messages = KnownLengths(islands, coding, values.device, "outer")
+    rows = pad(values, (0, size * part - numel)).view(size, part)  # a copy
+    there = messages.start_exchange(rows, codes_own=True)
     sent = torch.empty(size, part)
-    for row in payload.places():  # so that no more than one part is there twice
-        for piece, decoded in payload.decode(row, transfer.messages[row]):
-            sent[row, piece.values] = decoded
-    own = None if divisor is None else divisor[islands.rank * part :][:part]
-    sums = transfer.finish(scales)
+    for row in coding.places(size):  # so that no more than one part is there twice
+        coding.decode_into(row, there.sent[row], sent[row])
+    own = None if divisor is None else divisor[rank * part :][:part]
+    arrived = list(there.arrive())
+    arrived[rank] = there.sent[rank]
+    sums = coding.sum(rank, arrived, rows[rank], is_own_coded=True, weights=scales)
     mean = _divided(sums, size if own is None else pad(own, (0, part - len(own)), value=1.0))
-    del sums, transfer
-    back = Messages(islands, payload, _no_account, "outer")
-    back.start(mean, mean.device)
-    back.finish(rows)
-    return rows[:numel], sent.view(-1)[:numel]
+    del sums, there, arrived
+    messages.start_gather(mean).finish(rows)
+    return rows.view(-1)[:numel], sent.view(-1)[:numel]
 
 
 def _in_one_trip(
@@ -194,13 +193,13 @@ def _in_one_trip(
 ) -> tuple[Tensor, Tensor]:
     """The same of a sparse codec: [Note: A sparse mean]."""
     size, numel = islands.size, values.numel()
-    payload = Payload.of_rows(codec, size, numel)
-    messages = Messages(islands, payload, _no_account, "outer")
-    messages.start(values, values.device)
+    coding = FewBits.of_rows(codec, size, numel)
+    arrived = KnownLengths(islands, coding, values.device, "outer").start_gather(values).arrive()
     total, sent = torch.zeros(numel), torch.empty(0)
-    for island, _, decoded in messages.arrived():
-        total.add_(decoded, alpha=1.0 if scales is None else scales[island])
-        sent = decoded if island == islands.rank else sent
+    for island in coding.places(size):
+        for _, decoded in coding.decode(island, arrived[island]):
+            total.add_(decoded, alpha=1.0 if scales is None else scales[island])
+            sent = decoded if island == islands.rank else sent
     return _divided(total, size if divisor is None else divisor), sent
 
 
@@ -217,10 +216,6 @@ def _scales(weights: Sequence[int] | None) -> list[float] | None:
         return None
     mean = sum(weights) / len(weights)
     return [weight / mean if mean else 0.0 for weight in weights]
-
-
-def _no_account(nbytes: int) -> None:
-    """Count nothing: what islands sum lies in host memory."""
 
 
 def sum_over_islands(cluster: Cluster, values: Sequence[int]) -> list[int]:

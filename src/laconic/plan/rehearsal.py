@@ -27,7 +27,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from laconic import _compat, registry
 from laconic.codec import Codec
-from laconic.codec.payload import Part, Payload, Piece, parts_of_islands, payload_of, shards_of_nodes
+from laconic.codec.payload import FewBits, Part, Piece, few_bits_of, parts_of_islands, shards_of_nodes
 from laconic.comm.cluster import Cluster
 from laconic.comm.launch import RankInfo
 from laconic.comm.moves import NOTHING, Pending
@@ -295,8 +295,8 @@ def _trainer_on(machine: Machine, costs: Costs, batch: Batch, slices: int) -> It
             (ZeroRedundancyOptimizer, "_partition_parameters", fullest_first),
             (parallelize, "materialize", materialize),
             (outer_optimizer, "sum_over_islands", holders),
-            (crossing, "payload_of", partial(_AlikePayload, machine, costs)),
-            (Payload, "of_rows", partial(_AlikeRows.among, costs)),
+            (crossing, "few_bits_of", partial(_AlikeParts, machine, costs)),
+            (FewBits, "of_rows", partial(_AlikeRows.among, costs)),
             (IslandGroup, "start_all_to_all", partialmethod(_send_alike, machine)),
             (IslandGroup, "gather", lambda islands, *values: [list(values)] * islands.size),
         ):
@@ -325,28 +325,28 @@ def _send_alike(islands: IslandGroup, machine: Machine, landings: Tensor, messag
     return NOTHING
 
 
-class _AlikeRows(Payload):
+class _AlikeRows(FewBits):
     """Equal parts of islands, some of which stand for all."""
 
     _costs: Costs
 
     @classmethod
-    def among(cls, costs: Costs, codec: Codec, num_rows: int, numel: int) -> Payload:
-        """See `Payload.of_rows`."""
+    def among(cls, costs: Costs, codec: Codec, num_rows: int, numel: int) -> FewBits:
+        """See `FewBits.of_rows`."""
         piece = Piece(slice(0, numel), slice(0, codec.payload_bytes(numel)), codec)
         rows = cls([[piece]] * num_rows, [numel] * num_rows)
         rows._costs = costs
         return rows
 
-    def places(self) -> Iterator[int]:
-        """See `Payload.places`."""
-        for place, count in _alike(len(self.numels)).items():
+    def places(self, num_ranks: int) -> Iterator[int]:
+        """See `PartCoding.places`."""
+        for place, count in _alike(num_ranks).items():
             with self._costs.times(count):
                 yield place
 
 
-class _AlikePayload(Payload):
-    """A payload some of whose parts, and of their pieces, stand for all: [Note: Rehearsed steps].
+class _AlikeParts(FewBits):
+    """A coding some of whose parts, and of their pieces, stand for all: [Note: Rehearsed steps].
 
     This rank's part is the first, and stands for itself.
     """
@@ -356,7 +356,7 @@ class _AlikePayload(Payload):
     ) -> None:
         self._machine, self._costs = machine, costs
         places = list(_alike(len(parts)))
-        coded = payload_of(layout, [parts[place] for place in places], codec, **keys)
+        coded = few_bits_of(layout, [parts[place] for place in places], codec, **keys)
         every = list(coded._pieces.values())
         few = [pieces[:_MOST_CODED] for pieces in every]
         super().__init__(few, [part.numel for part in parts])
@@ -366,35 +366,35 @@ class _AlikePayload(Payload):
         }
         self.nbytes = coded.nbytes
         stride = -(-len(parts) // _MOST_PARTS)
-        sizes = [payload_of(layout, each[::stride], codec, **keys).nbytes for each in _elsewhere(layout, parts)]
+        sizes = [few_bits_of(layout, each[::stride], codec, **keys).nbytes for each in _elsewhere(layout, parts)]
         self._factor = sum(sizes) / len(sizes) / max(1, self.nbytes)
         """The mean of a message's bytes over the places in a node, in multiples of this rank's."""
 
-    def places(self) -> Iterator[int]:
-        """See `Payload.places`."""
-        for place, count in _alike(len(self.numels)).items():
+    def places(self, num_ranks: int) -> Iterator[int]:
+        """See `PartCoding.places`."""
+        for place, count in _alike(num_ranks).items():
             with self._costs.times(count):
                 yield place
 
-    def encode(self, index: int, values: Any, message: Tensor, *, base: Any = None) -> None:
-        """See `Payload.encode`."""
+    def encode(self, index: int, part: Tensor, message: Tensor, **keys: Any) -> None:
+        """See `FewBits.encode`."""
         self._machine.factor = self._factor  # a transfer follows
         with self._costs.times(self._shares[index]):
-            super().encode(index, values, message, base=base)
+            super().encode(index, part, message, **keys)
 
     def decode(self, index: int, message: Tensor) -> Iterator[Any]:
-        """See `Payload.decode`."""
+        """See `FewBits.decode`."""
         with self._costs.times(self._shares[index]):
             yield from super().decode(index, message)
 
     def decode_into(self, index: int, message: Tensor, part: Tensor, *, adds: bool = False) -> None:
-        """See `Payload.decode_into`."""
+        """See `FewBits.decode_into`."""
         with self._costs.times(self._shares[index]):
             super().decode_into(index, message, part, adds=adds)
 
 
 def _numel(pieces: Sequence[Piece]) -> int:
-    return sum(piece.numel for piece in pieces)
+    return sum(piece.values.stop - piece.values.start for piece in pieces)
 
 
 def _elsewhere(layout: BucketLayout, parts: Sequence[Part]) -> list[Sequence[Part]]:

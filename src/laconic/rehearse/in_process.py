@@ -61,7 +61,7 @@ _PER_PROCESS: list[tuple[str, str]] = [
     ("laconic.comm.pacing", "_pump"), ("laconic.comm.groups", "_started_bytes"),
     ("laconic.comm.failure", "_peer_timeout_s"), ("laconic.comm.watch", "_after_s"),
     ("laconic.comm.watch", "_watch"), ("laconic.comm.journal", "_journals"),
-    ("laconic.islands.elastic", "_entered"), ("laconic.train.lock", "_held"), ("laconic.shard.crossing", "_all"),
+    ("laconic.islands.elastic", "_entered"), ("laconic.train.lock", "_held"), ("laconic.shard.crossing", "_lagging"),
     ("laconic.guard.comparison", "_unsettled"), ("laconic.store.folder", "on_crash_point"),
     ("torch.distributed.tensor._random", "_rng_tracker"),
 ]  # fmt: skip

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from laconic.codec import blocked, lossless_sums
+from laconic.codec import blocked, lossless, lossless_gradients
 from laconic.layers import scaled
 from laconic.rehearse import kernels
 from laconic.rehearse.machine import CPU, CUDA, Event, Machine, Run, Stream, aten
@@ -33,7 +33,7 @@ from laconic.rehearse.operations import Inputs, Kind, inputs_of, kind_of, run, s
 from laconic.rehearse.tape import HOST
 from laconic.rehearse.threads import threads_of
 from laconic.rehearse.world import COLLECTIVES
-from laconic.shard import api, cache, crossing
+from laconic.shard import api, cache
 
 _DEVICE = torch.Tensor.device.__get__
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
@@ -157,11 +157,11 @@ def accelerator(
             (torch.UntypedStorage, "__getitem__", part_of),
             (torch.autograd, "_engine_run_backward", backward),
             *((module, "kernels_for", kernels.kernels_of(machine)) for module in (blocked, scaled)),
-            (crossing, "encode_in_pieces", partial(kernels.encode_difference, machine)),
-            (crossing, "decode_in_pieces", partial(kernels.decode_difference, machine)),
+            (lossless, "encode_in_pieces", partial(kernels.encode_difference, machine)),
+            (lossless, "decode_in_pieces", partial(kernels.decode_difference, machine)),
             (api, "coder_on", lambda *_: None),  # which this machine needs not have
-            (lossless_sums, "encode", partial(kernels.encode_gradients, machine)),
-            (lossless_sums, "decode", partial(kernels.decode_gradients, machine)),
+            (lossless_gradients, "encode", partial(kernels.encode_gradients, machine)),
+            (lossless_gradients, "decode", partial(kernels.decode_gradients, machine)),
         ):
             patches.enter_context(mock.patch.object(target, name, value))
         patches.enter_context(threads_of(machine))

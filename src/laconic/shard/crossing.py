@@ -39,7 +39,7 @@ Gathered weights of 16 bits or fewer can be equal to the optimizer's to the bit,
 owner sends by how many units in the last place each pattern has moved (codec/lossless.py). Then copies never lag. Any
 patterns may become any others, so an edit or a state dict asks for no exact crossing: a difference to the copy is as
 good, if maybe longer. What is left of [Note: Exact crossings] is about copies that are not there, or may be damaged.
-Lengths vary with what has changed: [Note: Lengths that vary] in codec/varying.py.
+Lengths vary with what has changed: [Note: Lengths that vary] in codec/messages.py.
 
 [Note: Versions of the optimizer]
 `Bucket.version` counts all edits. Hooks before and after each optimizer's step tell its edits from others: the version
@@ -50,10 +50,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from functools import partial
 from operator import attrgetter
 from typing import ClassVar
 from weakref import ref
@@ -62,12 +60,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from laconic.codec import CODECS
-from laconic.codec.lossless import check_faults, decode_in_pieces, encode_in_pieces
-from laconic.codec.lossless_sums import LosslessSum
-from laconic.codec.payload import parts_of_islands, payload_of, shards_of_nodes
-from laconic.codec.sums import CodedSum, Messages
-from laconic.codec.varying import VaryingMessages
+from laconic.codec import CODECS, Codec
+from laconic.codec.coding import PartCoding
+from laconic.codec.lossless import Ulps
+from laconic.codec.lossless_gradients import Exponents
+from laconic.codec.messages import KnownLengths, ToldLengths, UnderWay
+from laconic.codec.payload import Part, few_bits_of, parts_of_islands, shards_of_nodes
+from laconic.codec.sums import CodedSum
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import Communicator, start_flags
 from laconic.comm.moves import NOTHING, SumWay
@@ -79,89 +78,6 @@ from laconic.shard.extension import Observer
 _WIRE_LEVELS: tuple[Level, ...] = ("island", "node")
 LEVELS: tuple[Level, ...] = (*_WIRE_LEVELS, "local")
 _EDITS_BEFORE_WARNING = 8
-TYPICAL_BITS = 3
-"""Of a weight's lossless difference, for those who ask before it is known: RESULTS.md, section lossless."""
-
-
-class WeightCrossing:
-    """The gather of a bucket's shards across the nodes: they cross as they are."""
-
-    def __init__(self, bucket: Bucket, node: Communicator) -> None:
-        self.bucket, self._node = bucket, node
-        self._pending = NOTHING
-
-    @property
-    def most_bytes(self) -> int:
-        """The bytes that a gather brings from other nodes, the most of any rank: alike on all ranks."""
-        form = self.bucket.form
-        return form.geometry.most_others_numel * form.dtype.itemsize
-
-    sends_differences: ClassVar[bool] = False
-    """True if `prepare` has something to decide."""
-    may_make_host_wait: ClassVar[bool] = False
-    """True if `makes_host_wait` may ever be."""
-
-    @property
-    def makes_host_wait(self) -> bool:
-        """Whether the host must wait for what has been started before it can `finish`, also on an accelerator."""
-        return False
-
-    def prepare(self) -> bool:
-        """Decide how the weights of the bucket's present version cross. Returns whether the old node shard is needed.
-
-        Collective over the cluster, if they may cross as differences.
-        """
-        return False
-
-    def start(self, node_shard: Tensor) -> None:
-        """Begin the gather. With True from `prepare`, `node_shard`, (N * C,), has the old node shard."""
-        form = self.bucket.form
-        own = form.as_stored(node_shard)
-        if own is None:
-            own = form.own_part(node_shard)
-            form.write(own)
-        self._pending = self._node.all_gather(node_shard, own, numels=form.geometry.numels_on["node"])
-
-    def finish(self, node_shard: Tensor) -> None:
-        """Finish the gather: `node_shard` has the shards of all nodes."""
-        pending, self._pending = self._pending, NOTHING
-        pending.wait()
-
-    def forget(self) -> None:
-        """Count the copies of all nodes as lost: the weights cross exactly next time."""
-
-    def settle(self) -> None:
-        """Let the weights cross exactly next time if copies lag behind them."""
-
-
-class CodedValues(WeightCrossing):
-    """Shards cross in few bits, and every node, the owner's too, uses the decoded values (qwZ of ZeRO++)."""
-
-    def __init__(self, bucket: Bucket, node: Communicator) -> None:
-        super().__init__(bucket, node)
-        self._messages = _messages_of(bucket, node)
-
-    @property
-    def most_bytes(self) -> int:
-        """See `WeightCrossing.most_bytes`."""
-        return self._messages.others_bytes
-
-    def start(self, node_shard: Tensor) -> None:
-        """See `WeightCrossing.start`."""
-        self._messages.start(self.bucket.shard, node_shard.device)
-
-    def finish(self, node_shard: Tensor) -> None:
-        """See `WeightCrossing.finish`. Parts that are only padding keep what they have."""
-        self._messages.finish(node_shard)
-
-
-def _messages_of(bucket: Bucket, node: Communicator) -> Messages:
-    """The messages of a bucket's shards in the codec of its wire."""
-    codec, kind = bucket.wire.weight_codec, bucket.cluster.device_type
-    assert codec is not None
-    parts = shards_of_nodes(bucket.layout, bucket.geometry.peers)
-    payload = payload_of(bucket.layout, parts, codec, plain=bucket.form.compute_dtype, device_type=kind)
-    return Messages(node, payload, bucket.ledger.hold)
 
 
 class CopyState(Enum):
@@ -175,179 +91,175 @@ class CopyState(Enum):
     """It is equal on all nodes, and lags behind the weights by the error of the codec."""
 
 
+class WeightCrossing:
+    """The gather of a bucket's shards across the nodes: they cross as they are, or as values in a coding.
+
+    Of a coding that loses something every node, the owner's too, uses the decoded values (qwZ of ZeRO++).
+    """
+
+    sends_differences: ClassVar[bool] = False
+    """True if `prepare` has something to decide."""
+
+    def __init__(self, bucket: Bucket, node: Communicator, messages: KnownLengths | ToldLengths | None = None) -> None:
+        """Without `messages` shards cross as they are."""
+        self.bucket, self._node, self._messages = bucket, node, messages
+        self._is_coded = messages is not None
+        """Whether the present version crosses in the coding."""
+        self._pending = NOTHING
+        self._under_way: UnderWay | None = None
+        self.may_make_host_wait = messages is not None and messages.tells_lengths
+        """True if `makes_host_wait` may ever be."""
+
+    @property
+    def most_bytes(self) -> int:
+        """The bytes that a gather brings from other nodes, the most of any rank: alike on all ranks."""
+        form = self.bucket.form
+        numel = form.geometry.most_others_numel
+        return numel * form.dtype.itemsize if self._messages is None else self._messages.others_bytes(numel)
+
+    @property
+    def makes_host_wait(self) -> bool:
+        """Whether the host must wait for what has been started before it can `finish`, also on an accelerator."""
+        return self._is_coded and self.may_make_host_wait
+
+    def prepare(self) -> bool:
+        """Decide how the weights of the bucket's present version cross. Returns whether the old node shard is needed.
+
+        Collective over the cluster, if they may cross as differences.
+        """
+        return False
+
+    def start(self, node_shard: Tensor) -> None:
+        """Begin the gather. With True from `prepare`, `node_shard`, (N * C,), has the old node shard."""
+        form, messages = self.bucket.form, self._messages
+        if self._under_way is not None:  # an exception has cut the last crossing short
+            self._free()
+        if messages is None or not self._is_coded:
+            own = form.as_stored(node_shard)
+            if own is None:
+                own = form.own_part(node_shard)
+                form.write(own)
+            self._pending = self._node.all_gather(node_shard, own, numels=form.geometry.numels_on["node"])
+            return
+        held, loses = form.own_part(node_shard), messages.coding.loses
+        part = self.bucket.stored.shard if loses else form.as_stored(held)
+        if part is None:
+            part = torch.empty_like(held)
+            form.write(part)
+        self._under_way = messages.start_gather(part, base=held if self.sends_differences else None)
+        self.bucket.ledger.hold(self._under_way.nbytes)
+        if not loses:
+            held.copy_(part)
+
+    def finish(self, node_shard: Tensor) -> None:
+        """Finish the gather: `node_shard` has the shards of all nodes. Padding may keep what it has."""
+        if self._is_coded:
+            assert self._under_way is not None
+            self._under_way.finish(self.bucket.form.peers_of(node_shard), adds=self.sends_differences)
+            self._free()
+        else:
+            pending, self._pending = self._pending, NOTHING
+            pending.wait()
+
+    def _free(self) -> None:
+        if self._under_way is not None:
+            self.bucket.ledger.device_bytes -= self._under_way.nbytes  # no peak rises, so without a call
+            self._under_way = None
+
+    def forget(self) -> None:
+        """Count the copies of all nodes as lost: the weights cross exactly next time."""
+
+    def settle(self) -> None:
+        """Let the weights cross exactly next time if copies lag behind them.
+
+        Raises:
+            ValueError: the last messages did not fit the copies, which count as lost now.
+        """
+
+
 class DifferenceCrossing(WeightCrossing):
-    """The gather of one bucket as differences to the copies of all nodes: [Note: Differences]."""
+    """The gather of one bucket as differences to the copies of all nodes: [Note: Differences].
+
+    If the coding loses something, copies lag, and the versions of the optimizer count. If it loses nothing, they are
+    exact: [Note: Lossless crossings].
+    """
 
     sends_differences = True
-    after_difference: ClassVar[CopyState]
-    """The state of a copy to which a difference was added."""
+    _messages: KnownLengths | ToldLengths
 
-    def __init__(self, bucket: Bucket, node: Communicator, copies: Copies) -> None:
-        super().__init__(bucket, node)
+    def __init__(
+        self, bucket: Bucket, node: Communicator, messages: KnownLengths | ToldLengths, copies: Copies
+    ) -> None:
+        super().__init__(bucket, node, messages)
         self._copies = copies
+        self.coding: PartCoding = messages.coding
         self.state = CopyState.LOST
         self.number = 0
         """The differences since the last exact crossing."""
         self.edits = 0
         """The exact crossings in a row that an edit has caused."""
-        self._is_difference = False
+        self.version_before_step: int | None = None
+        self.trusted_version: int | None = None
+        """See [Note: Versions of the optimizer]."""
+        if self.coding.loses:
+            _lagging.add(ref(self, _lagging.discard))
         copies.add(self)
 
     @property
     def was_edited(self) -> bool:
         """True if something else than an optimizer's step has changed the weights, and asks for an exact crossing."""
-        return False
+        may_lag, stored = self.coding.loses and self.state is not CopyState.LOST, self.bucket.stored
+        return may_lag and stored.epoch + stored.shard._version != self.trusted_version  # as in `_begin_step`
 
     def prepare(self) -> bool:
         """See `WeightCrossing.prepare`. Collective, once for each version of the weights under one root."""
-        self._is_difference = not self.bucket.stored.is_frozen and self._copies.may_differ(self)
-        return self._is_difference
+        self._is_coded = not self.bucket.stored.is_frozen and self._copies.may_differ(self)
+        return self._is_coded
 
     def start(self, node_shard: Tensor) -> None:
         """See `WeightCrossing.start`."""
-        self.state = CopyState.LOST
-        if self._is_difference:
-            self._send(self.bucket.form.own_part(node_shard))
-        else:
-            super().start(node_shard)
+        stored = self.bucket.stored
+        self.state, self.trusted_version = CopyState.LOST, stored.epoch + stored.shard._version  # as in `_begin_step`
+        super().start(node_shard)
 
     def finish(self, node_shard: Tensor) -> None:
         """See `WeightCrossing.finish`. Until it has ended, the copy counts as lost."""
-        if self._is_difference:
-            self._add(node_shard)
-            self.state, self.number = self.after_difference, self.number + 1
-        else:
-            super().finish(node_shard)
-            self._begin_anew(node_shard)
+        if not self.coding.loses:
+            self.coding.check()  # the messages before, with which a device is done
+        super().finish(node_shard)
+        if self._is_coded:
+            self.state = CopyState.DECODED if self.coding.loses else CopyState.EXACT
+            self.number += 1
+        else:  # on all ranks
+            self._messages.forget()
             self.state, self.number = CopyState.EXACT, 0
 
     def forget(self) -> None:
         """See `WeightCrossing.forget`."""
+        self.coding.forget()
         self.state = CopyState.LOST
         self._copies.ask_again(self)
 
-    @abstractmethod
-    def _send(self, own: Tensor) -> None:
-        """Begin to send the difference to this rank's part of the copy, (C,)."""
-
-    @abstractmethod
-    def _add(self, node_shard: Tensor) -> None:
-        """Wait for the differences of all nodes, and add them to the copy."""
-
-    def _begin_anew(self, node_shard: Tensor) -> None:
-        """All ranks have sent the weights exactly."""
-
-
-class CodedDifferences(DifferenceCrossing):
-    """Differences in few bits, which lose something."""
-
-    after_difference = CopyState.DECODED
-
-    def __init__(self, bucket: Bucket, node: Communicator, copies: Copies) -> None:
-        super().__init__(bucket, node, copies)
-        self._messages = _messages_of(bucket, node)
-        self.version_before_step: int | None = None
-        self.trusted_version: int | None = None
-        """See [Note: Versions of the optimizer]."""
-        _all.add(ref(self, _all.discard))
-
-    @property
-    def most_bytes(self) -> int:
-        """See `WeightCrossing.most_bytes`."""
-        return self._messages.others_bytes
-
-    @property
-    def was_edited(self) -> bool:
-        """See `DifferenceCrossing.was_edited`."""
-        return self.state is not CopyState.LOST and self.bucket.stored.version != self.trusted_version
-
-    def start(self, node_shard: Tensor) -> None:
-        """See `WeightCrossing.start`."""
-        self.trusted_version = self.bucket.stored.version
-        super().start(node_shard)
-
     def settle(self) -> None:
-        """See `WeightCrossing.settle`."""
-        self.forget()
-
-    def _send(self, own: Tensor) -> None:
-        self._messages.start(self.bucket.shard, own.device, base=own)
-
-    def _add(self, node_shard: Tensor) -> None:
-        self._messages.finish(node_shard, adds=True)
-
-
-class LosslessDifferences(DifferenceCrossing):
-    """Differences of patterns, which lose nothing: [Note: Lossless crossings]."""
-
-    after_difference = CopyState.EXACT
-
-    def __init__(self, bucket: Bucket, node: Communicator, copies: Copies) -> None:
-        super().__init__(bucket, node, copies)
-        self._messages = VaryingMessages(node, bucket.ledger.hold, "weights")
-        self._faults: list[Tensor] = []
-        """Whether the last messages fitted the copies, as a device finds out: the host reads it with the next ones."""
-
-    @property
-    def most_bytes(self) -> int:
-        """See `WeightCrossing.most_bytes`: about as many, as nobody knows beforehand."""
-        return super().most_bytes * TYPICAL_BITS // (8 * self.bucket.form.dtype.itemsize)
-
-    may_make_host_wait = True
-
-    @property
-    def makes_host_wait(self) -> bool:
-        """See `WeightCrossing.makes_host_wait`. Lengths come with the messages."""
-        return self._is_difference
-
-    def settle(self) -> None:
-        """See `WeightCrossing.settle`. Copies do not lag; but no run is saved that a damaged message has misled.
-
-        Raises:
-            ValueError: the last messages did not fit the copies, which count as lost now.
-        """
+        """See `WeightCrossing.settle`. No run is saved that a damaged message has misled."""
         try:
-            check_faults(self._faults)
+            self.coding.check()
         except ValueError:
             self.bucket.node_shard.version = None
             self.forget()
             raise
-
-    def forget(self) -> None:
-        """See `WeightCrossing.forget`."""
-        self._faults.clear()
-        super().forget()
-
-    def _send(self, own: Tensor) -> None:
-        new = self.bucket.form.as_stored(own)
-        if new is None:
-            new = torch.empty_like(own)
-            self.bucket.form.write(new)
-        typical_bytes = len(own) * TYPICAL_BITS // 8
-        self._messages.start(lambda: encode_in_pieces(own, new), typical_bytes=typical_bytes)
-        own.copy_(new)
-
-    def _add(self, node_shard: Tensor) -> None:
-        parts = self.bucket.form.peers_of(node_shard)
-
-        def read(peer: int, message: Tensor) -> None:
-            decode_in_pieces(parts[peer], message, faults=self._faults)
-
-        check_faults(self._faults)  # of the messages before, with which a device is done
-        self._messages.finish(read)
-
-    def _begin_anew(self, node_shard: Tensor) -> None:
-        self._messages.forget()
+        if self.coding.loses:
+            self.forget()
 
 
 _edits_of = attrgetter("edits")
-_all: set[ref[CodedDifferences]] = set()
-"""A WeakSet would take calls in Python for what a set of references does without."""
+_lagging: set[ref[DifferenceCrossing]] = set()
+"""Those whose copies lag. A WeakSet would take calls in Python for what a set of references does without."""
 
 
 @before_step
 def _begin_step(_: OptimizerStep) -> None:
-    for reference in tuple(_all):
+    for reference in tuple(_lagging):
         if (each := reference()) is not None:
             stored = each.bucket.stored
             each.version_before_step = stored.epoch + stored.shard._version  # often, so without a call
@@ -355,7 +267,7 @@ def _begin_step(_: OptimizerStep) -> None:
 
 @after_step
 def _end_step(_: Optimizer) -> None:
-    for reference in tuple(_all):
+    for reference in tuple(_lagging):
         if (each := reference()) is not None and each.version_before_step == each.trusted_version:
             stored = each.bucket.stored
             each.trusted_version = stored.epoch + stored.shard._version
@@ -399,7 +311,7 @@ class Copies:
         edited = {each for each in self._members if each.was_edited}
         self._warn_of(edited)
         must_be_exact, differing, is_due = self._ask_all_ranks(edited)
-        is_mistrusted = any(self._observer.mistrusts_copies(each.bucket) for each in self._members)
+        is_mistrusted = True in [self._observer.mistrusts_copies(each.bucket) for each in self._members]
         if (is_due or is_mistrusted) and not differing:
             known = {each.bucket: each for each in self._members if each not in must_be_exact}
             differing = [known[bucket] for bucket in self._observer.different_copies(self._cluster, list(known))]
@@ -420,7 +332,7 @@ class Copies:
         needs = [each.state is CopyState.LOST or each in edited for each in self._members]
         numbers = [each.number % 256 for each in self._members]
         is_due = self._steps + 1 >= self._exact_every
-        mine = [*needs, *numbers, *(255 - number for number in numbers), is_due]
+        mine = [*needs, *numbers, *[255 - number for number in numbers], is_due]
         flags = start_flags(self._cluster, torch.tensor(mine, dtype=torch.uint8)).wait().tolist()  # the largest of each
         some_need, highest, lowest_from_255 = (flags[i : i + len(needs)] for i in range(0, 3 * len(needs), len(needs)))
         must_be_exact = {each for each, flag in zip(self._members, some_need, strict=True) if flag}
@@ -467,10 +379,17 @@ CopiesOf = Callable[[Cluster], Copies]
 
 def crossing_of(bucket: Bucket, node: Communicator, copies_of: CopiesOf) -> WeightCrossing:
     """The way in which a bucket's weights cross between nodes."""
-    if bucket.wire.sends_differences:
-        kind = LosslessDifferences if bucket.wire.weights == "lossless" else CodedDifferences
-        return kind(bucket, node, copies_of(bucket.cluster))
-    return WeightCrossing(bucket, node) if bucket.wire.weights == "exact" else CodedValues(bucket, node)
+    wire, codec, cluster = bucket.wire, bucket.wire.weight_codec, bucket.cluster
+    if wire.weights == "exact":
+        return WeightCrossing(bucket, node)
+    messages: KnownLengths | ToldLengths = ToldLengths(node, Ulps(), "weights")
+    if codec is not None:
+        parts, plain = shards_of_nodes(bucket.layout, bucket.geometry.peers), bucket.form.compute_dtype
+        coding = few_bits_of(bucket.layout, parts, codec, plain=plain, device_type=cluster.device_type)
+        messages = KnownLengths(node, coding, cluster.device)
+    if wire.sends_differences:
+        return DifferenceCrossing(bucket, node, messages, copies_of(cluster))
+    return WeightCrossing(bucket, node, messages)
 
 
 def ways_of_sums(bucket: Bucket) -> dict[Level, SumWay]:
@@ -479,21 +398,25 @@ def ways_of_sums(bucket: Bucket) -> dict[Level, SumWay]:
     A rank's own term stays exact. The second trip of a sum over islands has eight bits (bf16 if gradients cross in
     bf16). That of qgZ has four; a sum that all ranks use is worth more.
     """
-    exact = {level: Communicator(bucket.cluster, level, bucket.unit_name) for level in LEVELS}
+    cluster, wire, layout, codec = bucket.cluster, bucket.wire, bucket.layout, bucket.wire.gradient_codec
+    exact = {level: Communicator(cluster, level, bucket.unit_name) for level in LEVELS}
     ways: dict[Level, SumWay] = {**exact}
-    wire, layout, codec = bucket.wire, bucket.layout, bucket.wire.gradient_codec
-    if wire.gradients == "lossless":
-        crossed = [level for level in _WIRE_LEVELS if exact[level].size > 1]
-        return {**ways, **{level: LosslessSum(exact[level], bucket.ledger.hold) for level in crossed}}
-    if codec is None:
-        return ways
-    payload = partial(payload_of, layout, plain=bucket.reduce_dtype, device_type=bucket.cluster.device_type)
-    coded = partial(CodedSum, hold=bucket.ledger.hold, keeps_own=True, feedback=wire.feedback)
-    if bucket.cluster.num_nodes > 1:
-        parts = shards_of_nodes(layout, bucket.geometry.peers)
-        ways["node"] = coded(exact["node"], payload(parts, codec, rotates=wire.rotates_gradients))
-    if bucket.cluster.num_islands > 1:
-        parts = parts_of_islands(layout, bucket.cluster.shard_index, bucket.cluster.num_islands)
-        back = payload(parts, CODECS["bf16" if wire.gradients == "bf16" else "int8"])
-        ways["island"] = coded(exact["island"], payload(parts, codec, rotates=wire.rotates_gradients), back=back)
+
+    def messages(level: Level, parts: Sequence[Part], codec: Codec, *, rotates: bool) -> KnownLengths:
+        plain, kind = bucket.reduce_dtype, cluster.device_type
+        coding = few_bits_of(layout, parts, codec, plain=plain, device_type=kind, rotates=rotates)
+        return KnownLengths(exact[level], coding, cluster.device, "gradients")
+
+    for level in (level for level in _WIRE_LEVELS if exact[level].size > 1):
+        if wire.gradients == "lossless":
+            told = ToldLengths(exact[level], Exponents(), "gradients")
+            ways[level] = CodedSum(told, bucket.ledger.hold)
+        elif codec is not None:
+            parts, back = shards_of_nodes(layout, bucket.geometry.peers), None
+            if level == "island":
+                parts = parts_of_islands(layout, cluster.shard_index, cluster.num_islands)
+                of_sums = CODECS["bf16" if wire.gradients == "bf16" else "int8"]
+                back = messages(level, parts, of_sums, rotates=False)
+            there = messages(level, parts, codec, rotates=wire.rotates_gradients)
+            ways[level] = CodedSum(there, bucket.ledger.hold, back=back, feedback=wire.feedback)
     return ways
