@@ -268,8 +268,8 @@ class Communicator(SumWay):
     def sum_in_place(self, tensor: Tensor) -> Iterator[None]:
         """Sum `tensor` as `start_all_reduce` does. Yields while the sum is under way.
 
-        On Gloo, whose ring takes 2 (R - 1) trips, a small tensor takes two: each rank sums a part, and all gather the
-        parts. Large ones would fill the queues: [Note: Rounds of pieces] in comm/pacing.py.
+        On Gloo, whose ring takes 2 (R - 1) trips, a small tensor takes two, and between two ranks one: see
+        `_reduce_by_sends`. Large ones would fill the queues: [Note: Rounds of pieces] in comm/pacing.py.
 
         Replicas on several ranks of several nodes sum a part each inside their node, sum that across the nodes, and
         gather the parts inside. So each of N nodes sends 2 (N - 1) / N of the bytes over the wire. In a ring of all R
@@ -307,17 +307,23 @@ class Communicator(SumWay):
             self._send("gradients", None, self._reduce_group, *words, paces=False, nbytes=nbytes).wait()
 
     def _reduce_by_sends(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, purpose: Purpose) -> Iterator[None]:
-        """Reduce a small tensor in place, in two trips: each rank unites a part, and all gather the parts."""
+        """Reduce a small tensor in place, in two trips: each rank unites a part, and all gather the parts.
+
+        Two ranks take one: each sends all that it has, which are as many bytes, and unites it as the other does.
+        """
         group = self._reduce_group
         assert group is not None, "several ranks have one"
         counted = self._bytes_of_ring(tensor)
-        parts = list(tensor.view(-1).tensor_split(self.size))
+        is_one_trip = self.size == 2
+        parts = [tensor.view(-1)] * 2 if is_one_trip else list(tensor.view(-1).tensor_split(self.size))
         own = parts[self.rank]
         terms = [own if peer == self.rank else torch.empty_like(own) for peer in range(self.size)]
         there = self._send(purpose, counted, group, terms, parts, paces=False, nbytes=tensor.nbytes)
         yield
         there.wait()
         own.copy_(_UNITED[op](torch.stack(terms)))
+        if is_one_trip:
+            return
         sent = [own] * self.size
         back = self._send(purpose, None, group, parts, sent, paces=False, nbytes=tensor.nbytes)
         yield
