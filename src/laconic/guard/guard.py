@@ -55,7 +55,8 @@ from laconic.shard.bucket import Bucket, ManagedParameter
 from laconic.shard.extension import Observer
 from laconic.shard.gather import UnitGather
 from laconic.shard.policies import Checks
-from laconic.shard.unit import Root, Unit
+from laconic.shard.root import Root
+from laconic.shard.unit import Unit
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -316,12 +317,12 @@ class Guard(Observer):
             return
         whole = bucket.full.allocate()
         shards = bucket.form.shards_of(whole)
-        if bucket.full.has_own_bits or bucket.form.is_packed:
+        if bucket.form.has_own_bits or bucket.form.is_packed:
             got = _checksums_of(shards)
         else:
             got = torch.stack([_checksum_of_extents(bucket, shard, part) for shard, part in enumerate(shards)])
         own = got[cluster.shard_index]
-        if bucket.full.has_own_bits:
+        if bucket.form.has_own_bits:
             own = checksum_of(bucket.shard.to(whole.device, whole.dtype))
         by_rank = got.view(cluster.num_local, cluster.num_nodes).T.flatten()  # rank (n, l) owns shard l * N + n
         self._note(bucket, "weights", own.expand(cluster.size), by_rank)

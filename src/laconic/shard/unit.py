@@ -1,10 +1,5 @@
 """A sharded module's life: gathered for its forward and its backward, by hooks on the module.
 
-[Note: Phases]
-A unit rests, or is in its forward, or in its backward: `UnitPhase`. Its gathered weights have a state of their own,
-`GatherState`. A forward that backward recomputes leaves the unit in its backward. A root has a `Backward` besides, from
-the first gradient anywhere below it to autograd's last callback.
-
 [Note: When a unit is done with backward]
 A unit may free its weights and reduce its gradients when every operation of its forward has run backward. That is when
 gradients arrive at its inputs: autograd runs the youngest ready node first, so the identity that the unit puts on its
@@ -43,11 +38,10 @@ recomputed forward as the real one. Either way the weights stay until the backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -57,35 +51,22 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from laconic import _compat
 from laconic.comm.cluster import Cluster
 from laconic.comm.journal import UnitProgress
-from laconic.layout.granularity import Blocks, check_matched
+from laconic.layout.granularity import Blocks
 from laconic.ragged.tensor import admit_edits
 from laconic.shard import extension
 from laconic.shard.bucket import Bucket
-from laconic.shard.buffers import Buffers, Owner
-from laconic.shard.cache import NodeShard, Slab, choose_device_shards
-from laconic.shard.choosing import Chooser, PlacingRoot
-from laconic.shard.crossing import Copies
-from laconic.shard.gather import AT_REST, HostReads, UnitGather
+from laconic.shard.buffer import AS_THEY_COME, Buffer
+from laconic.shard.gather import UnitGather
 from laconic.shard.grad import WaitingGradient
 from laconic.shard.hooks import AwaitedHooks, SavedWeights, map_tensors
-from laconic.shard.itinerary import Order
 from laconic.shard.lanes import Lanes
-from laconic.shard.ledger import Held, Ledger
 from laconic.shard.placement import UnitUse
 from laconic.shard.policies import Cache, Checks, Placement, Prefetch, ShardPolicy
-from laconic.shard.reduce import BucketGradients, Reduction, ReductionQueue
+from laconic.shard.reduce import BucketGradients, Reduction
+from laconic.shard.states import COMPLETE, PHASES, Transitions, UnitPhase
 
-
-class UnitPhase(Enum):
-    """What a unit is doing: [Note: Phases]."""
-
-    REST = auto()
-    FORWARD = auto()
-    """From the call of its first module until all have returned: [Note: Several modules in one unit]."""
-    BACKWARD = auto()
-    """From the first gradient at its outputs until it is done: [Note: When a unit is done with backward]."""
-    PAUSE = auto()
-    """Between the backwards of two of its forwards, whose gradients are reduced together."""
+if TYPE_CHECKING:
+    from laconic.shard.root import Root
 
 
 _IN_BACKWARD = (UnitPhase.BACKWARD, UnitPhase.PAUSE)
@@ -127,6 +108,8 @@ class Unit:
     checks: Checks | None
     prefetch: Prefetch
     broadcast_buffers: bool
+    lead: Callable[[Unit], Root]
+    """Makes a unit without a root lead the units below it: `Root`, which is made of units, and so is not known here."""
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     requires_gradient_sync: bool = True
@@ -138,14 +121,15 @@ class Unit:
     backward_prefetch: list[Unit] | None = None
 
     def __post_init__(self) -> None:
-        self.progress = UnitProgress(", ".join(type(module).__name__ for module in self.modules))
+        self.progress, self._to = UnitProgress(""), Transitions("", PHASES)
+        self.rename(", ".join(type(module).__name__ for module in self.modules))
         self.gradients: list[BucketGradients] = []
         keeps_copies = any(bucket.wire.sends_differences for bucket in self.buckets)
         self.placement = self.cache.placement(keeps_copies=keeps_copies)
         """Where the weights and the sums of gradients rest now."""
         self.begin_counting()
         self.phase = UnitPhase.REST
-        """What the unit is doing: [Note: Phases]."""
+        """What the unit is doing: [Note: Phases] in states.py."""
         self.is_root = False
         """True for the outermost unit, once it leads."""
         self._lanes: Lanes | None = None
@@ -166,14 +150,17 @@ class Unit:
             module.register_load_state_dict_post_hook(lambda *_: extension.observer_class().loaded(self.buckets))
         self._saved = SavedWeights(self.modules, self._reach_weights)
 
-    @property
-    def name(self) -> str:
-        """The names of the modules in the root; before the root leads, their classes."""
-        return self.progress.name
+    def rename(self, name: str) -> None:
+        """Have the names of the modules in the root; before the root leads, those of their classes."""
+        self.name = self.progress.name = self._to.owner = name
 
     def _become(self, phase: UnitPhase) -> None:
-        """Leave the forward, if one runs, for another phase."""
-        self.phase = phase
+        """Leave the forward, if one runs, for another phase.
+
+        Raises:
+            RuntimeError: it may not follow the present one.
+        """
+        self.phase = self._to[self.phase, phase]
         self._entered.clear()
 
     # -- the root ------------------------------------------------------------------------------------------------------
@@ -194,6 +181,8 @@ class Unit:
             for bucket in self.buckets:
                 bucket.close_account()
         self.root, self.is_root = root, root.top is self
+        self.is_around = any(unit is not self for module in self.modules for unit in units_below(module))
+        """True if other units run while its weights are gathered."""
         for bucket in self.buckets:
             bucket.keep()
             bucket.open_account(root.ledger)
@@ -243,19 +232,14 @@ class Unit:
     @cached_property
     def root(self) -> Root:
         """The root of this unit. A unit without one leads its own units from now on; see `Root`."""
-        return Root(self)
+        return self.lead(self)
 
     @cached_property
     def gather(self) -> UnitGather:
         """The gather of the unit's buckets, which its root makes."""
-        Root(self)
+        self.lead(self)
         gather: UnitGather = vars(self)["gather"]
         return gather
-
-    @property
-    def ledger(self) -> Ledger | None:
-        """The ledger of the root; None before anything has run."""
-        return self.root.ledger if self.has_root else None
 
     # -- gathered or not -----------------------------------------------------------------------------------------------
 
@@ -277,11 +261,6 @@ class Unit:
         policy = Cache(where=placement.weights)
         for bucket in self.buckets:
             ShardPolicy(cache=policy, wire=bucket.wire)
-
-    @property
-    def is_around(self) -> bool:
-        """True if other units run while its weights are gathered."""
-        return any(unit is not self for module in self.modules for unit in units_below(module))
 
     def begin_counting(self) -> None:
         """Count uses of the unit from now on."""
@@ -366,7 +345,7 @@ class Unit:
     def _enter_forward(self, module: nn.Module, begins_pass: bool) -> None:
         if begins_pass:
             self._begin_pass()
-        self.phase = UnitPhase.FORWARD
+        self.phase = self._to[self.phase, UnitPhase.FORWARD]
         self._entered.add(module)
         if not begins_pass:
             self.gather.show()
@@ -389,7 +368,8 @@ class Unit:
         for bucket in self.buckets:
             if bucket.stored.is_dropped and not bucket.stored.is_frozen:
                 bucket.stored.restore()
-        self.gather.stays = self._stays_for_backward
+        is_default = self.reshard_after_forward is None and (self.is_root or self.placement.weights == "rank")
+        self.gather.stays = is_default or self.reshard_after_forward is False
         ahead = self.forward_prefetch
         root.order.enter_forward(self.gather, None if ahead is None else [unit.gather for unit in ahead])
 
@@ -429,11 +409,6 @@ class Unit:
         self.progress.note("after forward")
 
     @property
-    def _stays_for_backward(self) -> bool:
-        is_default = self.reshard_after_forward is None and (self.is_root or self.placement.weights == "rank")
-        return self.reshard_after_forward is False or is_default
-
-    @property
     def _is_recomputed(self) -> bool:
         """True of a forward inside of backward whose graph will be thrown away: [Note: Recomputed forwards]."""
         return self.phase is UnitPhase.BACKWARD or len(self.awaited.outputs) > 0
@@ -446,7 +421,7 @@ class Unit:
 
     def _reach_weights(self) -> bool:
         """Gather the weights if the unit rests: backward reaches one of its forwards past the outputs."""
-        if self.gather.is_complete:
+        if self.gather.state in COMPLETE:
             return False
         self._enter_backward(True)
         self.unshard()  # also if the unit is in its backward already
@@ -511,30 +486,20 @@ class Unit:
                     self._reduce(gradients, gradients.take_full())
         self.progress.note("after backward")
 
-    def _reduce(self, gradients: BucketGradients, full: Held | None) -> None:
+    def _reduce(self, gradients: BucketGradients, full: Buffer | None) -> None:
         across_nodes = self.requires_gradient_sync
         if full is not None or across_nodes:
             self.root.observer.reducing(self, across_nodes=across_nodes)
-        across_islands = self._crosses_islands(gradients)
-        reduction = Reduction(gradients, full, across_nodes=across_nodes, across_islands=across_islands)
-        self.root.reductions.add(reduction)
-
-    def _crosses_islands(self, gradients: BucketGradients) -> bool:
-        """True if sums go over replicas now. Those of a small bucket are all the sums it has."""
-        return self.requires_all_reduce or gradients.bucket.cluster.cut is not None
-
-    @property
-    def has_left(self) -> bool:
-        """True if something is left to do at the end of a backward: most units are done then."""
-        if self.phase is not UnitPhase.REST or self.awaited.inputs or self.fills_unused:
-            return True
-        for gradients in self.gradients:
-            if gradients.full is not None or gradients.waiting:
-                return True
-        return self.keeps_for_a_step
+        walk = gradients.walk(across_nodes=across_nodes, across_islands=self.requires_all_reduce)
+        self.root.reductions.add(Reduction(gradients, full, walk))
 
     def finish_backward(self) -> None:
         """Reduce the gradients that are left and, in a micro-batch that syncs, partial sums of earlier ones."""
+        has_left = self.phase is not UnitPhase.REST or self.awaited.inputs or self.fills_unused
+        for gradients in self.gradients:  # at each step, so without calls
+            has_left = has_left or gradients.full is not None or len(gradients.waiting) > 0
+        if not has_left and not self.keeps_for_a_step:  # most units are done by now
+            return
         is_left_out = self.fills_unused and not self.has_ended
         if is_left_out or self.phase in _IN_BACKWARD or any(gradients.full is not None for gradients in self.gradients):
             self._end_backward()
@@ -542,9 +507,9 @@ class Unit:
         syncs = self.requires_gradient_sync and self.root.probe is None
         for gradients in self.gradients if syncs else ():
             self.root.reductions.settle(gradients)
-            has_partial_sums = gradients.has_partial_sums(across_islands=self._crosses_islands(gradients))
+            has_partial_sums = gradients.has_partial_sums(across_islands=self.requires_all_reduce)
             if has_partial_sums and not self.root.reductions.is_crossing_nodes(gradients):
-                self._reduce(gradients, gradients.take_full() if gradients.waits_whole else None)
+                self._reduce(gradients, gradients.take_full() if AS_THEY_COME in gradients.waiting else None)
         if self._frees_after_backward:
             self.free_node_shards(ends_step=syncs)
 
@@ -575,259 +540,6 @@ class Unit:
         if self.has_root:
             self.gather.forget_copies()
         self.settle_copies()
-
-
-class Root(PlacingRoot):
-    """The outermost unit and all below it: what they share, and where their forwards and backwards begin and end."""
-
-    def __init__(self, top: Unit) -> None:
-        """Lead all units below `top`, also those that were unsharded by hand before. Collective over the mesh.
-
-        Raises:
-            RuntimeError: a unit below has run before, outside its root.
-            ValueError: a granularity pattern matches no parameter of any unit.
-            Exception: the observer has found a mistake.
-        """
-        self.top, self.cluster = top, top.cluster
-        self.units = list(dict.fromkeys(unit for module in top.modules for unit in units_below(module)))
-        """Outermost first."""
-        check_matched(unit.blocks for unit in self.units)
-        self.lanes, self.ledger = top._comm_ctx, Ledger()
-        self.order = Order()
-        self.reductions = ReductionQueue()
-        self.observer = extension.observer_class()(self)
-        self.backward: Backward | None = None
-        """The backward that runs below this root."""
-        self.creates_graph = False
-        """True if the last backward ran with `create_graph=True`, so that another one may need the same weights."""
-        self.is_last_backward = True
-        """False if the next backward need not wait for its last reduction."""
-        self.post_optim_event: Any = None
-        """An event for which the next forward waits before it gathers."""
-        self.probe: Callable[[Bucket, Tensor], None] | None = None
-        """Takes the gradients of each bucket, (L * N * C,), in place of their reduction: see guard/audit.py."""
-        self._copies: dict[Cluster, Copies] = {}
-        names = {child: name for module in top.modules for name, child in module.named_modules()}
-        for unit in self.units:
-            own_names = ", ".join(filter(None, (names.get(child) for child in unit.modules))) or unit.name
-            for bucket in unit.buckets:
-                bucket.unit_name, bucket.full.is_around = own_names, unit.is_around
-            unit.join(self)
-            unit.progress.name = own_names
-        is_offloaded = any(bucket.stored.is_offloaded for bucket in self.buckets)
-        self.host_reads = HostReads(self.lanes.gather_node, is_offloaded=is_offloaded)
-        is_pinned = all(unit.cache.pin_memory for unit in self.units)
-        self._slab = Slab(self.cluster, self.ledger, is_pinned=is_pinned)
-        try:
-            self.observer.leading()
-        except BaseException:
-            for unit in self.units:
-                unit.leave()
-            raise
-        with torch.inference_mode(False):  # training could not fill a slab of inference tensors
-            self._place_caches()
-        self._to_place = [unit for unit in self.units if unit.cache.where == "auto"]
-        self.chooser = Chooser(self, [unit.cache for unit in self._to_place]) if self._to_place else None
-        """Chooses where units rest, once; None if their caches say."""
-        owners = [Owner(unit.modules, unit.cluster, unit.broadcast_buffers) for unit in self.units]
-        self._buffers = Buffers(owners, self._diverges)
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """The buckets of all units."""
-        return [bucket for unit in self.units for bucket in unit.buckets]
-
-    @property
-    def gradients(self) -> list[BucketGradients]:
-        """The gradients of all units."""
-        return [gradients for unit in self.units for gradients in unit.gradients]
-
-    def copies_of(self, cluster: Cluster) -> Copies:
-        """The copies of the weights that the nodes of `cluster` have: [Note: Exact crossings] in crossing.py."""
-        return self._copies.setdefault(cluster, Copies(cluster, self.observer))
-
-    def _diverges(self, cluster: Cluster) -> bool:
-        return any(bucket.replicas_diverge for bucket in self.buckets if bucket.cluster is cluster)
-
-    def set_placements(self, placements: Mapping[str, Placement]) -> None:
-        """See `ShardedModule.set_placements`."""
-        units = {unit.name: unit for unit in self.units}
-        for name, placement in placements.items():
-            if name not in units:
-                raise ValueError(f"{name!r} is no unit of this root; its units are {', '.join(map(repr, units))}")
-            units[name].check_placement(placement)
-        if self.chooser is not None:
-            self.chooser.settle()
-        self.place({units[name]: placement for name, placement in placements.items()})
-
-    def place(self, placements: Mapping[Unit, Placement]) -> None:
-        """Let units rest elsewhere from now on. No forward or backward runs."""
-        with torch.inference_mode(False):  # training could not fill a slab of inference tensors
-            for unit in self.units:
-                unit.gather.rest_nowhere()
-            self._slab.free()
-            for unit, placement in placements.items():
-                unit.placement = placement
-            self._place_caches()
-
-    @property
-    def version(self) -> int:
-        """A number that every change of weights increases."""
-        return sum(bucket.stored.version for bucket in self.buckets)
-
-    def watch_passing(self) -> None:
-        """See `PlacingRoot.watch_passing`."""
-        self.ledger.watch_passing(partial(_full_bytes, ref(self)))
-
-    def uses_to_place(self) -> list[UnitUse]:
-        """See `PlacingRoot.uses_to_place`."""
-        return [unit.use() for unit in self._to_place]
-
-    def place_chosen(self, placements: Sequence[Placement]) -> None:
-        """See `PlacingRoot.place_chosen`."""
-        self.place(dict(zip(self._to_place, placements, strict=True)))
-
-    def allocate_chosen(self) -> int:
-        """See `PlacingRoot.allocate_chosen`."""
-        shards = [bucket.node_shard for unit in self._to_place for bucket in unit.buckets]
-        return sum(shard.allocate() for shard in shards)
-
-    def _place_caches(self) -> None:
-        """Let weights stay where the units' placements say; those of one node as node shards do not."""
-        hosted: list[list[NodeShard]] = []
-        for unit in self.units:
-            if unit.placement.weights != "none":
-                for bucket in unit.buckets:
-                    bucket.find_hooks()
-            if unit.placement.weights == "rank":
-                for bucket in unit.buckets:
-                    bucket.node_shard.stay_whole()
-            elif unit.placement.weights != "none":
-                kept = [bucket.node_shard for bucket in unit.buckets if bucket.cluster.num_nodes > 1]
-                for each in kept:
-                    each.until = unit.cache.until
-                    each.stay_on_device()
-                if unit.placement.weights == "host":
-                    hosted.append(kept)
-        budget_bytes = max((unit.cache.device_budget_bytes for unit in self.units), default=0)
-        on_device = choose_device_shards([sum(shard.most_bytes for shard in each) for each in hosted], budget_bytes)
-        self._slab.fill([shard for index, each in enumerate(hosted) if index not in on_device for shard in each])
-        self.order.choose_anew()
-        for unit in self.units:
-            kept = [bucket.node_shard for bucket in unit.buckets]
-            unit.keeps_for_a_step = any(each.where == "device" or each.until == "backward" for each in kept)
-            unit.gather.settle_place()
-
-    def begin_forward(self) -> None:
-        """Begin a forward. A forward that backward recomputes belongs to the present step."""
-        if self.backward is not None and not _compat.in_backward():
-            self.abandon_iteration()
-        if self.post_optim_event is not None:
-            self.post_optim_event.wait()
-            self.post_optim_event = None
-        if self.chooser is not None and torch.is_grad_enabled() and not _compat.in_backward():
-            self.chooser.begin_forward()
-        self.observer.begin_forward()
-        keeps = any([unit.awaited.outputs for unit in self.units])  # noqa: C419  a generator takes a call for each
-        self.order.begin_forward(keeps=keeps)
-        self._buffers.begin_forward(syncs=self.top.requires_gradient_sync, compare=self.observer.sharing)
-
-    def end_forward(self) -> None:
-        """End a forward, and the step if no backward follows."""
-        for unit in self.units:
-            if unit.phase is UnitPhase.FORWARD:  # some of its modules did not run
-                unit.end_pass()
-        self.order.end_forward()
-        for unit in self.units:
-            if unit.gather.stays:
-                unit.gather.store()
-        self._buffers.end_forward()
-        self.host_reads.delay_edits()
-        if not torch.is_grad_enabled() and not _compat.in_backward():  # no backward will free what was gathered
-            for unit in self.units:
-                unit.reshard()
-                unit.free_node_shards(ends_step=False)
-            self.observer.all_issued()
-            self.observer.settled(ends_step=True, is_last=True)
-
-    def begin_backward(self) -> Backward:
-        """Begin a backward at its first gradient: of an output or, if none gets one, of a parameter."""
-        if self.backward is None:
-            self.creates_graph = torch.is_grad_enabled()
-            self.backward = Backward(adds_to_grad=any(each.adds_to_grad() for each in self.gradients))
-            for unit in self.units:
-                unit.has_ended = False
-                for gradients in unit.gradients:
-                    if gradients.shown.shown:
-                        self.reductions.drop(gradients, gradients.take_waiting())
-            _compat.after_this_backward(self._finish_backward)
-        return self.backward
-
-    def _finish_backward(self) -> None:
-        """Finish the backward of all units, in an order that is the same on all ranks."""
-        _compat.outside_transforms(self._finish_units)
-
-    def _finish_units(self) -> None:
-        for unit in reversed(self.units):
-            if unit.has_left:
-                unit.finish_backward()
-        self.observer.all_issued()
-        self.host_reads.delay_edits()
-        if self.is_last_backward:
-            self.reductions.finish(self.host_reads)
-        self.reductions.wait_for_ended()
-        for unit in self.units:
-            for gradients in unit.gradients:
-                if gradients.waiting or (not self.is_last_backward and self.reductions.has(gradients)):
-                    gradients.show_waiting()
-            if unit.gather.state not in AT_REST:
-                unit.leave_backward()
-        self._end_backward()
-        syncs = self.probe is None and any(unit.requires_gradient_sync for unit in self.units)
-        if self.chooser is not None and syncs:
-            self.chooser.end_step()
-        self.observer.settled(ends_step=syncs, is_last=self.is_last_backward)
-
-    def reduce_waiting(self) -> None:
-        """Reduce what earlier backwards have left, as one that syncs would; none runs now: [Note: Pipelines]."""
-        self.backward = Backward(adds_to_grad=True)
-        for gradients in self.gradients:
-            if gradients.shown.shown:
-                self.reductions.drop(gradients, gradients.take_waiting())
-            gradients.collect_left()
-        self._finish_units()
-
-    def _end_backward(self) -> None:
-        self.order.end_backward()
-        self.backward = None
-
-    def abandon_iteration(self) -> None:
-        """Drop the incomplete gradients of a forward or backward that raised."""
-        self.reductions.abandon()
-        self.host_reads.delay_edits()
-        self.observer.abandoned()
-        for unit in self.units:
-            unit.abandon()
-        self._end_backward()
-
-
-def _full_bytes(reference: ref[Root]) -> dict[bool, int]:
-    """The bytes of a root's full buffers, of units around others (True) and of the others.
-
-    Gradients that wait hold the ledger. If the ledger held the root, that would be a cycle that Python never frees.
-    """
-    found, root = {False: 0, True: 0}, reference()
-    for bucket in [] if root is None else root.buckets:
-        found[bucket.full.is_around] += bucket.full.nbytes
-    return found
-
-
-@dataclass(kw_only=True)
-class Backward:
-    """A backward that runs below a root."""
-
-    adds_to_grad: bool
-    """True if it adds to `.grad` of some parameter: [Note: Gradients that do not come] in shard/reduce.py."""
 
 
 def units_below(module: nn.Module) -> list[Unit]:
