@@ -37,13 +37,12 @@ class NodeShard:
 
     def __init__(self, form: Form, full: FullBuffer, ledger: Ledger) -> None:
         self._form, self._full, self._ledger = form, full, ledger
-        self._stay("none", is_direct=False)
+        self.stay("none")
         self.until: Until = "change"
         """How long it is used."""
         self.version: int | None = None
         """The version of the parameters that it was made from; None if what it kept is lost."""
         self._memory: Buffer | None = None
-        self._slab: Tensor | None = None
         self._stored: Event = None
 
     @property
@@ -53,28 +52,18 @@ class NodeShard:
             return self._form.geometry.whole_numel * self._form.dtype.itemsize
         return self.is_kept * self._form.geometry.node_numel * self._form.dtype.itemsize
 
-    def _stay(self, where: Where, *, is_direct: bool) -> None:
+    def stay(self, where: Where, slab: Tensor | None = None) -> None:
+        """Stay there from now on; on the host in `slab`, uint8 of shape (nbytes,)."""
         self.where = where
         """Where it stays."""
         self.is_kept = where != "none"
         """True if it stays somewhere."""
         self.is_whole = where == "rank"
         """True if it stays within the whole buffer, which no use frees."""
-        self.is_direct = is_direct
+        is_of_device = where in ("device", "rank") or self._form.cluster.device.type == "cpu"
+        self.is_direct = self.is_kept and is_of_device
         """True if collectives can use the memory in which it stays."""
-
-    def stay_on_device(self) -> None:
-        """Stay in device memory from now on."""
-        self._stay("device", is_direct=True)
-
-    def stay_whole(self) -> None:
-        """Stay within the full buffer from now on, all of which stays."""
-        self._stay("rank", is_direct=True)
-
-    def stay_in_slab(self, slab: Tensor) -> None:
-        """Stay in `slab`, uint8 of shape (nbytes,), from now on."""
-        self._stay("host", is_direct=self._form.cluster.device.type == "cpu")
-        self._slab = slab.view(self._form.dtype)
+        self._slab = None if slab is None else slab.view(self._form.dtype)
 
     def buffer(self) -> Tensor:
         """The memory in which it stays, (N * C,)."""
@@ -161,7 +150,7 @@ class Slab:
             self._release = weakref.finalize(self, free_slab, slab, device)  # keeps the slab until then
             self._release.atexit = False
         for shard, part in zip(shards, slab.split(sizes_bytes), strict=True):
-            shard.stay_in_slab(part)
+            shard.stay("host", part)
 
     def free(self) -> None:
         """Free the memory, in which no node shard stays any more."""

@@ -15,63 +15,35 @@ first step needed. If a rank finds no room, all choose again, within half of the
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster
 from laconic.comm.speed import Speed, measure_copies, measure_gathers
-from laconic.shard.ledger import Ledger
 from laconic.shard.placement import Chosen, Passing, Speeds, UnitUse, choose_placements
-from laconic.shard.policies import Cache, Placement
+from laconic.shard.policies import Cache
 from laconic.shard.room import Room, held_bytes, room_after_a_step
+
+if TYPE_CHECKING:
+    from laconic.shard.root import Root
 
 _log = logging.getLogger("laconic")
 _LEAST_BYTES = 1 << 20
 """Half of a budget that is smaller is no budget."""
 
 
-class PlacingRoot(ABC):
-    """A root, as a chooser sees it."""
-
-    cluster: Cluster
-    ledger: Ledger
-
-    @property
-    @abstractmethod
-    def version(self) -> int:
-        """A number that every change of weights increases."""
-
-    @abstractmethod
-    def watch_passing(self) -> None:
-        """Let the ledger keep what its `passing` needs from now on."""
-
-    @abstractmethod
-    def uses_to_place(self) -> list[UnitUse]:
-        """The use of each unit that a chooser places, since the counting began."""
-
-    @abstractmethod
-    def place_chosen(self, placements: Sequence[Placement]) -> None:
-        """Let the units that a chooser places rest elsewhere."""
-
-    @abstractmethod
-    def allocate_chosen(self) -> int:
-        """Allocate the device memory in which the weights of these units stay. Returns its bytes."""
-
-
 class Chooser:
-    """Places the units of one root whose cache is "auto", once the first step has shown what they need."""
+    """Places the units of one root whose cache is "auto", once, when the first step has shown what they need."""
 
-    def __init__(self, root: PlacingRoot, caches: Sequence[Cache]) -> None:
+    def __init__(self, root: Root, caches: Sequence[Cache]) -> None:
         """Choose for the units of `root` that have these caches. It has found them just now."""
         self._root = root
         root.watch_passing()
         self._held_before: int | None = None  # until the first forward
-        self._is_done = False
         self._version_before: int | None = None  # of the weights, before an optimizer's step
         self._passing = Passing()
         self._given: dict[str, int | None] = {
@@ -79,20 +51,9 @@ class Chooser:
             for name in ("device_bytes", "host_bytes")
         }
 
-    @property
-    def is_done(self) -> bool:
-        """True once units rest where they will for the whole run."""
-        return self._is_done
-
-    def settle(self) -> None:
-        """Choose nothing any more: units rest where they will."""
-        self._is_done = True
-        self._root.ledger.forget_passing()
-
     def end_step(self) -> None:
         """Note the end of a backward that syncs: an optimizer's step may follow."""
-        if not self._is_done:
-            self._version_before, self._passing = self._root.version, self._root.ledger.passing
+        self._version_before, self._passing = self._root.version, self._root.ledger.passing
 
     def begin_forward(self) -> None:
         """Before the second step, choose and place. Collective over the island.
@@ -100,11 +61,11 @@ class Chooser:
         Raises:
             ValueError: copies of weights for differences on the wire have no room.
         """
-        if not self._is_done and self._held_before is None and None in self._given.values():
+        if self._held_before is None and None in self._given.values():
             self._held_before = held_bytes(self._root.cluster.device)
-        if self._is_done or self._version_before in (None, self._root.version):
+        if self._version_before in (None, self._root.version):
             return
-        self.settle()
+        self._root.end_choosing()
         self._say(str(self._choose()))
 
     def _choose(self) -> Chosen:

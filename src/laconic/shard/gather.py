@@ -100,6 +100,10 @@ class _UnderWay:
     """An event after which the cache has the node shard."""
 
 
+_NOT_BEGUN = _UnderWay(torch.empty(0), comes_from_cache=True, early=None)
+"""While the unit rests."""
+
+
 class BucketGather:
     """The gather of one bucket: from this rank's shard, or from a cached node shard, to the full buffer."""
 
@@ -112,8 +116,8 @@ class BucketGather:
         """True if waiting for a transfer never blocks the thread."""
         self.version = _NEVER
         """That of the parameters whose gather has begun."""
-        self.now: _UnderWay | None = None
-        """The gather that has begun; None while the unit rests."""
+        self.now = _NOT_BEGUN
+        """The gather that has begun."""
         self.num_crossings = 0
         """The gathers that began with this rank's shard, not with the cache."""
 
@@ -158,7 +162,7 @@ class BucketGather:
         if kept.is_direct:
             node_shard = kept.buffer()
         elif is_early:
-            early = Buffer(bucket.form.empty_node_shard(), bucket.ledger)
+            early = self.now.early or Buffer(bucket.form.empty_node_shard(), bucket.ledger)  # of a beginning that raised
             node_shard = early.memory
         else:
             node_shard = bucket.full.node_shard()
@@ -174,7 +178,6 @@ class BucketGather:
 
     def make_room(self) -> None:
         """Take the memory in which the second stage gathers, which begins later: [Note: Lengths come with messages]."""
-        assert self.now is not None, "it has begun"
         if self.now.begun is None:
             self.bucket.full.allocate()
             self.now.begun = compute_event(self.bucket.cluster.device)
@@ -182,7 +185,6 @@ class BucketGather:
     def start_local(self) -> None:
         """Wait for the node shard and issue the gather inside the node."""
         now, lane = self.now, self._lanes.gather_local
-        assert now is not None, "it has begun"
         full, begun = self.bucket.full.allocate(), now.begun
         if now.is_crossing:
             # if an exception cuts it short, the gather stays stale and is begun anew
@@ -202,7 +204,6 @@ class BucketGather:
         Without `stores`, `store` copies the node shard to the cache later.
         """
         now = self.now
-        assert now is not None, "it has begun"
         event, now.pending = self._lanes.gather_local.event_after(now.pending.wait), NOTHING
         if now.early is not None:  # its memory goes before that of the full buffer, which has a copy now
             now.node_shard, now.arrived = self.bucket.full.node_shard(), event
@@ -214,16 +215,15 @@ class BucketGather:
     def store(self) -> None:
         """Copy the node shard to the cache, unless it came from there."""
         now = self.now
-        if now is not None and now.is_to_store:
+        if now.is_to_store:
             now.is_to_store = False
             now.stored = self.bucket.node_shard.store(now.node_shard, self.version, now.arrived, self._lanes)
 
     def release(self) -> None:
         """Free the full buffer after the copy from it to the cache is done."""
-        if self.now is not None and self.now.is_to_store:
+        if self.now.is_to_store:
             self.store()
-        stored = None if self.now is None else self.now.stored
-        self.now = None
+        stored, self.now = self.now.stored, _NOT_BEGUN
         if stored is not None:
             wait_for(stored)
         bucket = self.bucket
@@ -306,7 +306,7 @@ class UnitGather:
             for gather in self._moving:
                 gather.start_node(is_early=is_early)
             for gather in self._moving:
-                if gather.has_local_peers or (gather.now is not None and gather.now.is_crossing):  # not all is cached
+                if gather.has_local_peers or gather.now.is_crossing:  # not all is cached
                     self._observer.gather_begun(self)
                     break
             self.state = self._to[self.state, _NODE]
@@ -329,10 +329,8 @@ class UnitGather:
     @property
     def is_late(self) -> bool:
         """True if the second stage is not to begin with the first: [Note: Lengths come with messages]."""
-        if not self.may_be_late or self.state is not _NODE:
-            return False
-        crossing = [gather.crossing for gather in self._moving if gather.now is not None and gather.now.is_crossing]
-        return any(each.makes_host_wait for each in crossing)
+        is_begun = self.may_be_late and self.state is _NODE
+        return is_begun and any(each.now.is_crossing and each.crossing.makes_host_wait for each in self._moving)
 
     def start_local(self) -> None:
         """Begin the gather inside the node, once the node shards have arrived."""
@@ -393,7 +391,7 @@ class UnitGather:
             if event is not None:
                 wait_for(event)
         for gather in self._moving:
-            if gather.now is not None and gather.now.early is not None:  # the gather inside the node has read it
+            if gather.now.early is not None:  # the gather inside the node has read it
                 gather.now.early.free()
                 gather.now.early = None
         if self._observer.inspects:

@@ -134,7 +134,6 @@ class BucketGradients(GradientSink):
             )
         if self.bucket.stored.specs[index].dtensor is not None or self.bucket.form.converts:
             gradient = self.bucket.part_of_gradient(index, gradient)
-        # at each gradient, so without calls: see `_view`
         view = (self.full or self._allocate()).memory[self._places[index]].view(self._shapes[index])
         if index in self._written:
             view.add_(gradient)
@@ -179,9 +178,6 @@ class BucketGradients(GradientSink):
             self.full = Buffer(memory, self.bucket.ledger)
         return self.full
 
-    def _view(self, index: int) -> Tensor:
-        return (self.full or self._allocate()).memory[self._places[index]].view(self._shapes[index])
-
     def fill_unused(self) -> None:
         """Give all trained parameters a gradient: zeros, if no rank has another."""
         self.used.add(self._trainable())
@@ -214,7 +210,7 @@ class BucketGradients(GradientSink):
             full.memory.zero_()
         elif len(self._written) < len(self.bucket.sharded):
             for index in set(range(len(self.bucket.sharded))) - self._written:
-                self._view(index).zero_()
+                full.memory[self._places[index]].zero_()
         self.full = None
         self._written.clear()
         return full if full.memory.dtype == self.bucket.reduce_dtype else self.in_dtype(full, self.bucket.reduce_dtype)

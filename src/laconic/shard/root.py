@@ -18,7 +18,7 @@ from laconic.shard import extension
 from laconic.shard.bucket import Bucket
 from laconic.shard.buffers import Buffers, Owner
 from laconic.shard.cache import Slab, choose_device_shards
-from laconic.shard.choosing import Chooser, PlacingRoot
+from laconic.shard.choosing import Chooser
 from laconic.shard.crossing import Copies
 from laconic.shard.gather import HostReads
 from laconic.shard.itinerary import Order
@@ -30,7 +30,7 @@ from laconic.shard.states import AT_REST, UnitPhase
 from laconic.shard.unit import Unit, units_below
 
 
-class Root(PlacingRoot):
+class Root:
     """The outermost unit and all below it: what they share, and where their forwards and backwards begin and end."""
 
     def __init__(self, top: Unit) -> None:
@@ -84,7 +84,7 @@ class Root(PlacingRoot):
             self._place_caches()
         self._to_place = [unit for unit in self.units if unit.cache.where == "auto"]
         self.chooser = Chooser(self, [unit.cache for unit in self._to_place]) if self._to_place else None
-        """Chooses where units rest, once; None if their caches say."""
+        """Chooses where units rest, once; None if their caches say, and once it has chosen."""
         owners = [Owner(unit.modules, unit.cluster, unit.broadcast_buffers) for unit in self.units]
         self._buffers = Buffers(owners, self._diverges)
 
@@ -102,8 +102,7 @@ class Root(PlacingRoot):
             if name not in units:
                 raise ValueError(f"{name!r} is no unit of this root; its units are {', '.join(map(repr, units))}")
             units[name].check_placement(placement)
-        if self.chooser is not None:
-            self.chooser.settle()
+        self.end_choosing()
         self.place({units[name]: placement for name, placement in placements.items()})
 
     def place(self, placements: Mapping[Unit, Placement]) -> None:
@@ -116,25 +115,30 @@ class Root(PlacingRoot):
                 unit.placement = placement
             self._place_caches()
 
+    def end_choosing(self) -> None:
+        """Choose nothing any more: units rest where they will for the whole run."""
+        self.chooser = None
+        self.ledger.forget_passing()
+
     @property
     def version(self) -> int:
         """A number that every change of weights increases."""
         return sum(bucket.stored.version for bucket in self.buckets)
 
     def watch_passing(self) -> None:
-        """See `PlacingRoot.watch_passing`."""
+        """Let the ledger keep what its `passing` needs from now on."""
         self.ledger.watch_passing(partial(_full_bytes, ref(self)))
 
     def uses_to_place(self) -> list[UnitUse]:
-        """See `PlacingRoot.uses_to_place`."""
+        """The use of each unit that a chooser places, since the counting began."""
         return [unit.use() for unit in self._to_place]
 
     def place_chosen(self, placements: Sequence[Placement]) -> None:
-        """See `PlacingRoot.place_chosen`."""
+        """Let the units that a chooser places rest elsewhere."""
         self.place(dict(zip(self._to_place, placements, strict=True)))
 
     def allocate_chosen(self) -> int:
-        """See `PlacingRoot.allocate_chosen`."""
+        """Allocate the device memory in which the weights of these units stay. Returns its bytes."""
         shards = [bucket.node_shard for unit in self._to_place for bucket in unit.buckets]
         return sum(shard.allocate() for shard in shards)
 
@@ -147,12 +151,12 @@ class Root(PlacingRoot):
                     bucket.find_hooks()
             if unit.placement.weights == "rank":
                 for bucket in unit.buckets:
-                    bucket.node_shard.stay_whole()
+                    bucket.node_shard.stay("rank")
             elif unit.placement.weights != "none":
                 crossing = [bucket for bucket in unit.buckets if bucket.cluster.num_nodes > 1]
                 for bucket in crossing:
                     bucket.node_shard.until = unit.cache.until
-                    bucket.node_shard.stay_on_device()
+                    bucket.node_shard.stay("device")
                 if unit.placement.weights == "host":
                     hosted.append(crossing)
         budget_bytes = max((unit.cache.device_budget_bytes for unit in self.units), default=0)
@@ -205,9 +209,7 @@ class Root(PlacingRoot):
             self.backward = Backward(adds_to_grad=any(each.adds_to_grad() for each in self.gradients))
             for unit in self.units:
                 unit.has_ended = False
-            for gradients in self.gradients:
-                if gradients.shown.shown:
-                    self.reductions.drop(gradients, gradients.take_waiting())
+            self._take_waiting()
             _compat.after_this_backward(self._finish_backward)
         return self.backward
 
@@ -229,7 +231,8 @@ class Root(PlacingRoot):
                     gradients.show_waiting()
             if unit.gather.state not in AT_REST:
                 unit.leave_backward()
-        self._end_backward()
+        self.order.end_backward()
+        self.backward = None
         syncs = self.probe is None and any(unit.requires_gradient_sync for unit in self.units)
         if self.chooser is not None and syncs:
             self.chooser.end_step()
@@ -238,15 +241,16 @@ class Root(PlacingRoot):
     def reduce_waiting(self) -> None:
         """Reduce what earlier backwards have left, as one that syncs would; none runs now: [Note: Pipelines]."""
         self.backward = Backward(adds_to_grad=True)
+        self._take_waiting()
         for gradients in self.gradients:
-            if gradients.shown.shown:
-                self.reductions.drop(gradients, gradients.take_waiting())
             gradients.collect_left()
         self._finish_units()
 
-    def _end_backward(self) -> None:
-        self.order.end_backward()
-        self.backward = None
+    def _take_waiting(self) -> None:
+        """Take waiting gradients out of `.grad`, and what was cleared out of the sums: [Note: Cleared gradients]."""
+        for gradients in self.gradients:
+            if gradients.shown.shown:
+                self.reductions.drop(gradients, gradients.take_waiting())
 
     def abandon_iteration(self) -> None:
         """Drop the incomplete gradients of a forward or backward that raised."""
@@ -255,7 +259,8 @@ class Root(PlacingRoot):
         self.observer.abandoned()
         for unit in self.units:
             unit.abandon()
-        self._end_backward()
+        self.order.end_backward()
+        self.backward = None
 
 
 def _full_bytes(reference: ref[Root]) -> dict[bool, int]:

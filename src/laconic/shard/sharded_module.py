@@ -146,8 +146,7 @@ class ShardedModule(FSDPModule, nn.Module):
     @property
     def is_placed(self) -> bool:
         """True unless `cache="auto"` has yet to choose where units of this root rest."""
-        chooser = self._laconic_unit.root.chooser
-        return chooser is None or chooser.is_done
+        return self._laconic_unit.root.chooser is None
 
     def set_placements(self, placements: Mapping[str, Placement]) -> None:
         """Let units rest elsewhere from now on, whatever their `cache` says, such as where another run has chosen.

@@ -448,11 +448,6 @@ class Unit:
         elif self.awaited.outputs:
             self._become(UnitPhase.PAUSE if self.phase in _IN_BACKWARD else UnitPhase.REST)
 
-    @property
-    def _frees_after_backward(self) -> bool:
-        """True if the weights may go: a graph of gradients still needs them."""
-        return self.reshard_after_backward and not self.root.creates_graph
-
     def _begin_gradients(self) -> bool:
         """Make ready for the first gradient of a bucket, which is about to take memory.
 
@@ -467,23 +462,24 @@ class Unit:
     def _end_backward(self) -> None:
         """Free the weights and begin to reduce the gradients."""
         self._was_recomputed, self.has_ended = False, True
-        if self._frees_after_backward:
-            self.gather.release()
-        backward = self.root.backward
+        self.leave_backward()
+        backward, probe = self.root.backward, self.root.probe
         reduces = (self.phase in _IN_BACKWARD or self.fills_unused) and backward is not None and backward.adds_to_grad
         self._become(UnitPhase.REST)
-        self._num_early_sums += self.root.probe is None and not self.requires_gradient_sync
+        self._num_early_sums += probe is None and not self.requires_gradient_sync
         # All trained buckets, with or without gradients here: [Note: Gradients that do not come].
         for gradients in self.gradients:
-            if gradients.full is not None or (reduces and not gradients.bucket.stored.is_frozen):
-                if self.fills_unused and self.root.probe is None:
-                    gradients.fill_unused()
-                if self.root.probe is not None:
-                    gradients.show_unreduced(self.root.probe)
-                elif self.placement.gradients == "rank" and not self.requires_gradient_sync:
-                    gradients.keep_whole()  # [Note: Gradients that wait whole]
-                else:
-                    self._reduce(gradients, gradients.take_full())
+            if gradients.full is None and (not reduces or gradients.bucket.stored.is_frozen):
+                continue
+            if probe is not None:
+                gradients.show_unreduced(probe)
+                continue
+            if self.fills_unused:
+                gradients.fill_unused()
+            if self.placement.gradients == "rank" and not self.requires_gradient_sync:
+                gradients.keep_whole()  # [Note: Gradients that wait whole]
+            else:
+                self._reduce(gradients, gradients.take_full())
         self.progress.note("after backward")
 
     def _reduce(self, gradients: BucketGradients, full: Buffer | None) -> None:
@@ -510,7 +506,7 @@ class Unit:
             has_partial_sums = gradients.has_partial_sums(across_islands=self.requires_all_reduce)
             if has_partial_sums and not self.root.reductions.is_crossing_nodes(gradients):
                 self._reduce(gradients, gradients.take_full() if AS_THEY_COME in gradients.waiting else None)
-        if self._frees_after_backward:
+        if self.reshard_after_backward and not self.root.creates_graph:
             self.free_node_shards(ends_step=syncs)
 
     def free_node_shards(self, *, ends_step: bool) -> None:
@@ -525,8 +521,8 @@ class Unit:
                 kept.version = None  # what rests on the host, too
 
     def leave_backward(self) -> None:
-        """Free the weights at the end of a backward of the root."""
-        if self._frees_after_backward:
+        """Free the weights, unless a graph of gradients still needs them."""
+        if self.reshard_after_backward and not self.root.creates_graph:
             self.gather.release()
 
     def abandon(self) -> None:
