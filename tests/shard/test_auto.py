@@ -20,7 +20,7 @@ from laconic.comm.speed import AS_IN_A_RACK
 from laconic.shard import choosing
 from laconic.shard.choosing import Chooser
 from laconic.shard.policies import Placement
-from laconic.shard.root import Root
+from laconic.shard.unit import Root
 from tests.support.launch import on_ranks, run_ranks
 from tests.support.scenario import Run, Scenario, assert_same_bits, play
 from tests.support.sharded_net import (

@@ -55,8 +55,7 @@ from laconic.shard.bucket import Bucket, ManagedParameter
 from laconic.shard.extension import Observer
 from laconic.shard.gather import UnitGather
 from laconic.shard.policies import Checks
-from laconic.shard.root import Root
-from laconic.shard.unit import Unit
+from laconic.shard.unit import Root, Unit
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

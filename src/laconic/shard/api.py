@@ -50,7 +50,6 @@ from laconic.shard import extension
 from laconic.shard.bucket import Bucket, ManagedParameter
 from laconic.shard.form import compute_dtype_of
 from laconic.shard.policies import Cache, CacheName, Checks, Prefetch, ShardPolicy, Wire, WireName
-from laconic.shard.root import Root
 from laconic.shard.sharded_module import sharded_class
 from laconic.shard.unit import Origin, Unit, unit_of, units_below
 
@@ -190,7 +189,7 @@ def fully_shard(
     unit = Unit(
         modules=modules, buckets=buckets, blocks=blocks, cluster=cluster, cache=policy, precision=precision,
         origin=origin, reshard_after_forward=reshards, checks=checks,
-        prefetch=prefetch or Prefetch(), broadcast_buffers=broadcast_buffers, lead=Root,
+        prefetch=prefetch or Prefetch(), broadcast_buffers=broadcast_buffers,
     )  # fmt: skip
     for each in modules:
         _compat.register_as_sharded(each, unit)

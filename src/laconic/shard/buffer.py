@@ -83,11 +83,11 @@ def legs_of(way: Sequence[Spread]) -> tuple[Leg, ...]:
     """
     legs = []
     for source, target in pairwise(way):
-        changed = [level for level in LEVELS if getattr(source, level) != getattr(target, level)]
-        change = getattr(source, changed[0]), getattr(target, changed[0])
-        if len(changed) != 1 or change not in _TRANSFERS:
+        ends = zip(LEVELS, source, target, strict=True)
+        changed = [(level, (old, new)) for level, old, new in ends if old is not new]
+        if len(changed) != 1 or changed[0][1] not in _TRANSFERS:
             raise ValueError(f"no transfer along one axis makes {target} of {source}; name the spreads in between")
-        legs.append(Leg(changed[0], source, target, _TRANSFERS[change]))
+        legs.append(Leg(changed[0][0], source, target, _TRANSFERS[changed[0][1]]))
     return tuple(legs)
 
 

@@ -60,8 +60,7 @@ class NodeShard:
         """True if it stays somewhere."""
         self.is_whole = where == "rank"
         """True if it stays within the whole buffer, which no use frees."""
-        is_of_device = where in ("device", "rank") or self._form.cluster.device.type == "cpu"
-        self.is_direct = self.is_kept and is_of_device
+        self.is_direct = self.is_kept and (where != "host" or self._form.cluster.device.type == "cpu")
         """True if collectives can use the memory in which it stays."""
         self._slab = None if slab is None else slab.view(self._form.dtype)
 

@@ -15,31 +15,60 @@ first step needed. If a rank finds no room, all choose again, within half of the
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster
 from laconic.comm.speed import Speed, measure_copies, measure_gathers
+from laconic.shard.ledger import Ledger
 from laconic.shard.placement import Chosen, Passing, Speeds, UnitUse, choose_placements
-from laconic.shard.policies import Cache
+from laconic.shard.policies import Cache, Placement
 from laconic.shard.room import Room, held_bytes, room_after_a_step
-
-if TYPE_CHECKING:
-    from laconic.shard.root import Root
 
 _log = logging.getLogger("laconic")
 _LEAST_BYTES = 1 << 20
 """Half of a budget that is smaller is no budget."""
 
 
+class PlacingRoot(ABC):
+    """A root, as a chooser sees it."""
+
+    cluster: Cluster
+    ledger: Ledger
+    chooser: Chooser | None
+    """None once units rest where they will for the whole run."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """A number that every change of weights increases."""
+
+    @abstractmethod
+    def watch_passing(self) -> None:
+        """Let the ledger keep what its `passing` needs from now on."""
+
+    @abstractmethod
+    def uses_to_place(self) -> list[UnitUse]:
+        """The use of each unit that a chooser places, since the counting began."""
+
+    @abstractmethod
+    def place_chosen(self, placements: Sequence[Placement]) -> None:
+        """Let the units that a chooser places rest elsewhere."""
+
+    @abstractmethod
+    def allocate_chosen(self) -> int:
+        """Allocate the device memory in which the weights of these units stay. Returns its bytes."""
+
+
 class Chooser:
     """Places the units of one root whose cache is "auto", once, when the first step has shown what they need."""
 
-    def __init__(self, root: Root, caches: Sequence[Cache]) -> None:
+    def __init__(self, root: PlacingRoot, caches: Sequence[Cache]) -> None:
         """Choose for the units of `root` that have these caches. It has found them just now."""
         self._root = root
         root.watch_passing()
@@ -65,7 +94,8 @@ class Chooser:
             self._held_before = held_bytes(self._root.cluster.device)
         if self._version_before in (None, self._root.version):
             return
-        self._root.end_choosing()
+        self._root.chooser = None
+        self._root.ledger.forget_passing()
         self._say(str(self._choose()))
 
     def _choose(self) -> Chosen:

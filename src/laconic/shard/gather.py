@@ -162,7 +162,7 @@ class BucketGather:
         if kept.is_direct:
             node_shard = kept.buffer()
         elif is_early:
-            early = self.now.early or Buffer(bucket.form.empty_node_shard(), bucket.ledger)  # of a beginning that raised
+            early = self.now.early or Buffer(bucket.form.empty_node_shard(), bucket.ledger)  # that of one that raised
             node_shard = early.memory
         else:
             node_shard = bucket.full.node_shard()
@@ -230,9 +230,7 @@ class BucketGather:
         if not bucket.node_shard.is_whole:
             bucket.full.free()
         is_resting = bucket.node_shard.is_kept and not bucket.stored.is_dropped and True not in bucket.full.trained
-        if not is_resting or self.version != bucket.stored.version:
-            return
-        if bucket.drop_shard() and stored is not None:
+        if is_resting and self.version == bucket.stored.version and bucket.drop_shard() and stored is not None:
             stored.synchronize()  # once in a run: from now on the host reads the parameter in the cache
 
 

@@ -76,10 +76,7 @@ class Ledger:
 
     def _let_go(self, reference: ref[Tensor]) -> None:
         _, nbytes, on_host = self._counted.pop(id(reference))
-        if on_host:
-            self.host_bytes -= nbytes
-        else:
-            self.device_bytes -= nbytes
+        self.hold(-nbytes, on_host=on_host)
 
     def reset_peak(self) -> None:
         """Set the peaks to the bytes that are held now."""

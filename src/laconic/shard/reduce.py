@@ -184,8 +184,7 @@ class BucketGradients(GradientSink):
 
     def take_full(self) -> Buffer:
         """Hand over the gradients, (L * N * C,), to be reduced. The caller frees them."""
-        if self.full is None:  # it may bring those that wait whole
-            self._allocate()
+        self.full = self.full or self._allocate()  # which may bring those that wait whole
         self.used.add(self._written)
         return self.take_unreduced()
 
@@ -253,9 +252,8 @@ class BucketGradients(GradientSink):
 
     def discard(self) -> None:
         """Drop the gradients of a failed backward, and the partial sums that may include some of them."""
-        for buffer in (self.full, *self.waiting.values()):
-            if buffer is not None:
-                buffer.free()
+        for buffer in filter(None, (self.full, *self.waiting.values())):
+            buffer.free()
         self.full = None
         self.waiting.clear()
         self._written.clear()
@@ -423,8 +421,7 @@ class Reduction:
         if total is None:
             return None
         dtype = bucket.waiting_dtype if spread is self.goal else bucket.reduce_dtype
-        if total.memory.dtype != dtype:
-            total = gradients.in_dtype(total, dtype)
+        total = gradients.in_dtype(total, dtype)
         if spread is not self.goal:
             return total
         gradients.waiting[spread] = total

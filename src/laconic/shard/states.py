@@ -83,8 +83,7 @@ class Transitions(dict[tuple[_S, _S], _S], Generic[_S]):
         self.owner = owner
 
     def __missing__(self, change: tuple[Any, Any]) -> NoReturn:
-        state, new = change
         raise RuntimeError(
-            f"{self.owner} is in state {state.name}, from which it cannot go to {new.name}: laconic has lost count of "
-            "its forwards and backwards; call reset_iter_state() of the root"
+            f"{self.owner} is in state {change[0].name}, from which it cannot go to {change[1].name}: laconic has "
+            "lost count of its forwards and backwards; call reset_iter_state() of the root"
         )
