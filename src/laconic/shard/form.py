@@ -32,12 +32,8 @@ class Form:
         keeps_weights: bool,
     ) -> None:
         """Take one conversion for each parameter, or none. `keeps_weights` says that the wire does not change them."""
-        self._stored, self._keeps_weights, self.cluster, self.precision = (
-            stored,
-            keeps_weights,
-            stored.cluster,
-            precision,
-        )
+        self._stored, self.cluster, self.precision = stored, stored.cluster, precision
+        self._keeps_weights = keeps_weights
         self._decoded = Counted(0, stored.ledger)  # what was decoded from the full buffer
         self.set_conversions(conversions)
 

@@ -248,8 +248,7 @@ class UnitGather:
         self._moving: list[BucketGather] = []
         """The gathers that the present one consists of: those of buckets that are not whole already."""
         self._events: list[Event] = []
-        owner = buckets[0].unit_name if buckets else "a unit without parameters"
-        self._to = Transitions(owner, GATHER_STATES)
+        self._to = Transitions(buckets[0].unit_name if buckets else "a unit without parameters", GATHER_STATES)
         self.state = _IDLE
         self.stays = False
         """True if the weights stay after forward: [Note: Late copies]."""

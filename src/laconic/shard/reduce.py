@@ -420,8 +420,7 @@ class Reduction:
             total = Buffer(fresh, bucket.ledger)
         if total is None:
             return None
-        dtype = bucket.waiting_dtype if spread is self.goal else bucket.reduce_dtype
-        total = gradients.in_dtype(total, dtype)
+        total = gradients.in_dtype(total, bucket.waiting_dtype if spread is self.goal else bucket.reduce_dtype)
         if spread is not self.goal:
             return total
         gradients.waiting[spread] = total
