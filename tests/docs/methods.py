@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import laconic
 from laconic.ragged.tensor import RaggedTensor
 from laconic.rehearse import ranks
-from laconic.shard.gather import GatherState
+from laconic.shard.states import GatherState
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-fsdp2.md"
 BEGIN, _END = "<!-- from a run of each: python -m tests.docs.methods -->\n", "<!-- end -->\n"

@@ -40,13 +40,13 @@ EXPLAINED: dict[str, str] = {
     "shard/placement:Passing: 0 -> 1 #2": "a byte more of a peak",
     "shard/placement:Passing: 0 -> 1 #3": "a byte more of a peak",
     "shard/cache:NodeShard.allocate: self.buffer() -> pass": "the first gather allocates it",
-    "shard/gather:BucketGather.make_room: self._now.begun is None -> self._now.begun is not None": "`start_local` takes"
+    "shard/gather:BucketGather.make_room: self.now.begun is None -> self.now.begun is not None": "`start_local` takes"
     " the memory",
     "shard/gather:BucketGather.finish: self.store() -> pass": "whoever reads it next stores it",
     "ragged/tensor:RaggedTensor.redistribute: False -> True": "the result is complete with either",
     "shard/crossing:Copies.__init__: 0 -> 1": "the first crossing is exact, and sets it",
-    "shard/gather:BucketGather.__init__: self._node.is_stream_ordered and self._local.is_stream_ordered"
-    " -> self._node.is_stream_ordered or self._local.is_stream_ordered": "both levels have one kind of backend",
+    "shard/gather:BucketGather.__init__: node.is_stream_ordered and self._local.is_stream_ordered"
+    " -> node.is_stream_ordered or self._local.is_stream_ordered": "both levels have one kind of backend",
     "publish/publisher:Publisher._begin_run: continue -> pass": "nothing follows in the loop",
     "comm/journal:Ticket.tag: 1 -> 2": "any number serves that is the same on all ranks",
     "codec/base:Codec: 1 -> 2": "all codecs but FloatCodec set their block, and nothing asks FloatCodec for its",
@@ -61,7 +61,7 @@ MISSED: dict[str, str] = {
     " graph; only a forward inside a backward, after the unit's own, could tell",
     "shard/gather:UnitGather.release: self._complete() -> pass": "ranks in one process copy when they wait, so nothing"
     " writes into memory that is free again",
-    "shard/gather:BucketGather.finish: self.early is not None -> self.early is None": "both have the values; only the"
+    "shard/gather:BucketGather.finish: now.early is not None -> now.early is None": "both have the values; only the"
     " count of the memory that is held would differ, for a moment",
     "shard/crossing:WeightCrossing.makes_host_wait: return self._is_coded and self.may_make_host_wait ->"
     " return None": "the host of a CPU waits for each transfer",

@@ -18,8 +18,8 @@ from laconic.comm.journal import Ticket
 from laconic.comm.messages import HostExchange
 from laconic.comm.traffic import Level, Purpose
 from laconic.shard.bucket import Bucket
+from laconic.shard.buffer import Buffer
 from laconic.shard.gather import UnitGather
-from laconic.shard.ledger import Held
 from laconic.shard.reduce import BucketGradients
 
 VICTIM = 1
@@ -115,8 +115,8 @@ def flipping_in_gradients(number: int, *, bit: int, seed: int) -> AbstractContex
     """Damage the `number`-th bucket of gradients on one rank before they are summed."""
     count = itertools.count()
 
-    def damaged(take: Any, self: BucketGradients) -> Held:
-        full: Held = take(self)
+    def damaged(take: Any, self: BucketGradients) -> Buffer:
+        full: Buffer = take(self)
         if next(count) == number:
             _flip_in_slot(self.bucket, full.memory, bit=bit, seed=seed)
         return full

@@ -18,8 +18,8 @@ from laconic.layout.packing import plan_bucket
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.bucket import Bucket
-from laconic.shard.gather import GatherState
-from laconic.shard.unit import UnitPhase, unit_of
+from laconic.shard.states import GatherState, UnitPhase
+from laconic.shard.unit import unit_of
 from tests.reference.step import Oracle
 
 
@@ -289,7 +289,7 @@ def assert_nothing_gathered(model: Any) -> None:
             assert unit.gather.state in resting, unit.name
             assert unit.phase is UnitPhase.REST, unit.name
             for bucket in unit.buckets:
-                assert bucket.node_shard.is_whole or not bucket.full.is_allocated, unit.name
+                assert bucket.node_shard.is_whole or not bucket.full.nbytes, unit.name
     assert all(isinstance(p, laconic.RaggedTensor) for p in model.parameters())
 
 
@@ -299,5 +299,5 @@ def held_bytes(model: Any) -> int:
     return shards + sum(
         bucket.node_shard.nbytes
         for bucket in buckets(model)
-        if bucket.node_shard._memory is not None or (bucket.node_shard.is_whole and bucket.full.is_allocated)
+        if bucket.node_shard._memory is not None or (bucket.node_shard.is_whole and bucket.full.nbytes)
     )

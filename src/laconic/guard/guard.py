@@ -316,12 +316,12 @@ class Guard(Observer):
             return
         whole = bucket.full.allocate()
         shards = bucket.form.shards_of(whole)
-        if bucket.full.has_own_bits or bucket.form.is_packed:
+        if bucket.form.has_own_bits or bucket.form.is_packed:
             got = _checksums_of(shards)
         else:
             got = torch.stack([_checksum_of_extents(bucket, shard, part) for shard, part in enumerate(shards)])
         own = got[cluster.shard_index]
-        if bucket.full.has_own_bits:
+        if bucket.form.has_own_bits:
             own = checksum_of(bucket.shard.to(whole.device, whole.dtype))
         by_rank = got.view(cluster.num_local, cluster.num_nodes).T.flatten()  # rank (n, l) owns shard l * N + n
         self._note(bucket, "weights", own.expand(cluster.size), by_rank)

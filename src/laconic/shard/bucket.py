@@ -100,9 +100,9 @@ class Bucket:
             for p, spec in zip(managed, specs, strict=True)
             if converts(p.parameter)
         ]  # fmt: skip
-        self.form = Form(self.stored, precision, conversions)
-        self.full = FullBuffer(self.stored, self.form, self.places, keeps_weights=wire.keeps_weights)
-        self.node_shard = NodeShard(self.form, self.full)
+        self.form = Form(self.stored, precision, conversions, keeps_weights=wire.keeps_weights)
+        self.full = FullBuffer(self.stored, self.form, self.places)
+        self.node_shard = NodeShard(self.form, self.full, self.ledger)
         self._set_dtype(dtype)
         for item, sharded in zip(managed, self.sharded, strict=True):
             _keep_attributes(item.parameter, sharded)
@@ -149,7 +149,7 @@ class Bucket:
 
         It has not under mixed precision, if parameters convert themselves, and if weights cross in few bits.
         """
-        is_own_form = self.form.compute_dtype == self.dtype and self.full.has_own_bits
+        is_own_form = self.form.compute_dtype == self.dtype and self.form.has_own_bits
         return is_own_form and self.stored.is_frozen and not self.stored.is_offloaded
 
     def drop_shard(self) -> bool:
@@ -157,7 +157,8 @@ class Bucket:
 
         It does nothing if the node shard goes after backward, or cannot stand for the shard.
         """
-        if not self.node_shard.outlives_backward or not self.may_drop_shard or self.stored.is_dropped:
+        stays = self.node_shard.is_kept and self.node_shard.until == "change"
+        if not stays or not self.may_drop_shard or self.stored.is_dropped:
             return False
         self.stored.borrow(self.form.own_part(self.node_shard.buffer()))
         return True
@@ -189,7 +190,7 @@ class Bucket:
                 f"{which}, but these weights cross as Wire(weights={self.wire.weights!r}); use weights='exact' "
                 "or 'lossless' for the unit, as a conversion makes its own bits"
             )
-        if self.full.is_made or self.node_shard.is_kept:
+        if self.full.memory is not None or self.node_shard.is_kept:
             raise RuntimeError(f"{which} after the first forward; put it there before, behind to_empty() and the like")
         self.form.set_conversions(
             [
@@ -202,34 +203,29 @@ class Bucket:
         name, module = self.layout.slots[index].name, self.places.each[index][0][0]
         return Conversion(name, module, self.cluster.shard_mesh, self.form.precision, self.sharded[index])
 
-    @property
-    def divide_before(self) -> float:
-        """The divisor of gradients before they are summed, as in FSDP2.
+    def divisors(self) -> tuple[float, float]:
+        """The divisors of gradients before they are summed, and after, as in FSDP2.
 
-        In float16, which a sum could overflow, it is about the square root of `divisor`; otherwise 1.
+        Their product is what the user has set, or else the number of ranks whose gradients are summed. The first is 1
+        but in float16, which a sum could overflow: there it is about the square root of the product.
         """
-        before = 1.0
-        while self.reduce_dtype is torch.float16 and self.divisor % before == 0 and self.divisor > before**2:
+        divisor, before = self.divide_by, 1.0
+        if divisor is None:
+            divisor = self.cluster.size * (1 if self.replicas_diverge else self.cluster.num_islands)
+        while self.reduce_dtype is torch.float16 and divisor % before == 0 and divisor > before**2:
             before *= 2
-        return before
-
-    @property
-    def divisor(self) -> float:
-        """The divisor of summed gradients: the number of ranks whose gradients are summed, unless the user set it."""
-        if self.divide_by is not None:
-            return self.divide_by
-        return self.cluster.size * (1 if self.replicas_diverge else self.cluster.num_islands)
+        return before, divisor / before
 
     def open_account(self, ledger: Ledger) -> None:
         """Count this bucket's memory in `ledger` from now on."""
         self.ledger = self.stored.ledger = ledger
+        self.node_shard = NodeShard(self.form, self.full, ledger)
         self.stored.count()
 
     def close_account(self) -> None:
         """Free all memory but the shard; another ledger will count it."""
         self.full.drop()
         self.stored.restore()
-        self.node_shard = NodeShard(self.form, self.full)
 
     def is_offered_to(self, policies: object) -> bool:
         """True if an outer unit with these policies may take the parameters: nobody has used or changed them."""
@@ -251,7 +247,7 @@ class Bucket:
         self.stored.restore()
         self.node_shard.free()
         self.full.free()
-        self.node_shard = NodeShard(self.form, self.full)
+        self.node_shard = NodeShard(self.form, self.full, self.ledger)
 
     def part_of_gradient(self, index: int, gradient: Tensor) -> Tensor:
         """This rank's part of a gathered parameter's gradient, in the shape of its slot."""

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from laconic.comm.cluster import Cluster
+from laconic.shard.buffer import Buffer, Counted
 from laconic.shard.form import Form
 from laconic.shard.full import FullBuffer
 from laconic.shard.lanes import Event, Lanes
-from laconic.shard.ledger import Held, Ledger
+from laconic.shard.ledger import Ledger
 from laconic.shard.policies import Until, Where
 from laconic.shard.room import host_memory
 
@@ -34,15 +35,14 @@ class NodeShard:
     it stays on the host; if it stays nowhere, it goes with that buffer. If it stays on the rank, the full buffer stays.
     """
 
-    def __init__(self, form: Form, full: FullBuffer) -> None:
-        self._form, self._full = form, full
-        self._stay("none", is_direct=False)
+    def __init__(self, form: Form, full: FullBuffer, ledger: Ledger) -> None:
+        self._form, self._full, self._ledger = form, full, ledger
+        self.stay("none")
         self.until: Until = "change"
         """How long it is used."""
         self.version: int | None = None
         """The version of the parameters that it was made from; None if what it kept is lost."""
-        self._memory: Held | None = None
-        self._slab: Tensor | None = None
+        self._memory: Buffer | None = None
         self._stored: Event = None
 
     @property
@@ -52,38 +52,17 @@ class NodeShard:
             return self._form.geometry.whole_numel * self._form.dtype.itemsize
         return self.is_kept * self._form.geometry.node_numel * self._form.dtype.itemsize
 
-    @property
-    def most_bytes(self) -> int:
-        """The most bytes that a node shard takes on any rank, alike on all ranks."""
-        return self._form.geometry.most_node_numel * self._form.dtype.itemsize
-
-    def _stay(self, where: Where, *, is_direct: bool) -> None:
+    def stay(self, where: Where, slab: Tensor | None = None) -> None:
+        """Stay there from now on; on the host in `slab`, uint8 of shape (nbytes,)."""
         self.where = where
         """Where it stays."""
         self.is_kept = where != "none"
         """True if it stays somewhere."""
         self.is_whole = where == "rank"
         """True if it stays within the whole buffer, which no use frees."""
-        self.is_direct = is_direct
+        self.is_direct = self.is_kept and (where != "host" or self._form.cluster.device.type == "cpu")
         """True if collectives can use the memory in which it stays."""
-
-    @property
-    def outlives_backward(self) -> bool:
-        """True if what it kept is used until the parameters change."""
-        return self.is_kept and self.until == "change"
-
-    def stay_on_device(self) -> None:
-        """Stay in device memory from now on."""
-        self._stay("device", is_direct=True)
-
-    def stay_whole(self) -> None:
-        """Stay within the full buffer from now on, all of which stays."""
-        self._stay("rank", is_direct=True)
-
-    def stay_in_slab(self, slab: Tensor) -> None:
-        """Stay in `slab`, uint8 of shape (nbytes,), from now on."""
-        self._stay("host", is_direct=self._form.cluster.device.type == "cpu")
-        self._slab = slab.view(self._form.dtype)
+        self._slab = None if slab is None else slab.view(self._form.dtype)
 
     def buffer(self) -> Tensor:
         """The memory in which it stays, (N * C,)."""
@@ -92,10 +71,7 @@ class NodeShard:
         if self.is_whole:
             return self._full.node_shard()
         if self._memory is None:
-            with torch.inference_mode(False):  # it may become a frozen shard, which needs versions
-                form = self._form
-                memory = torch.empty(form.geometry.node_numel, dtype=form.dtype, device=form.cluster.device)
-            self._memory = Held(memory, form.ledger)
+            self._memory = Buffer(self._form.empty_node_shard(), self._ledger)
         return self._memory.memory
 
     def allocate(self) -> int:
@@ -158,7 +134,7 @@ class Slab:
     def __init__(self, cluster: Cluster, ledger: Ledger, *, is_pinned: bool) -> None:
         """Take no memory yet. What `fill` takes is page-locked if `is_pinned` and the device is an accelerator."""
         self._cluster, self._ledger, self._is_pinned = cluster, ledger, is_pinned
-        self._nbytes = 0
+        self._counted = Counted(0, ledger, on_host=True)
         self._release: weakref.finalize[Any, Slab] | None = None
 
     def fill(self, shards: Sequence[NodeShard]) -> None:
@@ -168,18 +144,16 @@ class Slab:
         sizes_bytes = [shard.nbytes for shard in shards]
         device = self._cluster.device if self._is_pinned else torch.device("cpu")  # whose slabs are ordinary memory
         slab = make_slab(sum(sizes_bytes), device, num_local=self._cluster.num_local)
-        self._nbytes = slab.nbytes
-        self._ledger.hold(self._nbytes, on_host=True)
+        self._counted = Counted(slab.nbytes, self._ledger, on_host=True)
         if device.type != "cpu":
             self._release = weakref.finalize(self, free_slab, slab, device)  # keeps the slab until then
             self._release.atexit = False
         for shard, part in zip(shards, slab.split(sizes_bytes), strict=True):
-            shard.stay_in_slab(part)
+            shard.stay("host", part)
 
     def free(self) -> None:
         """Free the memory, in which no node shard stays any more."""
-        self._ledger.hold(-self._nbytes, on_host=True)
-        self._nbytes = 0
+        self._counted.free()
         if self._release is not None:
             self._release()
             self._release = None

@@ -40,6 +40,8 @@ class PlacingRoot(ABC):
 
     cluster: Cluster
     ledger: Ledger
+    chooser: Chooser | None
+    """None once units rest where they will for the whole run."""
 
     @property
     @abstractmethod
@@ -64,14 +66,13 @@ class PlacingRoot(ABC):
 
 
 class Chooser:
-    """Places the units of one root whose cache is "auto", once the first step has shown what they need."""
+    """Places the units of one root whose cache is "auto", once, when the first step has shown what they need."""
 
     def __init__(self, root: PlacingRoot, caches: Sequence[Cache]) -> None:
         """Choose for the units of `root` that have these caches. It has found them just now."""
         self._root = root
         root.watch_passing()
         self._held_before: int | None = None  # until the first forward
-        self._is_done = False
         self._version_before: int | None = None  # of the weights, before an optimizer's step
         self._passing = Passing()
         self._given: dict[str, int | None] = {
@@ -79,20 +80,9 @@ class Chooser:
             for name in ("device_bytes", "host_bytes")
         }
 
-    @property
-    def is_done(self) -> bool:
-        """True once units rest where they will for the whole run."""
-        return self._is_done
-
-    def settle(self) -> None:
-        """Choose nothing any more: units rest where they will."""
-        self._is_done = True
-        self._root.ledger.forget_passing()
-
     def end_step(self) -> None:
         """Note the end of a backward that syncs: an optimizer's step may follow."""
-        if not self._is_done:
-            self._version_before, self._passing = self._root.version, self._root.ledger.passing
+        self._version_before, self._passing = self._root.version, self._root.ledger.passing
 
     def begin_forward(self) -> None:
         """Before the second step, choose and place. Collective over the island.
@@ -100,11 +90,12 @@ class Chooser:
         Raises:
             ValueError: copies of weights for differences on the wire have no room.
         """
-        if not self._is_done and self._held_before is None and None in self._given.values():
+        if self._held_before is None and None in self._given.values():
             self._held_before = held_bytes(self._root.cluster.device)
-        if self._is_done or self._version_before in (None, self._root.version):
+        if self._version_before in (None, self._root.version):
             return
-        self.settle()
+        self._root.chooser = None
+        self._root.ledger.forget_passing()
         self._say(str(self._choose()))
 
     def _choose(self) -> Chosen:

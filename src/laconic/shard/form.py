@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from laconic.layout.geometry import Geometry
 from laconic.ragged.conversion import Conversion, Conversions
 from laconic.ragged.packing import ShardPacking
-from laconic.shard.ledger import Ledger
+from laconic.shard.buffer import Counted
 from laconic.shard.stored import StoredWeights
 
 
@@ -24,12 +24,18 @@ class Form:
     """
 
     def __init__(
-        self, stored: StoredWeights, precision: MixedPrecisionPolicy, conversions: Sequence[Conversion]
+        self,
+        stored: StoredWeights,
+        precision: MixedPrecisionPolicy,
+        conversions: Sequence[Conversion],
+        *,
+        keeps_weights: bool,
     ) -> None:
-        """Take one conversion for each parameter, or none."""
+        """Take one conversion for each parameter, or none. `keeps_weights` says that the wire does not change them."""
         self._stored, self.cluster, self.precision = stored, stored.cluster, precision
+        self._keeps_weights = keeps_weights
+        self._decoded = Counted(0, stored.ledger)  # what was decoded from the full buffer
         self.set_conversions(conversions)
-        self._decoded_bytes = 0
 
     def set_conversions(self, conversions: Sequence[Conversion]) -> None:
         """Convert so from now on."""
@@ -38,17 +44,16 @@ class Form:
         """One for each parameter, or none."""
         self.converts = len(conversions) > 0
         """True if parameters convert themselves."""
+        self.has_own_bits = self._keeps_weights and not self.converts
+        """True if gathered weights are the shards' elements, maybe in another dtype, but not coded or converted."""
         self._unbind()
 
     def _unbind(self) -> None:
-        """Find anew what hangs on the form and the dtype, at the next use."""
-        for name in ("compute_dtype", "dtype", "geometry", "is_packed"):
-            vars(self).pop(name, None)
-
-    @cached_property
-    def compute_dtype(self) -> torch.dtype:
+        """Find anew what hangs on the form and the dtype: what is collective, at the next use."""
+        self.compute_dtype = compute_dtype_of(self._stored.shard.dtype, self.precision)
         """The dtype of gathered parameters."""
-        return compute_dtype_of(self._stored.shard.dtype, self.precision)
+        for name in ("dtype", "geometry", "is_packed"):
+            vars(self).pop(name, None)
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -68,11 +73,6 @@ class Form:
         """This rank's shard within its node shard, (N * C,): [Note: A bucket's order]."""
         return node_shard[self.geometry.own_in_node]
 
-    @property
-    def ledger(self) -> Ledger:
-        """The ledger that counts the bucket's memory."""
-        return self._stored.ledger
-
     def shards_of(self, full: Tensor) -> Sequence[Tensor] | Tensor:
         """The shards in a full buffer, in order: rows, if they are equal."""
         layout = self._stored.layout
@@ -89,6 +89,15 @@ class Form:
     def is_packed(self) -> bool:
         """True if shards cross as bytes in sections: [Note: Packed conversions]."""
         return self.converts and not self.packing.is_elements
+
+    def most_node_bytes(self) -> int:
+        """The most bytes that a node shard takes on any rank, alike on all ranks."""
+        return self.geometry.most_node_numel * self.dtype.itemsize
+
+    def empty_node_shard(self) -> Tensor:
+        """New memory for this rank's node shard as a gather sends it, (N * C,)."""
+        with torch.inference_mode(False):  # it has versions: it may become a frozen shard
+            return torch.empty(self.geometry.node_numel, dtype=self.dtype, device=self.cluster.device)
 
     @property
     def packing(self) -> ShardPacking:
@@ -126,16 +135,14 @@ class Form:
         """
         with torch.inference_mode(False):
             decoded = self._conversions.decode(full, [] if self.is_packed else views(), self.compute_dtype)
-        self._decoded_bytes = self._conversions.nbytes
-        self._stored.ledger.hold(self._decoded_bytes)
+        self._decoded = Counted(self._conversions.nbytes, self._stored.ledger)
         return decoded
 
     def free(self) -> None:
         """Free what was decoded from the full buffer."""
         if self.converts:
             self._conversions.free()
-            self._stored.ledger.hold(-self._decoded_bytes)
-            self._decoded_bytes = 0
+            self._decoded.free()
 
     def forget(self) -> None:
         """Forget the decoded parameters: the full buffer that they were made from is gone."""

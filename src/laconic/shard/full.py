@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from laconic import _compat
 from laconic.ragged.tensor import RaggedTensor
+from laconic.shard.buffer import Buffer
 from laconic.shard.form import Form
 from laconic.shard.linear import GradientSink, set_sink, write_gradient_in_place
 from laconic.shard.stored import StoredWeights
@@ -93,9 +94,8 @@ class _Memory(NamedTuple):
     node_shard: Tensor
     """The part of `alias` that is this rank's node shard, (N * C,)."""
     storage: torch.UntypedStorage
-    nbytes: int
-    is_shard: bool
-    """True if it is the shard's own memory, as on a mesh of one rank."""
+    own: Buffer | None
+    """What the ledger counts; None if it is the shard's own memory, as on a mesh of one rank."""
 
 
 class FullBuffer:
@@ -110,14 +110,11 @@ class FullBuffer:
     another number, at which autograd raises an error: [Note: Losses past the outputs] in hooks.py.
     """
 
-    def __init__(self, stored: StoredWeights, form: Form, places: ParameterPlaces, *, keeps_weights: bool) -> None:
-        """Gather what is stored. `keeps_weights` says that the wire does not change them."""
-        self._stored, self._form, self._places, self._keeps_weights = stored, form, places, keeps_weights
-        self.is_around = False
-        """True if other units run while the weights are gathered; the root sets it."""
-        self._memory: _Memory | None = None
-        self.is_allocated = False
-        """True while it has memory of its own."""
+    def __init__(self, stored: StoredWeights, form: Form, places: ParameterPlaces) -> None:
+        """Gather what is stored."""
+        self._stored, self._form, self._places = stored, form, places
+        self.memory: _Memory | None = None
+        """None before the first gather, and after `drop`."""
         self.parameters: list[nn.Parameter] = []
         """The gathered parameters, in the order of the sharded ones; empty before the first gather."""
         self._views: tuple[nn.Parameter, ...] = ()
@@ -134,30 +131,18 @@ class FullBuffer:
         self._sink: GradientSink | None = None
 
     @property
-    def has_own_bits(self) -> bool:
-        """True if it has the shards' elements, maybe in another dtype, but not coded or converted."""
-        return self._keeps_weights and not self._form.converts
-
-    @property
     def nbytes(self) -> int:
         """The bytes of memory of its own that it has now."""
-        return self._memory.nbytes if self._memory is not None and self.is_allocated else 0
-
-    @property
-    def is_made(self) -> bool:
-        """True if parameters may be views of it."""
-        return self._memory is not None
+        own = None if self.memory is None else self.memory.own
+        return own.nbytes if own is not None and own.is_held else 0
 
     def allocate(self) -> Tensor:
         """Allocate its memory in the dtype of the wire, unless it is allocated already. Returns the engine's alias."""
-        memory = self._memory
-        if memory is None:
-            memory = self._make()
-        elif not self.is_allocated and not memory.is_shard:
-            memory.storage.resize_(memory.nbytes)
-            self.is_allocated = True
+        memory = self.memory or self._make()
+        own = memory.own
+        if own is not None and not own.is_held:
+            own.fill()
             _compat.set_versions(self._views, self._saved_versions)
-            self._stored.ledger.hold(memory.nbytes)
         return memory.alias
 
     def _make(self) -> _Memory:
@@ -166,21 +151,20 @@ class FullBuffer:
         with torch.inference_mode(False), torch.enable_grad():
             device = stored.cluster.device if stored.is_offloaded else stored.shard.device
             is_whole = stored.cluster.size == 1 and stored.shard.device == device
-            is_shard = is_whole and form.compute_dtype == stored.shard.dtype and not form.converts
-            if is_shard:
+            own = None
+            if is_whole and form.compute_dtype == stored.shard.dtype and not form.converts:
                 tensor = stored.shard.data
             else:
                 tensor = torch.empty(form.geometry.whole_numel, dtype=form.dtype, device=device)
-                self.is_allocated = True
-                stored.ledger.hold(tensor.nbytes)
-            alias, storage = tensor.data, tensor.untyped_storage()
+                own = Buffer(tensor, stored.ledger)
+            alias = tensor.data
             node_shard = alias[form.geometry.node_in_whole]
-            self._memory = _Memory(tensor, alias, node_shard, storage, tensor.nbytes, is_shard)
+            self.memory = _Memory(tensor, alias, node_shard, tensor.untyped_storage(), own)
             self.parameters = [] if form.converts else list(map(self._parameter, count(), self.views()))
             self._views = tuple(
                 [each for each, spec in zip(self.parameters, stored.specs, strict=False) if spec.dtensor is None]
             )
-        return self._memory
+        return self.memory
 
     def decode(self) -> None:
         """Make the gathered parameters out of a buffer that is complete, if they convert: [Note: Conversion]."""
@@ -191,34 +175,32 @@ class FullBuffer:
 
     def node_shard(self) -> Tensor:
         """This rank's node shard within the buffer, which is allocated: (N * C,), a view."""
-        if not self.is_allocated:
-            self.allocate()
-        assert self._memory is not None, "it was allocated"
-        return self._memory.node_shard
+        self.allocate()
+        assert self.memory is not None, "it was allocated"
+        return self.memory.node_shard
 
     def free(self) -> None:
         """Free the memory, and what was decoded from it. Views stay."""
-        if self._memory is not None and self.is_allocated:
-            self._memory.storage.resize_(0)
-            self.is_allocated = False
+        own = None if self.memory is None else self.memory.own
+        if own is not None and own.is_held:
+            own.empty()
             self._saved_versions = tuple(map(_version_of, self._views))
             _compat.set_versions(self._views, tuple(map(_next, self._saved_versions)))
-            self._stored.ledger.device_bytes -= self._memory.nbytes  # no peak rises, so without a call
             if self._form.converts:
                 self._form.free()
 
     def drop(self) -> None:
         """Free the memory for good: the next gather makes another buffer, with other gathered parameters."""
         self.free()
-        self._memory = None
+        self.memory = None
         self._versions, self._attributes = [], []
         self._form.forget()
 
     def views(self) -> list[Tensor]:
         """The elements of each parameter, in its shape."""
-        assert self._memory is not None, "it was made"
+        assert self.memory is not None, "it was made"
         return [
-            spec.assemble(self._memory.tensor[spec.slot.offset : spec.slot.offset + spec.slot.numel])
+            spec.assemble(self.memory.tensor[spec.slot.offset : spec.slot.offset + spec.slot.numel])
             for spec in self._stored.specs
         ]
 
@@ -288,9 +270,9 @@ class FullBuffer:
         self.reconcile()
         self._places.show(self._stored.parameters, instead_of=self.parameters)
         now, before = list(map(_version_of, self.parameters)), self._versions
-        assert self._memory is not None, "it was shown"
-        if not all(map(is_, map(Tensor.untyped_storage, self._views), repeat(self._memory.storage))):
-            self._refuse_other_memory(self._memory.storage)
+        assert self.memory is not None, "it was shown"
+        if not all(map(is_, map(Tensor.untyped_storage, self._views), repeat(self.memory.storage))):
+            self._refuse_other_memory(self.memory.storage)
         looks = self._looks_left > 0 and self._looks()
         if not before or (now == before and not looks):
             return
@@ -309,7 +291,7 @@ class FullBuffer:
         self._looks_left -= 1
         stored, is_on_host = self._stored, self._stored.cluster.device.type == "cpu"
         is_there = is_on_host and not stored.shard.is_meta and not _compat.is_fake(stored.shard)
-        return is_there and self.has_own_bits and self._shown_version == stored.version
+        return is_there and self._form.has_own_bits and self._shown_version == stored.version
 
     def _refuse_other_memory(self, storage: torch.UntypedStorage) -> None:
         """Refuse gathered parameters that have got other memory (`parameter.data = values`), and take it from them."""
@@ -334,7 +316,7 @@ class FullBuffer:
         same memory. Where weights cross in few bits, there is nothing to compare with.
         """
         stored, full = self._stored, self.allocate()
-        if not self.has_own_bits:
+        if not self._form.has_own_bits:
             return True
         own = stored.part(self._form.shards_of(full)[stored.cluster.shard_index], index)
         gathered = stored.part(stored.shard, index).to(full.device, full.dtype)

@@ -25,22 +25,26 @@ ends.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from enum import Enum, auto
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from laconic.comm.collectives import Communicator
-from laconic.comm.moves import NOTHING
+from laconic.comm.moves import NOTHING, Pending
 from laconic.ragged.tensor import delay_edits, withdraw
 from laconic.shard.bucket import Bucket
+from laconic.shard.buffer import GATHER, Buffer
 from laconic.shard.crossing import CopiesOf, crossing_of
 from laconic.shard.extension import Observer
 from laconic.shard.lanes import Event, Lane, Lanes, compute_event, wait_for
-from laconic.shard.ledger import Held
 from laconic.shard.placement import BucketUse
 from laconic.shard.policies import Prefetch
+from laconic.shard.states import AT_REST, COMPLETE, GATHER_STATES, GatherState, Transitions
+
+_NEVER = -1
+"""The version of parameters that were never gathered, or whose gather was cut short."""
 
 
 class HostReads:
@@ -69,44 +73,35 @@ class HostReads:
             self._delayed = None
 
 
-class GatherState(Enum):
-    """The progress of a unit's gather."""
-
-    IDLE = auto()
-    NODE = auto()
-    """The gather across nodes has begun, or the node shard is in the cache already."""
-    LOCAL = auto()
-    """The gather inside the node has begun."""
-    FULL = auto()
-    """Compute may use the full buffers."""
-    SHOWN = auto()
-    """The modules show the gathered parameters, too."""
-    WHOLE = auto()
-    """The unit is released, and its full buffers stay."""
+_IDLE, _NODE, _LOCAL, _FULL, _SHOWN, _WHOLE = GatherState
 
 
-_COMPLETE = (GatherState.FULL, GatherState.SHOWN, GatherState.WHOLE)
-AT_REST = (GatherState.IDLE, GatherState.WHOLE)
-"""The states in which `UnitGather.release` has nothing to do."""
-
-
+@dataclass(slots=True)
 class _UnderWay:
-    """The gather of one bucket from its beginning until it is finished."""
+    """The gather of one bucket from its beginning until the unit is released."""
 
-    __slots__ = ("arrived", "begun", "comes_from_cache", "is_crossing", "loaded", "node_shard", "pending")
+    node_shard: Tensor
+    comes_from_cache: bool
+    early: Buffer | None
+    """The memory of a node shard that came early, before the full buffer: [Note: Prefetching] in itinerary.py."""
+    is_crossing: bool = False
+    """True while the gather across nodes is under way."""
+    pending: Pending = NOTHING
+    """The gather inside the node."""
+    begun: Event = None
+    """An event after which the second stage may begin, if it begins late: [Note: Lengths come with messages]."""
+    loaded: Event = None
+    """An event after which the node shard has come from the cache."""
+    arrived: Event = None
+    """An event after which the node shard has come from the other nodes."""
+    is_to_store: bool = False
+    """True while `store` has yet to copy the node shard, complete at `arrived`, to the cache."""
+    stored: Event = None
+    """An event after which the cache has the node shard."""
 
-    def __init__(self, node_shard: Tensor, *, comes_from_cache: bool) -> None:
-        self.node_shard, self.comes_from_cache = node_shard, comes_from_cache
-        self.is_crossing = False
-        """True while the gather across nodes is under way."""
-        self.pending = NOTHING
-        """The gather inside the node."""
-        self.begun: Event = None
-        """An event after which the second stage may begin, if it begins late: [Note: Lengths come with messages]."""
-        self.loaded: Event = None
-        """An event after which the node shard has come from the cache."""
-        self.arrived: Event = None
-        """An event after which the node shard has come from the other nodes."""
+
+_NOT_BEGUN = _UnderWay(torch.empty(0), comes_from_cache=True, early=None)
+"""While the unit rests."""
 
 
 class BucketGather:
@@ -114,34 +109,17 @@ class BucketGather:
 
     def __init__(self, bucket: Bucket, lanes: Lanes, copies_of: CopiesOf) -> None:
         self.bucket, self._lanes = bucket, lanes
-        self._node = Communicator(bucket.cluster, "node", bucket.unit_name)
-        self._local = Communicator(bucket.cluster, "local", bucket.unit_name)
-        self.crossing = crossing_of(bucket, self._node, copies_of)
+        node, self._local = (Communicator(bucket.cluster, leg.level, bucket.unit_name) for leg in GATHER)
+        self.crossing = crossing_of(bucket, node, copies_of)
         self.has_local_peers = self._local.size > 1
-        self.is_stream_ordered = self._node.is_stream_ordered and self._local.is_stream_ordered
+        self.is_stream_ordered = node.is_stream_ordered and self._local.is_stream_ordered
         """True if waiting for a transfer never blocks the thread."""
-        self.version: int | None = None
+        self.version = _NEVER
         """That of the parameters whose gather has begun."""
-        self._now: _UnderWay | None = None
-        """The gather that is under way."""
-        self._unstored: tuple[Tensor, Event] | None = None
-        """The node shard that `store` has yet to copy to the cache, and the event after which it is complete."""
-        self._stored: Event = None
-        """An event after which the cache has the node shard."""
-        self.early: Held | None = None
-        """The memory of a node shard that came early, before the full buffer: [Note: Prefetching] in itinerary.py."""
+        self.now = _NOT_BEGUN
+        """The gather that has begun."""
         self.num_crossings = 0
         """The gathers that began with this rank's shard, not with the cache."""
-
-    @property
-    def is_crossing(self) -> bool:
-        """True while the gather across nodes is under way."""
-        return self._now is not None and self._now.is_crossing
-
-    @property
-    def makes_host_wait(self) -> bool:
-        """True if the host must wait for the first stage that has begun: [Note: Lengths come with messages]."""
-        return self.is_crossing and self.crossing.makes_host_wait
 
     def use(self) -> BucketUse:
         """The bytes of the bucket, where shards are unequal those of the rank that needs most: alike on all ranks.
@@ -157,18 +135,13 @@ class BucketGather:
         smallest = min(map(bucket.layout.size, range(bucket.layout.num_shards)))
         return BucketUse(
             whole_bytes=bucket.form.geometry.whole_numel * itemsize,
-            node_bytes=bucket.form.geometry.most_node_numel * itemsize,
+            node_bytes=bucket.form.most_node_bytes(),
             crossing_bytes=self.crossing.most_bytes,
             gradient_bytes=bucket.layout.numel * gradient_itemsize,
             node_gradient_bytes=most_sums * gradient_itemsize,
             waiting_bytes=(bucket.layout.numel - most_sums) * waiting_itemsize,
             dropped_bytes=smallest * bucket.dtype.itemsize if bucket.may_drop_shard else 0,
         )
-
-    @property
-    def is_stale(self) -> bool:
-        """True if the parameters have changed since the gather began."""
-        return self.version != self.bucket.stored.version
 
     def start_node(self, *, is_early: bool) -> None:
         """Issue the gather across nodes, unless the cache has the node shard of this version.
@@ -178,7 +151,7 @@ class BucketGather:
         Raises:
             RuntimeError: the parameters are on the meta device.
         """
-        bucket, kept = self.bucket, self.bucket.node_shard
+        bucket, kept, early = self.bucket, self.bucket.node_shard, None
         if bucket.stored.shard.is_meta:
             raise RuntimeError(
                 f"{', '.join(slot.name for slot in bucket.layout.slots)} are on the meta device; call model.to_empty("
@@ -188,9 +161,12 @@ class BucketGather:
         self.version = bucket.stored.epoch + bucket.stored.shard._version  # often, so without a call
         if kept.is_direct:
             node_shard = kept.buffer()
+        elif is_early:
+            early = self.now.early or Buffer(bucket.form.empty_node_shard(), bucket.ledger)  # that of one that raised
+            node_shard = early.memory
         else:
-            node_shard = self._allocate_early() if is_early else bucket.full.node_shard()
-        now = self._now = _UnderWay(node_shard, comes_from_cache=kept.version == self.version)
+            node_shard = bucket.full.node_shard()
+        now = self.now = _UnderWay(node_shard, kept.version == self.version, early)
         if now.comes_from_cache or (self.crossing.sends_differences and self.crossing.prepare()):
             now.loaded = kept.load_into(node_shard, self._lanes)
         if now.comes_from_cache:
@@ -200,29 +176,21 @@ class BucketGather:
         self._lanes.gather_node.run_job(self.crossing.start, node_shard, after=(now.loaded,))
         now.is_crossing = True
 
-    def _allocate_early(self) -> Tensor:
-        bucket = self.bucket
-        if self.early is None:
-            with torch.inference_mode(False):  # it has versions, as the full buffer
-                memory = torch.empty(
-                    bucket.form.geometry.node_numel, dtype=bucket.form.dtype, device=bucket.cluster.device
-                )
-            self.early = Held(memory, bucket.ledger)
-        return self.early.memory
-
     def make_room(self) -> None:
         """Take the memory in which the second stage gathers, which begins later: [Note: Lengths come with messages]."""
-        if self._now is not None and self._now.begun is None:
+        if self.now.begun is None:
             self.bucket.full.allocate()
-            self._now.begun = compute_event(self.bucket.cluster.device)
+            self.now.begun = compute_event(self.bucket.cluster.device)
 
     def start_local(self) -> None:
         """Wait for the node shard and issue the gather inside the node."""
-        now, lane = self._now, self._lanes.gather_local
-        assert now is not None, "it has begun"
+        now, lane = self.now, self._lanes.gather_local
         full, begun = self.bucket.full.allocate(), now.begun
         if now.is_crossing:
-            self._finish_crossing(now)
+            # if an exception cuts it short, the gather stays stale and is begun anew
+            version, self.version, now.is_crossing = self.version, _NEVER, False
+            now.arrived = self._lanes.gather_node.event_after(self.crossing.finish, now.node_shard)
+            self.version = version
         numels = self.bucket.form.geometry.numels_on["local"]
         job = partial(self._local.all_gather, full, now.node_shard, numels=numels)
         if begun is None:
@@ -230,56 +198,39 @@ class BucketGather:
         else:
             now.pending = lane.go_on_with(job, after=(begun, now.loaded, now.arrived))
 
-    def _finish_crossing(self, now: _UnderWay) -> None:
-        """Finish the gather across nodes. If an exception cuts it short, the gather stays stale and is begun anew."""
-        version, self.version, now.is_crossing = self.version, None, False
-        now.arrived = self._lanes.gather_node.event_after(self.crossing.finish, now.node_shard)
-        self.version = version
-
     def finish(self, *, stores: bool = True) -> Event:
         """Finish the gather. Returns the event after which the full buffer may be used.
 
         Without `stores`, `store` copies the node shard to the cache later.
         """
-        now = self._now
-        assert now is not None, "it has begun"
-        event = self._lanes.gather_local.event_after(now.pending.wait)
-        self._now = None
-        if now.comes_from_cache or not self.bucket.node_shard.is_kept:
-            self._unstored = None
-        elif self.early is not None:  # its memory goes before that of the full buffer, which has a copy now
-            self._unstored = self.bucket.full.node_shard(), event
-        else:
-            self._unstored = now.node_shard, now.arrived
-        if stores and self._unstored is not None:  # now, so that the copy runs beside the next computation
+        now = self.now
+        event, now.pending = self._lanes.gather_local.event_after(now.pending.wait), NOTHING
+        if now.early is not None:  # its memory goes before that of the full buffer, which has a copy now
+            now.node_shard, now.arrived = self.bucket.full.node_shard(), event
+        now.is_to_store = self.bucket.node_shard.is_kept and not now.comes_from_cache
+        if stores and now.is_to_store:  # now, so that the copy runs beside the next computation
             self.store()
         return event
 
-    def free_early(self) -> None:
-        """Free what the gather inside the node has read. Compute has waited for its event."""
-        if self.early is not None:
-            self.early.free()
-            self.early = None
-
     def store(self) -> None:
         """Copy the node shard to the cache, unless it came from there."""
-        if self._unstored is not None:
-            (node_shard, arrived), self._unstored = self._unstored, None
-            self._stored = self.bucket.node_shard.store(node_shard, self.version, arrived, self._lanes)
+        now = self.now
+        if now.is_to_store:
+            now.is_to_store = False
+            now.stored = self.bucket.node_shard.store(now.node_shard, self.version, now.arrived, self._lanes)
 
     def release(self) -> None:
         """Free the full buffer after the copy from it to the cache is done."""
-        if self._unstored is not None:
+        if self.now.is_to_store:
             self.store()
-        stored, self._stored = self._stored, None
+        stored, self.now = self.now.stored, _NOT_BEGUN
         if stored is not None:
             wait_for(stored)
-        kept = self.bucket.node_shard
-        if not kept.is_whole:
-            self.bucket.full.free()
-        if not kept.is_kept or self.bucket.stored.is_dropped or True in self.bucket.full.trained or self.is_stale:
-            return
-        if self.bucket.drop_shard() and stored is not None:
+        bucket = self.bucket
+        if not bucket.node_shard.is_whole:
+            bucket.full.free()
+        is_resting = bucket.node_shard.is_kept and not bucket.stored.is_dropped and True not in bucket.full.trained
+        if is_resting and self.version == bucket.stored.version and bucket.drop_shard() and stored is not None:
             stored.synchronize()  # once in a run: from now on the host reads the parameter in the cache
 
 
@@ -297,7 +248,8 @@ class UnitGather:
         self._moving: list[BucketGather] = []
         """The gathers that the present one consists of: those of buckets that are not whole already."""
         self._events: list[Event] = []
-        self.state = GatherState.IDLE
+        self._to = Transitions(buckets[0].unit_name if buckets else "a unit without parameters", GATHER_STATES)
+        self.state = _IDLE
         self.stays = False
         """True if the weights stay after forward: [Note: Late copies]."""
 
@@ -313,7 +265,7 @@ class UnitGather:
     @cached_property
     def node_bytes(self) -> int:
         """The bytes of the node shards, of the largest of all ranks if they are unequal."""
-        return sum(bucket.form.geometry.most_node_numel * bucket.form.dtype.itemsize for bucket in self.buckets)
+        return sum(bucket.form.most_node_bytes() for bucket in self.buckets)
 
     def settle_place(self) -> None:
         """Find out what follows from where the weights rest. To be called when that has changed."""
@@ -338,24 +290,24 @@ class UnitGather:
 
         With `is_early` only its first stage, if `can_begin_early`: [Note: Prefetching] in itinerary.py.
         """
-        if self.state is not GatherState.IDLE:
+        if self.state is not _IDLE:
             for gather in self._gathers:  # at each use, so without calls
                 stored = gather.bucket.stored
                 if gather.version != stored.epoch + stored.shard._version:
                     self._renew()
                     break
-        if self.state is GatherState.IDLE:
+        if self.state is _IDLE:
             if self._observer.inspects:
                 self._drop_damaged()
             self._moving = self._stale() if self.may_stay_whole else self._gathers
             for gather in self._moving:
                 gather.start_node(is_early=is_early)
             for gather in self._moving:
-                if gather.has_local_peers or gather.is_crossing:  # not all is in the cache
+                if gather.has_local_peers or gather.now.is_crossing:  # not all is cached
                     self._observer.gather_begun(self)
                     break
-            self.state = GatherState.NODE
-        if self.state is GatherState.NODE and self.is_stream_ordered and not is_early:
+            self.state = self._to[self.state, _NODE]
+        if self.state is _NODE and self.is_stream_ordered and not is_early:
             if self.is_late:
                 for gather in self._moving:
                     gather.make_room()
@@ -372,46 +324,40 @@ class UnitGather:
         return stale
 
     @property
-    def is_complete(self) -> bool:
-        """True if compute may use the full buffers."""
-        return self.state in _COMPLETE
-
-    @property
     def is_late(self) -> bool:
         """True if the second stage is not to begin with the first: [Note: Lengths come with messages]."""
-        is_begun = self.may_be_late and self.state is GatherState.NODE
-        return is_begun and any(gather.makes_host_wait for gather in self._moving)
+        is_begun = self.may_be_late and self.state is _NODE
+        return is_begun and any(each.now.is_crossing and each.crossing.makes_host_wait for each in self._moving)
+
+    def start_local(self) -> None:
+        """Begin the gather inside the node, once the node shards have arrived."""
+        for gather in self._moving:
+            gather.start_local()
+        self.state = self._to[self.state, _LOCAL]
 
     def go_on(self) -> None:
         """Begin the second stage, where waiting for it never blocks the thread."""
-        self.start_local()
+        if self.state is _NODE:
+            self.start_local()
         if not self._events:
             stores = not (self.stays and torch.is_grad_enabled())
-            events = []
-            for gather in self._moving:
-                events.append(gather.finish(stores=stores))
-            self._events = events
+            self._events = [gather.finish(stores=stores) for gather in self._moving]
 
     def _renew(self) -> None:
         """Release what is stale, and gather again: where the full buffers stay, into them."""
         self.release()
-        self.state = GatherState.IDLE
+        if self.state is _WHOLE:
+            self.state = self._to[self.state, _IDLE]
         for gather in self._gathers:
-            if gather.bucket.form.converts and gather.bucket.node_shard.is_whole and gather.is_stale:
-                gather.bucket.form.free()
+            bucket = gather.bucket
+            if bucket.form.converts and bucket.node_shard.is_whole and gather.version != bucket.stored.version:
+                bucket.form.free()
 
     def store(self) -> None:
         """Copy to the cache what has waited: [Note: Late copies]."""
-        if self.stays and self.state in _COMPLETE:
+        if self.stays and self.state in COMPLETE:
             for gather in self._gathers:
                 gather.store()
-
-    def start_local(self) -> None:
-        """Begin the gather inside the node, once the node shards have arrived."""
-        if self.state is GatherState.NODE:
-            for gather in self._moving:
-                gather.start_local()
-            self.state = GatherState.LOCAL
 
     def show(self) -> None:
         """Gather, and show the gathered parameters in the modules: compute may use them on return.
@@ -425,16 +371,16 @@ class UnitGather:
 
     def show_begun(self) -> None:
         """As `show`; the gather has begun from the present parameters."""
-        if self.state not in _COMPLETE:
+        if self.state not in COMPLETE:
             self._complete()
         if self._observer.inspects:
             self._observer.gathered(self)
         for bucket in self.buckets:
-            if self.state is GatherState.SHOWN:
+            if self.state is _SHOWN:
                 bucket.full.reconcile()
             else:
                 bucket.full.show()
-        self.state = GatherState.SHOWN
+        self.state = self._to[self.state, _SHOWN]
 
     def _complete(self) -> None:
         self.go_on()
@@ -442,15 +388,16 @@ class UnitGather:
             if event is not None:
                 wait_for(event)
         for gather in self._moving:
-            if gather.early is not None:
-                gather.free_early()
+            if gather.now.early is not None:  # the gather inside the node has read it
+                gather.now.early.free()
+                gather.now.early = None
         if self._observer.inspects:
             self._observer.arrived(self)
         for gather in self._moving:
             if gather.bucket.form.converts:
                 gather.bucket.full.decode()
         self._events = []
-        self.state = GatherState.FULL
+        self.state = self._to[self.state, _FULL]
 
     def release(self) -> None:
         """Show the sharded parameters, and free the full buffers that do not stay. Finish a gather under way first.
@@ -460,10 +407,10 @@ class UnitGather:
         """
         if self.state in AT_REST:
             return
-        if self.state not in _COMPLETE:
+        if self.state not in COMPLETE:
             self._complete()
-        was_shown = self.state is GatherState.SHOWN
-        self.state = GatherState.WHOLE if self.stays_whole else GatherState.IDLE
+        was_shown = self.state is _SHOWN
+        self.state = self._to[self.state, _WHOLE if self.stays_whole else _IDLE]
         try:
             for bucket in self.buckets if was_shown else ():
                 bucket.full.hide()
@@ -488,7 +435,7 @@ class UnitGather:
         Raises:
             ValueError: messages of lossless differences did not fit the copies.
         """
-        if self.state is GatherState.LOCAL:
+        if self.state is _LOCAL:
             self._complete()
         for gather in self._gathers:
             gather.crossing.settle()
@@ -496,7 +443,8 @@ class UnitGather:
     def rest_nowhere(self) -> None:
         """Free what stays between uses, and let nothing stay from now on."""
         self.release()
-        self.state = GatherState.IDLE
+        if self.state is _WHOLE:
+            self.state = self._to[self.state, _IDLE]
         for bucket in self.buckets:
             bucket.rest_nowhere()
         self.forget_copies()

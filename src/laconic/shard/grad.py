@@ -191,9 +191,11 @@ def _unite_on_lane(
 class WaitingGradient(RaggedTensor):
     """A `.grad` of zeros that stands for sums of gradients elsewhere: [Note: Cleared gradients]."""
 
-    _elements: Tensor | None
+    elements: Tensor | None
+    """None until somebody reads or changes them."""
     _count: Callable[[Tensor], None]
-    _changes: list[None]
+    changes: list[None]
+    """One for each time that the elements were changed in place."""
     is_hidden: bool
     """True while an optimizer takes a step."""
 
@@ -201,30 +203,20 @@ class WaitingGradient(RaggedTensor):
         """Make a gradient for a sharded parameter. The ledger of the bucket counts its memory, once it has some."""
         parameter = bucket.sharded[index]
         self = torch.Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        self.spec, self._zeroings, self._changes = parameter.spec, [0], []  # type: ignore[attr-defined]
-        self._bump = partial(self._changes.append, None)
-        self._elements, self.is_hidden = None, False
+        self.spec, self._zeroings, self.changes = parameter.spec, [0], []  # type: ignore[attr-defined]
+        self._bump = partial(self.changes.append, None)
+        self.elements, self.is_hidden = None, False
         # A reference to the bucket would be a cycle that Python never frees.
         self._count = partial(bucket.ledger.hold_until_freed, on_host=bucket.stored.is_offloaded)
         return self
 
     @property
-    def has_memory(self) -> bool:
-        """True once somebody has read or changed the elements."""
-        return self._elements is not None
-
-    @property
-    def num_changes(self) -> int:
-        """How often the elements were changed in place."""
-        return len(self._changes)
-
-    @property
     def _local_tensor(self) -> Tensor:  # type: ignore[override]
-        if self._elements is None:
+        if self.elements is None:
             numel = 0 if self.extent is None else self.extent.numel
-            self._elements = torch.zeros(numel, dtype=self.dtype, device=self.device)
-            self._count(self._elements)
-        return self._elements
+            self.elements = torch.zeros(numel, dtype=self.dtype, device=self.device)
+            self._count(self.elements)
+        return self.elements
 
 
 class WaitingSums:
@@ -241,7 +233,7 @@ class WaitingSums:
         if parameter.grad is None:
             parameter.grad = WaitingGradient(self.bucket, index)
         shown = parameter.grad
-        num_changes = shown.num_changes if isinstance(shown, WaitingGradient) else 0
+        num_changes = len(shown.changes) if isinstance(shown, WaitingGradient) else 0
         self.shown[index] = weakref.ref(shown), _zeroings(shown), num_changes
 
     def take(self) -> set[int]:
@@ -254,9 +246,9 @@ class WaitingSums:
                 waiting.is_hidden = False
             elif shown is None or parameter.grad is not shown or _zeroings(shown) != zeroings:
                 cleared.add(index)
-            elif waiting is not None and waiting.num_changes > num_changes and not waiting._local_tensor.any():
+            elif waiting is not None and len(waiting.changes) > num_changes and not waiting._local_tensor.any():
                 scaled.append(self.bucket.layout.slots[index].name)
-            if waiting is not None and parameter.grad is waiting and not waiting.has_memory:
+            if waiting is not None and parameter.grad is waiting and waiting.elements is None:
                 parameter.grad = None
         self.shown.clear()
         if scaled:
@@ -282,7 +274,7 @@ def _hide(step: OptimizerStep) -> None:
     hidden = []
     for parameter in step.parameters:
         gradient = parameter.grad
-        if isinstance(gradient, WaitingGradient) and not gradient.has_memory:
+        if isinstance(gradient, WaitingGradient) and gradient.elements is None:
             gradient.is_hidden, parameter.grad = True, None
             hidden.append((parameter, gradient))
     if hidden:

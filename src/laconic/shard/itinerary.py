@@ -48,7 +48,8 @@ from typing import NamedTuple
 import torch
 
 from laconic import _compat
-from laconic.shard.gather import GatherState, UnitGather
+from laconic.shard.gather import UnitGather
+from laconic.shard.states import GatherState
 
 
 class _Ahead(NamedTuple):
@@ -133,7 +134,7 @@ class Order:
         self._pair_bytes = self._largest_bytes = 0  # of units that are not around others
         self._way = _Itinerary([], self._choose)  # of the last forward
         self._way_back: _Itinerary | None = None  # of the present backward
-        self._last_way_back = _Itinerary([], self._choose)
+        self._last_way_back = _Itinerary([], self._choose_back)
 
     @property
     def has_run(self) -> bool:
@@ -165,7 +166,7 @@ class Order:
     def choose_anew(self) -> None:
         """Choose again what to gather ahead: units rest elsewhere, or run in another order."""
         self._way = _Itinerary(self._way.units, self._choose)
-        self._way_back, self._last_way_back = None, _Itinerary([], self._choose)
+        self._way_back, self._last_way_back = None, _Itinerary([], self._choose_back)
 
     def enter_forward(self, gather: UnitGather, prefetch: Sequence[UnitGather] | None) -> None:
         """Begin the gather of a unit whose forward begins, and those of `prefetch`; None takes the recorded order."""
@@ -199,7 +200,7 @@ class Order:
         if self._way_back is None:
             units = self._left[::-1]
             if units != self._last_way_back.units:
-                self._last_way_back = _Itinerary(units, self._choose)
+                self._last_way_back = _Itinerary(units, self._choose_back)
             self._way_back = self._last_way_back
             self._way_back.begin()
         # a root whose last unit made its output begins after that unit, which left it out
@@ -236,6 +237,11 @@ class Order:
         room -= sum(each.whole_bytes for each in whole)
         num_early = _fitting(after, lambda each: each.node_bytes, room)
         return _ahead(whole, list(takewhile(lambda each: each.can_begin_early, after[:num_early])))
+
+    def _choose_back(self, gather: UnitGather, following: Sequence[UnitGather]) -> _Ahead:
+        """As `_choose`, without units whose weights stay whole: the forward has gathered them."""
+        whole, early, _ = self._choose(gather, following)
+        return _ahead(*([each for each in chosen if not each.stays_whole] for chosen in (whole, early)))
 
 
 def _ahead(whole: Sequence[UnitGather], early: Sequence[UnitGather] = ()) -> _Ahead:

@@ -21,9 +21,10 @@ class Ledger:
     """The most bytes on the device since the last reset."""
     host_bytes: int = 0
     """Bytes of this rank's host cache."""
-    _full_bytes: Callable[[], dict[bool, int]] | None = field(default=None, repr=False)
-    """Finds the bytes of full buffers, of units that are around others (True) and of those that are not; None while
-    nobody asks for `passing`."""
+    is_watched: bool = field(default=False, repr=False)
+    """True while somebody may ask for `passing`."""
+    _full_bytes: Callable[[], dict[bool, int]] = field(default=dict, repr=False)
+    """Finds the bytes of full buffers, of units that are around others (True) and of those that are not."""
     _peaks_without: dict[frozenset[bool], int] = field(default_factory=dict, repr=False)
     """The most bytes on the device since the last reset besides these full buffers."""
     _counted: dict[int, tuple[ref[Tensor], int, bool]] = field(default_factory=dict, repr=False)
@@ -35,9 +36,13 @@ class Ledger:
             self.host_bytes += nbytes
             return
         self.device_bytes += nbytes
-        if self.device_bytes > self.device_peak_bytes:
-            self.device_peak_bytes = self.device_bytes
-        if self._full_bytes is not None:
+        if self.device_bytes > self.device_peak_bytes or self.is_watched:
+            self.note_peak()
+
+    def note_peak(self) -> None:
+        """Note that the bytes on the device have grown: they are more than ever, or somebody may ask for `passing`."""
+        self.device_peak_bytes = max(self.device_peak_bytes, self.device_bytes)
+        if self.is_watched:
             for kinds, rest_bytes in self._bytes_without(self._full_bytes()).items():
                 self._peaks_without[kinds] = max(self._peaks_without[kinds], rest_bytes)
 
@@ -50,12 +55,12 @@ class Ledger:
         `full_bytes` finds the bytes of full buffers now, of units that are around others (True) and of those that are
         not.
         """
-        self._full_bytes, self._peaks_without = full_bytes, dict.fromkeys(_WITHOUT, 0)
+        self.is_watched, self._full_bytes, self._peaks_without = True, full_bytes, dict.fromkeys(_WITHOUT, 0)
         self.reset_peak()
 
     def forget_passing(self) -> None:
         """End `watch_passing`."""
-        self._full_bytes = None
+        self.is_watched, self._full_bytes = False, dict
 
     @property
     def passing(self) -> Passing:
@@ -76,22 +81,6 @@ class Ledger:
     def reset_peak(self) -> None:
         """Set the peaks to the bytes that are held now."""
         self.device_peak_bytes = self.device_bytes
-        if self._full_bytes is not None:
+        if self.is_watched:
             without = self._bytes_without(self._full_bytes())
             self._peaks_without = {kinds: max(0, rest) for kinds, rest in without.items()}
-
-
-class Held:
-    """A tensor on the device that the engine holds: the ledger counts its memory from now on until `free`."""
-
-    def __init__(self, memory: Tensor, ledger: Ledger) -> None:
-        self.memory = memory
-        """The tensor. `free` takes the attribute away."""
-        self._nbytes, self._ledger = memory.nbytes, ledger
-        ledger.hold(self._nbytes)
-
-    def free(self) -> None:
-        """Drop the memory."""
-        if "memory" in vars(self):
-            del self.memory
-            self._ledger.device_bytes -= self._nbytes  # no peak rises, so without a call

@@ -27,8 +27,9 @@ an older gradient would read memory that is still being written. A bucket whose 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,17 +39,33 @@ from laconic._compat import GradientUse
 from laconic.comm.traffic import Level
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.bucket import Bucket
+from laconic.shard.buffer import AS_THEY_COME, ISLAND_SUMS, NODE_SUMS, REDUCTION, SHARD, Buffer, Counted, Leg, Spread
 from laconic.shard.crossing import ways_of_sums
 from laconic.shard.extension import Observer
 from laconic.shard.gather import HostReads
 from laconic.shard.grad import Agreement, UsedParameters, WaitingGradient, WaitingSums
 from laconic.shard.lanes import Event, Lanes, wait_for
-from laconic.shard.ledger import Held
 from laconic.shard.linear import GradientSink
 
 _requires_grad = attrgetter("requires_grad")
-_OF_AN_ISLAND: tuple[Level, ...] = ("local", "node")
-"""The levels of an island, in the order in which gradients are summed."""
+
+
+class Walk(NamedTuple):
+    """The way of a reduction."""
+
+    legs: Sequence[Leg]
+    """Those over which the ranks' gradients are partial: the one over islands if these are replicas."""
+    goal: Spread
+    """Where the sums rest at the end: in `.grad`, or for a later backward."""
+
+
+def _walk_of(has_replicas: bool, across_nodes: bool, across_islands: bool) -> Walk:
+    resting = ISLAND_SUMS if has_replicas and not across_islands else SHARD
+    return Walk(REDUCTION if has_replicas else REDUCTION[:2], resting if across_nodes else NODE_SUMS)
+
+
+_WALKS = {each: _walk_of(*each) for each in product((False, True), repeat=3)}
+"""By whether there are replicas, and whether sums go across nodes and across islands now."""
 
 
 class BucketGradients(GradientSink):
@@ -59,7 +76,7 @@ class BucketGradients(GradientSink):
         self.bucket, self.lanes, self.observer = bucket, lanes, observer
         self._begin_backward = begin_backward
         self.ways = ways_of_sums(bucket)
-        self.full: Held | None = None
+        self.full: Buffer | None = None
         """This backward's gradients, (L * N * C,), whose reduction has not begun."""
         self._numel, self._device = bucket.layout.numel, bucket.cluster.device
         self._places = [slice(each.offset, each.offset + each.numel) for each in bucket.layout.slots]
@@ -67,31 +84,28 @@ class BucketGradients(GradientSink):
         self._shapes = [tuple(each.shape) for each in bucket.layout.slots]
         self._all = range(len(bucket.sharded))
         self._written: set[int] = set()
-        self.waiting: dict[Level, Held] = {}
-        """Sums of earlier backwards, by the level that they have yet to cross: this rank's, (L * N * C,), wait to be
-        summed inside the node ("local"), a node's, (N * C,), across the nodes ("node"), and an island's, (C,), over the
-        islands ("island")."""
+        self.waiting: dict[Spread, Buffer] = {}
+        """Sums of earlier backwards, by the spread at which they wait: gradients `AS_THEY_COME`, of a node, or of an
+        island. [Note: Gradients that wait whole] has the first ones."""
         self._written_before: set[int] = set()
         """The parameters that have a part in the gradients that wait whole."""
         self.used = UsedParameters(bucket)
         self.leaving: list[Tensor] = []
         """Shards of gradients on their way to host memory: [Note: Gradients that leave the device]."""
         self.shown = WaitingSums(bucket)
+        self._is_replicated = bucket.cluster.cut is not None
+        """True for a small bucket, all whose sums are those over replicas."""
         bucket.full.set_sink(self)
 
-    @property
-    def has_replicas(self) -> bool:
-        """True if gradients are summed over islands."""
-        return self.bucket.cluster.num_islands > 1 and not self.bucket.replicas_diverge
+    def walk(self, *, across_nodes: bool, across_islands: bool) -> Walk:
+        """The walk of these gradients, which go across nodes and islands now, or not."""
+        has_replicas = self.bucket.cluster.num_islands > 1 and not self.bucket.replicas_diverge
+        return _WALKS[has_replicas, across_nodes, across_islands or self._is_replicated]
 
     def has_partial_sums(self, *, across_islands: bool) -> bool:
         """True if sums of earlier backwards wait to be sent on; those of an island if they go `across_islands` now."""
-        return self.waits_whole or "node" in self.waiting or (across_islands and "island" in self.waiting)
-
-    @property
-    def waits_whole(self) -> bool:
-        """True if gradients of earlier backwards wait as they are: [Note: Gradients that wait whole]."""
-        return "local" in self.waiting
+        goes_on = across_islands or self._is_replicated
+        return any(goes_on or spread is not ISLAND_SUMS for spread in self.waiting)
 
     def adds_to_grad(self) -> bool:
         """True if the running backward adds to `.grad` of a parameter: [Note: Gradients that do not come]."""
@@ -120,7 +134,6 @@ class BucketGradients(GradientSink):
             )
         if self.bucket.stored.specs[index].dtensor is not None or self.bucket.form.converts:
             gradient = self.bucket.part_of_gradient(index, gradient)
-        # at each gradient, so without calls: see `_view`
         view = (self.full or self._allocate()).memory[self._places[index]].view(self._shapes[index])
         if index in self._written:
             view.add_(gradient)
@@ -136,7 +149,7 @@ class BucketGradients(GradientSink):
 
     def accepts(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> bool:
         """See `GradientSink.accepts`."""
-        buffer = self.full or self.waiting.get("local")
+        buffer = self.full or self.waiting.get(AS_THEY_COME)
         taken = buffer.memory.dtype if buffer is not None else self.bucket.reduce_dtype
         return dtype == taken and len(shape) == 2 and tuple(shape) == self._shapes[index]
 
@@ -155,52 +168,48 @@ class BucketGradients(GradientSink):
             torch.mm(left, right, out=view)
             self._written.add(index)
 
-    def _allocate(self) -> Held:
+    def _allocate(self) -> Buffer:
         if self.full is None:
-            if self._begin_backward() and "local" in self.waiting:
-                self.full = self.waiting.pop("local")
+            if self._begin_backward() and AS_THEY_COME in self.waiting:
+                self.full = self.waiting.pop(AS_THEY_COME)
                 self._written, self._written_before = self._written_before, set()
                 return self.full
             memory = torch.empty(self._numel, dtype=self.bucket.reduce_dtype, device=self._device)
-            self.full = Held(memory, self.bucket.ledger)
+            self.full = Buffer(memory, self.bucket.ledger)
         return self.full
-
-    def _view(self, index: int) -> Tensor:
-        return (self.full or self._allocate()).memory[self._places[index]].view(self._shapes[index])
 
     def fill_unused(self) -> None:
         """Give all trained parameters a gradient: zeros, if no rank has another."""
         self.used.add(self._trainable())
 
-    def take_full(self) -> Held:
+    def take_full(self) -> Buffer:
         """Hand over the gradients, (L * N * C,), to be reduced. The caller frees them."""
-        if self.full is None:  # it may bring those that wait whole
-            self._allocate()
+        self.full = self.full or self._allocate()  # which may bring those that wait whole
         self.used.add(self._written)
         return self.take_unreduced()
 
     def keep_whole(self) -> None:
         """Let the gradients wait for those of the next backward: [Note: Gradients that wait whole]."""
-        self.waiting["local"] = self.in_dtype(self._allocate(), self.bucket.waiting_dtype)
+        self.waiting[AS_THEY_COME] = self.in_dtype(self._allocate(), self.bucket.waiting_dtype)
         self.used.add(self._written)
         self.full, self._written, self._written_before = None, set(), self._written
 
-    def in_dtype(self, sums: Held, dtype: torch.dtype) -> Held:
+    def in_dtype(self, sums: Buffer, dtype: torch.dtype) -> Buffer:
         """Cast sums that wait, or that are sent on: [Note: Gradients that wait]."""
         if sums.memory.dtype == dtype:
             return sums
-        cast = Held(sums.memory.to(dtype), self.bucket.ledger)
+        cast = Buffer(sums.memory.to(dtype), self.bucket.ledger)
         sums.free()
         return cast
 
-    def take_unreduced(self) -> Held:
+    def take_unreduced(self) -> Buffer:
         """Hand over the gradients, (L * N * C,). The caller frees them: [Note: Gradients that do not come]."""
         full = self.full or self._allocate()
         if not self._written:
             full.memory.zero_()
         elif len(self._written) < len(self.bucket.sharded):
             for index in set(range(len(self.bucket.sharded))) - self._written:
-                self._view(index).zero_()
+                full.memory[self._places[index]].zero_()
         self.full = None
         self._written.clear()
         return full if full.memory.dtype == self.bucket.reduce_dtype else self.in_dtype(full, self.bucket.reduce_dtype)
@@ -243,9 +252,8 @@ class BucketGradients(GradientSink):
 
     def discard(self) -> None:
         """Drop the gradients of a failed backward, and the partial sums that may include some of them."""
-        for buffer in (self.full, *self.waiting.values()):
-            if buffer is not None:
-                buffer.free()
+        for buffer in filter(None, (self.full, *self.waiting.values())):
+            buffer.free()
         self.full = None
         self.waiting.clear()
         self._written.clear()
@@ -256,9 +264,7 @@ class BucketGradients(GradientSink):
 
     def accumulate(self, shard: Tensor) -> None:
         """Divide a finished sum over all ranks, (C,), and add it to `.grad` of the sharded parameters."""
-        divide_by = self.bucket.divisor
-        if self.bucket.reduce_dtype is torch.float16:
-            divide_by /= self.bucket.divide_before
+        _, divide_by = self.bucket.divisors()
         if divide_by != 1:
             shard.div_(divide_by)
         if self.bucket.reduced_hook is not None:
@@ -301,42 +307,35 @@ class BucketGradients(GradientSink):
 
 
 class Reduction:
-    """The reduction of one bucket's gradients: a sum inside the node, one across the nodes, one over the replicas."""
+    """The reduction of one bucket's gradients: a walk along `REDUCTION` to the spread at which sums rest now."""
 
-    def __init__(
-        self, gradients: BucketGradients, full: Held | None, *, across_nodes: bool, across_islands: bool
-    ) -> None:
+    def __init__(self, gradients: BucketGradients, full: Buffer | None, walk: Walk) -> None:
         """Reduce `full`, (L * N * C,); with None, only the sums that wait."""
         self.gradients = gradients
+        self._legs, self.goal = walk
         self.level: Level | None = None
         """The level whose sum is under way; the node's, too, while sums wait for a later backward. None at the end."""
         self.changed_grad = False
         """True once `.grad` has changed."""
         self.cleared: set[int] = set()
         """Parameters whose gradients were cleared after the backward that this sum is of."""
-        self.crosses_nodes, self._across_islands = across_nodes, across_islands  # public: the queue asks the first
         self._keeps_sum = True
         self._full = full
         self._summed: Event = None
         """The lane's event after the first sum whose result is no longer the bucket itself: compute may free that."""
         self.ended: Event = None
         """The lane's event after all sums: compute may use `.grad`."""
-        self._moves = self._sum()
-
-    @property
-    def ends_in_grad(self) -> bool:
-        """True if the sum goes to `.grad` at its end, and does not wait for a later backward."""
-        return self.crosses_nodes and (self._across_islands or not self.gradients.has_replicas)
+        self._sums = self._walk()
 
     def advance(self) -> None:
         """Finish the sum that is under way, if one is, and begin the next one. Compute waits for none that begins."""
         lane = self.gradients.lanes.reduce
         if not lane.has_stream:
-            self.level = next(self._moves, None)
-            if self.level != "local":
+            self.level = next(self._sums, None)
+            if self.level != "local" and self._full is not None:
                 self._free_after(None)
             return
-        self.level = lane.run_job(next, self._moves, None)
+        self.level = lane.run_job(next, self._sums, None)
         if self.level is None:
             self.ended = lane.record_event()
             self._free_after(self._summed or self.ended)
@@ -363,70 +362,68 @@ class Reduction:
         while self.level is not None:
             self.advance()
 
-    def _sum(self) -> Iterator[Level]:
-        """Sum on each level, and yield it meanwhile. The result goes to `.grad`, or waits for a later backward."""
+    def _walk(self) -> Iterator[Level]:
+        """Sum leg by leg, and yield the level meanwhile. The result goes to `.grad`, or waits for a later backward."""
         gradients, bucket, lane = self.gradients, self.gradients.bucket, self.gradients.lanes.reduce
-        observer, cluster, shard = gradients.observer, bucket.cluster, None
-        total = self._full
-        if total is not None and bucket.reduce_dtype is torch.float16:
-            total.memory.div_(bucket.divide_before)
-        for level in _OF_AN_ISLAND:
-            if level == "node":
-                total, shard = self._with_waiting(level, shard, goes_on=self.crosses_nodes), None
-                if lane.has_stream and cluster.num_local > 1:
+        observer, cluster = gradients.observer, bucket.cluster
+        sums, part = self._full, None
+        if sums is not None and bucket.reduce_dtype is torch.float16:
+            sums.memory.div_(bucket.divisors()[0])
+        for leg in self._legs:
+            level, way = leg.level, gradients.ways[leg.level]
+            if leg.source is not AS_THEY_COME:
+                sums, part = self._with_waiting(leg.source, part), None
+                if level == "node" and lane.has_stream and cluster.num_local > 1:
                     self._summed = lane.record_event()
-            if total is None:
+            if sums is None:  # there are none, or they wait
+                if level != "island":
+                    yield level
+                if leg.source is self.goal:
+                    return
+            elif leg.transfer == "all-reduce":
+                part = sums.memory
+                sums.free()
+                for _ in way.sum_in_place(part):
+                    yield level
+                if observer.inspects:
+                    observer.replicas_summed(bucket, part)
+            else:
+                transfer = way.start_reduce_scatter(sums.memory, numels=bucket.geometry.numels_on[level])
+                taken = Counted(transfer.nbytes, bucket.ledger)
+                if observer.inspects and len(sums.memory):
+                    observer.sum_begun(bucket, level, transfer)
                 yield level
-                continue
-            way, numels = gradients.ways[level], bucket.geometry.numels_on[level]
-            transfer = way.start_reduce_scatter(total.memory, numels=numels)
-            bucket.ledger.hold(transfer.nbytes)
-            if observer.inspects and len(total.memory):
-                observer.sum_begun(bucket, level, transfer)
-            yield level
-            if observer.inspects:
-                observer.sum_arrived(bucket, level, transfer)
-            shard = transfer.finish()
-            bucket.ledger.device_bytes -= transfer.nbytes  # no peak rises, so without a call
-            if level == "node":
-                if self._summed is None and lane.has_stream and cluster.num_nodes > 1:
-                    self._summed = lane.record_event()
-                if self.cleared:
-                    self._drop_cleared(shard)
-                total.free()
-            del transfer
-        if not self.crosses_nodes:
-            return
-        if cluster.num_islands > 1 and gradients.has_replicas:
-            total = self._with_waiting("island", shard, goes_on=self._across_islands)
-            if total is None:
-                return
-            shard = total.memory
-            total.free()
-            for _ in gradients.ways["island"].sum_in_place(shard):
-                yield "island"
-            if observer.inspects:
-                observer.replicas_summed(bucket, shard)
-        if shard is not None and self._keeps_sum:
+                if observer.inspects:
+                    observer.sum_arrived(bucket, level, transfer)
+                part = transfer.finish()
+                taken.free()
+                if level == "node":
+                    if self._summed is None and lane.has_stream and cluster.num_nodes > 1:
+                        self._summed = lane.record_event()
+                    if self.cleared:
+                        self._drop_cleared(part)
+                    sums.free()
+                del transfer
+        if part is not None and self._keeps_sum:
             if self.cleared:
-                self._drop_cleared(shard)
-            gradients.accumulate(shard)
+                self._drop_cleared(part)
+            gradients.accumulate(part)
             self.changed_grad = True
 
-    def _with_waiting(self, level: Level, fresh: Tensor | None, *, goes_on: bool) -> Held | None:
-        """Add the sums that wait to cross `level` to fresh ones. Returns the total, or None if it waits, too."""
-        total = self.gradients.waiting.pop(level, None)
+    def _with_waiting(self, spread: Spread, fresh: Tensor | None) -> Buffer | None:
+        """Add the sums that wait at `spread` to fresh ones. Returns the total, or None if it waits there, too."""
+        gradients, bucket = self.gradients, self.gradients.bucket
+        total = gradients.waiting.pop(spread, None)
         if total is not None and fresh is not None:
             total.memory.add_(fresh)
         elif fresh is not None:
-            total = Held(fresh, self.gradients.bucket.ledger)
+            total = Buffer(fresh, bucket.ledger)
         if total is None:
             return None
-        bucket = self.gradients.bucket
-        if goes_on:
-            is_cast = total.memory.dtype == bucket.reduce_dtype
-            return total if is_cast else self.gradients.in_dtype(total, bucket.reduce_dtype)
-        self.gradients.waiting[level] = self.gradients.in_dtype(total, bucket.waiting_dtype)
+        total = gradients.in_dtype(total, bucket.waiting_dtype if spread is self.goal else bucket.reduce_dtype)
+        if spread is not self.goal:
+            return total
+        gradients.waiting[spread] = total
         return None
 
     def _drop_cleared(self, shard: Tensor) -> None:
@@ -463,7 +460,7 @@ class ReductionQueue:
 
     def settle(self, gradients: BucketGradients) -> None:
         """Finish the reductions of these gradients, of earlier backwards, whose sums are to wait: they go on now."""
-        while any(each.gradients is gradients and not each.crosses_nodes for each in self._in_flight):
+        while any(each.gradients is gradients and each.goal is NODE_SUMS for each in self._in_flight):
             self._advance()
 
     def add(self, reduction: Reduction) -> None:
@@ -486,7 +483,9 @@ class ReductionQueue:
 
         If the host waits for gradients, it waits for the reads of weights as well.
         """
-        ending = [each.gradients for each in self._in_flight if each.ends_in_grad and not each.gradients.used.has_hooks]
+        ending = [
+            each.gradients for each in self._in_flight if each.goal is SHARD and not each.gradients.used.has_hooks
+        ]
         reduced = list(dict.fromkeys([*self._reduced, *ending]))
         agreement = Agreement([gradients.used for gradients in reduced])
         while self._in_flight:

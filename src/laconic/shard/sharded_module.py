@@ -67,16 +67,16 @@ class ShardedModule(FSDPModule, nn.Module):
 
     def memory(self) -> Ledger:
         """Return the bytes that the engine holds for this root module on this rank."""
-        ledger = self._laconic_unit.ledger
-        if ledger is None:  # it has not run yet
-            ledger = Ledger()
-            ledger.hold(sum(bucket.shard.nbytes for unit in self._units() for bucket in unit.buckets))
-        return replace(ledger)
+        if self._laconic_unit.has_root:
+            return replace(self._laconic_unit.root.ledger)
+        ledger = Ledger()  # it has not run yet
+        ledger.hold(sum(bucket.shard.nbytes for unit in self._units() for bucket in unit.buckets))
+        return ledger
 
     def reset_peak_memory(self) -> None:
         """Set `device_peak_bytes` of `memory()` to the bytes that are held now."""
-        if self._laconic_unit.ledger is not None:
-            self._laconic_unit.ledger.reset_peak()
+        if self._laconic_unit.has_root:
+            self._laconic_unit.root.ledger.reset_peak()
 
     def _units(self, recurse: bool = True) -> Sequence[Unit]:
         own = self._laconic_unit
@@ -146,8 +146,7 @@ class ShardedModule(FSDPModule, nn.Module):
     @property
     def is_placed(self) -> bool:
         """True unless `cache="auto"` has yet to choose where units of this root rest."""
-        chooser = self._laconic_unit.root.chooser
-        return chooser is None or chooser.is_done
+        return self._laconic_unit.root.chooser is None
 
     def set_placements(self, placements: Mapping[str, Placement]) -> None:
         """Let units rest elsewhere from now on, whatever their `cache` says, such as where another run has chosen.
@@ -296,7 +295,7 @@ class ShardedModule(FSDPModule, nn.Module):
             RuntimeError: this module is not the root.
         """
         unit = self._laconic_unit
-        if unit.ledger is not None and not unit.is_root:
+        if unit.has_root and not unit.is_root:
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
         unit.root.order.end_forward()
         unit.root.abandon_iteration()

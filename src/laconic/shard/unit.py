@@ -1,10 +1,5 @@
 """A sharded module's life: gathered for its forward and its backward, by hooks on the module.
 
-[Note: Phases]
-A unit rests, or is in its forward, or in its backward: `UnitPhase`. Its gathered weights have a state of their own,
-`GatherState`. A forward that backward recomputes leaves the unit in its backward. A root has a `Backward` besides, from
-the first gradient anywhere below it to autograd's last callback.
-
 [Note: When a unit is done with backward]
 A unit may free its weights and reduce its gradients when every operation of its forward has run backward. That is when
 gradients arrive at its inputs: autograd runs the youngest ready node first, so the identity that the unit puts on its
@@ -45,7 +40,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import cached_property, partial
 from typing import Any
 from weakref import ref
@@ -61,32 +55,21 @@ from laconic.layout.granularity import Blocks, check_matched
 from laconic.ragged.tensor import admit_edits
 from laconic.shard import extension
 from laconic.shard.bucket import Bucket
+from laconic.shard.buffer import AS_THEY_COME, Buffer
 from laconic.shard.buffers import Buffers, Owner
-from laconic.shard.cache import NodeShard, Slab, choose_device_shards
+from laconic.shard.cache import Slab, choose_device_shards
 from laconic.shard.choosing import Chooser, PlacingRoot
 from laconic.shard.crossing import Copies
-from laconic.shard.gather import AT_REST, HostReads, UnitGather
+from laconic.shard.gather import HostReads, UnitGather
 from laconic.shard.grad import WaitingGradient
 from laconic.shard.hooks import AwaitedHooks, SavedWeights, map_tensors
 from laconic.shard.itinerary import Order
 from laconic.shard.lanes import Lanes
-from laconic.shard.ledger import Held, Ledger
+from laconic.shard.ledger import Ledger
 from laconic.shard.placement import UnitUse
 from laconic.shard.policies import Cache, Checks, Placement, Prefetch, ShardPolicy
 from laconic.shard.reduce import BucketGradients, Reduction, ReductionQueue
-
-
-class UnitPhase(Enum):
-    """What a unit is doing: [Note: Phases]."""
-
-    REST = auto()
-    FORWARD = auto()
-    """From the call of its first module until all have returned: [Note: Several modules in one unit]."""
-    BACKWARD = auto()
-    """From the first gradient at its outputs until it is done: [Note: When a unit is done with backward]."""
-    PAUSE = auto()
-    """Between the backwards of two of its forwards, whose gradients are reduced together."""
-
+from laconic.shard.states import AT_REST, COMPLETE, PHASES, Transitions, UnitPhase
 
 _IN_BACKWARD = (UnitPhase.BACKWARD, UnitPhase.PAUSE)
 _LEFT_ALONE = "_laconic_left_alone"
@@ -138,14 +121,15 @@ class Unit:
     backward_prefetch: list[Unit] | None = None
 
     def __post_init__(self) -> None:
-        self.progress = UnitProgress(", ".join(type(module).__name__ for module in self.modules))
+        self.progress, self._to = UnitProgress(""), Transitions("", PHASES)
+        self.rename(", ".join(type(module).__name__ for module in self.modules))
         self.gradients: list[BucketGradients] = []
         keeps_copies = any(bucket.wire.sends_differences for bucket in self.buckets)
         self.placement = self.cache.placement(keeps_copies=keeps_copies)
         """Where the weights and the sums of gradients rest now."""
         self.begin_counting()
         self.phase = UnitPhase.REST
-        """What the unit is doing: [Note: Phases]."""
+        """What the unit is doing: [Note: Phases] in states.py."""
         self.is_root = False
         """True for the outermost unit, once it leads."""
         self._lanes: Lanes | None = None
@@ -166,14 +150,17 @@ class Unit:
             module.register_load_state_dict_post_hook(lambda *_: extension.observer_class().loaded(self.buckets))
         self._saved = SavedWeights(self.modules, self._reach_weights)
 
-    @property
-    def name(self) -> str:
-        """The names of the modules in the root; before the root leads, their classes."""
-        return self.progress.name
+    def rename(self, name: str) -> None:
+        """Have the names of the modules in the root; before the root leads, those of their classes."""
+        self.name = self.progress.name = self._to.owner = name
 
     def _become(self, phase: UnitPhase) -> None:
-        """Leave the forward, if one runs, for another phase."""
-        self.phase = phase
+        """Leave the forward, if one runs, for another phase.
+
+        Raises:
+            RuntimeError: it may not follow the present one.
+        """
+        self.phase = self._to[self.phase, phase]
         self._entered.clear()
 
     # -- the root ------------------------------------------------------------------------------------------------------
@@ -194,6 +181,8 @@ class Unit:
             for bucket in self.buckets:
                 bucket.close_account()
         self.root, self.is_root = root, root.top is self
+        self.is_around = any(unit is not self for module in self.modules for unit in units_below(module))
+        """True if other units run while its weights are gathered."""
         for bucket in self.buckets:
             bucket.keep()
             bucket.open_account(root.ledger)
@@ -253,11 +242,6 @@ class Unit:
         gather: UnitGather = vars(self)["gather"]
         return gather
 
-    @property
-    def ledger(self) -> Ledger | None:
-        """The ledger of the root; None before anything has run."""
-        return self.root.ledger if self.has_root else None
-
     # -- gathered or not -----------------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
@@ -278,11 +262,6 @@ class Unit:
         policy = Cache(where=placement.weights)
         for bucket in self.buckets:
             ShardPolicy(cache=policy, wire=bucket.wire)
-
-    @property
-    def is_around(self) -> bool:
-        """True if other units run while its weights are gathered."""
-        return any(unit is not self for module in self.modules for unit in units_below(module))
 
     def begin_counting(self) -> None:
         """Count uses of the unit from now on."""
@@ -367,7 +346,7 @@ class Unit:
     def _enter_forward(self, module: nn.Module, begins_pass: bool) -> None:
         if begins_pass:
             self._begin_pass()
-        self.phase = UnitPhase.FORWARD
+        self.phase = self._to[self.phase, UnitPhase.FORWARD]
         self._entered.add(module)
         if not begins_pass:
             self.gather.show()
@@ -390,7 +369,8 @@ class Unit:
         for bucket in self.buckets:
             if bucket.stored.is_dropped and not bucket.stored.is_frozen:
                 bucket.stored.restore()
-        self.gather.stays = self._stays_for_backward
+        is_default = self.reshard_after_forward is None and (self.is_root or self.placement.weights == "rank")
+        self.gather.stays = is_default or self.reshard_after_forward is False
         ahead = self.forward_prefetch
         root.order.enter_forward(self.gather, None if ahead is None else [unit.gather for unit in ahead])
 
@@ -430,11 +410,6 @@ class Unit:
         self.progress.note("after forward")
 
     @property
-    def _stays_for_backward(self) -> bool:
-        is_default = self.reshard_after_forward is None and (self.is_root or self.placement.weights == "rank")
-        return self.reshard_after_forward is False or is_default
-
-    @property
     def _is_recomputed(self) -> bool:
         """True of a forward inside of backward whose graph will be thrown away: [Note: Recomputed forwards]."""
         return self.phase is UnitPhase.BACKWARD or len(self.awaited.outputs) > 0
@@ -447,7 +422,7 @@ class Unit:
 
     def _reach_weights(self) -> bool:
         """Gather the weights if the unit rests: backward reaches one of its forwards past the outputs."""
-        if self.gather.is_complete:
+        if self.gather.state in COMPLETE:
             return False
         self._enter_backward(True)
         self.unshard()  # also if the unit is in its backward already
@@ -474,11 +449,6 @@ class Unit:
         elif self.awaited.outputs:
             self._become(UnitPhase.PAUSE if self.phase in _IN_BACKWARD else UnitPhase.REST)
 
-    @property
-    def _frees_after_backward(self) -> bool:
-        """True if the weights may go: a graph of gradients still needs them."""
-        return self.reshard_after_backward and not self.root.creates_graph
-
     def _begin_gradients(self) -> bool:
         """Make ready for the first gradient of a bucket, which is about to take memory.
 
@@ -493,49 +463,40 @@ class Unit:
     def _end_backward(self) -> None:
         """Free the weights and begin to reduce the gradients."""
         self._was_recomputed, self.has_ended = False, True
-        if self._frees_after_backward:
-            self.gather.release()
-        backward = self.root.backward
+        self.leave_backward()
+        backward, probe = self.root.backward, self.root.probe
         reduces = (self.phase in _IN_BACKWARD or self.fills_unused) and backward is not None and backward.adds_to_grad
         self._become(UnitPhase.REST)
-        self._num_early_sums += self.root.probe is None and not self.requires_gradient_sync
+        self._num_early_sums += probe is None and not self.requires_gradient_sync
         # All trained buckets, with or without gradients here: [Note: Gradients that do not come].
         for gradients in self.gradients:
-            if gradients.full is not None or (reduces and not gradients.bucket.stored.is_frozen):
-                if self.fills_unused and self.root.probe is None:
-                    gradients.fill_unused()
-                if self.root.probe is not None:
-                    gradients.show_unreduced(self.root.probe)
-                elif self.placement.gradients == "rank" and not self.requires_gradient_sync:
-                    gradients.keep_whole()  # [Note: Gradients that wait whole]
-                else:
-                    self._reduce(gradients, gradients.take_full())
+            if gradients.full is None and (not reduces or gradients.bucket.stored.is_frozen):
+                continue
+            if probe is not None:
+                gradients.show_unreduced(probe)
+                continue
+            if self.fills_unused:
+                gradients.fill_unused()
+            if self.placement.gradients == "rank" and not self.requires_gradient_sync:
+                gradients.keep_whole()  # [Note: Gradients that wait whole]
+            else:
+                self._reduce(gradients, gradients.take_full())
         self.progress.note("after backward")
 
-    def _reduce(self, gradients: BucketGradients, full: Held | None) -> None:
+    def _reduce(self, gradients: BucketGradients, full: Buffer | None) -> None:
         across_nodes = self.requires_gradient_sync
         if full is not None or across_nodes:
             self.root.observer.reducing(self, across_nodes=across_nodes)
-        across_islands = self._crosses_islands(gradients)
-        reduction = Reduction(gradients, full, across_nodes=across_nodes, across_islands=across_islands)
-        self.root.reductions.add(reduction)
-
-    def _crosses_islands(self, gradients: BucketGradients) -> bool:
-        """True if sums go over replicas now. Those of a small bucket are all the sums it has."""
-        return self.requires_all_reduce or gradients.bucket.cluster.cut is not None
-
-    @property
-    def has_left(self) -> bool:
-        """True if something is left to do at the end of a backward: most units are done then."""
-        if self.phase is not UnitPhase.REST or self.awaited.inputs or self.fills_unused:
-            return True
-        for gradients in self.gradients:
-            if gradients.full is not None or gradients.waiting:
-                return True
-        return self.keeps_for_a_step
+        walk = gradients.walk(across_nodes=across_nodes, across_islands=self.requires_all_reduce)
+        self.root.reductions.add(Reduction(gradients, full, walk))
 
     def finish_backward(self) -> None:
         """Reduce the gradients that are left and, in a micro-batch that syncs, partial sums of earlier ones."""
+        has_left = self.phase is not UnitPhase.REST or self.awaited.inputs or self.fills_unused
+        for gradients in self.gradients:  # at each step, so without calls
+            has_left = has_left or gradients.full is not None or len(gradients.waiting) > 0
+        if not has_left and not self.keeps_for_a_step:  # most units are done by now
+            return
         is_left_out = self.fills_unused and not self.has_ended
         if is_left_out or self.phase in _IN_BACKWARD or any(gradients.full is not None for gradients in self.gradients):
             self._end_backward()
@@ -543,10 +504,10 @@ class Unit:
         syncs = self.requires_gradient_sync and self.root.probe is None
         for gradients in self.gradients if syncs else ():
             self.root.reductions.settle(gradients)
-            has_partial_sums = gradients.has_partial_sums(across_islands=self._crosses_islands(gradients))
+            has_partial_sums = gradients.has_partial_sums(across_islands=self.requires_all_reduce)
             if has_partial_sums and not self.root.reductions.is_crossing_nodes(gradients):
-                self._reduce(gradients, gradients.take_full() if gradients.waits_whole else None)
-        if self._frees_after_backward:
+                self._reduce(gradients, gradients.take_full() if AS_THEY_COME in gradients.waiting else None)
+        if self.reshard_after_backward and not self.root.creates_graph:
             self.free_node_shards(ends_step=syncs)
 
     def free_node_shards(self, *, ends_step: bool) -> None:
@@ -561,8 +522,8 @@ class Unit:
                 kept.version = None  # what rests on the host, too
 
     def leave_backward(self) -> None:
-        """Free the weights at the end of a backward of the root."""
-        if self._frees_after_backward:
+        """Free the weights, unless a graph of gradients still needs them."""
+        if self.reshard_after_backward and not self.root.creates_graph:
             self.gather.release()
 
     def abandon(self) -> None:
@@ -592,6 +553,7 @@ class Root(PlacingRoot):
         self.top, self.cluster = top, top.cluster
         self.units = list(dict.fromkeys(unit for module in top.modules for unit in units_below(module)))
         """Outermost first."""
+        self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
         check_matched(unit.blocks for unit in self.units)
         self.lanes, self.ledger = top._comm_ctx, Ledger()
         self.order = Order()
@@ -612,9 +574,11 @@ class Root(PlacingRoot):
         for unit in self.units:
             own_names = ", ".join(filter(None, (names.get(child) for child in unit.modules))) or unit.name
             for bucket in unit.buckets:
-                bucket.unit_name, bucket.full.is_around = own_names, unit.is_around
+                bucket.unit_name = own_names
             unit.join(self)
-            unit.progress.name = own_names
+            unit.rename(own_names)
+        self.gradients = [gradients for unit in self.units for gradients in unit.gradients]
+        """Of all buckets."""
         is_offloaded = any(bucket.stored.is_offloaded for bucket in self.buckets)
         self.host_reads = HostReads(self.lanes.gather_node, is_offloaded=is_offloaded)
         is_pinned = all(unit.cache.pin_memory for unit in self.units)
@@ -629,19 +593,9 @@ class Root(PlacingRoot):
             self._place_caches()
         self._to_place = [unit for unit in self.units if unit.cache.where == "auto"]
         self.chooser = Chooser(self, [unit.cache for unit in self._to_place]) if self._to_place else None
-        """Chooses where units rest, once; None if their caches say."""
+        """Chooses where units rest, once; None if their caches say, and once it has chosen."""
         owners = [Owner(unit.modules, unit.cluster, unit.broadcast_buffers) for unit in self.units]
         self._buffers = Buffers(owners, self._diverges)
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """The buckets of all units."""
-        return [bucket for unit in self.units for bucket in unit.buckets]
-
-    @property
-    def gradients(self) -> list[BucketGradients]:
-        """The gradients of all units."""
-        return [gradients for unit in self.units for gradients in unit.gradients]
 
     def copies_of(self, cluster: Cluster) -> Copies:
         """The copies of the weights that the nodes of `cluster` have: [Note: Exact crossings] in crossing.py."""
@@ -657,8 +611,8 @@ class Root(PlacingRoot):
             if name not in units:
                 raise ValueError(f"{name!r} is no unit of this root; its units are {', '.join(map(repr, units))}")
             units[name].check_placement(placement)
-        if self.chooser is not None:
-            self.chooser.settle()
+        self.chooser = None
+        self.ledger.forget_passing()
         self.place({units[name]: placement for name, placement in placements.items()})
 
     def place(self, placements: Mapping[Unit, Placement]) -> None:
@@ -695,24 +649,26 @@ class Root(PlacingRoot):
 
     def _place_caches(self) -> None:
         """Let weights stay where the units' placements say; those of one node as node shards do not."""
-        hosted: list[list[NodeShard]] = []
+        hosted: list[list[Bucket]] = []
         for unit in self.units:
             if unit.placement.weights != "none":
                 for bucket in unit.buckets:
                     bucket.find_hooks()
             if unit.placement.weights == "rank":
                 for bucket in unit.buckets:
-                    bucket.node_shard.stay_whole()
+                    bucket.node_shard.stay("rank")
             elif unit.placement.weights != "none":
-                kept = [bucket.node_shard for bucket in unit.buckets if bucket.cluster.num_nodes > 1]
-                for each in kept:
-                    each.until = unit.cache.until
-                    each.stay_on_device()
+                crossing = [bucket for bucket in unit.buckets if bucket.cluster.num_nodes > 1]
+                for bucket in crossing:
+                    bucket.node_shard.until = unit.cache.until
+                    bucket.node_shard.stay("device")
                 if unit.placement.weights == "host":
-                    hosted.append(kept)
+                    hosted.append(crossing)
         budget_bytes = max((unit.cache.device_budget_bytes for unit in self.units), default=0)
-        on_device = choose_device_shards([sum(shard.most_bytes for shard in each) for each in hosted], budget_bytes)
-        self._slab.fill([shard for index, each in enumerate(hosted) if index not in on_device for shard in each])
+        sizes_bytes = [sum(bucket.form.most_node_bytes() for bucket in each) for each in hosted]
+        on_device = choose_device_shards(sizes_bytes, budget_bytes)
+        hosted = [each for index, each in enumerate(hosted) if index not in on_device]
+        self._slab.fill([bucket.node_shard for each in hosted for bucket in each])
         self.order.choose_anew()
         for unit in self.units:
             kept = [bucket.node_shard for bucket in unit.buckets]
@@ -758,20 +714,14 @@ class Root(PlacingRoot):
             self.backward = Backward(adds_to_grad=any(each.adds_to_grad() for each in self.gradients))
             for unit in self.units:
                 unit.has_ended = False
-                for gradients in unit.gradients:
-                    if gradients.shown.shown:
-                        self.reductions.drop(gradients, gradients.take_waiting())
-            _compat.after_this_backward(self._finish_backward)
+            self._take_waiting()
+            # the units finish in an order that is the same on all ranks
+            _compat.after_this_backward(partial(_compat.outside_transforms, self._finish_units))
         return self.backward
-
-    def _finish_backward(self) -> None:
-        """Finish the backward of all units, in an order that is the same on all ranks."""
-        _compat.outside_transforms(self._finish_units)
 
     def _finish_units(self) -> None:
         for unit in reversed(self.units):
-            if unit.has_left:
-                unit.finish_backward()
+            unit.finish_backward()
         self.observer.all_issued()
         self.host_reads.delay_edits()
         if self.is_last_backward:
@@ -783,7 +733,8 @@ class Root(PlacingRoot):
                     gradients.show_waiting()
             if unit.gather.state not in AT_REST:
                 unit.leave_backward()
-        self._end_backward()
+        self.order.end_backward()
+        self.backward = None
         syncs = self.probe is None and any(unit.requires_gradient_sync for unit in self.units)
         if self.chooser is not None and syncs:
             self.chooser.end_step()
@@ -792,15 +743,16 @@ class Root(PlacingRoot):
     def reduce_waiting(self) -> None:
         """Reduce what earlier backwards have left, as one that syncs would; none runs now: [Note: Pipelines]."""
         self.backward = Backward(adds_to_grad=True)
+        self._take_waiting()
         for gradients in self.gradients:
-            if gradients.shown.shown:
-                self.reductions.drop(gradients, gradients.take_waiting())
             gradients.collect_left()
         self._finish_units()
 
-    def _end_backward(self) -> None:
-        self.order.end_backward()
-        self.backward = None
+    def _take_waiting(self) -> None:
+        """Take waiting gradients out of `.grad`, and what was cleared out of the sums: [Note: Cleared gradients]."""
+        for gradients in self.gradients:
+            if gradients.shown.shown:
+                self.reductions.drop(gradients, gradients.take_waiting())
 
     def abandon_iteration(self) -> None:
         """Drop the incomplete gradients of a forward or backward that raised."""
@@ -809,7 +761,8 @@ class Root(PlacingRoot):
         self.observer.abandoned()
         for unit in self.units:
             unit.abandon()
-        self._end_backward()
+        self.order.end_backward()
+        self.backward = None
 
 
 def _full_bytes(reference: ref[Root]) -> dict[bool, int]:
@@ -818,8 +771,8 @@ def _full_bytes(reference: ref[Root]) -> dict[bool, int]:
     Gradients that wait hold the ledger. If the ledger held the root, that would be a cycle that Python never frees.
     """
     found, root = {False: 0, True: 0}, reference()
-    for bucket in [] if root is None else root.buckets:
-        found[bucket.full.is_around] += bucket.full.nbytes
+    for unit in [] if root is None else root.units:
+        found[unit.is_around] += sum(bucket.full.nbytes for bucket in unit.buckets)
     return found
 
 
