@@ -1,20 +1,7 @@
 """The ways in which a bucket's buffers move between ranks: exactly, or in few bits.
 
-[Note: Moves]
-Along each axis a buffer is cut (each rank has its part), whole (all have all of it) or partial (each has a term of a
-sum). A move changes it along one axis:
-
-| buffer | island | node | local | move to the next |
-|---|---|---|---|---|
-| shard | whole | cut | cut | gather across the nodes: `WeightCrossing` |
-| node shard | whole | whole | cut | gather inside the node |
-| full buffer | whole | whole | whole | |
-| gradients as they come | partial | partial | partial | reduce-scatter inside the node |
-| sums of a node | partial | partial | cut | reduce-scatter across the nodes: `ways_of_sums` |
-| sums of an island | partial | cut | cut | all-reduce over the islands: `ways_of_sums` |
-| `.grad` | whole | cut | cut | |
-
-A cache keeps a node shard; sums of a node or an island wait for a later micro-batch. Inside a node everything is exact.
+[Note: Spreads] in buffer.py says how each buffer lies over the ranks. Weights cross from shard to node shard as a
+`WeightCrossing`, and sums of gradients in the ways of `ways_of_sums`.
 
 [Note: Differences]
 A cache still has the node shard of the version before. The owner of a shard codes the difference between its weights
@@ -70,13 +57,12 @@ from laconic.codec.sums import CodedSum
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import Communicator, start_flags
 from laconic.comm.moves import NOTHING, SumWay
-from laconic.comm.traffic import Level
+from laconic.comm.traffic import WIRE_LEVELS, Level
 from laconic.ragged.steps import OptimizerStep, after_step, before_step
 from laconic.shard.bucket import Bucket
+from laconic.shard.buffer import LEVELS
 from laconic.shard.extension import Observer
 
-_WIRE_LEVELS: tuple[Level, ...] = ("island", "node")
-LEVELS: tuple[Level, ...] = (*_WIRE_LEVELS, "local")
 _EDITS_BEFORE_WARNING = 8
 
 
@@ -407,7 +393,7 @@ def ways_of_sums(bucket: Bucket) -> dict[Level, SumWay]:
         coding = few_bits_of(layout, parts, codec, plain=plain, device_type=kind, rotates=rotates)
         return KnownLengths(exact[level], coding, cluster.device, "gradients")
 
-    for level in (level for level in _WIRE_LEVELS if exact[level].size > 1):
+    for level in (level for level in WIRE_LEVELS if exact[level].size > 1):
         if wire.gradients == "lossless":
             told = ToldLengths(exact[level], Exponents(), "gradients")
             ways[level] = CodedSum(told, bucket.ledger.hold)
