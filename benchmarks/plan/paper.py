@@ -162,8 +162,8 @@ def infiniband(bench: Bench) -> Row:
         note="by the planner. The wire's rate is the paper's own measurement of a copy, 67 Gbit/s of 100. FCDP as "
         "published gathers once on a flat ring, as FSDP2 hpZ does, which stands for it. The paper gives no sequence "
         f"length (384 is assumed). 10B to 30B on 2 and 4 nodes gain {min(at_8):+.1%} to {max(at_8):+.1%} at 8 a GPU. "
-        "At 16 the plan of ZeRO-3 waits for compute, since it gives collectives the rate of a copy: on 2 / 4 nodes it has "
-        f"{' / '.join(f'{rate:.1f}' for rate in rates)} samples a second, and the paper measured 14.1 / 23.2.",
+        "At 16 the plan of ZeRO-3 waits for compute, since it gives collectives the rate of a copy: on 2 / 4 nodes it "
+        f"has {' / '.join(f'{rate:.1f}' for rate in rates)} samples a second, and the paper measured 14.1 / 23.2.",
     )
 
 
@@ -183,9 +183,9 @@ def infiniband_fitted(bench: Bench) -> Row:
         required=f"within {100 * _CLOSE:.0f} points",
         measured=" / ".join(f"{published:+.1%}" for published, _ in gains),
         is_met=_are_close([published for published, _ in gains]) and abs(rate / _RATES[4] - 1) <= _CLOSE,
-        note=f"{share:.0%} of the rate of the copy; ZeRO-3 then has {rate:.1f} samples a second. The gain at 16 hangs on "
-        "the length of a sequence, which the paper does not give: longer ones compute for longer, and that hides the "
-        f"wire. At 256 tokens in place of 384 it is {shorter:+.1%}. cache=host would gain "
+        note=f"{share:.0%} of the rate of the copy; ZeRO-3 then has {rate:.1f} samples a second. The gain at 16 hangs "
+        "on the length of a sequence, which the paper does not give: longer ones compute for longer, and that hides "
+        f"the wire. At 256 tokens in place of 384 it is {shorter:+.1%}. cache=host would gain "
         f"{' / '.join(f'{own:+.1%}' for _, own in gains)}.",
     )
 
