@@ -4,6 +4,7 @@
     python -m benchmarks.layout --rows padding-1,padding-16  some rows, recorded too
     python -m benchmarks.layout --rows many-ranks,many-ranks-rows
                                                              published models on up to 16,384 ranks, in a minute or two
+    python -m benchmarks.layout --rows tiles                 weights in tiles of 128 x 128 on 10,240 ranks
     python -m benchmarks.layout --quick                      few group sizes, printed only
 
 Padding and planning time are arithmetic and take some minutes for all 1017 group sizes.
@@ -17,7 +18,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from benchmarks import many_ranks
+from benchmarks import many_ranks, tiles
 from benchmarks.many_ranks import ManyRanks
 from laconic.compare.markdown import markdown
 from laconic.layout import packing
@@ -64,6 +65,8 @@ class Bench:
     cases: dict[tuple[str, int, int], Padding] = field(default_factory=dict)
     many: ManyRanks | None = None
     """Published models on many ranks, if a row has asked for them."""
+    tiles: list[list[str]] = field(default_factory=list)
+    """The table of the row `tiles`."""
 
     @property
     def published(self) -> ManyRanks:
@@ -123,7 +126,7 @@ BENCHMARK = Benchmark(
     measures=("laconic.layout", "laconic.ragged", "laconic.shard"),
     name="layout",
     prepare=lambda options: Bench(options.quick),
-    save=lambda record, bench: save(record, table(bench), bench.many),
+    save=lambda record, bench: save(record, bench),
     details=lambda bench: _render(table(bench)),
 )
 
@@ -219,6 +222,12 @@ def many_ranks_rows(bench: Bench) -> Row:
     return many_ranks.many_ranks_rows(bench.published)
 
 
+@BENCHMARK.row("tiles")
+def shared_tiles(bench: Bench) -> Row:
+    row, bench.tiles = tiles.tiles(bench.published)
+    return row
+
+
 def table(bench: Bench) -> list[list[str]]:
     """Return the padding at the shown group sizes that were planned: layer, ranks, four block heights, other rules."""
     lines = []
@@ -239,20 +248,21 @@ def _cell(case: Padding | None) -> str:
     return f"{case.planned:.2%}{buckets}"
 
 
-def save(record: Record, table: list[list[str]], many: ManyRanks | None = None) -> None:
-    """Write the rows, and the table of some group sizes; a table with gaps does not replace the recorded one.
-
-    So does the table of published models, if they were planned in this run.
-    """
-    is_whole = bool(table) and all("-" not in line for line in table)
-    table = table if is_whole else record.known.get("table", [])
+def save(record: Record, bench: Bench) -> None:
+    """Write the rows and the tables. A table that this run did not make, or with gaps, replaces no recorded one."""
+    shown = table(bench)
+    is_whole = bool(shown) and all("-" not in line for line in shown)
+    shown = shown if is_whole else record.known.get("table", [])
     published = record.known.get("published", {"caption": "", "table": []})
-    if many is not None:
-        published = {"caption": many_ranks.caption(many), "table": many_ranks.table(many)}
-    more = ["Padding of a layer at some group sizes; (n): in n buckets.", _render(table)] if table else []
+    if bench.many is not None and "cells" in vars(bench.many):
+        published = {"caption": many_ranks.caption(bench.many), "table": many_ranks.table(bench.many)}
+    of_tiles = bench.tiles or record.known.get("tiles", [])
+    more = ["Padding of a layer at some group sizes; (n): in n buckets.", _render(shown)] if shown else []
     if published["table"]:
         more += [published["caption"], markdown(many_ranks.COLUMNS, published["table"], num_text_columns=1)]
-    record.save(more=more, table=table, published=published)
+    if of_tiles:
+        more += [tiles.CAPTION, markdown(tiles.COLUMNS, of_tiles, num_text_columns=1)]
+    record.save(more=more, table=shown, published=published, tiles=of_tiles)
 
 
 def _render(table: list[list[str]]) -> str:

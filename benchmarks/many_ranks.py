@@ -10,7 +10,7 @@ from functools import cached_property
 from laconic.layout.granularity import rows
 from laconic.plan.known import models
 from laconic.plan.padding import ModelShapes, shapes_of
-from laconic.plan.remedies import Advice, Remedy, advise, most_padding, planned_numel
+from laconic.plan.remedies import Advice, Kind, Remedy, advise, most_padding, planned_numel
 from laconic.plan.units import format_quantity
 from tests.support.record import Row
 
@@ -36,10 +36,10 @@ class Cell:
     padding: float
     advice: Advice | None
 
-    def remedy(self, *, is_flat: bool) -> Remedy | None:
-        """The cheapest remedy with flat blocks, or that with blocks of rows; None if there is none."""
+    def remedy(self, kind: Kind) -> Remedy | None:
+        """The cheapest remedy with blocks of this kind; None if there is none."""
         found = self.advice.remedies if self.advice is not None else ()
-        return next((each for each in found if each.is_flat == is_flat), None)
+        return next((each for each in found if each.blocks == kind), None)
 
 
 @dataclass(frozen=True)
@@ -87,20 +87,20 @@ def many_ranks(measured: ManyRanks) -> Row:
         measured,
         "the recommended remedy",
         lambda cell: cell.advice.remedies[0] if cell.advice is not None and cell.advice.remedies else None,
-        f"{sum(each.is_flat for each in flat)} of {len(flat)} are AdamW8bit's flat blocks, in place of tiles of as "
-        f"many rows. {{cost}} The models have their published numbers of parameters within {off:.1%}.",
+        f"{sum(each.blocks == 'flat' for each in flat)} of {len(flat)} are AdamW8bit's flat blocks, in place of tiles "
+        f"of as many rows. {{cost}} The models have their published numbers of parameters within {off:.1%}.",
     )
 
 
 def many_ranks_rows(measured: ManyRanks) -> Row:
     """The cheapest remedy that keeps blocks of rows, for those who need rows for another reason than AdamW8bit."""
-    kept = [each for cell in measured.bad if (each := cell.remedy(is_flat=False)) is not None]
+    kept = [each for cell in measured.bad if (each := cell.remedy("rows")) is not None]
     several = sum(each.layers_per_unit > 1 for each in kept)
     replicas = sum(each.num_replicas > 1 for each in kept)
     return _row(
         measured,
         "the cheapest remedy that keeps blocks of rows",
-        lambda cell: cell.remedy(is_flat=False),
+        lambda cell: cell.remedy("rows"),
         f"{replicas} have replicas, {several} have several layers in a unit. {{cost}}",
     )
 
@@ -151,12 +151,12 @@ def table(measured: ManyRanks) -> list[list[str]]:
 
 def caption(measured: ManyRanks) -> str:
     """The paragraph above the table."""
-    flat = [each.padding for cell in measured.bad if (each := cell.remedy(is_flat=True)) is not None]
+    flat = [each.padding for cell in measured.bad if (each := cell.remedy("flat")) is not None]
     return CAPTION.format(flat=f"{max(flat):.2%}")
 
 
 def _text(cell: Cell) -> str:
-    remedy = cell.remedy(is_flat=False)
+    remedy = cell.remedy("rows")
     if remedy is None:
         return f"{cell.padding:.2%}"
     layers = f"{remedy.layers_per_unit}l " if remedy.layers_per_unit > 1 else ""

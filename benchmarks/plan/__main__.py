@@ -31,7 +31,9 @@ BENCHMARK = Benchmark(measures=("laconic.plan", "laconic.rehearse", "laconic.sha
     rows={
         "bytes-counted": counted.row, "bytes-interface": seconds.interface, "memory": memory.row,
         "seconds": seconds.seconds, "best": seconds.best,
-        "fits": fits.row, "fcdp-paper": paper.row, "scale": scale.row, "scale-8b": scale.row_8b,
+        "fits": fits.row, "fcdp-paper": paper.row, "fcdp-infiniband": paper.infiniband,
+        "fcdp-infiniband-fitted": paper.infiniband_fitted, "fcdp-slow-wire": paper.slow_wire,
+        "scale": scale.row, "scale-8b": scale.row_8b,
     },
     save=_save, details=_details,
 )  # fmt: skip

@@ -14,6 +14,7 @@ from benchmarks.plan.ranks import train_all
 from laconic.compare.markdown import markdown
 from laconic.config import to_dict
 from laconic.plan.cluster_spec import ClusterSpec
+from laconic.plan.estimates import Estimate
 from tests.support.launch import launch
 from tests.support.measure import Options
 
@@ -27,6 +28,8 @@ class Bench:
         self.out, self.quick = out, quick
         self.predictions = Predictions()
         self.lab = LabRuns(out)
+        self.infiniband: dict[tuple[str, int, int], dict[str, Estimate]] = {}
+        """What the rows of the FCDP paper on InfiniBand share."""
         self.tables: dict[str, str] = {}
         """The tables below the rows, by the key of their row."""
 

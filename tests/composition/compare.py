@@ -70,7 +70,7 @@ def oracle_on(cell: Cell, rank: int) -> dict[str, Tensor]:
 
 def tolerance(cell: Cell) -> float:
     """Rounding enlarges differences of the last bit: AdamW8bit rounds with a seed from the values, Muon to bf16."""
-    is_rounded = cell.optimizer in ("AdamW8bit", "Muon") or "mixed precision" in cell.features
+    is_rounded = cell.optimizer in ("AdamW8bit", "Muon") or not cell.features.isdisjoint({"mixed precision", "scaled"})
     return 3e-3 if is_rounded else 2e-5
 
 

@@ -14,6 +14,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import laconic
 from laconic.optim import AdamW8bit, Muon, Shampoo, Tiling, matrices_and_rest
 from laconic.partial.patterns import sliced_layer
+from tests.composition import columns
 from tests.composition.matrix import CACHES, CODED, CYCLIC, ISLANDS, OUTER, Cell, keys_of
 from tests.support.sharded_net import Block, full_parameters
 
@@ -43,6 +45,8 @@ class Net(nn.Module):
         self.inp, self.blocks, self.out = inp, nn.ModuleList(blocks), out
         self.is_checkpointed = self.is_autocast = False
         self.block_calls, self.block_dtype = 0, torch.float32
+        self.shift: Tensor | float = 0.0
+        self.gain: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16) if self.is_autocast else nullcontext():
@@ -50,7 +54,8 @@ class Net(nn.Module):
             self.block_dtype = x.dtype
             for block in self.blocks:
                 x = checkpoint(self._run, block, x, use_reentrant=False) if self.is_checkpointed else block(x)
-            return self.out(x)
+            y = self.out(x) + self.shift
+            return y if self.gain is None else y * self.gain.to(y.dtype)
 
     def _run(self, block: nn.Module, x: Tensor) -> Tensor:
         self.block_calls += 1
@@ -64,7 +69,7 @@ def num_steps(cell: Cell) -> int:
 
 def num_parts(cell: Cell) -> int:
     """The number of parts of the global batch. Ranks that share a model or a sequence train on one part."""
-    shares = bool(cell.features.intersection(OUTER)), "context parallel" in cell.features
+    shares = bool(cell.features.intersection((*OUTER, "pipeline"))), "context parallel" in cell.features
     is_cyclic = cell.strategy in CYCLIC and "local" not in cell.strategy
     return 2 if is_cyclic else 4 // 2 ** sum(shares)
 
@@ -130,14 +135,23 @@ def build(cell: Cell, island: int, outer: DeviceMesh | None = None, sequence: di
     if "expert parallel" in cell.features:
         second = Mixture
     model = Net(nn.Linear(5, 9), [first(9, 44), second(9, 44)], nn.Linear(9, 3))
-    if "LoRA" in cell.features:
+    if "scaled" in cell.features:
+        laconic.convert_to_scaled_training(model, "mxfp8")
+    if "QLoRA" in cell.features:
+        laconic.quantize_(model, "nf4", skip=["inp", "out"])
+    if cell.has_adapters:
         torch.manual_seed(1)
         inject_adapter_in_model(LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights=False), model)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("lora_" in name)
+    if "ignored" in cell.features:
+        model.gain = nn.Parameter(torch.ones(1), requires_grad=False)
+    if "buffers" in cell.features:
+        del model.shift
+        model.register_buffer("shift", torch.zeros(1))
     if outer is not None:
         for block in model.blocks if "tensor parallel" in cell.features else ():
-            parallelize_module(block, outer, LORA_PLAN if "LoRA" in cell.features else PLAN)
+            parallelize_module(block, outer, LORA_PLAN if cell.has_adapters else PLAN)
         if isinstance(mixture := model.blocks[1], Mixture):
             cut = distribute_tensor(mixture.experts.detach(), outer, [Shard(0)], src_data_rank=None)
             mixture.experts = nn.Parameter(cut, requires_grad=mixture.experts.requires_grad)
@@ -200,11 +214,33 @@ def run_cell(cell: Cell) -> dict[str, Tensor]:
     """
     if cell.strategy in CYCLIC:
         return _run_cyclic(cell)
-    mesh, outer, sequence = _mesh(cell)
+    if "pipeline" in cell.features:
+        return _run_pipeline(cell)
+    mesh, outer, sequence, whole = _mesh(cell)
     is_local = cell.strategy in ("local steps", "partial updates")
     part = dist.get_rank() // (4 // num_parts(cell))
     model: Any = build(cell, dist.get_rank() // 2, outer, sequence)
     _apply_features(cell, model)
+    _shard(cell, model, mesh, whole)
+    optimizer: Any = optimizer_of(cell, model)
+    steps = laconic.LocalSteps(model, optimizer, mesh=mesh, every=EVERY, codec="fp32") if is_local else optimizer
+    followers = columns.Followers(model, steps if is_local else None) if columns.PUBLISHED in cell.features else None
+    for step in range(num_steps(cell)):
+        x, y = (rows if sequence is None else rows.chunk(2)[sequence.rank()] for rows in batch(step, part))
+        error(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        steps.step()
+        steps.zero_grad()
+        if followers is not None and (not is_local or (step + 1) % EVERY == 0):
+            followers.follow()
+    if followers is not None:
+        followers.close()
+    _check_features(cell, model)
+    return full_parameters(model)
+
+
+def _shard(cell: Cell, model: Net, mesh: DeviceMesh, whole: DeviceMesh) -> None:
+    """Shard the model, or a stage, over `mesh`, a part of the mesh `whole`, with the arguments of the cell."""
     granularity = partial(AdamW8bit.granularity, block=_blocks(cell), min_8bit_size=0)  # by default for larger tensors
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -213,22 +249,63 @@ def run_cell(cell: Cell) -> dict[str, Tensor]:
         **(keys_of(cell.strategy) if cell.strategy in CACHES else {}),
         "granularity": granularity if cell.optimizer == "AdamW8bit" else None,
         "checks": laconic.Checks(interval=1, on_damage="regather", unnoticed_edits=True),
+        **columns.arguments(cell.features, model, mesh, whole),
     }
+    sharing = mesh.mesh[mesh.get_local_rank(0)] if cell.strategy in ("local steps", "partial updates") else mesh.mesh
+    columns.spoil(
+        cell.features, model, rank=dist.get_rank(), first=int(mesh.mesh.min()), first_of_island=int(sharing.min())
+    )
     if cell.strategy in CODED:
         options["wire"] = _wire(cell, laconic.Wire.of(options.get("wire", "exact")))
     for block in model.blocks:
         laconic.fully_shard(block, **options)
     laconic.fully_shard(model, **options)
-    optimizer: Any = optimizer_of(cell, model)
-    steps = laconic.LocalSteps(model, optimizer, mesh=mesh, every=EVERY, codec="fp32") if is_local else optimizer
+
+
+def _run_pipeline(cell: Cell) -> dict[str, Tensor]:
+    """Two stages of one block each, and two ranks on different nodes for each; two micro-batches a step."""
+    is_local, has_islands = cell.strategy in ("local steps", "partial updates"), cell.strategy in ISLANDS
+    shape, names = ((2, 1, 2), ("replicate", "shard", "stage")) if has_islands else ((2, 2), ("dp", "stage"))
+    whole = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh, number = whole[names[:-1]] if has_islands else whole["dp"], whole.get_local_rank("stage")
+    part, group = dist.get_rank() // 2, whole.get_group("stage")
+    model: Any = build(cell, part)
+    _apply_features(cell, model)
+    stage: Any = stages_of(cell, model)[number]
+    names_of = {id(each): name for name, each in model.named_parameters()}
+    own = [names_of[id(each)] for each in stage.parameters()]
+    has_rules = cell.optimizer in ("Muon", "Shampoo")  # of the whole model: a stage's last matrix is no output layer
+    by_rule: list[Any] = matrices_and_rest(model) if has_rules else [{"params": [*model.parameters()]}]
+    by_rule = [each | {"params": [names_of[id(one)] for one in each["params"]]} for each in by_rule]
+    _shard(cell, stage, mesh, whole)
+    now = {name: each for name, each in zip(own, stage.parameters(), strict=True) if each.requires_grad}
+    groups = [each | {"params": [now[name] for name in each["params"] if name in now]} for each in by_rule]
+    optimizer: Any = make_optimizer(cell, groups)
+    steps = laconic.LocalSteps(stage, optimizer, mesh=mesh, every=EVERY, codec="fp32") if is_local else optimizer
+    schedule = ScheduleGPipe(
+        PipelineStage(stage, number, 2, torch.device("cpu"), group=group),
+        2,
+        loss_fn=lambda output, target: error(output, target) / 2,
+        scale_grads=False,
+    )
     for step in range(num_steps(cell)):
-        x, y = (rows if sequence is None else rows.chunk(2)[sequence.rank()] for rows in batch(step, part))
-        error(model(x), y).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        x, y = batch(step, part)
+        schedule.step(*(() if number else (x,)), **({"target": y} if number else {}))
+        trained = [each for each in stage.parameters() if each.grad is not None]
+        norm: Any = nn.utils.get_total_norm([each.grad for each in trained])
+        squared = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).square()
+        dist.all_reduce(squared, group=group)
+        nn.utils.clip_grads_with_norm_(trained, MAX_NORM, squared.sqrt())
         steps.step()
         steps.zero_grad()
-    _check_features(cell, model)
-    return full_parameters(model)
+    _check_features(
+        replace(cell, features=cell.features - {"checkpointing"}), *([] if stage.is_checkpointed else [stage])
+    )
+    found = full_parameters(stage)
+    told: list[Any] = [None, None]
+    dist.all_gather_object(told, dict(zip(own, found.values(), strict=True)), group=group)
+    both = told[0] | told[1]
+    return {name: both.get(name, parameter) for name, parameter in model.named_parameters()}
 
 
 def _wire(cell: Cell, wire: laconic.Wire) -> laconic.Wire:
@@ -239,18 +316,18 @@ def _wire(cell: Cell, wire: laconic.Wire) -> laconic.Wire:
     return replace(wire, gradients="int8") if is_lossy and cell.optimizer in ("Muon", "Shampoo") else wire
 
 
-def _mesh(cell: Cell) -> tuple[DeviceMesh, DeviceMesh | None, dist.ProcessGroup | None]:
-    """The mesh of fully_shard, that over which parameters are cut before, and the ranks that share a sequence."""
+def _mesh(cell: Cell) -> tuple[DeviceMesh, DeviceMesh | None, dist.ProcessGroup | None, DeviceMesh]:
+    """The mesh of fully_shard, that over which parameters are cut before, the ranks that share a sequence, and all."""
     is_context = "context parallel" in cell.features
     if not cell.features.intersection(OUTER):
         pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
         mesh = laconic.init_mesh("cpu", islands=2 if cell.strategy in ISLANDS else 1)
-        return mesh, None, pairs.get_group("cp") if is_context else None
+        return mesh, None, pairs.get_group("cp") if is_context else None, mesh
     if cell.strategy in ISLANDS:
         mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "outer"))
-        return mesh["replicate", "shard"], mesh["outer"], None
+        return mesh["replicate", "shard"], mesh["outer"], None, mesh
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "outer"))
-    return mesh["dp"], mesh["outer"], mesh.get_group("dp") if is_context else None
+    return mesh["dp"], mesh["outer"], mesh.get_group("dp") if is_context else None, mesh
 
 
 def _apply_features(cell: Cell, model: Net) -> None:
@@ -297,6 +374,10 @@ def _run_cyclic(cell: Cell) -> dict[str, Tensor]:
             local.step()
     trainer.drain()
     _check_features(cell, *stages)
+    if columns.PUBLISHED in cell.features:
+        followers = columns.Followers(nn.ModuleList(stages))
+        followers.follow(trainer.consistent_parameters)
+        followers.close()
     with trainer.consistent_parameters():
         result = full_parameters(model)
     trainer.close()
@@ -310,5 +391,10 @@ def stages_of(cell: Cell, model: Net) -> list[Net]:
         Net(nn.Identity(), [model.blocks[1]], model.out),
     ]
     for stage in stages:
-        stage.is_checkpointed, stage.is_autocast = model.is_checkpointed, "mixed precision" in cell.features
+        is_cyclic = cell.strategy in CYCLIC
+        stage.is_checkpointed = model.is_checkpointed
+        stage.is_autocast = is_cyclic and "mixed precision" in cell.features
+        if "buffers" in cell.features:
+            del stage.shift
+            stage.register_buffer("shift", torch.zeros(1))
     return stages

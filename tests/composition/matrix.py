@@ -11,6 +11,7 @@ from typing import Any
 
 from laconic import registry
 from laconic.shard.policies import Wire
+from tests.composition import columns
 
 CACHES = tuple(
     name for name, each in registry.strategies().items() if each.is_own and each.in_compare and not each.has_islands
@@ -35,7 +36,16 @@ WELL_TESTED = ("host", "cyclic")
 OPTIMIZERS = ("AdamW", "AdamW8bit", "Muon", "Shampoo")
 OUTER = ("tensor parallel", "expert parallel")
 """The features that cut parameters over another mesh axis."""
-FEATURES = ("LoRA", *OUTER, "context parallel", "checkpointing", "mixed precision", "compile")
+FEATURES = (
+    "LoRA",
+    *OUTER,
+    "context parallel",
+    "checkpointing",
+    "mixed precision",
+    *columns.MORE,
+    "pipeline",
+    "compile",
+)
 
 
 def keys_of(name: str) -> dict[str, Any]:
@@ -68,6 +78,8 @@ MEANING = {
     "context parallel": "sequences cut over ranks, which are among the ranks of `fully_shard`'s mesh",
     "checkpointing": "`torch.utils.checkpoint` around every block",
     "mixed precision": "`MixedPrecisionPolicy` with bf16 computation; cyclic: `torch.autocast` in stages",
+    **columns.MEANING,
+    "pipeline": "two stages of `torch.distributed.pipelining`, each a sharded module over two ranks",
     "compile": "`block.compile()` for every block, before `fully_shard`",
 }
 
@@ -82,6 +94,10 @@ class Cell:
 
     def __str__(self) -> str:
         return " + ".join([self.strategy, self.optimizer, *(name for name in FEATURES if name in self.features)])
+
+    @property
+    def has_adapters(self) -> bool:
+        return bool(self.features & {"LoRA", "QLoRA"})
 
     @property
     def parts(self) -> set[str]:
@@ -104,12 +120,14 @@ class Refusal:
     """A part of the error's text."""
     remedy: str
     """The part of the error's text that says what to do."""
+    unless: tuple[str, ...] = ()
+    """Parts beside which the two are taken."""
 
 
 REFUSALS = (
     Refusal(
         first=("partial updates",),
-        second=("LoRA",),
+        second=("LoRA", "QLoRA"),
         message="the model has LoRA adapters: only they train, and they are too small to slice",
         remedy="Leave partial_updates out",
     ),
@@ -131,21 +149,67 @@ REFUSALS = (
         message="the cyclic schedule needs a mesh of one axis",
         remedy="leave context parallelism out: nothing would sum gradients over the other axes",
     ),
+    Refusal(
+        first=("partial updates",),
+        second=("scaled",),
+        message="is a ScaledWeight, which is gathered in another form, and its slices would be plain",
+        remedy="leave it out of convert_to_scaled_training (module_filter_fn) or of partial_updates (include)",
+    ),
+    Refusal(
+        first=CYCLIC,
+        second=("scaled",),
+        message="is a ScaledWeight, which holds its elements in another tensor, and workers of the cyclic schedule put "
+        "new versions into the parameter itself",
+        remedy="leave the layer out of convert_to_scaled_training, or train with fully_shard",
+        unless=("LoRA", "QLoRA"),  # such weights are frozen then
+    ),
+    Refusal(
+        first=("tensor parallel",),
+        second=("scaled",),
+        message="a weight that trains in few bits is cut by laconic.fully_shard alone",
+        remedy="Leave the layer out of convert_to_scaled_training with module_filter_fn, or out of parallelize_module",
+    ),
+    Refusal(
+        first=("tensor parallel",),
+        second=("QLoRA",),
+        message="this layer has a frozen weight in nf4 and takes no other",
+        remedy="leave it out of quantize_, or out of the plan of parallelize_module",
+    ),
 )
+
+
+def is_empty(parts: set[str]) -> bool:
+    """True if these parts are no cell.
+
+    Adapters come once. The cyclic schedule calls no `fully_shard`, and has stages of its own. A pipeline beside another
+    parallelism, or in the versions of one publisher, needs more than four ranks.
+    """
+    never = [
+        ({*CYCLIC}, {*columns.OF_KEYWORDS, "pipeline"}),
+        ({"LoRA"}, {"QLoRA"}),
+        ({"pipeline"}, {*OUTER, "context parallel", columns.PUBLISHED}),
+    ]
+    return any(parts & first and parts & second for first, second in never)
 
 
 def refusals_of(parts: set[str]) -> list[int]:
     """The indices of the refusals that these parts of a cell meet."""
-    return [i for i, each in enumerate(REFUSALS) if parts.intersection(each.second) and parts.intersection(each.first)]
+    return [
+        i for i, each in enumerate(REFUSALS)
+        if parts & {*each.second} and parts & {*each.first} and not parts & {*each.unless}
+    ]  # fmt: skip
 
 
 def cells() -> list[Cell]:
     """The cells to test: each pair of parts, many triples, and all features at once."""
     fast = [name for name in FEATURES if name != "compile"]
+    together = [name for name in fast if name not in (*columns.MORE, "pipeline")]
     found: dict[Cell, None] = {}
 
     def add(strategy: str, optimizer: str = "AdamW", *features: str) -> None:
-        found[cell_of(strategy, optimizer, *features)] = None
+        cell = cell_of(strategy, optimizer, *features)
+        if not is_empty(cell.parts):
+            found[cell] = None
 
     for strategy in STRATEGIES:
         for optimizer in OPTIMIZERS:
@@ -153,7 +217,7 @@ def cells() -> list[Cell]:
         for name in FEATURES:
             add(strategy, "AdamW", name)
         # two islands have two ranks each, so sequences are not cut there beside parameters
-        at_once = [name for name in fast if strategy not in ISLANDS or name != "context parallel"]
+        at_once = [name for name in together if strategy not in ISLANDS or name != "context parallel"]
         add(strategy, "AdamW", *(name for name in at_once if not refusals_of({strategy, name})))
     for strategy, optimizer, name in product(WELL_TESTED, OPTIMIZERS, fast):
         add(strategy, optimizer, name)
@@ -164,7 +228,7 @@ def cells() -> list[Cell]:
         has_matrices = optimizer in ("Muon", "Shampoo")
         left_out = ((*OUTER, "context parallel"), ("mixed precision",)) if has_matrices else ((),)
         for some in left_out:
-            chosen = [name for name in fast if name not in some and not refusals_of({optimizer, name})]
+            chosen = [name for name in together if name not in some and not refusals_of({optimizer, name})]
             add("host", optimizer, *chosen)
         add("host", optimizer, "compile")
     for name in fast:
@@ -180,7 +244,8 @@ def sample() -> list[Cell]:
     largest = [max((c for c in working if c.strategy == name), key=lambda cell: len(cell.features)) for name in kinds]
     by_optimizer = [cell_of(*pair) for pair in product(("host", "local steps", "cyclic"), OPTIMIZERS)]
     alone = [cell_of(name) for name in STRATEGIES if name not in kinds]
-    return list(dict.fromkeys([*largest, *by_optimizer, *alone, *(cell for cell in tried if not works(cell))]))
+    more = [cell_of("host", "AdamW", name) for name in (*columns.MORE, "pipeline")]
+    return list(dict.fromkeys([*largest, *by_optimizer, *alone, *more, *(cell for cell in tried if not works(cell))]))
 
 
 def cells_of(strategy: str, *, in_sample: bool) -> list[Cell]:

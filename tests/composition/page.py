@@ -19,6 +19,7 @@ from tests.composition.matrix import (
     REFUSALS,
     STRATEGIES,
     cells,
+    is_empty,
     refusals_of,
 )
 
@@ -57,7 +58,10 @@ def _table(corner: str, rows: tuple[str, ...], columns: tuple[str, ...]) -> str:
     lines = [f"| {' | '.join((corner, *columns))} |", f"|---|{':-:|' * len(columns)}"]
     for row in rows:
         met = [", ".join(f"refused ({index + 1})" for index in refusals_of({row, column})) for column in columns]
-        entries = ["" if row == column else text or "works" for column, text in zip(columns, met, strict=True)]
+        entries = [
+            "" if row == column or is_empty({row, column}) else text or "works"
+            for column, text in zip(columns, met, strict=True)
+        ]
         lines.append(f"| {' | '.join((row, *entries))} |")
     return "\n".join(lines)
 

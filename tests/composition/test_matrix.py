@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 
 import pytest
 
-from tests.composition import page, test_caches, test_islands_and_cyclic
+import laconic
+from tests.composition import columns, page, test_caches, test_islands_and_cyclic
 from tests.composition.compare import assert_right, differences, oracle_on
 from tests.composition.job import batch, build, error, num_steps, optimizer_of
 from tests.composition.matrix import (
@@ -38,6 +40,18 @@ def test_each_cell_has_its_tier() -> None:
     assert set().union(*(cell.parts for cell in tried)) == {*STRATEGIES, *OPTIMIZERS, *FEATURES} - {"compile"}
     assert {index for cell in tried for index in refusals_of(cell.parts)} == set(range(len(REFUSALS)))
     assert all(works(cell) for cell in left), "all that is refused is tried"
+
+
+def test_what_the_code_offers_has_its_column() -> None:
+    """Keywords of `fully_shard`, functions that convert a model, and encodings of versions: what is new comes here."""
+    assert set(columns.KEYWORDS) == set(columns.keywords())
+    assert set(columns.CONVERTERS) == set(columns.converters())
+    assert columns.ENCODINGS, "a column tries each of them"
+    places = {*columns.KEYWORDS.values(), *columns.CONVERTERS.values(), columns.PUBLISHED}
+    assert places <= {columns.ROWS, columns.EVERY, *FEATURES, *OPTIMIZERS}
+    in_columns = {key for key, place in columns.KEYWORDS.items() if place in columns.OF_KEYWORDS}
+    of_cyclic = inspect.signature(laconic.CyclicDataParallel).parameters.keys()
+    assert in_columns.isdisjoint(of_cyclic), "the cyclic schedule has none of them, so these cells are empty"
 
 
 @pytest.mark.machine

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -50,6 +52,44 @@ def test_a_matrix_is_rounded_block_by_block(name: str) -> None:
         decoded = weight_format.dequantize(*weight_format.quantize(whole, scale), scale)
         assert decoded[1, : weight_format.width].isnan().all()
         assert decoded[0, -weight_format.width :].isnan().any() == weight_format.has_matrix_scale, "but for NVFP4"
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 5, 7, 64])
+@pytest.mark.parametrize(
+    ("weight_format", "shape"),
+    [
+        (SCALED_FORMATS["fp8_128x128"], (131, 144)),
+        (SCALED_FORMATS["fp8_128x128"], (2, 128, 48)),  # a stack
+        (SCALED_FORMATS["fp8_1x128_e8m0"].for_rows, (3, 128, 9)),  # experts that are multiplied by their columns
+        (ScaledFormat(name="small", height=3, width=5, scale="e8m0"), (8, 7)),
+        (ScaledFormat(name="small", height=4, width=2), (1, 1)),
+    ],
+)
+def test_ranks_that_share_blocks_make_the_bits_of_whole_ones(
+    weight_format: ScaledFormat, shape: tuple[int, ...], num_parts: int
+) -> None:
+    for bad in (None, float("nan"), float("inf")):
+        whole = matrix(math.prod(shape[:-1]), shape[-1]).bfloat16().view(shape)
+        if bad is not None:
+            whole.view(-1)[-1] = bad
+        codes, scales = weight_format.quantize(whole)
+        parts = list(whole.flatten().split(-(-whole.numel() // num_parts)))
+        places = list(accumulate((len(part) for part in parts[:-1]), initial=0))
+        each = [weight_format.largest_by_block(*place, shape) for place in zip(parts, places, strict=True)]
+        largest = torch.stack(each).amax(0)
+        found = [weight_format.quantize_run(*place, shape, largest) for place in zip(parts, places, strict=True)]
+        agreed, joined = weight_format.scales_of(largest), torch.cat([part.view(torch.uint8) for part in found])
+        assert (agreed.shape, agreed.dtype) == (scales.shape, scales.dtype)
+        decoded = weight_format.dequantize(joined.view(codes.dtype).view(shape), agreed, None)
+        assert torch.equal(decoded.nan_to_num(0.5), weight_format.dequantize(codes, scales, None).nan_to_num(0.5))
+        if bad is None:
+            assert torch.equal(joined, codes.flatten().view(torch.uint8))
+            assert torch.equal(agreed.float(), scales.float())
+
+
+def test_blocks_of_one_row_are_not_shared() -> None:
+    with pytest.raises(ValueError, match=r"shares_blocks=True, but a block of nvfp4 has one row, .* leave it out"):
+        convert_to_scaled_training(mlp(), "nvfp4", shares_blocks=True)
 
 
 @pytest.mark.cuda

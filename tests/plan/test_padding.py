@@ -96,7 +96,7 @@ def test_json_holds_the_numbers_of_the_table(folder: Path, capsys: pytest.Captur
     assert second["padding"] == pytest.approx((3 * layer["padding"] + rest["padding"]) / model.numel)
     assert {"cause", "tensors", "text", "shard_numel"} <= set(layer)
     assert first["remedies"] == []
-    assert [each["is_flat"] for each in second["remedies"]] == [True, False]
+    assert [each["blocks"] for each in second["remedies"]] == ["flat", "rows"]
     assert all(call in each["text"] for each in second["remedies"] for call in each["calls"])
 
 

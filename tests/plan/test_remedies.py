@@ -11,9 +11,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
 from laconic import rehearse
+from laconic.layers.scaled import SCALED_FORMATS
 from laconic.layout.granularity import Block, elements, rows
 from laconic.plan.padding import ModelShapes, UnitShapes, plan_of
-from laconic.plan.remedies import Remedy, advise, most_padding
+from laconic.plan.remedies import TILES, Remedy, advise, most_padding
 from laconic.shard.unit import units_below
 
 UNIT_BYTES = 12
@@ -41,7 +42,7 @@ MODELS = {
 
 
 def naive(
-    model: ModelShapes, num_ranks: int, layers: int, replicas: int, block: Block, scaled: int
+    model: ModelShapes, num_ranks: int, layers: int, replicas: int, block: Block, scaled: int, itemsize: int = 4
 ) -> tuple[float, float]:
     """The padding, and the bytes of a rank, of one way to shard."""
     groups = [model.layers[at : at + layers] for at in range(0, len(model.layers), layers)]
@@ -50,7 +51,7 @@ def naive(
     for unit in units:
         names = [f"{index}.{name}" for index, layer in enumerate(unit) for name in layer.names]
         joined = UnitShapes(name="", names=tuple(names), shapes=sum((layer.shapes for layer in unit), ()))
-        planned.append(plan_of(joined, num_ranks // replicas, block, itemsize=4).numel)
+        planned.append(plan_of(joined, num_ranks // replicas, block, itemsize=itemsize).numel)
     numel = sum(layer.numel for unit in units for layer in unit)
     rank_bytes = sum(planned) / (num_ranks // replicas) * (10 + 8 / scaled) + max(planned) * UNIT_BYTES
     return sum(planned) / numel - 1, rank_bytes
@@ -64,8 +65,8 @@ def test_remedies_are_the_cheapest_of_all_ways(name: str) -> None:
     assert found.plain.padding == pytest.approx(naive(model, num_ranks, 1, 1, rows(ROWS), ROWS**2)[0])
     assert found.plain.padding > most_padding(num_ranks)
     assert [each.rank_bytes for each in found.remedies] == sorted(each.rank_bytes for each in found.remedies)
-    by_kind = {each.is_flat: each for each in found.remedies}
-    for is_flat, (block, scaled) in {False: (rows(ROWS), ROWS**2), True: (elements(256), 256)}.items():
+    by_kind = {each.blocks: each for each in found.remedies}
+    for kind, (block, scaled) in {"rows": (rows(ROWS), ROWS**2), "flat": (elements(256), 256)}.items():
         ways = [
             naive(model, num_ranks, layers, replicas, block, scaled)
             for layers in (1, 2, 4, 8, 16)
@@ -74,13 +75,26 @@ def test_remedies_are_the_cheapest_of_all_ways(name: str) -> None:
             if num_ranks % (8 * replicas) == 0
         ]
         enough = [rank_bytes for padding, rank_bytes in ways if padding <= most_padding(num_ranks)]
-        assert (is_flat in by_kind) == bool(enough)
+        assert (kind in by_kind) == bool(enough)
         if enough:
-            best = by_kind[is_flat]
+            best = by_kind[kind]
             assert best.rank_bytes == pytest.approx(min(enough)), best.words
             assert naive(model, num_ranks, best.layers_per_unit, best.num_replicas, block, scaled) == pytest.approx(
                 (best.padding, best.rank_bytes)
             )
+
+
+def test_tiles_of_weights_may_be_shared() -> None:
+    """Every rank then knows all scales, and nothing pads but for 16 bytes of codes."""
+    assert {each.height: each.name for each in SCALED_FORMATS.values() if each.height > 1} == TILES
+    model, num_ranks = linear(24, 976, 4), 64
+    found = advise(model, num_ranks, 128, itemsize=2)
+    assert found is not None
+    shared = found.remedies[-1] if found.remedies[-1].blocks == "shared" else found.remedies[0]
+    assert shared.words == "shared blocks"
+    padding, rank_bytes = naive(model, num_ranks, 1, 1, elements(1), 256, itemsize=1)
+    assert (shared.padding, shared.rank_bytes) == pytest.approx((padding, rank_bytes + 4 * model.numel / 128**2))
+    assert _follow(shared, model) / model.numel - 1 == pytest.approx(padding)
 
 
 def test_rows_that_nobody_asked_for_may_be_cut_and_little_padding_needs_no_advice() -> None:
@@ -98,7 +112,7 @@ def test_a_remedy_names_its_cost_and_the_calls() -> None:
     figures: dict[str, Any] = {"num_ranks": 10240, "num_rows": 32, "padding": 0.0123, "rank_bytes": 2e9}
     text = str(Remedy(**figures, added_bytes=1.25e9, layers_per_unit=4, num_replicas=10))
     assert text.startswith("1.23%, +1.25 GB a rank, 4 layers a unit, 10 replicas of 1024 ranks: mesh = ")
-    text = str(Remedy(**figures, added_bytes=1.25e9, is_flat=True))
+    text = str(Remedy(**figures, added_bytes=1.25e9, blocks="flat"))
     assert text.startswith("1.23%, +1.25 GB a rank, flat blocks of 256: for layer in layers: laconic.fully_shard(")
     assert text.endswith("or [optimizer] flat_blocks = true in a job with adamw8bit")
 
@@ -124,7 +138,7 @@ def _follow(found: Remedy, shapes: ModelShapes) -> int:
         for call in found.calls:
             exec(call, names)
         model(torch.randn(2, shapes.layers[0].shapes[0][1], device="cuda")).backward()
-        if found.is_flat:
+        if found.blocks == "flat":
             names["optimizer"].step()
         return sum(bucket.layout.numel for unit in units_below(model) for bucket in unit.buckets)
 

@@ -95,6 +95,32 @@ def test_losses_are_those_of_whole_weights(weight_format: str, world: int, local
         sharded_net.assert_nothing_gathered(model)
 
 
+@pytest.mark.parametrize(
+    ("world", "local", "options"),
+    [
+        (3, 1, {}),
+        (2, 2, {"reshard_after_forward": False}),
+        (4, 2, {"cache": "host", "offload_policy": CPUOffloadPolicy()}),
+        (5, 1, {"cache": "rank"}),
+    ],
+)
+@on_ranks("world", local="local")
+def test_ranks_may_share_blocks(world: int, local: int, options: dict[str, Any]) -> None:
+    """Losses are those of whole weights, and codes are gathered without padding, in their places."""
+    rounded = rounding(sharded_net.build(make), "fp8_128x128", NAMES)
+    oracle = Oracle(rounded, sharded_net.squared_error, num_nodes=world // local, num_local=local)
+    shared = converted(sharded_net.build(make), "fp8_128x128", shares_blocks=True)
+    model: Any = sharded_net.shard(shared, **options)
+    train_beside_oracle(model, oracle, exact=world == 2, steps=1 if world in (3, 5) else 2)
+    of_blocks = sharded_net.buckets(*model.blocks)
+    in_codes = [bucket for bucket in of_blocks if bucket.form.dtype == torch.float8_e4m3fn]
+    assert len(in_codes) == 2
+    assert not any(bucket.form.is_packed for bucket in in_codes), "the gathered codes are views"
+    assert all(bucket.layout.padding < 16 * world for bucket in in_codes)
+    for bucket in in_codes:
+        assert bucket.node_shard.nbytes == (world // local) * bucket.form.geometry.numel * ("cache" in options)
+
+
 @on_ranks(2, local=1)
 def test_inputs_may_stay_exact_and_frozen_weights_cross_once() -> None:
     plain = make()

@@ -77,11 +77,12 @@ class Net(nn.Module):
         return self.out(x)
 
 
-def converted(model: nn.Module, weight_format: str) -> nn.Module:
+def converted(model: nn.Module, weight_format: str, **options: Any) -> nn.Module:
     return laconic.convert_to_scaled_training(
         model,
         weight_format,
         module_filter_fn=lambda module, _: isinstance(module, Experts),  # type: ignore[arg-type]
+        **options,
     )
 
 
@@ -115,6 +116,20 @@ def test_experts_of_every_cache(weight_format: str) -> None:
         of_blocks = sharded_net.buckets(*model.blocks)
         packed = [bucket for bucket in of_blocks if bucket.form.is_packed]
         assert len(packed) == len(of_blocks) == 2
+
+
+@on_ranks(4, local=1)
+def test_ranks_may_share_blocks_of_experts() -> None:
+    """Also of those that expert parallelism has left to them."""
+    laconic.init_mesh("cpu")
+    whole = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("node", "local", "experts"))
+    outer, mesh, make = whole["experts"], whole["node", "local"], partial(Net, is_grouped=False)
+    model: Any = converted(sharded_net.build(make), "fp8_128x128", shares_blocks=True)
+    for block in model.blocks:
+        block.up = nn.Parameter(distribute_tensor(block.up.detach(), outer, [Shard(0)], src_data_rank=None))
+    sharded_net.shard(model, cache="host", mesh=mesh)
+    train_beside_oracle(model, make, "fp8_128x128", (2, 1), mesh["node"].get_local_rank())
+    assert not any(bucket.form.is_packed for bucket in sharded_net.buckets(*model.blocks))
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)

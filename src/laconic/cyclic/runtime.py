@@ -305,6 +305,16 @@ def _check_stages(stages: Sequence[nn.Module]) -> None:
                     'leave tensor and expert parallelism and fully_shard out (states="sharded" keeps a stage on one '
                     "worker), or train with fully_shard in place of the cyclic schedule"
                 )
+            if (
+                parameter.requires_grad
+                and hasattr(parameter, "__tensor_flatten__")
+                and not isinstance(parameter, DTensor)
+            ):
+                raise ValueError(
+                    f"{name} of stage {number} is a {type(parameter).__name__}, which holds its elements in another "
+                    "tensor, and workers of the cyclic schedule put new versions into the parameter itself; leave the "
+                    "layer out of convert_to_scaled_training, or train with fully_shard in place of the cyclic schedule"
+                )
         if not trainable(stage):
             raise ValueError(
                 f"stage {number} has no trainable parameter, so its worker's gradient would be empty; cut the model "

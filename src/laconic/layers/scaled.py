@@ -16,24 +16,34 @@ whichever ranks hold the others.
 - *MXFP8* (OCP Microscaling 1.0): e4m3 with an e8m0 scale per 1 x 32. The scale is rounded up, as in arXiv 2506.08027,
   where OCP's own rule would clip the largest values.
 - *NVFP4* (arXiv 2509.25149): e2m1, two values in a byte, with an e4m3 scale per 1 x 16, and one fp32 scale per matrix.
+
+[Note: Shared blocks]
+A block of 128 x 128 lies in 128 whole rows, so a rank must hold 128 rows to encode it alone. On thousands of ranks that
+is many times a rank's share: 128 of the longest rows of Llama 405B have 6.8 million elements, a share of a layer on
+10,240 ranks 0.3 million. With `shares_blocks` ranks may cut blocks anywhere. Each finds the largest magnitude of its
+part of each block, an all-reduce of one fp32 number per block takes the largest of all, and then each rank encodes its
+part as if it had the block. A maximum does not depend on its order, so codes and scales have the bits of whole blocks.
+Codes are gathered alone and in their places, as all ranks know the scales by then. So the reduction replaces the gather
+of scales. It is one message more that a gather must wait for, which nobody needs where blocks fit into shards.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from laconic.codec.bits import pack_bits, unpack
 from laconic.codec.blocked import E2M1
 from laconic.codec.kernels import kernels_for
 from laconic.codec.tiles import Grid
-from laconic.layout.granularity import Block, rows
+from laconic.layout.granularity import Block, elements, rows
 
 ScaledName = Literal["fp8_128x128", "fp8_1x128", "fp8_1x128_e8m0", "mxfp8", "nvfp4"]
 
@@ -63,6 +73,8 @@ class ScaledFormat:
     """Encode the matrix that it multiplies, too: [Note: Scaled weights] in layers/scaled_linear.py."""
     sums_over: Literal["columns", "rows"] = "columns"
     """The index of a weight over which a product with it sums. Blocks of an input lie along the same index."""
+    shares_blocks: bool = field(default=False, compare=False)
+    """Ranks may cut blocks of several rows: [Note: Shared blocks]. The bits are the same, so such formats are equal."""
 
     def __post_init__(self) -> None:
         if min(self.height, self.width) < 1:
@@ -107,9 +119,14 @@ class ScaledFormat:
         return {"fp32": torch.float32, "e8m0": _E8M0, "e4m3": _E4M3}[self.scale]
 
     @property
+    def agrees_on_scales(self) -> bool:
+        """True if ranks may cut blocks, and agree on scales: [Note: Shared blocks]. A block of one row is never cut."""
+        return self.shares_blocks and self.height > 1
+
+    @property
     def uncut_block(self) -> Block:
-        """The rows that must lie on one rank, for `fully_shard(granularity=)`."""
-        return rows(self.height)
+        """What must lie on one rank, for `fully_shard(granularity=)`."""
+        return elements(1) if self.agrees_on_scales else rows(self.height)
 
     @property
     def of_rows(self) -> ScaledFormat:
@@ -177,7 +194,8 @@ class ScaledFormat:
         grid = self._grid(matrix.shape)
         encode = _ENCODERS[self.scale]
         for panel in grid.panels(scales, is_whole=matrix.device.type != "cpu"):
-            own_codes, own_scales = encode(panel.read(matrix).to(torch.float32), matrix_scale)
+            blocks = panel.read(matrix).to(torch.float32)
+            own_codes, own_scales = encode(blocks, blocks.abs().amax((1, 3)), matrix_scale)
             panel.write(codes, own_codes)
             scales[panel.scales].copy_(own_scales)
         if self.is_packed:
@@ -208,6 +226,46 @@ class ScaledFormat:
             panel.write(matrix, decode(panel.read(as_bytes), scales[panel.scales], matrix_scale))
         return matrix
 
+    def largest_by_block(self, run: Tensor, first: int, shape: Sequence[int]) -> Tensor:
+        """The largest magnitude of each block in some elements of a weight: [Note: Shared blocks].
+
+        It is zero for a block that they do not reach, and infinite for one with NaN, which a maximum over ranks could
+        lose. Shapes: run (k,), elements [first, first + k) of a weight of `shape` -> `scales_shape`, fp32.
+        """
+        found = run.new_zeros(self.scales_shape(shape), dtype=torch.float32)
+        largest = self._strips(run, first, shape).abs().amax(-1)
+        row = first // shape[-1]
+        above = row % self.height
+        padded = functional.pad(largest, (0, 0, above, -(above + len(largest)) % self.height))
+        bands = padded.unflatten(0, (-1, self.height)).amax(1)
+        found.view(-1, bands.shape[1])[row // self.height :][: len(bands)] = bands
+        return found.nan_to_num_(nan=math.inf, posinf=math.inf)
+
+    def scales_of(self, largest: Tensor) -> Tensor:
+        """The scales of blocks whose largest magnitudes are `largest`, fp32: of its shape."""
+        return {"fp32": _scales_in_fp32, "e8m0": _scales_in_e8m0}[self.scale](largest)
+
+    def quantize_run(self, run: Tensor, first: int, shape: Sequence[int], largest: Tensor) -> Tensor:
+        """Encode some elements of a weight, of which `largest` has the largest magnitude of each whole block.
+
+        Shapes: as `largest_by_block` -> codes (k,).
+
+        Reference: the codes of `quantize`, bit-equal.
+        """
+        strips, row = self._strips(run, first, shape), first // shape[-1]
+        bands = torch.arange(row, row + len(strips), device=run.device) // self.height
+        of_rows = largest.view(-1, largest.shape[-1])[bands]
+        codes, _ = _ENCODERS[self.scale](strips[:, None], of_rows, None)
+        begin = first % shape[-1]
+        return codes.flatten(1)[:, : shape[-1]].reshape(-1)[begin : begin + len(run)]
+
+    def _strips(self, run: Tensor, first: int, shape: Sequence[int]) -> Tensor:
+        """Elements from `first` on as the rows that they lie in, with zeros around them: (rows, a, width), fp32."""
+        begin = first % shape[-1]
+        rows_of_run = functional.pad(run.to(torch.float32), (begin, -(begin + len(run)) % shape[-1]))
+        padded = functional.pad(rows_of_run.view(-1, shape[-1]), (0, -shape[-1] % self.width))
+        return padded.unflatten(1, (-1, self.width))
+
     @property
     def has_kernels(self) -> bool:
         """Whether triton's kernels are for this format: sides are powers of two, as triton needs, and fit a program."""
@@ -223,7 +281,7 @@ class ScaledFormat:
             height=self.height,
             width=self.width,
             columns=shape[1],
-            uncut=self.uncut_block.numel(shape),
+            uncut=rows(self.height).numel(shape),
             scales_shape=self.scales_shape(shape),
         )
 
@@ -233,29 +291,42 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
 
 
-def _encode_with_fp32(blocks: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Shapes: blocks (d, height, a, width), fp32 -> codes of that shape, and scales (d, a), fp32."""
-    scales = blocks.abs().amax((1, 3)).clamp(min=_SMALLEST_MAGNITUDE) / _LARGEST_E4M3
+def _scales_in_fp32(largest: Tensor) -> Tensor:
+    return largest.clamp(min=_SMALLEST_MAGNITUDE) / _LARGEST_E4M3
+
+
+def _scales_in_e8m0(largest: Tensor) -> Tensor:
+    """The powers of two from these of fp32 on."""
+    ratios = _scales_in_fp32(largest)
+    fractions, exponents = torch.frexp(ratios)  # 0.5 <= fraction < 1
+    biased = (exponents.to(torch.int32) - (fractions == 0.5).to(torch.int32) + _E8M0_BIAS).clamp(1, 2 * _E8M0_BIAS - 1)
+    return torch.where(ratios.isfinite(), biased, _E8M0_NAN).to(torch.uint8).view(_E8M0)
+
+
+def _encode_with_fp32(blocks: Tensor, largest: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Encode blocks whose largest magnitudes are known.
+
+    Shapes: blocks (d, height, a, width), fp32, largest (d, a) -> codes of the blocks' shape, and scales (d, a).
+    """
+    scales = _scales_in_fp32(largest)
     return (blocks / scales[:, None, :, None]).to(_E4M3), scales
 
 
-def _encode_with_e8m0(blocks: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As `_encode_with_fp32`, with the next power of two for a scale. Products round once."""
-    ratios = blocks.abs().amax((1, 3)).clamp(min=_SMALLEST_MAGNITUDE) / _LARGEST_E4M3
-    fractions, exponents = torch.frexp(ratios)  # 0.5 <= fraction < 1
-    biased = (exponents.to(torch.int32) - (fractions == 0.5).to(torch.int32) + _E8M0_BIAS).clamp(1, 2 * _E8M0_BIAS - 1)
-    biased = torch.where(ratios.isfinite(), biased, _E8M0_NAN)
+def _encode_with_e8m0(blocks: Tensor, largest: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `_encode_with_fp32`, with powers of two for scales. Products round once."""
+    scales = _scales_in_e8m0(largest)
+    biased = scales.view(torch.uint8).to(torch.int32)
     inverses = ((2 * _E8M0_BIAS - biased).clamp(min=1) << 23).view(torch.float32)  # by the bits of fp32
-    return (blocks * inverses[:, None, :, None]).to(_E4M3), biased.to(torch.uint8).view(_E8M0)
+    return (blocks * inverses[:, None, :, None]).to(_E4M3), scales
 
 
-def _encode_with_e4m3(blocks: Tensor, matrix_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+def _encode_with_e4m3(blocks: Tensor, largest: Tensor, matrix_scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """As `_encode_with_fp32`, with codes of e2m1 in a byte each, and scales in multiples of the matrix's own.
 
     The order of products and quotients is that of NVIDIA's kernels.
     """
     assert matrix_scale is not None, "the scale of the whole matrix is needed"
-    scales = blocks.abs().amax((1, 3)) / _LARGEST_E2M1 / matrix_scale
+    scales = largest / _LARGEST_E2M1 / matrix_scale
     rounded = scales.clamp(_SMALLEST_SCALE, _LARGEST_E4M3).to(_E4M3)
     inverses = matrix_scale.reciprocal() / rounded.to(torch.float32)
     values = blocks * inverses[:, None, :, None]

@@ -18,7 +18,8 @@ the weight from the exact input, both in the input's dtype: encoding counts as t
 decoded numbers on every device.
 
 NVFP4 needs the largest magnitude of each matrix. Its ranks find it by an all-reduce of one number per matrix and
-gather, and it stays with the weight that was gathered. Its input is encoded by the largest of this rank's input.
+gather, and it stays with the weight that was gathered. Its input is encoded by the largest of this rank's input. So do
+the scales of a format whose blocks ranks share: [Note: Shared blocks] in layers/scaled.py.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class ScaledWeight(Tensor):
 
     @property
     def uncut_block(self) -> Block:
-        """The rows that must lie on one rank; `fully_shard` asks for it: [Note: Conversion]."""
+        """What must lie on one rank; `fully_shard` asks for it: [Note: Conversion]."""
         return self.weight_format.uncut_block
 
     @property
@@ -163,8 +164,10 @@ class ScaledWeight(Tensor):
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """Encode this rank's rows, as FSDP2 asks: codes and scales to gather, and the scale of each matrix.
 
-        Collective over `mesh` for formats with such a scale.
+        Of blocks that ranks share, codes alone, and all scales. Collective over `mesh` in these two cases.
         """
+        if self.weight_format.agrees_on_scales:
+            return self._share_blocks(mesh)
         rows = self._elements.reshape(-1, self.whole_shape[-1])
         if not self.weight_format.has_matrix_scale:
             return self.weight_format.quantize(rows), None
@@ -172,12 +175,18 @@ class ScaledWeight(Tensor):
         largest = rows.new_zeros(self.whole_shape[:-2], dtype=torch.float32)
         for index, part in parts:
             largest[index] = self.weight_format.largest_of(part)
-        if mesh.size() > 1:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group())
+        _take_largest(largest, mesh)
         scale = self.weight_format.matrix_scale(largest)
         encoded = [self.weight_format.quantize(part, scale[index]) for index, part in parts]
         codes, scales = zip(*encoded, strict=True)
         return (torch.cat(codes), torch.cat([each.view(torch.uint8) for each in scales]).view(scales[0].dtype)), scale
+
+    def _share_blocks(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Encode this rank's part of each block: [Note: Shared blocks] in layers/scaled.py."""
+        place = self._elements.reshape(-1), self.first_element, self.whole_shape
+        largest = self.weight_format.largest_by_block(*place)
+        _take_largest(largest, mesh)
+        return (self.weight_format.quantize_run(*place, largest),), self.weight_format.scales_of(largest)
 
     def _rows_by_matrix(self, rows: Tensor) -> list[tuple[Any, Tensor]]:
         """This rank's rows of each matrix, with the index of the matrix: of a stack, () of a matrix alone."""
@@ -202,6 +211,15 @@ class ScaledWeight(Tensor):
         Raises:
             RuntimeError: there are other scales than the weight has blocks: ranks have cut blocks.
         """
+        if self.weight_format.agrees_on_scales:
+            assert metadata is not None
+            if out is not None:
+                assert isinstance(out, ScaledTensor)
+                out.scales.view(torch.uint8).copy_(metadata.view(torch.uint8))
+                return None
+            scales = metadata.clone()  # for as long as the codes are there
+            codes = all_gather_outputs[0].view(self.whole_shape)
+            return ScaledTensor(codes, scales, None, self.weight_format, param_dtype), (codes, scales)
         codes, scales = all_gather_outputs
         if out is not None:
             assert isinstance(out, ScaledTensor)
@@ -217,6 +235,12 @@ class ScaledWeight(Tensor):
             )
         codes, scales = codes.view(self.weight_format.codes_shape(self.whole_shape)), scales.view(wanted)
         return ScaledTensor(codes, scales, metadata, self.weight_format, param_dtype), (codes, scales)
+
+
+def _take_largest(largest: Tensor, mesh: DeviceMesh) -> None:
+    """Replace each number by the largest of all ranks. Collective."""
+    if mesh.size() > 1:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group())
 
 
 class ScaledTensor(Tensor):
@@ -399,7 +423,9 @@ def _ready(input: Tensor, weight: Tensor) -> Tensor:
             f"blocks lie along its {weight_format.sums_over}; leave the layer out of convert_to_scaled_training with "
             "module_filter_fn"
         )
-    return input.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind := input.device.type) else input
+    kind = input.device.type
+    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return input.to(torch.get_autocast_dtype(kind)) if is_cast else input
 
 
 def scaled_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

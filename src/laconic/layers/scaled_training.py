@@ -28,6 +28,7 @@ def convert_to_scaled_training(
     *,
     module_filter_fn: Callable[[nn.Module, str], bool] | None = None,
     scales_input: bool = True,
+    shares_blocks: bool = False,
 ) -> nn.Module:
     """Let the linear layers and the experts of `model` train with weights in few bits, in place, and return it.
 
@@ -44,15 +45,19 @@ def convert_to_scaled_training(
             transformers model, and those whose weight is tied to another module's.
         scales_input: encode inputs, too, in blocks of one row, which lets the device multiply codes. False leaves them
             exact, and multiplies by the decoded weight everywhere.
+        shares_blocks: let ranks cut blocks of several rows, such as 128 x 128, where so many whole rows are more than a
+            rank's share: on a thousand ranks and more. Before each gather ranks then agree on scales, by an all-reduce
+            of four bytes per block. Bits are the same: [Note: Shared blocks] in layers/scaled.py.
 
     Raises:
-        ValueError: `weight_format` is unknown; no layer is left to convert; the model is sharded already; or a layer's
-            weight is tied, is cut by another parallelism, converts itself already, or has no blocks of the format. The
-            first forward of a layer raises it if its weight has lost its format since, or is multiplied otherwise.
+        ValueError: `weight_format` is unknown; `shares_blocks` is asked for and blocks have one row; no layer is left
+            to convert; the model is sharded already; or a layer's weight is tied, is cut by another parallelism,
+            converts itself already, or has no blocks of the format. The first forward of a layer raises it if its
+            weight has lost its format since, or is multiplied otherwise.
     """
     chosen_format, tied = scaled_format_named(weight_format), tied_parameters(model)
-    if not scales_input:
-        chosen_format = replace(chosen_format, scales_input=False)
+    chosen_format = replace(chosen_format, scales_input=chosen_format.scales_input and scales_input,
+                            shares_blocks=chosen_format.shares_blocks or shares_blocks)  # fmt: skip
     holders = {name: found for name, module in model.named_modules() if (found := _Holder.of(module, name)) is not None}
     if module_filter_fn is None:
         last = output_layer(model)
@@ -69,6 +74,12 @@ def convert_to_scaled_training(
     converted = [
         (holder, key, holder.convert(key, chosen_format, tied)) for holder in holders.values() for key in holder.weights
     ]
+    held = [weight.data.to_local() if isinstance(weight.data, DTensor) else weight for *_, weight in converted]
+    if chosen_format.shares_blocks and not any(each.weight_format.agrees_on_scales for each in held):  # type: ignore[attr-defined]
+        raise ValueError(
+            f"shares_blocks=True, but a block of {chosen_format.name} has one row, which one rank holds whole anyway; "
+            "leave it out"
+        )
     for holder, key, weight in converted:
         holder.module.register_parameter(key, weight)
     for holder in holders.values():

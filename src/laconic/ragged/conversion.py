@@ -286,6 +286,7 @@ class Conversion:
                 self._gathered = nn.Parameter(gathered[0], requires_grad=gathered[0].is_floating_point())
             return self._gathered
         assert self._part is not None, "the elements of a parameter were decoded before any were encoded"
+        gathered = tuple(map(holder_of, gathered))
         if self._gathered is not None:
             for storage, nbytes in self._buffers:
                 storage.resize_(nbytes)
