@@ -32,6 +32,7 @@ class Tie:
         places: Sequence[int],
         modules: Mapping[int, nn.Module],
         group: dist.ProcessGroup,
+        ranks: RankGroup,
         traffic: Traffic,
     ) -> None:
         """Find this rank's copies. Collective over the ranks of the pipeline.
@@ -41,6 +42,7 @@ class Tie:
             places: the place in the pipeline of each stage.
             modules: this rank's stages.
             group: the ranks of the pipeline, in the order of places.
+            ranks: the same ranks, for small messages.
             traffic: counts the bytes, as "gradients".
         """
         self._group, self._traffic, self._rank = group, traffic, dist.get_rank(group)
@@ -48,12 +50,13 @@ class Tie:
         """This rank's copies."""
         self._holders = list(dict.fromkeys(places[stage] for stage, _ in members))
         """The places of the ranks that have copies."""
-        tables: list[Any] = RankGroup(group).gather([[_table(each), _held(each)] for each in self.copies])
+        tables: list[Any] = ranks.gather([[_table(each), _held(each)] for each in self.copies])
         kinds = [table for place in self._holders for table, _ in tables[place]]
         self._is_cut_alike = all(table == kinds[0] for table in kinds)
         self._parts = {place: [held for _, held in tables[place]] for place in self._holders}
         """The elements of each copy of each of these ranks."""
 
+    @property
     def further_copies(self) -> list[nn.Parameter]:
         """This rank's copies without the first of all, whose gradient stands for all in a norm."""
         return self.copies[1:] if self._holders[0] == self._rank else self.copies
