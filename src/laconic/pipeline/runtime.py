@@ -176,7 +176,7 @@ class Pipeline:
                 first = everyone[0][key]
                 if value != first:
                     here, there = (
-                        f"before blocks {each[0]} ({each[1]})" if key == "cut" else repr(each)
+                        f"before the blocks {each[0][1:-1]} ({each[1]})" if key == "cut" else repr(each)
                         for each in (value, first)
                     )
                     raise RanksDifferError(
