@@ -286,6 +286,11 @@ class WireStage(PipelineStage):
             if isinstance(module, ShardedModule):
                 module.unshard()
 
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        """See `PipelineStage`; all stages know their shapes, and a rehearsal has nobody to vote on that."""
+        _compat.expect_given_shapes(self)
+        return super()._prepare_forward_infra(*args, **kwargs)
+
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """See `PipelineStage`. Gradients wait if another step adds to them."""
         if self.syncs:
