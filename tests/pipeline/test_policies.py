@@ -13,7 +13,7 @@ from torch.distributed.pipelining import schedules
 from laconic.errors import RanksDifferError
 from laconic.pipeline import SCHEDULES, Pipeline, PipelinePolicy, cut_pipeline
 from laconic.rehearse import Kill, RankError, ranks
-from tests.pipeline import toys
+from tests.support import pipelines as toys
 from tests.support.launch import on_ranks
 
 

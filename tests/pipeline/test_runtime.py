@@ -9,9 +9,9 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from laconic.pipeline import SCHEDULES, PipelinePolicy
-from tests.pipeline import toys
 from tests.pipeline.toys import assert_same_gradients, assert_trains_as_one_process, descend
 from tests.reference.pipeline import whole_loss
+from tests.support import pipelines as toys
 from tests.support.launch import on_ranks
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from laconic.pipeline import PipelinePolicy
-from tests.pipeline import toys
 from tests.pipeline.toys import assert_same_gradients, descend, full
 from tests.reference.pipeline import whole_loss
+from tests.support import pipelines as toys
 from tests.support.launch import on_ranks
 
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.pipelining import stage
 
+import laconic
+from laconic import _compat
 from laconic.codec import CODECS
-from laconic.pipeline import SCHEDULES, PipelinePolicy, cut_pipeline
-from tests.pipeline import toys
+from laconic.pipeline import SCHEDULES, Boundary, Pipeline, PipelinePolicy, TensorForm, cut_pipeline
+from laconic.rehearse import races, rehearsal
 from tests.pipeline.toys import assert_trains_as_one_process
+from tests.support import pipelines as toys
 from tests.support.launch import on_ranks
 
 HEAVY = [pytest.param(each, marks=pytest.mark.heavy) for each in SCHEDULES if each not in ("1F1B", "DualPipeV")]
@@ -42,7 +49,7 @@ def test_bytes_are_those_of_the_tokens(schedule: Any, boundaries: int, wire: str
         moved = pipeline.traffic.snapshot() - before
         assert moved.total(level="local", purpose="activations") == 0
         both = [moved.total("node", "activations", way) for way in ("sent", "received")]
-        assert sum(both) == boundaries * (each_way * (1 + trains) + tokens.numel())
+        assert sum(both) == boundaries * (each_way * (1 + trains) + tokens.numel() * toys.CARRIES_MASKS)
 
 
 @on_ranks(2, local=2)
@@ -76,3 +83,43 @@ def test_losses_in_eight_bits_follow_those_of_exact_ones() -> None:
     assert curves["exact"][-1] < curves["exact"][0] / 3
     assert curves["8bit"] != curves["exact"]
     assert curves["8bit"][-1] == pytest.approx(curves["exact"][-1], rel=0.02)
+
+
+def test_an_older_torch_hands_on_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = TensorForm((2, 3), torch.bool, False)
+    if toys.CARRIES_MASKS:
+        _compat.refuse_constants_between_stages([mask])
+        monkeypatch.delattr(stage, "InferenceMode")
+    with pytest.raises(ValueError, match=r"a stage hands on bool \[2, 3\], which needs no gradient, .*; install torch"):
+        _compat.refuse_constants_between_stages([mask])
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_a_rehearsal_counts_the_same_bytes(schedule: Any, rank: int) -> None:
+    """On accelerators that are not there, as one rank of two machines with two; no stream reads too early."""
+    policy = PipelinePolicy(schedule=schedule, wire="8bit")
+    first = TensorForm((2, 64), torch.float32, requires_grad=False)
+    entries = [Boundary((first,)), *[Boundary((replace(first, requires_grad=True),))] * (policy.num_stages(2) - 1)]
+    with rehearsal(nodes=2, local=2, rank=rank, cost_of=lambda *_: 0) as machine:
+        laconic.init_mesh("cuda")
+        whole = init_device_mesh("cuda", (2, 1, 2), mesh_dim_names=("pipeline", "node", "local"))
+        with torch.device("cuda"):
+            cut = cut_pipeline([nn.Linear(64, 64) for _ in range(8)], policy.num_stages(2))
+            batch = torch.zeros(2, 8, 64)
+        own = {number: cut.stages[number] for number in policy.stages_of(rank // 2, 2)}
+        for module in own.values():
+            laconic.fully_shard(module, mesh=whole["node", "local"])
+        pipeline = Pipeline(
+            own, cut, mesh=whole["pipeline"], loss_fn=nn.functional.mse_loss, policy=policy, entries=entries
+        )
+        with machine.recording() as tape:
+            pipeline.step(*batch)
+            pipeline.clip_grad_norm_(1.0)
+            pipeline.evaluate(*batch)
+    assert list(races(tape)) == []
+    moved = pipeline.traffic.snapshot()
+    forwards, backwards = (
+        sum(1 for number in own if 0 <= number + step < len(entries) and number + step not in own) for step in (1, -1)
+    )
+    assert moved.total("node", "activations", "sent") == 4 * (2 * forwards + backwards) * entries[1].nbytes("8bit")

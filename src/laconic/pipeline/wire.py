@@ -296,5 +296,8 @@ class WireStage(PipelineStage):
         if self.syncs:
             super().perform_reduce_grad(grad_scale_factor)
 
+    def _validate_fwd_outputs(self, outputs: Sequence[Tensor]) -> None:
+        """Compare nothing, as torch 2.11 would: the shapes and strides of the last stage's outputs may be any."""
+
     def _post_metadata_inference_cleanup(self) -> None:
         """Leave gradients alone, which torch clears here: they may be an earlier step's, as nothing was inferred."""
