@@ -339,8 +339,8 @@ class Pipeline:
     def _tell_loss(self, losses: Sequence[Tensor]) -> Tensor:
         """The sum of the micro-batches' parts, which the rank with the last stage tells all."""
         own = torch.stack([each.detach().float() for each in losses]).sum().item() if losses else None
-        told = self._ranks.gather(own)
-        return torch.tensor(next((each for each in told if each is not None), math.nan), device=self.device)
+        told = [each for each in self._ranks.gather(own) if each is not None]
+        return torch.tensor(told[0] if told else math.nan, device=self.device)  # in a rehearsal nobody may tell
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 
 from laconic import _compat
 from laconic.codec import CODECS, Codec
@@ -37,8 +38,9 @@ from laconic.comm.traffic import Level, Traffic
 from laconic.shard.sharded_module import ShardedModule
 from laconic.shard.unit import unit_of
 
+_CODEC: Codec = CODECS["int8"]
+"""The codec of wire="8bit"."""
 _CODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_CODEC_OF: dict[str, Codec | None] = {"exact": None, "8bit": CODECS["int8"]}
 
 
 def as_tuple(values: Any) -> tuple[Any, ...]:
@@ -63,10 +65,10 @@ class TensorForm:
         """A contiguous tensor of this form, of zeros: an index of an embedding may be zero."""
         return torch.zeros(self.shape, dtype=self.dtype, device=device).requires_grad_(self.requires_grad)
 
-    @property
-    def numel(self) -> int:
-        """The number of its elements."""
-        return torch.Size(self.shape).numel()
+    def nbytes(self, wire: str) -> int:
+        """The bytes of the message with such a tensor."""
+        numel = torch.Size(self.shape).numel()
+        return _CODEC.payload_bytes(numel) if is_coded(self, wire) else numel * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}".removeprefix("torch.")
@@ -87,10 +89,10 @@ class Boundary:
         """
         values = as_tuple(outputs)
         for value in values:
-            if not isinstance(value, Tensor):
+            if not isinstance(value, Tensor) or isinstance(value, DTensor):
                 raise ValueError(
-                    f"a stage hands on a {type(value).__name__}, but only tensors cross to the next; return a tensor "
-                    "or a tuple of tensors"
+                    f"a stage hands on a {type(value).__name__}, but only plain tensors cross to the next; return a "
+                    "tensor or a tuple of tensors, of a DTensor its to_local()"
                 )
         return Boundary(tuple(TensorForm.of(value) for value in values))
 
@@ -109,43 +111,37 @@ class Boundary:
 
     def nbytes(self, wire: str) -> int:
         """The bytes of its message."""
-        return sum(_message_bytes(each, wire) for each in self.tensors)
+        return sum(each.nbytes(wire) for each in self.tensors)
 
 
-def _codec_for(form: TensorForm, wire: str) -> Codec | None:
-    """The codec of a tensor; None if it crosses as it is."""
-    return _CODEC_OF[wire] if form.requires_grad and form.dtype in _CODED_DTYPES else None
-
-
-def _message_bytes(form: TensorForm, wire: str) -> int:
-    codec = _codec_for(form, wire)
-    return form.numel * form.dtype.itemsize if codec is None else codec.payload_bytes(form.numel)
+def is_coded(form: TensorForm, wire: str) -> bool:
+    """Whether a tensor crosses in few bits: [Note: Activations on the wire]."""
+    return wire == "8bit" and form.requires_grad and form.dtype in _CODED_DTYPES
 
 
 def encode_tensor(tensor: Tensor, form: TensorForm, wire: str) -> Tensor:
     """The message with a tensor of this form: the tensor itself, contiguous, or its codes."""
-    tensor, codec = tensor.detach(), _codec_for(form, wire)
-    if codec is None:
+    tensor = tensor.detach()
+    if not is_coded(form, wire):
         return tensor.contiguous()
-    message = torch.empty(codec.payload_bytes(form.numel), dtype=torch.uint8, device=tensor.device)
-    codec.encode_into(message, tensor.reshape(-1), check=False)
+    message = room_for(form, wire, tensor.device)
+    _CODEC.encode_into(message, tensor.reshape(-1), check=False)
     return message
 
 
 def room_for(form: TensorForm, wire: str, device: torch.device) -> Tensor:
     """Memory for the message with a tensor of this form."""
-    if _codec_for(form, wire) is None:
+    if not is_coded(form, wire):
         return torch.empty(form.shape, dtype=form.dtype, device=device)
-    return torch.empty(_message_bytes(form, wire), dtype=torch.uint8, device=device)
+    return torch.empty(form.nbytes(wire), dtype=torch.uint8, device=device)
 
 
 def decode_tensor(message: Tensor, form: TensorForm, wire: str) -> Tensor:
     """The tensor of a message, without a graph."""
-    codec = _codec_for(form, wire)
-    if codec is None:
+    if not is_coded(form, wire):
         return message
     tensor = torch.empty(form.shape, dtype=form.dtype, device=message.device)
-    codec.decode_into(tensor.view(-1), message)
+    _CODEC.decode_into(tensor.view(-1), message)
     return tensor
 
 
@@ -186,12 +182,12 @@ class WireStage(PipelineStage):
             traffic: counts the bytes, as "activations". Default: that of the sharded module, or a new one.
         """
         self._entry, self._exit = (*entries, Boundary(()))[stage_index : stage_index + 2]
-        self.traffic = (
-            traffic if traffic is not None else module.traffic if isinstance(module, ShardedModule) else Traffic()
-        )
+        if traffic is None:
+            traffic = module.traffic if isinstance(module, ShardedModule) else Traffic()
+        self.traffic = traffic
         self._wire = wire
         self._landings: dict[tuple[str, int], list[tuple[Tensor, Tensor, TensorForm]]] = {}
-        """Messages that have been asked for, and the tensors in which torch looks for what they bring."""
+        """Codes that have been asked for, and the tensors in which torch looks for what they stand for."""
         self.syncs = True
         """False if another step's gradients are to be added before they are reduced."""
         _compat.refuse_constants_between_stages([form for each in entries[1:] for form in each.tensors])
@@ -235,14 +231,15 @@ class WireStage(PipelineStage):
 
     def _receiving(self, ops: list[dist.P2POp], boundary: Boundary, key: tuple[str, int]) -> list[dist.P2POp]:
         for op, form in zip(ops, boundary.tensors if ops else (), strict=True):
-            landing, op.tensor = op.tensor, room_for(form, self._wire, op.tensor.device)
-            self._landings.setdefault(key, []).append((op.tensor, landing, form))
+            if is_coded(form, self._wire):
+                landing, op.tensor = op.tensor, room_for(form, self._wire, op.tensor.device)
+                self._landings.setdefault(key, []).append((op.tensor, landing, form))
             count_message(self.traffic, op)
         return ops
 
     @torch.no_grad()
     def _land(self, direction: str, chunk: int) -> None:
-        """Write messages that have come where torch looks for them."""
+        """Decode what has come to where torch looks for it."""
         for message, landing, form in self._landings.pop((direction, chunk), ()):
             landing.copy_(decode_tensor(message, form, self._wire))
 
