@@ -45,7 +45,7 @@ def assert_gradients_add_up(schedule: Any, num_steps: int, num_batches: int, **s
     for step in range(num_steps):
         for number in range(num_batches):
             for replica in range(2):
-                tokens, target = toys.batch(20 * step + 2 * number + replica, 4)
+                tokens, target = toys.batch(20 * step + 2 * number + replica, 4, tokens=3 + number)  # other shapes
                 loss = whole_loss(oracle, tokens, target, lambda *it: toys.loss_of(*it) / 2, micro_batches=4)
                 if replica == own:
                     before = pipeline.traffic.snapshot()

@@ -93,7 +93,7 @@ class Pipeline:
         self.modules = dict(sorted(modules.items()))
         """This rank's stages by their numbers, ascending."""
         self.group, self.num_ranks, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
-        self._ranks = RankGroup(_host_group_of(self.group), error=ValueError)
+        self._ranks = RankGroup(_host_group_of(self.group))
         self._ranks.on_all(self._check, "the pipeline cannot start")
         self._agree()
         self._divisor = policy.micro_batches if reduction == "mean" else 1
@@ -281,9 +281,10 @@ class Pipeline:
         inputs = as_tuple(batch) if self.has_first and batch is not None else ()
         with waiting_for("a step of the pipeline"):
             schedule.step(*inputs, target=target if self.has_last else None, losses=losses, return_outputs=False)
-        if is_last:
-            for tie in self._ties:
-                tie.sum_gradients()
+        for stage in stages:
+            stage.clear_runtime_states()
+        for tie in self._ties if is_last else ():
+            tie.sum_gradients()
         return self._tell_loss(losses)
 
     @torch.no_grad()

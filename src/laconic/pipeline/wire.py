@@ -11,6 +11,11 @@ computes with what it decodes; the sender's own graph has the exact values, so t
 the decoded ones, passed straight through. No feedback could make up for what is lost: the next micro-batch has other
 tokens.
 
+[Note: Room for messages]
+torch makes room for the messages of all micro-batches of a step, and keeps it: 4 T h bytes at an inner boundary. Here a
+message has memory from the moment that it is asked for. What forward has taken goes with its graph, when backward has
+passed; what backward has taken goes at once. So there is room for the micro-batches that are alive.
+
 [Note: Weights of a split backward]
 A schedule that splits backward asks autograd for the gradients of a stage's inputs, and later for those of its weights,
 in the gathered parameters' `.grad`. torch leaves them there until the step ends, in the dtype of gathered weights: sums
@@ -216,10 +221,14 @@ class WireStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """See `PipelineStage`."""
+        if not self.is_first:
+            self._make_room(self.args_recv_info[fwd_chunk_id], self._entry)
         return self._receiving(super().get_fwd_recv_ops(fwd_chunk_id), self._entry, ("forward", fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """See `PipelineStage`."""
+        if self.has_backward and not self.is_last:
+            self._make_room(self.grad_recv_info[bwd_chunk_id], self._exit)
         ops = super().get_bwd_recv_ops(bwd_chunk_id)
         return self._receiving(ops, self._exit.gradients(), ("backward", bwd_chunk_id))
 
@@ -236,6 +245,18 @@ class WireStage(PipelineStage):
                 self._landings.setdefault(key, []).append((op.tensor, landing, form))
             count_message(self.traffic, op)
         return ops
+
+    def _make_room(self, infos: Sequence[Any], boundary: Boundary) -> None:
+        """Let torch receive tensors into new memory: [Note: Room for messages]."""
+        for info, form in zip(infos, boundary.tensors, strict=True):
+            if info.buffer is not None:  # None: no gradient comes
+                info.buffer = torch.empty(form.shape, dtype=form.dtype, device=self.device)
+
+    def _free_room(self, infos: Sequence[Any]) -> None:
+        """Let go of what torch has received."""
+        for info in infos:
+            if getattr(info, "buffer", None) is not None:  # not of the batch
+                info.buffer = torch.empty(0, device=self.device)
 
     @torch.no_grad()
     def _land(self, direction: str, chunk: int) -> None:
@@ -258,7 +279,9 @@ class WireStage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """See `PipelineStage`."""
         self._land("forward", fwd_chunk_id)
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._free_room(self.args_recv_info[fwd_chunk_id])
+        return output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
@@ -268,6 +291,16 @@ class WireStage(PipelineStage):
         if not full_backward:
             self._gather()
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if loss is not None and not self.is_first:
+            loss.detach_()  # torch keeps all losses of a step, whose graphs would keep the stage's inputs
+        if self.has_backward:
+            self._free_room(self.grad_recv_info[bwd_chunk_id])
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        """See `PipelineStage`, which writes zeros where the next stage has no gradient."""
+        if any(each is None for each in next_stage_bwd_outputs):
+            self._make_room(self.grad_recv_info[mb_index], self._exit)
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """See `PipelineStage`."""
@@ -286,7 +319,17 @@ class WireStage(PipelineStage):
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         """See `PipelineStage`; all stages know their shapes, and a rehearsal has nobody to vote on that."""
         _compat.expect_given_shapes(self)
-        return super()._prepare_forward_infra(*args, **kwargs)
+        handed_on = super()._prepare_forward_infra(*args, **kwargs)
+        for infos in self.args_recv_info.values():
+            self._free_room(infos)
+        return handed_on
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        """See `PipelineStage`."""
+        handed_on = super()._prepare_backward_infra(*args, **kwargs)
+        for infos in self.grad_recv_info.values():
+            self._free_room(infos)
+        return handed_on
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """See `PipelineStage`. Gradients wait if another step adds to them."""
