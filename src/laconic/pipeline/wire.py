@@ -223,6 +223,8 @@ class WireStage(PipelineStage):
         """See `PipelineStage`."""
         if not self.is_first:
             self._make_room(self.args_recv_info[fwd_chunk_id], self._entry)
+            for info, form in zip(self.args_recv_info[fwd_chunk_id], self._entry.tensors, strict=True):
+                info.buffer.requires_grad_(form.requires_grad and self.has_backward)
         return self._receiving(super().get_fwd_recv_ops(fwd_chunk_id), self._entry, ("forward", fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
