@@ -222,9 +222,7 @@ class WireStage(PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """See `PipelineStage`."""
         if not self.is_first:
-            self._make_room(self.args_recv_info[fwd_chunk_id], self._entry)
-            for info, form in zip(self.args_recv_info[fwd_chunk_id], self._entry.tensors, strict=True):
-                info.buffer.requires_grad_(form.requires_grad and self.has_backward)
+            self._make_room(self.args_recv_info[fwd_chunk_id], self._entry, trains=self.has_backward)
         return self._receiving(super().get_fwd_recv_ops(fwd_chunk_id), self._entry, ("forward", fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -248,11 +246,12 @@ class WireStage(PipelineStage):
             count_message(self.traffic, op)
         return ops
 
-    def _make_room(self, infos: Sequence[Any], boundary: Boundary) -> None:
+    def _make_room(self, infos: Sequence[Any], boundary: Boundary, *, trains: bool = False) -> None:
         """Let torch receive tensors into new memory: [Note: Room for messages]."""
         for info, form in zip(infos, boundary.tensors, strict=True):
             if info.buffer is not None:  # None: no gradient comes
-                info.buffer = torch.empty(form.shape, dtype=form.dtype, device=self.device)
+                room = torch.empty(form.shape, dtype=form.dtype, device=self.device)
+                info.buffer = room.requires_grad_(trains and form.requires_grad)
 
     def _free_room(self, infos: Sequence[Any]) -> None:
         """Let go of what torch has received."""
