@@ -543,3 +543,32 @@ def allocator_events(profiler: torch.profiler.profile) -> list[AllocatorEvent]:
             size = fields.alloc_size
             found.append(AllocatorEvent(event.start_time_ns, fields.ptr, size, fields.total_allocated))
     return sorted(found)
+
+
+def refuse_constants_between_stages(forms: Sequence[Any]) -> None:
+    """Refuse tensors without gradients between the stages of a pipeline, where torch has no room for them.
+
+    torch 2.11 asks for gradients of all that one stage hands to the next.
+
+    Raises:
+        ValueError: there is such a tensor, and this torch is older.
+    """
+    from torch.distributed.pipelining import stage
+
+    unfit = [form for form in forms if not form.requires_grad]
+    if unfit and not hasattr(stage, "InferenceMode"):
+        raise ValueError(
+            f"a stage hands on {unfit[0]}, which needs no gradient, and the pipelines of torch {torch.__version__} "
+            "have room for others only; install torch 2.13, or make such tensors anew in each stage"
+        )
+
+
+def expect_given_shapes(stage: Any) -> None:
+    """Let a stage of torch's pipelines take the shapes that it was given, whatever its neighbours have voted for.
+
+    torch 2.11 does so by itself.
+    """
+    from torch.distributed.pipelining import stage as stages
+
+    if hasattr(stages, "InferenceMode"):
+        stage._inference_mode = stages.InferenceMode.STATIC

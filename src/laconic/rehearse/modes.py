@@ -91,7 +91,8 @@ def accelerator(
     def module_of(device: Any = None) -> Any:
         if torch.device(device or CUDA).type != "cuda":
             return real_module(device)
-        return SimpleNamespace(**cuda, is_available=lambda: True)
+        none = dict.fromkeys(("get_rng_state", "set_rng_state"), lambda *_: None)  # nothing is drawn there
+        return SimpleNamespace(**cuda, **none, is_available=lambda: True)
 
     def resize(storage: Any, nbytes: int) -> Any:
         before = machine.before_resize(storage)
