@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from laconic import _compat
 from laconic.codec.payload import Run
@@ -105,7 +106,16 @@ class ActivationMeta:
 
     @staticmethod
     def of(tensors: Sequence[Tensor]) -> ActivationMeta:
-        """The metadata of these activations."""
+        """The metadata of these activations.
+
+        Raises:
+            ValueError: one is a DTensor, of which only this rank's part could cross.
+        """
+        if any(isinstance(t, DTensor) for t in tensors):
+            raise ValueError(
+                "a stage hands on a DTensor, but shared stages send plain tensors; let its last layer gather it, as "
+                "RowwiseParallel() and use_local_output=True do"
+            )
         return ActivationMeta(tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
 
     def gradients(self) -> ActivationMeta:

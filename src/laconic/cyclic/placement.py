@@ -26,12 +26,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from laconic.cyclic.coding import RingWire
 from laconic.cyclic.optimizers import Settings, StageOptimizers
 from laconic.cyclic.program import Message
 from laconic.cyclic.schedule import Op, Schedule
-from laconic.cyclic.stages import trainable
+from laconic.cyclic.stages import own_part, trainable
 
 
 class VersionError(RuntimeError):
@@ -66,6 +67,8 @@ class PlacedStages:
         self.parameters = [list(parameters.values()) for parameters in named]
         self.layouts = wire.layouts
         self.device = self.parameters[0][0].device
+        self.has_peers = any(isinstance(p, DTensor) for stage in stages for p in stage.parameters())
+        """Whether other ranks belong to this worker: [Note: Workers of several ranks] in stages.py."""
         self.optimizers, self.wire = optimizers, wire
         self.updated = [stage for stage in range(len(stages)) if number in schedule.updaters(stage)]
         """The stages whose optimizer steps here."""
@@ -75,7 +78,7 @@ class PlacedStages:
         self._coded: dict[int, Tensor] = {}  # the message that brings the newest version of a stage, if it is coded
         self.begin_run(is_pending=False)
         self.buffers = [
-            layout.pack((p.detach() for p in parameters), self.device)
+            layout.pack(map(own_part, parameters), self.device)
             for layout, parameters in zip(self.layouts, self.parameters, strict=True)
         ]
         """The newest version of each stage, or its home."""
@@ -161,10 +164,12 @@ class PlacedStages:
         if stage not in self.held:
             home, self._arrived = self.buffers[stage], buffer  # to be sent on: see [Note: A home without memory]
             home.untyped_storage().resize_(self.layouts[stage].num_bytes)
-            if coding is None:
-                home.copy_(buffer)
-            else:
-                coding.decode_into(buffer, home)
+            # A graph may have saved views of a DTensor's part, whose values come back: they do not change.
+            with torch.autograd._unsafe_preserve_version_counter(home):
+                if coding is None:
+                    home.copy_(buffer)
+                else:
+                    coding.decode_into(buffer, home)
         else:
             self._exact.pop(stage, None)
             if coding is not None:
@@ -184,7 +189,7 @@ class PlacedStages:
     @contextmanager
     def showing(self, buffers: Sequence[Tensor]) -> Iterator[None]:
         """Inside, the parameters of all stages are views of these buffers."""
-        data = [[p.data for p in parameters] for parameters in self.parameters]
+        data = [list(map(own_part, parameters)) for parameters in self.parameters]
         for stage, buffer in enumerate(buffers):
             self._point(stage, buffer)
         try:
@@ -192,7 +197,7 @@ class PlacedStages:
         finally:
             for stage, (parameters, own) in enumerate(zip(self.parameters, data, strict=True)):
                 for parameter, value in zip(parameters, own, strict=True):
-                    parameter.data = value
+                    _point(parameter, value)
                 if stage in self._counted:  # changes inside were not of the stage's own buffer
                     self._counted[stage] = self._counters(stage)
 
@@ -237,7 +242,15 @@ class PlacedStages:
 
     def _point(self, stage: int, buffer: Tensor) -> None:
         for parameter, view in zip(self.parameters[stage], self.layouts[stage].views(buffer), strict=True):
-            parameter.data = view
+            _point(parameter, view)
 
     def _free(self, stage: int) -> None:
         self.buffers[stage].untyped_storage().resize_(0)
+
+
+def _point(parameter: nn.Parameter, part: Tensor) -> None:
+    """Let a parameter have this memory; a DTensor keeps its own, and has its part's."""
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = part
+    else:
+        parameter.data = part

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -22,7 +23,7 @@ from laconic.cyclic.optimizers import MakeOptimizer, StageOptimizers
 from laconic.cyclic.placement import PlacedStages
 from laconic.cyclic.schedule import Rule, Schedule, StatePlacement
 from laconic.cyclic.snapshot import Snapshots
-from laconic.cyclic.stages import refuse_shared, trainable
+from laconic.cyclic.stages import own_part, refuse_shared, trainable
 from laconic.cyclic.worker import LossFn, MicroBatch, Worker
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.policies import Wire, WireName
@@ -41,6 +42,7 @@ class CyclicDataParallel:
         loss_fn: `loss_fn(output, targets)`, the mean loss of a micro-batch, a tensor of one element.
         optimizer_fn: makes a new optimizer for a list of parameters; called once per stage.
         mesh: one axis of N ranks (shared stages: N(N+1)/2). With None, or one rank, one device runs all micro-batches.
+            Tensor parallelism inside a worker uses another axis: [Note: Workers of several ranks] in stages.py.
         rule: the versions that workers use: "v2", "lag2", "clip", "v1", "dp" (all at once), a `Rule`, or a mask.
         states: "replicated": every worker has all parameters, the owner of a stage has its optimizer state. "sharded":
             only the owner keeps parameters too; they travel on two rings. "shared": N(N+1)/2 devices have a stage each.
@@ -52,8 +54,8 @@ class CyclicDataParallel:
 
     Raises:
         ValueError: ranks and stages do not fit; a stage has no trainable parameter, or shares one, or has one that is
-            cut over ranks, or has an optimizer that needs more than gradients; the rule does not exist, or cannot wait
-            for the global norm; the wire does not fit the states.
+            cut over the workers, or has an optimizer that needs more than gradients; the rule does not exist, or cannot
+            wait for the global norm; the wire does not fit the states.
     """
 
     def __init__(
@@ -69,13 +71,14 @@ class CyclicDataParallel:
         stagger: float = 1.0,
         max_grad_norm: float | None = None,
     ) -> None:
+        mesh = None if mesh is not None and mesh.size() == 1 else mesh
         _check_stages(stages)
         self.stages = list(stages)
         self.rule = Rule.of(rule, len(self.stages))
-        mesh = None if mesh is not None and mesh.size() == 1 else mesh
         self.schedule = Schedule(self.rule, "single" if mesh is None else states, has_norm=max_grad_norm is not None)
         if mesh is not None:
             _check_mesh(mesh, self.schedule)
+            _check_parts(stages, mesh)
         policy = Wire.of(wire)
         check_wire(policy, self.schedule.states)
         if not 0 <= stagger <= 1:
@@ -90,7 +93,7 @@ class CyclicDataParallel:
             watch_peers()
             with self._failing_together():
                 self._broadcast_values()
-        layouts = [ByteLayout(parameters) for parameters in by_stage]
+        layouts = [ByteLayout(map(own_part, parameters)) for parameters in by_stage]
         ring_wire = RingWire(policy, self.schedule, layouts, device, self._links.nodes)
         self._placement = PlacedStages(self.stages, self.schedule, number, self.optimizer, ring_wire)
         count = len(self.stages) if self.schedule.has_device_per_worker else 1
@@ -111,9 +114,10 @@ class CyclicDataParallel:
     def _broadcast_values(self) -> None:
         for stage in self.stages:
             for tensor in (*stage.parameters(), *stage.buffers()):
-                value = tensor.data.contiguous()
+                own = own_part(tensor)
+                value = own.contiguous()
                 self._links.broadcast(value.view(-1).view(torch.uint8), 0)
-                tensor.data.copy_(value)
+                own.copy_(value)
 
     def step(self, batch: MicroBatch | Sequence[MicroBatch]) -> Tensor | None:
         """Train one batch.
@@ -150,6 +154,11 @@ class CyclicDataParallel:
             raise ValueError(
                 f'states="{self.schedule.states}" and LocalSteps: a worker holds only its own stages, but a sync of '
                 'islands reads and writes all parameters on every worker; use states="replicated"'
+            )
+        if any(isinstance(parameter, DTensor) for stage in self.stages for parameter in stage.parameters()):
+            raise ValueError(
+                "LocalSteps and a cyclic run whose layers tensor or expert parallelism has cut: a sync of islands "
+                "reads and writes whole parameters; leave that parallelism out, or LocalSteps"
             )
         self.drain()
 
@@ -293,17 +302,30 @@ def _check_mesh(mesh: DeviceMesh, schedule: Schedule) -> None:
         )
 
 
+def _check_parts(stages: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+    """Refuse parameters whose parts several workers hold: [Note: Workers of several ranks]."""
+    others = {*mesh.mesh.flatten().tolist()} - {dist.get_rank()}
+    for number, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters():
+            ranks = parameter.device_mesh.mesh.flatten().tolist() if isinstance(parameter, DTensor) else []
+            if shared := others.intersection(ranks):
+                raise ValueError(
+                    f"{name} of stage {number} is a DTensor over ranks {sorted(shared)} too, which are other workers, "
+                    "but each worker runs all of a stage; cut layers over another mesh axis than that of the workers, "
+                    'as in parallelize_module(stage, mesh["tp"], ...) and mesh=mesh["workers"]'
+                )
+
+
 def _check_stages(stages: Sequence[nn.Module]) -> None:
     if not stages:
         raise ValueError("there are no stages; cut the model into one per worker")
     for number, stage in enumerate(stages):
         for name, parameter in stage.named_parameters():
-            if isinstance(parameter, DTensor):  # a RaggedTensor is one, too
-                kind = "sharded by fully_shard" if isinstance(parameter, RaggedTensor) else "a DTensor"
+            if isinstance(parameter, RaggedTensor):
                 raise ValueError(
-                    f"{name} of stage {number} is {kind}, but workers of the cyclic schedule exchange whole stages; "
-                    'leave tensor and expert parallelism and fully_shard out (states="sharded" keeps a stage on one '
-                    "worker), or train with fully_shard in place of the cyclic schedule"
+                    f"{name} of stage {number} is sharded by fully_shard, which gathers it on all workers at once, but "
+                    'workers of the cyclic schedule use it one after the other; leave fully_shard out (states="sharded"'
+                    " keeps a stage on one worker), or train with fully_shard in place of the cyclic schedule"
                 )
         if not trainable(stage):
             raise ValueError(
