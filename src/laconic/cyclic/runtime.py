@@ -92,7 +92,7 @@ class CyclicDataParallel:
         if mesh is not None:
             watch_peers()
             with self._failing_together():
-                self._broadcast_values()
+                self._hand_on_values()
         layouts = [ByteLayout(map(own_part, parameters)) for parameters in by_stage]
         ring_wire = RingWire(policy, self.schedule, layouts, device, self._links.nodes)
         self._placement = PlacedStages(self.stages, self.schedule, number, self.optimizer, ring_wire)
@@ -111,12 +111,12 @@ class CyclicDataParallel:
         )
         self._snapshots = Snapshots(self._worker)
 
-    def _broadcast_values(self) -> None:
+    def _hand_on_values(self) -> None:
         for stage in self.stages:
             for tensor in (*stage.parameters(), *stage.buffers()):
                 own = own_part(tensor)
                 value = own.contiguous()
-                self._links.broadcast(value.view(-1).view(torch.uint8), 0)
+                self._links.hand_on(value.view(-1).view(torch.uint8), 0)
                 own.copy_(value)
 
     def step(self, batch: MicroBatch | Sequence[MicroBatch]) -> Tensor | None:
@@ -223,7 +223,7 @@ class CyclicDataParallel:
 
         Yields that version: the number of batches whose gradients it contains. That is one less than the batches
         trained while a staggered run goes on, and all of them after `drain`. Training is not affected.
-        Cost: memory for the whole model on every rank, and one broadcast of the model.
+        Cost: memory for the whole model on every rank; the model travels once along the workers.
         """
         with self._failing_together():
             version = self._snapshots.advance()
@@ -236,7 +236,7 @@ class CyclicDataParallel:
         placement, is_here = self._placement, source == self._links.mesh_rank
         buffer = placement.exact(stage).clone() if is_here else placement.layouts[stage].empty(placement.device)
         if self.schedule.num_devices > 1:
-            self._links.broadcast(buffer, source)
+            self._links.hand_on(buffer, source)
         return buffer
 
     def state_dict(self) -> dict[str, Any]:
