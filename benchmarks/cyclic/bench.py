@@ -47,12 +47,12 @@ FULL: dict[str, Any] = {
         ),
     },
     "resnet": {
-        "is_vit": False, "seeds": 4, "tuning_seeds": 1, "plain_steps": 0, "steps": 240, "num_train": 20_480, "rows": 32,
-        "settings": tuple(Setting(lr=lr, momentum=m) for lr, m in ((0.05, 0.9), (0.1, 0.5), (0.2, 0.0))),
+        "is_vit": False, "seeds": 3, "tuning_seeds": 1, "plain_steps": 0, "steps": 150, "num_train": 19_200, "rows": 32,
+        "settings": (Setting(lr=0.05, momentum=0.9), Setting(lr=0.1, momentum=0.5)),
     },
     "vit": {
-        "is_vit": True, "seeds": 4, "tuning_seeds": 1, "plain_steps": 200, "steps": 600, "num_train": 20_480,
-        "rows": 16, "settings": tuple(Setting(lr=lr, momentum=m) for lr, m in ((2e-3, 0.9), (5e-3, 0.9), (5e-3, 0.5))),
+        "is_vit": True, "seeds": 3, "tuning_seeds": 1, "plain_steps": 100, "steps": 250, "num_train": 16_000,
+        "rows": 16, "settings": (Setting(lr=5e-3, momentum=0.9), Setting(lr=5e-3, momentum=0.5)),
     },
     "few_bits": {"seeds": 3, "plain_steps": 400, "steps": 700},
 }  # fmt: skip

@@ -40,6 +40,8 @@ SHARED = torch.optim.SGD(LINEAR.parameters(), lr=0.1)
         ([LINEAR], {"optimizer_fn": torch.optim.LBFGS}, "LBFGS evaluates the whole model"),
         ([LINEAR, nn.Linear(3, 3)], {"optimizer_fn": lambda p: SHARED}, "make a new optimizer"),
         ([LINEAR], {"stagger": 1.5}, r"stagger=1\.5"),
+        ([LINEAR], {"cache": "device"}, "cache='device', expected one of none, host"),
+        ([LINEAR], {"cache": "host"}, 'has nothing to keep with states="single".*use states="sharded", or leave cache'),
         ([LINEAR, nn.Linear(3, 3, device="meta")], {}, r"several devices, (cpu, meta|meta, cpu)"),
     ],
 )

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.schedule import RULES, StatePlacement
+from laconic.cyclic.schedule import RULES, StageCache, StatePlacement
 from tests.cyclic.toys import OPTIMIZERS, Course, assert_equal, assert_equals_oracle, make_stages
 from tests.support.launch import on_ranks, run_ranks
 
@@ -39,12 +39,12 @@ def test_single_device_equals_the_oracle(count: int) -> None:
 
 
 @pytest.mark.parametrize(("count", "rules", "saves"), [(2, ("v1",), (1,)), (3, RULES, (3,)), (4, ("lag2",), ())])
-@pytest.mark.parametrize("states", ["replicated", "sharded"])
+@pytest.mark.parametrize(("states", "cache"), [("replicated", "none"), ("sharded", "none"), ("sharded", "host")])
 @on_ranks("count")
 def test_workers_equal_the_oracle(
-    states: StatePlacement, count: int, rules: tuple[str, ...], saves: tuple[int, ...]
+    states: StatePlacement, cache: StageCache, count: int, rules: tuple[str, ...], saves: tuple[int, ...]
 ) -> None:
-    run_all(rules, states=states, count=count, saves=saves)
+    run_all(rules, states=states, cache=cache, count=count, saves=saves)
 
 
 @pytest.mark.parametrize(("ranks", "count", "rules"), [(3, 2, STAGGERED), (6, 3, ("lag2",))])

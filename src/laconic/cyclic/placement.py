@@ -12,7 +12,8 @@ forward checks the version of its stage, and every backward that the counters of
 With sharded states a worker has most stages only during an op, but the graph of a forward refers to the storage of the
 parameters until its backward. So a stage that is not held has one *home*, a buffer that its parameters always view. The
 home's storage has no bytes between ops. When a version arrives, it is copied into the home, and the buffer in which it
-arrived is sent on to the next worker.
+arrived is sent on to the next worker. With cache="host" the forward copies its home to host memory, page-locked on an
+accelerator, and the backward copies it back: so the version crosses once. These copies are work of the current stream.
 
 [Note: Exact weights and copies]
 If weights cross in few bits, all devices compute with what they decode: [Note: Few bits on the ring] in coding.py. The
@@ -74,6 +75,8 @@ class PlacedStages:
         """The stages whose optimizer steps here."""
         self.held = range(len(stages)) if schedule.states == "replicated" else self.updated
         """The stages that keep their memory between ops."""
+        self._keeps_on_host = schedule.cache == "host"
+        self._on_host: dict[int, Tensor] = {}  # the homes of stages between their forward and their backward
         self._exact: dict[int, Tensor] = {}  # [Note: Exact weights and copies]
         self._coded: dict[int, Tensor] = {}  # the message that brings the newest version of a stage, if it is coded
         self.begin_run(is_pending=False)
@@ -162,10 +165,8 @@ class PlacedStages:
         """Use the version that a message from another device has brought, in its buffer."""
         stage, coding = message.stage, self.wire.coding_of(message)
         if stage not in self.held:
-            home, self._arrived = self.buffers[stage], buffer  # to be sent on: see [Note: A home without memory]
-            home.untyped_storage().resize_(self.layouts[stage].num_bytes)
-            # A graph may have saved views of a DTensor's part, whose values come back: they do not change.
-            with torch.autograd._unsafe_preserve_version_counter(home):
+            self._arrived = buffer  # to be sent on: see [Note: A home without memory]
+            with self._filling(stage) as home:
                 if coding is None:
                     home.copy_(buffer)
                 else:
@@ -221,6 +222,9 @@ class PlacedStages:
         Raises:
             VersionError: parameters were changed in place since the forward.
         """
+        if (kept := self._on_host.pop(op.stage, None)) is not None:
+            with self._filling(op.stage) as home:
+                home.copy_(kept, non_blocking=True)
         if self.buffers[op.stage] is not used.buffer:  # an update came between, as it may with shared stages
             self._point(op.stage, used.buffer)
         if self._counters(op.stage) != used.counters:
@@ -233,6 +237,10 @@ class PlacedStages:
     def leave(self, op: Op, used: UsedVersion) -> None:
         """After an op, free a stage that is not held, or point its parameters at the newest version again."""
         if op.stage not in self.held:
+            if op.is_forward and self._keeps_on_host:
+                home = self.buffers[op.stage]
+                kept = torch.empty(home.shape, dtype=home.dtype, pin_memory=home.device.type != "cpu")
+                self._on_host[op.stage] = kept.copy_(home, non_blocking=True)
             self._free(op.stage)
         elif self.buffers[op.stage] is not used.buffer:
             self._point(op.stage, self.buffers[op.stage])
@@ -243,6 +251,15 @@ class PlacedStages:
     def _point(self, stage: int, buffer: Tensor) -> None:
         for parameter, view in zip(self.parameters[stage], self.layouts[stage].views(buffer), strict=True):
             _point(parameter, view)
+
+    @contextmanager
+    def _filling(self, stage: int) -> Iterator[Tensor]:
+        """The home of a stage, with memory, to be filled: [Note: A home without memory]."""
+        home = self.buffers[stage]
+        home.untyped_storage().resize_(self.layouts[stage].num_bytes)
+        # A graph may have saved views of a DTensor's part. Their values come back, so they are not changed in place.
+        with torch.autograd._unsafe_preserve_version_counter(home):
+            yield home
 
     def _free(self, stage: int) -> None:
         self.buffers[stage].untyped_storage().resize_(0)

@@ -21,7 +21,7 @@ from laconic.cyclic.links import Baton, ByteLayout, Links, PeerLost
 from laconic.cyclic.meter import Report
 from laconic.cyclic.optimizers import MakeOptimizer, StageOptimizers
 from laconic.cyclic.placement import PlacedStages
-from laconic.cyclic.schedule import Rule, Schedule, StatePlacement
+from laconic.cyclic.schedule import Rule, Schedule, StageCache, StatePlacement
 from laconic.cyclic.snapshot import Snapshots
 from laconic.cyclic.stages import own_part, refuse_shared, trainable
 from laconic.cyclic.worker import LossFn, MicroBatch, Worker
@@ -46,6 +46,8 @@ class CyclicDataParallel:
         rule: the versions that workers use: "v2", "lag2", "clip", "v1", "dp" (all at once), a `Rule`, or a mask.
         states: "replicated": every worker has all parameters, the owner of a stage has its optimizer state. "sharded":
             only the owner keeps parameters too; they travel on two rings. "shared": N(N+1)/2 devices have a stage each.
+        cache: with sharded states, where a worker keeps a stage's weights from its forward to its backward: "none", so
+            that they travel again for the backward, or "host", in host memory, P in all at most.
         wire: the bits in which weights and gradients cross between nodes: "exact", "8bit", "4bit", or a `Wire`. With
             sharded states weights can only cross as values; with shared stages none cross.
         stagger: the lead of a worker over the next one, as a share of 1/N of a batch. 1 keeps activations flat, less
@@ -67,6 +69,7 @@ class CyclicDataParallel:
         *,
         rule: Rule | str | Sequence[Sequence[bool | int]] = "v2",
         states: StatePlacement = "replicated",
+        cache: StageCache = "none",
         wire: Wire | WireName = "exact",
         stagger: float = 1.0,
         max_grad_norm: float | None = None,
@@ -75,7 +78,8 @@ class CyclicDataParallel:
         _check_stages(stages)
         self.stages = list(stages)
         self.rule = Rule.of(rule, len(self.stages))
-        self.schedule = Schedule(self.rule, "single" if mesh is None else states, has_norm=max_grad_norm is not None)
+        has_norm, states = max_grad_norm is not None, states if mesh is not None else "single"
+        self.schedule = Schedule(self.rule, states, has_norm, cache)
         if mesh is not None:
             _check_mesh(mesh, self.schedule)
             _check_parts(stages, mesh)
