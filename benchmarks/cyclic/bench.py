@@ -47,12 +47,12 @@ FULL: dict[str, Any] = {
         ),
     },
     "resnet": {
-        "is_vit": False, "seeds": 3, "tuning_seeds": 1, "plain_steps": 0, "steps": 150, "num_train": 19_200, "rows": 32,
+        "is_vit": False, "seeds": 3, "tuning_seeds": 1, "plain_steps": 0, "steps": 160, "rows": 16,
         "settings": (Setting(lr=0.05, momentum=0.9), Setting(lr=0.1, momentum=0.5)),
     },
     "vit": {
-        "is_vit": True, "seeds": 3, "tuning_seeds": 1, "plain_steps": 100, "steps": 250, "num_train": 16_000,
-        "rows": 16, "settings": (Setting(lr=5e-3, momentum=0.9), Setting(lr=5e-3, momentum=0.5)),
+        "is_vit": True, "seeds": 3, "tuning_seeds": 1, "plain_steps": 80, "steps": 240, "rows": 16,
+        "settings": (Setting(lr=5e-3, momentum=0.9), Setting(lr=5e-3, momentum=0.5)),
     },
     "few_bits": {"seeds": 3, "plain_steps": 400, "steps": 700},
 }  # fmt: skip
@@ -63,8 +63,8 @@ QUICK: dict[str, Any] = {
     },
     **{
         name: {
-            "is_vit": name == "vit", "seeds": 2, "tuning_seeds": 1, "plain_steps": 2, "steps": 4, "num_train": 64,
-            "rows": 2, "settings": (Setting(lr=3e-3, momentum=0.9),),
+            "is_vit": name == "vit", "seeds": 2, "tuning_seeds": 1, "plain_steps": 2, "steps": 4, "rows": 2,
+            "settings": (Setting(lr=3e-3, momentum=0.9),),
         }
         for name in ("resnet", "vit")
     },

@@ -88,5 +88,5 @@ def train_rank(study: Study, setting: Setting, seed: int, wire: Wire, state: Pat
     study.run(trainer, setting, seed, range(study.plain_steps, study.steps), worker=rank)
     traffic = trainer.traffic.snapshot() - before
     sent = traffic.wire("sent", "weights") + traffic.wire("sent", "gradients")
-    _, loss = study.results(stages)
+    _, loss = study.results(stages, seed)
     return loss, sent / (study.steps - study.plain_steps)
