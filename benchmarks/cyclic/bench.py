@@ -33,6 +33,8 @@ class Bench:
     """Those of `accuracy.Images` for ResNet-50's layers."""
     vit: dict[str, Any]
     """The same for a ViT."""
+    batches: int
+    """The batches of a run whose activations are metered."""
     few_bits: dict[str, int]
     """Those that differ for runs in few bits: seeds and steps."""
     out: Path
@@ -54,6 +56,7 @@ FULL: dict[str, Any] = {
         "is_vit": True, "seeds": 3, "tuning_seeds": 1, "plain_steps": 80, "steps": 240, "rows": 16,
         "settings": (Setting(lr=5e-3, momentum=0.9), Setting(lr=5e-3, momentum=0.5)),
     },
+    "batches": 64,
     "few_bits": {"seeds": 3, "plain_steps": 400, "steps": 700},
 }  # fmt: skip
 QUICK: dict[str, Any] = {
@@ -68,6 +71,7 @@ QUICK: dict[str, Any] = {
         }
         for name in ("resnet", "vit")
     },
+    "batches": 6,
     "few_bits": {"seeds": 2, "plain_steps": 2, "steps": 4},
 }  # fmt: skip
 
