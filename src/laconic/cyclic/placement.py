@@ -33,7 +33,7 @@ from laconic.cyclic.coding import RingWire
 from laconic.cyclic.optimizers import Settings, StageOptimizers
 from laconic.cyclic.program import Message
 from laconic.cyclic.schedule import Op, Schedule
-from laconic.cyclic.stages import own_part, trainable
+from laconic.cyclic.stages import local_part, trainable
 
 
 class VersionError(RuntimeError):
@@ -81,7 +81,7 @@ class PlacedStages:
         self._coded: dict[int, Tensor] = {}  # the message that brings the newest version of a stage, if it is coded
         self.begin_run(is_pending=False)
         self.buffers = [
-            layout.pack(map(own_part, parameters), self.device)
+            layout.pack(map(local_part, parameters), self.device)
             for layout, parameters in zip(self.layouts, self.parameters, strict=True)
         ]
         """The newest version of each stage, or its home."""
@@ -190,7 +190,7 @@ class PlacedStages:
     @contextmanager
     def showing(self, buffers: Sequence[Tensor]) -> Iterator[None]:
         """Inside, the parameters of all stages are views of these buffers."""
-        data = [list(map(own_part, parameters)) for parameters in self.parameters]
+        data = [list(map(local_part, parameters)) for parameters in self.parameters]
         for stage, buffer in enumerate(buffers):
             self._point(stage, buffer)
         try:

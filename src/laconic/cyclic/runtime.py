@@ -23,7 +23,7 @@ from laconic.cyclic.optimizers import MakeOptimizer, StageOptimizers
 from laconic.cyclic.placement import PlacedStages
 from laconic.cyclic.schedule import Rule, Schedule, StageCache, StatePlacement
 from laconic.cyclic.snapshot import Snapshots
-from laconic.cyclic.stages import own_part, refuse_shared, trainable
+from laconic.cyclic.stages import local_part, refuse_shared, trainable
 from laconic.cyclic.worker import LossFn, MicroBatch, Worker
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.policies import Wire, WireName
@@ -97,7 +97,7 @@ class CyclicDataParallel:
             watch_peers()
             with self._failing_together():
                 self._hand_on_values()
-        layouts = [ByteLayout(map(own_part, parameters)) for parameters in by_stage]
+        layouts = [ByteLayout(map(local_part, parameters)) for parameters in by_stage]
         ring_wire = RingWire(policy, self.schedule, layouts, device, self._links.nodes)
         self._placement = PlacedStages(self.stages, self.schedule, number, self.optimizer, ring_wire)
         count = len(self.stages) if self.schedule.has_device_per_worker else 1
@@ -118,7 +118,7 @@ class CyclicDataParallel:
     def _hand_on_values(self) -> None:
         for stage in self.stages:
             for tensor in (*stage.parameters(), *stage.buffers()):
-                own = own_part(tensor)
+                own = local_part(tensor)
                 value = own.contiguous()
                 self._links.hand_on(value.view(-1).view(torch.uint8), 0)
                 own.copy_(value)

@@ -104,7 +104,7 @@ def trainable(stage: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in stage.named_parameters() if p.requires_grad}
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a parameter or buffer, without autograd: [Note: Workers of several ranks]."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.data
 
