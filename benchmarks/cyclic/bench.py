@@ -49,12 +49,16 @@ FULL: dict[str, Any] = {
         ),
     },
     "resnet": {
-        "is_vit": False, "seeds": 3, "tuning_seeds": 1, "plain_steps": 0, "steps": 160, "rows": 16,
-        "settings": (Setting(lr=0.05, momentum=0.9), Setting(lr=0.1, momentum=0.5)),
+        "is_vit": False, "seeds": 5, "tuning_seeds": 2, "plain_steps": 0, "steps": 240, "rows": 16,
+        "settings": tuple(
+            Setting(lr=lr, momentum=m) for lr, m in ((0.05, 0.9), (0.05, 0.5), (0.1, 0.5), (0.2, 0.0))
+        ),
     },
     "vit": {
-        "is_vit": True, "seeds": 3, "tuning_seeds": 1, "plain_steps": 80, "steps": 240, "rows": 16,
-        "settings": (Setting(lr=5e-3, momentum=0.9), Setting(lr=5e-3, momentum=0.5)),
+        "is_vit": True, "seeds": 5, "tuning_seeds": 2, "plain_steps": 160, "steps": 480, "rows": 16,
+        "settings": tuple(
+            Setting(lr=lr, momentum=m) for lr, m in ((2e-3, 0.9), (5e-3, 0.9), (5e-3, 0.5), (1e-2, 0.5))
+        ),
     },
     "batches": 64,
     "few_bits": {"seeds": 3, "plain_steps": 400, "steps": 700},
