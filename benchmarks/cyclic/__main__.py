@@ -6,7 +6,8 @@
 
 [Note: Methods of the cyclic rows]
 For the bytes of real models, one forward and backward of one worker is traced, and the traces of all workers are added
-with their offsets in time (traces.py). For accuracy, one process plays all workers, which gives the same bits as N
+with their offsets in time, which is the steady state of a run; and a run of many batches is metered on all workers, in
+one process (traces.py). For accuracy, one process plays all workers, which gives the same bits as N
 processes (accuracy.py). For few bits, the small Llama goes on from its plain steps on N processes that count what they
 send (few_bits.py). The schedule itself, its messages and its devices are held by tests/cyclic. `laconic compare` has it
 beside DDP and FSDP2.

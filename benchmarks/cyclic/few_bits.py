@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.cyclic.accuracy import WORKERS, Study, plain_state
+from benchmarks.cyclic.accuracy import WORKERS, Language, Study, plain_state
 from benchmarks.cyclic.bench import BENCHMARK, Bench, Setting
 from laconic import Wire
 from tests.support.launch import launch
@@ -35,7 +35,7 @@ MOST_BYTES, MOST_LOSS = 0.3, 1e-3
 
 @BENCHMARK.row("few-bits")
 def few_bits(bench: Bench) -> Row:
-    study = Study(**{**bench.language, **bench.few_bits}, folder=bench.out / "tokens")
+    study = Language(**{**bench.language, **bench.few_bits}, folder=bench.out / "tokens")
     setting = study.settings[0]
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in WIRES}
     for seed in range(study.seeds):
@@ -88,5 +88,5 @@ def train_rank(study: Study, setting: Setting, seed: int, wire: Wire, state: Pat
     study.run(trainer, setting, seed, range(study.plain_steps, study.steps), worker=rank)
     traffic = trainer.traffic.snapshot() - before
     sent = traffic.wire("sent", "weights") + traffic.wire("sent", "gradients")
-    _, loss = study.losses(stages)
+    _, loss = study.results(stages, seed)
     return loss, sent / (study.steps - study.plain_steps)

@@ -34,7 +34,8 @@ def render() -> str:
     tables = {
         "strategies": _table("strategy", STRATEGIES, (*OPTIMIZERS, *FEATURES)),
         "refusals": "\n".join(
-            f"{number}. {' or '.join(each.first)} with {' or '.join(each.second)}: "
+            f"{number}. {' or '.join(each.first)} with {' or '.join(each.second)}"
+            f"{' beside ' + ' or '.join(each.beside) if each.beside else ''}: "
             f'"... {each.message} ... {each.remedy}"'
             for number, each in enumerate(REFUSALS, 1)
         ),

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+import laconic
 from laconic import rehearse
 from laconic.cyclic.placement import VersionError
 from laconic.cyclic.runtime import CyclicDataParallel
@@ -40,6 +42,8 @@ SHARED = torch.optim.SGD(LINEAR.parameters(), lr=0.1)
         ([LINEAR], {"optimizer_fn": torch.optim.LBFGS}, "LBFGS evaluates the whole model"),
         ([LINEAR, nn.Linear(3, 3)], {"optimizer_fn": lambda p: SHARED}, "make a new optimizer"),
         ([LINEAR], {"stagger": 1.5}, r"stagger=1\.5"),
+        ([LINEAR], {"cache": "device"}, "cache='device', expected one of none, host"),
+        ([LINEAR], {"cache": "host"}, 'has nothing to keep with states="single".*use states="sharded", or leave cache'),
         ([LINEAR, nn.Linear(3, 3, device="meta")], {}, r"several devices, (cpu, meta|meta, cpu)"),
     ],
 )
@@ -105,6 +109,28 @@ def test_mesh_must_fit() -> None:
         CyclicDataParallel(make_stages(3), loss_fn, sgd, mesh, states="shared")
     with pytest.raises(ValueError, match="mesh of one axis"):
         CyclicDataParallel(make_stages(3), loss_fn, sgd, init_device_mesh("cpu", (1, 3), mesh_dim_names=("a", "b")))
+    stages, rank = [nn.Linear(6, 6) for _ in range(3)], dist.get_rank()
+    parallelize_module(stages[1], mesh, ColwiseParallel())
+    others = sorted({0, 1, 2} - {rank})
+    with pytest.raises(
+        ValueError, match=rf"weight of stage 1 is a DTensor over ranks \[{others[0]}, {others[1]}\] too.*"
+    ):
+        CyclicDataParallel(stages, loss_fn, sgd, mesh)
+    laconic.fully_shard(stages[0], mesh=mesh)
+    with pytest.raises(ValueError, match=r"weight of stage 0 is sharded by fully_shard.*leave fully_shard out"):
+        CyclicDataParallel(stages, loss_fn, sgd, mesh)
+
+
+@on_ranks(6)
+def test_a_dtensor_that_a_shared_stage_hands_on() -> None:
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("worker", "tp"))
+    stages = [nn.Linear(6, 4), nn.Linear(4, 3)]
+    parallelize_module(stages[0], mesh["tp"], ColwiseParallel(use_local_output=False))
+    run = CyclicDataParallel(stages, loss_fn, sgd, mesh["worker"], states="shared")
+    batch: Any = [(torch.randn(2, 6), torch.zeros(2, dtype=torch.int64))] * 2
+    if mesh.get_local_rank("worker") == 0:  # it runs the first stage in the first time step
+        with pytest.raises(ValueError, match=r"a stage hands on a DTensor.*let its last layer gather it"):
+            run.step(batch)
 
 
 def job_unequal(rule: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.schedule import RULES, StatePlacement
-from tests.cyclic.toys import OPTIMIZERS, Course, assert_equal, assert_equals_oracle
-from tests.support.launch import on_ranks
+from laconic.cyclic.schedule import RULES, StageCache, StatePlacement
+from tests.cyclic.toys import OPTIMIZERS, Course, assert_equal, assert_equals_oracle, make_stages
+from tests.support.launch import on_ranks, run_ranks
 
 torch.set_num_threads(1)
 CLIPS = ("dp", "clip")
@@ -37,12 +39,12 @@ def test_single_device_equals_the_oracle(count: int) -> None:
 
 
 @pytest.mark.parametrize(("count", "rules", "saves"), [(2, ("v1",), (1,)), (3, RULES, (3,)), (4, ("lag2",), ())])
-@pytest.mark.parametrize("states", ["replicated", "sharded"])
+@pytest.mark.parametrize(("states", "cache"), [("replicated", "none"), ("sharded", "none"), ("sharded", "host")])
 @on_ranks("count")
 def test_workers_equal_the_oracle(
-    states: StatePlacement, count: int, rules: tuple[str, ...], saves: tuple[int, ...]
+    states: StatePlacement, cache: StageCache, count: int, rules: tuple[str, ...], saves: tuple[int, ...]
 ) -> None:
-    run_all(rules, states=states, count=count, saves=saves)
+    run_all(rules, states=states, cache=cache, count=count, saves=saves)
 
 
 @pytest.mark.parametrize(("ranks", "count", "rules"), [(3, 2, STAGGERED), (6, 3, ("lag2",))])
@@ -64,6 +66,52 @@ def test_workers_begin_with_the_weights_of_the_first() -> None:
     nn.Linear(4, 3)
     assert torch.equal(stages[0].weight, torch.randn(4, 3).t())
     assert stages[1].running_mean.tolist() == [0.0] * 3
+
+
+COLLECTIVES = (
+    "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce",
+    "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "broadcast", "broadcast_object_list",
+    "gather", "gather_object", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
+    "scatter_object_list",
+)  # fmt: skip
+"""The collectives of torch.distributed."""
+
+
+def job_whole_life(states: StatePlacement) -> None:
+    """Each call of a run, from the constructor to the end."""
+    course = Course(states=states, count=2 if states == "shared" else 3)
+    run = course.run()
+    course.train(run, range(2))
+    with run.consistent_parameters():
+        pass
+    run.state_dict()
+    run.load_state_dict(run.blank_state_dict())
+    course.train(run, range(2))
+    run.close()
+
+
+@pytest.mark.parametrize("states", ["replicated", "sharded", "shared"])
+def test_no_collective_is_ever_called(states: StatePlacement, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that crosses, also before and between the steps, is a message from one device to another."""
+    calls = Counter[str]()
+
+    def counted(name: str) -> Any:
+        function = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += sys._getframe(1).f_globals["__name__"].startswith("laconic.")
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in (*COLLECTIVES, "send", "isend"):
+        monkeypatch.setattr(dist, name, counted(name))
+    run_ranks(job_whole_life, 3, states)
+    assert {name for name, count in calls.items() if count} == {"send", "isend"}
+    # Two of three ranks hand on each tensor: those of the model in the constructor, then one for each stage.
+    stages = make_stages(2 if states == "shared" else 3)
+    tensors = sum(len([*stage.parameters(), *stage.buffers()]) for stage in stages)
+    assert calls["send"] == 2 * (tensors + len(stages))
 
 
 @on_ranks(3)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from laconic.cyclic.meter import Report
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.schedule import Rule, StatePlacement
+from laconic.cyclic.schedule import Rule, StageCache, StatePlacement
 from tests.cyclic.toys import sent
 from tests.support.launch import on_ranks, run_ranks
 
@@ -118,19 +118,28 @@ def test_the_baton_is_passed_after_a_share_of_the_measured_time() -> None:
 STAGE_BYTES = 16 * 16 * 4
 
 
-def make_run(rule: str = "v2", states: StatePlacement = "replicated") -> CyclicDataParallel:
+def make_run(rule: str = "v2", states: StatePlacement = "replicated", cache: StageCache = "none") -> CyclicDataParallel:
     stages = [nn.Linear(16, 16, bias=False) for _ in range(COUNT)]
     mesh = init_device_mesh("cpu", (COUNT,))
-    return CyclicDataParallel(stages, loss_fn, lambda p: torch.optim.SGD(p, lr=0.1), mesh, rule=rule, states=states)
+    return CyclicDataParallel(
+        stages, loss_fn, lambda p: torch.optim.SGD(p, lr=0.1), mesh, rule=rule, states=states, cache=cache
+    )
 
 
 @pytest.mark.parametrize(
-    ("rule", "states"), [*((rule, "replicated") for rule in ("v1", "v2", "lag2", "clip")), ("v2", "sharded")]
+    ("rule", "states", "cache"),
+    [
+        *((rule, "replicated", "none") for rule in ("v1", "v2", "lag2", "clip")),
+        ("v2", "sharded", "none"),
+        ("v2", "sharded", "host"),
+    ],
 )
 @on_ranks(COUNT)
-def test_bytes_are_those_of_the_schedule_time_step_by_time_step(rule: str, states: StatePlacement) -> None:
+def test_bytes_are_those_of_the_schedule_time_step_by_time_step(
+    rule: str, states: StatePlacement, cache: StageCache
+) -> None:
     """Counted bytes are the schedule's messages times a stage's bytes; a worker sends one stage between two ops."""
-    run, worker = make_run(rule, states), dist.get_rank()
+    run, worker = make_run(rule, states, cache), dist.get_rank()
     by_op = [0]
     for _ in range(4):
         before = run.traffic.snapshot()
@@ -144,7 +153,9 @@ def test_bytes_are_those_of_the_schedule_time_step_by_time_step(rule: str, state
     assert held == {stage: STAGE_BYTES if run.rule.owner(stage) == worker else passing for stage in range(COUNT)}
     planned = [(step, batch, m) for step, batch, m in sent(run.schedule, 5) if m.source == worker]
     own = [m for _, batch, m in planned if batch == 3]
-    weights = sum(m.kind in ("weights", "rear weights") for m in own) * STAGE_BYTES
+    kinds = Counter(m.kind for m in own)
+    assert kinds["rear weights"] == (kinds["weights"] if states == "sharded" and cache == "none" else 0)
+    weights = (kinds["weights"] + kinds["rear weights"]) * STAGE_BYTES
     assert counted.total("local", "weights", "sent") == weights
     assert counted.total("local", "gradients", "sent") == len(own) * STAGE_BYTES - weights
     assert sum(run.report.bytes_per_step) == len(own) * STAGE_BYTES

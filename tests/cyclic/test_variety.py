@@ -5,17 +5,24 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from laconic.cyclic.links import HEADER_BYTES, ActivationMeta, ByteLayout
 from laconic.cyclic.runtime import CyclicDataParallel
+from laconic.cyclic.schedule import Rule, StatePlacement
+from laconic.cyclic.stages import trainable
 from tests.cyclic.toys import Course, assert_equal, assert_equals_oracle
+from tests.reference.cyclic import Oracle
 from tests.support.launch import on_ranks
 
 torch.set_num_threads(1)
@@ -87,6 +94,82 @@ def test_workers() -> None:
     for states in ("replicated", "sharded"):
         for course in (VECTORS, PICTURES):
             assert_equals_oracle(replace(course, states=states))  # type: ignore[arg-type]
+
+
+class Split(nn.Module):
+    """An MLP whose ten inner columns two ranks share, and a norm that both have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(7), nn.Linear(7, 10), nn.Linear(10, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+def split_stages(seed: int) -> list[nn.Module]:
+    torch.manual_seed(seed)
+    return [Split().double(), nn.Sequential(Split(), nn.Linear(7, 3)).double()]
+
+
+def split_among(mesh: DeviceMesh, stages: list[nn.Module]) -> list[nn.Module]:
+    for module in (each for stage in stages for each in stage.modules() if isinstance(each, Split)):
+        parallelize_module(module, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return stages
+
+
+@pytest.mark.parametrize(
+    ("ranks", "states", "rule", "max_grad_norm"),
+    [
+        (2, "single", "v2", None),
+        (4, "replicated", "lag2", None),
+        (4, "replicated", "clip", 0.05),
+        (4, "sharded", "v2", None),
+        (6, "shared", "v1", None),
+    ],
+)
+@on_ranks("ranks")
+def test_workers_of_two_ranks_equal_the_oracle(
+    ranks: int, states: StatePlacement, rule: str, max_grad_norm: float | None, tmp_path: Path
+) -> None:
+    """Tensor parallelism cuts the layers of each worker; a ring has half of them, and sends half of the bytes."""
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("worker", "tp"))
+
+    def begin(seed: int) -> CyclicDataParallel:
+        stages = split_among(mesh["tp"], split_stages(seed))
+        workers, placed = (None, {}) if states == "single" else (mesh["worker"], {"states": states})
+        return CyclicDataParallel(  # type: ignore[arg-type]
+            stages, nn.functional.mse_loss, adamw, workers, rule=rule, max_grad_norm=max_grad_norm, **placed
+        )
+
+    def batch(step: int) -> list[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(step)
+        sizes = ((5, 7), (5, 3))
+        return [tuple(torch.randn(size, generator=generator).double() for size in sizes) for _ in range(2)]  # type: ignore[misc]
+
+    def train(run: CyclicDataParallel, steps: range) -> None:
+        for step in steps:
+            run.step(batch(step)[mesh.get_local_rank("worker")] if states in ("replicated", "sharded") else batch(step))
+
+    oracle = Oracle(split_stages(0), nn.functional.mse_loss, adamw, Rule.named(rule, 2), max_grad_norm)
+    for step in range(6):
+        oracle.step(batch(step))
+    run = begin(seed=0)
+    train(run, range(3))
+    dcp.save(run.state_dict(), checkpoint_id=tmp_path)
+    resumed = begin(seed=1)
+    state = resumed.blank_state_dict()
+    dcp.load(state, checkpoint_id=tmp_path)
+    resumed.load_state_dict(state)
+    for each in (run, resumed):
+        train(each, range(3, 6))
+        each.drain()
+        with each.consistent_parameters():
+            for stage, wanted in zip(each.stages, oracle.newest, strict=True):
+                for (name, own), want in zip(trainable(stage).items(), wanted, strict=True):
+                    whole = own.full_tensor() if isinstance(own, DTensor) else own
+                    torch.testing.assert_close(whole, nn.Parameter(want), rtol=1e-9, atol=1e-9, msg=name)
+        each.close()
 
 
 @on_ranks(3)

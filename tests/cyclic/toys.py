@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from laconic.cyclic.program import Compute, Message, Send, program
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.schedule import Rule, Schedule, StatePlacement
+from laconic.cyclic.schedule import Rule, Schedule, StageCache, StatePlacement
 from laconic.cyclic.stages import trainable
 from laconic.shard.policies import Wire
 from tests.reference.cyclic import Oracle
@@ -122,6 +122,7 @@ class Course:
     rule: str = "v2"
     states: StatePlacement = "replicated"
     """"single" has no mesh, others that of all ranks."""
+    cache: StageCache = "none"
     count: int = 3
     optimizer: str = "sgd"
     max_grad_norm: float | None = None
@@ -144,7 +145,7 @@ class Course:
         mesh = None if self.states == "single" else init_device_mesh("cpu", (dist.get_world_size(),))
         return CyclicDataParallel(
             self.make(self.count, seed), self.loss_fn, OPTIMIZERS[self.optimizer], mesh, rule=self.rule,
-            states=self.states, wire=self.wire, max_grad_norm=self.max_grad_norm,
+            states=self.states, cache=self.cache, wire=self.wire, max_grad_norm=self.max_grad_norm,
         )  # fmt: skip
 
     def oracle(self) -> Oracle:

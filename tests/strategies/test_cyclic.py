@@ -144,7 +144,7 @@ RESUMED: dict[str, dict[str, Any]] = {
         "schedule": {"cut_by": "time", "wire": {"weights": "int8", "gradients": "int8", "feedback": True}},
         "lora": {"enabled": True, "rank": 2, "dropout": 0.3},
     },
-    "v2": {"schedule": {"rule": "v2", "states": "sharded"}, "train": {"async_save": True}},
+    "v2": {"schedule": {"rule": "v2", "states": "sharded", "cache": "host"}, "train": {"async_save": True}},
     "clip": {
         "schedule": {"rule": "clip", "states": "sharded"},
         "optimizer": {"name": "adamw8bit", "max_grad_norm": 0.5},

@@ -27,6 +27,7 @@ START = {key: value for key, value in MEETING.items() if key != "islands"}
         ("schedule", {"states": "shared"}, "schedule.states = 'shared' is for schedule.kind = 'cyclic'"),
         ("schedule", {"workers": 4}, "schedule.workers = 4 is for schedule.kind = 'cyclic'"),
         ("schedule", {"cut_by": "memory"}, "schedule.cut_by = 'memory' is for schedule.kind = 'cyclic'"),
+        ("schedule", {"cache": "host"}, "schedule.cache = 'host' is for schedule.kind = 'cyclic'"),
         ("schedule", {"stagger": 0.5}, "schedule.stagger = 0.5 is for schedule.kind = 'cyclic'"),
         ("schedule", {"wire": "8bit"}, "schedule.wire = '8bit' is for schedule.kind = 'cyclic'"),
         ("schedule", {"kind": "cyclical"}, '"simultaneous", "cyclic"'),

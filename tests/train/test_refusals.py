@@ -30,6 +30,7 @@ ROUTED = {**TINY["mixtral"], "vocab_size": 256, "output_router_logits": True}
         ("optimizer.max_grad_norm = 1.0 (default: 1.0)", {"schedule": FOUR}),
         ("set optimizer.max_grad_norm = 0, or schedule.rule to 'clip' or 'v1' or 'dp'", {"schedule": FOUR}),
         ("under schedule.rule = 'v2' some stages are updated before", {"schedule": {**TWO, "rule": "v2"}}),
+        ("schedule.cache = 'host' has nothing to keep", {"schedule": {**FOUR, "cache": "host"}, "optimizer": FREE}),
         (
             "under schedule.rule = 'dp' all are at the same",
             {"schedule": {**TWO, "rule": "dp", "states": "shared"}},

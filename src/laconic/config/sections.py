@@ -237,6 +237,9 @@ class ScheduleConfig(Section):
     """Which workers use the newest version of a stage, and which the version one batch older: see docs/cyclic.md."""
     states: Literal["replicated", "sharded", "shared"] = "replicated"
     """Where parameters rest: on every worker, with a stage's owner alone, or (`shared`) on each stage's own devices."""
+    cache: Literal["none", "host"] = "none"
+    """With states = "sharded": whether a worker keeps a stage's weights in host memory from its forward to its
+    backward, or gets them a second time."""
     workers: Annotated[int, Bound(lambda value: 2 <= value <= 4096, "lie in [2, 4096]")] | None = None
     """Number N of micro-batches in a global batch, and of stages. Default: the number of ranks or, with states =
     "shared", the N for which N (N + 1) / 2 ranks are launched. One rank interleaves this many micro-batches."""

@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from laconic import _compat
 from laconic.codec.payload import Run
@@ -105,7 +106,16 @@ class ActivationMeta:
 
     @staticmethod
     def of(tensors: Sequence[Tensor]) -> ActivationMeta:
-        """The metadata of these activations."""
+        """The metadata of these activations.
+
+        Raises:
+            ValueError: one is a DTensor, of which only this rank's part could cross.
+        """
+        if any(isinstance(t, DTensor) for t in tensors):
+            raise ValueError(
+                "a stage hands on a DTensor, but shared stages send plain tensors; let its last layer gather it, as "
+                "RowwiseParallel() and use_local_output=True do"
+            )
         return ActivationMeta(tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
 
     def gradients(self) -> ActivationMeta:
@@ -339,10 +349,15 @@ class Links:
         """Destroy the process groups. No message may be under way."""
         self._destroy_groups()
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Copy a tensor in place from one device to all, outside of training steps. Collective."""
+    def hand_on(self, tensor: Tensor, source: int) -> None:
+        """Copy a tensor in place from one device to the next, until all have it. All call it, outside of steps."""
+        count = len(self.nodes)
+        passed = (self.mesh_rank - source) % count
         with self._raising_peer_lost(f"a message of device {source}"):
-            dist.broadcast(tensor, group=self._control, group_src=source)
+            if passed > 0:
+                dist.recv(tensor, group=self._control, group_src=(self.mesh_rank - 1) % count)
+            if passed < count - 1:
+                dist.send(tensor, group=self._control, group_dst=(self.mesh_rank + 1) % count)
 
     def _level(self, peer: int) -> Level:
         return "local" if self.nodes[peer] == self.nodes[self.mesh_rank] else "node"

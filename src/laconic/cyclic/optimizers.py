@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laconic.cyclic.stages import as_part_of
+
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Settings = list[dict[str, Any]]  # hyper-parameters per group, without the parameters
 
@@ -55,7 +57,7 @@ class StageOptimizers(torch.optim.Optimizer):
         """Step a stage's optimizer with the total gradients of its parameters, and with the settings of their batch."""
         current, parameters = self.settings()[stage], self._parameters[stage]
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+            parameter.grad = as_part_of(parameter, gradient)
         self.restore(stage, settings)
         try:
             self.by_stage[stage].step()

@@ -12,7 +12,8 @@ forward checks the version of its stage, and every backward that the counters of
 With sharded states a worker has most stages only during an op, but the graph of a forward refers to the storage of the
 parameters until its backward. So a stage that is not held has one *home*, a buffer that its parameters always view. The
 home's storage has no bytes between ops. When a version arrives, it is copied into the home, and the buffer in which it
-arrived is sent on to the next worker.
+arrived is sent on to the next worker. With cache="host" the forward copies its home to host memory, page-locked on an
+accelerator, and the backward copies it back: so the version crosses once. These copies are work of the current stream.
 
 [Note: Exact weights and copies]
 If weights cross in few bits, all devices compute with what they decode: [Note: Few bits on the ring] in coding.py. The
@@ -26,12 +27,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from laconic.cyclic.coding import RingWire
 from laconic.cyclic.optimizers import Settings, StageOptimizers
 from laconic.cyclic.program import Message
 from laconic.cyclic.schedule import Op, Schedule
-from laconic.cyclic.stages import trainable
+from laconic.cyclic.stages import local_part, trainable
 
 
 class VersionError(RuntimeError):
@@ -66,16 +68,20 @@ class PlacedStages:
         self.parameters = [list(parameters.values()) for parameters in named]
         self.layouts = wire.layouts
         self.device = self.parameters[0][0].device
+        self.has_peers = any(isinstance(p, DTensor) for stage in stages for p in stage.parameters())
+        """Whether other ranks belong to this worker: [Note: Workers of several ranks] in stages.py."""
         self.optimizers, self.wire = optimizers, wire
         self.updated = [stage for stage in range(len(stages)) if number in schedule.updaters(stage)]
         """The stages whose optimizer steps here."""
         self.held = range(len(stages)) if schedule.states == "replicated" else self.updated
         """The stages that keep their memory between ops."""
+        self._keeps_on_host = schedule.cache == "host"
+        self._on_host: dict[int, Tensor] = {}  # the homes of stages between their forward and their backward
         self._exact: dict[int, Tensor] = {}  # [Note: Exact weights and copies]
         self._coded: dict[int, Tensor] = {}  # the message that brings the newest version of a stage, if it is coded
         self.begin_run(is_pending=False)
         self.buffers = [
-            layout.pack((p.detach() for p in parameters), self.device)
+            layout.pack(map(local_part, parameters), self.device)
             for layout, parameters in zip(self.layouts, self.parameters, strict=True)
         ]
         """The newest version of each stage, or its home."""
@@ -159,12 +165,12 @@ class PlacedStages:
         """Use the version that a message from another device has brought, in its buffer."""
         stage, coding = message.stage, self.wire.coding_of(message)
         if stage not in self.held:
-            home, self._arrived = self.buffers[stage], buffer  # to be sent on: see [Note: A home without memory]
-            home.untyped_storage().resize_(self.layouts[stage].num_bytes)
-            if coding is None:
-                home.copy_(buffer)
-            else:
-                coding.decode_into(buffer, home)
+            self._arrived = buffer  # to be sent on: see [Note: A home without memory]
+            with self._filling(stage) as home:
+                if coding is None:
+                    home.copy_(buffer)
+                else:
+                    coding.decode_into(buffer, home)
         else:
             self._exact.pop(stage, None)
             if coding is not None:
@@ -184,7 +190,7 @@ class PlacedStages:
     @contextmanager
     def showing(self, buffers: Sequence[Tensor]) -> Iterator[None]:
         """Inside, the parameters of all stages are views of these buffers."""
-        data = [[p.data for p in parameters] for parameters in self.parameters]
+        data = [list(map(local_part, parameters)) for parameters in self.parameters]
         for stage, buffer in enumerate(buffers):
             self._point(stage, buffer)
         try:
@@ -192,7 +198,7 @@ class PlacedStages:
         finally:
             for stage, (parameters, own) in enumerate(zip(self.parameters, data, strict=True)):
                 for parameter, value in zip(parameters, own, strict=True):
-                    parameter.data = value
+                    _point(parameter, value)
                 if stage in self._counted:  # changes inside were not of the stage's own buffer
                     self._counted[stage] = self._counters(stage)
 
@@ -216,6 +222,9 @@ class PlacedStages:
         Raises:
             VersionError: parameters were changed in place since the forward.
         """
+        if (kept := self._on_host.pop(op.stage, None)) is not None:
+            with self._filling(op.stage) as home:
+                home.copy_(kept, non_blocking=True)
         if self.buffers[op.stage] is not used.buffer:  # an update came between, as it may with shared stages
             self._point(op.stage, used.buffer)
         if self._counters(op.stage) != used.counters:
@@ -228,6 +237,10 @@ class PlacedStages:
     def leave(self, op: Op, used: UsedVersion) -> None:
         """After an op, free a stage that is not held, or point its parameters at the newest version again."""
         if op.stage not in self.held:
+            if op.is_forward and self._keeps_on_host:
+                home = self.buffers[op.stage]
+                kept = torch.empty(home.shape, dtype=home.dtype, pin_memory=home.device.type != "cpu")
+                self._on_host[op.stage] = kept.copy_(home, non_blocking=True)
             self._free(op.stage)
         elif self.buffers[op.stage] is not used.buffer:
             self._point(op.stage, self.buffers[op.stage])
@@ -237,7 +250,24 @@ class PlacedStages:
 
     def _point(self, stage: int, buffer: Tensor) -> None:
         for parameter, view in zip(self.parameters[stage], self.layouts[stage].views(buffer), strict=True):
-            parameter.data = view
+            _point(parameter, view)
+
+    @contextmanager
+    def _filling(self, stage: int) -> Iterator[Tensor]:
+        """The home of a stage, with memory, to be filled: [Note: A home without memory]."""
+        home = self.buffers[stage]
+        home.untyped_storage().resize_(self.layouts[stage].num_bytes)
+        # A graph may have saved views of a DTensor's part. Their values come back, so they are not changed in place.
+        with torch.autograd._unsafe_preserve_version_counter(home):
+            yield home
 
     def _free(self, stage: int) -> None:
         self.buffers[stage].untyped_storage().resize_(0)
+
+
+def _point(parameter: nn.Parameter, part: Tensor) -> None:
+    """Let a parameter have this memory; a DTensor keeps its own, and has its part's."""
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = part
+    else:
+        parameter.data = part

@@ -11,7 +11,8 @@ There are N workers and N stages; s_j is the switch of stage j under the rule. A
   weights       One version of a stage's parameters. It travels along a ring of workers, from the stage's owner, worker
                 s_j mod N. Each worker uses it two time steps after the previous worker, and sends it on before its
                 forward or after it: [Note: One message at a time].
-  rear weights  The same version once more for the backward, if workers do not keep parameters after the forward.
+  rear weights  The same version once more for the backward, if workers do not keep parameters after the forward. With
+                cache="host" a worker keeps them, in host memory, and this message is never sent.
   activation, activation gradient
                 The output of a stage, and the gradient of its input, between stages on different devices.
   square        The sum of squares of the totals of stages j..N-1. It travels from the last stage to the first.
@@ -48,7 +49,8 @@ Weights that wait have one time step to arrive instead of two. No op is delayed 
 time step. If messages take longer, 2N of them do not fit into 2N time steps in any order.
 
 Other schedules do not wait. Plain data parallelism needs the weights at once. With sharded states a worker sends about
-3N messages in 2N time steps, so two at a time are the fewest for N > 3, and no two of them are of one kind.
+3N messages in 2N time steps, so two at a time are the fewest for N > 3, and no two of them are of one kind. With
+cache="host" they are 2N too, but a worker that keeps no copy of the weights cannot send them later than it frees them.
 """
 
 from __future__ import annotations
@@ -209,7 +211,8 @@ def _weights(schedule: Schedule, op: Op, version: int, run: RunFacts) -> list[Se
     if schedule.states == "replicated":
         crosses = op.is_forward and run.has_version(version)
     else:
-        crosses = schedule.states == "sharded" and run.has_gradient(op.batch)
+        is_needed = op.is_forward or schedule.cache == "none"
+        crosses = schedule.states == "sharded" and is_needed and run.has_gradient(op.batch)
     is_sent = crosses and following != schedule.rule.owner(op.stage)
     return [Send(_hop(schedule, op, version, following, run))] if is_sent else []
 
@@ -235,7 +238,7 @@ def _first_weights(schedule: Schedule, device: int) -> Iterator[Instruction]:
     """Let the owner send version -1 to worker 0, if worker 0 is stale in batch 0: no earlier worker can send it on."""
     for stage, switch in enumerate(schedule.rule.switch):
         if schedule.rule.owner(stage) == device and 0 < switch < schedule.num_stages:
-            for is_forward in (True, False):
+            for is_forward in (True, False) if schedule.cache == "none" else (True,):
                 yield Send(_hop(schedule, Op(0, 0, device, stage, 0, is_forward), -1, 0))
 
 

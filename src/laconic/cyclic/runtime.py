@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -20,9 +21,9 @@ from laconic.cyclic.links import Baton, ByteLayout, Links, PeerLost
 from laconic.cyclic.meter import Report
 from laconic.cyclic.optimizers import MakeOptimizer, StageOptimizers
 from laconic.cyclic.placement import PlacedStages
-from laconic.cyclic.schedule import Rule, Schedule, StatePlacement
+from laconic.cyclic.schedule import Rule, Schedule, StageCache, StatePlacement
 from laconic.cyclic.snapshot import Snapshots
-from laconic.cyclic.stages import refuse_shared, trainable
+from laconic.cyclic.stages import local_part, refuse_shared, trainable
 from laconic.cyclic.worker import LossFn, MicroBatch, Worker
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.policies import Wire, WireName
@@ -41,9 +42,12 @@ class CyclicDataParallel:
         loss_fn: `loss_fn(output, targets)`, the mean loss of a micro-batch, a tensor of one element.
         optimizer_fn: makes a new optimizer for a list of parameters; called once per stage.
         mesh: one axis of N ranks (shared stages: N(N+1)/2). With None, or one rank, one device runs all micro-batches.
+            Tensor parallelism inside a worker uses another axis: [Note: Workers of several ranks] in stages.py.
         rule: the versions that workers use: "v2", "lag2", "clip", "v1", "dp" (all at once), a `Rule`, or a mask.
         states: "replicated": every worker has all parameters, the owner of a stage has its optimizer state. "sharded":
             only the owner keeps parameters too; they travel on two rings. "shared": N(N+1)/2 devices have a stage each.
+        cache: with sharded states, where a worker keeps a stage's weights from its forward to its backward: "none", so
+            that they travel again for the backward, or "host", in host memory, P in all at most.
         wire: the bits in which weights and gradients cross between nodes: "exact", "8bit", "4bit", or a `Wire`. With
             sharded states weights can only cross as values; with shared stages none cross.
         stagger: the lead of a worker over the next one, as a share of 1/N of a batch. 1 keeps activations flat, less
@@ -52,8 +56,8 @@ class CyclicDataParallel:
 
     Raises:
         ValueError: ranks and stages do not fit; a stage has no trainable parameter, or shares one, or has one that is
-            cut over ranks, or has an optimizer that needs more than gradients; the rule does not exist, or cannot wait
-            for the global norm; the wire does not fit the states.
+            cut over the workers, or has an optimizer that needs more than gradients; the rule does not exist, or cannot
+            wait for the global norm; the wire does not fit the states.
     """
 
     def __init__(
@@ -65,17 +69,20 @@ class CyclicDataParallel:
         *,
         rule: Rule | str | Sequence[Sequence[bool | int]] = "v2",
         states: StatePlacement = "replicated",
+        cache: StageCache = "none",
         wire: Wire | WireName = "exact",
         stagger: float = 1.0,
         max_grad_norm: float | None = None,
     ) -> None:
+        mesh = None if mesh is not None and mesh.size() == 1 else mesh
         _check_stages(stages)
         self.stages = list(stages)
         self.rule = Rule.of(rule, len(self.stages))
-        mesh = None if mesh is not None and mesh.size() == 1 else mesh
-        self.schedule = Schedule(self.rule, "single" if mesh is None else states, has_norm=max_grad_norm is not None)
+        has_norm, states = max_grad_norm is not None, states if mesh is not None else "single"
+        self.schedule = Schedule(self.rule, states, has_norm, cache)
         if mesh is not None:
             _check_mesh(mesh, self.schedule)
+            _check_parts(stages, mesh)
         policy = Wire.of(wire)
         check_wire(policy, self.schedule.states)
         if not 0 <= stagger <= 1:
@@ -89,8 +96,8 @@ class CyclicDataParallel:
         if mesh is not None:
             watch_peers()
             with self._failing_together():
-                self._broadcast_values()
-        layouts = [ByteLayout(parameters) for parameters in by_stage]
+                self._hand_on_values()
+        layouts = [ByteLayout(map(local_part, parameters)) for parameters in by_stage]
         ring_wire = RingWire(policy, self.schedule, layouts, device, self._links.nodes)
         self._placement = PlacedStages(self.stages, self.schedule, number, self.optimizer, ring_wire)
         count = len(self.stages) if self.schedule.has_device_per_worker else 1
@@ -108,12 +115,13 @@ class CyclicDataParallel:
         )
         self._snapshots = Snapshots(self._worker)
 
-    def _broadcast_values(self) -> None:
+    def _hand_on_values(self) -> None:
         for stage in self.stages:
             for tensor in (*stage.parameters(), *stage.buffers()):
-                value = tensor.data.contiguous()
-                self._links.broadcast(value.view(-1).view(torch.uint8), 0)
-                tensor.data.copy_(value)
+                own = local_part(tensor)
+                value = own.contiguous()
+                self._links.hand_on(value.view(-1).view(torch.uint8), 0)
+                own.copy_(value)
 
     def step(self, batch: MicroBatch | Sequence[MicroBatch]) -> Tensor | None:
         """Train one batch.
@@ -150,6 +158,11 @@ class CyclicDataParallel:
             raise ValueError(
                 f'states="{self.schedule.states}" and LocalSteps: a worker holds only its own stages, but a sync of '
                 'islands reads and writes all parameters on every worker; use states="replicated"'
+            )
+        if any(isinstance(parameter, DTensor) for stage in self.stages for parameter in stage.parameters()):
+            raise ValueError(
+                "LocalSteps and a cyclic run whose layers tensor or expert parallelism has cut: a sync of islands "
+                "reads and writes whole parameters; leave that parallelism out, or LocalSteps"
             )
         self.drain()
 
@@ -214,7 +227,7 @@ class CyclicDataParallel:
 
         Yields that version: the number of batches whose gradients it contains. That is one less than the batches
         trained while a staggered run goes on, and all of them after `drain`. Training is not affected.
-        Cost: memory for the whole model on every rank, and one broadcast of the model.
+        Cost: memory for the whole model on every rank; the model travels once along the workers.
         """
         with self._failing_together():
             version = self._snapshots.advance()
@@ -227,7 +240,7 @@ class CyclicDataParallel:
         placement, is_here = self._placement, source == self._links.mesh_rank
         buffer = placement.exact(stage).clone() if is_here else placement.layouts[stage].empty(placement.device)
         if self.schedule.num_devices > 1:
-            self._links.broadcast(buffer, source)
+            self._links.hand_on(buffer, source)
         return buffer
 
     def state_dict(self) -> dict[str, Any]:
@@ -293,17 +306,30 @@ def _check_mesh(mesh: DeviceMesh, schedule: Schedule) -> None:
         )
 
 
+def _check_parts(stages: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+    """Refuse parameters whose parts several workers hold: [Note: Workers of several ranks]."""
+    others = {*mesh.mesh.flatten().tolist()} - {dist.get_rank()}
+    for number, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters():
+            ranks = parameter.device_mesh.mesh.flatten().tolist() if isinstance(parameter, DTensor) else []
+            if shared := others.intersection(ranks):
+                raise ValueError(
+                    f"{name} of stage {number} is a DTensor over ranks {sorted(shared)} too, which are other workers, "
+                    "but each worker runs all of a stage; cut layers over another mesh axis than that of the workers, "
+                    'as in parallelize_module(stage, mesh["tp"], ...) and mesh=mesh["workers"]'
+                )
+
+
 def _check_stages(stages: Sequence[nn.Module]) -> None:
     if not stages:
         raise ValueError("there are no stages; cut the model into one per worker")
     for number, stage in enumerate(stages):
         for name, parameter in stage.named_parameters():
-            if isinstance(parameter, DTensor):  # a RaggedTensor is one, too
-                kind = "sharded by fully_shard" if isinstance(parameter, RaggedTensor) else "a DTensor"
+            if isinstance(parameter, RaggedTensor):
                 raise ValueError(
-                    f"{name} of stage {number} is {kind}, but workers of the cyclic schedule exchange whole stages; "
-                    'leave tensor and expert parallelism and fully_shard out (states="sharded" keeps a stage on one '
-                    "worker), or train with fully_shard in place of the cyclic schedule"
+                    f"{name} of stage {number} is sharded by fully_shard, which gathers it on all workers at once, but "
+                    'workers of the cyclic schedule use it one after the other; leave fully_shard out (states="sharded"'
+                    " keeps a stage on one worker), or train with fully_shard in place of the cyclic schedule"
                 )
             if (
                 parameter.requires_grad

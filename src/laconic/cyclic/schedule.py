@@ -168,6 +168,8 @@ class Op:
 
 StatePlacement = Literal["single", "replicated", "sharded", "shared"]
 """The four ways to place model states: see the table in [Note: Messages of a batch]."""
+StageCache = Literal["none", "host"]
+"""Where a worker keeps the weights of stages that are not its own between their forward and their backward."""
 
 
 @dataclass(frozen=True)
@@ -183,10 +185,19 @@ class Schedule:
     states: StatePlacement = "replicated"
     has_norm: bool = False
     """Whether updates wait for the global norm of the gradient."""
+    cache: StageCache = "none"
+    """With sharded states: "host" copies weights to host memory for the backward; else they come a second time."""
 
     def __post_init__(self) -> None:
         if self.states not in get_args(StatePlacement):
             raise ValueError(f"states={self.states!r}, expected one of {', '.join(get_args(StatePlacement))}")
+        if self.cache not in get_args(StageCache):
+            raise ValueError(f"cache={self.cache!r}, expected one of {', '.join(get_args(StageCache))}")
+        if self.cache == "host" and self.states != "sharded":
+            raise ValueError(
+                f'cache="host" has nothing to keep with states="{self.states}": a device has the weights of its stages '
+                'all the time, and none come again for a backward; use states="sharded", or leave cache out'
+            )
         if self.states == "shared" and not self.rule.is_staggered and self.num_stages > 1:
             raise ValueError(
                 f'states="shared" needs workers at different times, but under rule {self.rule.name!r} all '

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from laconic.cyclic.optimizers import copied
 from laconic.cyclic.program import norm_key
+from laconic.cyclic.stages import as_part_of
 from laconic.cyclic.worker import Worker
 
 
@@ -189,8 +190,11 @@ class Snapshots:
         return self._placement.layouts[stage].empty(self._placement.device)
 
     def _named(self, stage: int, content: str, buffer: Tensor) -> dict[str, Tensor]:
-        named = zip(self._placement.names[stage], self._placement.layouts[stage].views(buffer), strict=True)
-        return {f"stages.{stage}.{content}.{name}": view for name, view in named}
+        placement = self._placement
+        named = zip(
+            placement.names[stage], placement.parameters[stage], placement.layouts[stage].views(buffer), strict=True
+        )
+        return {f"stages.{stage}.{content}.{name}": as_part_of(parameter, view) for name, parameter, view in named}
 
     def _frozen(self, stage: int) -> dict[str, Tensor]:
         named = self._worker.stages[stage].named_parameters()
@@ -198,8 +202,9 @@ class Snapshots:
 
     def _optimizer_state(self, stage: int, held: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The state of a stage's optimizer, by name; `held` has it by parameter. Before the first step it is zeros."""
-        has_stepped, views = any(held), self._placement.layouts[stage].views
-        by_parameter = held if has_stepped else self._placement.optimizers.blank_state(views(self._empty(stage)))
+        has_stepped = any(held)
+        blank = list(self._named(stage, "parameters", self._empty(stage)).values())
+        by_parameter = held if has_stepped else self._placement.optimizers.blank_state(blank)
         named = zip(self._placement.names[stage], by_parameter, strict=True)
         return {f"stages.{stage}.has_stepped": has_stepped} | {
             f"stages.{stage}.optimizer.{name}.{key}": value for name, own in named for key, value in own.items()

@@ -8,6 +8,14 @@ reaches stage j after the forwards of the stages before j. The gradient is compl
 backwards of the stages before j left to do. These forwards and backwards together take C_j. So worker N - 1 - j waits
 in every batch, unless C_j >= j / N. So each prefix of stages should have at least its share of the cost. Example: with
 stages of 40 % and 60 %, worker 0 waits for 10 % of every batch; with stages of 60 % and 40 % it never waits.
+
+[Note: Workers of several ranks]
+Tensor or expert parallelism may have cut layers among the ranks that are one worker together. Its parameters are then
+DTensors, over a mesh that crosses the workers' mesh in this rank alone. Ranks of equal place in their workers form a
+ring each, and every ring runs the whole schedule on its own: sums, versions and snapshots are of the parts that its
+ranks hold, and rings do not know of each other. They meet in the collectives that the layers themselves call, within a
+worker. So the ranks of a worker must issue ops and messages in one order, and they do, since all follow one program.
+Therefore nothing that a rank measures may decide what it does next: such a worker passes its baton after two ops.
 """
 
 from __future__ import annotations
@@ -15,7 +23,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from laconic.comm.agreement import RankGroup
 from laconic.pipeline.stages import (
@@ -34,6 +43,34 @@ from laconic.pipeline.stages import (
 def trainable(stage: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable parameters of a stage by name; a shared parameter has one name only."""
     return {name: p for name, p in stage.named_parameters() if p.requires_grad}
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a parameter or buffer, without autograd: [Note: Workers of several ranks]."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.data
+
+
+def as_part_of(parameter: Tensor, part: Tensor) -> Tensor:
+    """A tensor like this rank's part of a parameter, in the form of the parameter."""
+    if not isinstance(parameter, DTensor):
+        return part
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def gradient_part(parameter: nn.Parameter) -> Tensor | None:
+    """This rank's part of a parameter's gradient; sums over the ranks of the worker that are pending are made."""
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor):
+        return gradient
+    assert isinstance(parameter, DTensor)
+    return gradient.redistribute(placements=parameter.placements).to_local()
 
 
 def refuse_shared(by_stage: Sequence[Mapping[str, nn.Parameter]]) -> None:

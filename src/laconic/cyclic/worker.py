@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from laconic.cyclic.coding import RingWire
 from laconic.cyclic.links import Baton, Links
@@ -28,6 +29,8 @@ from laconic.cyclic.program import (
     program,
 )
 from laconic.cyclic.schedule import Op, Schedule
+from laconic.cyclic.stages import as_part_of, gradient_part
+from laconic.ragged.dtensor import whole_of
 
 LossFn = Callable[[Any, Any], Tensor]
 MicroBatch = tuple[Any, Any]  # inputs and targets
@@ -95,7 +98,8 @@ class Worker:
             self._compute(instruction.op, instruction.version, data.get(instruction.op.worker))
             done += 1
             self.baton.after_op(done)
-        if self.placement.device.type == "cpu":  # on other devices an op runs after the host has measured it
+        # On other devices an op runs after the host has measured it; other ranks of a worker measure other times.
+        if self.placement.device.type == "cpu" and not self.placement.has_peers:
             self.baton.end(report.durations_s)
         self.batch += 1
         self.num_batches += 1
@@ -194,8 +198,10 @@ class Worker:
 
     def _add_square(self, stage: int) -> None:
         assert self._sum is not None
-        views = self.placement.layouts[stage].views(self._sum)
-        square = torch.stack([view.double().square().sum() for view in views]).sum()
+        views, parameters = self.placement.layouts[stage].views(self._sum), self.placement.parameters[stage]
+        parts = [as_part_of(*pair) for pair in zip(parameters, views, strict=True)]
+        squares = [part.double().square().sum() for part in parts]
+        square = torch.stack([whole_of(s) if isinstance(s, DTensor) else s for s in squares]).sum()
         if stage < self.schedule.num_stages - 1:
             assert self._square is not None
             square = self._square.view(torch.float64)[0] + square
@@ -241,8 +247,8 @@ class Worker:
         self._produced = [torch.zeros_like(t) if t.grad is None else t.grad for t in inputs if t.requires_grad]
         self._sum = layout.empty(self.placement.device)
         for view, parameter in zip(layout.views(self._sum), parameters, strict=True):
-            if parameter.grad is not None:  # otherwise the batch does not use it, and its gradient is zero
-                torch.div(parameter.grad, self.schedule.num_stages, out=view)
+            if (part := gradient_part(parameter)) is not None:  # a batch that does not use it leaves a gradient of zero
+                torch.div(part, self.schedule.num_stages, out=view)
                 parameter.grad = None
         return used
 

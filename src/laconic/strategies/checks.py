@@ -63,7 +63,8 @@ def check_workers(schedule: ScheduleConfig, optimizer: OptimizerConfig, log: Log
 
     Raises:
         JobError: the ranks do not fit; the gradient norm is clipped, but is not known in time under the rule; shared
-            stages do not allow the rule; the wire does not fit the states; or memory is measured on several ranks.
+            stages do not allow the rule; the cache or the wire does not fit the states; or memory is measured on
+            several ranks.
     """
     workers = num_workers(schedule, ranks)
     rule, limit = schedule.rule, optimizer.max_grad_norm
@@ -78,6 +79,12 @@ def check_workers(schedule: ScheduleConfig, optimizer: OptimizerConfig, log: Log
         schedule.states == "shared" and rule == "dp",
         "schedule.states = 'shared' needs workers at different times, and under schedule.rule = 'dp' all are at the "
         "same stage at once; choose another rule",
+    )
+    _refuse_if(
+        schedule.cache == "host" and (schedule.states != "sharded" or ranks.world_size == 1),
+        f"schedule.cache = 'host' has nothing to keep with schedule.states = {schedule.states!r} on {ranks.world_size} "
+        "ranks, where no weights come again for a backward; set schedule.states = 'sharded' on several ranks, or leave "
+        "the key out",
     )
     try:
         check_wire(schedule.wire, schedule.states)

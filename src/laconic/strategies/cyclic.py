@@ -93,7 +93,7 @@ class CyclicStepper(Stepper):
             make_stage_optimizer(setup.optimizer),
             mesh,
             max_grad_norm=setup.optimizer.max_grad_norm or None,
-            **schedule.pick("rule", "states", "wire", "stagger"),
+            **schedule.pick("rule", "states", "cache", "wire", "stagger"),
         )
         self.optimizer: torch.optim.Optimizer = self.run.optimizer
         is_one_worker = mesh is not None and schedule.states != "shared"
