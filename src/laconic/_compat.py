@@ -529,3 +529,21 @@ def allocator_events(profiler: torch.profiler.profile) -> list[AllocatorEvent]:
             size = fields.alloc_size
             found.append(AllocatorEvent(event.start_time_ns, fields.ptr, size, fields.total_allocated))
     return sorted(found)
+
+
+def refuse_constants_between_stages(forms: Sequence[Any]) -> None:
+    """Refuse tensors without gradients between the stages of a pipeline, where torch has no room for them.
+
+    Before torch 2.12 it asks for gradients of all that one stage hands to the next.
+
+    Raises:
+        ValueError: there is such a tensor, and this torch is older.
+    """
+    from torch.distributed.pipelining import stage
+
+    unfit = [form for form in forms if not form.requires_grad]
+    if unfit and not hasattr(stage, "InferenceMode"):
+        raise ValueError(
+            f"a stage hands on {unfit[0]}, which needs no gradient, and the pipelines of torch {torch.__version__} "
+            "have room for others only; install torch 2.13, or make such tensors anew in each stage"
+        )

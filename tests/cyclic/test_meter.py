@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from laconic.cyclic.meter import ActivationMeter
+from laconic.pipeline.meter import ActivationMeter
 
 FLOAT = 4
 

@@ -15,8 +15,10 @@ import transformers as hf
 from torch import Tensor, nn
 
 from laconic.cyclic import stages as cyclic_stages
-from laconic.cyclic.stages import cut, partition, restoring_random_states, synchronize, unstage
+from laconic.cyclic.stages import cut
 from laconic.hf.causal_lm import cut_causal_lm
+from laconic.pipeline import stages as timed_stages
+from laconic.pipeline.stages import partition, restoring_random_states, synchronize, unstage
 from tests.support.launch import on_ranks
 
 VOCAB = 61
@@ -262,7 +264,7 @@ def test_by_memory_and_by_costs() -> None:
 def test_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """On several ranks. Only layers advance the clock. Stages take the same time, or the first stage takes more."""
     clock = SimpleNamespace(now_s=0.0)
-    monkeypatch.setattr(cyclic_stages, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    monkeypatch.setattr(timed_stages, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
     monkeypatch.setattr(cyclic_stages, "RankGroup", lambda: SimpleNamespace(size=2, broadcast=lambda costs: costs))
 
     class Busy(nn.Linear):

@@ -72,7 +72,7 @@ MISSED: dict[str, str] = {
     " of each share what another rank would make of it",
     "shard/cache:_lock_pages_for_cuda: 0 -> 1": "another flag of CUDA, which locks the pages as well",
     "comm/watch:_Watch._look: _RARER * idle_s -> _RARER // idle_s": "it looks for proofs more often",
-    "cyclic/stages:_time_s: synchronize(values) -> pass": "there is nothing to wait for on a CPU",
+    "pipeline/stages:_time_s: synchronize(values) -> pass": "there is nothing to wait for on a CPU",
     "islands/elastic:ElasticExchange._waiting: self._agreements.look_for_end() -> pass": "the watcher looks as often,"
     " and a try ends with its peers: it ends later",
 }

@@ -36,8 +36,8 @@ _OTHERS = {
     ("shard/lanes.py", "wait_for"): "every site of a lane passes it",
     ("comm/speed.py", "_finish"): "it measures seconds, between steps",
     ("comm/failure.py", "fail"): "it waits while its failure is told, and trains no more",
-    ("cyclic/stages.py", "_time_s"): "it measures seconds, before training",
-    ("cyclic/stages.py", "synchronize"): "it measures seconds, before training",
+    ("pipeline/stages.py", "_time_s"): "it measures seconds, before training",
+    ("pipeline/stages.py", "synchronize"): "it measures seconds, before training",
     ("islands/elastic.py", "_waiting"): "it waits for a thread that has ended",
     ("shard/cache.py", "_unlock_pages_for_cuda"): "it runs when a model goes, after the programs have ended",
 }

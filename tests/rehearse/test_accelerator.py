@@ -11,9 +11,9 @@ from torch import nn
 import laconic
 from laconic.comm.cluster import default_mesh
 from laconic.cyclic.links import Links
-from laconic.cyclic.stages import synchronize
 from laconic.layers import scaled
 from laconic.layers.scaled import SCALED_FORMATS, ScaledFormat
+from laconic.pipeline.stages import synchronize
 from laconic.rehearse import rehearsal
 from laconic.rehearse.tape import HOST, Wait
 

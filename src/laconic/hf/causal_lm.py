@@ -28,13 +28,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from laconic.cyclic.stages import (
+from laconic.cyclic.stages import cut
+from laconic.pipeline.stages import (
     Criterion,
     Example,
     ModelBlock,
     Stage,
     Values,
-    cut,
     refuse_meta,
     restoring_random_states,
 )

@@ -1,0 +1,295 @@
+"""A stage of torch's pipelines whose messages are counted, and cross in eight bits by choice.
+
+[Note: Activations on the wire]
+A boundary is what one stage hands to the next: tensors whose shapes and dtypes are known before the first message.
+Forward sends them, in the dtype that they have. Backward sends the gradients of those that need one. So T tokens of h
+values in two bytes take 2 T h bytes a step in each direction. Inside a rank, where a V turns, nothing is sent.
+
+With wire="8bit" a tensor that needs a gradient crosses as whole numbers of a step, one step to a block of 128 values,
+and its gradient as well. All else (masks, positions, rotary angles, 64-bit numbers) crosses as it is. A receiver
+computes with what it decodes; the sender's own graph has the exact values, so the gradient that comes back is that of
+the decoded ones, passed straight through. No feedback could make up for what is lost: the next micro-batch has other
+tokens.
+
+[Note: Weights of a split backward]
+A schedule that splits backward asks autograd for the gradients of a stage's inputs, and later for those of its weights,
+in the gathered parameters' `.grad`. torch leaves them there until the step ends, in the dtype of gathered weights: sums
+in bfloat16. Here each micro-batch's gradients go to the bucket at once, as those of an ordinary backward that does not
+sync, so sums are in the reduce dtype. And the search for the parameters that the forward has used finds gathered ones,
+because the weights are gathered before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from laconic import _compat
+from laconic.codec import CODECS, Codec
+from laconic.comm.launch import node_of_rank
+from laconic.comm.traffic import Level, Traffic
+from laconic.shard.sharded_module import ShardedModule
+from laconic.shard.unit import unit_of
+
+_CODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CODEC_OF: dict[str, Codec | None] = {"exact": None, "8bit": CODECS["int8"]}
+
+
+def as_tuple(values: Any) -> tuple[Any, ...]:
+    """One value or several, as a tuple."""
+    return tuple(values) if isinstance(values, tuple | list) else (values,)
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """The shape and dtype of a tensor that crosses a boundary, and whether its gradient comes back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> TensorForm:
+        """The form of a tensor."""
+        return TensorForm(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def like(self, device: torch.device | str) -> Tensor:
+        """A contiguous tensor of this form, of zeros: an index of an embedding may be zero."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=device).requires_grad_(self.requires_grad)
+
+    @property
+    def numel(self) -> int:
+        """The number of its elements."""
+        return torch.Size(self.shape).numel()
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}".removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What a stage hands to the next one, for one micro-batch."""
+
+    tensors: tuple[TensorForm, ...]
+
+    @staticmethod
+    def of(outputs: Any) -> Boundary:
+        """The boundary behind a stage with these outputs.
+
+        Raises:
+            ValueError: a stage hands on something that is no tensor.
+        """
+        values = as_tuple(outputs)
+        for value in values:
+            if not isinstance(value, Tensor):
+                raise ValueError(
+                    f"a stage hands on a {type(value).__name__}, but only tensors cross to the next; return a tensor "
+                    "or a tuple of tensors"
+                )
+        return Boundary(tuple(TensorForm.of(value) for value in values))
+
+    def plain(self) -> list[list[Any]]:
+        """The boundary as plain values, which ranks may exchange."""
+        return [[list(each.shape), str(each.dtype).removeprefix("torch."), each.requires_grad] for each in self.tensors]
+
+    @staticmethod
+    def from_plain(values: list[list[Any]]) -> Boundary:
+        """The boundary that `plain` has described."""
+        return Boundary(tuple(TensorForm(tuple(shape), getattr(torch, dtype), needs) for shape, dtype, needs in values))
+
+    def gradients(self) -> Boundary:
+        """What comes back."""
+        return Boundary(tuple(each for each in self.tensors if each.requires_grad))
+
+    def nbytes(self, wire: str) -> int:
+        """The bytes of its message."""
+        return sum(_message_bytes(each, wire) for each in self.tensors)
+
+
+def _codec_for(form: TensorForm, wire: str) -> Codec | None:
+    """The codec of a tensor; None if it crosses as it is."""
+    return _CODEC_OF[wire] if form.requires_grad and form.dtype in _CODED_DTYPES else None
+
+
+def _message_bytes(form: TensorForm, wire: str) -> int:
+    codec = _codec_for(form, wire)
+    return form.numel * form.dtype.itemsize if codec is None else codec.payload_bytes(form.numel)
+
+
+def encode_tensor(tensor: Tensor, form: TensorForm, wire: str) -> Tensor:
+    """The message with a tensor of this form: the tensor itself, contiguous, or its codes."""
+    tensor, codec = tensor.detach(), _codec_for(form, wire)
+    if codec is None:
+        return tensor.contiguous()
+    message = torch.empty(codec.payload_bytes(form.numel), dtype=torch.uint8, device=tensor.device)
+    codec.encode_into(message, tensor.reshape(-1), check=False)
+    return message
+
+
+def room_for(form: TensorForm, wire: str, device: torch.device) -> Tensor:
+    """Memory for the message with a tensor of this form."""
+    if _codec_for(form, wire) is None:
+        return torch.empty(form.shape, dtype=form.dtype, device=device)
+    return torch.empty(_message_bytes(form, wire), dtype=torch.uint8, device=device)
+
+
+def decode_tensor(message: Tensor, form: TensorForm, wire: str) -> Tensor:
+    """The tensor of a message, without a graph."""
+    codec = _codec_for(form, wire)
+    if codec is None:
+        return message
+    tensor = torch.empty(form.shape, dtype=form.dtype, device=message.device)
+    codec.decode_into(tensor.view(-1), message)
+    return tensor
+
+
+def count_message(traffic: Traffic, op: dist.P2POp) -> None:
+    """Count what an operation sends to another rank, or receives from it, as activations."""
+    level: Level = "local" if node_of_rank(op.peer) == node_of_rank(dist.get_rank()) else "node"
+    sent_bytes = op.tensor.nbytes if op.op is dist.isend else 0
+    traffic.count(level, "activations", sent_bytes=sent_bytes, received_bytes=op.tensor.nbytes - sent_bytes)
+
+
+class WireStage(PipelineStage):
+    """A stage of torch's pipelines: [Note: Activations on the wire], [Note: Weights of a split backward].
+
+    It works in all of torch's schedules. Both boundaries are known from the beginning, so torch runs no forward to
+    infer them, and sends no pickled metadata.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stage_index: int,
+        entries: Sequence[Boundary],
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        wire: str = "exact",
+        traffic: Traffic | None = None,
+    ) -> None:
+        """Make the stage of a module.
+
+        Args:
+            module: the stage, sharded by `laconic.fully_shard` or not.
+            stage_index: its number.
+            entries: what each stage takes, for one micro-batch; what comes after the first is what crosses.
+            group: the ranks of the pipeline.
+            device: this rank's device.
+            wire: "exact" or "8bit".
+            traffic: counts the bytes, as "activations". Default: that of the sharded module, or a new one.
+        """
+        self._entry, self._exit = (*entries, Boundary(()))[stage_index : stage_index + 2]
+        self.traffic = (
+            traffic if traffic is not None else module.traffic if isinstance(module, ShardedModule) else Traffic()
+        )
+        self._wire = wire
+        self._landings: dict[tuple[str, int], list[tuple[Tensor, Tensor, TensorForm]]] = {}
+        """Messages that have been asked for, and the tensors in which torch looks for what they bring."""
+        self.syncs = True
+        """False if another step's gradients are to be added before they are reduced."""
+        _compat.refuse_constants_between_stages([form for each in entries[1:] for form in each.tensors])
+        outputs = self._exit.tensors or (TensorForm((1,), torch.float32, True),)  # nobody asks for those of the last
+        super().__init__(
+            module,
+            stage_index,
+            len(entries),
+            device,
+            input_args=tuple(form.like("meta") for form in self._entry.tensors),
+            output_args=tuple(form.like("meta") for form in outputs),
+            group=group,
+        )
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """See `PipelineStage`. Raises ValueError if an output is not as the boundary says."""
+        if not self.is_last:
+            self._refuse_other_outputs(fwd_chunk_id)
+        return self._sending(super().get_fwd_send_ops(fwd_chunk_id), self._exit)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """See `PipelineStage`."""
+        return self._sending(super().get_bwd_send_ops(bwd_chunk_id), self._entry.gradients())
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """See `PipelineStage`."""
+        return self._receiving(super().get_fwd_recv_ops(fwd_chunk_id), self._entry, ("forward", fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """See `PipelineStage`."""
+        ops = super().get_bwd_recv_ops(bwd_chunk_id)
+        return self._receiving(ops, self._exit.gradients(), ("backward", bwd_chunk_id))
+
+    def _sending(self, ops: list[dist.P2POp], boundary: Boundary) -> list[dist.P2POp]:
+        for op, form in zip(ops, boundary.tensors if ops else (), strict=True):
+            op.tensor = encode_tensor(op.tensor, form, self._wire)
+            count_message(self.traffic, op)
+        return ops
+
+    def _receiving(self, ops: list[dist.P2POp], boundary: Boundary, key: tuple[str, int]) -> list[dist.P2POp]:
+        for op, form in zip(ops, boundary.tensors if ops else (), strict=True):
+            landing, op.tensor = op.tensor, room_for(form, self._wire, op.tensor.device)
+            self._landings.setdefault(key, []).append((op.tensor, landing, form))
+            count_message(self.traffic, op)
+        return ops
+
+    @torch.no_grad()
+    def _land(self, direction: str, chunk: int) -> None:
+        """Write messages that have come where torch looks for them."""
+        for message, landing, form in self._landings.pop((direction, chunk), ()):
+            landing.copy_(decode_tensor(message, form, self._wire))
+
+    def _refuse_other_outputs(self, chunk: int) -> None:
+        outputs, _ = self.fwd_cache[chunk]
+        forms = [TensorForm(tuple(each.shape), each.dtype, False) for each in outputs]
+        wanted = [TensorForm(each.shape, each.dtype, False) for each in self._exit.tensors]
+        if forms != wanted:
+            raise ValueError(
+                f"stage {self.stage_index} hands on {', '.join(map(str, forms))}, and its boundary has "
+                f"{', '.join(map(str, wanted))}; a stage's outputs must have the same shapes for each micro-batch"
+            )
+
+    # -- forward and backward ------------------------------------------------------------------------------------------
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """See `PipelineStage`."""
+        self._land("forward", fwd_chunk_id)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """See `PipelineStage`."""
+        self._land("backward", bwd_chunk_id)
+        if not full_backward:
+            self._gather()
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """See `PipelineStage`."""
+        self._gather()
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        if isinstance(self.submod, ShardedModule) and not self.is_first:  # the first one's is an ordinary backward
+            unit = unit_of(self.submod)
+            assert unit is not None
+            unit.root.reduce_waiting()
+
+    def _gather(self) -> None:
+        for module in self.submod.modules():
+            if isinstance(module, ShardedModule):
+                module.unshard()
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """See `PipelineStage`. Gradients wait if another step adds to them."""
+        if self.syncs:
+            super().perform_reduce_grad(grad_scale_factor)
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Leave gradients alone, which torch clears here: they may be an earlier step's, as nothing was inferred."""
