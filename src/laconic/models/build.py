@@ -11,10 +11,13 @@ Weights that rest in few bits are drawn as the others and then encoded, so they 
 A rank of a pipeline holds some stages only. It draws the others, too, and drops what it draws.
 """
 
+from __future__ import annotations
+
 import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,28 +91,26 @@ def build_model(config: ModelConfig, lora: LoraConfig | None = None, *, device: 
 
 @torch.no_grad()
 def materialize(
-    model: nn.Module, config: ModelConfig, device: torch.device | str, *, held: Sequence[nn.Module] = ()
+    model: nn.Module, config: ModelConfig, device: torch.device | str, *, part: HeldPart | None = None
 ) -> int:
     """Give a model from `build_model`, sharded or not, its values on `device`. Every rank calls it.
 
     With `model.path` each rank reads its own part from the folder. Otherwise the values are drawn, equal for equal
-    seeds under every sharding: [Note: Equal initialisation]. With `held`, the stages of the model that this rank holds,
-    all else stays on the meta device. Returns the bytes that this rank has read.
+    seeds under every sharding: [Note: Equal initialisation]. With `part`, all else stays on the meta device. Returns the bytes that this rank has read.
 
     Raises:
         ModelFolderError: the folder does not fit the model; the message lists the tensors.
     """
     base = base_model(model)
     layers = layers_to_shard(model)
-    ties = tied_places(model)
-    for module in held or [model]:
+    for module in part.stages if part else [model]:
         module.to_empty(device=device)
     bytes_read = 0
     loaded: set[int] = set()
     with torch.random.fork_rng(devices=[]), adapters_put_aside(model):
         torch.manual_seed(config.init_seed)
-        if held:
-            tie_again(ties)
+        if part:
+            part.tie_again()
         else:
             base.tie_weights()  # to_empty makes two of each tied parameter
         if config.path is not None:
@@ -127,27 +128,50 @@ def materialize(
     return bytes_read
 
 
-Places = list[list[tuple[nn.Module, str]]]
-"""The places of each tied parameter, as (module, name in it)."""
+@dataclass
+class HeldPart:
+    """The part of a model that a rank of a pipeline holds: [Note: A model held in part] in checkpoint/state.py."""
 
+    stages: Sequence[nn.Module]
+    """The stages of the rank, whose modules are the model's."""
+    ties: list[list[tuple[nn.Module, str]]]
+    """The places of each parameter that the whole model has in several: (module, name in it)."""
 
-def tied_places(model: nn.Module) -> Places:
-    """The places of the parameters that have several."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, name))
-    return [each for each in places.values() if len(each) > 1]
+    @staticmethod
+    def ties_of(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+        """The places of each tied parameter of a model, before it is cut."""
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    places.setdefault(id(parameter), []).append((module, name))
+        return [each for each in places.values() if len(each) > 1]
 
+    def tie_again(self) -> None:
+        """Show a tied parameter in all its places: the copy that this rank holds, if it holds one."""
+        for places in self.ties:
+            found = [module._parameters[name] for module, name in places]
+            shown = next((each for each in found if each is not None and not each.is_meta), found[0])
+            for module, name in places:
+                module._parameters[name] = shown
 
-def tie_again(ties: Places) -> None:
-    """Put into all places of a tied parameter the one that this rank holds, if it does."""
-    for places in ties:
-        found = [module._parameters[name] for module, name in places]
-        held = next((each for each in found if each is not None and not each.is_meta), found[0])
-        for module, name in places:
-            module._parameters[name] = held
+    @contextmanager
+    def without_further_copies(self) -> Iterator[None]:
+        """In the block, show a tied parameter on the ranks alone that hold the first of its copies."""
+        own = {module for stage in self.stages for module in stage.modules()}
+        hidden = [places for places in self.ties if places[0][0] not in own]
+        shown = [[(module, name, module._parameters[name]) for module, name in places] for places in hidden]
+        for places in shown:
+            like = places[0][2]
+            assert like is not None
+            stand_in = nn.Parameter(torch.empty(like.shape, dtype=like.dtype, device=META), like.requires_grad)
+            for module, name, _ in places:
+                module._parameters[name] = stand_in
+        try:
+            yield
+        finally:
+            for module, name, parameter in (each for places in shown for each in places):
+                module._parameters[name] = parameter
 
 
 def _initialise(base: Any, layers: list[nn.Module], loaded: set[int]) -> None:
