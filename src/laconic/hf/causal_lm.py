@@ -44,6 +44,7 @@ from laconic.hf.layers import without_packed_rows
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _EXAMPLE_TOKENS = 128  # the length of the example if none is given
+_PARTS = ("_modules", "_parameters", "_buffers")
 _INPUTS = ("input_ids", "attention_mask", "position_ids")  # the names of inputs that an example gives by position
 
 
@@ -362,9 +363,12 @@ def _shell(module: nn.Module, **children: nn.Module) -> Any:
 
 
 def _stand_in(layer: nn.Module, forward: _Recorder) -> Any:
-    """A module with the attributes of a layer, which models look at, but without its parameters and submodules."""
+    """A module with the attributes of a layer, which models look at, but without its parameters, submodules and hooks.
+
+    Who shards the layer later adds hooks to it, and a copy shares the dicts of its hooks.
+    """
     stand_in: Any = copy.copy(layer)
-    for parts in ("_modules", "_parameters", "_buffers"):
+    for parts in [name for name in vars(layer) if name in _PARTS or "_hooks" in name]:
         stand_in.__dict__[parts] = {}
     stand_in.forward = forward
     return stand_in

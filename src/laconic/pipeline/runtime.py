@@ -26,6 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from laconic.comm.agreement import RankGroup
+from laconic.comm.groups import is_rehearsed
+from laconic.comm.messages import new_host_group, uses_sends
 from laconic.comm.traffic import Traffic
 from laconic.comm.watch import waiting_for
 from laconic.errors import RanksDifferError
@@ -65,6 +67,7 @@ class Pipeline:
         loss_fn: Callable[[Any, Tensor], Tensor],
         policy: PipelinePolicy,
         reduction: Literal["mean", "sum"] = "mean",
+        entries: Sequence[Boundary] = (),
     ) -> None:
         """Join the pipeline. Collective over `mesh`.
 
@@ -76,6 +79,8 @@ class Pipeline:
             policy: the schedule, the micro-batches and the wire.
             reduction: how the losses of micro-batches make that of a batch: "mean" where `loss_fn` is a mean, so that
                 it is that of the whole batch; "sum" where it is a sum that the user divides himself.
+            entries: what each stage takes for one micro-batch, if that is known. Default: stages run a forward on zeros
+                to find out. A rehearsal, whose other stages are not there, needs it.
 
         Raises:
             ValueError: the schedule cannot have so many micro-batches on so many ranks; these are not the stages of
@@ -88,7 +93,7 @@ class Pipeline:
         self.modules = dict(sorted(modules.items()))
         """This rank's stages by their numbers, ascending."""
         self.group, self.num_ranks, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
-        self._ranks = RankGroup(self.group, error=ValueError)
+        self._ranks = RankGroup(_host_group_of(self.group), error=ValueError)
         self._ranks.on_all(self._check, "the pipeline cannot start")
         self._agree()
         self._divisor = policy.micro_batches if reduction == "mean" else 1
@@ -97,12 +102,12 @@ class Pipeline:
             (each.traffic for each in self.modules.values() if isinstance(each, ShardedModule)), Traffic()
         )
         """The counters of this rank; activations have the purpose "activations"."""
-        self._boundaries: dict[Boundary, list[Boundary]] = {}
-        """What all stages but the last hand on, by what the first one takes."""
+        self._entries = {each[0]: each for each in [tuple(entries)] if each}
+        """What all stages take, by what the first one takes."""
         self._scheduled_for: dict[Boundary, tuple[list[WireStage], Any]] = {}
         """Stages and their schedule, by what the first stage takes."""
         places = [policy.rank_of(stage, self.num_ranks) for stage in range(self.num_stages)]
-        self._ties = [Tie(members, places, self.modules, self.group, self.traffic) for members in cut.tied]
+        self._ties = [Tie(members, places, self.modules, self.group, self._ranks, self.traffic) for members in cut.tied]
 
     @property
     def num_stages(self) -> int:
@@ -204,11 +209,16 @@ class Pipeline:
 
     def _shapes(self, batch: Batch | None, target: Tensor | None, count: int) -> tuple[Boundary, ...]:
         """What the stages take, one after the other. Collective: [Note: Agreement of the stages]."""
-        described = self._ranks.on_all(partial(self._describe, batch, target, count), "the pipeline cannot take the batch")
-        first = Boundary.from_plain(next(each for each in described if each is not None))
-        if first not in self._boundaries:
-            self._boundaries[first] = self._find_boundaries(first)
-        return first, *self._boundaries[first]
+        described = self._ranks.on_all(
+            partial(self._describe, batch, target, count), "the pipeline cannot take the batch"
+        )
+        told = next((each for each in described if each is not None), None)
+        first = (
+            next(iter(self._entries)) if told is None else Boundary.from_plain(told)
+        )  # a rehearsal has nobody to tell
+        if first not in self._entries:
+            self._entries[first] = self._find_entries(first)
+        return self._entries[first]
 
     def _scheduled(self, entries: tuple[Boundary, ...]) -> tuple[list[WireStage], Any]:
         """The stages for these shapes and their schedule."""
@@ -224,18 +234,19 @@ class Pipeline:
             module, number, entries, group=self.group, device=self.device, wire=self.policy.wire, traffic=self.traffic
         )
 
-    def _find_boundaries(self, first: Boundary) -> list[Boundary]:
+    def _find_entries(self, first: Boundary) -> tuple[Boundary, ...]:
         """Run each stage but the last forward on zeros, in turn, and tell all what it hands on. Collective."""
-        entry, found = first, list[Boundary]()
+        found = [first]
         for number in range(self.num_stages - 1):
             owner = self.policy.rank_of(number, self.num_ranks)
 
-            def run(number: int = number, entry: Boundary = entry, owner: int = owner) -> Any:
-                return self._forward_on_zeros(number, entry).plain() if owner == self.rank else None
+            def run(number: int = number, owner: int = owner) -> list[list[Any]] | None:
+                return self._forward_on_zeros(number, found[-1]).plain() if owner == self.rank else None
 
-            entry = Boundary.from_plain(self._ranks.on_all(run, f"stage {number} cannot run")[owner])
-            found.append(entry)
-        return found
+            plain = self._ranks.on_all(run, f"stage {number} cannot run")[owner]
+            assert plain is not None
+            found.append(Boundary.from_plain(plain))
+        return tuple(found)
 
     def _forward_on_zeros(self, number: int, entry: Boundary) -> Boundary:
         module = self.modules[number]
@@ -334,7 +345,7 @@ class Pipeline:
         """The sum of the micro-batches' parts, which the rank with the last stage tells all."""
         own = torch.stack([each.detach().float() for each in losses]).sum().item() if losses else None
         told = self._ranks.gather(own)
-        return torch.tensor(next(each for each in told if each is not None), device=self.device)
+        return torch.tensor(next((each for each in told if each is not None), math.nan), device=self.device)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -347,7 +358,7 @@ class Pipeline:
         """
         if not norm_type > 0:
             raise ValueError(f"norm_type={norm_type} is no norm; give a positive number, or inf")
-        copies = {id(parameter) for tie in self._ties for parameter in tie.further_copies()}
+        copies = {id(parameter) for tie in self._ties for parameter in tie.further_copies}
         trained = [each for each in self.parameters() if each.grad is not None]
         gradients = [each.grad for each in trained if id(each) not in copies]
         own = nn.utils.get_total_norm(gradients, norm_type) if gradients else torch.tensor(0.0)  # type: ignore[arg-type]
@@ -361,6 +372,15 @@ class Pipeline:
         norm = torch.tensor(total, dtype=torch.float32, device=self.device)
         nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
         return norm
+
+
+def _host_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks for small messages of hosts, which shall not wait for a device. Collective."""
+    if uses_sends(group) or is_rehearsed(group):
+        return group
+    host_group = new_host_group(group)
+    assert host_group is not None
+    return host_group
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

@@ -31,7 +31,6 @@ from torch.distributed.pipelining import PipelineStage
 import laconic
 from laconic import registry
 from laconic.checkpoint import state
-from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import make_mesh
 from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
@@ -309,7 +308,7 @@ class PipelineStepper(Simultaneous):
                 pipeline.modules[0](rows)
             state.show_sharded(pipeline.modules[0])
         found = self._constants[shape] if pipeline.has_first else ()
-        forms = Boundary.from_plain(RankGroup(pipeline.group).broadcast(Boundary.of(found).plain())).tensors
+        forms = Boundary.from_plain(pipeline._ranks.broadcast(Boundary.of(found).plain())).tensors
         others = range(1, pipeline.num_ranks) if pipeline.has_first else [0]
         kind = dist.isend if pipeline.has_first else dist.irecv
         values = [value.contiguous() for value in found] if pipeline.has_first else [_room(each, device) for each in forms]
