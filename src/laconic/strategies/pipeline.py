@@ -191,7 +191,7 @@ def shard_by_torch(stage: nn.Module, layers: Sequence[nn.Module], setup: Setup, 
             module, mesh=ranks, mp_policy=mixed_precision(setup.shard, setup.model), reshard_after_forward=reshards
         )
     if setup.device.type == "cpu" and ranks.size() > 1:
-        use_rings([stage, *layers], None)
+        use_rings([stage, *layers], is_behind_backward=False)
 
 
 # -- the stepper -------------------------------------------------------------------------------------------------------
