@@ -110,10 +110,16 @@ def blocks_for_stages(model: nn.Module, rows: int, tokens: int) -> StageBlocks:
 
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise _unknown(model)
-    with without_packed_rows(reads=False), played(_find_layers(model)[1], run, inputs):
-        blocks, values = blocks_of(model, inputs)
-        with _dry_run(inputs), Dataflow(values) as flow:
-            carried = blocks[0](*values)[1:]
+    try:
+        with without_packed_rows(reads=False), played(_find_layers(model)[1], run, inputs):
+            blocks, values = blocks_of(model, inputs)
+            with _dry_run(inputs), Dataflow(values) as flow:
+                carried = blocks[0](*values)[1:]
+    except (RuntimeError, TypeError) as error:  # code that reads values, which the meta device does not have
+        raise ValueError(
+            f"{type(model).__name__} cannot be cut into stages: on tensors without values its code ends with "
+            f"{type(error).__name__}: {str(error).splitlines()[0]}; train this model without [pipeline]"
+        ) from error
     varying = [list(value.shape) for value in carried if not flow.is_constant(value)]
     if varying:
         raise ValueError(
