@@ -139,7 +139,7 @@ class Strategy:
             where, _, key = limit.key.partition(".")
             if where == section and not limit.holds(value := values[key]):
                 toml = str(value).lower() if isinstance(value, bool) else repr(value)
-                return limit.message.format(value=value, toml=toml, strategy=self.name)
+                return limit.message.format(value=value, toml=toml, strategy=self.shard.get("strategy", self.name))
         return None
 
 

@@ -310,11 +310,10 @@ def test_a_run_is_exported_and_begins_from_a_folder(tmp_path: Path) -> None:
 
 
 def test_stages_are_told_and_measured(tmp_path: Path) -> None:
-    config = piped(tmp_path, "out", log={"memory_step": 2})
+    config = piped(tmp_path, "out")
     [summary], printed = run_ranks(train_and_listen, 2, [config], local=1)[0]
     told = " ".join(printed.split())
     assert "a pipeline over 2 groups of nodes: stages of [4, 2] blocks by 1F1B, 4 micro-batches, activations exact" in told
-    assert summary["resting_bytes"] > 0
     assert summary["device_peak_bytes"] > 0
 
 
