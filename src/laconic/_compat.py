@@ -547,3 +547,14 @@ def refuse_constants_between_stages(forms: Sequence[Any]) -> None:
             f"a stage hands on {unfit[0]}, which needs no gradient, and the pipelines of torch {torch.__version__} "
             "have room for others only; install torch 2.13, or make such tensors anew in each stage"
         )
+
+
+def expect_given_shapes(stage: Any) -> None:
+    """Let a stage of torch's pipelines take the shapes that it was given, whatever its neighbours have voted for.
+
+    Before torch 2.12 it does so by itself.
+    """
+    from torch.distributed.pipelining import stage as stages
+
+    if hasattr(stages, "InferenceMode"):
+        stage._inference_mode = stages.InferenceMode.STATIC

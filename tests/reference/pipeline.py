@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ def as_decoded(values: Tensor, codec: Codec) -> Tensor:
 
 
 def whole_loss(
-    model: Sequence[nn.Module],
+    model: Iterable[nn.Module],
     tokens: Tensor,
     target: Tensor,
     loss_of: Callable[[Any, Tensor], Tensor],

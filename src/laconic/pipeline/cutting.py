@@ -51,8 +51,8 @@ def cut_pipeline(
     """Cut a model into stages, of which the most expensive one is as cheap as possible. The model may be on meta.
 
     An embedding and a head are blocks as all others. Measured time knows that an embedding is cheap and a head is not;
-    the number of parameters knows what both take in memory. If torch.distributed is initialised, the call is collective
-    and the costs of rank 0 count.
+    the number of parameters knows what both take in memory. If costs are measured and torch.distributed is initialised,
+    the call is collective, and the costs of rank 0 count.
 
     Args:
         model: an `nn.Sequential`; modules to call one after the other; or blocks of another model, as those of
@@ -76,7 +76,10 @@ def cut_pipeline(
     if borders is not None:
         found = _by_hand(borders, num_stages, len(blocks))
     else:
-        costs = RankGroup().broadcast(costs_of(blocks, values, by or ("parameters" if values is None else "time")))
+        by = by or ("parameters" if values is None else "time")
+        costs = costs_of(blocks, values, by)
+        if by in ("time", "memory"):
+            costs = RankGroup().broadcast(costs)
         found = partition(costs, num_stages, is_front_heavy=False)
     runs = [blocks[start:stop] for start, stop in pairwise(found)]
     _refuse_shared_modules(runs)

@@ -176,7 +176,7 @@ class Pipeline:
                 first = everyone[0][key]
                 if value != first:
                     here, there = (
-                        f"before blocks {each[0]} ({each[1]})" if key == "cut" else repr(each)
+                        f"before the blocks {each[0][1:-1]} ({each[1]})" if key == "cut" else repr(each)
                         for each in (value, first)
                     )
                     raise RanksDifferError(
@@ -362,14 +362,8 @@ class Pipeline:
         trained = [each for each in self.parameters() if each.grad is not None]
         gradients = [each.grad for each in trained if id(each) not in copies]
         own = nn.utils.get_total_norm(gradients, norm_type) if gradients else torch.tensor(0.0)  # type: ignore[arg-type]
-        norms = self._ranks.gather(float(own.full_tensor() if hasattr(own, "full_tensor") else own))
-        if math.isinf(norm_type):
-            total = max(norms, key=lambda each: math.inf if math.isnan(each) else each)
-        else:
-            largest = max(norms, default=0.0) or 1.0
-            scale = largest if math.isfinite(largest) else 1.0
-            total = scale * sum((each / scale) ** norm_type for each in norms) ** (1 / norm_type)
-        norm = torch.tensor(total, dtype=torch.float32, device=self.device)
+        by_place = self._ranks.gather(float(own.full_tensor() if hasattr(own, "full_tensor") else own))
+        norm = torch.linalg.vector_norm(torch.tensor(by_place, dtype=torch.float64), norm_type).float().to(self.device)
         nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
         return norm
 

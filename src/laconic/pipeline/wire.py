@@ -286,10 +286,18 @@ class WireStage(PipelineStage):
             if isinstance(module, ShardedModule):
                 module.unshard()
 
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        """See `PipelineStage`; all stages know their shapes, and a rehearsal has nobody to vote on that."""
+        _compat.expect_given_shapes(self)
+        return super()._prepare_forward_infra(*args, **kwargs)
+
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """See `PipelineStage`. Gradients wait if another step adds to them."""
         if self.syncs:
             super().perform_reduce_grad(grad_scale_factor)
+
+    def _validate_fwd_outputs(self, outputs: Sequence[Tensor]) -> None:
+        """Compare nothing, as torch 2.11 would: the shapes and strides of the last stage's outputs may be any."""
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Leave gradients alone, which torch clears here: they may be an earlier step's, as nothing was inferred."""

@@ -158,6 +158,6 @@ def _remedy_in(frame: FrameType) -> str:
     if name in ("stage_backward_input", "stage_backward_weight"):
         return (
             "A schedule of torch's pipelines that splits backward looks for the parameters that the forward has used: "
-            "shard its stages with reshard_after_forward=False, or with cache='rank'"
+            "shard its stages with reshard_after_forward=False, or with cache='rank'; or let laconic.pipeline run it"
         )
     return ""

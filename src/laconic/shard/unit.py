@@ -28,6 +28,8 @@ before a backward. A schedule that splits backward asks autograd for the gradien
 weights later, and adds these to `.grad` of the gathered parameters, in their dtype. At the end of the step the stage
 asks for the reductions: there is no backward then, and the root sums what waits, and what it finds in those `.grad`s.
 A split backward looks for the parameters that the forward has used, so these must stay gathered from the forward on.
+The stage of `laconic.pipeline` gathers before a split backward, and asks after each: without a sync that adds what is
+in those `.grad`s to what waits.
 
 [Note: Several modules in one unit]
 The modules of `fully_shard([a, b])` are gathered and freed together. One pass begins when the first of them is called,
@@ -789,7 +791,7 @@ class Root(PlacingRoot):
         self.observer.settled(ends_step=syncs, is_last=self.is_last_backward)
 
     def reduce_waiting(self) -> None:
-        """Reduce what earlier backwards have left, as one that syncs would; none runs now: [Note: Pipelines]."""
+        """Reduce what earlier backwards have left, or add it up without a sync; none runs now: [Note: Pipelines]."""
         self.backward = Backward(adds_to_grad=True)
         for gradients in self.gradients:
             if gradients.shown.shown:
