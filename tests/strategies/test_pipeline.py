@@ -135,7 +135,9 @@ def test_a_model_is_refused_whose_layers_take_what_no_other_machine_can_know() -
     model: Any = build_model(config.with_keys(config=MODEL))
     rotary = model.model.rotary_emb.forward
     model.model.rotary_emb.forward = lambda hidden, places: tuple(e + hidden.mean() for e in rotary(hidden, places))
-    with pytest.raises(ValueError, match=r"hands its layers a tensor of shape \[1, 8, 8\] beside the hidden states that"):
+    with pytest.raises(
+        ValueError, match=r"hands its layers a tensor of shape \[1, 8, 8\] beside the hidden states that"
+    ):
         blocks_for_stages(model, 2, 8)
     model = build_model(config.with_keys(config={"model_type": "bart", "d_model": 16, "decoder_layers": 1}))
     with pytest.raises(ValueError, match="BartForCausalLM cannot be cut into stages: on tensors without values"):
@@ -185,7 +187,9 @@ def test_every_schedule_trains_as_ranks_with_all_layers(tmp_path: Path) -> None:
     for name, summary in zip(SCHEDULES, found, strict=True):
         assert_trains_as_without_stages(summary, alone, name)
         boundaries = 1 if name in ("GPipe", "1F1B") else 2 if name in ("ZBVZeroBubble", "DualPipeV") else 3
-        sent = {"node/activations": boundaries * 2 * 8 * 16 * 16 * 4}  # two directions, rows, tokens, hidden size, bytes
+        sent = {
+            "node/activations": boundaries * 2 * 8 * 16 * 16 * 4
+        }  # two directions, rows, tokens, hidden size, bytes
         assert summary["traffic_bytes"][-1] == sent, name
     assert found[0]["strategy"] == "pipeline"
 
@@ -265,7 +269,9 @@ def test_a_checkpoint_goes_from_any_stages_to_any_others_to_the_bit(tmp_path: Pa
     run_ranks(train, 2, first, local=1)
     before, expected = tmp_path / "start" / "checkpoints", contents(tmp_path / "start" / "checkpoints" / "step-2")
     names = [key for key in expected if key.startswith("model.")]
-    assert len(names) == len(list(build_model(first.model).named_parameters())) + tied, "and a second name of a tied one"
+    assert len(names) == len(list(build_model(first.model).named_parameters())) + tied, (
+        "and a second name of a tied one"
+    )
     for index, (ranks, local, sections) in enumerate(HANDS):
         own = {"resume": str(before), "save_every": 0, **sections.get("train", {})}
         config = piped(tmp_path, f"hand {index}", model=model, **{**sections, "train": own})
@@ -314,7 +320,9 @@ def test_stages_are_told_and_measured(tmp_path: Path) -> None:
     config = piped(tmp_path, "out")
     [summary], printed = run_ranks(train_and_listen, 2, [config], local=1)[0]
     told = " ".join(printed.split())
-    assert "a pipeline over 2 groups of nodes: stages of [4, 2] blocks by 1F1B, 4 micro-batches, activations exact" in told
+    assert (
+        "a pipeline over 2 groups of nodes: stages of [4, 2] blocks by 1F1B, 4 micro-batches, activations exact" in told
+    )
     assert summary["device_peak_bytes"] > 0
 
 
