@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from torch import Tensor
 
 from laconic.checkpoint import load_dcp, save_checkpoint, storage
 from laconic.comm.launch import RankInfo, process_group
-from laconic.config import Config, JobError, PipelineConfig
+from laconic.config import Config, JobError, PipelineConfig, to_toml
 from laconic.hf.causal_lm import blocks_for_stages
 from laconic.models.build import build_model
 from laconic.models.export import export
@@ -22,8 +25,18 @@ from laconic.strategies.checks import check_job
 from laconic.strategies.pipeline import num_places, pipeline_policy, token_costs
 from laconic.train.loop import Trainer
 from tests.hf.zoo import TINY, differing
-from tests.support.jobs import SMALL_LLAMA, job, metrics, refusal, train, train_all, train_and_listen, train_and_resume
-from tests.support.launch import run_ranks
+from tests.support.jobs import (
+    SMALL_LLAMA,
+    command,
+    job,
+    metrics,
+    refusal,
+    train,
+    train_all,
+    train_and_listen,
+    train_and_resume,
+)
+from tests.support.launch import free_port, run_ranks
 
 MODEL = {"model_type": "llama", **SMALL_LLAMA, "num_hidden_layers": 4}
 STEPS = 3
@@ -347,3 +360,51 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     assert "training stopped before the optimizer of step" in message
     assert "The weights are as after step" in message
     assert not dist.is_initialized()
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def started(folder: Path, config: Config) -> list[subprocess.Popen[str]]:
+    """The command on two nodes of one rank each, by torchrun's environment."""
+    (folder / "job.toml").write_text(to_toml(config), encoding="utf-8")
+    places = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment = {**os.environ, **places, "MASTER_PORT": str(free_port())}
+    return [
+        subprocess.Popen(
+            command(str(folder / "job.toml")), env={**environment, "RANK": str(rank)}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+@pytest.mark.machine
+def test_the_command_trains_and_measures_memory(tmp_path: Path) -> None:
+    config = piped(tmp_path, "out", log={"memory_step": 2}, train={"async_save": True, "save_every": 0})
+    ended = [(process.communicate(), process.returncode) for process in started(tmp_path, config)]
+    assert [code for _, code in ended] == [0, 0], ended
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["strategy"] == "pipeline"
+    assert summary["step_peak_bytes"] > 0
+    assert summary["resting_bytes"] > 0
+    alone = run_ranks(train, 2, piped(tmp_path, "alone", stages=None), local=1)[0]
+    assert_trains_as_without_stages(summary, alone, "the command")
+    assert (tmp_path / "out" / "checkpoints" / f"step-{STEPS}").is_dir()
+
+
+@pytest.mark.machine
+def test_a_rank_that_leaves_ends_all_with_one_line_that_names_it(tmp_path: Path) -> None:
+    config = piped(tmp_path, "out", train={"steps": 1_000_000, "log_every": 1, "eval_every": 0})
+    first, second = processes = started(tmp_path, config)
+    try:
+        assert first.stdout is not None
+        assert any("| loss" in line for line in first.stdout), "a step has been taken"
+        second.kill()
+        _, said = first.communicate()
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert first.returncode > 0
+    assert [line for line in said.splitlines() if "rank 1" in line], said
