@@ -95,6 +95,9 @@ REFUSED: dict[str, tuple[int, dict[str, Any]]] = {
     "needs shard.strategy = 'fsdp2' or 'laconic', got 'auto'": (
         2, {"shard": {"strategy": "auto", "cluster": "cluster.toml"}},
     ),
+    "train.compile = true and pipeline.schedule = 'ZBVZeroBubble', which splits backward": (
+        2, {"train": {"compile": True}, "pipeline": {"schedule": "ZBVZeroBubble"}},
+    ),
     "pipeline.wire = '8bit' is for shard.strategy = 'laconic'": (
         2, {"shard": {"strategy": "fsdp2"}, "pipeline": {"wire": "8bit"}},
     ),
@@ -268,6 +271,7 @@ HANDS: list[tuple[int, int, dict[str, Any]]] = [
     (2, 1, {"stages": None}),
     (3, 1, {"stages": 3, "train": {"accumulation": 1}}),
     (4, 2, {"shard": {"cache": "rank"}, "pipeline": {"schedule": "Interleaved1F1B"}}),
+    (4, 2, {"shard": {"strategy": "fsdp2"}}),
     (1, 1, {"stages": None, "shard": {"cache": "none"}}),
     (4, 1, {}),
 ]

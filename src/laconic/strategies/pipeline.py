@@ -86,7 +86,8 @@ def pipeline_policy(pipeline: PipelineConfig, train: TrainConfig, ranks: RankInf
     """The policy of a launch with a pipeline: [Note: One batch, with stages or without].
 
     Raises:
-        JobError: the rows or the schedule do not allow the micro-batches, or the cut is of another number of stages.
+        JobError: the rows or the schedule do not allow the micro-batches, the cut is of another number of stages, or
+            layers are compiled whose backward is split.
     """
     places = num_places(pipeline, ranks)
     rows = train.micro_batch_size * train.accumulation * places
@@ -114,6 +115,11 @@ def pipeline_policy(pipeline: PipelineConfig, train: TrainConfig, ranks: RankInf
         text = error.told("pipeline.", " = ") if isinstance(error, PolicyError) else str(error)
         more = "train.accumulation, or pipeline.micro_batches"
         raise JobError(f"[pipeline] on {places} groups of nodes: {text} ({more} sets them)") from None
+    if train.compile and policy.splits_backward:
+        raise JobError(
+            f"train.compile = true and pipeline.schedule = {pipeline.schedule!r}, which splits backward in two: that of "
+            "a compiled layer runs whole; use 'Interleaved1F1B', or leave train.compile out"
+        )
     return policy
 
 
