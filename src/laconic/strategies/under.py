@@ -65,8 +65,8 @@ def strategy_of(
         if found.name not in staged:
             names = " or ".join(map(repr, sorted(staged)))
             raise JobError(
-                f"pipeline.stages = {pipeline.stages!r} needs shard.strategy = {names}, {shard.strategy!r}, whose "
-                "ranks hold all layers; change one of the two"
+                f"pipeline.stages = {pipeline.stages!r} needs shard.strategy = {names}, got {shard.strategy!r}, "
+                "whose ranks hold all layers; change one of the two"
             )
         return staged[found.name]
     if schedule.is_cyclic:
