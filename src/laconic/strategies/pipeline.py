@@ -117,8 +117,8 @@ def pipeline_policy(pipeline: PipelineConfig, train: TrainConfig, ranks: RankInf
         raise JobError(f"[pipeline] on {places} groups of nodes: {text} ({more} sets them)") from None
     if train.compile and policy.splits_backward:
         raise JobError(
-            f"train.compile = true and pipeline.schedule = {pipeline.schedule!r}, which splits backward in two: that of "
-            "a compiled layer runs whole; use 'Interleaved1F1B', or leave train.compile out"
+            f"train.compile = true and pipeline.schedule = {pipeline.schedule!r}, which splits backward in two: "
+            "that of a compiled layer runs whole; use 'Interleaved1F1B', or leave train.compile out"
         )
     return policy
 
