@@ -146,11 +146,23 @@ def test_a_model_that_cannot_be_cut_so_is_refused(tmp_path: Path) -> None:
         assert [(part in text, text) for part, text in zip(MISFITS, said, strict=True)] == [(True, t) for t in said]
 
 
+def refused_by_rank(configs: list[Config]) -> str:
+    return refusal(configs[dist.get_rank()])
+
+
+@pytest.mark.parametrize("key", ["cut", "schedule", "micro_batches"])
+def test_ranks_with_different_jobs_are_told_before_the_first_message(tmp_path: Path, key: str) -> None:
+    values = {"cut": ([3, 3], [4, 2]), "schedule": ("1F1B", "GPipe"), "micro_batches": (4, 2)}[key]
+    jobs = [piped(tmp_path, "out", pipeline={"cut": [3, 3], key: value}) for value in values]
+    for said in run_ranks(refused_by_rank, 2, jobs, local=1):
+        assert "rank 1 of the pipeline differs from rank 0: its" in said
+
+
 def test_a_model_is_refused_whose_layers_take_what_no_other_machine_can_know() -> None:
     config = Config().model
     model: Any = build_model(config.with_keys(config=MODEL))
     rotary = model.model.rotary_emb.forward
-    model.model.rotary_emb.forward = lambda hidden, places: tuple(e + hidden.mean() for e in rotary(hidden, places))
+    model.model.rotary_emb.forward = lambda hidden, **given: tuple(e + hidden.mean() for e in rotary(hidden, **given))
     with pytest.raises(
         ValueError, match=r"hands its layers a tensor of shape \[1, 8, 8\] beside the hidden states that"
     ):
