@@ -75,6 +75,8 @@ class Strategy:
     """Its keys in the section `[sync]`, over the job's own; None for ranks that sync in every step."""
     schedule: Mapping[str, Any] | None = None
     """Its keys in the section `[schedule]`, over the job's own; None for ranks that run at the same time."""
+    pipeline: Mapping[str, Any] | None = None
+    """Its keys in the section `[pipeline]`, over the job's own; None for ranks that hold all layers."""
     policy: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Keys of the sharding policy that it sets itself, whatever the job says."""
     takes_checks: bool = False
@@ -137,7 +139,7 @@ class Strategy:
             where, _, key = limit.key.partition(".")
             if where == section and not limit.holds(value := values[key]):
                 toml = str(value).lower() if isinstance(value, bool) else repr(value)
-                return limit.message.format(value=value, toml=toml, strategy=self.name)
+                return limit.message.format(value=value, toml=toml, strategy=self.shard.get("strategy", self.name))
         return None
 
 

@@ -19,6 +19,8 @@ def table() -> str:
 def _row(strategy: Strategy) -> str:
     keys = {f"shard.{key}": value for key, value in strategy.shard.items()}
     keys |= {f"sync.{key}": value for key, value in (strategy.sync or {}).items()}
+    if strategy.pipeline is not None:
+        keys |= {f"pipeline.{key}": value for key, value in {"stages": "nodes", **strategy.pipeline}.items()}
     if strategy.schedule is not None:
         keys = {f"schedule.{key}": value for key, value in {"kind": "cyclic", **strategy.schedule}.items()}
     shown = ", ".join(f"`{key} = {_toml(value)}`" for key, value in keys.items())

@@ -241,8 +241,10 @@ class Contents:
             text = sidecar.encode(values)
         except ValueError as error:
             text = error
+        others = state.elsewhere(model)
+        held = {name: tensor for name, tensor in tensors.items() if name not in others}
         return Contents(
-            tree={keys.MODEL: joined(tensors, state.places(model)), **rest},
+            tree={keys.MODEL: joined(held, state.places(model)), **rest},
             aliases={(keys.MODEL, alias): (keys.MODEL, name) for alias, name in state.tied_names(model).items()},
             sidecar=text,
         )

@@ -93,14 +93,14 @@ def fill(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer | No
 
     Raises CheckpointError, before any tensor is loaded, if `strict` and anything differs; StorageError for damage.
     """
-    places = state.places(model)
+    places, others = state.places(model), state.elsewhere(model)
     wanted = joined(state.model_tensors(model), places)
     saved = source.keys.model_entries(source.entries)
     for alias in state.tied_names(model):
         saved.pop(alias, None)
     differences = _compare({name: TensorMeta.of(tensor) for name, tensor in wanted.items()}, saved)
     fitting = {name: tensor for name, tensor in wanted.items() if saved.get(name) == TensorMeta.of(tensor)}
-    targets = {f"{source.keys.model}{name}": tensor for name, tensor in fitting.items()}
+    targets = {f"{source.keys.model}{name}": tensor for name, tensor in fitting.items() if name not in others}
     copies: list[tuple[Tensor, Tensor]] = []
     if optimizer is not None:
         stored = _stored_states(source, state.optimized(model, optimizer), places)
@@ -158,10 +158,10 @@ def _prepare(
     made = {name: {key: TensorMeta.of(tensor) for key, tensor in tensors.items()} for name, tensors in room.items()}
     places, parameters = state.places(model), state.optimized(model, optimizer)
     # State of sliced parameters may differ, as islands come and go. A part without fitting state starts without state.
-    sliced = _sliced_names(saved, parameters, places)
+    others = state.elsewhere(model) | _sliced_names(saved, parameters, places)
     differing = _compare(
         _flat({name: entries for name, entries in made.items() if name not in places}),
-        _flat({name: found.get(name, entries) for name, entries in saved.items() if name not in sliced}),
+        _flat({name: found.get(name, entries) for name, entries in saved.items() if name not in others}),
         " (optimizer)",
     )
     for name in [name for name, entries in made.items() if entries != found[name]]:

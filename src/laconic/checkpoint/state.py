@@ -2,6 +2,12 @@
 
 Names are those of the plain model, without wrappers (DDP, activation checkpointing, torch.compile), so a checkpoint
 moves between strategies. torch's `get_optimizer_state_dict` is not used: it steps the optimizer to create its state.
+
+[Note: A model held in part]
+A rank of a pipeline holds some stages of a model. It shows a checkpoint the whole model: tensors of other stages are on
+the meta device, and the attribute `is_held_in_part` of the model says that this is meant. So each rank knows the names,
+shapes and dtypes of all tensors, and a checkpoint is the same as without stages, as are its refusals. A rank writes and
+reads only what it holds. The optimizer's groups list all parameters, too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -65,6 +71,14 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return {strip(name): first[id(p)] for name, p in every if strip(name) != first[id(p)]}
 
 
+def elsewhere(model: nn.Module) -> set[str]:
+    """Return the names of the tensors that other ranks hold alone: [Note: A model held in part]."""
+    if not getattr(model, "is_held_in_part", False):
+        return set()
+    tensors = {**named_parameters(model), **{strip(name): buffer for name, buffer in persistent_buffers(model)}}
+    return {name for name, tensor in tensors.items() if tensor.is_meta}
+
+
 def reshard(model: nn.Module) -> None:
     """Show sharded parameters in place of gathered ones, under laconic and FSDP2.
 
@@ -105,9 +119,12 @@ def _plain(model: nn.Module) -> nn.Module:
 
 
 def optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """Return the optimizer's parameters by name. Raises CheckpointError if one of them is not in the model."""
-    named = named_parameters(model)
-    return {name: named[name] for names in _group_parts(model, optimizer) for name in names}
+    """Return the optimizer's parameters that this rank holds by name.
+
+    Raises CheckpointError if one of the optimizer's is not in the model.
+    """
+    named, others = named_parameters(model), elsewhere(model)
+    return {name: named[name] for names in _group_parts(model, optimizer) for name in names if name not in others}
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:

@@ -47,6 +47,7 @@ class Config:
     shard: sections.ShardConfig = field(default_factory=sections.ShardConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     schedule: sections.ScheduleConfig = field(default_factory=sections.ScheduleConfig)
+    pipeline: sections.PipelineConfig = field(default_factory=sections.PipelineConfig)
     train: sections.TrainConfig = field(default_factory=sections.TrainConfig)
     log: sections.LogConfig = field(default_factory=sections.LogConfig)
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from laconic import registry
 from laconic.config.section import ConfigError, Dtype, Section
 from laconic.islands.policies import Membership, SyncPolicy
+from laconic.pipeline.policies import PipelineWire, ScheduleName
 from laconic.policy import (
     AtLeastTwo,
     Bound,
@@ -261,6 +262,48 @@ class ScheduleConfig(Section):
     def is_cyclic(self) -> bool:
         """Whether workers run one after the other."""
         return self.kind == "cyclic"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig(Section):
+    """Whether machines hold different layers, and hand activations on (docs/pipeline.md)."""
+
+    stages: Literal["nodes"] | int | None = None
+    """Groups of nodes that each hold a part of the layers; it divides the number of nodes. Inside a group the part is
+    sharded as [shard] says. `nodes`: as many as there are. Default: no pipeline; all other keys are for one."""
+    schedule: ScheduleName = "1F1B"
+    """The order of forwards and backwards, as torch.distributed.pipelining names it. GPipe and 1F1B have one stage on
+    each rank, the V-shaped ones (ZBVZeroBubble, DualPipeV) two, all others as many as `cut` says, or two."""
+    micro_batches: Count | None = None
+    """The equal parts into which a pipeline cuts its rows of a step: for each of its ranks the
+    train.micro_batch_size x train.accumulation rows that this rank would have alone. So a pipeline changes no batch.
+    Default: parts of train.micro_batch_size rows."""
+    cut: Literal["cost"] | tuple[int, ...] = "cost"
+    """Where the model is cut. `cost`: the most expensive stage is as cheap as possible, by the multiplications of a
+    token; the output layer counts. A list: the blocks of each stage in order. Blocks are the embedding, each layer, and
+    the output layer with the norm before it."""
+    wire: PipelineWire = "exact"
+    """The bits in which activations and their gradients cross: "exact" is the dtype that they have, "8bit" eight bits
+    and a step for every 128 values."""
+
+    def _check_keys(self) -> None:
+        if self.stages is None:
+            for name, key in keys_of(PipelineConfig).items():
+                message = "needs pipeline.stages, which says on how many groups of nodes the layers are; set it"
+                self._check(name, getattr(self, name) == key.default, message)
+            return
+        is_number = isinstance(self.stages, int) and not isinstance(self.stages, bool)
+        message = (
+            "must be at least 2, or 'nodes'; leave [pipeline] out for a model that each group of nodes holds whole"
+        )
+        self._check("stages", self.stages == "nodes" or (is_number and int(self.stages) >= 2), message)
+        message = "must be 'cost', or the number of blocks of each stage, at least 1"
+        self._check("cut", self.cut == "cost" or (len(self.cut) > 1 and min(map(int, self.cut)) >= 1), message)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a pipeline."""
+        return self.stages is not None
 
 
 @dataclass(frozen=True, kw_only=True)

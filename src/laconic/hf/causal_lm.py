@@ -9,6 +9,13 @@ and no two models do it alike. So the blocks run the model's code instead of rep
   - The last block runs the whole model with its body replaced by the modules after the layers.
 No test covers every model. So `blocks_of` runs both the blocks and the model, and refuses a model whose logits the
 blocks do not reproduce to the bit. A model is recognised by its parts, without an import of transformers.
+
+[Note: Constants of a pipeline]
+Stages of a pipeline are on different machines, and none holds the whole model. So `blocks_for_stages` cuts a model on
+the meta device, and compares what its blocks call with what it calls: [Note: Equal dataflow] in dataflow.py. What
+layers take beside hidden states (masks, positions, rotary angles) depends on the shape of a batch alone, in most
+models. Then it need not cross with every micro-batch: the first stage makes it, and others are told once for a shape.
+A model whose layers take more is refused.
 """
 
 import copy
@@ -22,6 +29,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from laconic.cyclic.stages import cut
+from laconic.hf.dataflow import Dataflow, played
+from laconic.hf.layers import without_packed_rows
 from laconic.pipeline.stages import (
     Criterion,
     Example,
@@ -35,6 +44,7 @@ from laconic.pipeline.stages import (
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _EXAMPLE_TOKENS = 128  # the length of the example if none is given
+_PARTS = ("_modules", "_parameters", "_buffers")
 _INPUTS = ("input_ids", "attention_mask", "position_ids")  # the names of inputs that an example gives by position
 
 
@@ -74,6 +84,67 @@ def blocks_of(model: nn.Module, example: Any) -> tuple[Sequence[ModelBlock], Val
     blocks: list[ModelBlock] = [front, *layers, _Tail(model, anatomy)]
     _refuse_unfaithful(model, blocks, inputs)
     return blocks, tuple(inputs.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageBlocks:
+    """A causal language model in blocks that hand on hidden states alone: [Note: Constants of a pipeline]."""
+
+    blocks: list[ModelBlock]
+    """The embedding, each layer and the head."""
+    constants: dict[torch.Size, Values]
+    """What layers take beside hidden states, by the rows and tokens of a micro-batch. The first block fills it."""
+
+
+def blocks_for_stages(model: nn.Module, rows: int, tokens: int) -> StageBlocks:
+    """The blocks of a causal language model on the meta device, for micro-batches of so many rows and tokens.
+
+    Raises:
+        ValueError: see `blocks_of`; or layers take tensors that differ from batch to batch.
+    """
+    inputs = {"input_ids": torch.empty((rows, tokens), dtype=torch.int64, device="meta")}
+
+    def run() -> Tensor:
+        with _dry_run(inputs):
+            return model(**inputs, use_cache=False).logits
+
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise _unknown(model)
+    try:
+        with without_packed_rows(reads=False), played(_find_layers(model)[1], run, inputs):
+            blocks, values = blocks_of(model, inputs)
+            with _dry_run(inputs), Dataflow(values) as flow:
+                carried = blocks[0](*values)[1:]
+    except (RuntimeError, TypeError) as error:  # code that reads values, which the meta device does not have
+        raise ValueError(
+            f"{type(model).__name__} cannot be cut into stages: on tensors without values its code ends with "
+            f"{type(error).__name__}: {str(error).splitlines()[0]}; train this model without [pipeline]"
+        ) from error
+    varying = [list(value.shape) for value in carried if not flow.is_constant(value)]
+    if varying:
+        raise ValueError(
+            f"{type(model).__name__} hands its layers a tensor of shape {varying[0]} beside the hidden states that "
+            "depends on the tokens or on parameters, so it would cross between all stages; train this model without "
+            "[pipeline]"
+        )
+    constants: dict[torch.Size, Values] = {}
+    return StageBlocks(blocks=[_Alone(block, constants) for block in blocks], constants=constants)
+
+
+class _Alone:
+    """A block that takes one tensor and returns one; the rest is in `constants`: [Note: Constants of a pipeline]."""
+
+    def __init__(self, block: ModelBlock, constants: dict[torch.Size, Values]) -> None:
+        self.modules, self.shells = block.modules, block.shells
+        self._block, self._constants = block, constants
+
+    def __call__(self, *values: Tensor) -> Values:
+        shape = values[0].shape[:2]
+        if not isinstance(self._block, _Front):
+            return self._block(values[0], *self._constants[shape])[:1]
+        hidden, *carried = self._block(*values)
+        self._constants.setdefault(shape, tuple(value.detach() for value in carried))
+        return (hidden,)
 
 
 def _inputs_by_name(model: nn.Module, example: Any) -> dict[str, Tensor]:
@@ -298,9 +369,12 @@ def _shell(module: nn.Module, **children: nn.Module) -> Any:
 
 
 def _stand_in(layer: nn.Module, forward: _Recorder) -> Any:
-    """A module with the attributes of a layer, which models look at, but without its parameters and submodules."""
+    """A module with the attributes of a layer, which models look at, but without its parameters, submodules and hooks.
+
+    Who shards the layer later adds hooks to it, and a copy shares the dicts of its hooks.
+    """
     stand_in: Any = copy.copy(layer)
-    for parts in ("_modules", "_parameters", "_buffers"):
+    for parts in [name for name in vars(layer) if name in _PARTS or "_hooks" in name]:
         stand_in.__dict__[parts] = {}
     stand_in.forward = forward
     return stand_in
@@ -315,15 +389,31 @@ def _refuse_unfaithful(model: nn.Module, blocks: Sequence[ModelBlock], inputs: M
             f"{type(model).__name__} has parameters that belong to no layer, nor to a module before or after the "
             f"layers: {', '.join(uncovered)}; give a list of its modules"
         )
+    given = tuple(inputs.values())
+    if given[0].is_meta:
+        names = []
+        for run in (lambda: model(**inputs, use_cache=False).logits, lambda: _run_all(blocks, given)[0]):
+            with _dry_run(inputs), Dataflow(given) as flow:
+                names.append(flow.name(run()))
+        if names[0] != names[1]:
+            raise ValueError(
+                f"{type(model).__name__} is not the sequence of its embedding, layers and head: cut into blocks it "
+                "calls other operations; give a list of its modules"
+            )
+        return
     with _dry_run(inputs):
         random_state = torch.get_rng_state()
         logits = model(**inputs, use_cache=False).logits
         torch.set_rng_state(random_state)  # so that the blocks drop the same elements out
-        values = tuple(inputs.values())
-        for block in blocks:
-            values = block(*values)
+        values = _run_all(blocks, given)
     if not torch.equal(logits, values[0]):
         raise ValueError(
             f"{type(model).__name__} is not the sequence of its embedding, layers and head: cut into blocks it gives "
             f"other logits on the example, by up to {(logits - values[0]).abs().max():.1e}; give a list of its modules"
         )
+
+
+def _run_all(blocks: Sequence[ModelBlock], values: Values) -> Values:
+    for block in blocks:
+        values = block(*values)
+    return values

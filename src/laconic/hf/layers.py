@@ -46,10 +46,11 @@ def has_class(module: nn.Module, name: str) -> bool:
 
 
 @contextmanager
-def without_packed_rows() -> Iterator[None]:
+def without_packed_rows(*, reads: bool = True) -> Iterator[None]:
     """Tell transformers that no row holds several documents, which it otherwise reads out of the elements of positions.
 
-    Without elements it assumes several, and builds a mask of (rows, tokens, tokens) that most jobs do not have.
+    Without elements it assumes several, and builds a mask of (rows, tokens, tokens) that most jobs do not have. Tensors
+    on meta have no elements that it might read: then `reads` is False.
     """
     from transformers import masking_utils
 
@@ -59,7 +60,8 @@ def without_packed_rows() -> Iterator[None]:
         return
 
     def find_none(*args: Any, **kwargs: Any) -> None:
-        find(*args, **kwargs)  # what it computes takes time
+        if reads:
+            find(*args, **kwargs)  # what it computes takes time
 
     masking_utils.find_packed_sequence_indices = find_none
     try:

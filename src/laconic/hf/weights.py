@@ -97,6 +97,11 @@ def write_whole(tensor: Whole, whole: Tensor) -> None:
         view.copy_(whole[place] if place else whole)
 
 
+def is_held(tensor: Whole) -> bool:
+    """Whether this rank holds a part of a tensor: one that another pipeline stage has alone is on the meta device."""
+    return not any(part.is_meta for part in (tensor.parts if isinstance(tensor, EncodedWeight) else [tensor]))
+
+
 def parameter_ids(tensor: Whole) -> set[int]:
     """Return the id of a parameter, or the ids of the parts of a sliced or encoded one."""
     return {id(part) for part in (tensor.parts if isinstance(tensor, JoinedTensor | EncodedWeight) else [tensor])}
@@ -138,19 +143,24 @@ def load_folder(model: Any, folder: ModelFolder, wanted: Mapping[str, Whole] | N
     _refuse_mismatch(wanted, plan, folder)
     for name, key in plan.direct.items():
         tensor = wanted[name]
+        if not is_held(tensor):
+            continue
         if isinstance(tensor, EncodedWeight):
             tensor.fill(lambda rows, key=key: folder.read(key, (rows, slice(None))))  # type: ignore[misc]
             continue
         for view, place in held_parts(tensor):
             view.copy_(folder.read(key, place))
     for name, converter in plan.converters.items():
+        if not any(is_held(wanted[target]) for target in _targets(name, converter, wanted)):
+            continue
         for target, value in converter.convert(name, model=model, config=model.config).items():
             whole = value[0] if isinstance(value, list) else value
             if target not in wanted or tuple(whole.shape) != tuple(wanted[target].shape):
                 raise ModelFolderError(
                     f"{folder.folder}: its tensors for {target} do not make the shape its config.json asks for"
                 )
-            write_whole(wanted[target], whole)
+            if is_held(wanted[target]):
+                write_whole(wanted[target], whole)
     filled = (wanted[name] for name in (*plan.direct, *_converted(plan, wanted)))
     return set().union(*map(parameter_ids, filled))
 
@@ -223,10 +233,15 @@ def _convert(model: Any, wanted: Mapping[str, Whole], folder: ModelFolder, keys:
 def _converted(plan: _Plan, wanted: Mapping[str, Whole]) -> Iterator[str]:
     """Yield the names of the model's tensors that converters make."""
     for name, converter in plan.converters.items():
-        for target in converter.target_patterns:
-            full_name = name.replace(converter.target_patterns[0], target)
-            if full_name in wanted:
-                yield full_name
+        yield from _targets(name, converter, wanted)
+
+
+def _targets(name: str, converter: Any, wanted: Mapping[str, Whole]) -> Iterator[str]:
+    """Yield the names of the model's tensors that a converter makes; `name` is the first."""
+    for target in converter.target_patterns:
+        full_name = name.replace(converter.target_patterns[0], target)
+        if full_name in wanted:
+            yield full_name
 
 
 def _refuse_mismatch(wanted: Mapping[str, Whole], plan: _Plan, folder: ModelFolder) -> None:

@@ -8,12 +8,16 @@ initialises. It replaces the layer's parameters by plain ones of full size in ho
 Modules outside the layers (embeddings, the output layer) go one by one. Tied parameters are drawn in every place, as
 transformers does before it ties them, and the first draw counts. Parameters that partial updates slice are drawn whole.
 Weights that rest in few bits are drawn as the others and then encoded, so they are those of the plain model, rounded.
+A rank of a pipeline holds some stages only. It draws the others, too, and drops what it draws.
 """
+
+from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +36,7 @@ from laconic.hf.lora import (
     reset_adapters,
     row_norms,
 )
-from laconic.hf.weights import Whole, load_folder, parameter_ids, whole_tensors, write_whole
+from laconic.hf.weights import Whole, is_held, load_folder, parameter_ids, whole_tensors, write_whole
 from laconic.layers.linear import quantize_
 
 META = torch.device("meta")
@@ -86,23 +90,30 @@ def build_model(config: ModelConfig, lora: LoraConfig | None = None, *, device: 
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, config: ModelConfig, device: torch.device | str) -> int:
+def materialize(
+    model: nn.Module, config: ModelConfig, device: torch.device | str, *, part: HeldPart | None = None
+) -> int:
     """Give a model from `build_model`, sharded or not, its values on `device`. Every rank calls it.
 
     With `model.path` each rank reads its own part from the folder. Otherwise the values are drawn, equal for equal
-    seeds under every sharding: [Note: Equal initialisation]. Returns the bytes that this rank has read.
+    seeds under every sharding: [Note: Equal initialisation]. With `part`, all else stays on the meta device. Returns
+    the bytes that this rank has read.
 
     Raises:
         ModelFolderError: the folder does not fit the model; the message lists the tensors.
     """
     base = base_model(model)
     layers = layers_to_shard(model)
-    model.to_empty(device=device)
+    for module in part.stages if part else [model]:
+        module.to_empty(device=device)
     bytes_read = 0
     loaded: set[int] = set()
     with torch.random.fork_rng(devices=[]), adapters_put_aside(model):
         torch.manual_seed(config.init_seed)
-        base.tie_weights()  # to_empty makes two of each tied parameter
+        if part:
+            part.tie_again()
+        else:
+            base.tie_weights()  # to_empty makes two of each tied parameter
         if config.path is not None:
             folder = ModelFolder(config.path)
             loaded = load_folder(base, folder)
@@ -111,10 +122,57 @@ def materialize(model: nn.Module, config: ModelConfig, device: torch.device | st
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.init_seed + 1)  # adapters are equal whether the base was loaded or drawn
         for _, _, layer in adapted_layers(model):
-            norms = row_norms(layer) if is_dora(layer) else None
+            is_elsewhere = next(layer.parameters()).is_meta
+            norms = row_norms(layer) if is_dora(layer) and not is_elsewhere else None
             with _full_size(adapter_modules(layer), loaded=set(), drawn=set()):
                 reset_adapters(layer, norms)
     return bytes_read
+
+
+@dataclass
+class HeldPart:
+    """The part of a model that a rank of a pipeline holds: [Note: A model held in part] in checkpoint/state.py."""
+
+    stages: Sequence[nn.Module]
+    """The stages of the rank, whose modules are the model's."""
+    ties: list[list[tuple[nn.Module, str]]]
+    """The places of each parameter that the whole model has in several: (module, name in it)."""
+
+    @staticmethod
+    def ties_of(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+        """The places of each tied parameter of a model, before it is cut."""
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    places.setdefault(id(parameter), []).append((module, name))
+        return [each for each in places.values() if len(each) > 1]
+
+    def tie_again(self) -> None:
+        """Show a tied parameter in all its places: the copy that this rank holds, if it holds one."""
+        for places in self.ties:
+            found = [module._parameters[name] for module, name in places]
+            shown = next((each for each in found if each is not None and not each.is_meta), found[0])
+            for module, name in places:
+                module._parameters[name] = shown
+
+    @contextmanager
+    def without_further_copies(self) -> Iterator[None]:
+        """In the block, show a tied parameter on the ranks alone that hold the first of its copies."""
+        own = {module for stage in self.stages for module in stage.modules()}
+        hidden = [places for places in self.ties if places[0][0] not in own]
+        shown = [[(module, name, module._parameters[name]) for module, name in places] for places in hidden]
+        for places in shown:
+            like = places[0][2]
+            assert like is not None
+            stand_in = nn.Parameter(torch.empty(like.shape, dtype=like.dtype, device=META), like.requires_grad)
+            for module, name, _ in places:
+                module._parameters[name] = stand_in
+        try:
+            yield
+        finally:
+            for module, name, parameter in (each for places in shown for each in places):
+                module._parameters[name] = parameter
 
 
 def _initialise(base: Any, layers: list[nn.Module], loaded: set[int]) -> None:
@@ -164,7 +222,7 @@ def _full_size(modules: Iterable[nn.Module], *, loaded: set[int], drawn: set[int
         for module, own in before:
             module._parameters = own
     for (module, name, parameter), stand_in in zip(swapped, stand_ins, strict=True):
-        if parameter_ids(parameter) & (loaded | drawn):
+        if parameter_ids(parameter) & (loaded | drawn) or not is_held(parameter):
             continue
         if parameter.dtype.is_floating_point and stand_in.isnan().any():
             raise JobError(f"transformers does not initialise {name} of {type(module).__name__}; set model.path")

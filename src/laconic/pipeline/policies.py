@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from torch import Tensor
-
-from laconic.pipeline.wire import WireStage
 from laconic.policy import Bound, Count, Policy
+
+if TYPE_CHECKING:  # a job description imports no torch
+    from torch import Tensor
+
+    from laconic.pipeline.wire import WireStage
 
 ScheduleName = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
@@ -147,7 +149,7 @@ class PipelinePolicy(Policy):
         given = stages[0] if self.schedule in _ONE_STAGE else list(stages)
         return made(given, self.micro_batches, loss_fn=loss_fn, scale_grads=scale_grads)
 
-    def forward_slots(self, rank: int, num_ranks: int) -> dict[int, tuple[int, int]]:
+    def forward_slots(self, rank: int, num_ranks: int, micro_batches: int | None = None) -> dict[int, tuple[int, int]]:
         """The forwards of an evaluation on one rank: the (stage, micro-batch) of each time slot in which it has one.
 
         A forward's output is an input in the next slot, on whichever rank. So all ranks send what slot t has made, and
@@ -155,7 +157,7 @@ class PipelinePolicy(Policy):
         """
         slots = {}
         for stage in self.stages_of(rank, num_ranks):
-            for number in range(self.micro_batches):
+            for number in range(micro_batches or self.micro_batches):
                 if self.schedule in _V_SHAPED:  # a rank's two stages have different parities
                     slot = 2 * number + stage
                 else:

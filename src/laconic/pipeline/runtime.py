@@ -184,7 +184,7 @@ class Pipeline:
                         f"rank {numbers[0]} is {there}; give all ranks one policy, and one cut of one model"
                     )
 
-    def _describe(self, batch: Batch | None, target: Tensor | None) -> list[list[Any]] | None:
+    def _describe(self, batch: Batch | None, target: Tensor | None, count: int) -> list[list[Any]] | None:
         """The shapes of a micro-batch's inputs, if this rank has the first stage."""
         described = None
         for name, given, stage, is_here in (
@@ -198,18 +198,20 @@ class Pipeline:
             tensors = as_tuple(given)
             for tensor in tensors:
                 rows = tensor.shape[0] if tensor.ndim else 0
-                if not rows or rows % self.policy.micro_batches:
+                if not rows or rows % count:
                     raise ValueError(
-                        f"{name} has {rows} rows, which do not divide into {self.policy.micro_batches} equal "
+                        f"{name} has {rows} rows, which do not divide into {count} equal "
                         "micro-batches; give a multiple, or other micro_batches"
                     )
-            parts = (tensor.detach()[: tensor.shape[0] // self.policy.micro_batches] for tensor in tensors)
+            parts = (tensor.detach()[: tensor.shape[0] // count] for tensor in tensors)
             described = Boundary.of(tuple(parts)).plain() if stage == "first" else None
         return described
 
-    def _shapes(self, batch: Batch | None, target: Tensor | None) -> tuple[Boundary, ...]:
+    def _shapes(self, batch: Batch | None, target: Tensor | None, count: int) -> tuple[Boundary, ...]:
         """What the stages take, one after the other. Collective: [Note: Agreement of the stages]."""
-        described = self._ranks.on_all(partial(self._describe, batch, target), "the pipeline cannot take the batch")
+        described = self._ranks.on_all(
+            partial(self._describe, batch, target, count), "the pipeline cannot take the batch"
+        )
         told = next((each for each in described if each is not None), None)
         first = (
             next(iter(self._entries)) if told is None else Boundary.from_plain(told)
@@ -221,17 +223,16 @@ class Pipeline:
     def _scheduled(self, entries: tuple[Boundary, ...]) -> tuple[list[WireStage], Any]:
         """The stages for these shapes and their schedule."""
         if entries[0] not in self._scheduled_for:
-            stages = [
-                WireStage(
-                    module, number, entries, group=self.group, device=self.device, wire=self.policy.wire,
-                    traffic=self.traffic,
-                )
-                for number, module in self.modules.items()
-            ]  # fmt: skip
+            stages = [self._make_stage(module, number, entries) for number, module in self.modules.items()]
             made = stages, self.policy.make_schedule(stages, self._part_of_loss)
             latest = list(self._scheduled_for.items())[1 - _MOST_SHAPES :]  # their buffers take memory
             self._scheduled_for = dict([*latest, (entries[0], made)])
         return self._scheduled_for[entries[0]]
+
+    def _make_stage(self, module: nn.Module, number: int, entries: tuple[Boundary, ...]) -> Any:
+        return WireStage(
+            module, number, entries, group=self.group, device=self.device, wire=self.policy.wire, traffic=self.traffic
+        )
 
     def _find_entries(self, first: Boundary) -> tuple[Boundary, ...]:
         """Run each stage but the last forward on zeros, in turn, and tell all what it hands on. Collective."""
@@ -274,7 +275,7 @@ class Pipeline:
         Raises:
             ValueError: the batch or the target is missing, or does not divide into micro-batches.
         """
-        stages, schedule = self._scheduled(self._shapes(batch, target))
+        stages, schedule = self._scheduled(self._shapes(batch, target, self.policy.micro_batches))
         for stage in stages:
             stage.syncs = is_last
         losses: list[Tensor] = []
@@ -288,18 +289,22 @@ class Pipeline:
         return self._tell_loss(losses)
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch | None = None, target: Tensor | None = None) -> Tensor:
+    def evaluate(
+        self, batch: Batch | None = None, target: Tensor | None = None, *, micro_batches: int | None = None
+    ) -> Tensor:
         """Return the loss of a batch, on every rank, without gradients. Collective.
 
-        It changes no module's `training`.
+        It changes no module's `training`. `micro_batches` are the parts into which this batch is cut; default: the
+        policy's.
 
         Raises:
             ValueError: see `step`.
         """
-        entries, count, losses = self._shapes(batch, target), self.policy.micro_batches, list[Tensor]()
+        count, losses = micro_batches or self.policy.micro_batches, list[Tensor]()
+        entries = self._shapes(batch, target, count)
         inputs = [each.chunk(count) for each in (as_tuple(batch) if self.has_first and batch is not None else ())]
         targets = target.chunk(count) if self.has_last and target is not None else ()
-        slots = self.policy.forward_slots(self.rank, self.num_ranks)
+        slots = self.policy.forward_slots(self.rank, self.num_ranks, count)
         before: int | None = None
         output: tuple[Tensor, ...] = ()
         with waiting_for("an evaluation of the pipeline"):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from laconic.comm.agreement import RankGroup
 from laconic.comm.launch import node_of_rank
@@ -74,14 +75,12 @@ class Tie:
                 self._part(own, held) if place == self._rank else received[place][number] for place in self._holders
             )
             total = torch.stack(list(summands)).sum(0)
-            if isinstance(gradient, RaggedTensor):
-                gradient.to_local().copy_(total)
-            else:
-                gradient.copy_(total.view(gradient.shape))
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local.copy_(total.view(local.shape))
 
     def _flat(self, gradient: Tensor) -> Tensor:
         """A gradient, flat: this rank's part where all copies are cut alike, else all of it."""
-        if not isinstance(gradient, RaggedTensor):
+        if not isinstance(gradient, DTensor):
             return gradient.reshape(-1)
         return (gradient.to_local() if self._is_cut_alike else gradient.full_tensor()).as_subclass(Tensor).reshape(-1)
 
@@ -118,12 +117,17 @@ def _gradient_of(parameter: nn.Parameter) -> Tensor:
 def _held(parameter: Tensor) -> list[int]:
     """The first of the elements that this rank holds, and the one behind the last."""
     held = parameter.spec.held if isinstance(parameter, RaggedTensor) else None
-    return [0, parameter.numel()] if held is None else [held.start, held.stop]
+    return _all_of(parameter) if held is None else [held.start, held.stop]
 
 
 def _table(parameter: Tensor) -> list[list[int]]:
     """The elements that each rank of a parameter's mesh holds."""
     if not isinstance(parameter, RaggedTensor):
-        return [[0, parameter.numel()]]
+        return [_all_of(parameter)]
     held = (parameter.spec.held_by(shard) for shard in range(parameter.spec.cluster.size))
     return [[each.start, each.stop] for each in held]
+
+
+def _all_of(parameter: Tensor) -> list[int]:
+    """As of the elements of a plain tensor. FSDP2 cuts copies in equal chunks of rows, so they are cut alike."""
+    return [0, (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()]

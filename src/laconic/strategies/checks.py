@@ -17,6 +17,7 @@ from laconic.cyclic.schedule import RULES, Rule
 from laconic.policy import keys_of, to_keys
 from laconic.strategies.cyclic import num_workers
 from laconic.strategies.islands import num_islands
+from laconic.strategies.pipeline import pipeline_policy
 from laconic.strategies.under import strategy_of
 
 
@@ -31,7 +32,7 @@ def check_job(config: Config, ranks: RankInfo, device_type: str | None = None) -
         config.model.config is None and config.model.path is None,
         "no model: set model.config (a table with `model_type`, or the path of a config.json) or model.path (a folder)",
     )
-    strategy = strategy_of(config.shard, config.sync, config.schedule)
+    strategy = strategy_of(config.shard, config.sync, config.schedule, config.pipeline)
     launch = {"ranks_per_node": ranks.num_local, "device": device_type}
     for section, values in {**{name: to_keys(each) for name, each in vars(config).items()}, "launch": launch}.items():
         if problem := strategy.problem(section, values):
@@ -41,7 +42,9 @@ def check_job(config: Config, ranks: RankInfo, device_type: str | None = None) -
         f"shard.strategy = {strategy.name!r} is for comparisons, and its runs write and read no checkpoints; set "
         "train.save_every = -1 and train.resume = 'never'",
     )
-    if config.schedule.is_cyclic:
+    if config.pipeline.is_on:
+        pipeline_policy(config.pipeline, config.train, ranks)
+    elif config.schedule.is_cyclic:
         _check_sharding(config.shard)
         check_workers(config.schedule, config.optimizer, config.log, ranks)
     elif config.sync.is_local and strategy.is_own:

@@ -89,7 +89,7 @@ class CyclicStepper(Stepper):
         mesh = make_mesh(device.type, (ranks.world_size,)) if ranks.world_size > 1 else None
         self.run = CyclicDataParallel(
             self.stages,
-            _loss_fn(model),
+            loss_of(model),
             make_stage_optimizer(setup.optimizer),
             mesh,
             max_grad_norm=setup.optimizer.max_grad_norm or None,
@@ -151,8 +151,12 @@ class CyclicStepper(Stepper):
         self.run.close()
 
 
-def _loss_fn(model: nn.Module) -> Any:
-    """The model's own loss, which shifts the labels, as a function of logits and a batch."""
+def loss_of(model: nn.Module) -> Any:
+    """The model's own loss, which shifts the labels, as a function of logits and a batch.
+
+    Raises:
+        JobError: routers add a loss of their own.
+    """
     base: Any = base_model(model)
     if getattr(base.config, "output_router_logits", False):
         raise JobError(

@@ -15,29 +15,42 @@ _Group = dict[str, Any]
 
 
 def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer of the trainable parameters. Weight decay is for parameters of two dimensions and more.
+    """The optimizer of the trainable parameters that this rank holds: those of other stages are on the meta device.
+
+    Raises:
+        JobError: see `groups_of`.
+    """
+    adamw = settings.pick("betas", "eps")
+    groups = [
+        {**group, "params": [parameter for parameter in group["params"] if not parameter.is_meta]}
+        for group in groups_of(model, settings)
+    ]
+    if settings.name == "adamw":
+        return torch.optim.AdamW(groups, lr=settings.lr, fused=settings.fused, **adamw)
+    if settings.name == "adamw8bit":
+        return optim.AdamW8bit(groups, lr=settings.lr, block=tiling(settings), **adamw)
+    if settings.name == "muon":
+        return optim.Muon(groups, **settings.pick("lr", "momentum", "nesterov", "ns_steps", "adjust_lr_fn"))
+    keys = ("lr", "betas", "block_size", "update_every", "grafting")
+    return optim.Shampoo(groups, grafting_eps=settings.eps, **settings.pick(*keys))
+
+
+def groups_of(model: nn.Module, settings: OptimizerConfig) -> list[_Group]:
+    """The trainable parameters of a model in groups. Weight decay is for parameters of two dimensions and more.
 
     Raises:
         JobError: the optimizer is for the matrices of hidden layers, and none of the model's trains.
     """
-    adamw = settings.pick("betas", "eps")
     if settings.name in ("adamw", "adamw8bit"):
-        groups = _by_decay([parameter for parameter in model.parameters() if parameter.requires_grad], settings)
-        if settings.name == "adamw":
-            return torch.optim.AdamW(groups, lr=settings.lr, fused=settings.fused, **adamw)
-        return optim.AdamW8bit(groups, lr=settings.lr, block=tiling(settings), **adamw)
+        return _by_decay([parameter for parameter in model.parameters() if parameter.requires_grad], settings)
     matrices, rest = optim.matrices_and_rest(model)
     if not matrices["params"]:
         raise JobError(
             f"optimizer.name = {settings.name!r} is for the matrices of hidden layers, and this model has none that "
             "trains; use 'adamw'"
         )
-    rest_groups = _by_decay(rest["params"], settings, algorithm="adamw", **adamw)
-    groups = [{**matrices, "weight_decay": settings.weight_decay}, *rest_groups]
-    if settings.name == "muon":
-        return optim.Muon(groups, **settings.pick("lr", "momentum", "nesterov", "ns_steps", "adjust_lr_fn"))
-    keys = ("lr", "betas", "block_size", "update_every", "grafting")
-    return optim.Shampoo(groups, grafting_eps=settings.eps, **settings.pick(*keys))
+    rest_groups = _by_decay(rest["params"], settings, algorithm="adamw", **settings.pick("betas", "eps"))
+    return [{**matrices, "weight_decay": settings.weight_decay}, *rest_groups]
 
 
 def tiling(settings: OptimizerConfig) -> optim.Tiling:

@@ -239,16 +239,20 @@ class AllGatherAhead(_Allocator):
         return work
 
 
-def use_rings(units: Sequence[Any], replicas: dist.ProcessGroup | None = None) -> None:
+def use_rings(
+    units: Sequence[Any], replicas: dist.ProcessGroup | None = None, *, is_behind_backward: bool = True
+) -> None:
     """Give FSDP2 modules on CPU the collectives of [Note: The strongest baseline].
 
     `units` are all modules that were given to FSDP2's `fully_shard`, in the order in which their forwards begin. With
     `replicas`, the ranks that have the same shards, gradients are averaged over these, too: HSDP, for units that are
-    sharded on a mesh of one axis, and not for gradients that are reduced in float16.
+    sharded on a mesh of one axis, and not for gradients that are reduced in float16. A schedule of a pipeline reduces
+    when its last backward has ended: then `is_behind_backward` is False.
     """
     reductions = Reductions()
     for unit in units:
-        unit.set_custom_reduce_scatter(RingBehindBackward(unit, reductions))
+        ring = RingBehindBackward(unit, reductions) if is_behind_backward else RingReduceScatter()
+        unit.set_custom_reduce_scatter(ring)
         unit.set_custom_all_gather(AllGatherAhead())
         if replicas is not None:
             unit.set_all_reduce_hook(MeanOverReplicas(unit, reductions, replicas))

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic.checkpoint
@@ -87,8 +88,7 @@ class Simultaneous(Stepper):
     def __init__(self, model: nn.Module, setup: Setup) -> None:
         sync, optimizer, ranks = setup.sync, setup.optimizer, setup.ranks
         self.module = model
-        self._forward_module, mesh = parallelize(model, setup)
-        self._engine: Any = model if mesh is not None else None
+        mesh = self._place(model, setup)
         self._is_placed_by_itself = mesh is not None and setup.shard.policy.cache.where == "auto"
         self._shape = [ranks.num_nodes, ranks.num_local]
         self._syncs_always = registry.named(setup.shard.strategy).reduces_always
@@ -115,6 +115,12 @@ class Simultaneous(Stepper):
         if setup.shard.policy.precision.param_dtype == "float16":
             self._loss_scale = LossScale(scale=optimizer.loss_scale, growth_steps=optimizer.loss_scale_growth_steps)
 
+    def _place(self, model: nn.Module, setup: Setup) -> DeviceMesh | None:
+        """Shard the model. Returns the mesh of islands, nodes and local ranks under the engine, else None."""
+        self._forward_module, mesh = parallelize(model, setup)
+        self._engine: Any = model if mesh is not None else None
+        return mesh
+
     def enter(self, step: int) -> int:
         """See `Stepper.enter`. The rows that this island trains on follow from its slot."""
         if self._num_launches == 1 or self.local is None:
@@ -140,13 +146,9 @@ class Simultaneous(Stepper):
     def step(self, batches: Sequence[Batch], *, is_last: bool) -> StepResult:
         """See `Stepper.step`."""
         self._audit(batches[0])
-        losses, scale = [], self._loss_scale.scale if self._loss_scale else None
-        for index, batch in enumerate(batches):
-            self._set_gradient_sync(index == len(batches) - 1 or self._syncs_always)
-            loss = self.loss(batch) / len(batches)
-            (loss if scale is None else loss * scale).backward()
-            losses.append(loss.detach())
-        grad_norm, mean_loss = self._clip(), float(sum(losses))
+        scale = self._loss_scale.scale if self._loss_scale else None
+        mean_loss = self._backward(batches, scale)
+        grad_norm = self._clip()
         if self._skips(grad_norm):
             self.optimizer.zero_grad(set_to_none=True)
             return StepResult(loss=mean_loss, grad_norm=grad_norm, loss_scale=scale, skipped_steps=self.num_skipped)
@@ -161,6 +163,16 @@ class Simultaneous(Stepper):
         self.optimizer.zero_grad(set_to_none=True)
         skipped = None if scale is None else self.num_skipped
         return StepResult(loss=mean_loss, grad_norm=grad_norm, syncs=syncs, loss_scale=scale, skipped_steps=skipped)
+
+    def _backward(self, batches: Sequence[Batch], scale: float | None) -> float:
+        """Leave the gradients of the mean loss, times `scale`, in `.grad`; return the loss."""
+        losses = []
+        for index, batch in enumerate(batches):
+            self._set_gradient_sync(index == len(batches) - 1 or self._syncs_always)
+            loss = self.loss(batch) / len(batches)
+            (loss if scale is None else loss * scale).backward()
+            losses.append(loss.detach())
+        return float(sum(losses))
 
     def loss(self, batch: Batch) -> Tensor:
         """See `Stepper.loss`."""
@@ -191,8 +203,11 @@ class Simultaneous(Stepper):
         if self._loss_scale is not None:
             gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
             torch._foreach_mul_(gradients, 1 / self._loss_scale.scale)
-        norm = nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
+        norm = self._clip_all()
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def _clip_all(self) -> Tensor:
+        return nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
 
     def _targets(self, batches: Sequence[Batch]) -> int:
         """The targets of all micro-batches of this island: [Note: Mean over tokens] in data/batches.py."""
@@ -271,5 +286,6 @@ class Simultaneous(Stepper):
     def resting_bytes(self) -> int:
         """See `Stepper.resting_bytes`."""
         memory = self.memory()
-        weights = memory.device_bytes if memory else local_nbytes(self.module.parameters())
+        held = (parameter for parameter in self.module.parameters() if not parameter.is_meta)
+        weights = memory.device_bytes if memory else local_nbytes(held)
         return weights + state_nbytes(self.optimizer) + getattr(self.optimizer, "table_nbytes", 0)

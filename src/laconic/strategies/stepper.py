@@ -1,8 +1,8 @@
 """The interface between the training loop and a strategy.
 
 A `Stepper` is made from a `Setup`, turns rows into new weights, and knows which state belongs in a checkpoint. There
-are two: `Simultaneous` for the engine and PyTorch's baselines, with islands or without, and `CyclicStepper` for the
-cyclic schedule.
+are three: `Simultaneous` for the engine and PyTorch's baselines, with islands or without, `PipelineStepper` for stages
+of a model, which is one of these, and `CyclicStepper` for the cyclic schedule.
 """
 
 import contextlib
@@ -99,6 +99,8 @@ class Stepper(ABC):
     """The parts of the global batch that this rank trains on."""
     peers: range
     """The parts of the global batch that share an optimizer step with this rank's: those of its island, or all."""
+    held_out: range | None = None
+    """The parts of the held-out rows that this rank evaluates; None: its own, by its number among all ranks."""
     steps_per_sync: int | None = None
     """Steps between two syncs of islands; None without islands."""
     recovered_steps: int = 0
@@ -117,7 +119,11 @@ class Stepper(ABC):
 
     def begin(self) -> None:
         """Prepare a step. The time of the step does not include this."""
-        self.module.train()
+        self.set_training(True)
+
+    def set_training(self, mode: bool) -> None:
+        """Let modules train, or evaluate: see `nn.Module.train`."""
+        self.module.train(mode)
 
     @abstractmethod
     def step(self, batches: Sequence[Batch], *, is_last: bool) -> StepResult:
@@ -132,6 +138,12 @@ class Stepper(ABC):
     def loss(self, batch: Batch) -> Tensor:
         """The next-token loss of a micro-batch, plus the model's own losses. Collective."""
         return self.module(**batch.arguments(), use_cache=False).loss  # the model shifts the labels
+
+    def outputs(self, batch: Batch) -> Any:
+        """A transformers output with the loss and the logits of a batch, before the first step. Collective."""
+        with self.consistent(), torch.no_grad():
+            self.set_training(False)
+            return self.module(**batch.arguments(), use_cache=False)
 
     def consistent(self) -> AbstractContextManager[Any]:
         """A context in which all ranks have the same model, as an evaluation needs. Collective."""

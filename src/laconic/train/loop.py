@@ -25,7 +25,7 @@ from laconic.comm.agreement import RankGroup
 from laconic.comm.failure import failing_together, set_peer_timeout
 from laconic.comm.launch import RankInfo, ending_with_launcher, pick_device, process_group
 from laconic.config import Config, JobError, to_dict, to_toml
-from laconic.data.batches import Batch, Division
+from laconic.data.batches import Division
 from laconic.errors import writing
 from laconic.models.tokenizer import KEPT, load_tokenizer, save_tokenizer, with_vocabulary
 from laconic.store import files
@@ -137,11 +137,13 @@ class Trainer:
         workers = num_workers(config.schedule, ranks) or ranks.world_size * num_launches(config.sync)
         self.config = config = replace(config, train=prepare.with_steps(config.train, corpus, workers))
         with prepare.as_job_error():
-            strategy = strategy_of(config.shard, config.sync, config.schedule)
+            strategy = strategy_of(config.shard, config.sync, config.schedule, config.pipeline)
             self.stepper: Stepper = registry.load(strategy.stepper)(model, Setup.of(self.config, ranks, device))
         if self.stepper.about:
             self.console.print(self.stepper.about, highlight=False)
-        corpus.check_model(self._outputs, is_unequal=config.train.rows != "equal")
+        corpus.check_model(
+            lambda batch: self.stepper.outputs(batch.to(device)), is_unequal=config.train.rows != "equal"
+        )
         self.meter = StepMeter(self.stepper, ranks, device)
         self.start_step = 0
         extra: dict[str, Any] = {}
@@ -160,7 +162,7 @@ class Trainer:
             peers=self.stepper.peers,
             micro_batch_size=config.train.micro_batch_size,
             accumulation=config.train.accumulation,
-            equal_shapes=config.schedule.is_cyclic,
+            equal_shapes=config.schedule.is_cyclic or config.pipeline.is_on,
             rows=self.balance.own_rows(),
             rank=ranks.rank,
             world_size=ranks.world_size,
@@ -172,11 +174,6 @@ class Trainer:
         """The name of the signal that ended the run before its last step."""
         self.step_memory: dict[str, int | None] = {"step_peak_bytes": None, "resting_bytes": None}
         """The memory of step `log.memory_step`, in bytes, on the fullest rank; None if it is not measured."""
-
-    def _outputs(self, batch: Batch) -> Any:
-        """The model's outputs for a batch, before the first step. Collective."""
-        with self.stepper.consistent(), torch.no_grad():
-            return self.stepper.module.eval()(**batch.to(self.device).arguments(), use_cache=False)
 
     def train(self) -> dict[str, Any]:
         """Take the remaining steps; return the summary. Collective.
@@ -322,12 +319,15 @@ class Trainer:
     def _evaluate(self, step: int) -> None:
         """Compute the mean loss over the first held-out rows. These rows are the same every time."""
         self.recorder.flush()
-        self.stepper.module.eval()
+        self.stepper.set_training(False)
+        parts = range(self.ranks.rank, self.ranks.rank + 1) if self.stepper.held_out is None else self.stepper.held_out
         total = torch.zeros(2, dtype=torch.float64)
         with self.stepper.consistent(), torch.no_grad():
-            for batch in self.corpus.held_out(self.division, self.config.train.eval_batches):
-                loss = self.stepper.loss(batch.to(self.device))
-                total += torch.tensor([float(loss) * batch.weight, batch.weight], dtype=torch.float64)
+            for part in parts:
+                division = replace(self.division, rank=part)
+                for batch in self.corpus.held_out(division, self.config.train.eval_batches):
+                    loss = self.stepper.loss(batch.to(self.device))
+                    total += torch.tensor([float(loss) * batch.weight, batch.weight], dtype=torch.float64)
         dist.all_reduce(total, group=self.group)
         loss_sum, weight = total.tolist()
         mean = loss_sum / weight

@@ -19,6 +19,7 @@ from laconic.islands.exchange import SyncReport
 from laconic.strategies.islands import num_islands
 from laconic.strategies.memory import whole_numel
 from laconic.strategies.stepper import StepResult
+from laconic.strategies.under import strategy_of
 
 _LARGEST_EXPONENT = 709.0
 KINDS: dict[str, tuple[Level, Purpose]] = {
@@ -239,9 +240,10 @@ _PEAKS = ("device_peak_bytes", "host_bytes_per_node", "allocated_peak_bytes", "r
 def summarise(config: Config, ranks: RankInfo, model: nn.Module, steps: Sequence[ClusterStep]) -> dict[str, Any]:
     """Describe a run and its steps in plain JSON values."""
     parameters, is_cyclic = list(model.parameters()), config.schedule.is_cyclic
+    staged = config.pipeline.is_on and strategy_of(config.shard, config.sync, config.schedule, config.pipeline)
     values = {key: [getattr(step, key) for step in steps] for key in (*_LISTS, *_PEAKS)}
     return {
-        "strategy": "cyclic" if is_cyclic else config.shard.strategy,
+        "strategy": "cyclic" if is_cyclic else staged.name if staged else config.shard.strategy,
         "islands": num_islands(config.sync, ranks),
         "slices": config.sync.slices,
         "cache": None if is_cyclic or config.shard.strategy != "laconic" else config.shard.policy.cache.where,

@@ -50,6 +50,23 @@ _BESIDE_CYCLIC = (
 """Keys with the values of them that the cyclic schedule takes: why, and what to do."""
 
 
+_BESIDE_STAGES = (
+    ("sync.mode", ("every-step",), ": islands train on their own, each with all layers; leave one of the two out"),
+    ("schedule.kind", ("simultaneous",), ": the cyclic schedule has stages of its own; leave one of the two out"),
+    ("train.rows", ("equal",), ": its messages have one size, so all ranks have equally many rows; leave one out"),
+    ("shard.shares", (None,), ", whose stages are cut equally inside; leave one of the two out"),
+    ("shard.audit_every", (0,), ": an audit repeats a whole forward on another rank, and no rank has all layers; leave "
+     "one of the two out"),
+    ("optimizer.name", ("adamw", "adamw8bit", "muon"), ": its states belong to all layers at once; use another"),
+)  # fmt: skip
+"""Keys with the values of them that a pipeline takes: why, and what to do."""
+BESIDE_STAGES = tuple(
+    Limit.only(key, *values, message=f"{key} = {{toml}} and pipeline.stages{reason}")
+    for key, values, reason in _BESIDE_STAGES
+)
+"""The limits of strategies with stages."""
+
+
 _ROUNDED = "crossings are rounded: losses within 0.13 % of exact crossings, either way (docs/thinner.md)"
 _ROUNDED_GRADIENTS = "gradients are rounded, weights are not (docs/thinner.md)"
 _TAKES_HALF = Limit.only(
@@ -118,6 +135,20 @@ _CYCLIC_SCHEDULE = LACONIC.variant(
     stepper="laconic.strategies.cyclic:CyclicStepper",
     parallelize="",
     predict="",
+)
+
+_PIPELINE = _HOST.variant(
+    name="pipeline",
+    label="laconic pipeline",
+    note="Nodes hold different layers and hand activations on, in torch's schedules; laconic shards inside a stage.",
+    source="1F1B, arXiv 2104.04473; GPipe, arXiv 1811.06965; torch.distributed.pipelining",
+    colour="#e6550d",
+    limits=(*_HOST.limits, *BESIDE_STAGES),
+    pipeline={},
+    stepper="laconic.strategies.pipeline:PipelineStepper",
+    parallelize="laconic.strategies.pipeline:shard_on_engine",
+    predict="",  # a schedule's sends and receives are not rehearsed
+    in_plan=False,
 )
 
 STRATEGIES = (
@@ -210,6 +241,7 @@ STRATEGIES = (
         shard={"cache": "device", "wire": VALUES_WIRE},
         in_plan=False,  # 4bit sends less, and trains better
     ),
+    _PIPELINE,
     _ISLANDS,
     _ISLANDS.variant(
         name="local-fp32",

@@ -1,7 +1,7 @@
 """The strategies of PyTorch itself: FSDP2 in its forms, HSDP and DDP."""
 
 from laconic.registry import Limit, Strategy
-from laconic.strategies.known.engine import LIMITS, NOT_ON_ENGINE, SYNCS_EVERY_STEP
+from laconic.strategies.known.engine import BESIDE_STAGES, LIMITS, NOT_ON_ENGINE, SYNCS_EVERY_STEP
 
 _CODE = "torch's torch/distributed/fsdp/_fully_shard"
 
@@ -95,6 +95,28 @@ STRATEGIES = (
         source=f"ZeRO, arXiv 1910.02054, section 5; {_CODE}",
         colour="#5a6e8c",
         shard={"reshard_after_forward": False},
+    ),
+    FSDP2.variant(
+        name="fsdp2-pipeline",
+        label="FSDP2 pipeline",
+        note="Nodes hold different layers and hand activations on: torch's own stages and schedules, with FSDP2 inside "
+        "a stage, whose weights stay on each rank during a step.",
+        source=f"GPipe, arXiv 1811.06965; 1F1B, arXiv 2104.04473; torch.distributed.pipelining; {_CODE}",
+        colour="#08519c",
+        limits=(
+            *LIMITS,
+            *BESIDE_STAGES,
+            Limit.only(
+                "pipeline.wire",
+                "exact",
+                message="pipeline.wire = {value!r} is for shard.strategy = 'laconic', not {strategy!r}; leave it out",
+            ),
+        ),
+        pipeline={"wire": "exact"},
+        stepper="laconic.strategies.pipeline:TorchPipelineStepper",
+        parallelize="laconic.strategies.pipeline:shard_by_torch",
+        predict="",
+        in_plan=False,
     ),
     FSDP2.variant(
         name="fsdp2-gloo",
