@@ -9,6 +9,12 @@ updates. So slices want other outer steps than parameters that all islands train
 torch's parameter groups: one for each number of holders, as {"params": [...], "holders": m, "islands": I}, to which a
 function that makes an outer optimizer may add "lr" and whatever else the optimizer takes. A group is sliced if m < I.
 
+[Note: Outer steps of slices]
+Parameters that all islands train have DiLoCo's learning rate and momentum. With m of I holders, `OuterSGD` takes the
+learning rate times (m / I) ** (1/2) and the momentum times (m / I) ** (1/4) unless the user names others. With 1/2, 1/4
+and 1/8 of the islands that is 0.71, 0.5 and 0.35 of the rate, and 0.84, 0.71 and 0.59 of the momentum. We have measured
+it: benchmarks/local_steps/slices.py tries other pairs beside it (row `slices-outer`).
+
 A fragment has one outer parameter for all that is not sliced, and one for each slice. They are views of one buffer, in
 an order that does not depend on the holders. When islands come or go, an outer parameter may change its group, but its
 state stays what it was. Without slices there is one group with one outer parameter.
