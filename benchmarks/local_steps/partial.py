@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class StepCost:
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.activations_bytes
 
 
+@cache
 def step_cost(*, slices: int = 1, include: Collection[Kind] = SLICED_BY_DEFAULT, batch: int = 1) -> StepCost:
     """Return the cost of one step of a model of 1.3 B parameters in slices, without allocating its tensors."""
     model = _gpt2()
