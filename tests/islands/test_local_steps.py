@@ -160,7 +160,7 @@ BY_HOLDERS: dict[str, Any] = {
 }
 BY_DEFAULT: dict[str, Any] = {
     "both": {"every": 4, "fragments": 2, "overlap": 1},
-    "oracle": {"sliced": lambda held, count: (0.7 * (held / count) ** 0.5, 0.9 * (held / count) ** 0.25)},
+    "oracle": {"sliced": lambda held, count: (0.7, 0.9 * (held / count) ** 0.5)},
 }
 
 

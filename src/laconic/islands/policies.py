@@ -35,10 +35,6 @@ class Coding(Policy):
     still holds would be lost with the end of training, and `int4` brings it home. Default: that of all others."""
 
 
-LR_POWER, MOMENTUM_POWER = 0.5, 0.25
-"""The powers of the share of islands that train a slice, by which its outer learning rate and momentum fall."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class OuterSGD(Policy):
     """The outer optimizer of `LocalSteps`: SGD with Nesterov momentum (arXiv 2311.08105), which a call makes.
@@ -52,11 +48,10 @@ class OuterSGD(Policy):
     momentum: ProperShare = option(0.9, key="outer_momentum")
     """Nesterov momentum of the outer optimizer; 0: none."""
     sliced_lr: Positive | None = option(None, key="outer_sliced_lr")
-    """The outer learning rate of slices that only some islands train. Default: that of all others times a power of the
-    share of islands that train the slice."""
+    """The outer learning rate of slices that only some islands train. Default: that of all others."""
     sliced_momentum: ProperShare | None = option(None, key="outer_sliced_momentum")
-    """The outer momentum of slices that only some islands train. Default: that of all others times a power of the share
-    of islands that train the slice."""
+    """The outer momentum of slices that only some islands train. Default: that of all others times the square root of
+    the share of islands that train the slice."""
 
     def rates(self, *, holders: int, islands: int) -> tuple[float, float]:
         """The learning rate and the momentum of parameters that `holders` of `islands` train.
@@ -65,10 +60,11 @@ class OuterSGD(Policy):
         """
         if holders >= islands:
             return self.lr, self.momentum
-        share = max(holders, 1) / islands
-        lr = self.lr * share**LR_POWER if self.sliced_lr is None else self.sliced_lr
-        momentum = self.momentum * share**MOMENTUM_POWER if self.sliced_momentum is None else self.sliced_momentum
-        return lr, momentum
+        by_share = self.momentum * (max(holders, 1) / islands) ** 0.5
+        return (
+            self.lr if self.sliced_lr is None else self.sliced_lr,
+            by_share if self.sliced_momentum is None else self.sliced_momentum,
+        )
 
     def __call__(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Make the optimizer of parameter groups: [Note: Outer parameter groups] in islands/outer_optimizer.py."""
