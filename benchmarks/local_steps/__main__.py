@@ -4,8 +4,9 @@
     python -m benchmarks.local_steps --rows bytes,flops     some rows, recorded too
     python -m benchmarks.local_steps --quick                all rows on tiny jobs, printed only: does the method work?
 
-Four islands of one rank each train a Llama over bytes on the trainer's corpus (islands.py). Other work of the machine
-changes no row.
+Four islands of one rank each train a Llama over bytes on the trainer's corpus (islands.py); for the rows about slices
+eight and sixteen islands, with `--size`, `--seeds` and `--device` (slices.py). Other work of the machine changes no row
+but `slices-time`.
 
 [Note: Equal tokens]
 All runs of a seed take the same rows in the same steps. With islands, each island sees its part of the rows; every-step
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.local_steps import losses, traffic, partial  # isort: skip  # noqa: F401  rows, in order
+from benchmarks.local_steps import losses, slices, traffic, partial  # isort: skip  # noqa: F401  rows, in order
 from benchmarks.local_steps.bench import BENCHMARK
 
 BENCHMARK.save = losses.save

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -30,6 +30,7 @@ from laconic.data import tokens as data
 from laconic.data.batches import Division, drawn_offsets
 from laconic.lab.counters import interface_bytes
 from laconic.models.tokenizer import load_tokenizer
+from laconic.partial.patterns import Kind
 from laconic.strategies.optimizers import lr_at
 
 _VOCAB = 256
@@ -48,9 +49,9 @@ class Shape:
     heads: int = 4
 
     def build(self, length: int, *, seed: int, device: str = "cpu") -> nn.Module:
-        """Build the model; equal seeds and devices give equal weights."""
+        """Build the model; equal seeds give equal weights on every device."""
         llama = Llama(**dataclasses.asdict(self), kv_heads=self.heads, vocab=_VOCAB, batch=1, sequence=length)
-        return llama.build(torch.device(device), torch.float32, seed=seed)
+        return llama.build(torch.device("cpu"), torch.float32, seed=seed).to(device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,10 @@ class Job:
     """`ddp`: PyTorch's DistributedDataParallel over all islands, every step."""
     seed: int = 0
     """The seed of weights and rows."""
+    islands: int = 4
+    """The number of ranks, of which each is an island."""
+    device: str = "cpu"
+    """The device of all models; the islands exchange tensors on the host."""
     steps: int
     warm_steps: int = 0
     """The number of steps of every-step data parallel before the job. These steps run once for all jobs, and do not
@@ -83,9 +88,11 @@ class Job:
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     sliced_lr: float | None = None
-    """The outer learning rate of slices; None: as of all other parameters."""
+    """The outer learning rate of slices; None: the default, by their holders."""
     sliced_momentum: float | None = None
     slices: int = 1
+    include: Collection[Kind] = ("mlp",)
+    """The kinds of layers in slices."""
     eval_every: int = 0
     """The steps between evaluations; 0: only after the last step."""
     eval_rows: int = 256
@@ -93,7 +100,8 @@ class Job:
     @property
     def start(self) -> Job:
         """The job that trains the weights with which this one begins."""
-        shared = {name: getattr(self, name) for name in ("seed", "rows", "length", "lr", "shape", "warmup_steps")}
+        names = "seed", "islands", "device", "rows", "length", "lr", "shape", "warmup_steps"
+        shared = {name: getattr(self, name) for name in names}
         whole = self.warm_steps + self.steps
         return Job(name="warm", kind="ddp", steps=self.warm_steps, schedule_steps=whole, **shared)
 
@@ -119,45 +127,78 @@ class Answer:
     """By step: the bytes that this node sent at the lab's interface; empty without a lab."""
 
 
-class _Islands:
-    """The mesh and the tokens, which all jobs share."""
+class Rows:
+    """The tokens that all jobs share, and what a folder keeps for them."""
 
-    def __init__(self, folder: Path, length: int) -> None:
-        self.rank, self.count = dist.get_rank(), dist.get_world_size()
-        self.mesh = laconic.init_mesh("cpu", islands=self.count, local=1)
-        if self.rank == 0:
-            open_corpus(folder, length)
-        dist.barrier()
-        self.tokens = open_corpus(folder, length)
+    def __init__(self, folder: Path, job: Job) -> None:
+        """Open the tokens for rows as long as the job's, or make them."""
+        self.tokens = open_corpus(folder, job.length)
         self._folder = folder
 
-    def warm(self, job: Job, model: nn.Module) -> None:
-        """Load the weights with which the job begins. A file keeps these weights for other jobs and later launches."""
-        start = job.start
-        name = hashlib.sha256(repr(start).encode()).hexdigest()[:16]
-        file = self._folder / f"warm-{name}.pt"
-        if not file.exists():  # all ranks agree, because rank 0 writes the file between two barriers
-            wrapped = DistributedDataParallel(model)
-            for _ in _Steps(start, self).run(model, wrapped, _adamw(model, start), None):
-                pass
-            dist.barrier()
-            if self.rank == 0:
-                torch.save(model.state_dict(), file)
-            dist.barrier()
-        model.load_state_dict(torch.load(file, weights_only=True))
-
-    def rows_of(self, job: Job, step: int) -> Tensor:
-        """Return this island's rows in a step, (rows, length). Those of all islands are one global batch."""
-        division = Division(num_workers=self.count, micro_batch_size=job.rows)
+    def of_all(self, job: Job, step: int) -> Tensor:
+        """Return the rows of all islands in a step, (islands, rows, length): one global batch."""
+        division = Division(num_workers=job.islands, micro_batch_size=job.rows)
         num_starts = len(self.tokens.train) - job.length + 1
         offsets = drawn_offsets(division, job.warm_steps + step, seed=job.seed, num_starts=num_starts)
-        return torch.from_numpy(data.rows_at(self.tokens.train, offsets[0, self.rank], job.length))
+        rows = [torch.from_numpy(data.rows_at(self.tokens.train, own, job.length)) for own in offsets[0]]
+        return torch.stack(rows).to(job.device)
+
+    def held(self, job: Job) -> Tensor:
+        """Return the held-out rows, (rows, length), the same every time."""
+        spread = len(self.tokens.evaluation) - job.length
+        starts = torch.arange(job.eval_rows) * spread // job.eval_rows
+        return torch.from_numpy(data.rows_at(self.tokens.evaluation, starts.numpy(), job.length)).to(job.device)
+
+    def keep(self, start: Job, model: nn.Module, train: Callable[[], None]) -> None:
+        """Load the weights with which jobs begin. A file keeps them for other jobs and later launches.
+
+        `train` trains the model by the job `start`, if there is no file; all ranks call it.
+        """
+        file = self._folder / f"warm-{hashlib.sha256(repr(start).encode()).hexdigest()[:16]}.pt"
+        if not file.exists():  # all ranks agree, because rank 0 writes the file between two barriers
+            train()
+            _wait_for_all()
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                torch.save(model.state_dict(), file)
+            _wait_for_all()
+        model.load_state_dict(torch.load(file, weights_only=True, map_location=start.device))
+
+
+def _wait_for_all() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+class _Islands:
+    """The mesh and the rows of islands that are ranks."""
+
+    def __init__(self, folder: Path, job: Job) -> None:
+        if not dist.is_initialized():  # on threads; launchers of processes have done it
+            dist.init_process_group("gloo")
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        assert self.count == job.islands, f"{self.count} ranks for {job.islands} islands"
+        self.mesh = laconic.init_mesh("cpu", islands=self.count, local=1)
+        if self.rank == 0:
+            open_corpus(folder, job.length)
+        dist.barrier()
+        self.rows = Rows(folder, job)
+
+    def warm(self, job: Job, model: nn.Module) -> None:
+        """Load the weights with which the job begins."""
+
+        def train() -> None:
+            for _ in _Steps(job.start, self, averages=True).run(model, model, adamw_of(model, job.start), None):
+                pass
+
+        self.rows.keep(job.start, model, train)
+
+    def rows_of(self, job: Job, step: int) -> Tensor:
+        """Return this island's rows in a step, (rows, length)."""
+        return self.rows.of_all(job, step)[self.rank]
 
     def held_rows(self, job: Job) -> Tensor:
         """Return this island's part of the held-out rows, (rows, length), the same every time."""
-        spread = len(self.tokens.evaluation) - job.length
-        starts = torch.arange(self.rank, job.eval_rows, self.count) * spread // job.eval_rows
-        return torch.from_numpy(data.rows_at(self.tokens.evaluation, starts.numpy(), job.length))
+        return self.rows.held(job)[self.rank :: self.count]
 
 
 def open_corpus(folder: Path, length: int) -> data.TokenFiles:
@@ -169,18 +210,19 @@ def open_corpus(folder: Path, length: int) -> data.TokenFiles:
 def run_jobs(folder: str, jobs: Sequence[Job]) -> list[Answer]:
     """Run jobs one after the other on all ranks; every rank is an island."""
     torch.set_num_threads(1)  # the launcher does this already, but the lab does not
-    islands = _Islands(Path(folder), max(job.length for job in jobs))
+    islands = _Islands(Path(folder), max(jobs, key=lambda job: job.length))
     return [_run(job, islands) for job in jobs]
 
 
 def _run(job: Job, islands: _Islands) -> Answer:
-    model = job.shape.build(job.length, seed=job.seed)
+    model = job.shape.build(job.length, seed=job.seed, device=job.device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if job.warm_steps:
         islands.warm(job, model)
     if job.slices > 1:
-        laconic.partial_updates(model, slice_index=islands.rank % job.slices, num_slices=job.slices)
-    optimizer = _adamw(model, job)
+        own = islands.rank % job.slices
+        laconic.partial_updates(model, slice_index=own, num_slices=job.slices, include=job.include)
+    optimizer = adamw_of(model, job)
     wrapped, local = model, None
     if job.kind == "ddp":
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -203,7 +245,7 @@ def _run(job: Job, islands: _Islands) -> Answer:
     )  # fmt: skip
 
 
-def _adamw(model: nn.Module, job: Job) -> torch.optim.Optimizer:
+def adamw_of(model: nn.Module, job: Job) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [[p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]]
     decays = [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (DECAY, 0.0), strict=True)]
@@ -213,8 +255,9 @@ def _adamw(model: nn.Module, job: Job) -> torch.optim.Optimizer:
 class _Steps:
     """The training steps of a job, and the bytes that they send."""
 
-    def __init__(self, job: Job, islands: _Islands) -> None:
-        self._job, self._islands = job, islands
+    def __init__(self, job: Job, islands: _Islands, *, averages: bool = False) -> None:
+        """Prepare the steps. With `averages` all ranks average their gradients in every step."""
+        self._job, self._islands, self._averages = job, islands, averages
         self.sent: list[int] = []
         self.wire: list[int] = []
 
@@ -230,6 +273,8 @@ class _Steps:
                 group["lr"] = job.lr_of(step)
             before = interface_bytes()
             wrapped(input_ids=rows, labels=rows).loss.backward()
+            if self._averages:
+                _average_gradients(trained)
             nn.utils.clip_grad_norm_(trained, MAX_NORM)
             if local is None:
                 optimizer.step()
@@ -243,6 +288,16 @@ class _Steps:
                 self.wire.append(after.sent - before.sent)
             self.sent.append(sum(report.sent_bytes for report in local.reports) if local is not None else 0)
             yield step + 1
+
+
+def _average_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Average all gradients over the ranks, on the host: threads can do it, which DDP's reducer cannot serve."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).cpu()
+    dist.all_reduce(flat)
+    means = (flat / dist.get_world_size()).split([gradient.numel() for gradient in gradients])
+    for gradient, mean in zip(gradients, means, strict=True):
+        gradient.copy_(mean.view_as(gradient))
 
 
 @torch.no_grad()

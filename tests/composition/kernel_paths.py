@@ -226,7 +226,7 @@ def _hooked(path: Path, strategy: str) -> tuple[dict[str, Tensor], dict[str, Ten
     model: Any = build(path)
     if "partial" in strategy:
         part = rank % 2 if "local" in strategy else int(strategy.split("slice ")[1][0])
-        laconic.partial_updates(model, slice_index=part, num_slices=2, patterns=T5_LAYERS)
+        laconic.partial_updates(model, slice_index=part, num_slices=2, include=("mlp", "attention"), patterns=T5_LAYERS)
     is_local, is_sharded = "local steps" in strategy, "unsharded" not in strategy
     if is_sharded:
         mesh = laconic.init_mesh("cpu", islands=size, nodes=1, local=1) if is_local else laconic.init_mesh("cpu")

@@ -119,6 +119,21 @@ def test_a_slice_whose_holders_have_left_keeps_its_values_and_its_momentum(outer
     assert kept == [index // (len(states) // 3) == 2 for index in range(len(states))]  # section by section
 
 
+def test_the_fewer_islands_train_a_slice_the_less_outer_momentum_it_has() -> None:
+    """What a user names holds for all slices; what all islands train has DiLoCo's steps."""
+    held = {
+        holders: laconic.OuterSGD(lr=0.8, momentum=0.9).rates(holders=holders, islands=16) for holders in (16, 4, 1, 0)
+    }
+    assert held == {16: (0.8, 0.9), 4: (0.8, 0.45), 1: (0.8, 0.225), 0: (0.8, 0.225)}
+    named = laconic.OuterSGD(sliced_lr=0.3, sliced_momentum=0.0)
+    assert [named.rates(holders=holders, islands=2) for holders in (2, 1)] == [(0.7, 0.9), (0.3, 0.0)]
+    groups = [{"params": [nn.Parameter(torch.ones(1))], "holders": holders, "islands": 4} for holders in (4, 1)]
+    made = laconic.OuterSGD()(groups).param_groups
+    assert [(group["lr"], group["momentum"]) for group in made] == [
+        laconic.OuterSGD().rates(holders=holders, islands=4) for holders in (4, 1)
+    ]
+
+
 @on_ranks(2, local=1)
 def test_a_state_with_numbers_is_loaded_into_other_objects() -> None:
     case = Case(held=[{0, 1}, {1}], num_slices=2, **BY_HOLDERS)

@@ -156,7 +156,11 @@ ENDS_WHOLE: dict[str, Any] = {
 BY_HOLDERS: dict[str, Any] = {
     "both": {"every": 4, "fragments": 2, "overlap": 1},
     "own": {"outer": laconic.OuterSGD(lr=0.7, momentum=0.9, sliced_lr=0.5, sliced_momentum=0.0)},
-    "oracle": {"sliced_lr": 0.5, "sliced_momentum": 0.0},
+    "oracle": {"sliced": lambda held, count: (0.5, 0.0)},
+}
+BY_DEFAULT: dict[str, Any] = {
+    "both": {"every": 4, "fragments": 2, "overlap": 1},
+    "oracle": {"sliced": lambda held, count: (0.7, 0.9 * (held / count) ** 0.5)},
 }
 
 
@@ -172,6 +176,7 @@ BY_HOLDERS: dict[str, Any] = {
         Case(islands=3, held=[{0}, {1}, {1}], num_slices=2, **BY_HOLDERS),
         Case(held=[{0, 1}, {1}], num_slices=2, **BY_HOLDERS),
         Case(local=2, sharded=True, held=[{1, 0, 3}, {3, 2}], num_slices=4, **BY_HOLDERS),
+        Case(islands=5, held=[{0}, {1}, {1}, {2, 3}, {3, 0, 1}], num_slices=4, **BY_DEFAULT),
     ],
 )
 def test_islands_move_as_in_one_process(case: Case) -> None:

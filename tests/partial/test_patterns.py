@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from laconic.partial.patterns import Cut, DimRun, LayerPattern, sliced_layer
+from laconic.config import SyncConfig
+from laconic.partial.patterns import SLICED_BY_DEFAULT, Cut, DimRun, LayerPattern, sliced_layer
 from laconic.partial.updates import partial_updates
 from laconic.ragged.parts import slice_of_parameters, sliced_parameters
 from tests.reference.partial import mask_by_hand
-from tests.support.partial_models import MLPS, MODELS, Mlp, MlpNet, active_mask, build
+from tests.support.partial_models import BOTH, MLPS, MODELS, Mlp, MlpNet, active_mask, build
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if not kind.endswith("_mm")])
@@ -25,7 +26,8 @@ from tests.support.partial_models import MLPS, MODELS, Mlp, MlpNet, active_mask,
 def test_slices_tile_every_sliced_tensor_and_share_all_others(kind: str, num_slices: int) -> None:
     """All islands have the same parameters, and each trains its slice and what is shared."""
     plain = build(kind)
-    models = [partial_updates(copy.deepcopy(plain), slice_index=i, num_slices=num_slices) for i in range(num_slices)]
+    options: dict[str, Any] = {"num_slices": num_slices, "include": BOTH}
+    models = [partial_updates(copy.deepcopy(plain), slice_index=i, **options) for i in range(num_slices)]
     masks = [active_mask(model) for model in models]
     sliced, of = sliced_parameters(models[0]), slice_of_parameters(models[0])
     assert sliced
@@ -44,19 +46,23 @@ def test_slices_tile_every_sliced_tensor_and_share_all_others(kind: str, num_sli
 
 def test_every_matrix_of_mlps_and_attention_is_sliced_and_nothing_else() -> None:
     for kind, count in (("llama", 7), ("llama-mha-biases", 7 + 5), ("phi3", 4), ("gpt2", 6), ("gpt-neox", 6)):
-        names = sliced_parameters(partial_updates(build(kind), slice_index=0, num_slices=4))
+        names = sliced_parameters(partial_updates(build(kind), slice_index=0, num_slices=4, include=BOTH))
         assert len(names) == 2 * count, kind  # two layers
         assert not any(word in name for name in names for word in ("norm", "embed", "head", "ln_", "wte")), kind
-    names = sliced_parameters(partial_updates(build("gpt-oss-eager"), slice_index=0, num_slices=4))
+    names = sliced_parameters(partial_updates(build("gpt-oss-eager"), slice_index=0, num_slices=4, include=BOTH))
     assert {name.split(".", 3)[3] for name in names} == {
         *(f"self_attn.{letter}_proj.{kind}" for letter in "qkv" for kind in ("weight", "bias")),
         "self_attn.o_proj.weight",
         *(f"mlp.experts.{name}" for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj")),
     }
-    for include, word in ((["mlp"], ".mlp."), (["attention"], ".self_attn.")):
-        chosen = sliced_parameters(partial_updates(build("llama"), slice_index=0, num_slices=2, include=include))  # type: ignore[arg-type]
+    named: tuple[tuple[dict[str, Any], str], ...] = (
+        ({}, ".mlp."), ({"include": ["mlp"]}, ".mlp."), ({"include": ["attention"]}, ".self_attn."),
+    )  # fmt: skip
+    for options, word in named:
+        chosen = sliced_parameters(partial_updates(build("llama"), slice_index=0, num_slices=2, **options))
         assert chosen
-        assert all(word in name for name in chosen)
+        assert all(word in name for name in chosen), options
+    assert SyncConfig().slice_include == SLICED_BY_DEFAULT, "a job slices what a call slices"
 
 
 GPT2, GPT_OSS = "transformer.h.0", "model.layers.0.mlp.experts"
@@ -97,7 +103,7 @@ MASKS: dict[str, tuple[int, int, dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", MASKS)
 def test_slices_have_the_right_heads_and_units(kind: str) -> None:
     slice_index, num_slices, wanted = MASKS[kind]
-    masks = active_mask(partial_updates(build(kind), slice_index=slice_index, num_slices=num_slices))
+    masks = active_mask(partial_updates(build(kind), slice_index=slice_index, num_slices=num_slices, include=BOTH))
     for name, own in wanted.items():
         mask = masks[name]
         expected = torch.ones_like(mask) if own is None else mask_by_hand(own[0], own[1], list(own[2]))
@@ -157,13 +163,13 @@ OWN: dict[str, Any] = {**HALF, "include": ["mlp"], "patterns": MLPS}
 TWICE = [sliced_layer(nn.ModuleList, kind="mlp", rows=["0.up"], columns=["0.down"]), *MLPS]
 CONVOLUTION = partial(nn.Conv1d, 2, 4, 3, bias=False)
 REFUSED: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
-    (LLAMA, {**HALF, "num_slices": 5}, r"num_slices=5 does not divide the 8 heads .*q_proj"),
+    (LLAMA, {**HALF, "num_slices": 5, "include": BOTH}, r"num_slices=5 does not divide the 8 heads .*q_proj"),
     (LLAMA, {**OWN, "num_slices": 9}, r"does not divide the 48 rows or columns of .*gate_proj"),
     (LLAMA, {**HALF, "slice_index": 2}, "slice_index 0 to num_slices - 1"),
     (LLAMA, {**HALF, "num_slices": 0}, "num_slices must be positive"),
     (LLAMA, {**HALF, "include": ["router"]}, "'router'"),
     (LLAMA, {**HALF, "include": []}, "include is empty"),
-    (MlpNet, HALF, "no attention and no mlp layer of MlpNet is known"),
+    (MlpNet, {**HALF, "include": BOTH}, "no attention and no mlp layer of MlpNet is known"),
     (lambda: partial_updates(LLAMA(), **HALF), HALF, "sliced already"),  # type: ignore[arg-type]
     (tied, OWN, r"0\.up\.weight and 1\.up\.weight are tied"),
     (lambda: nn.ModuleList([Mlp()]), {**OWN, "patterns": TWICE}, r"two patterns slice 0\.up\.weight"),

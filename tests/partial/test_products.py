@@ -16,7 +16,7 @@ from laconic.partial.sliced import SlicedTensor
 from laconic.partial.updates import partial_updates
 from laconic.ragged.parts import sliced_parameters
 from tests.reference.partial import MaskedTraining
-from tests.support.partial_models import MLPS, MODELS, Mlp, active_mask, build, lm_loss, tokens, whole_gradients
+from tests.support.partial_models import BOTH, MLPS, MODELS, Mlp, active_mask, build, lm_loss, tokens, whole_gradients
 
 
 def partial_mlp(slice_index: int, num_slices: int, **sizes: Any) -> tuple[Mlp, Mlp]:
@@ -31,7 +31,7 @@ def partial_mlp(slice_index: int, num_slices: int, **sizes: Any) -> tuple[Mlp, M
 @pytest.mark.parametrize(("kind", "slice_index", "num_slices"), [*((kind, 2, 4) for kind in MODELS), ("phi3", 7, 8)])
 def test_active_gradients_are_those_of_the_full_backward(kind: str, slice_index: int, num_slices: int) -> None:
     batches = [tokens(1), tokens(2)]
-    model = partial_updates(build(kind), slice_index=slice_index, num_slices=num_slices)
+    model = partial_updates(build(kind), slice_index=slice_index, num_slices=num_slices, include=BOTH)
     oracle = MaskedTraining(build(kind), active_mask(model), lm_loss)
     assert torch.equal(model(batches[0]).logits, oracle.model(batches[0]).logits)
     want = oracle.gradients(batches)
@@ -126,7 +126,7 @@ def test_flops_of_a_model_fall_by_the_formula() -> None:
     # torch's counter does not know grouped_mm, so experts are counted in the eager implementation
     batch, num_slices = tokens(), 4
     before = flops(lambda: lm_loss(build("gpt-oss-eager"), batch))
-    model = partial_updates(build("gpt-oss-eager"), slice_index=0, num_slices=num_slices)
+    model = partial_updates(build("gpt-oss-eager"), slice_index=0, num_slices=num_slices, include=BOTH)
     after = flops(lambda: lm_loss(model, batch))
     matrices = {name: s for name, s in sliced_parameters(model).items() if s.is_factor}
     # a token meets a matrix of attention once, and 2 of the 4 experts' (each counted once here, as tokens meet it)

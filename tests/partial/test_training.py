@@ -21,6 +21,7 @@ from laconic.shard.reduce import BucketGradients
 from tests.reference.partial import MaskedTraining
 from tests.support.launch import on_ranks
 from tests.support.partial_models import (
+    BOTH,
     MLPS,
     MODELS,
     MlpNet,
@@ -40,7 +41,7 @@ sgd = partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.1)
 
 @pytest.mark.parametrize("kind", ["llama-mha-biases", "gpt2", "mixtral-grouped_mm"])
 def test_training_equals_masked_training_and_frozen_coordinates_do_not_move(kind: str) -> None:
-    model = partial_updates(build(kind), slice_index=1, num_slices=4)
+    model = partial_updates(build(kind), slice_index=1, num_slices=4, include=BOTH)
     masks = active_mask(model)
     oracle = MaskedTraining(build(kind), masks, lm_loss, make_optimizer=adamw, max_norm=0.5)
     optimizer = adamw(model.parameters())
@@ -62,7 +63,7 @@ def test_training_equals_masked_training_and_frozen_coordinates_do_not_move(kind
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if not kind.endswith("_mm")])
 def test_unsliced_layout_round_trip(kind: str) -> None:
     plain = build(kind)
-    model = partial_updates(copy.deepcopy(plain), slice_index=1, num_slices=2)
+    model = partial_updates(copy.deepcopy(plain), slice_index=1, num_slices=2, include=BOTH)
     state, want = unsliced_state_dict(model), plain.state_dict()
     assert list(state) == list(want)
     assert all(torch.equal(state[name], value) for name, value in want.items())
@@ -70,7 +71,7 @@ def test_unsliced_layout_round_trip(kind: str) -> None:
     other = build(kind)
     for parameter in other.parameters():
         nn.init.uniform_(parameter)
-    partial_updates(other, slice_index=3, num_slices=4)
+    partial_updates(other, slice_index=3, num_slices=4, include=BOTH)
     other.load_state_dict(state)
     assert all(torch.equal(value, want[name]) for name, value in unsliced_state_dict(other).items())
     plain.load_state_dict(state)
@@ -91,7 +92,7 @@ def test_unsliced_lets_others_initialise_and_save(tmp_path: Any) -> None:
     import transformers
 
     plain = build("gpt2")
-    model = partial_updates(build("gpt2"), slice_index=1, num_slices=2)
+    model = partial_updates(build("gpt2"), slice_index=1, num_slices=2, include=BOTH)
     with unsliced(model):
         assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
         model.save_pretrained(tmp_path)
@@ -212,7 +213,7 @@ def test_a_sharded_model_trains_as_the_plain_one() -> None:
 
 def trained(kind: str, slice_index: int, num_slices: int, *, sharded: bool = False, steps: int = 2) -> tuple[Any, Any]:
     """Build a sliced model and train it. Returns the model and its optimizer, which has state."""
-    model = partial_updates(build(kind), slice_index=slice_index, num_slices=num_slices)
+    model = partial_updates(build(kind), slice_index=slice_index, num_slices=num_slices, include=BOTH)
     if sharded:
         mesh = laconic.init_mesh("cpu")
         for module in [*layers_to_shard(model), model]:
@@ -306,3 +307,27 @@ def test_an_unsliced_checkpoint_loads_into_slices(tmp_path: Path) -> None:
     optimizer.step()
     save_checkpoint(tmp_path, 1, model=plain, optimizer=optimizer, extra={})
     assert_loaded(tmp_path, plain, 4, 2, "llama")
+
+
+@on_ranks(2, local=1)
+def test_a_checkpoint_of_as_many_slices_of_other_layers_is_refused_by_name(tmp_path: Path) -> None:
+    """What a run slices without being told may change from release to release: a resumed run says so, and stops."""
+    mesh = laconic.init_mesh("cpu", islands=2, nodes=1, local=1)
+
+    def island(**options: Any) -> dict[str, Any]:
+        model = partial_updates(build("llama"), slice_index=dist.get_rank(), num_slices=2, **options)
+        optimizer = adamw([p for p in model.parameters() if p.requires_grad])
+        return {"model": model, "optimizer": optimizer, "local_steps": laconic.LocalSteps(model, optimizer, mesh=mesh)}
+
+    save_checkpoint(tmp_path, 1, **island(include=BOTH), extra={})
+    with pytest.raises(
+        ValueError, match=r"slice other layers than this run does, into as many slices \(2\)"
+    ) as refused:
+        load_checkpoint(tmp_path, **island())
+    assert 'partial_updates(include=["mlp", "attention"]) (in a job sync.slice_include)' in str(refused.value)
+    same = load_checkpoint(tmp_path, **island(include=BOTH))
+    assert same is not None
+    assert "islands" not in same
+    other = load_checkpoint(tmp_path, **island(), strict=False)
+    assert other is not None
+    assert other["islands"].startswith("was saved by islands that slice other layers: every island starts from")

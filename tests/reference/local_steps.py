@@ -13,7 +13,8 @@ class Islands:
     """DiLoCo (arXiv 2311.08105) on `count` copies of a model; streamed by fragments (arXiv 2501.18512).
 
     With partial updates, island i trains the parameters for which `trains(name, i)` is true. A parameter that some
-    islands do not train is averaged over those that train it, and moves by `sliced_lr` and `sliced_momentum`.
+    islands do not train is averaged over those that train it, and moves by the learning rate and the momentum of
+    `sliced`, a function of the number of these islands and of all.
     """
 
     def __init__(
@@ -33,8 +34,7 @@ class Islands:
         total_steps: int = 0,
         feedback: float = 0.0,
         trains: Callable[[str, int], bool] = lambda name, island: True,
-        sliced_lr: float = 0.7,
-        sliced_momentum: float = 0.9,
+        sliced: Callable[[int, int], tuple[float, float]] = lambda held, count: (0.7, 0.9),
     ) -> None:
         self.models = [copy.deepcopy(model) for _ in range(count)]
         self.holders = {name: [i for i in range(count) if trains(name, i)] for name, _ in model.named_parameters()}
@@ -45,8 +45,8 @@ class Islands:
         self.outer = {name: value.detach().clone() for name, value in model.named_parameters()}
         self.momentum = {name: torch.zeros_like(value) for name, value in self.outer.items()}
         self.every, self.fragments, self.overlap, self.mixing = every, fragments, overlap, mixing
-        whole, sliced = (lr, momentum), (sliced_lr, sliced_momentum)
-        self.rates = {name: whole if len(held) == count else sliced for name, held in self.holders.items()}
+        numbers = {name: len(held) for name, held in self.holders.items()}
+        self.rates = {name: (lr, momentum) if n == count else sliced(n, count) for name, n in numbers.items()}
         self.code, self.feedback, self.last_code, self.total_steps = code, feedback, last_code, total_steps
         self.lost = [{name: torch.zeros_like(value) for name, value in self.outer.items()} for _ in range(count)]
         self.step_number = 0

@@ -176,7 +176,7 @@ def test_any_islands_go_on_from_the_agreed_parameters(runs: tuple[Path, dict[str
         "2 islands, 2 slices": (four, {"islands": 2, "slices": 2}),
         "2 islands, 1 slice": (four, {"islands": 2, **whole}),
         "1 island": (four, {"islands": 1, **whole}),
-        "4 islands, 2 slices of MLPs": (four, {"slices": 2, "slice_include": ("mlp",)}),
+        "4 islands, 2 slices of heads, too": (four, {"slices": 2, "slice_include": ("mlp", "attention")}),
         "4 islands from 2, sliced": (two, {"islands": 4, "slices": 4}),
         "no islands": (two, to_keys(SyncConfig())),
         "8 bits, the same slices": (blocks, {"islands": 2}),

@@ -49,7 +49,7 @@ START = {key: value for key, value in MEETING.items() if key != "islands"}
         ("sync", {**LOCAL, "outer_lr": 0.0}, "sync.outer_lr = 0.0 must be a positive number"),
         ("sync", {**LOCAL, "outer_momentum": 1.0}, "sync.outer_momentum = 1.0 must lie in [0, 1)"),
         ("sync", {**LOCAL, "slices": 0}, "sync.slices = 0 must be at least 1"),
-        ("sync", {**LOCAL, "slice_include": ["mlp"]}, "needs sync.slices of at least 2"),
+        ("sync", {**LOCAL, "slice_include": ["attention"]}, "needs sync.slices of at least 2"),
         ("sync", {**LOCAL, "slices": 2, "slice_include": []}, "sync.slice_include is empty"),
         ("sync", {**LOCAL, "slices": 2, "slice_include": ["norms"]}, "`sync.slice_include` must be a list"),
         ("sync", START, "sync.islands = None must say with how many islands training starts"),

@@ -52,6 +52,8 @@ class Benchmark(Generic[B]):
     """The function that writes the record, and further measurements if the benchmark has any."""
     details: Callable[[B], str] = lambda bench: ""
     """The function that returns text to print below the table."""
+    add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    """The function that adds the benchmark's own options, such as sizes; they come to `prepare` with the others."""
     rows: dict[str, Callable[[B], Row]] = field(default_factory=dict)
     """The function that measures each row, by key, in the order of the table."""
     sections: dict[str, str] = field(default_factory=dict)
@@ -125,6 +127,7 @@ class Benchmark(Generic[B]):
         parser.add_argument("--rows", default=",".join(self.rows), metavar="A,B,...", help="default: all")
         parser.add_argument("--quick", action="store_true", help="measure small jobs, and record nothing")
         parser.add_argument("--out", type=Path, metavar="DIR", help="keep the files of the runs here")
+        self.add_options(parser)
         options = parser.parse_args(arguments, namespace=Options())
         chosen = str(options.rows).split(",")
         for key in chosen:

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laconic.partial.patterns import sliced_layer
+from laconic.partial.patterns import Kind, sliced_layer
 from laconic.partial.updates import partial_updates
 from laconic.ragged.parts import sliced_parameters
 from tests.support.sharded_net import Net
 
 VOCAB = 50
+BOTH: tuple[Kind, ...] = ("mlp", "attention")
+"""All kinds of layers that partial updates know."""
 _COMMON = {
     "hidden_size": 32,
     "intermediate_size": 48,

@@ -91,7 +91,8 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: no checkpoint is intact; or, with `strict`, the checkpoint belongs to another model or
-            optimizer: the message names every tensor that differs.
+            optimizer: the message names every tensor that differs; or its islands slice other layers into as many
+            slices.
     """
     found = load_newest(folder, model=model, optimizer=optimizer, strict=strict, local_steps=local_steps)
     return None if found is None else found[1]
@@ -121,6 +122,8 @@ def load_newest(
         own = sidecar.read(candidate, ranks.rank if ranks.rank < manifest.world_size else 0)
         progress = own.get("islands")
         saved, islands = IslandSlices.saved(progress), IslandSlices.of(model, local_steps, ranks)
+        if strict and progress is not None:
+            islands.refuse_other_layers(saved)
         source = Source(
             folder=candidate,
             entries=storage.entries_of(storage.read_metadata(candidate)),

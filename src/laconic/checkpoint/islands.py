@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.checkpoint import state
+from laconic.checkpoint.commit import CheckpointError
 from laconic.checkpoint.fill import Source
 from laconic.checkpoint.keys import ISLANDS, OUTER
 from laconic.comm.agreement import RankGroup
@@ -92,6 +93,21 @@ class IslandSlices:
         both = self.has_islands and saved.has_islands
         return both and self.has_slices_of(saved) and self.held[own] == saved.held[own]
 
+    def refuse_other_layers(self, saved: IslandSlices) -> None:
+        """Refuse a checkpoint of as many slices of other layers: a changed default must not change a run unseen.
+
+        Raises:
+            CheckpointError: other layers are sliced.
+        """
+        if self.num_slices == saved.num_slices and self.digest != saved.digest:
+            raise CheckpointError(
+                "the checkpoint was saved by islands that slice other layers than this run does, into as many slices "
+                f"({self.num_slices}). Earlier releases sliced MLPs and attention where nothing was named, and this "
+                'one slices MLPs alone: set partial_updates(include=["mlp", "attention"]) (in a job '
+                "sync.slice_include) to go on as before. To slice other layers from now on, load with strict=False, or "
+                "start a new run from its export"
+            )
+
     def difference(self, saved: IslandSlices) -> str:
         """Say why this run's islands cannot go on to the same bits from a checkpoint; empty if they can."""
         if not saved.has_islands and not self.has_islands:
@@ -104,6 +120,8 @@ class IslandSlices:
             return ""
         if len(saved.held) != len(self.held):
             why = f"was saved by {len(saved.held)} islands, this run has {len(self.held)}"
+        elif self.num_slices == saved.num_slices and self.digest != saved.digest:
+            why = "was saved by islands that slice other layers"
         else:
             why = f"was saved by islands that train slices {saved._listing()}, this run's train {self._listing()}"
         return f"{why}: every island starts from the outer parameters, with the inner optimizer state that fits"

@@ -395,10 +395,11 @@ class SyncConfig(Section):
     `local` needs shard.strategy `laconic` or `torchft-diloco`. All other keys of this section are for `local`."""
     policy: SyncPolicy = SyncPolicy()
     slices: Count = 1
-    """Partial updates: an island trains one of this many slices of every MLP and attention layer, and all other layers.
+    """Partial updates: an island trains one of this many slices of every MLP, and all other layers whole.
     Island i trains slice i mod slices; with `recovery`, an island that joins takes the slice that fewest train."""
-    slice_include: tuple[Literal["mlp", "attention"], ...] = ("mlp", "attention")
-    """The kinds of layers that are sliced."""
+    slice_include: tuple[Literal["mlp", "attention"], ...] = ("mlp",)
+    """The kinds of layers that are sliced: "mlp", "attention" or both. Slices of attention save FLOPs and memory, too,
+    and cost more quality."""
 
     def _check_keys(self) -> None:
         self._check_only_with("mode", "local", keys=keys_of(SyncConfig).keys() - {"mode"})
@@ -417,7 +418,7 @@ class SyncConfig(Section):
             self._check(key, self.slices > 1 or value is None, "needs {slices} of at least 2")
         if not self.slice_include:
             raise ConfigError("sync.slice_include is empty, so no layer would be sliced; leave sync.slices out instead")
-        is_default = self.slice_include == ("mlp", "attention")
+        is_default = self.slice_include == keys_of(SyncConfig)["slice_include"].default
         self._check(
             "slice_include", self.slices > 1 or is_default, f"needs sync.slices of at least 2, got {self.slices}"
         )

@@ -9,6 +9,13 @@ updates. So slices want other outer steps than parameters that all islands train
 torch's parameter groups: one for each number of holders, as {"params": [...], "holders": m, "islands": I}, to which a
 function that makes an outer optimizer may add "lr" and whatever else the optimizer takes. A group is sliced if m < I.
 
+[Note: Outer steps of slices]
+Parameters that all islands train have DiLoCo's learning rate and momentum. With m of I holders, `OuterSGD` takes the
+same learning rate, and the momentum times the square root of m / I, unless the user names others: 0.71, 0.5 and 0.35 of
+it for 1/2, 1/4 and 1/8 of the islands. A drift that stays the same for many syncs then moves a slice by lr / (1 - that
+momentum): with 0.7 and 0.9 by 1.9, 1.3 and 1.0 of itself, where what all islands train moves by 7. We have measured it:
+benchmarks/local_steps/slices.py tries other pairs beside it (row `slices-outer`).
+
 A fragment has one outer parameter for all that is not sliced, and one for each slice. They are views of one buffer, in
 an order that does not depend on the holders. When islands come or go, an outer parameter may change its group, but its
 state stays what it was. Without slices there is one group with one outer parameter.

@@ -50,17 +50,28 @@ class OuterSGD(Policy):
     sliced_lr: Positive | None = option(None, key="outer_sliced_lr")
     """The outer learning rate of slices that only some islands train. Default: that of all others."""
     sliced_momentum: ProperShare | None = option(None, key="outer_sliced_momentum")
-    """The outer momentum of slices that only some islands train. Default: that of all others."""
+    """The outer momentum of slices that only some islands train. Default: that of all others times the square root of
+    the share of islands that train the slice."""
+
+    def rates(self, *, holders: int, islands: int) -> tuple[float, float]:
+        """The learning rate and the momentum of parameters that `holders` of `islands` train.
+
+        [Note: Outer steps of slices] in islands/outer_optimizer.py. A slice without a holder keeps the rates of one.
+        """
+        if holders >= islands:
+            return self.lr, self.momentum
+        by_share = self.momentum * (max(holders, 1) / islands) ** 0.5
+        return (
+            self.lr if self.sliced_lr is None else self.sliced_lr,
+            by_share if self.sliced_momentum is None else self.sliced_momentum,
+        )
 
     def __call__(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Make the optimizer of parameter groups: [Note: Outer parameter groups] in islands/outer_optimizer.py."""
         import torch
 
         for group in groups:
-            is_sliced = group["holders"] < group["islands"]
-            group["lr"] = self.sliced_lr if is_sliced and self.sliced_lr is not None else self.lr
-            has_own = is_sliced and self.sliced_momentum is not None
-            group["momentum"] = self.sliced_momentum if has_own else self.momentum
+            group["lr"], group["momentum"] = self.rates(holders=group["holders"], islands=group["islands"])
             group["nesterov"] = group["momentum"] > 0
         return torch.optim.SGD(groups, lr=self.lr)
 

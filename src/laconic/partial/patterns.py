@@ -6,8 +6,8 @@ the matrix that uses it. With S slices, slice i has the i-th of S equal runs of 
 With grouped queries the units are the groups of heads that share keys and values. If S divides the heads but not the
 groups, queries and outputs are sliced, and keys and values are shared: every slice trains them. All tensors without
 such units are shared too: embeddings, norms, routers, the output layer, and the biases of layers that add to the
-residual stream. Partial Parameter Updates (arXiv 2509.22418) slices across the width; the choice of tensors and the
-rule for groups are our own.
+residual stream. Partial Parameter Updates (arXiv 2509.22418) slices across the width. Its reviews name "1/4 of the
+MLP", so MLPs are what we slice by default; the choice of tensors in attention and the rule for groups are our own.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -96,6 +96,9 @@ class Cut:
 
 
 Kind = Literal["mlp", "attention"]
+SLICED_BY_DEFAULT: tuple[Kind, ...] = ("mlp",)
+"""The kinds of layers that are sliced unless a user names others. Islands that train different heads do not see each
+other's changes of what attention attends to, and what their mean loses grows with the number of slices."""
 
 
 @dataclass(frozen=True, kw_only=True)

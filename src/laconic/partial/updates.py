@@ -1,4 +1,4 @@
-"""Partial parameter updates: an island trains its slice of every MLP and attention layer, and all other tensors.
+"""Partial parameter updates: an island trains its slice of every MLP, and all other tensors; of attention, if asked.
 
 Forward and the gradients of inputs are those of the whole model, to the bit. Frozen slices have no gradient, no
 optimizer state and no stored input. That saves at most a third of a layer's FLOPs, and most of its optimizer state.
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from laconic.partial.patterns import Cut, Kind, LayerPattern, find_cuts
+from laconic.partial.patterns import SLICED_BY_DEFAULT, Cut, Kind, LayerPattern, find_cuts
 from laconic.partial.sliced import SlicedTensor
 from laconic.ragged.conversion import converts
 from laconic.ragged.parts import SlicedParameter, add_sliced, sliced_of, sliced_parameters, sliced_parts, walk_sliced
@@ -35,10 +35,10 @@ def partial_updates(
     *,
     slice_index: int,
     num_slices: int,
-    include: Collection[Kind] = ("mlp", "attention"),
+    include: Collection[Kind] = SLICED_BY_DEFAULT,
     patterns: Sequence[LayerPattern] | None = None,
 ) -> nn.Module:
-    """Make `model` train only one slice of its MLP and attention layers, in place, and return it.
+    """Make `model` train only one slice of its MLPs, and of other layers in `include`, in place, and return it.
 
     Call it before `fully_shard` and before making the optimizer. With one slice the model stays as it is.
 
@@ -47,7 +47,8 @@ def partial_updates(
             a model whose layers `patterns` declare.
         slice_index: the slice to train, from 0. A slice that no island trains never changes.
         num_slices: 2 to 8. Quality falls with many slices, because each learns from 1 / num_slices of the tokens.
-        include: the kinds of layers to slice. MLPs alone save less and cost less quality.
+        include: the kinds of layers to slice: "mlp", "attention" or both. MLPs alone are what the paper's reviews name.
+            Heads save half as much again, at several times the price in quality (docs/local-steps.md).
         patterns: the user's own layers, tried before the known ones; `sliced_layer` declares a class of modules.
 
     Raises:
