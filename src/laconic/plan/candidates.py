@@ -21,7 +21,7 @@ from laconic.shard.room import MARGIN
 CANDIDATES: Mapping[str, Strategy] = {name: each for name, each in registry.strategies().items() if each.in_plan}
 """The strategies that the planner lists, by name."""
 RUN_ALONE = tuple(each for each in registry.strategies().values() if not each.predict)
-"""Engines of other makers, the cyclic schedule and pipelines: they run, and nothing predicts them."""
+"""Engines of other makers, the cyclic schedule and FSDP2's pipeline: they run, and nothing predicts them."""
 
 
 def candidate_named(name: str) -> Strategy:
