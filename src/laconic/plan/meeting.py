@@ -103,6 +103,12 @@ class _PlaceMail:
         return self._exchange.job(awaited)
 
 
+def _words(awaited: Awaited) -> str:
+    if isinstance(awaited, Message):
+        return f"message {awaited.number} from place {awaited.sender} to place {awaited.receiver}"
+    return "all others"
+
+
 def play_together(machines: Sequence[Simulator], rehearsals: Sequence[Rehearsal]) -> list[Reading]:
     """Play the rehearsals of all places of a pipeline, in their order, and read each one's last step.
 
@@ -122,7 +128,7 @@ def play_together(machines: Sequence[Simulator], rehearsals: Sequence[Rehearsal]
     while playing:
         able = [place for place in playing if exchange.has_begun(awaited[place])]
         if not able:
-            waits = (f"place {place} waits for {awaited[place]}" for place in playing)
+            waits = (f"place {place} waits for {_words(awaited[place])}" for place in playing)
             raise DeadlockError(f"no place of the pipeline can go on: {'; '.join(waits)}")
         place = min(able, key=lambda each: players[each].now_s)
         try:

@@ -27,7 +27,7 @@ from laconic.rehearse.rings import Places
 from laconic.strategies.pipeline import num_places, pipeline_policy
 
 _ROUNDS = 2
-_MOST_PLACES = 8
+_MOST_PLACES = 4
 """The most places of pipelines that the plan tries itself."""
 _MUCH = 0.1
 """The share of a step that a place may wait, before the plan looks for a pipeline that waits less."""
@@ -56,7 +56,7 @@ class PipelinedStep(RehearsedStep):
         """Rehearse the job.
 
         Raises:
-            JobError, ValueError: the trainer refuses the job, or its schedule splits backward.
+            JobError, ValueError: the trainer refuses the job; or its schedule splits backward, or its cache is "auto".
         """
         launch, pipeline = _launch(cluster), work.job.pipeline
         policy = pipeline_policy(pipeline, work.job.train, launch)
@@ -65,6 +65,13 @@ class PipelinedStep(RehearsedStep):
                 f"pipeline.schedule = {pipeline.schedule!r} splits backward, and laconic plan has traced it whole; a "
                 "short run of laconic train measures it, or plan with '1F1B' or 'Interleaved1F1B'"
             )
+        if work.job.shard.policy.cache.where == "auto":
+            raise JobError(
+                "shard.cache = 'auto' and pipeline.stages: each stage chooses in its own free memory, which laconic plan "
+                "does not follow; plan with 'none', 'host', 'device' or 'rank'"
+            )
+        if policy.wire != "exact":
+            self.inexact = f"activations and their gradients cross in {policy.wire.removesuffix('bit')} bits"
         self._num_places, self._count = num_places(pipeline, launch), policy.micro_batches
         self._rows = rows_of(work.job, cluster)
         few = _ROUNDS * self._num_places
