@@ -97,7 +97,7 @@ def test_the_fastest_exact_strategy_is_taken(predictor: Predictor) -> None:
     by_name = {entry.estimate.strategy: entry for entry in choice.entries}
     console = Console(file=io.StringIO())
     print_choice(choice, console)
-    assert "run, not planned: DeepSpeed ZeRO-3; " in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "run, not planned: FSDP2 pipeline; DeepSpeed ZeRO-3; " in console.file.getvalue()  # type: ignore[attr-defined]
     assert "waits" in by_name["none"].reason
     assert "wire" in by_name["none"].reason
     assert "inexact" in by_name["4bit"].reason
