@@ -61,7 +61,7 @@ OLDEST := .venv-oldest
 oldest:
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet torch==2.11.0 transformers peft numba hypothesis pytest-timeout pytest-xdist
-	PYTHONPATH=src $(OLDEST)/bin/python -m pytest -n 3 tests/codec tests/guard tests/layers tests/optim tests/ragged tests/rehearse tests/shard
+	PYTHONPATH=src $(OLDEST)/bin/python -m pytest -n 3 tests/codec tests/guard tests/layers tests/optim tests/pipeline tests/ragged tests/rehearse tests/shard
 
 # The tests that both leave out, because they are heavy by nature: see CONTRIBUTING.md.
 campaigns: install

@@ -534,7 +534,7 @@ def allocator_events(profiler: torch.profiler.profile) -> list[AllocatorEvent]:
 def refuse_constants_between_stages(forms: Sequence[Any]) -> None:
     """Refuse tensors without gradients between the stages of a pipeline, where torch has no room for them.
 
-    Before torch 2.12 it asks for gradients of all that one stage hands to the next.
+    torch 2.11 asks for gradients of all that one stage hands to the next.
 
     Raises:
         ValueError: there is such a tensor, and this torch is older.
@@ -552,7 +552,7 @@ def refuse_constants_between_stages(forms: Sequence[Any]) -> None:
 def expect_given_shapes(stage: Any) -> None:
     """Let a stage of torch's pipelines take the shapes that it was given, whatever its neighbours have voted for.
 
-    Before torch 2.12 it does so by itself.
+    torch 2.11 does so by itself.
     """
     from torch.distributed.pipelining import stage as stages
 

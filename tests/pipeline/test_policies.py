@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
 
 from laconic.errors import RanksDifferError
-from laconic.pipeline import SCHEDULES, Pipeline, PipelinePolicy, cut_pipeline
+from laconic.pipeline import SCHEDULES, Boundary, Pipeline, PipelinePolicy, cut_pipeline
 from laconic.rehearse import Kill, RankError, ranks
 from tests.support import pipelines as toys
 from tests.support.launch import on_ranks
@@ -75,6 +76,18 @@ def test_stages_and_slots_are_whole(schedule: Any, num_ranks: int, chunks: int) 
             slots[what] = slot
     assert len(slots) == 5 * len(places)
     assert all(slots[stage, part] + 1 == slots[stage + 1, part] for stage, part in slots if stage + 1 in places)
+
+
+def test_a_schedule_takes_the_stages_of_its_rank_alone() -> None:
+    stages: Any = [SimpleNamespace(stage_index=each, num_stages=4, group_size=2, group_rank=0) for each in (0, 1)]
+    words = r"rank 0 of 2 has the stages \[0, 2\] of 4 under LoopedBFS, got \[0, 1\] of 4; give it those that stages_of"
+    with pytest.raises(ValueError, match=words):
+        PipelinePolicy(schedule="LoopedBFS").make_schedule(stages, None)
+
+
+def test_only_plain_tensors_cross() -> None:
+    with pytest.raises(ValueError, match="a stage hands on a dict, but only plain tensors cross to the next; return a"):
+        Boundary.of((torch.ones(1), {"mask": torch.ones(1)}))
 
 
 # -- cut ---------------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def assert_gradients_add_up(schedule: Any, num_steps: int, num_batches: int, **s
     for step in range(num_steps):
         for number in range(num_batches):
             for replica in range(2):
-                tokens, target = toys.batch(20 * step + 2 * number + replica, 4)
+                tokens, target = toys.batch(20 * step + 2 * number + replica, 4, tokens=3 + number)  # other shapes
                 loss = whole_loss(oracle, tokens, target, lambda *it: toys.loss_of(*it) / 2, micro_batches=4)
                 if replica == own:
                     before = pipeline.traffic.snapshot()
@@ -95,3 +95,13 @@ def test_micro_batches_of_bfloat16_add_up_in_float32(schedule: Any) -> None:
             low.grad = None
     pipeline.step(tokens, target)
     assert_same_gradients(pipeline, oracle, most=2e-4)
+
+
+@pytest.mark.machine
+@on_ranks(3, local=1)
+def test_processes_train_as_one_process() -> None:
+    """Over Gloo's own messages, of which 1F1B sends and receives some together."""
+    for schedule, wire in (("1F1B", "8bit"), ("Interleaved1F1B", "exact"), ("ZBVZeroBubble", "8bit")):
+        policy = PipelinePolicy(schedule=schedule, micro_batches=6, wire=wire)  # type: ignore[arg-type]
+        pipeline = toys.start(policy, 3, 1, model=toys.blocks(9, tied=True))
+        assert_trains_as_one_process(pipeline, toys.blocks(9, tied=True), rows=6)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.pipelining import stage
@@ -69,6 +70,10 @@ def test_what_is_frozen_sends_no_gradients() -> None:
         each.requires_grad_(False)
     cut = cut_pipeline(model, 2, borders=[4])
     pipeline = toys.start(PipelinePolicy(), 2, 1, cut=cut)
+    if not toys.CARRIES_MASKS:
+        with pytest.raises(ValueError, match=r"a stage hands on float32 \[1, 3, 16\], which needs no gradient"):
+            pipeline.step(*toys.batch(0, 4))
+        return
     assert_trains_as_one_process(pipeline, oracle, rows=4)
     moved = pipeline.traffic.snapshot()
     assert moved.total("node", "activations", "sent") * pipeline.has_last == 0
@@ -76,13 +81,40 @@ def test_what_is_frozen_sends_no_gradients() -> None:
 
 @on_ranks(2, local=1)
 def test_losses_in_eight_bits_follow_those_of_exact_ones() -> None:
-    """40 steps of Adam: losses fall to a third, and the last ones differ by less than 2 %."""
-    curves = {
-        wire: toys.curve(PipelinePolicy(schedule="1F1B", wire=wire), 2, num_steps=40) for wire in ("exact", "8bit")
-    }
-    assert curves["exact"][-1] < curves["exact"][0] / 3
+    """36 steps at rates that fall to zero: losses fall to two fifths, and the last ones differ by less than 0.5 %."""
+    curves = {wire: toys.curve(PipelinePolicy(wire=wire), 2, num_steps=36) for wire in ("exact", "8bit")}
+    assert curves["exact"][-1] < curves["exact"][0] * 2 / 5
     assert curves["8bit"] != curves["exact"]
-    assert curves["8bit"][-1] == pytest.approx(curves["exact"][-1], rel=0.02)
+    assert curves["8bit"][-1] == pytest.approx(curves["exact"][-1], rel=0.005)
+
+
+class Witness(nn.Linear):
+    """Knows how many of its inputs are still there."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.inputs: list[weakref.ref[Tensor]] = []
+        self.most = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inputs.append(weakref.ref(x))
+        self.most = max(self.most, sum(each() is not None for each in self.inputs))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("schedule", "most"), [("1F1B", [8, 2, 1]), ("GPipe", [8, 8, 8])])
+@on_ranks(3, local=1)
+def test_only_what_is_alive_has_room(schedule: Any, most: list[int]) -> None:
+    """The batch of eight micro-batches is the user's; what comes from another rank goes with its backward."""
+    policy = PipelinePolicy(schedule=schedule, micro_batches=8)
+    pipeline = toys.start(policy, 3, 0, cut=cut_pipeline([Witness() for _ in range(3)], 3))
+    pipeline._loss_fn = nn.functional.mse_loss
+    (witness,) = (each for module in pipeline.modules.values() for each in module.modules() if type(each) is Witness)
+    pipeline.step(torch.ones(8, 4), torch.ones(8, 4))
+    witness.inputs.clear()
+    witness.most = 0
+    pipeline.step(torch.ones(8, 4), torch.ones(8, 4))
+    assert witness.most <= most[pipeline.rank]
 
 
 def test_an_older_torch_hands_on_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +147,6 @@ def test_a_rehearsal_counts_the_same_bytes(schedule: Any, rank: int) -> None:
         )
         with machine.recording() as tape:
             pipeline.step(*batch)
-            pipeline.clip_grad_norm_(1.0)
             pipeline.evaluate(*batch)
     assert list(races(tape)) == []
     moved = pipeline.traffic.snapshot()

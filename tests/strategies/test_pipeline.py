@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from torch import Tensor
 
 from laconic.checkpoint import load_dcp, save_checkpoint, storage
 from laconic.comm.launch import RankInfo, process_group
-from laconic.config import Config, JobError, PipelineConfig
+from laconic.config import Config, JobError, PipelineConfig, to_toml
 from laconic.hf.causal_lm import blocks_for_stages
 from laconic.models.build import build_model
 from laconic.models.export import export
@@ -22,8 +25,18 @@ from laconic.strategies.checks import check_job
 from laconic.strategies.pipeline import num_places, pipeline_policy, token_costs
 from laconic.train.loop import Trainer
 from tests.hf.zoo import TINY, differing
-from tests.support.jobs import SMALL_LLAMA, job, metrics, refusal, train, train_all, train_and_listen, train_and_resume
-from tests.support.launch import run_ranks
+from tests.support.jobs import (
+    SMALL_LLAMA,
+    command,
+    job,
+    metrics,
+    refusal,
+    train,
+    train_all,
+    train_and_listen,
+    train_and_resume,
+)
+from tests.support.launch import free_port, run_ranks
 
 MODEL = {"model_type": "llama", **SMALL_LLAMA, "num_hidden_layers": 4}
 STEPS = 3
@@ -82,6 +95,9 @@ REFUSED: dict[str, tuple[int, dict[str, Any]]] = {
     "needs shard.strategy = 'fsdp2' or 'laconic', got 'auto'": (
         2, {"shard": {"strategy": "auto", "cluster": "cluster.toml"}},
     ),
+    "train.compile = true and pipeline.schedule = 'ZBVZeroBubble', which splits backward": (
+        2, {"train": {"compile": True}, "pipeline": {"schedule": "ZBVZeroBubble"}},
+    ),
     "pipeline.wire = '8bit' is for shard.strategy = 'laconic'": (
         2, {"shard": {"strategy": "fsdp2"}, "pipeline": {"wire": "8bit"}},
     ),
@@ -130,12 +146,26 @@ def test_a_model_that_cannot_be_cut_so_is_refused(tmp_path: Path) -> None:
         assert [(part in text, text) for part, text in zip(MISFITS, said, strict=True)] == [(True, t) for t in said]
 
 
+def refused_by_rank(configs: list[Config]) -> str:
+    return refusal(configs[dist.get_rank()])
+
+
+@pytest.mark.parametrize("key", ["cut", "schedule", "micro_batches"])
+def test_ranks_with_different_jobs_are_told_before_the_first_message(tmp_path: Path, key: str) -> None:
+    values = {"cut": ([3, 3], [4, 2]), "schedule": ("1F1B", "GPipe"), "micro_batches": (4, 2)}[key]
+    jobs = [piped(tmp_path, "out", pipeline={"cut": [3, 3], key: value}) for value in values]
+    for said in run_ranks(refused_by_rank, 2, jobs, local=1):
+        assert "rank 1 of the pipeline differs from rank 0: its" in said
+
+
 def test_a_model_is_refused_whose_layers_take_what_no_other_machine_can_know() -> None:
     config = Config().model
     model: Any = build_model(config.with_keys(config=MODEL))
     rotary = model.model.rotary_emb.forward
-    model.model.rotary_emb.forward = lambda hidden, places: tuple(e + hidden.mean() for e in rotary(hidden, places))
-    with pytest.raises(ValueError, match=r"hands its layers a tensor of shape \[1, 8, 8\] beside the hidden states that"):
+    model.model.rotary_emb.forward = lambda hidden, **given: tuple(e + hidden.mean() for e in rotary(hidden, **given))
+    with pytest.raises(
+        ValueError, match=r"hands its layers a tensor of shape \[1, 8, 8\] beside the hidden states that"
+    ):
         blocks_for_stages(model, 2, 8)
     model = build_model(config.with_keys(config={"model_type": "bart", "d_model": 16, "decoder_layers": 1}))
     with pytest.raises(ValueError, match="BartForCausalLM cannot be cut into stages: on tensors without values"):
@@ -185,7 +215,9 @@ def test_every_schedule_trains_as_ranks_with_all_layers(tmp_path: Path) -> None:
     for name, summary in zip(SCHEDULES, found, strict=True):
         assert_trains_as_without_stages(summary, alone, name)
         boundaries = 1 if name in ("GPipe", "1F1B") else 2 if name in ("ZBVZeroBubble", "DualPipeV") else 3
-        sent = {"node/activations": boundaries * 2 * 8 * 16 * 16 * 4}  # two directions, rows, tokens, hidden size, bytes
+        sent = {
+            "node/activations": boundaries * 2 * 8 * 16 * 16 * 4
+        }  # two directions, rows, tokens, hidden size, bytes
         assert summary["traffic_bytes"][-1] == sent, name
     assert found[0]["strategy"] == "pipeline"
 
@@ -251,6 +283,7 @@ HANDS: list[tuple[int, int, dict[str, Any]]] = [
     (2, 1, {"stages": None}),
     (3, 1, {"stages": 3, "train": {"accumulation": 1}}),
     (4, 2, {"shard": {"cache": "rank"}, "pipeline": {"schedule": "Interleaved1F1B"}}),
+    (4, 2, {"shard": {"strategy": "fsdp2"}}),
     (1, 1, {"stages": None, "shard": {"cache": "none"}}),
     (4, 1, {}),
 ]
@@ -265,7 +298,9 @@ def test_a_checkpoint_goes_from_any_stages_to_any_others_to_the_bit(tmp_path: Pa
     run_ranks(train, 2, first, local=1)
     before, expected = tmp_path / "start" / "checkpoints", contents(tmp_path / "start" / "checkpoints" / "step-2")
     names = [key for key in expected if key.startswith("model.")]
-    assert len(names) == len(list(build_model(first.model).named_parameters())) + tied, "and a second name of a tied one"
+    assert len(names) == len(list(build_model(first.model).named_parameters())) + tied, (
+        "and a second name of a tied one"
+    )
     for index, (ranks, local, sections) in enumerate(HANDS):
         own = {"resume": str(before), "save_every": 0, **sections.get("train", {})}
         config = piped(tmp_path, f"hand {index}", model=model, **{**sections, "train": own})
@@ -314,7 +349,9 @@ def test_stages_are_told_and_measured(tmp_path: Path) -> None:
     config = piped(tmp_path, "out")
     [summary], printed = run_ranks(train_and_listen, 2, [config], local=1)[0]
     told = " ".join(printed.split())
-    assert "a pipeline over 2 groups of nodes: stages of [4, 2] blocks by 1F1B, 4 micro-batches, activations exact" in told
+    assert (
+        "a pipeline over 2 groups of nodes: stages of [4, 2] blocks by 1F1B, 4 micro-batches, activations exact" in told
+    )
     assert summary["device_peak_bytes"] > 0
 
 
@@ -339,3 +376,51 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     assert "training stopped before the optimizer of step" in message
     assert "The weights are as after step" in message
     assert not dist.is_initialized()
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def started(folder: Path, config: Config) -> list[subprocess.Popen[str]]:
+    """The command on two nodes of one rank each, by torchrun's environment."""
+    (folder / "job.toml").write_text(to_toml(config), encoding="utf-8")
+    places = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment = {**os.environ, **places, "MASTER_PORT": str(free_port())}
+    return [
+        subprocess.Popen(
+            command(str(folder / "job.toml")), env={**environment, "RANK": str(rank)}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+@pytest.mark.machine
+def test_the_command_trains_and_measures_memory(tmp_path: Path) -> None:
+    config = piped(tmp_path, "out", log={"memory_step": 2}, train={"async_save": True, "save_every": 0})
+    ended = [(process.communicate(), process.returncode) for process in started(tmp_path, config)]
+    assert [code for _, code in ended] == [0, 0], ended
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["strategy"] == "pipeline"
+    assert summary["step_peak_bytes"] > 0
+    assert summary["resting_bytes"] > 0
+    alone = run_ranks(train, 2, piped(tmp_path, "alone", stages=None), local=1)[0]
+    assert_trains_as_without_stages(summary, alone, "the command")
+    assert (tmp_path / "out" / "checkpoints" / f"step-{STEPS}").is_dir()
+
+
+@pytest.mark.machine
+def test_a_rank_that_leaves_ends_all_with_one_line_that_names_it(tmp_path: Path) -> None:
+    config = piped(tmp_path, "out", train={"steps": 1_000_000, "log_every": 1, "eval_every": 0})
+    first, second = processes = started(tmp_path, config)
+    try:
+        assert first.stdout is not None
+        assert any("| loss" in line for line in first.stdout), "a step has been taken"
+        second.kill()
+        _, said = first.communicate()
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert first.returncode > 0
+    assert [line for line in said.splitlines() if "rank 1" in line], said

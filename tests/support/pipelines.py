@@ -12,7 +12,7 @@ from laconic.pipeline import Pipeline, PipelineCut, PipelinePolicy, cut_pipeline
 
 VOCABULARY, D, TOKENS = 13, 16, 3
 CARRIES_MASKS = hasattr(stage, "InferenceMode")
-"""Whether torch's pipelines hand on tensors that need no gradient: from torch 2.12 on."""
+"""Whether torch's pipelines hand on tensors that need no gradient: not those of torch 2.11."""
 
 
 class Embedding(nn.Embedding):

@@ -290,7 +290,9 @@ class PipelineConfig(Section):
                 self._check(name, getattr(self, name) == key.default, message)
             return
         is_number = isinstance(self.stages, int) and not isinstance(self.stages, bool)
-        message = "must be at least 2, or 'nodes'; leave [pipeline] out for a model that each group of nodes holds whole"
+        message = (
+            "must be at least 2, or 'nodes'; leave [pipeline] out for a model that each group of nodes holds whole"
+        )
         self._check("stages", self.stages == "nodes" or (is_number and int(self.stages) >= 2), message)
         message = "must be 'cost', or the number of blocks of each stage, at least 1"
         self._check("cut", self.cut == "cost" or (len(self.cut) > 1 and min(map(int, self.cut)) >= 1), message)

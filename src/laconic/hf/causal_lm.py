@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from laconic.cyclic.stages import cut
+from laconic.hf.dataflow import Dataflow, played
+from laconic.hf.layers import without_packed_rows
 from laconic.pipeline.stages import (
     Criterion,
     Example,
@@ -38,8 +40,6 @@ from laconic.pipeline.stages import (
     refuse_meta,
     restoring_random_states,
 )
-from laconic.hf.dataflow import Dataflow, played
-from laconic.hf.layers import without_packed_rows
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -12,11 +12,10 @@ matter either, as it is called as a whole. So layers are played: a stand-in depe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -71,11 +70,12 @@ class Dataflow(TorchDispatchMode):
 
 
 @contextmanager
-def played(layers: Sequence[nn.Module], run: Callable[[], Tensor], inputs: Mapping[str, Tensor]) -> Iterator[None]:
+def played(layers: Iterable[nn.Module], run: Callable[[], Tensor], inputs: Mapping[str, Tensor]) -> Iterator[None]:
     """Let stand-ins play the layers in the block: [Note: Equal dataflow].
 
     `run` runs the model on `inputs` and returns its logits. A model that takes tuples of its layers gets tuples.
     """
+    layers = list(layers)
     rows_and_tokens = next(iter(inputs.values())).shape[:2]
     try:
         for returns_tuple in (False, True):

@@ -96,7 +96,8 @@ def materialize(
     """Give a model from `build_model`, sharded or not, its values on `device`. Every rank calls it.
 
     With `model.path` each rank reads its own part from the folder. Otherwise the values are drawn, equal for equal
-    seeds under every sharding: [Note: Equal initialisation]. With `part`, all else stays on the meta device. Returns the bytes that this rank has read.
+    seeds under every sharding: [Note: Equal initialisation]. With `part`, all else stays on the meta device. Returns
+    the bytes that this rank has read.
 
     Raises:
         ModelFolderError: the folder does not fit the model; the message lists the tensors.

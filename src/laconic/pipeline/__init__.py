@@ -20,7 +20,7 @@ _HOMES = {
     "runtime": ("Pipeline",),
     "wire": ("Boundary", "TensorForm", "WireStage"),
 }
-__all__ = sorted(name for names in _HOMES.values() for name in names)  # noqa: PLE0605
+__all__ = sorted(name for names in _HOMES.values() for name in names)
 
 
 def __getattr__(name: str) -> Any:

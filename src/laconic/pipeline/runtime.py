@@ -93,7 +93,7 @@ class Pipeline:
         self.modules = dict(sorted(modules.items()))
         """This rank's stages by their numbers, ascending."""
         self.group, self.num_ranks, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
-        self._ranks = RankGroup(_host_group_of(self.group), error=ValueError)
+        self._ranks = RankGroup(_host_group_of(self.group))
         self._ranks.on_all(self._check, "the pipeline cannot start")
         self._agree()
         self._divisor = policy.micro_batches if reduction == "mean" else 1
@@ -282,9 +282,10 @@ class Pipeline:
         inputs = as_tuple(batch) if self.has_first and batch is not None else ()
         with waiting_for("a step of the pipeline"):
             schedule.step(*inputs, target=target if self.has_last else None, losses=losses, return_outputs=False)
-        if is_last:
-            for tie in self._ties:
-                tie.sum_gradients()
+        for stage in stages:
+            stage.clear_runtime_states()
+        for tie in self._ties if is_last else ():
+            tie.sum_gradients()
         return self._tell_loss(losses)
 
     @torch.no_grad()
@@ -344,8 +345,8 @@ class Pipeline:
     def _tell_loss(self, losses: Sequence[Tensor]) -> Tensor:
         """The sum of the micro-batches' parts, which the rank with the last stage tells all."""
         own = torch.stack([each.detach().float() for each in losses]).sum().item() if losses else None
-        told = self._ranks.gather(own)
-        return torch.tensor(next((each for each in told if each is not None), math.nan), device=self.device)
+        told = [each for each in self._ranks.gather(own) if each is not None]
+        return torch.tensor(told[0] if told else math.nan, device=self.device)  # in a rehearsal nobody may tell
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -11,6 +11,11 @@ computes with what it decodes; the sender's own graph has the exact values, so t
 the decoded ones, passed straight through. No feedback could make up for what is lost: the next micro-batch has other
 tokens.
 
+[Note: Room for messages]
+torch makes room for the messages of all micro-batches of a step, and keeps it: 4 T h bytes at an inner boundary. Here a
+message has memory from the moment that it is asked for. What forward has taken goes with its graph, when backward has
+passed; what backward has taken goes at once. So there is room for the micro-batches that are alive.
+
 [Note: Weights of a split backward]
 A schedule that splits backward asks autograd for the gradients of a stage's inputs, and later for those of its weights,
 in the gathered parameters' `.grad`. torch leaves them there until the step ends, in the dtype of gathered weights: sums
@@ -29,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 
 from laconic import _compat
 from laconic.codec import CODECS, Codec
@@ -37,8 +43,9 @@ from laconic.comm.traffic import Level, Traffic
 from laconic.shard.sharded_module import ShardedModule
 from laconic.shard.unit import unit_of
 
+_CODEC: Codec = CODECS["int8"]
+"""The codec of wire="8bit"."""
 _CODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_CODEC_OF: dict[str, Codec | None] = {"exact": None, "8bit": CODECS["int8"]}
 
 
 def as_tuple(values: Any) -> tuple[Any, ...]:
@@ -63,10 +70,10 @@ class TensorForm:
         """A contiguous tensor of this form, of zeros: an index of an embedding may be zero."""
         return torch.zeros(self.shape, dtype=self.dtype, device=device).requires_grad_(self.requires_grad)
 
-    @property
-    def numel(self) -> int:
-        """The number of its elements."""
-        return torch.Size(self.shape).numel()
+    def nbytes(self, wire: str) -> int:
+        """The bytes of the message with such a tensor."""
+        numel = torch.Size(self.shape).numel()
+        return _CODEC.payload_bytes(numel) if is_coded(self, wire) else numel * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}".removeprefix("torch.")
@@ -87,10 +94,10 @@ class Boundary:
         """
         values = as_tuple(outputs)
         for value in values:
-            if not isinstance(value, Tensor):
+            if not isinstance(value, Tensor) or isinstance(value, DTensor):
                 raise ValueError(
-                    f"a stage hands on a {type(value).__name__}, but only tensors cross to the next; return a tensor "
-                    "or a tuple of tensors"
+                    f"a stage hands on a {type(value).__name__}, but only plain tensors cross to the next; return a "
+                    "tensor or a tuple of tensors, of a DTensor its to_local()"
                 )
         return Boundary(tuple(TensorForm.of(value) for value in values))
 
@@ -109,43 +116,37 @@ class Boundary:
 
     def nbytes(self, wire: str) -> int:
         """The bytes of its message."""
-        return sum(_message_bytes(each, wire) for each in self.tensors)
+        return sum(each.nbytes(wire) for each in self.tensors)
 
 
-def _codec_for(form: TensorForm, wire: str) -> Codec | None:
-    """The codec of a tensor; None if it crosses as it is."""
-    return _CODEC_OF[wire] if form.requires_grad and form.dtype in _CODED_DTYPES else None
-
-
-def _message_bytes(form: TensorForm, wire: str) -> int:
-    codec = _codec_for(form, wire)
-    return form.numel * form.dtype.itemsize if codec is None else codec.payload_bytes(form.numel)
+def is_coded(form: TensorForm, wire: str) -> bool:
+    """Whether a tensor crosses in few bits: [Note: Activations on the wire]."""
+    return wire == "8bit" and form.requires_grad and form.dtype in _CODED_DTYPES
 
 
 def encode_tensor(tensor: Tensor, form: TensorForm, wire: str) -> Tensor:
     """The message with a tensor of this form: the tensor itself, contiguous, or its codes."""
-    tensor, codec = tensor.detach(), _codec_for(form, wire)
-    if codec is None:
+    tensor = tensor.detach()
+    if not is_coded(form, wire):
         return tensor.contiguous()
-    message = torch.empty(codec.payload_bytes(form.numel), dtype=torch.uint8, device=tensor.device)
-    codec.encode_into(message, tensor.reshape(-1), check=False)
+    message = room_for(form, wire, tensor.device)
+    _CODEC.encode_into(message, tensor.reshape(-1), check=False)
     return message
 
 
 def room_for(form: TensorForm, wire: str, device: torch.device) -> Tensor:
     """Memory for the message with a tensor of this form."""
-    if _codec_for(form, wire) is None:
+    if not is_coded(form, wire):
         return torch.empty(form.shape, dtype=form.dtype, device=device)
-    return torch.empty(_message_bytes(form, wire), dtype=torch.uint8, device=device)
+    return torch.empty(form.nbytes(wire), dtype=torch.uint8, device=device)
 
 
 def decode_tensor(message: Tensor, form: TensorForm, wire: str) -> Tensor:
     """The tensor of a message, without a graph."""
-    codec = _codec_for(form, wire)
-    if codec is None:
+    if not is_coded(form, wire):
         return message
     tensor = torch.empty(form.shape, dtype=form.dtype, device=message.device)
-    codec.decode_into(tensor.view(-1), message)
+    _CODEC.decode_into(tensor.view(-1), message)
     return tensor
 
 
@@ -186,12 +187,12 @@ class WireStage(PipelineStage):
             traffic: counts the bytes, as "activations". Default: that of the sharded module, or a new one.
         """
         self._entry, self._exit = (*entries, Boundary(()))[stage_index : stage_index + 2]
-        self.traffic = (
-            traffic if traffic is not None else module.traffic if isinstance(module, ShardedModule) else Traffic()
-        )
+        if traffic is None:
+            traffic = module.traffic if isinstance(module, ShardedModule) else Traffic()
+        self.traffic = traffic
         self._wire = wire
         self._landings: dict[tuple[str, int], list[tuple[Tensor, Tensor, TensorForm]]] = {}
-        """Messages that have been asked for, and the tensors in which torch looks for what they bring."""
+        """Codes that have been asked for, and the tensors in which torch looks for what they stand for."""
         self.syncs = True
         """False if another step's gradients are to be added before they are reduced."""
         _compat.refuse_constants_between_stages([form for each in entries[1:] for form in each.tensors])
@@ -220,10 +221,14 @@ class WireStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """See `PipelineStage`."""
+        if not self.is_first:
+            self._make_room(self.args_recv_info[fwd_chunk_id], self._entry, trains=self.has_backward)
         return self._receiving(super().get_fwd_recv_ops(fwd_chunk_id), self._entry, ("forward", fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """See `PipelineStage`."""
+        if self.has_backward and not self.is_last:
+            self._make_room(self.grad_recv_info[bwd_chunk_id], self._exit)
         ops = super().get_bwd_recv_ops(bwd_chunk_id)
         return self._receiving(ops, self._exit.gradients(), ("backward", bwd_chunk_id))
 
@@ -235,14 +240,28 @@ class WireStage(PipelineStage):
 
     def _receiving(self, ops: list[dist.P2POp], boundary: Boundary, key: tuple[str, int]) -> list[dist.P2POp]:
         for op, form in zip(ops, boundary.tensors if ops else (), strict=True):
-            landing, op.tensor = op.tensor, room_for(form, self._wire, op.tensor.device)
-            self._landings.setdefault(key, []).append((op.tensor, landing, form))
+            if is_coded(form, self._wire):
+                landing, op.tensor = op.tensor, room_for(form, self._wire, op.tensor.device)
+                self._landings.setdefault(key, []).append((op.tensor, landing, form))
             count_message(self.traffic, op)
         return ops
 
+    def _make_room(self, infos: Sequence[Any], boundary: Boundary, *, trains: bool = False) -> None:
+        """Let torch receive tensors into new memory: [Note: Room for messages]."""
+        for info, form in zip(infos, boundary.tensors, strict=True):
+            if info.buffer is not None:  # None: no gradient comes
+                room = torch.empty(form.shape, dtype=form.dtype, device=self.device)
+                info.buffer = room.requires_grad_(trains and form.requires_grad)
+
+    def _free_room(self, infos: Sequence[Any]) -> None:
+        """Let go of what torch has received."""
+        for info in infos:
+            if getattr(info, "buffer", None) is not None:  # not of the batch
+                info.buffer = torch.empty(0, device=self.device)
+
     @torch.no_grad()
     def _land(self, direction: str, chunk: int) -> None:
-        """Write messages that have come where torch looks for them."""
+        """Decode what has come to where torch looks for it."""
         for message, landing, form in self._landings.pop((direction, chunk), ()):
             landing.copy_(decode_tensor(message, form, self._wire))
 
@@ -261,7 +280,9 @@ class WireStage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """See `PipelineStage`."""
         self._land("forward", fwd_chunk_id)
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._free_room(self.args_recv_info[fwd_chunk_id])
+        return output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
@@ -271,6 +292,16 @@ class WireStage(PipelineStage):
         if not full_backward:
             self._gather()
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if loss is not None and not self.is_first:
+            loss.detach_()  # torch keeps all losses of a step, whose graphs would keep the stage's inputs
+        if self.has_backward:
+            self._free_room(self.grad_recv_info[bwd_chunk_id])
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        """See `PipelineStage`, which writes zeros where the next stage has no gradient."""
+        if any(each is None for each in next_stage_bwd_outputs):
+            self._make_room(self.grad_recv_info[mb_index], self._exit)
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """See `PipelineStage`."""
@@ -289,7 +320,17 @@ class WireStage(PipelineStage):
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         """See `PipelineStage`; all stages know their shapes, and a rehearsal has nobody to vote on that."""
         _compat.expect_given_shapes(self)
-        return super()._prepare_forward_infra(*args, **kwargs)
+        handed_on = super()._prepare_forward_infra(*args, **kwargs)
+        for infos in self.args_recv_info.values():
+            self._free_room(infos)
+        return handed_on
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        """See `PipelineStage`."""
+        handed_on = super()._prepare_backward_infra(*args, **kwargs)
+        for infos in self.grad_recv_info.values():
+            self._free_room(infos)
+        return handed_on
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """See `PipelineStage`. Gradients wait if another step adds to them."""

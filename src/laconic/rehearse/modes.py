@@ -91,8 +91,8 @@ def accelerator(
     def module_of(device: Any = None) -> Any:
         if torch.device(device or CUDA).type != "cuda":
             return real_module(device)
-        rng_state = {"get_rng_state": lambda device=None: None, "set_rng_state": lambda state, device=None: None}
-        return SimpleNamespace(**cuda, **rng_state, is_available=lambda: True)
+        none = dict.fromkeys(("get_rng_state", "set_rng_state"), lambda *_: None)  # nothing is drawn there
+        return SimpleNamespace(**cuda, **none, is_available=lambda: True)
 
     def resize(storage: Any, nbytes: int) -> Any:
         before = machine.before_resize(storage)

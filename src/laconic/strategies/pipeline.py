@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +34,7 @@ from laconic.comm.cluster import make_mesh
 from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
 from laconic.comm.watch import waiting_for
-from laconic.config import JobError, OptimizerConfig, PipelineConfig, TrainConfig
+from laconic.config import JobError, PipelineConfig, TrainConfig
 from laconic.data.batches import Batch
 from laconic.hf.causal_lm import StageBlocks, blocks_for_stages
 from laconic.hf.layers import base_model, layers_to_shard
@@ -44,12 +43,11 @@ from laconic.pipeline.cutting import PipelineCut, cut_pipeline
 from laconic.pipeline.policies import PipelinePolicy
 from laconic.pipeline.runtime import Pipeline
 from laconic.pipeline.stages import ModelBlock, parameters_of, restoring_random_states
-from laconic.pipeline.wire import Boundary, TensorForm, WireStage, count_message
+from laconic.pipeline.wire import Boundary, TensorForm, count_message
 from laconic.policy import PolicyError
 from laconic.shard.ledger import Ledger
 from laconic.shard.policies import Placement
 from laconic.strategies.cyclic import loss_of
-from laconic.strategies.memory import local_nbytes
 from laconic.strategies.optimizers import groups_of
 from laconic.strategies.parallelize import compile_layers, mixed_precision, shard_policy
 from laconic.strategies.ring import use_rings
@@ -88,7 +86,8 @@ def pipeline_policy(pipeline: PipelineConfig, train: TrainConfig, ranks: RankInf
     """The policy of a launch with a pipeline: [Note: One batch, with stages or without].
 
     Raises:
-        JobError: the rows or the schedule do not allow the micro-batches, or the cut is of another number of stages.
+        JobError: the rows or the schedule do not allow the micro-batches, the cut is of another number of stages, or
+            layers are compiled whose backward is split.
     """
     places = num_places(pipeline, ranks)
     rows = train.micro_batch_size * train.accumulation * places
@@ -116,6 +115,11 @@ def pipeline_policy(pipeline: PipelineConfig, train: TrainConfig, ranks: RankInf
         text = error.told("pipeline.", " = ") if isinstance(error, PolicyError) else str(error)
         more = "train.accumulation, or pipeline.micro_batches"
         raise JobError(f"[pipeline] on {places} groups of nodes: {text} ({more} sets them)") from None
+    if train.compile and policy.splits_backward:
+        raise JobError(
+            f"train.compile = true and pipeline.schedule = {pipeline.schedule!r}, which splits backward in two: "
+            "that of a compiled layer runs whole; use 'Interleaved1F1B', or leave train.compile out"
+        )
     return policy
 
 
@@ -311,7 +315,9 @@ class PipelineStepper(Simultaneous):
         forms = Boundary.from_plain(pipeline._ranks.broadcast(Boundary.of(found).plain())).tensors
         others = range(1, pipeline.num_ranks) if pipeline.has_first else [0]
         kind = dist.isend if pipeline.has_first else dist.irecv
-        values = [value.contiguous() for value in found] if pipeline.has_first else [_room(each, device) for each in forms]
+        values = (
+            [value.contiguous() for value in found] if pipeline.has_first else [_room(each, device) for each in forms]
+        )
         ops = [
             dist.P2POp(kind, value, group=pipeline.group, group_peer=place)
             for place in others for value in values if value.numel()

@@ -286,5 +286,6 @@ class Simultaneous(Stepper):
     def resting_bytes(self) -> int:
         """See `Stepper.resting_bytes`."""
         memory = self.memory()
-        weights = memory.device_bytes if memory else local_nbytes(self.module.parameters())
+        held = (parameter for parameter in self.module.parameters() if not parameter.is_meta)
+        weights = memory.device_bytes if memory else local_nbytes(held)
         return weights + state_nbytes(self.optimizer) + getattr(self.optimizer, "table_nbytes", 0)

@@ -63,9 +63,10 @@ def strategy_of(
     if pipeline is not None and pipeline.is_on:
         staged = {each.shard["strategy"]: each for each in strategies().values() if each.pipeline is not None}
         if found.name not in staged:
+            names = " or ".join(map(repr, sorted(staged)))
             raise JobError(
-                f"pipeline.stages = {pipeline.stages!r} needs shard.strategy = {' or '.join(map(repr, sorted(staged)))}, "
-                f"got {shard.strategy!r}, whose ranks hold all layers; change one of the two"
+                f"pipeline.stages = {pipeline.stages!r} needs shard.strategy = {names}, got {shard.strategy!r}, "
+                "whose ranks hold all layers; change one of the two"
             )
         return staged[found.name]
     if schedule.is_cyclic:

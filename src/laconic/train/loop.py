@@ -141,7 +141,9 @@ class Trainer:
             self.stepper: Stepper = registry.load(strategy.stepper)(model, Setup.of(self.config, ranks, device))
         if self.stepper.about:
             self.console.print(self.stepper.about, highlight=False)
-        corpus.check_model(lambda batch: self.stepper.outputs(batch.to(device)), is_unequal=config.train.rows != "equal")
+        corpus.check_model(
+            lambda batch: self.stepper.outputs(batch.to(device)), is_unequal=config.train.rows != "equal"
+        )
         self.meter = StepMeter(self.stepper, ranks, device)
         self.start_step = 0
         extra: dict[str, Any] = {}

@@ -53,8 +53,7 @@ _BESIDE_CYCLIC = (
 _BESIDE_STAGES = (
     ("sync.mode", ("every-step",), ": islands train on their own, each with all layers; leave one of the two out"),
     ("schedule.kind", ("simultaneous",), ": the cyclic schedule has stages of its own; leave one of the two out"),
-    ("train.rows", ("equal",), ": its messages have one size, so all ranks have equally many rows; leave one of the two "
-     "out"),
+    ("train.rows", ("equal",), ": its messages have one size, so all ranks have equally many rows; leave one out"),
     ("shard.shares", (None,), ", whose stages are cut equally inside; leave one of the two out"),
     ("shard.audit_every", (0,), ": an audit repeats a whole forward on another rank, and no rank has all layers; leave "
      "one of the two out"),

@@ -99,8 +99,8 @@ STRATEGIES = (
     FSDP2.variant(
         name="fsdp2-pipeline",
         label="FSDP2 pipeline",
-        note="Nodes hold different layers and hand activations on: torch's own stages and schedules, with FSDP2 inside a "
-        "stage, whose weights stay on each rank during a step.",
+        note="Nodes hold different layers and hand activations on: torch's own stages and schedules, with FSDP2 inside "
+        "a stage, whose weights stay on each rank during a step.",
         source=f"GPipe, arXiv 1811.06965; 1F1B, arXiv 2104.04473; torch.distributed.pipelining; {_CODE}",
         colour="#08519c",
         limits=(
