@@ -249,7 +249,7 @@ class _Exit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, stages: PhantomStages, form: TensorForm) -> Tensor:
-        ctx.stages, ctx.nbytes = stages, form.numel * form.dtype.itemsize
+        ctx.stages, ctx.nbytes = stages, form.nbytes("exact")
         stages.note_border(-ctx.nbytes)
         return stages.border_tensor(form)
 
