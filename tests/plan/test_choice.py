@@ -97,7 +97,7 @@ def test_the_fastest_exact_strategy_is_taken(predictor: Predictor) -> None:
     by_name = {entry.estimate.strategy: entry for entry in choice.entries}
     console = Console(file=io.StringIO())
     print_choice(choice, console)
-    assert "run, not planned: DeepSpeed ZeRO-3; " in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "run, not planned: FSDP2 pipeline; DeepSpeed ZeRO-3; " in console.file.getvalue()  # type: ignore[attr-defined]
     assert "waits" in by_name["none"].reason
     assert "wire" in by_name["none"].reason
     assert "inexact" in by_name["4bit"].reason
@@ -137,7 +137,10 @@ def test_nothing_fits_and_the_remedy_says_what_would(predictor: Predictor, monke
 
 
 def test_the_break_even_rate_is_where_two_strategies_take_equally_long(predictor: Predictor) -> None:
-    rate = break_even(predictor, "host", "none", upwards=True)
+    host, none = (predictor.estimate(CANDIDATES[name]) for name in ("host", "none"))
+    assert isinstance(host, Estimate)
+    assert isinstance(none, Estimate)
+    rate = break_even(predictor, host, none, upwards=True)
     assert rate is not None
     assert rate > 1e8
     at = dataclasses.replace(predictor.cluster, wire_bits_per_s=rate)

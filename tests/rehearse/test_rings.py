@@ -54,7 +54,7 @@ def test_a_ring_of_messages_moves_one_pass() -> None:
         RingReduceScatter()(torch.empty(20), torch.ones(80), dist.group.WORLD, dist.ReduceOp.SUM)
     assert _sent(tape) == {level: pytest.approx(0.5 * 0.75 * 320) for level in ("node control", "local control")}
     transfers = [each.transfer for each in tape.entries if isinstance(each, Step) and each.transfer is not None]
-    messages = dict.fromkeys((each.op, each.message[2]) for each in transfers if each.message)
+    messages = dict.fromkeys((each.op, each.message.number) for each in transfers if each.message)
     for op in ("send", "receive"):  # what is received has the number of what is sent
         assert sorted(number for each, number in messages if each == op) == list(range(1, 13))
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from laconic import registry
 from laconic.comm.speed import Speed
-from laconic.config import ConfigError, ShardConfig, SyncConfig
+from laconic.config import ConfigError, PipelineConfig, ShardConfig, SyncConfig
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import process_bytes
 from laconic.plan.rehearsed import LocalStepsProgram, RehearsedStep, StepWork
@@ -21,7 +21,7 @@ from laconic.shard.room import MARGIN
 CANDIDATES: Mapping[str, Strategy] = {name: each for name, each in registry.strategies().items() if each.in_plan}
 """The strategies that the planner lists, by name."""
 RUN_ALONE = tuple(each for each in registry.strategies().values() if not each.predict)
-"""Engines of other makers, the cyclic schedule and pipelines: they run, and nothing predicts them."""
+"""Engines of other makers, the cyclic schedule and FSDP2's pipeline: they run, and nothing predicts them."""
 
 
 def candidate_named(name: str) -> Strategy:
@@ -38,8 +38,10 @@ def candidate_named(name: str) -> Strategy:
     return CANDIDATES[name]
 
 
-def is_asked_for(strategy: Strategy, shard: ShardConfig, sync: SyncConfig) -> bool:
+def is_asked_for(strategy: Strategy, shard: ShardConfig, sync: SyncConfig, pipeline: PipelineConfig) -> bool:
     """Whether the job itself has chosen what makes this strategy inexact."""
+    if strategy.pipeline is not None:
+        return pipeline.is_on
     if strategy.has_islands:
         return sync.is_local
     wire = strategy.shard.get("wire")

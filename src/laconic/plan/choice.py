@@ -68,7 +68,7 @@ def choose(predictor: Predictor, *, allow: Collection[str] = (), names: Sequence
     found = list(predictor.all(names))
     refusals = tuple(each for each in found if isinstance(each, Refusal))
     estimates = [each for each in found if isinstance(each, Estimate)]
-    own = predictor.config.shard, predictor.config.sync
+    own = predictor.config.shard, predictor.config.sync, predictor.config.pipeline
     allowed = {*allow, *(name for name, each in CANDIDATES.items() if is_asked_for(each, *own))}
     may_win = [each for each in estimates if each.fits and _may_win(each, allowed)]
     best = _best(may_win)
@@ -80,7 +80,7 @@ def choose(predictor: Predictor, *, allow: Collection[str] = (), names: Sequence
         entries=entries,
         refusals=refusals,
         recommended=best,
-        job=None if best is None else predictor.job(CANDIDATES[best.strategy]),
+        job=None if best is None else best.job,
         rival="" if best is None else _rival(predictor, best, [each for each in estimates if each.fits]),
         remedy="" if best is not None else _remedy(predictor, estimates),
     )
@@ -152,7 +152,7 @@ def _rival(predictor: Predictor, best: Estimate, fitting: Sequence[Estimate]) ->
     if rival.seconds_per_token <= _TIE * best.seconds_per_token:
         return f"{rival.label} is as fast within {_TIE - 1:.0%}"
     has_to_rise = not best.is_peer
-    rate = break_even(predictor, best.strategy, rival.strategy, upwards=has_to_rise)
+    rate = break_even(predictor, best, rival, upwards=has_to_rise)
     now = format_quantity(cluster.wire_bits_per_s, "bit/s")
     if rate is None:
         return f"{rival.label} would be slower at every {'higher' if has_to_rise else 'lower'} rate of the wire, too"
@@ -160,7 +160,7 @@ def _rival(predictor: Predictor, best: Estimate, fitting: Sequence[Estimate]) ->
     return f"{rival.label} would win if the wire carried {then} (now {now})"
 
 
-def break_even(predictor: Predictor, best: str, rival: str, *, upwards: bool) -> float | None:
+def break_even(predictor: Predictor, best: Estimate, rival: Estimate, *, upwards: bool) -> float | None:
     """The rate of the wire, in bits per second, from which on `rival` is as fast as `best`; None if it never is."""
     start = predictor.cluster.wire_bits_per_s
     assert start is not None
@@ -168,7 +168,7 @@ def break_even(predictor: Predictor, best: str, rival: str, *, upwards: bool) ->
 
     def rival_wins(rate: float) -> bool:
         other = predictor.on(dataclasses.replace(predictor.cluster, wire_bits_per_s=rate))
-        two = [other.estimate(CANDIDATES[name]) for name in (best, rival)]
+        two = [other.estimate(CANDIDATES[each.strategy], job=each.job) for each in (best, rival)]
         seconds = [each.seconds for each in two if isinstance(each, Estimate)]
         return len(seconds) == 2 and seconds[1] <= seconds[0] * (_TIE if upwards else 1.0)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from laconic.comm.traffic import WIRE_LEVELS, Level, Purpose
+from laconic.config import Config
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.machine import Kind, PlanLane, Span
 from laconic.plan.rehearsed import RehearsedStep
@@ -25,7 +26,10 @@ def process_bytes(device_type: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The prediction of one strategy. Bytes and memory are of one rank, as a mean over the ranks of a node."""
+    """The prediction of one strategy. Bytes and memory are of one rank, as a mean over the ranks of a node.
+
+    In a pipeline the bytes are those of the node that sends most, and the memory that of the fullest rank.
+    """
 
     strategy: str
     label: str
@@ -58,6 +62,8 @@ class Estimate:
     spans: tuple[Span, ...] = ()
     begin_s: float = 0.0
     notes: tuple[str, ...] = ()
+    job: Config
+    """The job under the strategy, with whatever the plan has chosen for it."""
 
     @property
     def fits(self) -> bool:
@@ -115,6 +121,7 @@ def estimate_of(
     device_type: str,
     tokens: int,
     notes: tuple[str, ...],
+    job: Config,
 ) -> Estimate:
     """Read a step of a program on a cluster."""
     reading = program.read()
@@ -141,4 +148,5 @@ def estimate_of(
         spans=tuple(reading.spans),
         begin_s=reading.begin_s,
         notes=(*notes, *program.notes),
+        job=job,
     )

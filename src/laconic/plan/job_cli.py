@@ -89,7 +89,8 @@ def run_job(options: argparse.Namespace) -> None:
         chosen = drawn or best
         if chosen is None:
             raise ConfigError("--timeline: nothing fits, so nothing is recommended; name a --strategy to draw")
-        estimate = predictor.estimate(chosen, keeps_spans=True)
+        found = (entry.estimate.job for entry in choice.entries if entry.estimate.strategy == chosen.name)
+        estimate = predictor.estimate(chosen, job=next(found, None), keeps_spans=True)
         if not isinstance(estimate, Estimate):
             raise ConfigError(f"--strategy {chosen.name} cannot run this job: {estimate.reason}")
         draw_timelines([estimate], options.timeline)

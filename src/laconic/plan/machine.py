@@ -9,7 +9,7 @@ lane's last transfer has ended. The program goes on meanwhile, until it waits. S
 discrete-event simulation whose events come in the order of the program, as all ranks issue their transfers at fixed
 points.
 
-All ranks are alike, so one rank stands for all. Bytes are means over the ranks of a node. The ranks of a node share its
+All ranks are alike, so one rank stands for all; in a pipeline one for each place in it, with a machine of its own. Bytes are means over the ranks of a node. The ranks of a node share its
 wire, so a transfer on the wire takes as long as the bytes of the whole node.
 
 On an accelerator compute goes on during a transfer. On a CPU the cores that compute also copy the bytes, and ranks that
@@ -47,6 +47,8 @@ class PlanLane(Enum):
     TO_DEVICE = "copies to the device"
     HOST = "the host"
     """Work in host memory, and on a CPU that of other threads."""
+    STAGES = "other stages"
+    """The ranks that hold other layers, which are waited for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +61,8 @@ class Span:
     end_s: float
     is_wait: bool = False
     """True if compute has waited for `lane`."""
+    place: int = 0
+    """The place in a pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,17 +211,32 @@ class Simulator:
         self._expose(name, lane, bytes_s, latency_s)
         return job
 
-    def send_message(self, route: Route, name: str, purpose: Purpose) -> Job | None:
-        """Begin one of many messages, now. The next one follows on its lane, whatever the latency of this one."""
+    def send_message(
+        self, route: Route, name: str, purpose: Purpose, *, since: float | None = None, ready_s: float = 0.0
+    ) -> Job | None:
+        """Begin one of many messages, now. The next one follows on its lane, whatever the latency of this one.
+
+        Of a message to another machine, `since` is when it was sent, and `ready_s` when that machine has asked for it.
+        The other machine loses the other half of what computing loses: `lose_to_message`.
+        """
         lane, latency_s, bytes_s = self._cost_of(route, purpose)
         if lane is None:
             return None
-        sent = self._occupy(lane, name, bytes_s, ())
-        self._expose(name, lane, bytes_s, 0.0)
+        if since is None:
+            sent = self._occupy(lane, name, bytes_s, ())
+        else:
+            sent = self._occupy(lane, name, bytes_s, (Job(PlanLane.STAGES, max(since, ready_s)),), 0.0)
+        self._expose(name, lane, bytes_s if since is None else bytes_s / 2, 0.0)
         return Job(lane, sent.end_s + latency_s, sent.cause)
 
-    def _cost_of(self, route: Route, purpose: Purpose) -> tuple[PlanLane | None, float, float]:
-        """Count a transfer; return its lane, if it sends anything, its latency, and the seconds of its bytes.
+    def lose_to_message(self, route: Route, name: str) -> None:
+        """Let compute lose what it loses to a message that comes from another machine."""
+        lane, _, bytes_s = self._cost_of(route, None)
+        if lane is not None:
+            self._expose(name, lane, bytes_s / 2, 0.0)
+
+    def _cost_of(self, route: Route, purpose: Purpose | None) -> tuple[PlanLane | None, float, float]:
+        """The lane of a transfer, if it sends anything, its latency, and the seconds of its bytes. Count what is sent.
 
         A route without hops has one message, on its slowest level.
         """
@@ -225,7 +244,8 @@ class Simulator:
         for level, nbytes in route.sent.items():
             if nbytes <= 0:
                 continue
-            self._reading.sent_bytes[level, purpose] += nbytes  # type: ignore[assignment]
+            if purpose is not None:
+                self._reading.sent_bytes[level, purpose] += nbytes  # type: ignore[assignment]
             sharing = 1 if level == "local" else self.cluster.ranks_per_node  # of a node, its wire
             each = (
                 0.0 if route.hops else self.cluster.latency_s(level), nbytes * sharing / self.cluster.bytes_per_s(level)

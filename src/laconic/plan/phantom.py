@@ -27,7 +27,7 @@ from laconic.plan.phase import Arrival, Phase
 from laconic.rehearse import Machine
 from laconic.shard.linear import sink_of
 
-_META = torch.device("meta")
+META = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,13 @@ class Rest:
     """On the tape: a phase ends, and leaves activations, or has freed those of earlier ones."""
 
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """On the tape: the ranks of a pipeline wait for each other."""
+
+    number: int
 
 
 class _Output(NamedTuple):
@@ -102,7 +109,7 @@ class Phantom:
         model.forward = self._run_model
 
     def _run_model(self, *_: Any, **__: Any) -> Any:
-        hidden = torch.empty(0, device=_META)
+        hidden = torch.empty(0, device=META)
         for phase in self._forward:
             if phase.unit == self._root:
                 self._begin(phase)
@@ -204,4 +211,4 @@ class _Step(torch.autograd.Function):
 def hidden_tensor(*shape: int, dtype: torch.dtype) -> Tensor:
     """A tensor without elements, whose memory nobody records."""
     with _disable_current_modes():
-        return torch.empty(shape, dtype=dtype, device=_META)
+        return torch.empty(shape, dtype=dtype, device=META)

@@ -90,7 +90,7 @@ def _assign_colours(plan: UnitPlan) -> tuple[dict[tuple[int, ...], str], list[An
 
 _BY_LANE = {
     PlanLane.COMPUTE: "#56b4e9", PlanLane.WIRE: "#d55e00", PlanLane.LOCAL: "#e69f00", PlanLane.TO_HOST: "#009e73",
-    PlanLane.TO_DEVICE: "#7fc8ac", PlanLane.HOST: "#999999",
+    PlanLane.TO_DEVICE: "#7fc8ac", PlanLane.HOST: "#999999", PlanLane.STAGES: "#cc79a7",
 }  # fmt: skip
 """After the palette of Okabe and Ito."""
 _MAX_LABELLED = 60
@@ -100,16 +100,19 @@ _MAX_LABELLED = 60
 def draw_timelines(estimates: Sequence[Estimate], path: Path, title: str = "") -> None:
     """Write a picture of the steps of estimates that kept their spans, one under another, on one scale of seconds.
 
+    A step has a line for each lane that works; one of a pipeline has a line for each place's compute, and one for what
+    its node sends.
+
     Raises:
         ModuleNotFoundError: matplotlib is missing.
     """
     from matplotlib.figure import Figure  # not pyplot, which would look for a display
 
-    lanes = [[lane for lane in PlanLane if any(span.lane is lane for span in each.spans)] for each in estimates]
-    heights = [1.2 + 0.6 * len(each) for each in lanes]
+    lines = [_lines(each) for each in estimates]
+    heights = [1.2 + 0.6 * len(each) for each in lines]
     figure = Figure(figsize=(11, 0.3 + sum(heights)), layout="constrained", dpi=120)
     every = figure.subplots(len(estimates), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
-    for axes, estimate, own in zip(every[:, 0], estimates, lanes, strict=True):
+    for axes, estimate, own in zip(every[:, 0], estimates, lines, strict=True):
         _draw_step(axes, estimate, own)
         axes.set_xlim(0, max(each.seconds for each in estimates))
     if title:
@@ -117,11 +120,20 @@ def draw_timelines(estimates: Sequence[Estimate], path: Path, title: str = "") -
     figure.savefig(path)
 
 
-def _draw_step(axes: Any, estimate: Estimate, lanes: Sequence[PlanLane]) -> None:
+def _lines(estimate: Estimate) -> list[tuple[int, PlanLane]]:
+    """The place and the lane of each line of a step."""
+    places = range(1 + max((span.place for span in estimate.spans), default=0))
+    working = {(span.place, span.lane) for span in estimate.spans if not span.is_wait}
+    shown = PlanLane if len(places) == 1 else (PlanLane.COMPUTE, PlanLane.WIRE)
+    return [(place, lane) for place in places for lane in shown if (place, lane) in working]
+
+
+def _draw_step(axes: Any, estimate: Estimate, lines: Sequence[tuple[int, PlanLane]]) -> None:
     from matplotlib.patches import Patch
 
-    for row, lane in enumerate(lanes):
-        work = [span for span in estimate.spans if span.lane is lane and not span.is_wait]
+    for row, line in enumerate(lines):
+        lane = line[1]
+        work = [span for span in estimate.spans if (span.place, span.lane) == line and not span.is_wait]
         for span in work:
             begin_s = span.begin_s - estimate.begin_s
             axes.barh(row, span.end_s - span.begin_s, left=begin_s, height=0.7, color=_BY_LANE[lane], edgecolor="white",
@@ -130,12 +142,12 @@ def _draw_step(axes: Any, estimate: Estimate, lanes: Sequence[PlanLane]) -> None
             if is_wide and len(work) <= _MAX_LABELLED:
                 middle_s = begin_s + (span.end_s - span.begin_s) / 2
                 axes.text(middle_s, row, span.name, ha="center", va="center", fontsize=6, clip_on=True)
-    row = lanes.index(PlanLane.COMPUTE)
     for span in estimate.spans:
         if span.is_wait:
+            row = lines.index((span.place, PlanLane.COMPUTE))
             axes.barh(row, span.end_s - span.begin_s, left=span.begin_s - estimate.begin_s, height=0.7, fill=False,
                       edgecolor=_BY_LANE[span.lane], linewidth=0.6, hatch="////")  # fmt: skip
-    waited = [lane for lane in lanes if estimate.waits_s.get(lane)]
+    waited = [lane for lane in PlanLane if estimate.waits_s.get(lane)]
     words = [f"waits {estimate.waits_s[lane]:.3g} s: {lane.value}" for lane in waited]
     legend = [
         Patch(fill=False, edgecolor=_BY_LANE[lane], hatch="////", label=label)
@@ -143,7 +155,9 @@ def _draw_step(axes: Any, estimate: Estimate, lanes: Sequence[PlanLane]) -> None
     ]
     if legend:
         axes.legend(handles=legend, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=4, frameon=False)
-    axes.set_yticks(range(len(lanes)), [lane.value for lane in lanes], fontsize=8)
+    is_piped = any(place for place, _ in lines)
+    names = [f"place {place}: {lane.value}" if is_piped else lane.value for place, lane in lines]
+    axes.set_yticks(range(len(lines)), names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("seconds", fontsize=8)
     axes.tick_params(labelsize=8)

@@ -8,17 +8,18 @@ The host waits for transfers of its own, and compute with it; it is never late i
 costs nothing.
 
 [Note: What others send]
-All ranks do alike. So what a rank receives has arrived when it has sent the message of the same number itself. A thread
-of Gloo frees its memory when it gets there.
+Where all ranks do alike, what a rank receives has arrived when it has sent the message of the same number over the same
+distance itself. In a pipeline ranks differ: there the tapes of all places are played together (meeting.py). A thread of
+Gloo frees its memory when it gets there.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import pairwise
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
@@ -26,11 +27,11 @@ from laconic.optim import dynamic_map
 from laconic.plan import phantom
 from laconic.plan.machine import KINDS, Job, Kind, PlanLane, Reading, Simulator
 from laconic.plan.op_cost import Copy
-from laconic.plan.phantom import Alive, PhaseBegin, Rest
+from laconic.plan.phantom import Alive, PhaseBegin, Rest, Together
 from laconic.plan.phase import OpWork
 from laconic.plan.rehearsal import END, STEPS, Rehearsal
 from laconic.rehearse.machine import COMPUTE, origin_of
-from laconic.rehearse.tape import HOST, Entry, Free, Mark, Record, Step, Transfer, Wait
+from laconic.rehearse.tape import HOST, Entry, Free, Mark, Message, Record, Step, Transfer, Wait
 from laconic.shard import cache, form, full, reduce, stored
 
 _ASKED_BY: Mapping[Kind, Sequence[ModuleType | Callable[..., Any]]] = {
@@ -44,11 +45,67 @@ and for work."""
 _KINDS = {origin_of(owner): kind for kind, owners in _ASKED_BY.items() for owner in owners}
 
 
+Awaited = Message | Together | None
+"""What a player cannot go on without; None if it only lets others catch up with its clock."""
+
+
+class Mail(Protocol):
+    """How the messages of a rank and those of others meet."""
+
+    def send(self, taped: Transfer, name: str) -> bool:
+        """Send a message. Returns whether who waits for it waits for its receiver, too."""
+        ...
+
+    def ask(self, taped: Transfer) -> None:
+        """Ask for a message."""
+        ...
+
+    def has_begun(self, awaited: Awaited) -> bool:
+        """Whether it is known when a message arrives, or when all are together."""
+        ...
+
+    def job(self, awaited: Message | Together) -> Job | None:
+        """What ends when it has arrived; None if nobody has sent it."""
+        ...
+
+
+class _OwnMail:
+    """The messages of a rank that stands for all: [Note: What others send]."""
+
+    def __init__(self, machine: Simulator) -> None:
+        self._machine = machine
+        self._sent: dict[Any, Job | None] = {}
+        """By group, distance and number."""
+        self._sizes: dict[str, int] = {}
+
+    def send(self, taped: Transfer, name: str) -> bool:
+        assert taped.message is not None
+        purpose: Any = taped.purpose
+        self._sizes[taped.group] = taped.size
+        self._sent[self._key(taped.message)] = self._machine.send_message(taped.route, name, purpose)
+        return False
+
+    def ask(self, taped: Transfer) -> None:
+        self._sizes[taped.group] = taped.size
+
+    def has_begun(self, awaited: Awaited) -> bool:
+        return True
+
+    def job(self, awaited: Message | Together) -> Job | None:
+        return self._sent.pop(self._key(awaited), None) if isinstance(awaited, Message) else None
+
+    def _key(self, message: Message) -> tuple[str, int, int]:
+        distance = (message.receiver - message.sender) % self._sizes[message.group]
+        return message.group, distance, message.number
+
+
 class Player:
     """Plays a rehearsal on a machine: [Note: Streams on a machine]."""
 
-    def __init__(self, machine: Simulator, rehearsal: Rehearsal) -> None:
+    def __init__(self, machine: Simulator, rehearsal: Rehearsal, mail: Mail | None = None) -> None:
+        """Play on an idle machine. `mail`: how it meets the messages of other players. Default: it plays alone."""
         self._machine = machine
+        self._mail = mail or _OwnMail(machine)
         self._rehearsal, self._memories = rehearsal, rehearsal.tape.memories
         self._entries = rehearsal.tape.entries
         self._stretches: list[tuple[Any, int]] = [
@@ -69,11 +126,9 @@ class Player:
         self._streams: dict[int, Job | None] = {}
         """The last job of each other timeline."""
         self._events: dict[int, Any] = {}
-        """The job before each event, or the number of a message that another rank has to send."""
-        self._arriving: dict[int, Any] = {}
-        """The number of the last message that arrives on a timeline."""
-        self._sent: dict[Any, Job | None] = {}
-        """The messages of this rank by their numbers: [Note: What others send]."""
+        """The job before each event, or the message before it."""
+        self._arriving: dict[int, Message] = {}
+        """The last message on a timeline, until an event is recorded behind it."""
         self._late: list[tuple[Job, int]] = []
         """The memories that threads of Gloo free after a job."""
         self._threads = rehearsal.tape.threads - {HOST}
@@ -89,31 +144,49 @@ class Player:
         The first reading has the memory at rest. `stands_for`: the fragments for which each one stands, and of which
         one syncs at a time.
         """
-        plain = self._read(("step", STEPS - 1), END)
+        playing = self.play(stands_for)
+        while True:
+            try:
+                next(playing)
+            except StopIteration as end:
+                return end.value
+
+    @property
+    def now_s(self) -> float:
+        """The clock of the machine."""
+        return self._machine.now_s
+
+    def play(self, stands_for: int = 1) -> Generator[Awaited, None, list[Reading]]:
+        """As `readings`, beside other players: yields what it waits for, and wants to go on when that has begun."""
+        plain = yield from self._read(("step", STEPS - 1), END)
         self._host_peak_bytes = self._machine.host_bytes
-        syncs = [self._read(("sync", number), ("synced", number)) for number in range(len(self._rehearsal.fragments))]
+        syncs = []
+        for number in range(len(self._rehearsal.fragments)):
+            syncs.append((yield from self._read(("sync", number), ("synced", number))))
         resting_bytes = self._machine.host_bytes
         plain.held = Counter({kind: self._machine.held[kind] for kind in KINDS})
         plain.host_bytes = resting_bytes + (self._host_peak_bytes - resting_bytes) / stands_for
         return [plain, *syncs]
 
-    def _read(self, first: object, last: object) -> Reading:
+    def _read(self, first: object, last: object) -> Generator[Awaited, None, Reading]:
         """Play on to a mark, and read from there to another one."""
         labels = [label for label, _ in self._stretches]
         begin, end = labels.index(first), labels.index(last)
-        self._play(self._entries[self._done : self._stretches[begin][1]])
+        yield from self._play(self._entries[self._done : self._stretches[begin][1]])
         reading = Reading(begin_s=self._machine.now_s)
         for (label, start), (_, stop) in pairwise(self._stretches[begin : end + 1]):
             with self._machine.reading(label) as part:
-                self._play(self._entries[start:stop])
+                yield from self._play(self._entries[start:stop])
             reading.add(part)
         self._done = self._stretches[end][1]
         return reading
 
-    def _play(self, entries: Sequence[Entry]) -> None:
+    def _play(self, entries: Sequence[Entry]) -> Generator[Awaited, None, None]:
         for entry in entries:
             match entry:
                 case Step():
+                    if entry.transfer is not None:
+                        yield None
                     self._step(entry)
                 case Free():
                     self._free_later(entry)
@@ -123,7 +196,15 @@ class Player:
                     job = Job(None, self._machine.now_s) if is_now else self._streams.get(entry.timeline)
                     self._events[entry.event] = self._arriving.pop(entry.timeline, None) or job
                 case Wait():
+                    awaited = self._events.get(entry.event)
+                    while isinstance(awaited, Message) and not self._mail.has_begun(awaited):
+                        yield awaited
                     self._wait(entry.timeline, entry.event)
+                case Mark(Together() as awaited):
+                    while not self._mail.has_begun(awaited):
+                        yield awaited
+                    self._machine.wait(self._mail.job(awaited))
+                    self._free_late()
                 case Mark():
                     self._mark(entry.label)
 
@@ -156,13 +237,16 @@ class Player:
             self._machine.wait(job, step.name)
 
     def _transfer(self, taped: Transfer, timeline: int) -> None:
-        if taped.op == "receive" and taped.message is not None:
-            self._arriving[timeline] = taped.message
-            return
         purpose: Any = taped.purpose
         name = f"{purpose} {taped.unit}".strip()
         if taped.message is not None:
-            self._sent[taped.message] = self._machine.send_message(taped.route, name, purpose)
+            is_awaited = True
+            if taped.op == "receive":
+                self._mail.ask(taped)
+            else:
+                is_awaited = self._mail.send(taped, name)
+            if is_awaited:
+                self._arriving[timeline] = taped.message
             return
         since, after = self._place_of(timeline)
         job = self._machine.send(taped.route, name, purpose, after, since=since)
@@ -245,8 +329,8 @@ class Player:
             kind, nbytes = self._working.pop(event)
             self._hold(kind, -nbytes)
         job = self._events.get(event)
-        if isinstance(job, tuple):  # the number of a message
-            job = self._sent.pop(job, None)
+        if isinstance(job, Message):
+            job = self._mail.job(job)
         if job is None:
             return
         if timeline == self._program or (
@@ -261,4 +345,4 @@ class Player:
 
 
 def _is_phase(label: object) -> bool:
-    return isinstance(label, Alive | PhaseBegin | Rest)
+    return isinstance(label, Alive | PhaseBegin | Rest | Together)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from laconic import registry
@@ -16,6 +17,7 @@ from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import Estimate, estimate_of
 from laconic.plan.forks import map_forked
 from laconic.plan.model_trace import ModelTrace, trace_job, writes_in_place
+from laconic.plan.pipelined import best_pipeline, rows_of
 from laconic.plan.rehearsal import Rehearsal, Rehearsals
 from laconic.plan.rehearsed import StepWork
 from laconic.plan.tracing import TraceError
@@ -42,7 +44,7 @@ class Predictor:
         self.config, self.cluster = config, cluster
         device = config.train.device
         self.device_type = device_type or ("cuda" if device == "auto" else device.partition(":")[0])
-        self._traces: dict[tuple[bool, str | None, int], ModelTrace] = {}
+        self._traces: dict[tuple[bool, str | None, int, int], ModelTrace] = {}
         self._rehearsals = Rehearsals()
 
     def on(self, cluster: ClusterSpec) -> Predictor:
@@ -80,15 +82,20 @@ class Predictor:
         new = {key: value for key, value in self._rehearsals.done.items() if key not in before}
         return found, {key: value for key, value in new.items() if not (value.matrices or value.fragments)}
 
-    def estimate(self, candidate: Strategy, *, is_under: bool = False, keeps_spans: bool = False) -> Estimate | Refusal:
-        """Predict one strategy. `is_under`: the job has its keys already."""
+    def estimate(
+        self, candidate: Strategy, *, job: Config | None = None, keeps_spans: bool = False
+    ) -> Estimate | Refusal:
+        """Predict one strategy, with the best of its pipelines if the job leaves that open.
+
+        `job`: that of an earlier estimate. Default: this one's, under the strategy.
+        """
         try:
             _refuse_shares(self.config.shard)
-            job = self.config if is_under else self.job(candidate)
-            nodes, local = self.cluster.nodes, self.cluster.ranks_per_node
-            first = RankInfo(rank=0, world_size=nodes * local, local_rank=0, num_local=local, num_nodes=nodes)
-            check_job(job, first, self.device_type)
-            return self._estimate(candidate, job, keeps_spans=keeps_spans)
+            has_choice = candidate.pipeline is not None and job is None and not self.config.pipeline.is_on
+            job = job or self.job(candidate)
+            if has_choice and self.cluster.nodes > 1:
+                return best_pipeline(job, self.cluster.nodes, partial(self._checked, candidate))
+            return self._checked(candidate, job, keeps_spans=keeps_spans)
         except TraceError:
             raise
         except (ConfigError, JobError, ValueError, AssertionError) as error:  # torch's FSDP2 asserts what it needs
@@ -100,7 +107,16 @@ class Predictor:
         Raises:
             ConfigError: the strategy cannot run the job.
         """
-        return job_under(candidate, self.config)
+        config = self.config
+        if candidate.pipeline is not None and config.pipeline.is_on:  # it has chosen where its stages rest, too
+            candidate = candidate.variant(shard={"cache": config.shard.policy.cache.where})
+        return job_under(candidate, config)
+
+    def _checked(self, candidate: Strategy, job: Config, *, keeps_spans: bool = False) -> Estimate:
+        nodes, local = self.cluster.nodes, self.cluster.ranks_per_node
+        first = RankInfo(rank=0, world_size=nodes * local, local_rank=0, num_local=local, num_nodes=nodes)
+        check_job(job, first, self.device_type)
+        return self._estimate(candidate, job, keeps_spans=keeps_spans)
 
     def _estimate(self, candidate: Strategy, job: Config, *, keeps_spans: bool = False) -> Estimate:
         cluster, train = self.cluster, job.train
@@ -112,14 +128,18 @@ class Predictor:
         program = registry.load(candidate.predict)(cluster, work, keeps_spans=keeps_spans)
         tokens = cluster.ranks * train.accumulation * train.micro_batch_size * job.data.sequence_length
         return estimate_of(
-            program, cluster, candidate, device_type=self.device_type, tokens=tokens, notes=work.trace.notes
+            program, cluster, candidate, device_type=self.device_type, tokens=tokens, notes=work.trace.notes, job=job
         )
 
     def _trace(self, job: Config) -> ModelTrace:
+        """The trace of one micro-batch of a job."""
+        if job.pipeline.is_on:
+            job = replace(job, train=replace(job.train, micro_batch_size=rows_of(job, self.cluster)))
         key = (
             writes_in_place(job.shard, job.model.dtype),
             job.shard.policy.precision.param_dtype,
             job.sync.slices,
+            job.train.micro_batch_size,
         )
         if key not in self._traces:
             self._traces[key] = trace_job(job, device_type=self.device_type, model=self._rehearsals.model(job))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial, partialmethod
 from typing import Any
@@ -45,6 +45,7 @@ from laconic.plan.machine import Kind
 from laconic.plan.model_trace import ModelTrace, batch_of, build_untrained
 from laconic.plan.op_cost import Costs, tensors_of
 from laconic.plan.phantom import Phantom, hidden_tensor
+from laconic.plan.phantom_stages import StageForms, stages_of
 from laconic.ragged.spec import RaggedSpec
 from laconic.rehearse import Machine, Tape, rehearsal
 from laconic.rehearse.rings import Places
@@ -55,6 +56,7 @@ from laconic.shard.unit import units_below
 from laconic.strategies import parallelize, zero1
 from laconic.strategies.ring import pass_around
 from laconic.strategies.stepper import Setup
+from laconic.strategies.under import strategy_of
 
 STEPS = 2
 END = "end"
@@ -96,6 +98,8 @@ class Rehearsals:
     """The model of each job, and the list of its layers if they are equal."""
     done: dict[Any, Rehearsal] = field(default_factory=dict)
     """By what tells rehearsals of this model apart."""
+    _forms: dict[Any, StageForms] = field(default_factory=dict)
+    """How a model is cut into blocks, by the model, the shape of its micro-batches and the dtype of hidden states."""
 
     def of(
         self,
@@ -122,6 +126,32 @@ class Rehearsals:
         if key not in self.done:
             self.done[key] = _rehearse(job, trace, self._model(job, kept), kept, places, placements)
         return self.done[key]
+
+    def of_stages(
+        self, job: Config, trace: ModelTrace, places: Places, num_places: int, *, rows: int
+    ) -> list[Rehearsal]:
+        """The rehearsals of a job with a pipeline, of one rank for each place in it.
+
+        Micro-batches have so many rows, as those of the trace.
+
+        Raises:
+            JobError, ValueError: the trainer refuses the job.
+        """
+        precision = job.shard.policy.precision.param_dtype
+        shape = rows, job.data.sequence_length
+        of_model = (repr((job.model, job.lora, job.data.tokenizer)), shape, precision)
+        if of_model not in self._forms:
+            dtype = None if precision is None else getattr(torch, precision)
+            self._forms[of_model] = StageForms.of(self.model(job), *shape, dtype)
+        found = []
+        for place in range(num_places):
+            key = (repr(job), trace.device_type, places, place)
+            if key not in self.done:
+                rank = place * (places.ranks // num_places)
+                model, forms = self._model(job, None), self._forms[of_model]
+                self.done[key] = _rehearse(job, trace, model, None, places, None, rank=rank, forms=forms)
+            found.append(self.done[key])
+        return found
 
     def model(self, job: Config) -> nn.Module:
         """The job's model, on the meta device. Nobody may change it."""
@@ -155,23 +185,31 @@ def _rehearse(
     kept: Sequence[int] | None,
     places: Places,
     placements: Mapping[str, Placement] | None,
+    *,
+    rank: int = 0,
+    forms: StageForms | None = None,
 ) -> Rehearsal:
     train = replace(job.train, compile=False)  # phantoms compute nothing
     job, layers = replace(job, train=train, sync=_rarely_synced(job.sync)), layers_to_shard(model)
     kinds: dict[int | None, Kind] = {}
     batch, costs = Batch(**batch_of(job.data, job.train.micro_batch_size)), Costs()
     with (
-        rehearsal(**asdict(places), device_type=trace.device_type, cost_of=costs) as machine,
+        rehearsal(**asdict(places), rank=rank, device_type=trace.device_type, cost_of=costs) as machine,
         _trainer_on(machine, costs, batch, job.sync.slices),
+        nullcontext() if forms is None else forms.on(machine),
         machine.recording() as tape,
     ):
         costs.machine = machine
-        make = registry.load(registry.named(job.shard.strategy).stepper)
+        make = registry.load(strategy_of(job.shard, job.sync, job.schedule, job.pipeline).stepper)
         stepper = make(model, Setup.of(job, RankInfo.from_environment(), machine.device))
         if placements is not None:
             stepper.module.set_placements(placements)
-        units = units_below(model)
-        phantom = Phantom(machine, costs, trace, model, dict(zip(kept or range(len(layers)), layers, strict=True)))
+        if forms is None:
+            units = units_below(model)
+            phantom = Phantom(machine, costs, trace, model, dict(zip(kept or range(len(layers)), layers, strict=True)))
+        else:
+            units = [unit for stage in stepper._part.stages for unit in units_below(stage)]
+            phantom = stages_of(stepper, forms, machine, costs, trace, layers)
 
         def begin_update(*_: Any) -> None:
             machine.mark("update")
@@ -181,7 +219,7 @@ def _rehearse(
 
         def take_step() -> None:
             stepper.begin()
-            stepper.step([batch] * job.train.accumulation, is_last=False)
+            stepper.step([batch] * (job.train.accumulation * len(stepper.workers)), is_last=False)
             phantom.end()
 
         for number in range(STEPS):

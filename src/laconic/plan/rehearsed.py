@@ -29,7 +29,7 @@ from laconic.codec import CODECS
 from laconic.comm.traffic import Level, Purpose
 from laconic.config import Config
 from laconic.islands.all_reduce import sent_bytes_of
-from laconic.optim.owners import assign
+from laconic.optim.owners import Matrix, assign
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.machine import PlanLane, Reading, Simulator
 from laconic.plan.model_trace import ModelTrace
@@ -114,16 +114,7 @@ class RehearsedStep:
 
     def _moved_bytes(self) -> Counter[tuple[Level, Purpose]]:
         """What a rank sends to owners of matrices and back, as a mean over all ranks, which differ in it."""
-        moved: Counter[tuple[Level, Purpose]] = Counter()
-        places, matrices = self._work.places, self.rehearsal.matrices
-        for index, owner in assign(matrices, [0.0] * places.ranks):
-            spec = matrices[index].spec
-            for shard in set(spec.layout.holders(spec.index)) - {owner}:
-                is_local = shard % places.nodes == owner % places.nodes  # [Note: A bucket's order]
-                level: Level = "local" if is_local else "node"
-                sent_bytes = matrices[index].num_held(shard) * matrices[index].itemsize
-                moved[level, "optimizer"] += 2 * sent_bytes / places.ranks  # type: ignore[assignment]  # bytes are means
-        return moved
+        return moved_bytes(self.rehearsal.matrices, self._work.places)
 
     @property
     def _left_out(self) -> int:
@@ -138,7 +129,7 @@ class RehearsedStep:
         """A plain step, and the sync of each fragment if there are islands."""
         readings, left = self._all_layers(self._few), self._micro_batches - self._few
         if left:
-            readings = list(map(partial(_extended, left=left), readings, self._all_layers(self._few + 1)))
+            readings = list(map(partial(extended, left=left), readings, self._all_layers(self._few + 1)))
         return [readings[0], *(self._of_one(readings[0], sync) for sync in readings[1:])]
 
     def _of_one(self, plain: Reading, sync: Reading) -> Reading:
@@ -154,7 +145,7 @@ class RehearsedStep:
         few = self._played(_KEPT, micro_batches)
         if not self._left_out:
             return few
-        return list(map(partial(_extended, left=self._left_out), few, self._played(_KEPT + 1, micro_batches)))
+        return list(map(partial(extended, left=self._left_out), few, self._played(_KEPT + 1, micro_batches)))
 
     def _played(self, num_layers: int, micro_batches: int) -> list[Reading]:
         machine = Simulator(self._cluster, device_type=self._work.trace.device_type, keeps_spans=self._keeps_spans)
@@ -234,7 +225,20 @@ class LocalStepsProgram(RehearsedStep):
         return fmean(sizes)
 
 
-def _extended(few: Reading, more: Reading, left: int) -> Reading:
+def moved_bytes(matrices: Sequence[Matrix], places: Places) -> Counter[tuple[Level, Purpose]]:
+    """What a rank sends to owners of matrices and back, as a mean over the ranks that share them."""
+    moved: Counter[tuple[Level, Purpose]] = Counter()
+    for index, owner in assign(matrices, [0.0] * places.ranks):
+        spec = matrices[index].spec
+        for shard in set(spec.layout.holders(spec.index)) - {owner}:
+            is_local = shard % places.nodes == owner % places.nodes  # [Note: A bucket's order]
+            level: Level = "local" if is_local else "node"
+            sent_bytes = matrices[index].num_held(shard) * matrices[index].itemsize
+            moved[level, "optimizer"] += 2 * sent_bytes / places.ranks  # type: ignore[assignment]  # bytes are means
+    return moved
+
+
+def extended(few: Reading, more: Reading, left: float) -> Reading:
     """The reading of a program with `left` more of what `more` has one more of than `few`: all grows along a line."""
     return Reading(
         seconds=few.seconds + left * (more.seconds - few.seconds),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from laconic.rehearse.rings import Route
 
@@ -53,6 +53,17 @@ class Access:
     is_write: bool
 
 
+class Message(NamedTuple):
+    """What one rank sends to another: both have it on their tapes, by the same name."""
+
+    group: str
+    sender: int
+    """Its place in the group."""
+    receiver: int
+    number: int
+    """Of those from this sender to this receiver, from 1."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
     """What crosses to or from other ranks at once."""
@@ -74,9 +85,8 @@ class Transfer:
     route: Route
     """What leaves a rank on each level, as a mean over the ranks of the group; what laconic counts of its own
     transfers, without hops. Of messages that it sends at once the first has the bytes of all."""
-    message: tuple[str, int, int] | None = None
-    """The group, the distance in places, and the number of a message. All ranks do alike: so what this rank receives
-    arrives when the message with the same number has left it."""
+    message: Message | None = None
+    """The message that this rank sends or receives; None for collectives, and for messages that are parts of one."""
 
 
 @dataclass(slots=True)

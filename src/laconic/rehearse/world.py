@@ -46,12 +46,14 @@ from laconic.comm.journal import last_label
 from laconic.comm.traffic import Traffic
 from laconic.rehearse.machine import FSDP2, Event, Machine, Stream
 from laconic.rehearse.rings import Places, Ring, Route
-from laconic.rehearse.tape import Site, Transfer
+from laconic.rehearse.tape import Message, Site, Transfer
 
 _BUSY_BYTES = (0x3C, 0xBB, 0x3D)
 """What messages bring: [Note: Messages of the machine]."""
 _PURPOSES = {"foreach_all_gather": "weights", "foreach_reduce": "gradients", "_sync_params": "weights"}
 """What transfers of FSDP2 and of ZeroRedundancyOptimizer are for, by the function that issues them."""
+_OF_PIPELINES = {"_batch_p2p": "activations", "Tie._exchange": "gradients"}
+"""What messages between the stages of a pipeline are for, by the function of torch's schedules, or of laconic's ties."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +164,7 @@ class Group(PythonGroup):
         self._level = world.places.level_between(min(self._ranks), max(self._ranks))
         self._streams: dict[Any, Stream] = {}
         self._numbers: dict[str, Counter[int]] = {"send": Counter(), "receive": Counter()}
-        """The messages so far, by their distance in places."""
+        """The messages so far, by the place of the other rank."""
 
     # -- what torch.distributed asks of a group --------------------------------------------------------------------
 
@@ -270,7 +272,7 @@ class Group(PythonGroup):
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> Work:
         """Another rank reads the tensor: [Note: Messages of the machine]."""
         tensor = tensors[0]
-        transfer = self._message("send", tensor, (rank - self._rank) % self._size)
+        transfer = self._message("send", tensor, rank)
         return self._start(
             self._link(tensor, rank), transfer, [], tensors, lambda: self._machine.note_read(tensor, "send")
         )
@@ -293,14 +295,16 @@ class Group(PythonGroup):
             else:
                 tensor.view(torch.uint8).fill_(world.busy_byte())
 
-        transfer = self._message("receive", tensor, (self._rank - rank) % self._size)
+        transfer = self._message("receive", tensor, rank)
         return self._start(self._link(tensor, rank), transfer, tensors, [], body)
 
-    def _message(self, op: str, tensor: Tensor, distance: int) -> Transfer:
-        number = self._numbers[op][distance] = self._numbers[op][distance] + 1
+    def _message(self, op: str, tensor: Tensor, peer: int) -> Transfer:
+        number = self._numbers[op][peer] = self._numbers[op][peer] + 1
+        sender, receiver = (self._rank, peer) if op == "send" else (peer, self._rank)
         sent, received = (tensor.nbytes, 0) if op == "send" else (0, tensor.nbytes)
+        distance = (receiver - sender) % self._size
         route = self._ring.message(tensor.nbytes, distance).times(self._machine.alike) if sent else Route()
-        return self._transfer(op, sent, received, route, (self._name, distance, number))
+        return self._transfer(op, sent, received, route, Message(self._name, sender, receiver, number))
 
     def _link(self, tensor: Tensor, peer: int) -> Stream:
         if self._machine.cost_of is not None:  # nobody asks for their order
@@ -330,16 +334,17 @@ class Group(PythonGroup):
         return Ring(self._ranks, self._world.places)
 
     def _transfer(
-        self, op: str, sent_bytes: int, received_bytes: int, route: Route, message: tuple[str, int, int] | None = None
+        self, op: str, sent_bytes: int, received_bytes: int, route: Route, message: Message | None = None
     ) -> Transfer:
         purpose, unit = label = (last_label(self) or ("", ""))[:2]
         counted = self._machine.take_counted()
-        if counted is not None:
+        if counted is not None and (message is None or any(label)):
             purpose, sent = counted
             route, message = Route(sent=sent), None
         else:
             of_torch = _label_of_torch()
-            purpose, unit = of_torch or (label if any(label) else ("control", ""))
+            own = label if any(label) else ("control" if counted is None else counted[0], "")
+            purpose, unit = of_torch or own
             if of_torch is None and any(label):  # laconic's own, counted with another one, or not at all
                 route, message = Route(), None
         return Transfer(
@@ -396,12 +401,14 @@ class Group(PythonGroup):
 
 
 def _label_of_torch() -> tuple[str, str] | None:
-    """The purpose and the unit of a transfer of torch's own strategies; None for those of others."""
+    """The purpose and the unit of a transfer of torch's own strategies, or of a pipeline; None for those of others."""
     caller = sys._getframe(4)
     if caller.f_code is _engine_run_backward.__code__:  # DDP's reducer, which is C++
         return "gradients", ""
     purpose = None
     for frame, _ in walk_stack(caller):
+        if frame.f_code.co_qualname in _OF_PIPELINES:
+            return _OF_PIPELINES[frame.f_code.co_qualname], ""
         purpose = purpose or _PURPOSES.get(frame.f_code.co_name)
         if frame.f_code.co_name == "_sync_params":
             return "weights", ""

@@ -147,8 +147,7 @@ _PIPELINE = _HOST.variant(
     pipeline={},
     stepper="laconic.strategies.pipeline:PipelineStepper",
     parallelize="laconic.strategies.pipeline:shard_on_engine",
-    predict="",  # a schedule's sends and receives are not rehearsed
-    in_plan=False,
+    predict="laconic.plan.pipelined:PipelinedStep",
 )
 
 STRATEGIES = (
