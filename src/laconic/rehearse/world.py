@@ -53,7 +53,7 @@ _BUSY_BYTES = (0x3C, 0xBB, 0x3D)
 _PURPOSES = {"foreach_all_gather": "weights", "foreach_reduce": "gradients", "_sync_params": "weights"}
 """What transfers of FSDP2 and of ZeroRedundancyOptimizer are for, by the function that issues them."""
 _OF_PIPELINES = {"_batch_p2p": "activations", "Tie._exchange": "gradients"}
-"""What messages between the stages of a pipeline are for, by the function of torch's schedules, or of laconic's ties."""
+"""What messages between the stages of a pipeline are for, by the function of torch's schedules or of laconic's ties."""
 
 
 @dataclass(frozen=True, kw_only=True)
