@@ -22,13 +22,13 @@ CHOOSE = ROOT / "docs" / "choose.md"
 SAMPLE_OF_A_PLAN = re.compile(r"```\n\$ laconic (plan [^\n]*)\n(.*?)```", re.DOTALL)
 HEAD = "| strategy | s/step | wire | device | fits |\n|---|---|---|---|---|\n"
 CASES = {
-    "lora-14b": ["ddp", "rank", "device", "host", "hsdp", "fsdp2-hpz", "none", "fsdp2"],
-    "a40-10b": ["lossless", "hsdp", "host", "device", "rank", "4bit", "fsdp2-hpz", "none", "fsdp2", "ddp"],
-    "full-13b": ["lossless", "host", "device", "rank", "4bit", "none", "hsdp", "fsdp2", "fsdp2-reduced"],
+    "lora-14b": ["ddp", "rank", "device", "host", "hsdp", "pipeline", "fsdp2-hpz", "none", "fsdp2"],
+    "a40-10b": ["pipeline", "lossless", "hsdp", "host", "device", "rank", "4bit", "fsdp2-hpz", "none", "fsdp2", "ddp"],
+    "full-13b": ["pipeline", "lossless", "host", "device", "rank", "4bit", "none", "hsdp", "fsdp2", "fsdp2-reduced"],
     "sites": ["local-steps", "4bit", "lossless", "host", "hsdp", "fsdp2-reduced", "fsdp2"],
     "infiniband": ["fsdp2", "fsdp2-hpz", "host", "none", "device", "hsdp"],
 }
-TAKEN = dict(zip(CASES, ("ddp", "lossless", "lossless", "local-steps", "fsdp2"), strict=True))
+TAKEN = dict(zip(CASES, ("ddp", "pipeline", "pipeline", "local-steps", "fsdp2"), strict=True))
 
 OTHERS = [each for each in CASES if each != "sites"]
 

@@ -52,7 +52,10 @@ def program(
     config = replace(config, pipeline=replace(config.pipeline, stages=places, cut=cut, **keys))
     on = cluster(places, local, **RATES, **(FREE if figures is None else figures))
     work = StepWork(
-        job=config, trace=base.on(on)._trace(config), rehearsals=base._rehearsals, places=Places(nodes=places, local=local)
+        job=config,
+        trace=base.on(on)._trace(config),
+        rehearsals=base._rehearsals,
+        places=Places(nodes=places, local=local),
     )
     return PipelinedStep(on, replace(work, trace=replace(work.trace, device_type=device)), keeps_spans=keeps_spans)
 
@@ -80,7 +83,7 @@ def test_the_bubble_of_equal_stages_is_that_of_the_formula(places: int, micro_ba
 
 
 def test_a_step_waits_for_a_slow_wire_and_both_directions_are_one_time() -> None:
-    """torch's 1F1B asks for a message when it needs it. Both places send at once, so a micro-batch waits for one."""
+    """The 1F1B of torch asks for a message when it needs it. Both places send at once: a micro-batch waits for one."""
     one_s = HIDDEN_BYTES / 1e7
     slow, free = read(2, 8, figures={**FREE, "wire_bits_per_s": 8e7}), read(2, 8)
     assert slow.seconds - free.seconds == pytest.approx(8 * one_s, rel=0.25)
@@ -150,9 +153,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("nodes", "local", "name"), [(2, 2, "1F1B, tied"), (2, 1, "Interleaved1F1B, eight bits")])
-def test_predicted_bytes_of_all_places_are_the_counted_ones(
-    tmp_path: Path, nodes: int, local: int, name: str
-) -> None:
+def test_predicted_bytes_of_all_places_are_the_counted_ones(tmp_path: Path, nodes: int, local: int, name: str) -> None:
     corpus(tmp_path)
     sections = dict(PIPELINES[name])
     model, pipeline = sections.pop("model", {}), {"stages": nodes, **sections.pop("pipeline", {})}
@@ -199,7 +200,9 @@ def test_pipelines_that_cannot_be_planned_are_named() -> None:
     alone = Predictor(predictor(4).config, cluster(1, 2, **RATES), device_type="cpu").estimate(CANDIDATES["pipeline"])
     assert isinstance(alone, Refusal)
     assert "and one node: stages are on different nodes" in alone.reason
-    config = replace(predictor(4).config, pipeline=replace(predictor(4).config.pipeline, stages=2, schedule="ZBVZeroBubble"))
+    config = replace(
+        predictor(4).config, pipeline=replace(predictor(4).config.pipeline, stages=2, schedule="ZBVZeroBubble")
+    )
     split = Predictor(config, cluster(2, 1, **RATES), device_type="cpu").estimate(CANDIDATES["pipeline"])
     assert isinstance(split, Refusal)
     assert "pipeline.schedule = 'ZBVZeroBubble' splits backward" in split.reason

@@ -24,7 +24,11 @@ from tests.support.launch import run_ranks
 EACH = {
     name: each
     for name, each in registry.strategies().items()
-    if each.in_plan and each.package is None and not each.has_islands and each.schedule is None and each.pipeline is None
+    if each.in_plan
+    and each.package is None
+    and not each.has_islands
+    and each.schedule is None
+    and each.pipeline is None
 }
 """The registered strategies that train in every step and need no other package."""
 IN_HALF = {name: EACH.pop(name) for name in ("lossless", "lossless-4bit")}

@@ -9,8 +9,9 @@ lane's last transfer has ended. The program goes on meanwhile, until it waits. S
 discrete-event simulation whose events come in the order of the program, as all ranks issue their transfers at fixed
 points.
 
-All ranks are alike, so one rank stands for all; in a pipeline one for each place in it, with a machine of its own. Bytes are means over the ranks of a node. The ranks of a node share its
-wire, so a transfer on the wire takes as long as the bytes of the whole node.
+All ranks are alike, so one rank stands for all; in a pipeline one for each place in it, with a machine of its own.
+Bytes are means over the ranks of a node. The ranks of a node share its wire, so a transfer on the wire takes as long as
+the bytes of the whole node.
 
 On an accelerator compute goes on during a transfer. On a CPU the cores that compute also copy the bytes, and ranks that
 share cores wait for a core. So compute loses the share of the transfer that the cluster file says, and the latency.

@@ -22,20 +22,20 @@ from laconic.plan.phantom import Together
 from laconic.plan.playing import Awaited, Player
 from laconic.plan.rehearsal import Rehearsal
 from laconic.rehearse import DeadlockError
-from laconic.rehearse.tape import Message, Transfer
+from laconic.rehearse.tape import MessageName, Transfer
 
 
-class Exchange:
+class Meetings:
     """Where the messages of the places meet: [Note: When a message begins]."""
 
     def __init__(self, machines: Sequence[Simulator]) -> None:
         """Serve these machines, in the order of the places."""
         self._machines = machines
-        self._sent: dict[Message, tuple[float, Transfer, str]] = {}
+        self._sent: dict[MessageName, tuple[float, Transfer, str]] = {}
         """When each was sent that nobody has asked for, and what it is."""
-        self._asked: dict[Message, float] = {}
+        self._asked: dict[MessageName, float] = {}
         """When somebody has asked for each that was not sent."""
-        self._jobs: dict[Message, Job | None] = {}
+        self._jobs: dict[MessageName, Job | None] = {}
         """Those that have begun."""
         self._here: dict[Together, list[float]] = {}
         """When places have come to each meeting of all."""
@@ -47,12 +47,12 @@ class Exchange:
         self._sent[message] = self._machines[message.sender].now_s, taped, name
         self._begin(message)
 
-    def ask(self, message: Message) -> None:
+    def ask(self, message: MessageName) -> None:
         """A place asks for a message, now."""
         self._asked[message] = self._machines[message.receiver].now_s
         self._begin(message)
 
-    def _begin(self, message: Message) -> None:
+    def _begin(self, message: MessageName) -> None:
         if message not in self._sent or message not in self._asked:
             return
         (since, taped, name), asked_s = self._sent.pop(message), self._asked.pop(message)
@@ -71,7 +71,7 @@ class Exchange:
             return len(self._here.get(awaited, ())) == len(self._machines)
         return awaited is None or awaited in self._jobs
 
-    def job(self, awaited: Message | Together) -> Job | None:
+    def job(self, awaited: MessageName | Together) -> Job | None:
         """What ends when it has arrived."""
         if isinstance(awaited, Together):
             return Job(PlanLane.STAGES, max(self._here[awaited]))
@@ -81,30 +81,30 @@ class Exchange:
 class _PlaceMail:
     """The `Mail` of one place."""
 
-    def __init__(self, exchange: Exchange, place: int) -> None:
-        self._exchange, self._place = exchange, place
+    def __init__(self, meetings: Meetings, place: int) -> None:
+        self._meetings, self._place = meetings, place
         self._met: set[Together] = set()
 
     def send(self, taped: Transfer, name: str) -> bool:
-        self._exchange.send(taped, name)
+        self._meetings.send(taped, name)
         return True
 
     def ask(self, taped: Transfer) -> None:
         assert taped.message is not None
-        self._exchange.ask(taped.message)
+        self._meetings.ask(taped.message)
 
     def has_begun(self, awaited: Awaited) -> bool:
         if isinstance(awaited, Together) and awaited not in self._met:
             self._met.add(awaited)
-            self._exchange.come(self._place, awaited)
-        return self._exchange.has_begun(awaited)
+            self._meetings.come(self._place, awaited)
+        return self._meetings.has_begun(awaited)
 
-    def job(self, awaited: Message | Together) -> Job | None:
-        return self._exchange.job(awaited)
+    def job(self, awaited: MessageName | Together) -> Job | None:
+        return self._meetings.job(awaited)
 
 
 def _words(awaited: Awaited) -> str:
-    if isinstance(awaited, Message):
+    if isinstance(awaited, MessageName):
         return f"message {awaited.number} from place {awaited.sender} to place {awaited.receiver}"
     return "all others"
 
@@ -117,16 +117,16 @@ def play_together(machines: Sequence[Simulator], rehearsals: Sequence[Rehearsal]
     Raises:
         DeadlockError: places wait for messages that nobody sends.
     """
-    exchange = Exchange(machines)
+    meetings = Meetings(machines)
     players = [
-        Player(machine, rehearsal, _PlaceMail(exchange, place))
+        Player(machine, rehearsal, _PlaceMail(meetings, place))
         for place, (machine, rehearsal) in enumerate(zip(machines, rehearsals, strict=True))
     ]
     playing = {place: player.play() for place, player in enumerate(players)}
     awaited: dict[int, Awaited] = dict.fromkeys(playing)
     readings: dict[int, Reading] = {}
     while playing:
-        able = [place for place in playing if exchange.has_begun(awaited[place])]
+        able = [place for place in playing if meetings.has_begun(awaited[place])]
         if not able:
             waits = (f"place {place} waits for {_words(awaited[place])}" for place in playing)
             raise DeadlockError(f"no place of the pipeline can go on: {'; '.join(waits)}")

@@ -174,13 +174,15 @@ class PhantomStages(Phantom):
             if phase.unit != self._root:
                 before = phase
             elif phase.is_backward:
-                (self._front_backward if before is not None and before.is_backward else self._tail_backward).append(phase)
+                (self._front_backward if before is not None and before.is_backward else self._tail_backward).append(
+                    phase
+                )
             else:
                 (self._front if before is None else self._tail).append(phase)
         for number, stage in stages.items():
             exit_form = entries[number + 1].tensors[0] if number + 1 < len(entries) else None
             blocks = range(*cut.borders[number : number + 2])
-            stage.forward = partial(self._run_stage, blocks, exit_form)  # type: ignore[method-assign]
+            stage.forward = partial(self._run_stage, blocks, exit_form)
 
     def _run_stage(self, blocks: range, exit_form: TensorForm | None, *values: Tensor) -> Tensor:
         """Run blocks, from the tokens or hidden states to hidden states, or to what `loss` takes."""

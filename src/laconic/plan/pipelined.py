@@ -67,8 +67,8 @@ class PipelinedStep(RehearsedStep):
             )
         if work.job.shard.policy.cache.where == "auto":
             raise JobError(
-                "shard.cache = 'auto' and pipeline.stages: each stage chooses in its own free memory, which laconic plan "
-                "does not follow; plan with 'none', 'host', 'device' or 'rank'"
+                "shard.cache = 'auto' and pipeline.stages: each stage chooses in its own free memory, which laconic "
+                "plan does not follow; plan with 'none', 'host', 'device' or 'rank'"
             )
         if policy.wire != "exact":
             self.inexact = f"activations and their gradients cross in {policy.wire.removesuffix('bit')} bits"
@@ -81,8 +81,8 @@ class PipelinedStep(RehearsedStep):
         rows = f"{self._count} micro-batches of {self._rows} row{'s' * (self._rows > 1)}"
         self.notes = (
             f"laconic pipeline: {self._num_places} groups of nodes, {policy.num_stages(self._num_places)} stages by "
-            f"{policy.schedule}, {rows}, cache {work.job.shard.policy.cache.where}; its bytes are those of the node that "
-            "sends most, its memory that of the fullest rank",
+            f"{policy.schedule}, {rows}, cache {work.job.shard.policy.cache.where}; its bytes are those of the node "
+            "that sends most, its memory that of the fullest rank",
         )
 
     def num_layers(self) -> int:
@@ -108,9 +108,9 @@ class PipelinedStep(RehearsedStep):
 
     def _step(self) -> Reading:
         """All places as one: the time of the latest, the memory of the fullest, the bytes of whoever sends most."""
-        seconds, places = self._played(self._few_rounds)  # type: ignore[misc]
+        seconds, places = self._played(self._few_rounds)
         if left := (self._count - self._few_rounds) / self._num_places:
-            longer_s, longer = self._played(self._few_rounds + self._num_places)  # type: ignore[misc]
+            longer_s, longer = self._played(self._few_rounds + self._num_places)
             seconds += left * (longer_s - seconds)
             places = list(map(partial(extended, left=left), places, longer))
         fullest = max(places, key=lambda each: each.peak_bytes)
@@ -155,8 +155,8 @@ def _wire_bytes(reading: Reading) -> float:
 def best_pipeline(job: Config, num_nodes: int, predict: Callable[[Config], Estimate]) -> Estimate:
     """The best of a few pipelines of a job that leaves the pipeline open, one choice after the other.
 
-    First the number of stages, with whole weights on each rank of a stage, as torch's schedules keep them until the step
-    ends; the job's own cache if that does not fit. Then, if places wait for each other or for the wire, smaller
+    First the number of stages, with whole weights on each rank of a stage, as torch's schedules keep them until the
+    step ends; the job's own cache if that does not fit. Then, if places wait for each other or for the wire, smaller
     micro-batches and the interleaved schedule. `predict` predicts a job.
 
     Raises:

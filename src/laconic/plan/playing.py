@@ -31,7 +31,7 @@ from laconic.plan.phantom import Alive, PhaseBegin, Rest, Together
 from laconic.plan.phase import OpWork
 from laconic.plan.rehearsal import END, STEPS, Rehearsal
 from laconic.rehearse.machine import COMPUTE, origin_of
-from laconic.rehearse.tape import HOST, Entry, Free, Mark, Message, Record, Step, Transfer, Wait
+from laconic.rehearse.tape import HOST, Entry, Free, Mark, MessageName, Record, Step, Transfer, Wait
 from laconic.shard import cache, form, full, reduce, stored
 
 _ASKED_BY: Mapping[Kind, Sequence[ModuleType | Callable[..., Any]]] = {
@@ -45,7 +45,7 @@ and for work."""
 _KINDS = {origin_of(owner): kind for kind, owners in _ASKED_BY.items() for owner in owners}
 
 
-Awaited = Message | Together | None
+Awaited = MessageName | Together | None
 """What a player cannot go on without; None if it only lets others catch up with its clock."""
 
 
@@ -64,7 +64,7 @@ class Mail(Protocol):
         """Whether it is known when a message arrives, or when all are together."""
         ...
 
-    def job(self, awaited: Message | Together) -> Job | None:
+    def job(self, awaited: MessageName | Together) -> Job | None:
         """What ends when it has arrived; None if nobody has sent it."""
         ...
 
@@ -91,10 +91,10 @@ class _OwnMail:
     def has_begun(self, awaited: Awaited) -> bool:
         return True
 
-    def job(self, awaited: Message | Together) -> Job | None:
-        return self._sent.pop(self._key(awaited), None) if isinstance(awaited, Message) else None
+    def job(self, awaited: MessageName | Together) -> Job | None:
+        return self._sent.pop(self._key(awaited), None) if isinstance(awaited, MessageName) else None
 
-    def _key(self, message: Message) -> tuple[str, int, int]:
+    def _key(self, message: MessageName) -> tuple[str, int, int]:
         distance = (message.receiver - message.sender) % self._sizes[message.group]
         return message.group, distance, message.number
 
@@ -127,7 +127,7 @@ class Player:
         """The last job of each other timeline."""
         self._events: dict[int, Any] = {}
         """The job before each event, or the message before it."""
-        self._arriving: dict[int, Message] = {}
+        self._arriving: dict[int, MessageName] = {}
         """The last message on a timeline, until an event is recorded behind it."""
         self._late: list[tuple[Job, int]] = []
         """The memories that threads of Gloo free after a job."""
@@ -197,7 +197,7 @@ class Player:
                     self._events[entry.event] = self._arriving.pop(entry.timeline, None) or job
                 case Wait():
                     awaited = self._events.get(entry.event)
-                    while isinstance(awaited, Message) and not self._mail.has_begun(awaited):
+                    while isinstance(awaited, MessageName) and not self._mail.has_begun(awaited):
                         yield awaited
                     self._wait(entry.timeline, entry.event)
                 case Mark(Together() as awaited):
@@ -329,7 +329,7 @@ class Player:
             kind, nbytes = self._working.pop(event)
             self._hold(kind, -nbytes)
         job = self._events.get(event)
-        if isinstance(job, Message):
+        if isinstance(job, MessageName):
             job = self._mail.job(job)
         if job is None:
             return

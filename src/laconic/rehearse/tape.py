@@ -53,7 +53,7 @@ class Access:
     is_write: bool
 
 
-class Message(NamedTuple):
+class MessageName(NamedTuple):
     """What one rank sends to another: both have it on their tapes, by the same name."""
 
     group: str
@@ -85,7 +85,7 @@ class Transfer:
     route: Route
     """What leaves a rank on each level, as a mean over the ranks of the group; what laconic counts of its own
     transfers, without hops. Of messages that it sends at once the first has the bytes of all."""
-    message: Message | None = None
+    message: MessageName | None = None
     """The message that this rank sends or receives; None for collectives, and for messages that are parts of one."""
 
 

@@ -46,14 +46,14 @@ from laconic.comm.journal import last_label
 from laconic.comm.traffic import Traffic
 from laconic.rehearse.machine import FSDP2, Event, Machine, Stream
 from laconic.rehearse.rings import Places, Ring, Route
-from laconic.rehearse.tape import Message, Site, Transfer
+from laconic.rehearse.tape import MessageName, Site, Transfer
 
 _BUSY_BYTES = (0x3C, 0xBB, 0x3D)
 """What messages bring: [Note: Messages of the machine]."""
 _PURPOSES = {"foreach_all_gather": "weights", "foreach_reduce": "gradients", "_sync_params": "weights"}
 """What transfers of FSDP2 and of ZeroRedundancyOptimizer are for, by the function that issues them."""
 _OF_PIPELINES = {"_batch_p2p": "activations", "Tie._exchange": "gradients"}
-"""What messages between the stages of a pipeline are for, by the function of torch's schedules, or of laconic's ties."""
+"""What messages between the stages of a pipeline are for, by the function of torch's schedules or of laconic's ties."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,7 +304,7 @@ class Group(PythonGroup):
         sent, received = (tensor.nbytes, 0) if op == "send" else (0, tensor.nbytes)
         distance = (receiver - sender) % self._size
         route = self._ring.message(tensor.nbytes, distance).times(self._machine.alike) if sent else Route()
-        return self._transfer(op, sent, received, route, Message(self._name, sender, receiver, number))
+        return self._transfer(op, sent, received, route, MessageName(self._name, sender, receiver, number))
 
     def _link(self, tensor: Tensor, peer: int) -> Stream:
         if self._machine.cost_of is not None:  # nobody asks for their order
@@ -334,7 +334,7 @@ class Group(PythonGroup):
         return Ring(self._ranks, self._world.places)
 
     def _transfer(
-        self, op: str, sent_bytes: int, received_bytes: int, route: Route, message: Message | None = None
+        self, op: str, sent_bytes: int, received_bytes: int, route: Route, message: MessageName | None = None
     ) -> Transfer:
         purpose, unit = label = (last_label(self) or ("", ""))[:2]
         counted = self._machine.take_counted()
