@@ -63,8 +63,8 @@ MISSED: dict[str, str] = {
     " writes into memory that is free again",
     "shard/gather:BucketGather.finish: now.early is not None -> now.early is None": "both have the values; only the"
     " count of the memory that is held would differ, for a moment",
-    "shard/crossing:WeightCrossing.makes_host_wait: return self._is_coded and self.may_make_host_wait ->"
-    " return None": "the host of a CPU waits for each transfer",
+    "shard/crossing:WeightCrossing.makes_host_wait: self._is_coded and self.may_make_host_wait ->"
+    " self._is_coded or self.may_make_host_wait": "the host of a CPU waits for each transfer",
     "codec/lossless_triton:_read: first += _CHUNK -> pass": "no tile of the tests has more events than one chunk holds",
     "codec/lossless_triton:_write: tl.debug_barrier() -> pass": "the interpreter runs one program after another",
     "ragged/packing:agree_on_packing: sorted(ranks_or_self(cluster.flag_group).gather([cluster.shard_index, own])) ->"

@@ -205,8 +205,12 @@ class _Reader:
             case ast.Constant():
                 return node.value if isinstance(node.value, bool | str | None) else _OPEN
             case ast.Name():
-                given = [] if node.id in self._open else self._given[node.id]
-                return _joined([self.value(each) for each in given])
+                if node.id in self._open:
+                    return _OPEN
+                self._open.add(node.id)  # what is given to a name may have the name in it
+                value = _joined([self.value(each) for each in self._given[node.id]])
+                self._open.remove(node.id)
+                return value
             case ast.Attribute():
                 definitions = self._house.defined.get(node.attr, [])
                 returned = RETURNS.get(node.attr, _OPEN) if any(map(_is_property, definitions)) else _OPEN
