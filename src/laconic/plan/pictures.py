@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from laconic.layout.packing import UnitPlan
 from laconic.plan.estimates import Estimate
-from laconic.plan.machine import PlanLane
+from laconic.plan.machine import PlanLane, Span
 
 SUFFIXES = (".png", ".svg", ".pdf")
 """The endings of the names of pictures."""
@@ -128,12 +129,24 @@ def _lines(estimate: Estimate) -> list[tuple[int, PlanLane]]:
     return [(place, lane) for place in places for lane in shown if (place, lane) in working]
 
 
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """The spans of a line, in which those without a gap are one. Thousands of bars take a minute to draw."""
+    joined = list(spans[:1])
+    for span in spans[1:]:
+        if span.begin_s <= joined[-1].end_s:
+            joined[-1] = replace(joined[-1], end_s=max(span.end_s, joined[-1].end_s), name="")
+        else:
+            joined.append(span)
+    return joined
+
+
 def _draw_step(axes: Any, estimate: Estimate, lines: Sequence[tuple[int, PlanLane]]) -> None:
     from matplotlib.patches import Patch
 
     for row, line in enumerate(lines):
         lane = line[1]
         work = [span for span in estimate.spans if (span.place, span.lane) == line and not span.is_wait]
+        work = work if len(work) <= _MAX_LABELLED else _joined(work)
         for span in work:
             begin_s = span.begin_s - estimate.begin_s
             axes.barh(row, span.end_s - span.begin_s, left=begin_s, height=0.7, color=_BY_LANE[lane], edgecolor="white",

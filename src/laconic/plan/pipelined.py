@@ -31,6 +31,8 @@ _MOST_PLACES = 4
 """The most places of pipelines that the plan tries itself."""
 _MUCH = 0.1
 """The share of a step that a place may wait, before the plan looks for a pipeline that waits less."""
+_MORE = 3
+"""The interleaved schedule sends so many times as much on two places, and less on more: three boundaries for one."""
 
 
 def _launch(cluster: ClusterSpec) -> RankInfo:
@@ -157,7 +159,7 @@ def best_pipeline(job: Config, num_nodes: int, predict: Callable[[Config], Estim
 
     First the number of stages, with whole weights on each rank of a stage, as torch's schedules keep them until the
     step ends; the job's own cache if that does not fit. Then, if places wait for each other or for the wire, smaller
-    micro-batches and the interleaved schedule. `predict` predicts a job.
+    micro-batches and the interleaved schedule, if the wire has time for what that sends. `predict` predicts a job.
 
     Raises:
         JobError, ValueError: no pipeline can run the job; the error is that of the first one.
@@ -186,7 +188,8 @@ def best_pipeline(job: Config, num_nodes: int, predict: Callable[[Config], Estim
     if best.fits and best.waits_s.get(PlanLane.STAGES, 0.0) > _MUCH * best.seconds:
         best = best_with(*_smaller(best.job))
     waits_s = sum(best.waits_s.get(lane, 0.0) for lane in (PlanLane.STAGES, PlanLane.WIRE))
-    if best.fits and waits_s > _MUCH * best.seconds:
+    sends_s = _MORE * best.busy_s.get(PlanLane.WIRE, 0.0)
+    if best.fits and waits_s > _MUCH * best.seconds and sends_s < best.seconds:
         best = best_with(_with(best.job, schedule="Interleaved1F1B"))
     return best
 
