@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.tensor import DTensor
 
 from laconic import _compat
@@ -296,6 +297,19 @@ class WireStage(PipelineStage):
             loss.detach_()  # torch keeps all losses of a step, whose graphs would keep the stage's inputs
         if self.has_backward:
             self._free_room(self.grad_recv_info[bwd_chunk_id])
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """See `PipelineStage`. Weights rest after each backward as the stage's cache says.
+
+        torch would keep them whole from the first backward of a step to its end. With `cache="rank"` they stay so.
+        """
+        if backward_type != "full" or not isinstance(self.submod, ShardedModule):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        self.submod.set_is_last_backward(False)
+        self.submod.set_requires_gradient_sync(False)
+        return stage_backward(*(bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))), None
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
         """See `PipelineStage`, which writes zeros where the next stage has no gradient."""
