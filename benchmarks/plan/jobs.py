@@ -166,4 +166,4 @@ class Predictions:
         )  # fmt: skip
         traced = self._predictors.setdefault(repr(plain), Predictor(config, cluster, device_type="cpu"))
         predictor = traced.on(cluster).with_job(config, same_model=True)
-        return predictor.estimate(CANDIDATES[case.candidate], is_under=True)
+        return predictor.estimate(CANDIDATES[case.candidate], job=config)

@@ -11,7 +11,8 @@ to the file that LACONIC_UNPICKLED names, as a line of JSON. These are no record
 - the metadata of checkpoints, read by a class that builds DCP's own records and nothing else (checkpoint/storage.py);
 - what a script unpickles that the lab's worker runs (lab/worker.py), or a function that `laconic.rehearse` runs;
 - what Lightning and torch read when laconic's strategy calls Lightning's own loader (`load_checkpoint`);
-- the texts that ranks of a TRL trainer gather for its log, when laconic's mixin calls the trainer.
+- the texts that ranks of a TRL trainer gather for its log, when laconic's mixin calls the trainer;
+- the shapes that torch's own pipeline stages tell each other, in the contestant `fsdp2-pipeline`. Ours tell none so.
 """
 
 import _pickle
@@ -48,7 +49,7 @@ def _note(unpickler=None):
         return
     if frame.f_code.co_filename.endswith(_OF_LIGHTNING[0]) and frame.f_code.co_name == _OF_LIGHTNING[1]:
         return
-    if _is_of_trl(caller, frame):
+    if _is_of_trl(caller, frame) or _is_of_torchs_stages(caller, frame):
         return
     lines = [f"{each.filename}:{each.lineno} {each.name}" for each in traceback.extract_stack(caller)]
     file = os.open(os.environ[VARIABLE], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -63,6 +64,13 @@ def _is_of_trl(caller, mixin):
     while caller is not mixin and _OF_TRL not in caller.f_code.co_filename:
         caller = caller.f_back
     return caller is not mixin
+
+
+def _is_of_torchs_stages(caller, frame):
+    """Whether a stage of torch's own class, and not of a subclass, reads what its neighbour tells of shapes."""
+    while caller is not frame and caller.f_code.co_name != "_recv_meta":
+        caller = caller.f_back
+    return caller is not frame and type(caller.f_locals.get("self")).__name__ == "PipelineStage"
 
 
 def loads(*args, **options):

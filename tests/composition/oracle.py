@@ -100,7 +100,10 @@ class _Worker:
 
 
 class _Outer:
-    """SGD, learning rate 0.7, Nesterov momentum 0.9, on the mean difference of the islands that train a parameter."""
+    """SGD, learning rate 0.7, Nesterov momentum 0.9, on the mean difference of the islands that train a parameter.
+
+    The momentum of slices: [Note: Outer steps of slices] in islands/outer_optimizer.py.
+    """
 
     def __init__(self, models: list[Net]) -> None:
         self.models = models
@@ -115,7 +118,8 @@ class _Outer:
             if not trained:
                 continue
             mean = torch.stack(trained).mean(0)
-            self.momentum[name] = 0.9 * self.momentum[name] + mean
-            self.values[name] = value - 0.7 * (mean + 0.9 * self.momentum[name])
+            beta = 0.9 * (len(trained) / len(own)) ** 0.5
+            self.momentum[name] = beta * self.momentum[name] + mean
+            self.values[name] = value - 0.7 * (mean + beta * self.momentum[name])
             for p in own:
                 p.copy_(self.values[name])

@@ -92,7 +92,7 @@ def test_a_step_waits_for_a_slow_wire_and_both_directions_are_one_time() -> None
     assert free.waits_s[PlanLane.WIRE] < 0.01 * free.seconds
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.heavy)])
 def test_a_few_micro_batches_stand_for_all(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {**FREE, "wire_bits_per_s": 8e7}
     few = read(2, 12, schedule=schedule, figures=figures)
@@ -123,6 +123,7 @@ def test_a_picture_has_a_line_for_the_compute_of_each_place_and_for_what_its_nod
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 def test_the_first_stage_keeps_as_many_micro_batches_as_its_schedule_lets_it() -> None:
     """Under 1F1B as many as there are stages, under GPipe all."""
     kept = {
@@ -152,7 +153,10 @@ PIPELINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("nodes", "local", "name"), [(2, 2, "1F1B, tied"), (2, 1, "Interleaved1F1B, eight bits")])
+@pytest.mark.parametrize(
+    ("nodes", "local", "name"),
+    [(2, 2, "1F1B, tied"), pytest.param(2, 1, "Interleaved1F1B, eight bits", marks=pytest.mark.heavy)],
+)
 def test_predicted_bytes_of_all_places_are_the_counted_ones(tmp_path: Path, nodes: int, local: int, name: str) -> None:
     corpus(tmp_path)
     sections = dict(PIPELINES[name])

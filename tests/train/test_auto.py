@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def test_several_ranks_train_as_if_the_job_had_named_the_strategy(tmp_path: Path
     named = job(
         tmp_path,
         shard={"strategy": chosen.shard.strategy, "cache": chosen.shard.policy.cache.where},
+        pipeline=asdict(chosen.pipeline),
         train={"steps": 2, "output": str(tmp_path / "named")},
     )
     assert run_ranks(train_all, 4, [named], local=2)[0][0]["losses"] == first[0]["losses"] == second[0]["losses"]

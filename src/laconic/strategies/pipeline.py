@@ -67,7 +67,7 @@ def num_places(pipeline: PipelineConfig, ranks: RankInfo) -> int:
     if not pipeline.is_on:
         return 1
     nodes = ranks.num_nodes
-    if nodes == 1:
+    if nodes <= 1:
         raise JobError(
             f"pipeline.stages = {pipeline.stages!r} and one node: stages are on different nodes; start more nodes, or "
             "leave [pipeline] out"
