@@ -232,8 +232,8 @@ def cells() -> list[Cell]:
             add(strategy, "AdamW", name)
         # two islands have two ranks each, so sequences are not cut there beside parameters
         at_once = [name for name in together if strategy not in ISLANDS or name != "context parallel"]
-        # in the sums of a worker's ranks, bf16 is more than the tolerance
-        left_out = (OUTER, ("mixed precision",)) if strategy in CYCLIC else ((),)
+        # in the sums of the ranks of another axis, bf16 is more than the tolerance
+        left_out = (OUTER, ("mixed precision",)) if strategy in (*CYCLIC, "partial updates") else ((),)
         for some in left_out:
             add(strategy, "AdamW", *(n for n in at_once if n not in some and not refusals_of({strategy, n})))
     for strategy, optimizer, name in product(WELL_TESTED, OPTIMIZERS, fast):

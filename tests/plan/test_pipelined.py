@@ -74,7 +74,10 @@ def compute_s(layers: int, micro_batches: int) -> float:
 # -- seconds -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("places", "micro_batches", "schedule"), [(2, 6, "GPipe"), (2, 6, "1F1B"), (4, 8, "1F1B")])
+@pytest.mark.parametrize(
+    ("places", "micro_batches", "schedule"),
+    [pytest.param(2, 6, "GPipe", marks=pytest.mark.heavy), (2, 6, "1F1B"), (4, 8, "1F1B")],
+)
 def test_the_bubble_of_equal_stages_is_that_of_the_formula(places: int, micro_batches: int, schedule: str) -> None:
     """(M + S - 1) / M of the compute (GPipe, arXiv 1811.06965), which nobody has told the plan."""
     reading = read(places, micro_batches, schedule=schedule, cut=[3, 3] if places == 2 else [2, 1, 1, 2])

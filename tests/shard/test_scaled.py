@@ -100,8 +100,8 @@ def test_losses_are_those_of_whole_weights(weight_format: str, world: int, local
     [
         (3, 1, {}),
         (2, 2, {"reshard_after_forward": False}),
-        (4, 2, {"cache": "host", "offload_policy": CPUOffloadPolicy()}),
-        (5, 1, {"cache": "rank"}),
+        pytest.param(4, 2, {"cache": "host", "offload_policy": CPUOffloadPolicy()}, marks=pytest.mark.heavy),
+        pytest.param(5, 1, {"cache": "rank"}, marks=pytest.mark.heavy),
     ],
 )
 @on_ranks("world", local="local")

@@ -209,6 +209,7 @@ def assert_trains_as_without_stages(found: dict[str, Any], alone: dict[str, Any]
         assert found[key] == alone[key], name
 
 
+@pytest.mark.heavy
 def test_every_schedule_trains_as_ranks_with_all_layers(tmp_path: Path) -> None:
     configs = [piped(tmp_path, name, pipeline={"schedule": name}) for name in SCHEDULES]
     alone, *found = run_ranks(train_all, 2, [piped(tmp_path, "alone", stages=None), *configs], local=1)[0]
