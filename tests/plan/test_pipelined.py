@@ -95,7 +95,8 @@ def test_a_step_waits_for_a_slow_wire_and_both_directions_are_one_time() -> None
     assert free.waits_s[PlanLane.WIRE] < 0.01 * free.seconds
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_a_few_micro_batches_stand_for_all(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {**FREE, "wire_bits_per_s": 8e7}
     few = read(2, 12, schedule=schedule, figures=figures)
@@ -106,6 +107,7 @@ def test_a_few_micro_batches_stand_for_all(schedule: str, monkeypatch: pytest.Mo
     assert few.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.02)
 
 
+@pytest.mark.heavy
 def test_a_picture_has_a_line_for_the_compute_of_each_place_and_for_what_its_node_sends(tmp_path: Path) -> None:
     base = predictor(4)
     config = replace(base.config, pipeline=replace(base.config.pipeline, stages=2, micro_batches=2))
