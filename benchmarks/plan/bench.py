@@ -29,7 +29,7 @@ class Bench:
         self.predictions = Predictions()
         self.lab = LabRuns(out)
         self.infiniband: dict[tuple[str, int, int], dict[str, Estimate]] = {}
-        """What the rows of the FCDP paper on InfiniBand share."""
+        """The plans that both rows of the FCDP paper on InfiniBand read."""
         self.tables: dict[str, str] = {}
         """The tables below the rows, by the key of their row."""
 

@@ -92,7 +92,7 @@ class UnderWay:
         self.pending, self.coding, self._rank, self.landing = pending, coding, rank, landing
         self._read = read
         self.sent = sent
-        """What leaves this rank. The backend may still read it."""
+        """The bytes that leave this rank. The backend may still read them."""
         self.nbytes = nbytes
         """The bytes that it takes."""
         self._messages: Tensors | None = None

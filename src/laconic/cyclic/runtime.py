@@ -23,7 +23,7 @@ from laconic.cyclic.optimizers import MakeOptimizer, StageOptimizers
 from laconic.cyclic.placement import PlacedStages
 from laconic.cyclic.schedule import Rule, Schedule, StageCache, StatePlacement
 from laconic.cyclic.snapshot import Snapshots
-from laconic.cyclic.stages import local_part, refuse_shared, trainable
+from laconic.cyclic.stages import local_part, refuse_shared_parameters, trainable
 from laconic.cyclic.worker import LossFn, MicroBatch, Worker
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.policies import Wire, WireName
@@ -346,7 +346,7 @@ def _check_stages(stages: Sequence[nn.Module]) -> None:
                 f"stage {number} has no trainable parameter, so its worker's gradient would be empty; cut the model "
                 "elsewhere, or into fewer stages"
             )
-    refuse_shared([trainable(stage) for stage in stages])
+    refuse_shared_parameters([trainable(stage) for stage in stages])
     devices = {p.device for stage in stages for p in stage.parameters()}
     if len(devices) > 1:
         raise ValueError(f"stages are on several devices, {', '.join(map(str, devices))}; move them all to one")

@@ -37,6 +37,7 @@ from laconic.pipeline.stages import (
     parameters_of,
     partition,
     refuse_meta,
+    refuse_shared,
 )
 
 
@@ -73,18 +74,13 @@ def gradient_part(parameter: nn.Parameter) -> Tensor | None:
     return gradient.redistribute(placements=parameter.placements).to_local()
 
 
-def refuse_shared(by_stage: Sequence[Mapping[str, nn.Parameter]]) -> None:
+def refuse_shared_parameters(by_stage: Sequence[Mapping[str, nn.Parameter]]) -> None:
     """Raise ValueError if two stages share one of these parameters."""
-    first_use: dict[int, tuple[int, str]] = {}
-    for stage, parameters in enumerate(by_stage):
-        for name, parameter in parameters.items():
-            first_stage, first_name = first_use.setdefault(id(parameter), (stage, name))
-            if first_stage != stage:
-                raise ValueError(
-                    f"{first_name} in stage {first_stage} and {name} in stage {stage} are one parameter, whose "
-                    "gradient would be complete at two different times; untie them (transformers: "
-                    "tie_word_embeddings=False), or cut so that both are in one stage"
-                )
+    refuse_shared(
+        {number: parameters.items() for number, parameters in enumerate(by_stage)},
+        "parameter, whose gradient would be complete at two different times; untie them (transformers: "
+        "tie_word_embeddings=False), or cut so that both are in one stage",
+    )
 
 
 def cut(
@@ -129,5 +125,5 @@ def cut(
     counts = [0, *accumulate(any(p.requires_grad for p in parameters_of(block)) for block in blocks)]
     borders = partition(costs, num_stages, is_allowed=lambda start, stop: counts[stop] > counts[start])
     stages = [Stage(blocks[start:stop]) for start, stop in pairwise(borders)]
-    refuse_shared([dict(stage.named_parameters()) for stage in stages])
+    refuse_shared_parameters([dict(stage.named_parameters()) for stage in stages])
     return stages

@@ -93,7 +93,7 @@ class StageBlocks:
     blocks: list[ModelBlock]
     """The embedding, each layer and the head."""
     constants: dict[torch.Size, Values]
-    """What layers take beside hidden states, by the rows and tokens of a micro-batch. The first block fills it."""
+    """The tensors that layers take beside hidden states, by rows and tokens of a micro-batch. The first block writes."""
 
 
 def blocks_for_stages(model: nn.Module, rows: int, tokens: int) -> StageBlocks:
@@ -371,7 +371,7 @@ def _shell(module: nn.Module, **children: nn.Module) -> Any:
 def _stand_in(layer: nn.Module, forward: _Recorder) -> Any:
     """A module with the attributes of a layer, which models look at, but without its parameters, submodules and hooks.
 
-    Who shards the layer later adds hooks to it, and a copy shares the dicts of its hooks.
+    `fully_shard` adds hooks to the layer later, and a copy would share the dicts of its hooks.
     """
     stand_in: Any = copy.copy(layer)
     for parts in [name for name in vars(layer) if name in _PARTS or "_hooks" in name]:

@@ -125,7 +125,7 @@ class ScaledFormat:
 
     @property
     def uncut_block(self) -> Block:
-        """What must lie on one rank, for `fully_shard(granularity=)`."""
+        """The block that must lie on one rank, for `fully_shard(granularity=)`."""
         return elements(1) if self.agrees_on_scales else rows(self.height)
 
     @property

@@ -145,7 +145,7 @@ class ScaledWeight(Tensor):
 
     @property
     def uncut_block(self) -> Block:
-        """What must lie on one rank; `fully_shard` asks for it: [Note: Conversion]."""
+        """The block that must lie on one rank; `fully_shard` asks for it: [Note: Conversion]."""
         return self.weight_format.uncut_block
 
     @property

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import nn
 
 from laconic.comm.agreement import RankGroup
-from laconic.pipeline.stages import Criterion, Example, ModelBlock, Stage, blocks_in, costs_of, partition
+from laconic.pipeline.stages import Criterion, Example, ModelBlock, Stage, blocks_in, costs_of, partition, refuse_shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,11 @@ def cut_pipeline(
             costs = RankGroup().broadcast(costs)
         found = partition(costs, num_stages, is_front_heavy=False)
     runs = [blocks[start:stop] for start, stop in pairwise(found)]
-    _refuse_shared_modules(runs)
+    refuse_shared(
+        {stage: _modules_of(run) for stage, run in enumerate(runs)},
+        "module, which cannot be on two ranks; use a module of its own in each (they may share a parameter), or cut so "
+        "that both are in one stage",
+    )
     tied = _untie(runs)
     stages = tuple(Stage(run) for run in runs)
     described = [
@@ -102,19 +106,10 @@ def _by_hand(borders: Sequence[int], num_stages: int, num_blocks: int) -> list[i
     return whole
 
 
-def _refuse_shared_modules(runs: Sequence[Sequence[ModelBlock]]) -> None:
-    first_use: dict[nn.Module, tuple[int, str]] = {}
-    for stage, run in enumerate(runs):
-        for block in run:
-            for path, module in block.modules.items():
-                for name, child in module.named_modules(prefix=path):
-                    first, first_name = first_use.setdefault(child, (stage, name))
-                    if first != stage:
-                        raise ValueError(
-                            f"{first_name} in stage {first} and {name} in stage {stage} are one module, which cannot "
-                            "be on two ranks; use a module of its own in each (they may share a parameter), or cut so "
-                            "that both are in one stage"
-                        )
+def _modules_of(run: Sequence[ModelBlock]) -> Iterator[tuple[str, nn.Module]]:
+    for block in run:
+        for path, module in block.modules.items():
+            yield from module.named_modules(prefix=path)
 
 
 def _untie(runs: Sequence[Sequence[ModelBlock]]) -> tuple[tuple[tuple[int, str], ...], ...]:

@@ -33,7 +33,7 @@ from laconic.comm.watch import waiting_for
 from laconic.errors import RanksDifferError
 from laconic.pipeline.cutting import PipelineCut
 from laconic.pipeline.policies import PipelinePolicy
-from laconic.pipeline.stages import restoring_state
+from laconic.pipeline.stages import refuse_shared, restoring_state
 from laconic.pipeline.ties import Tie
 from laconic.pipeline.wire import Boundary, WireStage, as_tuple, count_message, decode_tensor, encode_tensor, room_for
 from laconic.shard.sharded_module import ShardedModule, reshard_all
@@ -149,18 +149,11 @@ class Pipeline:
                     f"stage {number} has sharded modules, but is none itself, so torch's schedule would not reduce "
                     "their gradients; call fully_shard on the stage, too, after its blocks"
                 )
-        self._refuse_shared()
-
-    def _refuse_shared(self) -> None:
-        found: dict[int, tuple[int, str]] = {}
-        for number, module in self.modules.items():
-            for name, parameter in module.named_parameters():
-                first, first_name = found.setdefault(id(parameter), (number, name))
-                if first != number:
-                    raise ValueError(
-                        f"{first_name} in stage {first} and {name} in stage {number} are one parameter, whose "
-                        "gradients would not be added up; let cut_pipeline cut the model, which gives each stage a copy"
-                    )
+        refuse_shared(
+            {number: module.named_parameters() for number, module in self.modules.items()},
+            "parameter, whose gradients would not be added up; let cut_pipeline cut the model, which gives each stage "
+            "a copy",
+        )
 
     def _agree(self) -> None:
         """Raise one error on all ranks if their settings or cuts differ: [Note: Agreement of the stages]."""

@@ -173,6 +173,20 @@ def _best_borders(
 _REPEATS = 5  # each block is timed this often: the first time warms up, the median of the others counts
 
 
+def refuse_shared(by_stage: Mapping[int, Iterable[tuple[str, object]]], reason: str) -> None:
+    """Refuse stages that share a parameter or a module, given with its names by the number of the stage.
+
+    Raises:
+        ValueError: two do. `reason` follows the names in the message.
+    """
+    first_use: dict[int, tuple[int, str]] = {}
+    for stage, named in by_stage.items():
+        for name, shared in named:
+            first, first_name = first_use.setdefault(id(shared), (stage, name))
+            if first != stage:
+                raise ValueError(f"{first_name} in stage {first} and {name} in stage {stage} are one {reason}")
+
+
 def refuse_meta(parameters: Iterable[nn.Parameter]) -> None:
     """Refuse parameters without values.
 
