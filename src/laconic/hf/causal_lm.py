@@ -93,7 +93,7 @@ class StageBlocks:
     blocks: list[ModelBlock]
     """The embedding, each layer and the head."""
     constants: dict[torch.Size, Values]
-    """The tensors that layers take beside hidden states, by rows and tokens of a micro-batch. The first block writes."""
+    """The tensors that layers take beside hidden states, by rows and tokens. The first block fills it."""
 
 
 def blocks_for_stages(model: nn.Module, rows: int, tokens: int) -> StageBlocks:
