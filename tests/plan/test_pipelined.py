@@ -160,7 +160,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("nodes", "local", "name"),
-    [(2, 2, "1F1B, tied"), pytest.param(2, 1, "Interleaved1F1B, eight bits", marks=pytest.mark.heavy)],
+    [pytest.param(2, 2, "1F1B, tied", marks=pytest.mark.heavy), (2, 1, "Interleaved1F1B, eight bits")],
 )
 def test_predicted_bytes_of_all_places_are_the_counted_ones(tmp_path: Path, nodes: int, local: int, name: str) -> None:
     corpus(tmp_path)

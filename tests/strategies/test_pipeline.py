@@ -330,6 +330,7 @@ def test_a_resumed_run_repeats_the_unbroken_one(tmp_path: Path) -> None:
         assert [row["loss"] for row in rows if "loss" in row] == unbroken["losses"], name
 
 
+@pytest.mark.heavy
 def test_a_run_is_exported_and_begins_from_a_folder(tmp_path: Path) -> None:
     """Each rank reads its own stages of `model.path`, and what it does not hold from nowhere."""
     saves = {"steps": 1, "save_every": 0}

@@ -46,13 +46,15 @@ def test_several_ranks_train_as_if_the_job_had_named_the_strategy(tmp_path: Path
     assert run_ranks(train_all, 4, [named], local=2)[0][0]["losses"] == first[0]["losses"] == second[0]["losses"]
 
 
+@pytest.mark.heavy
 def test_what_does_not_fit_is_refused_before_training(tmp_path: Path) -> None:
     tight = cluster_file(tmp_path, 1, 1, device_memory_bytes="1 MB")
-    message = refusal(job(tmp_path, shard={"strategy": "auto", "cluster": tight}))
-    assert "nothing fits" in message
-    assert "cluster.toml" in refusal(
-        job(tmp_path, shard={"strategy": "auto", "cluster": str(tmp_path / "no" / "cluster.toml")})
-    )
+    assert "nothing fits" in refusal(job(tmp_path, shard={"strategy": "auto", "cluster": tight}))
+
+
+def test_a_cluster_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    missing = str(tmp_path / "no" / "cluster.toml")
+    assert "cluster.toml" in refusal(job(tmp_path, shard={"strategy": "auto", "cluster": missing}))
 
 
 def test_auto_needs_a_cluster_file_and_nothing_else_does() -> None:
