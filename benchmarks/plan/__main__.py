@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.plan import counted, fits, memory, paper, scale, seconds
+from benchmarks.plan import counted, fits, memory, paper, pipelines, scale, seconds
 from benchmarks.plan.bench import Bench, open_bench
 from tests.support.measure import Benchmark
 from tests.support.record import Record
@@ -30,7 +30,7 @@ BENCHMARK = Benchmark(measures=("laconic.plan", "laconic.rehearse", "laconic.sha
     name="plan", prepare=open_bench,
     rows={
         "bytes-counted": counted.row, "bytes-interface": seconds.interface, "memory": memory.row,
-        "seconds": seconds.seconds, "best": seconds.best,
+        "seconds": seconds.seconds, "best": seconds.best, "pipelines": pipelines.row,
         "fits": fits.row, "fcdp-paper": paper.row, "fcdp-infiniband": paper.infiniband,
         "fcdp-infiniband-fitted": paper.infiniband_fitted, "fcdp-slow-wire": paper.slow_wire,
         "scale": scale.row, "scale-8b": scale.row_8b,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ class Run:
     wire_bytes: float
     """The bytes that a node's interface sends in a step, as the mean over nodes and warm steps."""
     tokens: int
+    peak_bytes: float
+    """The device memory at its fullest, by torch's allocator on the fullest rank; 0 if the case watches no step."""
 
     @property
     def name(self) -> str:
@@ -49,6 +51,11 @@ class Run:
     def seconds_error(self) -> float:
         """The relative error of the predicted seconds."""
         return self.estimate.seconds / self.seconds - 1
+
+    @property
+    def memory_error(self) -> float:
+        """The relative error of the predicted peak."""
+        return self.estimate.peak_bytes / self.peak_bytes - 1
 
     @property
     def bytes_error(self) -> float:
@@ -98,6 +105,7 @@ class LabRuns:
                     seconds=mean(summary["step_s"][warm]),
                     wire_bytes=statistics.fmean(summary["interface_sent_bytes"][warm]) / nodes,
                     tokens=summary["tokens_per_step"],
+                    peak_bytes=_peak_bytes(summary) if case.config.log.memory_step else 0.0,
                 )
             )  # fmt: skip
             print(
@@ -133,3 +141,7 @@ class LabRuns:
             raise BenchmarkError(str(error)) from None
         if outcome.exit_code and not (makes and makes.exists()):
             raise BenchmarkError(f"{' '.join(command)} failed: {explain_failure(outcome)}")
+
+
+def _peak_bytes(summary: Mapping[str, Any]) -> float:
+    return float(summary["resting_bytes"] + summary["step_peak_bytes"])

@@ -1,8 +1,9 @@
 """The ranks' side: run jobs one after the other in the same processes, as `laconic train` would run each.
 
-    laconic lab --nodes 2 --local 2 -- -m benchmarks.plan.ranks JOBS.json ANSWERS.json
+    laconic lab --nodes 2 --local 2 -- -m benchmarks.plan.ranks JOBS.json ANSWERS.json [pinned]
 
-Rank 0 writes the summaries of all jobs. The first job that fails ends the run.
+Rank 0 writes the summaries of all jobs. The first job that fails ends the run. `pinned`: the ranks of a node share one
+processor, so that every node computes as fast as any other, however many nodes there are.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import gc
 import io
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from laconic.comm.launch import ExitWithoutTeardown
 from laconic.config import Config, from_dict
 from laconic.errors import JobError
+from laconic.lab.worker import NODE_VARIABLE
 from laconic.train import loop
 
 
@@ -40,7 +43,9 @@ def _train(config: Config) -> dict[str, Any]:
 
 def main() -> None:
     """Run the jobs of a file."""
-    jobs, answers = (Path(argument) for argument in sys.argv[1:])
+    jobs, answers = (Path(argument) for argument in sys.argv[1:3])
+    if sys.argv[3:] == ["pinned"]:
+        os.sched_setaffinity(0, {int(os.environ[NODE_VARIABLE])})
     dist.init_process_group("gloo")
     found = train_all(json.loads(jobs.read_text()))
     if dist.get_rank() == 0:

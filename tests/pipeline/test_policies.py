@@ -257,18 +257,9 @@ def test_outputs_of_another_shape_are_refused_before_they_are_sent() -> None:
         ranks(moody, nodes=2)
 
 
-def goes_on() -> str:
-    pipeline = toys.start(PipelinePolicy(schedule="GPipe"), 3, 0)
-    try:
-        while True:
-            pipeline.step(*toys.batch(0, 8))
-    except RuntimeError as error:
-        return str(error)
-
-
 @pytest.mark.parametrize("turn", [20, 31, 42, 53])
 def test_all_end_when_a_rank_has_died(turn: int) -> None:
-    first, dead, last = ranks(goes_on, nodes=3, faults=[Kill(rank=1, turn=turn)])
+    first, dead, last = ranks(toys.step_for_ever, nodes=3, faults=[Kill(rank=1, turn=turn)])
     assert dead is None
     assert "rank 1" in first
     assert last

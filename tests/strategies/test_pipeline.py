@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,26 +15,28 @@ from torch import Tensor
 
 from laconic.checkpoint import load_dcp, save_checkpoint, storage
 from laconic.comm.launch import RankInfo, process_group
-from laconic.config import Config, JobError, PipelineConfig, to_toml
+from laconic.config import Config, JobError, PipelineConfig
 from laconic.hf.causal_lm import blocks_for_stages
 from laconic.models.build import build_model
 from laconic.models.export import export
+from laconic.publish import Publisher, Reader
 from laconic.strategies.checks import check_job
 from laconic.strategies.pipeline import num_places, pipeline_policy, token_costs
 from laconic.train.loop import Trainer
 from tests.hf.zoo import TINY, differing
 from tests.support.jobs import (
     SMALL_LLAMA,
-    command,
     job,
     metrics,
     refusal,
+    said_after_kill,
+    started,
     train,
     train_all,
     train_and_listen,
     train_and_resume,
 )
-from tests.support.launch import free_port, run_ranks
+from tests.support.launch import run_ranks
 
 MODEL = {"model_type": "llama", **SMALL_LLAMA, "num_hidden_layers": 4}
 STEPS = 3
@@ -272,6 +272,36 @@ def saved_again(config: Config, folder: Path) -> None:
         stepper.close()
 
 
+def published(config: Config, folder: Path) -> None:
+    """Take the steps of a job, and publish the weights after each; the versions go into `folder`."""
+    ranks = RankInfo.from_environment()
+    with process_group(ranks, torch.device("cpu"), config.train.timeout_s) as group:
+        trainer = Trainer(config, ranks, torch.device("cpu"), group)
+        publisher = Publisher(trainer.stepper.module, folder, dtype="float32", names="model")
+        for step in range(2):
+            with torch.no_grad():
+                for stage in trainer.stepper._part.stages if config.pipeline.is_on else [trainer.stepper.module]:
+                    for parameter in stage.parameters():
+                        parameter.add_(1 + step)
+            publisher.publish(step=step)
+        publisher.wait()
+        trainer.stepper.save(partial(save_checkpoint, folder.parent, 2), {"config": {}})
+        trainer.stepper.close()
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_model_held_in_part_is_published_whole(tmp_path: Path, tied: bool) -> None:
+    config = piped(tmp_path, "out", model={"config": {**MODEL, "tie_word_embeddings": tied}})
+    run_ranks(published, 4, config, tmp_path / "saved" / "versions", local=2)
+    saved = contents(tmp_path / "saved" / "step-2")
+    read: dict[str, Tensor] = {}
+    assert Reader(tmp_path / "saved" / "versions").update(read) == 2
+    assert differing({f"model.{name}": tensor for name, tensor in read.items()}, {
+        name: tensor for name, tensor in saved.items() if name.removeprefix("model.") in read
+    }) == []  # fmt: skip
+    assert len(read) == len(list(build_model(config.model).named_parameters()))
+
+
 def contents(folder: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint: the model's and the optimizer's."""
     metadata = storage.read_metadata(folder)
@@ -383,20 +413,6 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
-def started(folder: Path, config: Config) -> list[subprocess.Popen[str]]:
-    """The command on two nodes of one rank each, by torchrun's environment."""
-    (folder / "job.toml").write_text(to_toml(config), encoding="utf-8")
-    places = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    environment = {**os.environ, **places, "MASTER_PORT": str(free_port())}
-    return [
-        subprocess.Popen(
-            command(str(folder / "job.toml")), env={**environment, "RANK": str(rank)}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-
-
 @pytest.mark.machine
 def test_the_command_trains_and_measures_memory(tmp_path: Path) -> None:
     config = piped(tmp_path, "out", log={"memory_step": 2}, train={"async_save": True, "save_every": 0})
@@ -414,15 +430,6 @@ def test_the_command_trains_and_measures_memory(tmp_path: Path) -> None:
 @pytest.mark.machine
 def test_a_rank_that_leaves_ends_all_with_one_line_that_names_it(tmp_path: Path) -> None:
     config = piped(tmp_path, "out", train={"steps": 1_000_000, "log_every": 1, "eval_every": 0})
-    first, second = processes = started(tmp_path, config)
-    try:
-        assert first.stdout is not None
-        assert any("| loss" in line for line in first.stdout), "a step has been taken"
-        second.kill()
-        _, said = first.communicate()
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    assert first.returncode > 0
-    assert [line for line in said.splitlines() if "rank 1" in line], said
+    code, lines, _ = said_after_kill(started(tmp_path, config), 1)
+    assert code > 0
+    assert len(lines) == 1, lines

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import shutil
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from laconic.config import Config, JobError, from_dict
-from tests.support.launch import run_ranks
+from laconic.config import Config, JobError, from_dict, to_toml
+from tests.support.launch import free_port, run_ranks
 from tests.support.tiers import is_inside
 
 SMALL_LLAMA = {
@@ -156,3 +159,38 @@ def refusal(config: Config) -> str:
 def command(*arguments: str) -> list[str]:
     """A command line of `laconic train`."""
     return [sys.executable, "-m", "laconic.train.cli", *arguments]
+
+
+def started(folder: Path, config: Config) -> list[subprocess.Popen[str]]:
+    """The command on two nodes of one rank each, by torchrun's environment."""
+    (folder / "job.toml").write_text(to_toml(config), encoding="utf-8")
+    places = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment = {**os.environ, **places, "MASTER_PORT": str(free_port())}
+    return [
+        subprocess.Popen(
+            command(str(folder / "job.toml")), env={**environment, "RANK": str(rank)}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+def said_after_kill(processes: list[subprocess.Popen[str]], steps: int) -> tuple[int, list[str], float]:
+    """Kill rank 1 of `started` after some logged steps.
+
+    Returns rank 0's exit code, its lines that name rank 1, and the seconds from the kill to its end.
+    """
+    first, second = processes
+    assert first.stdout is not None
+    try:
+        for _ in zip(range(steps), (line for line in first.stdout if "| loss" in line), strict=False):
+            pass
+        second.kill()
+        killed_s = time.monotonic()
+        _, said = first.communicate()
+        seconds = time.monotonic() - killed_s
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    return first.returncode, [line for line in said.splitlines() if "rank 1" in line], seconds

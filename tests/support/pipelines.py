@@ -96,6 +96,16 @@ def start(
     return Pipeline(own, cut, mesh=along, loss_fn=loss_of, policy=policy)
 
 
+def step_for_ever() -> str:
+    """Steps of a pipeline over three ranks until one of them is gone. Returns what this rank is told."""
+    pipeline = start(PipelinePolicy(schedule="GPipe"), 3, 0)
+    try:
+        while True:
+            pipeline.step(*batch(0, 8))
+    except RuntimeError as error:
+        return str(error)
+
+
 def curve(policy: PipelinePolicy, num_ranks: int, num_steps: int) -> list[float]:
     """The losses of a pipeline that learns one batch by heart, at rates that fall to zero."""
     pipeline, losses = start(policy, num_ranks, 0), []

@@ -71,9 +71,14 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return {strip(name): first[id(p)] for name, p in every if strip(name) != first[id(p)]}
 
 
+def is_held_in_part(model: nn.Module) -> bool:
+    """Whether other ranks hold some of the model's tensors alone: [Note: A model held in part]."""
+    return getattr(model, "is_held_in_part", False)
+
+
 def elsewhere(model: nn.Module) -> set[str]:
     """Return the names of the tensors that other ranks hold alone: [Note: A model held in part]."""
-    if not getattr(model, "is_held_in_part", False):
+    if not is_held_in_part(model):
         return set()
     tensors = {**named_parameters(model), **{strip(name): buffer for name, buffer in persistent_buffers(model)}}
     return {name for name, tensor in tensors.items() if tensor.is_meta}

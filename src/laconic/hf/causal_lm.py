@@ -104,14 +104,14 @@ def blocks_for_stages(model: nn.Module, rows: int, tokens: int) -> StageBlocks:
     """
     inputs = {"input_ids": torch.empty((rows, tokens), dtype=torch.int64, device="meta")}
 
-    def run() -> Tensor:
+    def run() -> None:
         with _dry_run(inputs):
-            return model(**inputs, use_cache=False).logits
+            model(**inputs, use_cache=False)
 
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise _unknown(model)
     try:
-        with without_packed_rows(reads=False), played(_find_layers(model)[1], run, inputs):
+        with without_packed_rows(reads=False), played(_find_layers(model)[1], run):
             blocks, values = blocks_of(model, inputs)
             with _dry_run(inputs), Dataflow(values) as flow:
                 carried = blocks[0](*values)[1:]

@@ -107,10 +107,7 @@ class Predictor:
         Raises:
             ConfigError: the strategy cannot run the job.
         """
-        config = self.config
-        if candidate.pipeline is not None and config.pipeline.is_on:  # it has chosen where its stages rest, too
-            candidate = candidate.variant(shard={"cache": config.shard.policy.cache.where})
-        return job_under(candidate, config)
+        return job_under(candidate, self.config)
 
     def _checked(self, candidate: Strategy, job: Config, *, keeps_spans: bool = False) -> Estimate:
         nodes, local = self.cluster.nodes, self.cluster.ranks_per_node

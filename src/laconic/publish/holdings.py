@@ -116,6 +116,8 @@ def _merged(model: nn.Module) -> CheckpointContents:
     """
     if not is_peft_model(model):
         raise PublishError(f'{type(model).__name__} has no adapters of peft to merge; leave adapters="merged" out')
+    if state.is_held_in_part(model):
+        raise PublishError('each rank of a pipeline holds some adapters only; publish them alone, without "merged"')
     addends: dict[int, Addends] = {}
     for _, name, layer in adapted_layers(model):
         base = layer.get_base_layer()
@@ -246,9 +248,13 @@ def _runs_of(addends: Addends, start: int, shape: tuple[int, ...]) -> Iterator[T
 
 @torch.no_grad()
 def holding_of(tensor: Tensor, addends: Addends | None = None, *, is_buffer: bool = False) -> Holding:
-    """Find what this rank holds of a tensor. It is read, not written: what crosses next does not change."""
+    """Find what this rank holds of a tensor. It is read, not written: what crosses next does not change.
+
+    Of a tensor on the meta device it holds nothing: [Note: A model held in part] in checkpoint/state.py.
+    """
     shape = tuple(tensor.shape)
-    regions = tuple(region._replace(addends=addends) for region in _regions(tensor, shape) if region.view.numel())
+    found = () if tensor.is_meta else _regions(tensor, shape)
+    regions = tuple(region._replace(addends=addends) for region in found if region.view.numel())
     return Holding(shape=shape, dtype=tensor.dtype, regions=regions, is_buffer=is_buffer)
 
 

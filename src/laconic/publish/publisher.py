@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from laconic.checkpoint.asynchronous import BackgroundWriter
+from laconic.checkpoint.state import is_held_in_part
 from laconic.comm.entries import typed
 from laconic.errors import listing
 from laconic.hf.hub_names import FolderRun
@@ -100,8 +101,9 @@ class Publisher(BackgroundWriter):
             publisher.publish(step=step)
         publisher.wait()
 
-    The model may be plain, under DDP, FSDP2 or `fully_shard` with any placement, with partial updates or adapters. Call
-    `publish` between optimizer steps. If a version cannot be written, the next call raises the error on every rank.
+    The model may be plain, under DDP, FSDP2 or `fully_shard` with any placement, with partial updates or adapters, or
+    held in part by the ranks of a pipeline. Call `publish` between optimizer steps. If a version cannot be written, the
+    next call raises the error on every rank.
     `Reader` reads versions, and [Note: A published version] in versions.py says what they are.
 
     Args:
@@ -213,7 +215,8 @@ class Publisher(BackgroundWriter):
     def _holdings(self, contents: CheckpointContents) -> dict[str, Holding]:
         """The part that this rank holds of each published tensor. Raises: PublishError: one cannot be published."""
         tensors = contents.tensors
-        if missing := [name for name, tensor in tensors.items() if tensor.is_meta]:
+        missing = [name for name, tensor in tensors.items() if tensor.is_meta]
+        if missing and not is_held_in_part(self._model):
             raise PublishError(
                 f"{listing(missing)}: no memory, on the meta device; call model.to_empty(device=...) before publishing"
             )

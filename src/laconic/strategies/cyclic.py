@@ -34,7 +34,15 @@ from laconic.models.build import materialize
 from laconic.store.folder import damage
 from laconic.strategies.memory import state_nbytes
 from laconic.strategies.optimizers import make_stage_optimizer
-from laconic.strategies.stepper import NotFiniteError, Save, Setup, Stepper, StepResult, checkpoints_to_load
+from laconic.strategies.stepper import (
+    NotFiniteError,
+    Save,
+    Setup,
+    Stepper,
+    StepResult,
+    checkpoints_to_load,
+    loss_of_logits,
+)
 
 
 def num_workers(schedule: ScheduleConfig, ranks: RankInfo) -> int:
@@ -89,7 +97,7 @@ class CyclicStepper(Stepper):
         mesh = make_mesh(device.type, (ranks.world_size,)) if ranks.world_size > 1 else None
         self.run = CyclicDataParallel(
             self.stages,
-            loss_of(model),
+            loss_of_logits(model),
             make_stage_optimizer(setup.optimizer),
             mesh,
             max_grad_norm=setup.optimizer.max_grad_norm or None,
@@ -149,27 +157,6 @@ class CyclicStepper(Stepper):
     def close(self) -> None:
         """See `Stepper.close`."""
         self.run.close()
-
-
-def loss_of(model: nn.Module) -> Any:
-    """The model's own loss, which shifts the labels, as a function of logits and a batch.
-
-    Raises:
-        JobError: routers add a loss of their own.
-    """
-    base: Any = base_model(model)
-    if getattr(base.config, "output_router_logits", False):
-        raise JobError(
-            "model.config.output_router_logits = true adds a loss of all layers' routers, which no single stage can "
-            "compute; set it to false"
-        )
-    loss_function, vocab_size = base.loss_function, base.config.vocab_size
-
-    def loss(logits: Tensor, batch: Batch) -> Tensor:
-        arguments = {key: value for key, value in batch.arguments().items() if key in ("labels", "num_items_in_batch")}
-        return loss_function(logits=logits, vocab_size=vocab_size, **arguments)
-
-    return loss
 
 
 # -- checkpoints: [Note: Checkpoints of the cyclic schedule] -----------------------------------------------------------

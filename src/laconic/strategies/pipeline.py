@@ -47,12 +47,11 @@ from laconic.pipeline.wire import Boundary, TensorForm, count_message
 from laconic.policy import PolicyError
 from laconic.shard.ledger import Ledger
 from laconic.shard.policies import Placement
-from laconic.strategies.cyclic import loss_of
 from laconic.strategies.optimizers import groups_of
 from laconic.strategies.parallelize import compile_layers, mixed_precision, shard_policy
 from laconic.strategies.ring import use_rings
 from laconic.strategies.simultaneous import Simultaneous
-from laconic.strategies.stepper import Save, Setup
+from laconic.strategies.stepper import Save, Setup, loss_of_logits
 from laconic.strategies.under import strategy_of
 
 # -- the pipeline of a launch ------------------------------------------------------------------------------------------
@@ -218,7 +217,7 @@ class PipelineStepper(Simultaneous):
         """Build this rank's stages: [Note: What a rank of a pipeline builds]."""
         ranks, places = setup.ranks, num_places(setup.pipeline, setup.ranks)
         policy = pipeline_policy(setup.pipeline, setup.train, ranks)
-        self._loss, self._scale = loss_of(model), 1.0
+        self._loss, self._scale = loss_of_logits(model), 1.0
         self._num_items: Tensor | None = None
         self._vocabulary = base_model(model).config.vocab_size
         ties = HeldPart.ties_of(model)

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laconic.checkpoint import commit
 from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
-from laconic.config import Config, TrainConfig
+from laconic.config import Config, JobError, TrainConfig
 from laconic.data.batches import Batch
+from laconic.hf.layers import base_model
 from laconic.islands.exchange import SyncReport
 from laconic.shard.ledger import Ledger
 from laconic.shard.policies import Placement
@@ -53,6 +54,27 @@ def checkpoints_to_load(train: TrainConfig) -> Path:
         return own
     given = Path(str(train.resume))
     return given / CHECKPOINTS if (given / CHECKPOINTS).is_dir() else given
+
+
+def loss_of_logits(model: nn.Module) -> Any:
+    """The model's own loss, which shifts the labels, as a function of logits and a batch.
+
+    Raises:
+        JobError: routers add a loss of their own.
+    """
+    base: Any = base_model(model)
+    if getattr(base.config, "output_router_logits", False):
+        raise JobError(
+            "model.config.output_router_logits = true adds a loss of all layers' routers, which no single stage can "
+            "compute; set it to false"
+        )
+    loss_function, vocab_size = base.loss_function, base.config.vocab_size
+
+    def loss(logits: Tensor, batch: Batch) -> Tensor:
+        arguments = {key: value for key, value in batch.arguments().items() if key in ("labels", "num_items_in_batch")}
+        return loss_function(logits=logits, vocab_size=vocab_size, **arguments)
+
+    return loss
 
 
 @dataclass(frozen=True, kw_only=True)

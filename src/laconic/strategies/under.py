@@ -14,7 +14,7 @@ def job_under(strategy: Strategy, config: Config) -> Config:
     """`config` with the keys of `strategy` in its sections, and without keys of [shard] that are for other strategies.
 
     The budgets of the cache stay, and so do the keys of [sync], [schedule] and [pipeline] that the strategy does not
-    set. A pipeline of a job without one has as many stages as nodes.
+    set. A pipeline of a job without one has as many stages as nodes. A job that has one says where stages rest, too.
 
     Raises:
         ConfigError: the strategy cannot run the job.
@@ -26,6 +26,8 @@ def job_under(strategy: Strategy, config: Config) -> Config:
             schedule=dataclasses.replace(schedule, **strategy.schedule),
         )  # fmt: skip
     keys: dict[str, Any] = {"cache": "host", "cache_until": "change", "wire": None, "cluster": None, **strategy.shard}
+    if strategy.on_engine and strategy.pipeline is not None and config.pipeline.is_on:
+        keys["cache"] = config.shard.policy.cache.where
     if not strategy.on_engine or keys["cache"] != "host":
         keys["device_budget_bytes"] = 0
     if not strategy.on_engine or keys["cache"] != "auto":
