@@ -170,7 +170,8 @@ def kills(bench: Bench) -> Row:
     named = 0
     for turn in turns:
         ends = ranks(step_for_ever, nodes=3, faults=[Kill(rank=1, turn=turn)])
-        named += all("rank 1" in ends[rank] for rank in (0, 2))
+        told = [ends[0], ends[2]]  # who waits for one that was told is told of that one
+        named += all("is gone" in each for each in told) and any("rank 1 is gone" in each for each in told)
     config = _endless(bench)
     waits_s, is_named = [], []
     for kill in range(2 if bench.quick else _KILLS):
