@@ -27,13 +27,14 @@ from laconic.rehearse import Kill, ranks
 from tests.support.jobs import said_after_kill, started
 from tests.support.measure import Benchmark, BenchmarkError
 from tests.support.pipelines import step_for_ever
-from tests.support.record import Record, Row
+from tests.support.record import Record, Row, ratio_row
 
-HOME = Setup(job_file="pipeline")
+HOME, HALF = Setup(job_file="pipeline"), Setup(job_file="pipeline_half")
 FAST_BITS_PER_S, SLOW_BITS_PER_S = 200e6, 50e6
-_LIMITS = {"host": 0.35, "lossless": 0.5, "4bit": 1.0, "fsdp2-pipeline": 1.0, "hsdp": 0.35}
+_LIMITS = {"host": 0.35, "4bit": 1.0, "fsdp2-pipeline": 1.0, "hsdp": 0.35}
 """The most that the pipeline's seconds may be of each rival's."""
-_BYTES_A_VALUE = 2
+_LOSSLESS = 0.5
+_BYTES_A_VALUE = 4
 _MOST_BYTES = 0.02
 _PINNED: dict[Job, tuple[str, ...]] = {"full": ("pipeline", "host", "4bit"), "lora": ("pipeline", "host", "ddp")}
 _PINNED_STEPS, _WARM_STEPS, _PINNED_REPEATS = 10, 3, 3
@@ -48,7 +49,7 @@ class Bench(WireBench):
 
     def _steps(self, key: Key) -> int:
         """The number of steps of a case."""
-        return 5 if self.quick else 10
+        return 5 if self.quick or key.setup == HALF else 10
 
 
 def _save(record: Record, bench: Bench) -> None:
@@ -102,17 +103,31 @@ def seconds(bench: Bench) -> Row:
         notes.append(f"{format_rate(rate)}: {seconds_of(times)}")
     exact = bench.result("host", "full", FAST_BITS_PER_S, setup=HOME).losses
     staged = bench.result("pipeline", "full", FAST_BITS_PER_S, setup=HOME).losses
-    gap = max(abs(a - b) for a, b in zip(exact, staged, strict=True))
+    gap = max(abs(a / b - 1) for a, b in zip(exact, staged, strict=True))
     return Row(
-        claim="seconds of a step at 200 / 50 Mbit/s, full training in bf16, `pipeline` against "
+        claim="seconds of a step at 200 / 50 Mbit/s, full training, `pipeline` against "
         + "; ".join(STRATEGIES[name].label for name in _LIMITS),
         required="; ".join(f"<= {limit:g}x" for limit in _LIMITS.values()) + "; losses equal",
         measured="; ".join(" / ".join(f"{each:.3f}x" for each in found) for found in ratios.values())
         + f"; losses within {gap:.1e}",
-        is_met=all(max(found) <= _LIMITS[name] for name, found in ratios.items()) and gap <= 5e-3,
-        note=f"medians of {bench.repeats} alternating runs. {'; '.join(notes)}. Sums of bf16 products are added up in "
-        "another order, so losses differ in the last bits of bf16. Each rank of a stage keeps the stage's weights "
-        "until the step ends, in both pipelines.",
+        is_met=all(max(found) <= _LIMITS[name] for name, found in ratios.items()) and gap <= 2e-5,
+        note=f"medians of {bench.repeats} alternating runs. {'; '.join(notes)}. In fp32. Each rank of a stage keeps the "
+        "stage's weights until the step ends, in both pipelines. All ranks share two processors, so a stage that waits "
+        "in a bubble lends its processor to the others.",
+    )
+
+
+@BENCHMARK.row("seconds-half")
+def seconds_half(bench: Bench) -> Row:
+    """Seconds of a step in bf16 against lossless crossings."""
+    times = bench.times(("host", "lossless", "pipeline"), "full", SLOW_BITS_PER_S, HALF)
+    ratio = times["pipeline"] / times["lossless"]
+    return ratio_row(
+        claim="seconds of a step at 50 Mbit/s, full training in bf16, `pipeline` against lossless crossings",
+        ratio=ratio,
+        limit=_LOSSLESS,
+        note=f"medians of {bench.repeats} alternating runs: {seconds_of(times)}. On a processor that multiplies bf16 "
+        "slowly compute is most of a step.",
     )
 
 
