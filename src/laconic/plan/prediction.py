@@ -71,9 +71,12 @@ class Predictor:
         for first in wanted[:1]:
             with suppress(ConfigError, JobError, ValueError):  # a refusal says so below
                 self._trace(self.job(first))  # before the forks, which share it
-        for found, rehearsed in map_forked(self._estimate_apart, wanted):
+        queue = sorted(wanted, key=lambda each: each.pipeline is None)  # what takes longest comes first
+        estimates = {}
+        for candidate, (found, rehearsed) in zip(queue, map_forked(self._estimate_apart, queue), strict=True):
             self._rehearsals.done.update(rehearsed)
-            yield found
+            estimates[candidate.name] = found
+        yield from (estimates[each.name] for each in wanted)
 
     def _estimate_apart(self, candidate: Strategy) -> tuple[Estimate | Refusal, dict[Any, Rehearsal]]:
         """Predict one strategy, maybe in a fork. Returns new rehearsals, too, but those that hold process groups."""
