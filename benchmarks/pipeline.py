@@ -112,8 +112,8 @@ def seconds(bench: Bench) -> Row:
         + f"; losses within {gap:.1e}",
         is_met=all(max(found) <= _LIMITS[name] for name, found in ratios.items()) and gap <= 2e-5,
         note=f"medians of {bench.repeats} alternating runs. {'; '.join(notes)}. In fp32. Each rank of a stage keeps "
-        "its weights and sums of gradients whole until the step ends, in both pipelines. All ranks share two processors, so a stage that "
-        "waits in a bubble lends its processor to the others.",
+        "its weights and sums of gradients whole until the step ends, in both pipelines. All ranks share two "
+        "processors, so a stage that waits in a bubble lends its processor to the others.",
     )
 
 
