@@ -13,7 +13,7 @@ _WHY: dict[Job, str] = {
     "full": "DDP reduces once, at the end, where each unit reduces on two levels, and ranks wait for each other each "
     "time.",
     "lora": "Small adapters are whole on each rank, as under DDP, and one sum of gradients is all that moves. It takes "
-    "four trips in a row, in each of which ranks wait for their turn on a processor; CPU time is within 5 % of DDP's.",
+    "three trips in a row, in each of which ranks wait for their turn on a processor; CPU time is within 5 % of DDP's.",
 }
 _BOUNDS = {FLAT: 1.06, _EIGHT: 1.10}
 """The largest ratio of a step's seconds to the seconds of its bytes on the wire alone."""
