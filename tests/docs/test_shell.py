@@ -27,7 +27,7 @@ _NOT_HERE = re.compile(
 _SHORTER = (
     (re.compile(r"--nproc-per-node \d+"), "--nproc-per-node 2"),
     (re.compile(r"^(torchrun .*)?-m laconic\.train \S+(?! --train)$"), r"\g<0> --train.steps 3"),
-    (re.compile(r"-m laconic\.train\.cli \S+$"), r"\g<0> --train.steps 3"),
+    (re.compile(r"-- -m laconic\.train \S+$"), r"\g<0> --train.steps 3"),
     (re.compile(r"--train\.steps \d+"), "--train.steps 3"),
     (re.compile(r"^laconic compare (?!.*--steps).*$"), r"\g<0> --steps 3"),
     (re.compile(r"(laconic compare .*)--steps \d+"), r"\1--steps 3"),
