@@ -12,7 +12,7 @@ import laconic
 import laconic.integrations
 import laconic.optim
 from tests.docs import methods, strategies
-from tests.docs.blocks import ROOT
+from tests.docs.blocks import PAGES, ROOT
 from tests.faults.__main__ import BENCHMARK
 from tests.support.record import RESULTS, write_head
 
@@ -41,6 +41,22 @@ def test_each_public_method_and_hook_works_or_raises_as_the_page_says() -> None:
 def test_the_list_of_strategies_is_the_registrys() -> None:
     page = strategies.PAGE.read_text(encoding="utf-8")
     assert page == strategies.render(page), "run python -m tests.docs.strategies"
+
+
+SEARCHED = (
+    "communication-efficient", "gradient compression", "communication compression", "slow networks", "Ethernet",
+    "FSDP2", "HSDP", "HFSDP", "DDP", "ZeRO-2", "ZeRO-3", "ZeRO++", "hpZ", "DeepSpeed", "torchtitan", "uneven shard",
+    "heterogeneous", "gradient accumulation", "micro-batch", "pipeline parallelism", "context parallelism", "DiLoCo",
+    "elastic", "fault tolerance", "silent data corruption", "weight sync", "inference engines", "vLLM", "SGLang",
+    "reinforcement learning", "GRPO", "LoRA", "QLoRA", "FP8", "tokens/s", "MFU", "baseline", "Slurm", "Kubernetes",
+)  # fmt: skip
+"""What people search for who have the problems that laconic solves."""
+
+
+def test_the_words_that_people_search_for_lead_here() -> None:
+    texts = {path: path.read_text(encoding="utf-8") for path in PAGES}
+    shown = "\n".join([texts[ROOT / "README.md"], *re.findall(r"^#+ .*", "\n".join(texts.values()), re.MULTILINE)])
+    assert [term for term in SEARCHED if not re.search(re.escape(term), shown, re.IGNORECASE)] == []
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
