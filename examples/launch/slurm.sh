@@ -33,7 +33,7 @@ srun --wait 60 bash -c 'exec torchrun --node-rank "$SLURM_NODEID" "$@"' torchrun
   --master-addr "$head" --master-port "$port" "$@" &
 step=$!
 
-# laconic.train saves on SIGTERM and ends. srun itself would kill on it, so the signal goes to the tasks.
+# laconic train saves on SIGTERM and ends. srun itself would kill on it, so the signal goes to the tasks.
 again=
 trap 'again=yes; scancel --signal TERM "$SLURM_JOB_ID"' USR1
 code=0

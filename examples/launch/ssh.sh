@@ -22,7 +22,7 @@ command_of() { # what the machine with this number runs
 
 stop_command="kill -TERM \$(cat $pid_file)"
 stopped=
-stop() { # laconic.train saves on SIGTERM; a second one would break that off
+stop() { # laconic train saves on SIGTERM; a second one would break that off
   [ -z "$stopped" ] || return 0
   stopped=yes
   for host in "${hosts[@]}"; do

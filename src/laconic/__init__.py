@@ -1,4 +1,4 @@
-"""Data-parallel training for PyTorch that says little on the wire."""
+"""Communication-efficient training for PyTorch: FSDP2's call, with less traffic between machines."""
 
 import ast
 from importlib import import_module

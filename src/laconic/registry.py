@@ -99,6 +99,9 @@ class Strategy:
     """Shards the model for that stepper: see `laconic.strategies.parallelize`."""
     predict: str = ""
     """Makes the planner's program of it: see `laconic.plan.rehearsed.RehearsedStep`."""
+    code: str = ""
+    """A line of a script that trains so. "{nodes}" and "{local}" stand for the machines and the ranks of each,
+    "{rests}" for the cache and the wire, and a key of [sync] or [pipeline] for its value."""
     in_compare: bool = True
     """Whether `laconic compare` runs it."""
     in_plan: bool = True

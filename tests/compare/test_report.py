@@ -39,13 +39,13 @@ def page_of(*results: Result, title: str = "a title", picture: Path | None = Non
 
 def test_the_page_has_a_row_for_each_run_and_a_note_on_each_strategy() -> None:
     outline = Outline(page_of(canned(), canned_host(), canned_host(job="lora")))
-    assert len(outline.all("th")) == 13
+    assert len(outline.all("th")) == 14
     cells = outline.all("td")
-    assert cells[13:26] == [
-        "full training", "200mbit", "laconic host", "2.800", "0.35", "100.0", "0.333", "310.0", "50.0", "100.0",
-        "2.5000", "0", "1.500",
+    assert cells[14:28] == [
+        "full training", "200mbit", "laconic host", "35,429", "2.800", "0.35", "100.0", "0.333", "310.0", "50.0",
+        "100.0", "2.5000", "0", "1.500",
     ]  # fmt: skip
-    assert cells[26] == "LoRA"
+    assert cells[28] == "LoRA"
     assert outline.all("dt") == ["FSDP2", "laconic host"]
 
 

@@ -21,6 +21,7 @@ SUMMARY: dict[str, Any] = {
     "traffic_bytes": [{"node/weights": 900}, *[{"node/weights": 40, "node/gradients": 160}] * 4],
     "device_peak_bytes": 70, "host_bytes_per_node": 50, "allocated_peak_bytes": None,
     "step_peak_bytes": 300, "resting_bytes": 11,
+    "tokens_per_step": 640,
 }  # fmt: skip
 
 
@@ -32,7 +33,7 @@ def read(tmp_path: Path, case: Case, **changes: Any) -> Result:
 def test_times_leave_out_the_first_step_and_the_watched_one(tmp_path: Path) -> None:
     result = read(tmp_path, Case(strategy="host", steps=5))
     assert result.step_times_s == (1.0, 3.0, 2.0)
-    assert result.step_s == 2.0
+    assert (result.step_s, result.tokens) == (2.0, 640)
     assert result.wait_s == 0.2
     assert result.all_step_times_s == (9.0, 8.0, 1.0, 3.0, 2.0)
     assert result.all_waits_s == (1.0, 1.0, 0.1, 0.3, 0.2)

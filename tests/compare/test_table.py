@@ -25,44 +25,44 @@ def test_each_row_is_compared_with_fsdp2_of_its_own_job_and_rate() -> None:
         canned(job="lora", step_s=4.0, wire_bytes=150e6), canned_host(job="lora", step_s=0.1, wire_bytes=300e3),
     ]  # fmt: skip
     header, _, *rows = render(results).splitlines()
-    assert cells(header)[:4] == ["job", "wire", "strategy", "s / step"]
+    assert cells(header)[:4] == ["job", "wire", "strategy", "tokens / s"]
     fsdp2, host, alone, _, lora = map(cells, rows)
     assert fsdp2 == [
-        "full training", "200mbit", "FSDP2", "8.000", "1.00", "300.0", "1.000", "310.0", "50.0", "0.0", "2.5000", "0",
-        "-",
+        "full training", "200mbit", "FSDP2", "12,400", "8.000", "1.00", "300.0", "1.000", "310.0", "50.0", "0.0",
+        "2.5000", "0", "-",
     ]  # fmt: skip
     assert host == [
-        "full training", "200mbit", "laconic host", "2.800", "0.35", "100.0", "0.333", "310.0", "50.0", "100.0",
-        "2.6000", "1.0e-01", "1.500",
+        "full training", "200mbit", "laconic host", "35,429", "2.800", "0.35", "100.0", "0.333", "310.0", "50.0",
+        "100.0", "2.6000", "1.0e-01", "1.500",
     ]  # fmt: skip
     assert alone[1] == "unshaped"
-    assert (alone[4], alone[6], alone[11]) == ("-", "-", "-")
+    assert (alone[5], alone[7], alone[12]) == ("-", "-", "-")
     assert lora[0] == "LoRA"
-    assert lora[3:7] == ["0.100", "0.03", "0.300", "0.002"]
+    assert lora[4:8] == ["0.100", "0.03", "0.300", "0.002"]
 
 
 def test_without_a_wire_the_engines_count_is_shown() -> None:
     rows = render(
         [canned(wire_bytes=None, local_bytes=None), canned_host(wire_bytes=None, local_bytes=None)]
     ).splitlines()[2:]
-    assert cells(rows[0])[5:8] == ["-", "-", "-"]
-    assert cells(rows[1])[5:8] == ["99.0", "-", "50.0"]
+    assert cells(rows[0])[6:9] == ["-", "-", "-"]
+    assert cells(rows[1])[6:9] == ["99.0", "-", "50.0"]
 
 
 def test_the_screen_gets_each_row_as_it_comes() -> None:
     table = ScreenTable(["fsdp2", "host"], device_limit_bytes=60e6)
     _, title, header, fsdp2 = table.add(canned())
     assert title == "full training, 200mbit; a rank may use 60.0 MB"
-    assert header.split()[:3] == ["s/step", "xFSDP2", "wire"]
+    assert header.split()[:4] == ["tokens/s", "s/step", "xFSDP2", "wire"]
     assert fsdp2.split() == [
-        "FSDP2", "8.000", "1.00", "300.0", "1.000", "50.0", "0.0", "2.5000", "0", "-", 8 * "\u2588",
+        "FSDP2", "12,400", "8.000", "1.00", "300.0", "1.000", "50.0", "0.0", "2.5000", "0", "-", 8 * "\u2588",
     ]  # fmt: skip
     (host,) = table.add(canned_host(allocated_peak_bytes=61_000_000, losses=(5.0, 4.0, 3.0, 2.6)))
-    assert host.split()[:4] == ["laconic", "host", "2.800", "0.35"]
+    assert host.split()[:5] == ["laconic", "host", "35,429", "2.800", "0.35"]
     assert host.endswith(f" 1.0e-01   1.500  {3 * chr(0x2588)}  does not fit"), "the legend explains both"
     assert len(header) == len(fsdp2) - 2 - 8 == len(host.partition("  \u2588")[0]), "columns are aligned"
     *_, host = ScreenTable(["host"]).add(canned_host())
-    assert host.split()[2:6] == ["2.800", "-", "100.0", "-"], "without FSDP2 there are no ratios"
+    assert host.split()[2:7] == ["35,429", "2.800", "-", "100.0", "-"], "without FSDP2 there are no ratios"
 
 
 def test_the_closing_words_say_what_was_saved_and_when_nothing_is() -> None:
@@ -90,5 +90,5 @@ def test_progress_is_a_row_after_a_run_and_on_a_terminal_its_time(terminal: bool
     with reporter.running(case):
         assert terminal or not text.getvalue(), "a row after each run, and nothing before"
     reporter.finished(canned_host())
-    assert "laconic host    2.800" in text.getvalue().splitlines()[-1]
+    assert "laconic host    35,429    2.800" in text.getvalue().splitlines()[-1]
     assert ("[1/2] full training, laconic host, 200mbit, 4 steps 0:00:00" in text.getvalue()) == terminal

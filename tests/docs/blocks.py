@@ -60,7 +60,7 @@ def blocks() -> Iterator[Block]:
 # -- shell commands: options parse, and files and targets exist; nothing runs ------------------------------------------
 
 
-_OTHER_PROGRAMS = {"pip", "mkdocs", "diff", "tensorboard", "export", "ssh", "cd", "git"}
+_OTHER_PROGRAMS = {"pip", "mkdocs", "diff", "tensorboard", "export", "ssh", "cd", "git", "source"}
 """Programs whose arguments are not checked."""
 
 

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import laconic
 from laconic.comm.agreement import RankGroup
+from laconic.publish import Publisher
 from tests.support.sharded_net import Block
 
 Layer = partial(Block, 48, 96)
@@ -35,7 +36,10 @@ class Model(nn.Module):
 def scene(page: str) -> dict[str, Any]:
     """The given names of a page, the same weights on all ranks and other batches on each."""
     torch.manual_seed(0)
-    scenes = {"docs/cyclic.md": _cyclic, "docs/layouts.md": _FreshLayers, "docs/publish.md": _publish}
+    scenes = {
+        "docs/cyclic.md": _cyclic, "docs/layouts.md": _FreshLayers,
+        "docs/publish.md": _publish, "docs/serve.md": _serve,
+    }  # fmt: skip
     names = scenes.get(page, _model)()
     names.update(torch=torch, laconic=laconic, device="cpu")
     return names
@@ -49,9 +53,16 @@ def _model() -> dict[str, Any]:
 
 
 def _publish() -> dict[str, Any]:
-    """A folder that all ranks share, and the model of a sampler."""
-    folder = RankGroup().broadcast(tempfile.mkdtemp() if dist.get_rank() == 0 else "")
-    return {**_model(), "folder": folder, "sampler": Model().bfloat16()}
+    """A folder that all ranks share."""
+    return {**_model(), "folder": RankGroup().broadcast(tempfile.mkdtemp() if dist.get_rank() == 0 else "")}
+
+
+def _serve() -> dict[str, Any]:
+    """The folder with a version, and the model of a sampler."""
+    names = _publish()
+    with Publisher(names["model"], names["folder"]) as publisher:
+        publisher.publish()
+    return {**names, "sampler": Model().bfloat16()}
 
 
 class _FreshLayers(dict[str, Any]):

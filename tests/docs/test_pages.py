@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shutil
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import laconic
 import laconic.integrations
 import laconic.optim
 from tests.docs import methods, strategies
-from tests.docs.blocks import ROOT
+from tests.docs.blocks import PAGES, ROOT
 from tests.faults.__main__ import BENCHMARK
 from tests.support.record import RESULTS, write_head
 
@@ -41,6 +44,22 @@ def test_each_public_method_and_hook_works_or_raises_as_the_page_says() -> None:
 def test_the_list_of_strategies_is_the_registrys() -> None:
     page = strategies.PAGE.read_text(encoding="utf-8")
     assert page == strategies.render(page), "run python -m tests.docs.strategies"
+
+
+SEARCHED = (
+    "communication-efficient", "gradient compression", "communication compression", "slow networks", "Ethernet",
+    "FSDP2", "HSDP", "HFSDP", "DDP", "ZeRO-2", "ZeRO-3", "ZeRO++", "hpZ", "DeepSpeed", "torchtitan", "uneven shard",
+    "heterogeneous", "gradient accumulation", "micro-batch", "pipeline parallelism", "context parallelism", "DiLoCo",
+    "elastic", "fault tolerance", "silent data corruption", "weight sync", "inference engines", "vLLM", "SGLang",
+    "reinforcement learning", "GRPO", "LoRA", "QLoRA", "FP8", "tokens/s", "MFU", "baseline", "Slurm", "Kubernetes",
+)  # fmt: skip
+"""What people search for who have the problems that laconic solves."""
+
+
+def test_the_words_that_people_search_for_lead_here() -> None:
+    texts = {path: path.read_text(encoding="utf-8") for path in PAGES}
+    shown = "\n".join([texts[ROOT / "README.md"], *re.findall(r"^#+ .*", "\n".join(texts.values()), re.MULTILINE)])
+    assert [term for term in SEARCHED if not re.search(re.escape(term), shown, re.IGNORECASE)] == []
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
@@ -89,6 +108,42 @@ def test_each_promise_names_what_proves_it() -> None:
         assert set(rows) <= CAMPAIGNS, promise
         named.update(rows)
     assert named == CAMPAIGNS, "a campaign proves no promise"
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+QUOTED = {
+    "cyclic.md": {
+        "cyclic run": ("68.8 %", "62.5 %"), "cyclic few-bits": ("0.257",),
+        "measured-once fashion": ("85.6 %", "0.2 ± 0.2", "0.7 ± 0.5", "6.3 ± 0.8"),
+        "measured-once warm-up": ("10 %", "21 %", "5 %", "0.5 to 1.1 %"),
+    },
+    "local-steps.md": {
+        "local_steps loss-codecs": ("0.3 %", "0.9 %"), "local_steps loss-top-k": ("2.3 %",),
+        "measured-once sparse": ("22 %", "11 %", "3.6 %"), "measured-once parity-8": ("0.83 %", "3.80 %"),
+        "local_steps slices-mlp-8": ("0.6 %", "0.9 %", "1.4 %"), "local_steps slices-time": ("1.03 to 1.08",),
+        "local_steps flops": ("9.8 %", "14.7 %", "17.1 %", "22.0 %", "25.6 %"),
+        "local_steps memory": ("19.5 %", "29 %", "34 %", "43 %", "51 %"),
+    },
+    "which-strategy.md": {"plan seconds": ("8.6 %", "81 %"), "plan bytes-interface": ("0.6 %",)},
+}  # fmt: skip
+"""Figures of pages, by the file and the row of the record that has them."""
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+@pytest.mark.parametrize("page", QUOTED)
+def test_figures_of_a_page_are_those_of_the_record(page: str) -> None:
+    text = re.sub(r"\s+", " ", (ROOT / "docs" / page).read_text(encoding="utf-8"))
+    for place, figures in QUOTED[page].items():
+        file, key = place.split()
+        row = json.loads((RESULTS.parent / "results" / f"{file}.json").read_text(encoding="utf-8"))["rows"][key]
+        recorded = [float(each) for each in NUMBER.findall(f"{row['measured']} {row['note']} {row['tried']}")]
+        for figure in figures:
+            assert figure in text, f"{page} does not say {figure} any more"
+            for number in NUMBER.findall(figure):
+                digits = len(number.partition(".")[2])
+                assert any(abs(float(number) - each) <= 0.51 * 10**-digits for each in recorded), (place, number)
 
 
 # -- install ----------------------------------------------------------------------------------------------------------

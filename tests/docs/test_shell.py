@@ -20,14 +20,15 @@ from tests.support.launch import free_port
 from tests.support.published import published
 
 _NOT_HERE = re.compile(
-    r"^(pip|make|export|cd|git|ssh|mkdocs|diff|tensorboard)\b|--nnodes|box1|/shared/|10\.0\.0|my_job|your_script|\bjob\.toml"
+    r"^(pip|make|export|cd|git|ssh|mkdocs|diff|tensorboard|source|python -m venv)\b"
+    r"|--nnodes|box1|/shared/|10\.0\.0|my_job|your_script|\bjob\.toml"
     r"|examples/islands|rendezvous|publish serve|--demo|-m (pytest|tests|benchmarks)"
 )
 """Commands of other programs, of other machines, of the reader's own files, that never end, and those of `make`."""
 _SHORTER = (
     (re.compile(r"--nproc-per-node \d+"), "--nproc-per-node 2"),
     (re.compile(r"^(torchrun .*)?-m laconic\.train \S+(?! --train)$"), r"\g<0> --train.steps 3"),
-    (re.compile(r"-m laconic\.train\.cli \S+$"), r"\g<0> --train.steps 3"),
+    (re.compile(r"-- -m laconic\.train \S+$"), r"\g<0> --train.steps 3"),
     (re.compile(r"--train\.steps \d+"), "--train.steps 3"),
     (re.compile(r"^laconic compare (?!.*--steps).*$"), r"\g<0> --steps 3"),
     (re.compile(r"(laconic compare .*)--steps \d+"), r"\1--steps 3"),

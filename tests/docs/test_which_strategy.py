@@ -12,7 +12,7 @@ import pytest
 from laconic import cli
 from laconic.config import load
 from laconic.plan import Predictor, choose, load_cluster
-from laconic.plan.units import format_quantity
+from laconic.plan.units import format_number, format_quantity
 
 pytestmark = pytest.mark.machine
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "which-strategy.md"
 CHOOSE = ROOT / "docs" / "choose.md"
 SAMPLE_OF_A_PLAN = re.compile(r"```\n\$ laconic (plan [^\n]*)\n(.*?)```", re.DOTALL)
-HEAD = "| strategy | s/step | wire | device | fits |\n|---|---|---|---|---|\n"
+HEAD = "| strategy | s/step | tokens/s | wire | device | fits |\n|---|---|---|---|---|---|\n"
 CASES = {
     "lora-14b": ["ddp", "rank", "device", "host", "hsdp", "pipeline", "fsdp2-hpz", "none", "fsdp2"],
     "a40-10b": ["pipeline", "lossless", "hsdp", "host", "device", "rank", "4bit", "fsdp2-hpz", "none", "fsdp2", "ddp"],
@@ -46,7 +46,8 @@ def table(case: str, *, among: Sequence[str] | None) -> str:
         estimate = entries[name].estimate
         label = f"**{estimate.label}**" if entries[name].is_recommended else estimate.label
         wire, device = (format_quantity(each, "B") for each in (estimate.wire_bytes, estimate.peak_bytes))
-        rows.append(f"| {label} | {estimate.seconds:.3g} | {wire} | {device} | {'yes' if estimate.fits else 'no'} |\n")
+        speed = f"{format_number(estimate.seconds)} | {format_number(estimate.tokens_per_s)}"
+        rows.append(f"| {label} | {speed} | {wire} | {device} | {'yes' if estimate.fits else 'no'} |\n")
     return HEAD + "".join(rows)
 
 

@@ -83,7 +83,7 @@ def test_a_wrong_interface_is_found_before_ranks_hang(lab: Lab, fault: str, text
 
 @pytest.mark.machine
 def test_a_cluster_file_that_cannot_be_written_is_refused_before_the_measurement(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "laconic.cli", "doctor", "--out", str(tmp_path / "none" / "cluster.toml")]
+    command = [sys.executable, "-m", "laconic.doctor", "--out", str(tmp_path / "none" / "cluster.toml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done
     assert f"the folder {tmp_path / 'none'} does not exist" in done.stderr

@@ -148,7 +148,7 @@ class Engine:
 
 
 def relayed(weights: Path, pull_folder: Path, base: Path, local: Path, engines: list[Engine], timeout_s: float) -> None:
-    """The loop of docs/publish.md, until no version comes."""
+    """The loop of docs/serve.md, until no version comes."""
     relay = PullFolder(Reader(weights), pull_folder, model_folder=base)
     while relay.reader.wait(timeout_s):
         body = {"source_dir": pull_folder, "target_version": relay.update(), "local_checkpoint_dir": local}

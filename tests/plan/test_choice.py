@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -20,7 +22,7 @@ from laconic import cli
 from laconic.config import Config, ConfigError, OptimizerConfig, SyncConfig, from_dict, load
 from laconic.plan import choose
 from laconic.plan.candidates import CANDIDATES, candidate_named
-from laconic.plan.choice import break_even
+from laconic.plan.choice import _in_code, break_even
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import MARGIN, Estimate
 from laconic.plan.forks import map_forked
@@ -97,10 +99,22 @@ def test_the_fastest_exact_strategy_is_taken(predictor: Predictor) -> None:
     by_name = {entry.estimate.strategy: entry for entry in choice.entries}
     console = Console(file=io.StringIO())
     print_choice(choice, console)
-    assert "run, not planned: FSDP2 pipeline; DeepSpeed ZeRO-3; " in console.file.getvalue()  # type: ignore[attr-defined]
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "run, not planned: FSDP2 pipeline; DeepSpeed ZeRO-3; " in printed
+    assert re.search(r"s/step +tokens/s ", printed)
+    *_, in_a_job, in_a_script = printed.splitlines()
+    assert in_a_job == "in a job: as it is"
+    assert in_a_script == 'in a script: laconic.fully_shard(layer, cache="host")  # each layer, then the model'
     assert "waits" in by_name["none"].reason
     assert "wire" in by_name["none"].reason
     assert "inexact" in by_name["4bit"].reason
+
+
+def test_what_may_be_recommended_has_a_line_of_python(predictor: Predictor) -> None:
+    for name, candidate in CANDIDATES.items():
+        code = _in_code(candidate.code, predictor.job(candidate), predictor.cluster)
+        ast.parse(code)
+        assert bool(code) == (name != "zero++"), "it has no single line"
 
 
 def test_inexact_strategies_win_where_they_are_asked_for(predictor: Predictor) -> None:
@@ -109,6 +123,7 @@ def test_inexact_strategies_win_where_they_are_asked_for(predictor: Predictor) -
     assert allowed.recommended.strategy == "4bit"
     assert allowed.job is not None
     assert allowed.job.shard.policy.wire.word == "4bit"
+    assert (allowed.in_toml, 'wire="4bit"' in allowed.in_code) == ('shard.wire = "4bit"', True)
     islands = dataclasses.replace(predictor.config, sync=SyncConfig.of_keys({"mode": "local", "every": 50}))
     asked = predictor.with_job(islands, same_model=True)
     own = choose(asked, names=["host", "local-steps"])
@@ -116,6 +131,7 @@ def test_inexact_strategies_win_where_they_are_asked_for(predictor: Predictor) -
     assert own.recommended.strategy == "local-steps"
     assert own.job is not None
     assert own.job.sync.policy.schedule.every == 50
+    assert "LocalSteps(model, optimizer, mesh=mesh, every=50, " in own.in_code
     named = choose(asked, names=["host", "none"])
     assert named.job is not None
     assert not named.job.sync.is_local
@@ -129,6 +145,7 @@ def test_nothing_fits_and_the_remedy_says_what_would(predictor: Predictor, monke
     choice = choose(asked, names=["host"])
     assert choice.recommended is None
     assert choice.job is None
+    assert choice.in_toml == choice.in_code == ""
     for words in ("nothing fits", "needs", "with model.activation_checkpointing = true, laconic host would fit"):
         assert words in choice.remedy
     assert all("does not fit" in entry.reason for entry in choice.entries)

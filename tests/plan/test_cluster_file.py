@@ -15,7 +15,7 @@ from laconic.config import ConfigError
 from laconic.plan.cluster_file import load_cluster, parse_cluster, to_toml
 from laconic.plan.cluster_spec import DEFAULT_HEADER_FACTOR, DTYPES
 from laconic.plan.known import device_named, devices, find_device, find_network, networks
-from laconic.plan.units import format_quantity, parse_quantity
+from laconic.plan.units import format_number, format_quantity, parse_quantity
 
 TABLE = """
 nodes = 2
@@ -223,6 +223,12 @@ def test_units(text: str, unit: str, value: float) -> None:
     assert parse_quantity(text, unit) == pytest.approx(value)  # type: ignore[arg-type]
 
 
+def test_numbers_are_as_people_write_them() -> None:
+    assert [format_number(each) for each in (0.4718, 63.84, 3709.6, 12_431)] == ["0.472", "63.8", "3,710", "12,400"]
+    assert format_quantity(9378.4, "s") == "9,378 s"
+
+
 @given(st.floats(1e-9, 1e17), st.sampled_from(["B", "B/s", "bit/s", "FLOP/s", "s"]))
 def test_written_quantities_read_back(value: float, unit: str) -> None:
-    assert parse_quantity(format_quantity(value, unit), unit) == pytest.approx(value, rel=1e-3)  # type: ignore[arg-type]
+    text = format_quantity(value, unit)  # type: ignore[arg-type]
+    assert parse_quantity(text.replace(",", ""), unit) == pytest.approx(value, rel=1e-3)  # type: ignore[arg-type]

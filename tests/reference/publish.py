@@ -1,6 +1,6 @@
 """Published weights by hand: gaps and digests in Python's integers, and a reader without laconic.
 
-`apply` is the reader that docs/publish.md shows. It knows the format alone, and checks nothing.
+`apply` is the reader that docs/publish-format.md shows. It knows the format alone, and checks nothing.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ def canned(**changes: Any) -> Result:
         "step_times_s": (8.0, 8.0), "wire_bytes": 300e6, "counted_bytes": None, "traffic_bytes": {},
         "allocated_peak_bytes": 50_000_000, "engine_peak_bytes": None, "host_bytes_per_node": 0, "wait_s": None,
         "losses": (5.0, 4.0, 3.0, 2.5), "num_parameters": 25_000_000, "num_trainable": 25_000_000, "wall_s": 40.0,
-        "output": "runs/full-200mbit-fsdp2", "num_nodes": 2, "num_local": 2, "local_bytes": 310e6,
+        "output": "runs/full-200mbit-fsdp2", "num_nodes": 2, "num_local": 2, "local_bytes": 310e6, "tokens": 99_200,
     }  # fmt: skip
     return Result(**{**values, **changes})
 

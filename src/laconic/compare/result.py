@@ -57,6 +57,8 @@ class Result:
     """The seconds of every step that a rank waited for the wire; None where nothing counts them."""
     all_wire_bytes: tuple[float | None, ...] = ()
     """The bytes that a node sent in every step, by the interface's counters; None without a wire."""
+    tokens: int = 0
+    """The tokens of a step, of all ranks together; 0 in files of older sources."""
 
     @property
     def loss(self) -> float:
@@ -118,6 +120,7 @@ def read_result(case: Case, folder: Path, *, wall_s: float) -> Result:
         local_bytes=_per_node(summary.get("loopback_bytes", []), nodes),  # older sources have none
         all_step_times_s=tuple(summary["step_s"]),
         all_waits_s=tuple(summary["wait_s"]),
+        tokens=summary.get("tokens_per_step", 0),
         all_wire_bytes=tuple(None if sent is None else sent / nodes for sent in summary["interface_sent_bytes"]),
     )
 

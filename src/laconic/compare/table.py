@@ -8,13 +8,13 @@ from laconic.compare.result import Result
 from laconic.lab import format_rate
 
 COLUMNS = (
-    "job", "wire", "strategy", "s / step", "x FSDP2", "wire MB / step", "x FSDP2", "local MB / step",
-    "device MB", "host MB", "loss", "largest gap", "waits, s / step",
+    "job", "wire", "strategy", "tokens / s", "s / step", "x FSDP2", "wire MB / step", "x FSDP2",
+    "local MB / step", "device MB", "host MB", "loss", "largest gap", "waits, s / step",
 )  # fmt: skip
 NUM_TEXT_COLUMNS = 3
-_ON_SCREEN = [*range(2, 7), *range(8, 13)]
+_ON_SCREEN = [*range(2, 8), *range(9, 14)]
 """The columns that a terminal has room for."""
-_HEAD = ("", "s/step", "xFSDP2", "wire MB", "xFSDP2", "device MB", "host MB", "loss", "largest gap", "waits")
+_HEAD = ("", "tokens/s", "s/step", "xFSDP2", "wire MB", "xFSDP2", "device MB", "host MB", "loss", "gap", "waits")
 _BAR, _BAR_CELLS = "\u2588", 8
 """A cell of the bar for a step's seconds, and the length of FSDP2's."""
 
@@ -23,7 +23,7 @@ FSDP2: with a true ring reduce-scatter, and transfers beside compute, as on NCCL
 all-reduce, which moves gradients twice. wire MB: bytes that each node sends in one optimizer step from the second on,
 by the interface's counters, with headers. local MB: bytes that the ranks of a node send to each other, likewise.
 device MB: peak of torch's allocator on a rank: parameters, gradients, optimizer states, activations, transfers.
-host MB: cached node shards, per node. loss: last step, mean over ranks. largest gap: of a step's loss to FSDP2's.
+host MB: cached node shards, per node. loss: last step, mean over ranks. gap: the largest of a step's loss to FSDP2's.
 waits: for the wire, as laconic's engine counts it."""
 
 LEGEND_NO_WIRE = """\
@@ -49,7 +49,8 @@ def _row(result: Result, reference: Result | None) -> list[str]:
         JOBS[result.job],
         _wire(result),
         STRATEGIES[result.strategy].label,
-        f"{result.step_s:.3f}",
+        f"{result.tokens / result.step_s:,.0f}" if result.tokens else "-",
+        f"{result.step_s:,.3f}",
         f"{result.step_s / reference.step_s:.2f}" if reference else "-",
         megabytes(moved),
         f"{moved / reference_moved:.3f}" if moved is not None and reference_moved else "-",
@@ -88,7 +89,7 @@ class ScreenTable:
 
     def __init__(self, strategies: Iterable[str] = STRATEGIES, *, device_limit_bytes: float | None = None) -> None:
         self._limit_bytes = device_limit_bytes
-        self._widths = [max(len(STRATEGIES[name].label) for name in strategies), 7, 7, 8, 8, 9, 7, 7, 11, 6]
+        self._widths = [max(len(STRATEGIES[name].label) for name in strategies), 8, 7, 7, 8, 8, 9, 7, 7, 7, 6]
         self._group: tuple[str, str] | None = None
         self._reference: Result | None = None
         """FSDP2's row of the group, or the first."""

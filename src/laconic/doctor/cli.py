@@ -33,9 +33,9 @@ Start it as you start training, and leave the machines alone for the half minute
 _EPILOG = """\
 examples:
   laconic doctor                                                               # one rank, on this machine
-  torchrun --nnodes 2 --node-rank R --nproc-per-node 1 --master-addr box1 -m laconic.cli doctor     # on both boxes
-  laconic lab --nodes 2 --local 2 --rate 200mbit -- -m laconic.cli doctor      # an emulated cluster
-  torchrun ... -m laconic.cli doctor --out cluster.toml                        # for `laconic plan`; some minutes
+  torchrun --nnodes 2 --node-rank R --nproc-per-node 1 --master-addr box1 -m laconic.doctor     # on both boxes
+  laconic lab --nodes 2 --local 2 --rate 200mbit -- -m laconic.doctor          # an emulated cluster
+  torchrun ... -m laconic.doctor --out cluster.toml                            # for `laconic plan`; some minutes
 
 The exit code is 0 if all is well, 1 if something is wrong, and 2 for a mistake in the arguments."""
 

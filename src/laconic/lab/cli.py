@@ -22,7 +22,7 @@ both directions. At the end print the bytes that each node's interface sent and 
 _EPILOG = """\
 examples:
   laconic lab --nodes 2 --local 2 --rate 200mbit -- train.py --steps 20
-  laconic lab --rate 1gbit --json bytes.json -- -m laconic.cli train config.toml
+  laconic lab --rate 1gbit --json bytes.json -- -m laconic.train config.toml
   laconic lab --no-wire -- train.py
 
 Node 0 writes to this terminal as if it ran alone; lines of other nodes begin with [node 1] and so on. When a rank

@@ -9,10 +9,11 @@ within 5 % of the fastest, it is recommended: the plan cannot tell smaller diffe
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from laconic.config import Config, ConfigError
+from laconic.config import Config, ConfigError, to_dict
 from laconic.plan.candidates import CANDIDATES, is_asked_for
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import Estimate
@@ -52,6 +53,10 @@ class Choice:
     """What would have to change for the best of the other side to win; empty if there is none."""
     remedy: str
     """If nothing fits: by how much, and the nearest change with which a strategy would; else empty."""
+    in_toml: str
+    """The keys with which the job takes the recommended strategy, as TOML; empty if there is none."""
+    in_code: str
+    """The line with which a script takes it; empty if there is none, or no single line does it."""
 
 
 def choose(predictor: Predictor, *, allow: Collection[str] = (), names: Sequence[str] | None = None) -> Choice:
@@ -83,7 +88,28 @@ def choose(predictor: Predictor, *, allow: Collection[str] = (), names: Sequence
         job=None if best is None else best.job,
         rival="" if best is None else _rival(predictor, best, [each for each in estimates if each.fits]),
         remedy="" if best is not None else _remedy(predictor, estimates),
+        in_toml="" if best is None else _in_toml(predictor.config, best.job),
+        in_code="" if best is None else _in_code(CANDIDATES[best.strategy].code, best.job, predictor.cluster),
     )
+
+
+def _in_toml(before: Config, after: Config) -> str:
+    """The keys of a job that differ from those before."""
+    old, new = (
+        {f"{section}.{key}": value for section, keys in to_dict(job).items() for key, value in keys.items()}
+        for job in (before, after)
+    )
+    changes = [f"{key} = {json.dumps(value)}" for key, value in new.items() if old.get(key) != value]
+    return ", ".join([*changes, *(f"without {key}" for key in old if key not in new)]) or "as it is"
+
+
+def _in_code(code: str, job: Config, cluster: ClusterSpec) -> str:
+    """A strategy's line of code with the values of a job and a cluster."""
+    policy = job.shard.policy
+    coded = "" if policy.wire.is_exact else f', wire="{policy.wire.word}"'
+    keys = {"micro_batches": "...", **to_dict(job.sync), **to_dict(job.pipeline)}
+    keys |= {"local": cluster.ranks_per_node, "nodes": cluster.nodes}
+    return code.format(**keys, rests=f'cache="{policy.cache.where}"{coded}')
 
 
 def _may_win(estimate: Estimate, allowed: Collection[str]) -> bool:

@@ -101,6 +101,11 @@ class Estimate:
         return self.seconds / self.tokens
 
     @property
+    def tokens_per_s(self) -> float:
+        """The tokens that the whole cluster trains on in a second."""
+        return self.tokens / self.seconds
+
+    @property
     def wire_bytes_per_token(self) -> float:
         """The payload bytes on all nodes' wires for one token, of one node."""
         return self.wire_bytes / self.tokens

@@ -18,7 +18,7 @@ from laconic.plan.cluster_file import load_cluster
 from laconic.plan.estimates import Estimate
 from laconic.plan.pictures import SUFFIXES, draw_timelines
 from laconic.plan.prediction import Predictor
-from laconic.plan.units import format_quantity
+from laconic.plan.units import format_number, format_quantity
 from laconic.store import files
 
 _DESCRIPTION = """\
@@ -110,7 +110,7 @@ def print_choice(choice: Choice, console: Console, *, explains_all: bool = False
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("")
     table.add_column("strategy", no_wrap=True)
-    for name in ("s/step", "us/token", "wire/token", "device", "host/node", "spare"):
+    for name in ("s/step", "tokens/s", "wire/token", "device", "host/node", "spare"):
         table.add_column(name, justify="right", no_wrap=True)
     for entry in choice.entries:
         table.add_row(*_cells(entry))
@@ -132,9 +132,11 @@ def print_choice(choice: Choice, console: Console, *, explains_all: bool = False
         console.print(f"note: {note}", soft_wrap=True)
     if choice.recommended is not None:
         console.print(f"\ntake {choice.recommended.label}", soft_wrap=True)
-    for line in (choice.rival, choice.remedy):
+    for title, line in (
+        ("", choice.rival), ("", choice.remedy), ("in a job: ", choice.in_toml), ("in a script: ", choice.in_code),
+    ):  # fmt: skip
         if line:
-            console.print(line, soft_wrap=True)
+            console.print(f"{title}{line}", markup=False, soft_wrap=True)
 
 
 def _cells(entry: Contender) -> Sequence[str]:
@@ -143,8 +145,8 @@ def _cells(entry: Contender) -> Sequence[str]:
     return (
         "*" if entry.is_recommended else "",
         estimate.label,
-        f"{estimate.seconds:.3g}",
-        f"{estimate.seconds_per_token * 1e6:.3g}",
+        format_number(estimate.seconds),
+        format_number(estimate.tokens_per_s),
         format_quantity(estimate.wire_bytes_per_token, "B"),
         format_quantity(estimate.peak_bytes, "B"),
         format_quantity(estimate.host_bytes * estimate.ranks_per_node, "B"),
@@ -167,7 +169,7 @@ def choice_as_dict(choice: Choice) -> dict[str, Any]:
 def estimate_as_dict(estimate: Estimate) -> dict[str, Any]:
     """A prediction as plain JSON values."""
     plain = (
-        "strategy", "label", "fits", "inexact", "seconds", "tokens", "seconds_per_token", "wire_bytes",
+        "strategy", "label", "fits", "inexact", "seconds", "tokens", "seconds_per_token", "tokens_per_s", "wire_bytes",
         "wire_bytes_per_token", "interface_bytes", "local_bytes", "peak_bytes", "peak", "resting", "host_bytes",
         "spare_device_bytes", "spare_host_bytes", "notes",
     )  # fmt: skip

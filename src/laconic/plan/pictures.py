@@ -11,6 +11,7 @@ from typing import Any
 from laconic.layout.packing import UnitPlan
 from laconic.plan.estimates import Estimate
 from laconic.plan.machine import PlanLane, Span
+from laconic.plan.units import format_number
 
 SUFFIXES = (".png", ".svg", ".pdf")
 """The endings of the names of pictures."""
@@ -161,7 +162,7 @@ def _draw_step(axes: Any, estimate: Estimate, lines: Sequence[tuple[int, PlanLan
             axes.barh(row, span.end_s - span.begin_s, left=span.begin_s - estimate.begin_s, height=0.7, fill=False,
                       edgecolor=_BY_LANE[span.lane], linewidth=0.6, hatch="////")  # fmt: skip
     waited = [lane for lane in PlanLane if estimate.waits_s.get(lane)]
-    words = [f"waits {estimate.waits_s[lane]:.3g} s: {lane.value}" for lane in waited]
+    words = [f"waits {format_number(estimate.waits_s[lane])} s: {lane.value}" for lane in waited]
     legend = [
         Patch(fill=False, edgecolor=_BY_LANE[lane], hatch="////", label=label)
         for lane, label in zip(waited, words, strict=True)
@@ -175,4 +176,5 @@ def _draw_step(axes: Any, estimate: Estimate, lines: Sequence[tuple[int, PlanLan
     axes.set_xlabel("seconds", fontsize=8)
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(f"{estimate.label}: a step of {estimate.seconds:.3g} s, predicted", fontsize=9, loc="left")
+    title = f"{estimate.label}: a step of {format_number(estimate.seconds)} s, predicted"
+    axes.set_title(title, fontsize=9, loc="left")

@@ -55,12 +55,17 @@ def expected(unit: Unit) -> str:
     return f"a number of {words}, or a text such as '{example}'" if unit else "a number"
 
 
+def format_number(value: float, digits: int = 3) -> str:
+    """Return a number for people, of so many digits: `0.472`, `63.8`, `3,710`."""
+    return f"{float(f'{value:.{digits}g}'):,.15g}"
+
+
 def format_quantity(value: float, unit: Unit) -> str:
-    """Return a short text for people, of four digits: `3.35 TB/s`, `20 us`."""
+    """Return a short text for people, of four digits: `3.35 TB/s`, `20 us`, `3,633 s`."""
     if unit == "s":
         scale = next((scale for scale in _SHORT if scale != "µ" and value >= _SHORT[scale]), "n")
-        return f"{value / _SHORT[scale]:.4g} {scale}s"
+        return f"{format_number(value / _SHORT[scale], 4)} {scale}s"
     if not unit:
-        return f"{value:.4g}"
+        return format_number(value, 4)
     scale = next((scale for scale in "EPTGMk" if value >= _PREFIXES[scale]), "")
-    return f"{value / _PREFIXES[scale]:.4g} {scale}{unit}"
+    return f"{format_number(value / _PREFIXES[scale], 4)} {scale}{unit}"

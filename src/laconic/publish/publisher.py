@@ -92,7 +92,7 @@ class PublishPolicy(Policy):
 
 
 class Publisher(BackgroundWriter):
-    """Publishes versions of a model's weights into a folder. All its ranks make it and call the same methods.
+    """Weight sync: publishes versions of a model's weights into a folder. All its ranks make it and call its methods.
 
         publisher = Publisher(model, "/shared/weights", base_every=50)
         for step in range(steps):

@@ -144,8 +144,8 @@ class Chosen(NamedTuple):
         return (
             f"cache='auto' places {len(self.placements)} units: {', '.join(parts)}. That takes "
             f"{max(0, self.saving.device_bytes) / 1e9:.2f} GB more of each device and "
-            f"{self.saving.host_bytes / 1e9:.2f} GB of host memory, and saves {self.saving.seconds:.3g} s of transfers "
-            "a step"
+            f"{self.saving.host_bytes / 1e9:.2f} GB of host memory, and saves "
+            f"{float(f'{self.saving.seconds:.3g}'):,g} s of transfers a step"
         )
 
 

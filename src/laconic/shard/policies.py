@@ -68,9 +68,9 @@ class Cache(Policy):
     """Where a node shard (the part of a unit that a rank holds after the gather across nodes) stays between its uses.
     `none` frees it after each use (ZeRO-3). `host` keeps it in pinned host memory, so that weights cross the network
     once (FCDP): 1 / L of the unit per rank, with L local ranks. `device` keeps it in device memory: 1 / L of the unit
-    more (ZeRO++ hpZ). `rank` keeps the whole unit on each rank, in the dtype of forward: weights are gathered once a
-    step, frozen ones once in a run, and backward gathers nothing. Gradients and the optimizer's states stay cut over
-    all ranks (ZeRO-1 and ZeRO-2). `auto` chooses one of these for each unit after the first step, and where its
+    more (hpZ of ZeRO++, HFSDP). `rank` keeps the whole unit on each rank, in the dtype of forward: weights are gathered
+    once a step, frozen ones once in a run, and backward gathers nothing. Gradients and the optimizer's states stay cut
+    over all ranks (ZeRO-1 and ZeRO-2). `auto` chooses one of these for each unit after the first step, and where its
     gradients wait: those that save most seconds within `device_bytes` and `host_bytes`."""
     until: Until = option("change", key="cache_until")
     """How long a node shard is used. `change`: until its parameters change, so frozen weights cross once in a run, and
@@ -153,7 +153,9 @@ class Prefetch(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class Wire(Policy):
-    """The bits in which weights and gradients cross between nodes. Inside a node everything stays exact.
+    """Communication compression: the bits in which weights and gradients cross between nodes.
+
+    Inside a node everything stays exact.
 
     Gradients also cross between islands that are replicas, which sum them in every step (HSDP). Weights do not. Under
     the cyclic schedule both travel along a ring of workers: [Note: Few bits on the ring] in cyclic/coding.py.
@@ -298,7 +300,7 @@ _NAMED: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Checks(Policy):
-    """The policy that says how often a unit compares checksums between ranks, and what follows from damage.
+    """The policy against silent data corruption: how often a unit compares checksums, and what follows from damage.
 
     Raises:
         ValueError: `interval` is negative, or `on_damage` is unknown or given without an interval.

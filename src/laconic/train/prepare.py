@@ -39,6 +39,7 @@ from laconic.plan.choice import choose, fitting_cluster
 from laconic.plan.cluster_file import load_cluster
 from laconic.plan.prediction import Predictor
 from laconic.plan.tracing import TraceError
+from laconic.plan.units import format_quantity
 from laconic.strategies.checks import check_job
 from laconic.strategies.cyclic import num_workers
 from laconic.strategies.islands import num_islands
@@ -263,7 +264,7 @@ def with_strategy(config: Config, ranks: RankInfo, device_type: str, peers: Rank
         if choice.job is None or choice.recommended is None:
             raise JobError(f"shard.strategy = 'auto': {choice.remedy}")
         best = choice.recommended
-        said = f"auto: {best.label}, {best.seconds:.3g} s a step predicted" + (
+        said = f"auto: {best.label}, {format_quantity(best.seconds, 's')} a step predicted" + (
             f"; {choice.rival}" if choice.rival else ""
         )
         return {"job": to_dict(choice.job), "said": said}

@@ -50,6 +50,7 @@ FSDP2 = Strategy(
     limits=LIMITS,
     parallelize="laconic.strategies.parallelize:fsdp2",
     predict="laconic.plan.rehearsed:RehearsedStep",
+    code="fully_shard(layer)  # of torch.distributed.fsdp; layers, then the model",
 )
 _HSDP = FSDP2.variant(
     name="hsdp",
@@ -59,6 +60,7 @@ _HSDP = FSDP2.variant(
     colour="#4a78a8",
     shard={"strategy": "hsdp"},
     parallelize="laconic.strategies.parallelize:hsdp",
+    code='fully_shard(layer, mesh=init_device_mesh(device, ({nodes}, {local}), mesh_dim_names=("replicate", "shard")))',
 )
 _DDP = Strategy(
     name="ddp",
@@ -83,6 +85,7 @@ _DDP = Strategy(
     ),
     parallelize="laconic.strategies.parallelize:ddp",
     predict="laconic.plan.rehearsed:BucketedStep",
+    code="torch.nn.parallel.DistributedDataParallel(model)",
 )
 
 STRATEGIES = (
@@ -95,6 +98,7 @@ STRATEGIES = (
         source=f"ZeRO, arXiv 1910.02054, section 5; {_CODE}",
         colour="#5a6e8c",
         shard={"reshard_after_forward": False},
+        code="fully_shard(layer, reshard_after_forward=False)  # of torch.distributed.fsdp; layers, then the model",
     ),
     FSDP2.variant(
         name="fsdp2-pipeline",
@@ -157,6 +161,7 @@ STRATEGIES = (
             several_per_node("fsdp2"),
         ),
         parallelize="laconic.strategies.parallelize:fsdp2_hpz",
+        code="fully_shard(layer, reshard_after_forward={local})  # of torch.distributed.fsdp; layers, then the model",
     ),
     _HSDP,
     reduced_always(FSDP2, "PyTorch FSDP, arXiv 2304.11277, section 3.4"),
