@@ -71,7 +71,7 @@ def test_without_contestants_their_strategies_are_unknown(fresh: pytest.MonkeyPa
 
 
 def test_an_unknown_value_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r'must be one of "laconic", "fsdp2", .*"ddp", "ddp-zero1", "deepspeed"'):
+    with pytest.raises(ConfigError, match=r'must be one of "laconic", "fsdp2", .*"ddp", .*"ddp-zero1", "deepspeed"'):
         from_dict(Config, {"shard": {"strategy": "zero"}})
     with pytest.raises(ConfigError, match=r"shard.strategy: strategy 'zero' is not known; .*, torchft-diloco$"):
         ShardConfig(strategy="zero")

@@ -74,7 +74,8 @@ ISLANDS: dict[str, dict[str, Any]] = {
 """Local steps; every node is an island."""
 
 PEERS: dict[str, dict[str, Any]] = {
-    name: {"shard": {"strategy": name}} for name in ("fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp")
+    name: {"shard": {"strategy": name}}
+    for name in ("fsdp2", "fsdp2-gloo", "fsdp2-hpz", "fsdp2-two-level", "hsdp", "ddp", "ddp-bf16", "ddp-powersgd")
 }
 """The strategies of PyTorch."""
 

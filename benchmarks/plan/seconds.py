@@ -16,7 +16,7 @@ RATES = (20e6, 50e6, 100e6, 200e6, None)
 _STRATEGIES = ("none", "host", "device", "8bit", "4bit", "zero++", "fsdp2", "fsdp2-hpz", "hsdp", "ddp")
 _ON_SLOW_WIRES = ("none", "host", "8bit", "4bit", "zero++", "fsdp2", "ddp")
 _COMPARED = ("none", "host", "fsdp2", "hsdp", "ddp")
-_MORE = ("fsdp2-gloo", "islands fp32", "islands int4")
+_MORE = ("fsdp2-gloo", "fsdp2-two-level", "ddp-bf16", "ddp-powersgd", "islands fp32", "islands int4")
 _ON_THREE = ("none", "host", "4bit", "zero++", "fsdp2", "fsdp2-gloo", "ddp")
 _NEW: tuple[tuple[str, str, tuple[str, ...], tuple[int, int], float | None], ...] = (
     ("demo", "weights stay", ("host", "none"), (2, 2), 200e6),
@@ -36,7 +36,7 @@ _NEW: tuple[tuple[str, str, tuple[str, ...], tuple[int, int], float | None], ...
     ("deep", "", ("host", "4bit", "fsdp2"), (3, 1), None),
 )
 """(model, variant, strategies, cluster, rate) of runs with what no run had before, later than the planner's rules."""
-_EXACT = ("none", "host", "device", "fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp")
+_EXACT = ("none", "host", "device", "fsdp2", "fsdp2-gloo", "fsdp2-hpz", "fsdp2-two-level", "hsdp", "ddp")
 _MOST_BYTES = 0.02
 _FEW_BYTES = 1e6
 """Where a step sends less at a node's interface, headers of small messages weigh too much to be left out."""

@@ -21,7 +21,7 @@ from tests.support.record import Row
 _JOB = "grid"
 _SHAPES = ((2, 1), (4, 1), (8, 1), (2, 2), (4, 2), (1, 4))
 _RATES = (None, 1e9, 200e6, 50e6)
-_PEERS = ("ddp", "ddp-zero1", "hsdp", "fsdp2", "fsdp2-zero2", "fsdp2-hpz")
+_PEERS = ("ddp", "ddp-zero1", "hsdp", "fsdp2", "fsdp2-two-level", "fsdp2-zero2", "fsdp2-hpz")
 _MEMORIES = ("ddp", "hsdp", "fsdp2")
 _FIXED = ("none", "device", "rank")
 """On a CPU the host's memory is the device's, so "host" is "device"."""
@@ -110,9 +110,9 @@ def _contest(bench: Bench, setup: Setup, job: Job, rate: float | None) -> dict[s
 
 def _runs(name: str, setup: Setup) -> bool:
     """Whether a strategy is something else than another one on this cluster."""
-    if name in ("hsdp", "fsdp2-hpz", "device") and setup.nodes == 1:
+    if name in ("hsdp", "fsdp2-hpz", "fsdp2-two-level", "device") and setup.nodes == 1:
         return False
-    return not (name in ("hsdp", "fsdp2-hpz") and setup.local == 1)
+    return not (name in ("hsdp", "fsdp2-hpz", "fsdp2-two-level") and setup.local == 1)
 
 
 @BENCHMARK.row("grid-peers", section="placement")

@@ -90,7 +90,8 @@ class Strategy:
     on_engine: bool = False
     """Whether laconic's engine shards the model."""
     reduces_always: bool = False
-    """Whether every micro-batch reduces its gradients over all ranks, and not the last of a step alone."""
+    """Whether every micro-batch reduces its gradients, and not the last of a step alone. Replicas of HSDP agree in the
+    last."""
     saves: bool = True
     """Whether its runs write checkpoints. One that writes none is for comparisons, and is never recommended."""
     stepper: str = "laconic.strategies.simultaneous:Simultaneous"

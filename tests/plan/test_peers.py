@@ -18,7 +18,7 @@ from laconic.plan.prediction import Predictor, Refusal
 from tests.plan.traces import LAYERS, cluster, job
 from tests.support.step_bytes import step_bytes
 
-FSDP2 = ("fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp")
+FSDP2 = ("fsdp2", "fsdp2-gloo", "fsdp2-hpz", "fsdp2-two-level", "hsdp")
 
 
 _predictors: dict[str, Predictor] = {}
@@ -56,6 +56,12 @@ def padded_numel(shape: tuple[int, ...], size: int) -> int:
     return -(-shape[0] // size) * size * math.prod(shape[1:])
 
 
+def powersgd_numel(shape: tuple[int, ...]) -> int:
+    """The elements that cross of a gradient: two factors of rank 4, if that halves it."""
+    factors = 4 * sum(shape)
+    return factors if len(shape) == 2 and 2 * factors < math.prod(shape) else math.prod(shape)
+
+
 def parameters_of(config: Config) -> list[nn.Parameter]:
     from laconic.models.build import build_model
 
@@ -71,9 +77,9 @@ def model_numels(config: Config) -> tuple[list[tuple[int, ...]], int]:
 @pytest.mark.parametrize(
     ("name", "nodes", "local"),
     [
-        *((name, 2, 2) for name in (*FSDP2, "ddp", "ddp-zero1")),
-        ("fsdp2", 3, 1),
-        ("ddp-zero1", 3, 1),
+        *((name, 2, 2) for name in (*FSDP2, "ddp", "ddp-bf16", "ddp-powersgd", "ddp-zero1")),
+        *((name, 3, 1) for name in ("fsdp2", "ddp-bf16", "ddp-powersgd", "ddp-zero1")),
+        ("fsdp2-two-level", 2, 3),
         ("fsdp2-hpz", 1, 4),
     ],
 )
@@ -84,9 +90,10 @@ def test_bytes_equal_the_closed_formulas(name: str, nodes: int, local: int) -> N
     ranks = nodes * local
     if name in FSDP2:
         numel = sum(padded_numel(shape, local if name == "hsdp" else ranks) for shape in shapes)
+    reduced = sum(map(powersgd_numel, shapes)) if name == "ddp-powersgd" else numel
     expected = step_bytes(
         name if nodes > 1 or name != "fsdp2-hpz" else "fsdp2",
-        nodes=nodes, local=local, weights_bytes=4 * numel, gradients_bytes=4 * numel,
+        nodes=nodes, local=local, weights_bytes=4 * numel, gradients_bytes=4 * reduced,
     )  # fmt: skip
     found = estimated(config, cluster(nodes, local), name)
     assert payload(found, is_wire=True) == pytest.approx(expected.node)
@@ -119,6 +126,28 @@ def test_micro_batches_move_weights_again_and_gradients_once() -> None:
             assert two.sent_bytes[level, "gradients"] == pytest.approx(one.sent_bytes[level, "gradients"])
             if name == "fsdp2":
                 assert two.sent_bytes[level, "weights"] == pytest.approx(2 * one.sent_bytes[level, "weights"])
+
+
+def test_micro_batches_reduce_inside_the_node_and_replicas_agree_once() -> None:
+    """HSDP whose gradients are cut between micro-batches: they, and no whole ones, stay until the last."""
+    config = job(train={"accumulation": 3})
+    whole, cut = (estimated(config, cluster(2, 2), name) for name in ("hsdp", "hsdp-reduced"))
+    assert cut.sent_bytes["node", "gradients"] == pytest.approx(whole.sent_bytes["node", "gradients"])
+    assert cut.sent_bytes["local", "gradients"] == pytest.approx(3 * whole.sent_bytes["local", "gradients"])
+    _, numel = model_numels(config)
+    assert cut.peak_bytes < whole.peak_bytes - numel  # of four bytes each, half stay
+
+
+def test_what_hooks_of_ddp_keep_counts() -> None:
+    """PowerSGD keeps what it has lost of each gradient, and the factors of the last step; bfloat16 keeps nothing."""
+    shapes, numel = model_numels(job())
+    plain, rounded, factored = (estimated(job(), cluster(2, 2), name) for name in ("ddp", "ddp-bf16", "ddp-powersgd"))
+    assert rounded.resting_bytes == plain.resting_bytes
+    factors = sum(powersgd_numel(shape) for shape in shapes if powersgd_numel(shape) < math.prod(shape))
+    assert factored.resting_bytes - plain.resting_bytes == pytest.approx(4 * (numel + factors), rel=1e-3)
+    assert rounded.seconds < plain.seconds
+    assert factored.seconds < rounded.seconds
+    assert all(each.inexact and each.is_peer for each in (rounded, factored))
 
 
 def test_lora_reduces_adapters_alone_and_gathers_the_base_where_backward_comes() -> None:
@@ -204,6 +233,8 @@ def test_a_fast_network_is_hidden_and_a_slow_one_is_not(name: str) -> None:
     ("name", "sections", "shape", "reason"),
     [
         ("fsdp2-hpz", {}, (3, 1), "at least 2 ranks"),
+        ("fsdp2-two-level", {}, (3, 1), "gathers between nodes and then inside them, so it needs at least 2 ranks"),
+        ("ddp-bf16", {"shard": {"param_dtype": "bfloat16"}}, (2, 2), "no mixed precision"),
         ("fsdp2", {"optimizer": {"name": "muon"}}, (2, 2), "whole blocks or matrices"),
         ("ddp", {"shard": {"param_dtype": "bfloat16"}}, (2, 2), "no mixed precision"),
         ("ddp-zero1", {"optimizer": {"name": "muon"}}, (2, 2), "set shard.strategy to 'ddp' or 'laconic'"),

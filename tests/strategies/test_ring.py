@@ -108,7 +108,7 @@ def test_parts_of_all_sizes_go_around() -> None:
 
 def trained(
     shape: tuple[int, ...], way: str, *, reduce_dtype: torch.dtype | None = None, syncs_all: bool = False,
-    dtype: torch.dtype = torch.float32,
+    keeps_sums: bool = False, dtype: torch.dtype = torch.float32,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The parameters after three steps with two micro-batches, on odd sizes, with frozen ones among them."""
     torch.manual_seed(0)
@@ -116,7 +116,8 @@ def trained(
     model = nn.Sequential(nn.Linear(7, 7), *layers).to(dtype)
     layers[1][2].requires_grad_(False)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    replicas = mesh["replicate"].get_group() if way == "behind backward" and len(shape) == 2 else None
+    is_own = way == "behind backward" and len(shape) == 2 and not keeps_sums
+    replicas = mesh["replicate"].get_group() if is_own else None
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     for module in (*layers, model):
         fully_shard(module, mesh=mesh["shard"] if replicas else mesh, reshard_after_forward=True, mp_policy=policy)
@@ -129,7 +130,9 @@ def trained(
     torch.manual_seed(dist.get_rank())
     for _ in range(3):
         for micro_batch in range(2):
-            model.set_requires_gradient_sync(syncs_all or micro_batch == 1)  # type: ignore[operator]
+            model.set_requires_gradient_sync(syncs_all or keeps_sums or micro_batch == 1)  # type: ignore[operator]
+            if keeps_sums:
+                model.set_requires_all_reduce(micro_batch == 1)  # type: ignore[operator]
             model(torch.randn(2, 7, dtype=dtype)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -141,9 +144,10 @@ CASES: dict[str, dict[str, Any]] = {
     "in bfloat16": {"dtype": torch.bfloat16},
     "cast": {"reduce_dtype": torch.bfloat16},
     "added": {"syncs_all": True},
+    "kept for the last micro-batch": {"keeps_sums": True},
     "divided": {"reduce_dtype": torch.float16},
 }
-"""Reductions that FSDP2 does not read at once, and the three that it does."""
+"""Reductions that FSDP2 does not read at once, and the four that it does."""
 
 
 class Late(RingReduceScatter):

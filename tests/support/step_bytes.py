@@ -10,19 +10,22 @@ N nodes of L ranks make R = N L ranks. Two patterns make every strategy:
 
 A gather is one pass, a reduce-scatter one, an all-reduce two.
 
-| strategy     | weights                                                     | gradients                           |
-|--------------|-------------------------------------------------------------|-------------------------------------|
-| fsdp2        | flat, twice                                                 | flat, once                          |
-| fsdp2-gloo   | flat, twice                                                 | flat, twice                         |
-| fsdp2-hpz    | flat, then inside the node                                  | flat, once                          |
-| hsdp         | inside the node, twice                                      | inside the node; across nodes twice |
-| ddp          | never                                                       | flat, twice                         |
-| ddp-zero1    | flat, once                                                  | flat, twice                         |
-| none         | two levels, twice                                           | two levels, once                    |
-| host, device | two levels, then inside the node; frozen ones inside, twice | two levels, once                    |
-| 8bit, 4bit   | as host, in 8.125 or 4.125 bits between nodes               | as host, in as many bits            |
-| values       | as host, in 8.125 bits between nodes                        | as host, in 4.125 bits              |
-| zero++       | the same, but frozen ones cross, too                        | as host, in 4.125 bits              |
+| strategy        | weights                                                     | gradients                           |
+|-----------------|-------------------------------------------------------------|-------------------------------------|
+| fsdp2           | flat, twice                                                 | flat, once                          |
+| fsdp2-gloo      | flat, twice                                                 | flat, twice                         |
+| fsdp2-hpz       | flat, then inside the node                                  | flat, once                          |
+| fsdp2-two-level | two levels, twice                                           | two levels, once                    |
+| hsdp            | inside the node, twice                                      | inside the node; across nodes twice |
+| ddp             | never                                                       | flat, twice                         |
+| ddp-bf16        | never                                                       | flat, twice, in 16 bits             |
+| ddp-powersgd    | never                                                       | flat, twice, of the factors         |
+| ddp-zero1       | flat, once                                                  | flat, twice                         |
+| none            | two levels, twice                                           | two levels, once                    |
+| host, device    | two levels, then inside the node; frozen ones inside, twice | two levels, once                    |
+| 8bit, 4bit      | as host, in 8.125 or 4.125 bits between nodes               | as host, in as many bits            |
+| values          | as host, in 8.125 bits between nodes                        | as host, in 4.125 bits              |
+| zero++          | the same, but frozen ones cross, too                        | as host, in 4.125 bits              |
 
 So HSDP crosses the wire with as many bytes as a cache does: its all-reduce gathers gradients where a cache gathers
 weights. It pays in memory, because a rank keeps 1 / L of all states instead of 1 / R.
@@ -79,7 +82,8 @@ def step_bytes(
         nodes: the number of nodes.
         local: the number of ranks on each node.
         weights_bytes: the bytes of all weights in the dtype in which they are gathered.
-        gradients_bytes: the bytes of all gradients in the dtype in which they are reduced.
+        gradients_bytes: the bytes of all gradients in the dtype in which they are reduced; under PowerSGD those of the
+            factors, and of gradients that cross as they are.
         frozen_bytes: the part of `weights_bytes` that does not train.
         itemsize: the bytes of a value in `weights_bytes` and in `gradients_bytes`; it matters only to codecs.
 
@@ -91,14 +95,18 @@ def step_bytes(
     across_gradients, inside_gradients = _across(nodes, gradients_bytes), _inside(local, gradients_bytes)
     inside_weights = _inside(local, weights_bytes)
     cached = _across(nodes, trained_bytes) + 2 * inside_weights + inside_gradients + across_gradients
+    two_levels = 2 * (_across(nodes, weights_bytes) + inside_weights) + inside_gradients + across_gradients
     known = {
         "fsdp2": 2 * flat_weights + flat_gradients,
         "fsdp2-gloo": 2 * flat_weights + 2 * flat_gradients,
         "fsdp2-hpz": flat_weights + inside_weights + flat_gradients,
+        "fsdp2-two-level": two_levels,
         "hsdp": 2 * inside_weights + inside_gradients + 2 * across_gradients,
         "ddp": 2 * flat_gradients,
+        "ddp-bf16": 2 / itemsize * 2 * flat_gradients,
+        "ddp-powersgd": 2 * flat_gradients,
         "ddp-zero1": 2 * flat_gradients + _flat(nodes, local, trained_bytes),
-        "none": 2 * (_across(nodes, weights_bytes) + inside_weights) + inside_gradients + across_gradients,
+        "none": two_levels,
         "host": cached,
         "device": cached,
     }

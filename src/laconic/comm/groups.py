@@ -64,14 +64,20 @@ def is_rehearsed(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def new_group(
-    ranks: Sequence[int], timeout: timedelta | None, backend: str | None = None, device: torch.device | None = None
+    ranks: Sequence[int],
+    timeout: timedelta | None,
+    backend: str | None = None,
+    device: torch.device | None = None,
+    *,
+    sorts: bool = True,
 ) -> dist.ProcessGroup:
     """Make a process group of `ranks`. Only they call this, in one order: [Note: Names that do not come back].
 
-    The order of the ranks within the group is ascending, as that of `dist.new_group`. None stands for the backend, or
-    the time-out, that the default group has. With `device` it begins at once: [Note: Communicators].
+    The order of the ranks within the group is ascending, as that of `dist.new_group`, or with `sorts=False` as given.
+    None stands for the backend, or the time-out, that the default group has. With `device` it begins at once:
+    [Note: Communicators].
     """
-    members, world = tuple(sorted(ranks)), dist.group.WORLD
+    members, world = tuple(sorted(ranks) if sorts else ranks), dist.group.WORLD
     assert world is not None
     made = _numbers_made.setdefault(world, Counter())
     made[members] += 1

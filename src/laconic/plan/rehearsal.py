@@ -53,7 +53,7 @@ from laconic.shard import crossing
 from laconic.shard.placement import Passing, UnitUse
 from laconic.shard.policies import Placement
 from laconic.shard.unit import units_below
-from laconic.strategies import parallelize, zero1
+from laconic.strategies import ddp_hooks, parallelize, zero1
 from laconic.strategies.ring import pass_around
 from laconic.strategies.stepper import Setup
 from laconic.strategies.under import strategy_of
@@ -193,6 +193,9 @@ def _rehearse(
     job, layers = replace(job, train=train, sync=_rarely_synced(job.sync)), layers_to_shard(model)
     kinds: dict[int | None, Kind] = {}
     batch, costs = Batch(**batch_of(job.data, job.train.micro_batch_size)), Costs()
+    strategy = strategy_of(job.shard, job.sync, job.schedule, job.pipeline)
+    if strategy.parallelize:
+        registry.load(strategy.parallelize)  # the machine has the threads of modules that are there
     with (
         rehearsal(**asdict(places), rank=rank, device_type=trace.device_type, cost_of=costs) as machine,
         _trainer_on(machine, costs, batch, job.sync.slices),
@@ -200,7 +203,7 @@ def _rehearse(
         machine.recording() as tape,
     ):
         costs.machine = machine
-        make = registry.load(strategy_of(job.shard, job.sync, job.schedule, job.pipeline).stepper)
+        make = registry.load(strategy.stepper)
         stepper = make(model, Setup.of(job, RankInfo.from_environment(), machine.device))
         if placements is not None:
             stepper.module.set_placements(placements)
@@ -327,9 +330,16 @@ def _trainer_on(machine: Machine, costs: Costs, batch: Batch, slices: int) -> It
         whole = hidden_tensor(sum(part.numel() for part in parts), dtype=parts[0].dtype)
         pass_around(whole.tensor_split(len(parts)), group)  # what a rank sends is the mean over ranks
 
+    def powersgd(*given: Any, **keys: Any) -> Any:
+        state = power_sgd(*given, **keys)
+        state.iter = state.start_powerSGD_iter  # its first steps, which are exact, are not read
+        return state
+
+    power_sgd = ddp_hooks.PowerSGDState
     with ExitStack() as stack:
         for target, name, value in (
             (zero1, "pass_around", pass_alike),
+            (ddp_hooks, "PowerSGDState", powersgd),
             (ZeroRedundancyOptimizer, "_partition_parameters", fullest_first),
             (parallelize, "materialize", materialize),
             (outer_optimizer, "sum_over_islands", holders),

@@ -22,7 +22,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from traceback import walk_stack
@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -52,6 +53,8 @@ _BUSY_BYTES = (0x3C, 0xBB, 0x3D)
 """What messages bring: [Note: Messages of the machine]."""
 _PURPOSES = {"foreach_all_gather": "weights", "foreach_reduce": "gradients", "_sync_params": "weights"}
 """What transfers of FSDP2 and of ZeroRedundancyOptimizer are for, by the function that issues them."""
+_HOOKS = {default_hooks.__file__, powerSGD_hook.__file__}
+"""Where DDP's hooks are, which sum gradients."""
 _OF_PIPELINES = {"_batch_p2p": "activations", "Tie._exchange": "gradients"}
 """What messages between the stages of a pipeline are for, by the function of torch's schedules or of laconic's ties."""
 
@@ -94,7 +97,7 @@ class Work(dist.Work):
     def __init__(self, machine: Machine, stream: Stream, tensors: Sequence[Tensor], *, is_device: bool) -> None:
         super().__init__()
         self._machine, self._tensors, self._is_device = machine, list(tensors), is_device
-        self._event = Event(machine, stream.timeline, None)
+        self._stream, self._event = stream, Event(machine, stream.timeline, None)
         self.end: Callable[[], Any] | None = None
         """What the host does after the first wait."""
 
@@ -113,18 +116,46 @@ class Work(dist.Work):
         self._tensors.clear()
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future that is complete, for DDP's reducer, which asks in backward. Who began backward waits at its end."""
+        """A future that is complete, for DDP, which asks in backward. Who began backward waits at its end."""
         after_this_backward(self._wait_in_backward)
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        future.set_result(list(self._tensors))
-        return future
+        return _Future(self, list(self._tensors))
 
     def _wait_in_backward(self) -> None:
         self.wait()
 
+    def go_on(self, callback: Callable[[], Any]) -> Any:
+        """Call a function behind the collective, on its stream or in its thread; later waits are for its end, too."""
+        machine, timeline = self._machine, self._stream.timeline
+        with (
+            nullcontext() if self._is_device else machine.running_thread(timeline),
+            machine.stream(self._stream),
+            mock.patch.object(torch.cuda, "is_available", return_value=self._is_device),  # then PowerSGD waits for it
+        ):
+            result = callback()
+        self._event = Event(machine, timeline, None)
+        return result
+
     def is_completed(self) -> bool:
         """Nobody knows before somebody has waited."""
         return not self._tensors
+
+
+class _Future(torch.futures.Future[Any]):
+    """A future of a collective: complete, so a callback runs at once, but where the collective ran."""
+
+    def __init__(self, work: Work, value: Any) -> None:
+        super().__init__()
+        self._work = work
+        self.set_result(value)
+
+    def wait(self) -> Any:
+        """Let the current stream, or the host, wait for the collective and its callbacks."""
+        self._work.wait()
+        return self.value()
+
+    def then(self, callback: Callable[[Any], Any]) -> _Future:
+        """The future of a callback."""
+        return _Future(self._work, self._work.go_on(partial(callback, self)))
 
 
 _ProcessGroup: Any = dist.ProcessGroup  # its stubs have other signatures than torch.distributed's calls
@@ -331,7 +362,8 @@ class Group(PythonGroup):
 
     @cached_property
     def _ring(self) -> Ring:
-        return Ring(self._ranks, self._world.places)
+        # NCCL goes through one node after the other, whatever the order of ranks
+        return Ring(self._ranks if self._world.backend == "gloo" else sorted(self._ranks), self._world.places)
 
     def _transfer(
         self, op: str, sent_bytes: int, received_bytes: int, route: Route, message: MessageName | None = None
@@ -409,6 +441,8 @@ def _label_of_torch() -> tuple[str, str] | None:
     for frame, _ in walk_stack(caller):
         if frame.f_code.co_qualname in _OF_PIPELINES:
             return _OF_PIPELINES[frame.f_code.co_qualname], ""
+        if frame.f_code.co_filename in _HOOKS:
+            return "gradients", ""
         purpose = purpose or _PURPOSES.get(frame.f_code.co_name)
         if frame.f_code.co_name == "_sync_params":
             return "weights", ""

@@ -87,7 +87,9 @@ def hsdp(model: nn.Module, setup: Setup) -> tuple[nn.Module, None]:
     """FSDP2 inside each node, and replicas between nodes: see `parallelize`."""
     shape = setup.ranks.num_nodes, setup.ranks.num_local
     mesh = make_mesh(setup.device.type, shape, ("replicate", "shard"))
-    if setup.device.type != "cpu" or mixed_precision(setup.shard, setup.model).reduce_dtype is torch.float16:
+    keeps_sums = registry.named(setup.shard.strategy).reduces_always  # inside the node, for the last micro-batch
+    is_divided = mixed_precision(setup.shard, setup.model).reduce_dtype is torch.float16
+    if setup.device.type != "cpu" or keeps_sums or is_divided:
         return shard_by_fsdp2(model, setup, mesh)
     return shard_by_fsdp2(model, setup, mesh["shard"], replicas=mesh["replicate"].get_group())
 

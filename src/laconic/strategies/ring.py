@@ -28,8 +28,9 @@ does `_reads_at_once`. All other cases have the same bits with and without the w
 the same.
 
 FSDP2's own all-reduce over replicas would read the output at once, too. So HSDP's parameters are given to FSDP2 on the
-mesh of their shards alone, and the hook sums over replicas: FSDP2's way for a hybrid of one's own. In float16 its own
-is left in place, since it divides by the number of all ranks in two parts.
+mesh of their shards alone, and the hook sums over replicas: FSDP2's way for a hybrid of one's own. Its own is left in
+place in float16, where it divides by the number of all ranks in two parts, and where micro-batches before the last
+reduce inside the node alone, whose sums FSDP2 keeps for the last.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +50,7 @@ _SEGMENTS = 4
 """The messages per part: one is on its way while another is added. Measured: 1 leaves gaps, more cost time each."""
 
 
-class _Allocator:
+class Allocator:
     """The part of FSDP2's interface that makes buffers."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -57,7 +58,7 @@ class _Allocator:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class RingReduceScatter(_Allocator):
+class RingReduceScatter(Allocator):
     """A reduce-scatter along a ring of the group's ranks, for FSDP2's `set_custom_reduce_scatter`; CPU tensors only."""
 
     def __call__(
@@ -129,14 +130,16 @@ def _segments(part: Tensor) -> tuple[Tensor, ...]:
 class Reductions:
     """The reductions of a model that run behind its backward: [Note: Reductions behind backward]."""
 
-    def __init__(self) -> None:
+    def __init__(self, reduce_scatter: Callable[..., None] | None = None) -> None:
+        """Reduce along a ring of all ranks, or else with `reduce_scatter`, for which the names say "ring", too."""
+        self._reduce_scatter = reduce_scatter
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="laconic-ring")
         self._jobs: list[Future[dist.Work | None]] = []
         self._ring: Future[dist.Work | None] | None = None
 
     def start_ring(self, *arguments: Any) -> None:
-        """Start `RingReduceScatter` with these arguments. Only in a backward."""
-        self._ring = self._start(RingReduceScatter(), *arguments)
+        """Start the reduce-scatter with these arguments. Only in a backward."""
+        self._ring = self._start(self._reduce_scatter or RingReduceScatter(), *arguments)
 
     def start_mean(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         """Average a tensor over a group in place, after the rings that have been started. Only in a backward."""
@@ -166,7 +169,7 @@ def _begin_mean(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
     return dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=group, async_op=True)
 
 
-class RingBehindBackward(_Allocator):
+class RingBehindBackward(Allocator):
     """`RingReduceScatter` behind backward: [Note: Reductions behind backward]."""
 
     def __init__(self, unit: nn.Module, reductions: Reductions) -> None:
@@ -208,6 +211,7 @@ def _reads_at_once(unit: nn.Module, reduced: Tensor) -> bool:
     """Whether FSDP2 itself reads what it gets of a reduction of means: [Note: Reductions behind backward]."""
     return not all(
         isinstance(parameter, DTensor)  # else gathered weights stay, and gradients are not to be seen
+        and parameter.device_mesh.ndim == 1  # else FSDP2's own sums over replicas follow
         and parameter.dtype == reduced.dtype
         and parameter.grad is None
         and not getattr(parameter, "_post_accumulate_grad_hooks", None)
@@ -224,7 +228,7 @@ def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
             yield from _own_parameters(child)
 
 
-class AllGatherAhead(_Allocator):
+class AllGatherAhead(Allocator):
     """Gloo's all-gather, which is a ring, without the wait; for FSDP2's `set_custom_all_gather`."""
 
     def __call__(

@@ -168,7 +168,7 @@ class Simultaneous(Stepper):
         """Leave the gradients of the mean loss, times `scale`, in `.grad`; return the loss."""
         losses = []
         for index, batch in enumerate(batches):
-            self._set_gradient_sync(index == len(batches) - 1 or self._syncs_always)
+            self._set_gradient_sync(index == len(batches) - 1)
             loss = self.loss(batch) / len(batches)
             (loss if scale is None else loss * scale).backward()
             losses.append(loss.detach())
@@ -184,12 +184,14 @@ class Simultaneous(Stepper):
         if interval and (self._num_steps - 1) % interval == 0:
             laconic.audit(self.module, batch.arguments(), lambda model, given: model(**given, use_cache=False).loss)
 
-    def _set_gradient_sync(self, is_on: bool) -> None:
+    def _set_gradient_sync(self, is_last: bool) -> None:
         """Choose whether the next backward reduces gradients over ranks, as the last backward of a step must."""
         if isinstance(self._forward_module, DistributedDataParallel):
-            self._forward_module.require_backward_grad_sync = is_on  # as DDP.no_sync() does
-        else:
-            self.module.set_requires_gradient_sync(is_on)  # FSDP2 and laconic both have this method
+            self._forward_module.require_backward_grad_sync = is_last  # as DDP.no_sync() does
+            return
+        self.module.set_requires_gradient_sync(is_last or self._syncs_always)  # FSDP2 and laconic both have this method
+        if self._syncs_always and self._engine is None:
+            self.module.set_requires_all_reduce(is_last)  # over replicas, if there are any
 
     def _skips(self, grad_norm: float) -> bool:
         """Whether this step's gradients overflowed and a smaller scale may help: [Note: Loss scaling]."""

@@ -174,8 +174,9 @@ STRATEGIES = (
     _HOST.variant(
         name="device",
         label="laconic device",
-        note="laconic: weights cross once, and stay on the device until backward.",
-        source="hpZ of ZeRO++, arXiv 2306.10209, section 4.2",
+        note="laconic: weights cross once, and stay on the device until backward, as in HFSDP.",
+        source="hpZ of ZeRO++, arXiv 2306.10209, section 4.2; HFSDP of Megatron-FSDP (outer_dp_sharding_strategy = "
+        "'optim')",
         colour="#8c3b00",
         shard={"cache": "device"},
     ),

@@ -4,26 +4,27 @@ from laconic.registry import Limit, Strategy
 from laconic.strategies.known.engine import BESIDE_STAGES, LIMITS, NOT_ON_ENGINE, SYNCS_EVERY_STEP
 
 _CODE = "torch's torch/distributed/fsdp/_fully_shard"
+_HOOKS = "torch's torch/distributed/algorithms/ddp_comm_hooks"
 
 
-def several_per_node(instead: str) -> Limit:
-    """The limit of a strategy that keeps copies on the ranks of one node."""
+def several_per_node(instead: str, why: str = "keeps parameters on the ranks of one node") -> Limit:
+    """The limit of a strategy that has a use for the ranks of one node."""
     return Limit(
         key="launch.ranks_per_node",
         holds=lambda value: value >= 2,
-        message="shard.strategy = {strategy!r} keeps parameters on the ranks of one node, so it needs at least 2 ranks "
-        f"per node, got {{value}}; use {instead!r} or more ranks per node",
+        message=f"shard.strategy = {{strategy!r}} {why}, so it needs at least 2 ranks per node, got {{value}}; use "
+        f"{instead!r} or more ranks per node",
     )
 
 
-def reduced_always(strategy: Strategy, source: str) -> Strategy:
+def reduced_always(strategy: Strategy, note: str, source: str) -> Strategy:
     """A baseline that reduces in every micro-batch, as a user takes it whose device cannot keep whole gradients."""
     name = f"{strategy.name}-reduced"
     return strategy.variant(
         name=name,
         label=f"{strategy.label}, reduced always",
-        note=f"{strategy.label} without no_sync: a device keeps no whole gradients between micro-batches.",
-        source=f"{source}: without no_sync",
+        note=note,
+        source=source,
         shard={"strategy": name},
         limits=(
             *strategy.limits,
@@ -163,10 +164,53 @@ STRATEGIES = (
         parallelize="laconic.strategies.parallelize:fsdp2_hpz",
         code="fully_shard(layer, reshard_after_forward={local})  # of torch.distributed.fsdp; layers, then the model",
     ),
+    FSDP2.variant(
+        name="fsdp2-two-level",
+        label="FSDP2, two levels",
+        note="FSDP2 with custom collectives on two levels, first between nodes and then inside each: a slice of the "
+        "weights enters a machine once, and a sum of gradients leaves it once.",
+        source="hierarchical all-gathers of torchcomms, pull request 4192, in set_custom_all_gather and "
+        f"set_custom_reduce_scatter of {_CODE}",
+        colour="#2f5f8f",
+        shard={"strategy": "fsdp2-two-level"},
+        limits=(*LIMITS, several_per_node("fsdp2", "gathers between nodes and then inside them")),
+        parallelize="laconic.strategies.two_levels:fsdp2_two_level",
+    ),
     _HSDP,
-    reduced_always(FSDP2, "PyTorch FSDP, arXiv 2304.11277, section 3.4"),
-    reduced_always(_HSDP, "hybrid sharding, arXiv 2304.11277, section 3.2.2"),
+    reduced_always(
+        FSDP2,
+        "FSDP2 without no_sync: a device keeps no whole gradients between micro-batches.",
+        "PyTorch FSDP, arXiv 2304.11277, section 3.4: without no_sync",
+    ),
+    reduced_always(
+        _HSDP,
+        "HSDP without no_sync, but with set_requires_all_reduce: every micro-batch reduces inside the node, and the "
+        "last one over replicas. A device keeps no whole gradients between micro-batches.",
+        f"hybrid sharding, arXiv 2304.11277, section 3.2.2; set_requires_all_reduce of {_CODE}",
+    ),
     _DDP,
+    _DDP.variant(
+        name="ddp-bf16",
+        label="DDP bf16",
+        note="DDP with torch's bf16_compress_hook: gradients cross in bfloat16, and are summed so.",
+        source=f"{_HOOKS}/default_hooks.py",
+        colour="#8fb3d9",
+        shard={"strategy": "ddp-bf16"},
+        inexact="gradients are rounded to bfloat16, and summed in it",
+        parallelize="laconic.strategies.ddp_hooks:ddp_bf16",
+    ),
+    _DDP.variant(
+        name="ddp-powersgd",
+        label="DDP PowerSGD",
+        note="DDP with torch's powerSGD_hook: from the third step on, gradients of matrices cross as two factors of "
+        "rank 4, with warm start and error feedback.",
+        source=f"PowerSGD, arXiv 1905.13727; {_HOOKS}/powerSGD_hook.py",
+        colour="#3f8f8f",
+        shard={"strategy": "ddp-powersgd"},
+        inexact="gradients of matrices are cut to rank 4, and what that loses is added to those of the next step",
+        saves=False,  # what is fed back differs from rank to rank, and of DDP a checkpoint takes one rank's
+        parallelize="laconic.strategies.ddp_hooks:ddp_powersgd",
+    ),
     _DDP.variant(
         name="ddp-zero1",
         label="DDP ZeRO-1",
