@@ -78,8 +78,10 @@ def model_numels(config: Config) -> tuple[list[tuple[int, ...]], int]:
     ("name", "nodes", "local"),
     [
         *((name, 2, 2) for name in (*FSDP2, "ddp", "ddp-bf16", "ddp-powersgd", "ddp-zero1")),
-        *((name, 3, 1) for name in ("fsdp2", "ddp-bf16", "ddp-powersgd", "ddp-zero1")),
-        ("fsdp2-two-level", 2, 3),
+        ("fsdp2", 3, 1),
+        ("ddp-zero1", 3, 1),
+        *(pytest.param(name, 3, 1, marks=pytest.mark.heavy) for name in ("ddp-bf16", "ddp-powersgd")),
+        pytest.param("fsdp2-two-level", 2, 3, marks=pytest.mark.heavy),
         ("fsdp2-hpz", 1, 4),
     ],
 )

@@ -65,7 +65,7 @@ def _one_by_one(
             try:
                 future.set_result(hook(state, bucket).wait())
             except Exception as error:  # DDP raises it at the end of backward
-                future.set_exception(error)
+                future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation wants a result
 
         _compat.after_this_backward(thread.submit(take).result)
         return future
