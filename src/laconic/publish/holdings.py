@@ -248,13 +248,9 @@ def _runs_of(addends: Addends, start: int, shape: tuple[int, ...]) -> Iterator[T
 
 @torch.no_grad()
 def holding_of(tensor: Tensor, addends: Addends | None = None, *, is_buffer: bool = False) -> Holding:
-    """Find what this rank holds of a tensor. It is read, not written: what crosses next does not change.
-
-    Of a tensor on the meta device it holds nothing: [Note: A model held in part] in checkpoint/state.py.
-    """
+    """Find what this rank holds of a tensor. It is read, not written: what crosses next does not change."""
     shape = tuple(tensor.shape)
-    found = () if tensor.is_meta else _regions(tensor, shape)
-    regions = tuple(region._replace(addends=addends) for region in found if region.view.numel())
+    regions = tuple(region._replace(addends=addends) for region in _regions(tensor, shape) if region.view.numel())
     return Holding(shape=shape, dtype=tensor.dtype, regions=regions, is_buffer=is_buffer)
 
 

@@ -229,6 +229,8 @@ class Publisher(BackgroundWriter):
             self._runs = shapes, in_folder(contents, self.policy.names)
         whole = {
             name: holding_of(tensor, contents.addends.get(name), is_buffer=name in contents.buffers)
+            if name not in missing
+            else Holding(shape=tuple(tensor.shape), dtype=tensor.dtype, regions=())  # other ranks hold it
             for name, tensor in tensors.items()
         }
         return {name: whole[run.name].run(run.start, run.shape) for name, run in self._runs[1].items()}
