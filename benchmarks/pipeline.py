@@ -185,7 +185,7 @@ def kills(bench: Bench) -> Row:
     named = 0
     for turn in turns:
         ends = ranks(step_for_ever, nodes=3, faults=[Kill(rank=1, turn=turn)])
-        told = [ends[0], ends[2]]  # who waits for one that was told is told of that one
+        told = [ends[0], ends[2]]  # rank 2 may wait for rank 0, which ends first
         named += all("is gone" in each for each in told) and any("rank 1 is gone" in each for each in told)
     config = _endless(bench)
     waits_s, is_named = [], []

@@ -1,1 +1,1 @@
-"""What strangers published, as jobs and clusters of the planner: one TOML file for each source (see `sources`)."""
+"""Measurements that other people published, as jobs and clusters: one TOML file for each source (see `sources`)."""

@@ -28,7 +28,7 @@ class Found:
     tokens: int
     """The tokens of a step of one rank."""
     bound_by: str
-    """What the prediction says that a step takes longest for."""
+    """The lane that takes most of a step, by the prediction."""
 
     @classmethod
     def of(cls, row: Measurement, estimate: Estimate) -> Found:

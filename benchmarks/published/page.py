@@ -96,7 +96,8 @@ def _reasons(ranked: list[Measurement], found: Mapping[str, Found]) -> str:
         if row.reason and abs(found[row.key].off) > MOST:
             told.setdefault(row.reason, []).append(f"{row.source}, {row.name} ({found[row.key].off:+.0%})")
     lines = [f"- {reason} *{'; '.join(names)}.*" for reason, names in told.items()]
-    return "\n".join([f"## Why some are off by more than {MOST:.0%}\n", *lines, ""])
+    hedge = "The pattern of the errors suggests these reasons; no experiment has isolated one of them.\n"
+    return "\n".join([f"## Why some are off by more than {MOST:.0%}\n", hedge, *lines, ""])
 
 
 def _sources() -> str:

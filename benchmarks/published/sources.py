@@ -33,7 +33,7 @@ Table = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What all ranks do in an optimizer step."""
+    """The size of an optimizer step of all ranks."""
 
     rows: int
     tokens: int
@@ -97,7 +97,7 @@ class Source:
     url: str
     date: str
     assumed: str
-    """What the source leaves open, and what was assumed."""
+    """The facts that the source leaves open, and the value that each was given."""
     rows: tuple[Measurement, ...]
 
 

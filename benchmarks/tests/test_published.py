@@ -1,4 +1,4 @@
-"""What strangers published: every file is a job and a cluster of the planner, and the page is what was predicted."""
+"""Each file of published measurements loads as jobs and clusters, and the page holds the recorded predictions."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Meetings:
         return awaited is None or awaited in self._jobs
 
     def job(self, awaited: MessageName | Together) -> Job | None:
-        """What ends when it has arrived."""
+        """The job that ends when the message has arrived."""
         if isinstance(awaited, Together):
             return Job(PlanLane.STAGES, max(self._here[awaited]))
         return self._jobs[awaited]

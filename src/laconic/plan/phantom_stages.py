@@ -49,9 +49,9 @@ class StageForms:
     trains: Sequence[bool]
     """Whether each block has parameters that are trained."""
     tokens: TensorForm
-    """What the first block takes for a micro-batch."""
+    """The tokens of a micro-batch, which the first block takes."""
     hidden: TensorForm
-    """What each block but the last hands on."""
+    """The hidden states that each block but the last hands on."""
 
     @staticmethod
     def of(model: nn.Module, rows: int, tokens: int, dtype: torch.dtype | None) -> StageForms:
@@ -74,7 +74,7 @@ class StageForms:
         )
 
     def entries(self, cut: PipelineCut) -> list[Boundary]:
-        """What each stage of a cut takes for one micro-batch."""
+        """The tensors that each stage of a cut takes for one micro-batch."""
         hands_on = [replace(self.hidden, requires_grad=any(self.trains[:border])) for border in cut.borders[1:-1]]
         return [Boundary((self.tokens,)), *(Boundary((form,)) for form in hands_on)]
 

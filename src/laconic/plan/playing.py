@@ -65,7 +65,7 @@ class Mail(Protocol):
         ...
 
     def job(self, awaited: MessageName | Together) -> Job | None:
-        """What ends when it has arrived; None if nobody has sent it."""
+        """The job that ends when the message has arrived; None if nobody has sent it."""
         ...
 
 

@@ -228,9 +228,9 @@ class Publisher(BackgroundWriter):
         if self._runs is None or self._runs[0] != shapes:  # with stacked experts they are thousands
             self._runs = shapes, in_folder(contents, self.policy.names)
         whole = {
-            name: holding_of(tensor, contents.addends.get(name), is_buffer=name in contents.buffers)
-            if name not in missing
-            else Holding(shape=tuple(tensor.shape), dtype=tensor.dtype, regions=())  # other ranks hold it
+            name: Holding(shape=tuple(tensor.shape), dtype=tensor.dtype, regions=())  # other ranks hold it
+            if tensor.is_meta
+            else holding_of(tensor, contents.addends.get(name), is_buffer=name in contents.buffers)
             for name, tensor in tensors.items()
         }
         return {name: whole[run.name].run(run.start, run.shape) for name, run in self._runs[1].items()}
