@@ -1,6 +1,6 @@
 """LoRA fine-tuning on conversations on two boxes, as docs/fine-tune.md tells it: the job of examples/chat.toml.
 
-    python -m benchmarks.fine_tune            some minutes on 2 cores, recorded in RESULTS.md; draws docs/fine-tune.png
+    python -m benchmarks.fine_tune            some minutes on 2 cores, recorded; draws docs/fine-tune.png
     python -m benchmarks.fine_tune --quick    a few steps, printed only
 
 Two emulated nodes of one rank each, joined by a wire of 100 Mbit/s, train the job with a larger model than the
@@ -21,7 +21,6 @@ from pathlib import Path
 from laconic.compare.case import STRATEGIES, Case
 from laconic.compare.result import Result
 from laconic.compare.runner import Comparison
-from laconic.compare.table import render
 from laconic.config import load
 from laconic.lab import LabUnavailable
 from tests.support.measure import Benchmark, BenchmarkError, Options
@@ -79,12 +78,8 @@ def draw(runs: Runs, path: Path) -> None:
 
 
 def _save(record: Record, bench: Bench) -> None:
-    runs = list(bench.runs.values())
     draw(bench.runs, PICTURE)
-    record.save(
-        more=["The job of examples/chat.toml with a Llama of 256 x 6 layers.", render(runs)],
-        results=[run.to_dict() for run in runs],
-    )
+    record.save(results=[run.to_dict() for run in bench.runs.values()])
 
 
 @contextlib.contextmanager
@@ -123,7 +118,6 @@ def against_unshaped(bench: Bench) -> Row:
     return ratio_row(
         claim="LoRA on conversations, 2 nodes x 1 rank at 100 Mbit/s, seconds a step against an unshaped wire",
         ratio=slow.step_s / free.step_s,
-        limit=1.15,
         note=f"{slow.step_s:.3f} s against {free.step_s:.3f} s, medians of {slow.steps} steps. At 100 Mbit/s: "
         f"{others}.",
     )
@@ -136,9 +130,7 @@ def losses(bench: Bench) -> Row:
     worst = max(abs(a - b) / abs(b) for each in others for a, b in zip(each, first, strict=True))
     return Row(
         claim="LoRA on conversations, losses of laconic, FSDP2 and DDP",
-        required="equal within 1e-4 relative, fp32",
         measured=f"within {worst:.1e}",
-        is_met=worst <= 1e-4,
         note=f"the loss falls from {first[0]:.3f} to {first[-1]:.3f} in {len(first)} steps.",
     )
 

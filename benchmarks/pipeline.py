@@ -1,6 +1,6 @@
 """A pipeline whose stages are machines beside every way to shard the data alone: in the lab, on real engines.
 
-    python -m benchmarks.pipeline                         all rows, some 40 minutes on 2 cores, recorded in RESULTS.md
+    python -m benchmarks.pipeline                         all rows, some 40 minutes on 2 cores, recorded
     python -m benchmarks.pipeline --rows bytes,kills      some rows, recorded too
     python -m benchmarks.pipeline --quick                 all rows on a tiny job, printed only
 
@@ -20,26 +20,22 @@ from benchmarks.wire.bench import Bench as WireBench
 from benchmarks.wire.bench import Job, Key, Setup, opened, seconds_of, wire_bytes
 from laconic.compare.case import STRATEGIES, Case, config_of
 from laconic.compare.runner import explain_failure
-from laconic.compare.table import LEGEND, render
+from laconic.compare.table import render
 from laconic.config import to_dict
 from laconic.lab import Lab, format_rate
 from laconic.rehearse import Kill, ranks
 from tests.support.jobs import said_after_kill, started
 from tests.support.measure import Benchmark, BenchmarkError
 from tests.support.pipelines import step_for_ever
-from tests.support.record import Record, Row, ratio_row
+from tests.support.record import Row, ratio_row
 
 HOME, HALF = Setup(job_file="pipeline"), Setup(job_file="pipeline_half")
 FAST_BITS_PER_S, SLOW_BITS_PER_S = 200e6, 50e6
-_LIMITS = {"host": 0.35, "4bit": 1.0, "fsdp2-pipeline": 1.0, "hsdp": 0.35}
-"""The most that the pipeline's seconds may be of each rival's."""
-_LOSSLESS = 0.5
+_PEERS = ("host", "4bit", "fsdp2-pipeline", "hsdp")
 _BYTES_A_VALUE = 4
-_MOST_BYTES = 0.02
 _PINNED: dict[Job, tuple[str, ...]] = {"full": ("pipeline", "host", "4bit"), "lora": ("pipeline", "host", "ddp")}
 _PINNED_STEPS, _WARM_STEPS, _PINNED_REPEATS = 10, 3, 3
 _TURNS, _KILLS = range(20, 60), 10
-_KILLED_WITHIN_S = 15.0
 
 
 class Bench(WireBench):
@@ -52,10 +48,6 @@ class Bench(WireBench):
         return 5 if self.quick or key.setup == HALF else 10
 
 
-def _save(record: Record, bench: Bench) -> None:
-    record.save(more=["The runs of the latest command:", _table(bench), LEGEND] if bench.results else [])
-
-
 def _table(bench: Bench) -> str:
     return render(list(bench.results.values()))
 
@@ -64,7 +56,6 @@ BENCHMARK = Benchmark(
     measures=("laconic.pipeline", "laconic.strategies", "laconic.shard", "laconic.comm"),
     name="pipeline",
     prepare=lambda options: opened(Bench(options.out, quick=options.quick), HOME),
-    save=_save,
     details=_table,
 )
 
@@ -82,9 +73,7 @@ def wire_bytes_row(bench: Bench) -> Row:
     error = at_interface / formula - 1
     return Row(
         claim="bytes of a step at a node's interface against 2 T h for its one boundary",
-        required=f"within {_MOST_BYTES:.0%}",
         measured=f"{error:+.2%}; as the engine counts them {counted / formula - 1:+.2%}",
-        is_met=abs(error) <= _MOST_BYTES,
         note=f"T = {tokens}, {formula / 1e6:.3f} MB by the formula, {at_interface / 1e6:.3f} MB at the interface, "
         "where headers, acknowledgements and the control of a step count, too; "
         f"{wire_bytes(bench.result('host', setup=HOME)) / 1e6:.3f} MB for exact crossings of weights and gradients.",
@@ -94,26 +83,26 @@ def wire_bytes_row(bench: Bench) -> Row:
 @BENCHMARK.row("seconds")
 def seconds(bench: Bench) -> Row:
     """Seconds of a step at two rates against all that trains the same model."""
-    ratios: dict[str, list[float]] = {name: [] for name in _LIMITS}
-    notes = []
+    ratios: dict[str, list[float]] = {name: [] for name in _PEERS}
+    notes, runs = [], {}
     for rate in (FAST_BITS_PER_S, SLOW_BITS_PER_S):
-        times = bench.times((*_LIMITS, "pipeline"), "full", rate, HOME)
+        times = bench.times((*_PEERS, "pipeline"), "full", rate, HOME)
         for name, found in ratios.items():
             found.append(times["pipeline"] / times[name])
+        runs |= {f"{name} at {format_rate(rate)}": seconds for name, seconds in times.runs.items()}
         notes.append(f"{format_rate(rate)}: {seconds_of(times)}")
     exact = bench.result("host", "full", FAST_BITS_PER_S, setup=HOME).losses
     staged = bench.result("pipeline", "full", FAST_BITS_PER_S, setup=HOME).losses
     gap = max(abs(a / b - 1) for a, b in zip(exact, staged, strict=True))
     return Row(
         claim="seconds of a step at 200 / 50 Mbit/s, full training, `pipeline` against "
-        + "; ".join(STRATEGIES[name].label for name in _LIMITS),
-        required="; ".join(f"<= {limit:g}x" for limit in _LIMITS.values()) + "; losses equal",
+        + "; ".join(STRATEGIES[name].label for name in _PEERS),
         measured="; ".join(" / ".join(f"{each:.3f}x" for each in found) for found in ratios.values())
         + f"; losses within {gap:.1e}",
-        is_met=all(max(found) <= _LIMITS[name] for name, found in ratios.items()) and gap <= 2e-5,
         note=f"medians of {bench.repeats} alternating runs. {'; '.join(notes)}. In fp32. Each rank of a stage keeps "
         "its weights and sums of gradients whole until the step ends, in both pipelines. All ranks share two "
         "processors, so a stage that waits in a bubble lends its processor to the others.",
+        runs=runs,
     )
 
 
@@ -125,9 +114,9 @@ def seconds_half(bench: Bench) -> Row:
     return ratio_row(
         claim="seconds of a step at 50 Mbit/s, full training in bf16, `pipeline` against lossless crossings",
         ratio=ratio,
-        limit=_LOSSLESS,
         note=f"medians of {bench.repeats} alternating runs: {seconds_of(times)}. On a processor that multiplies bf16 "
         "slowly compute is most of a step.",
+        runs=times.runs,
     )
 
 
@@ -150,9 +139,7 @@ def two_boxes(bench: Bench) -> Row:
     return Row(
         claim=f"tokens a second of 2 x 2 at {format_rate(FAST_BITS_PER_S)} against 1 x 2, by the best of our "
         "strategies: full training / LoRA",
-        required=">= 1.8x / reported",
         measured=" / ".join(f"{gains[job][best[job]]:.2f}x ({STRATEGIES[best[job]].label})" for job in get_args(Job)),
-        is_met=gains["full"][best["full"]] >= 1.8,
         note=f"Against the fastest on one node. {words}. The ranks of a node share one processor of their own, on "
         f"which the kernel's work for the wire runs, too; medians of {_PINNED_REPEATS} runs.",
     )
@@ -197,9 +184,7 @@ def kills(bench: Bench) -> Row:
     return Row(
         claim=f"a stage's rank dies at {len(turns)} points of a schedule of three stages, and {len(waits_s)} real "
         "processes of two: every other rank ends, and names it",
-        required=f"all, within {_KILLED_WITHIN_S:g} s",
         measured=f"{named} of {len(turns)}; {sum(is_named)} of {len(is_named)}, the slowest after {max(waits_s):.1f} s",
-        is_met=named == len(turns) and all(is_named) and max(waits_s) <= _KILLED_WITHIN_S,
         note="In a schedule a rank gets its turn when the others wait, and the killed one gets none any more. A real "
         "process gets SIGKILL after its first, second, ... step.",
     )

@@ -1,6 +1,6 @@
 """How many bytes, seconds and how much loss crossings in four bits cost and save: in the lab, on real engines.
 
-    python -m benchmarks.thinner                           all rows, recorded in RESULTS.md
+    python -m benchmarks.thinner                           all rows, recorded
     python -m benchmarks.thinner --rows bytes,seconds      some rows, recorded too
     python -m benchmarks.thinner --quick                   all rows on a tiny job, printed only
 
@@ -23,12 +23,12 @@ from typing import Any
 from benchmarks.wire.bench import Bench as WireBench
 from benchmarks.wire.bench import Key, Setup, opened, seconds_of, wire_bytes
 from laconic.compare.case import STRATEGIES
-from laconic.compare.table import LEGEND, render
+from laconic.compare.table import render
 from laconic.config import Config, load
 from laconic.lab import format_rate
 from tests.support.launch import launch
 from tests.support.measure import Benchmark
-from tests.support.record import Record, Row, ratio_row
+from tests.support.record import Row, ratio_row
 
 THINNER = Setup(job_file="thinner")
 ACCUMULATED = Setup(job_file="thinner_accumulated")
@@ -57,15 +57,10 @@ def _table(bench: Bench) -> str:
     return render(list(bench.results.values()))
 
 
-def _save(record: Record, bench: Bench) -> None:
-    record.save(more=["The runs of the latest command:", _table(bench), LEGEND] if bench.results else [])
-
-
 BENCHMARK = Benchmark(
     measures=("laconic.codec", "laconic.comm", "laconic.shard"),
     name="thinner",
     prepare=lambda options: opened(Bench(options.out, quick=options.quick), THINNER),
-    save=_save,
     details=_table,
 )
 
@@ -81,12 +76,9 @@ def wire_bytes_row(bench: Bench) -> Row:
     per_parameter = wire_bytes(coded) / coded.num_parameters
     across = (coded.num_nodes - 1) / coded.num_nodes
     ratios = {name: wire_bytes(coded) / _bytes(bench, name) for name in ("fsdp2", "host", "zero++")}
-    limits = {"fsdp2": 0.06, "host": 0.135, "zero++": 0.72}
     return Row(
         claim="wire bytes, full training, 4bit: B a parameter, against FSDP2's ring / laconic exact / ZeRO++",
-        required="<= 1.07 (N-1)/N B; <= 0.06x / <= 0.135x / <= 0.72x",
         measured=f"{per_parameter / across:.3f} (N-1)/N B; " + " / ".join(f"{each:.4f}x" for each in ratios.values()),
-        is_met=per_parameter <= 1.07 * across and all(ratios[name] <= limits[name] for name in limits),
         note=(
             f"at the interface, headers and control included, per node and step: {_sizes(bench, THINNER)}. N = 2; "
             f"counted by the engine: {(coded.counted_bytes or 0) / 1e6:.3f} MB."
@@ -101,7 +93,6 @@ def accumulated(bench: Bench) -> Row:
     return ratio_row(
         claim="wire bytes with 4 micro-batches a step, 4bit against ZeRO++",
         ratio=ratio,
-        limit=0.18,
         note=f"per node and step: {_sizes(bench, ACCUMULATED, ('zero++', '4bit'))}.",
     )
 
@@ -109,17 +100,17 @@ def accumulated(bench: Bench) -> Row:
 @BENCHMARK.row("seconds")
 def seconds(bench: Bench) -> Row:
     """Seconds a step against FSDP2's ring at two rates."""
-    ratios, notes = [], []
+    ratios, notes, runs = [], [], {}
     for rate in (FAST_BITS_PER_S, SLOW_BITS_PER_S):
         times = bench.times(("fsdp2", "4bit"), "full", rate, THINNER)
         ratios.append(times["4bit"] / times["fsdp2"])
+        runs |= {f"{name} at {format_rate(rate)}": seconds for name, seconds in times.runs.items()}
         notes.append(f"{format_rate(rate)}: {seconds_of(times)}")
     return Row(
         claim="seconds a step at 200 / 50 Mbit/s, 10.8 M parameters, 4bit against FSDP2's ring",
-        required="<= 0.15x / <= 0.09x",
         measured=" / ".join(f"{ratio:.3f}x" for ratio in ratios),
-        is_met=ratios[0] <= 0.15 and ratios[1] <= 0.09,
         note=f"medians of {bench.repeats} alternating runs. " + "; ".join(notes) + ".",
+        runs=runs,
     )
 
 
@@ -130,10 +121,9 @@ def against_hsdp(bench: Bench) -> Row:
     by_hsdp, by_zero = times["4bit"] / times["hsdp"], times["4bit"] / times["zero++"]
     return Row(
         claim="seconds a step at 50 Mbit/s, 4bit against HSDP / ZeRO++'s algorithm",
-        required="<= 0.2x / <= 0.85x",
         measured=f"{by_hsdp:.3f}x / {by_zero:.3f}x",
-        is_met=by_hsdp <= 0.2 and by_zero <= 0.85,
         note=f"medians of {bench.repeats} alternating runs: {seconds_of(times)}.",
+        runs=times.runs,
     )
 
 
@@ -144,8 +134,8 @@ def unshaped(bench: Bench) -> Row:
     return ratio_row(
         claim="seconds a step on an unshaped wire, 4bit against exact (CPU)",
         ratio=times["4bit"] / times["host"],
-        limit=1.10,
         note=f"medians of {bench.repeats} alternating runs: {seconds_of(times)}.",
+        runs=times.runs,
     )
 
 
@@ -156,12 +146,9 @@ def memory(bench: Bench) -> Row:
     peaks = [run.allocated_peak_bytes or 0 for run in (coded, exact)]
     engine = [run.engine_peak_bytes or 0 for run in (coded, exact)]
     ratio = peaks[0] / peaks[1]
-    is_equal = coded.host_bytes_per_node <= exact.host_bytes_per_node * 1.001
     return Row(
         claim="device peak against exact / host bytes against exact",
-        required="<= 1.02x / equal",
         measured=f"{ratio:.3f}x / {coded.host_bytes_per_node / exact.host_bytes_per_node:.4f}x",
-        is_met=ratio <= 1.02 and is_equal,
         note=(
             f"torch's allocator: {peaks[0] / 1e6:.2f} against {peaks[1] / 1e6:.2f} MB on the fullest rank; the "
             f"engine's own buffers {engine[0] / 1e6:.2f} against {engine[1] / 1e6:.2f} MB."
@@ -180,11 +167,9 @@ def lossless_bytes(bench: Bench) -> Row:
     bits, gradient_bits = (8 * each["lossless"] * nbytes / sum(counted) for nbytes in counted)
     return Row(
         claim="wire bytes in bf16: bits a weight / a gradient; B a parameter and step, `lossless` / `lossless-4bit`",
-        required="<= 2.5 bits at 3e-4 / reported",
         measured=(
             f"{bits:.2f} / {gradient_bits:.2f} bits; {each['lossless']:.3f} / {each['lossless-4bit']:.3f} (N-1)/N B"
         ),
-        is_met=bits <= 2.5,
         note=(
             "at the interface, headers, margins and control included, per node and step, the mean of 29 steps in which "
             f"the rate rises to 3e-4 and falls: {_sizes(bench, HALF, names)}. No prediction by the last difference. "
@@ -196,21 +181,21 @@ def lossless_bytes(bench: Bench) -> Row:
 @BENCHMARK.row("lossless-seconds", section="lossless")
 def lossless_seconds(bench: Bench) -> Row:
     """Seconds a step against exact crossings in bf16, and with gradients in four bits, at two rates."""
-    by_exact, by_coded, notes = [], [], []
+    by_exact, by_coded, notes, runs = [], [], [], {}
     for rate in (FAST_BITS_PER_S, SLOW_BITS_PER_S):
         times = bench.times(("host", "lossless", "4bit", "lossless-4bit"), "full", rate, HALF)
+        runs |= {f"{name} at {format_rate(rate)}": seconds for name, seconds in times.runs.items()}
         by_exact.append(times["lossless"] / times["host"])
         by_coded.append(times["lossless-4bit"] / times["4bit"])
         notes.append(f"{format_rate(rate)}: {seconds_of(times)}")
     return Row(
         claim="seconds a step at 200 / 50 Mbit/s in bf16: `lossless` against exact; `lossless-4bit` against `4bit`",
-        required="<= 0.62x; <= 0.90x",
         measured="; ".join(" / ".join(f"{ratio:.3f}x" for ratio in ratios) for ratios in (by_exact, by_coded)),
-        is_met=max(by_exact) <= 0.62 and max(by_coded) <= 0.9,
         note=(
             f"medians of {bench.repeats} alternating runs. {'; '.join(notes)}. Four ranks share two cores, so each "
             "value that is coded costs what two cost on a node of its own."
         ),
+        runs=runs,
     )
 
 
@@ -221,9 +206,9 @@ def lossless_unshaped(bench: Bench) -> Row:
     return ratio_row(
         claim="seconds a step on an unshaped wire, `lossless` against exact in bf16 (CPU)",
         ratio=times["lossless"] / times["host"],
-        limit=1.10,
         note=f"medians of {bench.repeats} alternating runs: {seconds_of(times)}. With numba. Two cores code for four "
         "ranks.",
+        runs=times.runs,
     )
 
 
@@ -252,9 +237,7 @@ def paired(bench: Bench) -> Row:
     error = statistics.stdev(apart) / len(apart) ** 0.5
     return Row(
         claim="eval loss, paired continuation, 10.8 M parameters, 4bit against exact / against ZeRO++",
-        required="<= 0.1 % / not above",
         measured=f"{mean:+.3%} / {mean - zero_mean:+.3%} +- {error:.3%}",
-        is_met=max(coded) <= 0.001 and mean <= zero_mean,
         note=(
             f"by seed: 4bit {percents(coded)}; ZeRO++ {percents(zero)}; the noise floor (exact, sums in another order) "
             f"{percents(floor)}. {losses['exact'][0]:.4f} with exact crossings; {_FIRST_STEPS} exact steps, then "
@@ -272,9 +255,7 @@ def lossless_paired(bench: Bench) -> Row:
     means = [statistics.mean(each) for each in found.values()]
     return Row(
         claim="eval loss, paired, in bf16, lossless weights with gradients in int4 / int2 against exact ones",
-        required="<= 0.1 % / <= 0.5 %",
         measured=" / ".join(f"{mean:+.3%}" for mean in means),
-        is_met=means[0] <= 0.001 and means[1] <= 0.005,
         note=f"by seed: {'; '.join(f'{name} {percents(each)}' for name, each in found.items())}. As the row paired of "
         "section thinner.",
     )
@@ -318,9 +299,7 @@ def adamw8bit_loss(bench: Bench) -> Row:
     difference = adamw8bit / adamw - 1
     return Row(
         claim=f"loss after {steps} steps of the trainer, AdamW8bit against AdamW",
-        required="within 0.5 %",
         measured=f"{difference:+.3%}",
-        is_met=abs(difference) <= 0.005,
         note=(
             f"mean of the last {last} steps and of {seeds} seeds, on identical batches: {adamw8bit:.4f} against "
             f"{adamw:.4f}; by seed {', '.join(f'{a / b - 1:+.2%}' for a, b in pairs)}. 1.7 M parameters, 8 rows of 128 "

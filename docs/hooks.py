@@ -9,7 +9,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-COPIED = ("examples/*.py", "examples/*.toml", "examples/*/*", "CONTRIBUTING.md")
+COPIED = ("examples/*.py", "examples/*.toml", "examples/*/*", "CONTRIBUTING.md", "results/*")
 """Files of the repository that the site serves as they are."""
 
 
@@ -24,11 +24,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Let links to the repository's files lead to the copies on the site, and show the results on their page."""
-    if page.file.src_uri == "results.md":
-        return (ROOT / "benchmarks/RESULTS.md").read_text(encoding="utf-8").replace("](../docs/", "](")
-    markdown = markdown.replace("](../benchmarks/RESULTS.md", "](results.md")
-    return re.sub(r"\]\(\.\./((?:examples|src)/[^)]*|CONTRIBUTING\.md)\)", _link, markdown)
+    """Let links to the repository's files lead to the copies on the site."""
+    return re.sub(r"\]\(\.\./((?:examples|src|results)/[^)]*|CONTRIBUTING\.md)\)", _link, markdown)
 
 
 def _link(match: re.Match[str]) -> str:

@@ -1,6 +1,6 @@
 """How much memory the cyclic schedule saves, and how well models train under its rules: every row of the claim.
 
-    python -m benchmarks.cyclic                            all rows, recorded in RESULTS.md
+    python -m benchmarks.cyclic                            all rows, recorded
     python -m benchmarks.cyclic --rows bytes,few-bits      some rows, recorded too
     python -m benchmarks.cyclic --quick                    all rows on tiny jobs, printed only: does the method work?
 

@@ -1,6 +1,6 @@
 """The engine on a CUDA device: one GPU is enough. All rows take less than 10 minutes on an H200.
 
-    python -m benchmarks.gpu                                   all rows, recorded in RESULTS.md
+    python -m benchmarks.gpu                                   all rows, recorded
     python -m benchmarks.gpu --rows step-plain,overlap-alone   some rows, recorded too
     python -m benchmarks.gpu --quick                           all rows at toy size, printed only; without a GPU on CPU
 

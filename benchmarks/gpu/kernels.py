@@ -55,7 +55,7 @@ def codecs(bench: Bench) -> Row:
         for name, (encode, decode, copy) in found.items()
     )
     return ratio_row(
-        claim="encode or decode a piece, against a copy of the same bytes, worst codec", ratio=worst, limit=2.0,
+        claim="encode or decode a piece, against a copy of the same bytes, worst codec", ratio=worst,
         note=f"pieces of {bench.sizes.piece_numel} values, fp32, without rotation; medians of {_REPEATS}: {each}.",
     )  # fmt: skip
 
@@ -151,7 +151,7 @@ def lossless_coding(bench: Bench) -> Row:
     pieces = [each for each in found if each.numel >= bench.sizes.lossless_numels[1]]
     row = ratio_row(
         claim=f"encode or decode a piece without loss, against a copy of {_LOSSLESS_BYTES} bytes a value, worst",
-        ratio=max(each.ratio for each in pieces), limit=2.0,
+        ratio=max(each.ratio for each in pieces),
         note=f"bf16 weights, a step of AdamW at {_LOSSLESS_RATE:g} apart; medians of {_REPEATS}, with the time that "
         f"the host waits for a length; the worst is of {bench.sizes.lossless_numels[1]} values and more. "
         f"{'. '.join(map(str, found))}.",
@@ -177,9 +177,7 @@ def pinned(bench: Bench) -> Row:
     to_host, to_device, reference = bench.launch(pinned_rank, num_ranks=1)[0]
     return Row(
         claim="copies from the host cache / from torch's page-locked memory, bytes a second",
-        required=">= 0.97x",
         measured=f"{to_device / reference:.3f}x",
-        is_met=to_device / reference >= 0.97,
         note=f"{bench.sizes.slab_bytes / 2**30:.2f} GiB; {to_device / 1e9:.1f} GB/s to the device, "
         f"{to_host / 1e9:.1f} to the host, torch's {reference / 1e9:.1f}.",
     )
@@ -210,6 +208,6 @@ def adamw8bit(bench: Bench) -> Row:
         f"{name} {seconds * 1e3:.2f} ms" for name, seconds in found.items()
     )
     return ratio_row(
-        claim="a step of AdamW8bit / of torch's fused AdamW", ratio=found["AdamW8bit"] / found["AdamW"], limit=1.5,
+        claim="a step of AdamW8bit / of torch's fused AdamW", ratio=found["AdamW8bit"] / found["AdamW"],
         note=f"{note}. Both have fp32 arithmetic; AdamW keeps its moments in bf16, AdamW8bit in eight bits.",
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Everything that one machine with a GPU can say about laconic, and a report that anybody can send.
 
-    python -m benchmarks.gpu.report             on a GPU: the CUDA tests, then all rows, recorded in RESULTS.md
+    python -m benchmarks.gpu.report             on a GPU: the CUDA tests, then all rows, recorded
     python -m benchmarks.gpu.report --quick     toy sizes, printed only; on CPU where there is no GPU
 
 It needs torch, numpy and pytest alone, and runs from `src`: `make gpu`. A call ends after `--minutes`; another one goes
@@ -28,8 +28,10 @@ import torch
 
 from benchmarks.gpu.__main__ import BENCHMARK
 from laconic.compare.machine import describe_machine
+from tests.support import targets
+from tests.support.imported import collected
 from tests.support.measure import BenchmarkError, Options
-from tests.support.record import Record, Row, code_digest, recorded_rows, rows_table
+from tests.support.record import Row, is_old, keeps_its_target, recorded_rows, rows_table
 
 ORDER = (
     "policies", "lossless-equal", "loss-none", "loss-host", "loss-device", "step-plain", "step-fsdp2", "overlap-alone",
@@ -37,6 +39,9 @@ ORDER = (
     "memory-device", "memory-fsdp2", "publish-memory", "publish-standstill", "overlap-gloo",
 )  # fmt: skip
 """The rows, in order of worth: first whether the numbers are right, then the time of a step."""
+_SECTION = BENCHMARK.name
+_COUNTS = ("policies", "lossless-equal")
+"""The rows that say how many policies have the right numbers, of so many."""
 _TESTS = (
     "tests/codec/test_cuda.py", "tests/codec/test_sparse.py", "tests/layers/test_scaled.py",
     "tests/optim/test_adamw8bit.py", "tests/shard/test_cuda.py", "tests/checkpoint/test_cuda.py",
@@ -65,11 +70,13 @@ class Report:
 
     @property
     def is_sound(self) -> bool:
-        """True if no test failed, and every row about numbers is met."""
-        about_numbers = [
-            row for key, row in self.rows.items() if key.startswith(("policies", "loss-", "lossless-equal"))
-        ]
-        return not self.failures and not self.has_failed_tests and all(row.is_met for row in about_numbers)
+        """True if no test failed, and every row about numbers is right."""
+        counts = [targets.numbers_of(self.rows[key].measured) for key in _COUNTS if key in self.rows]
+        losses = [row for key, row in self.rows.items() if key.startswith("loss-")]
+        is_right = all(good == tried for good, tried in counts) and all(
+            keeps_its_target(_SECTION, row) for row in losses
+        )
+        return is_right and not self.failures and not self.has_failed_tests
 
     @property
     def has_failed_tests(self) -> bool:
@@ -80,8 +87,8 @@ class Report:
         """Three lines: whether laconic is sound here, how fast it is, and what falls short."""
         sound = "laconic is sound on this machine" if self.is_sound else "laconic is NOT sound on this machine"
         step = [f"{row.claim}: {row.measured}" for key, row in self.rows.items() if key.startswith("step")]
-        unmet = [row for row in self.rows.values() if not row.is_met]
-        short = [f"{row.claim} ({row.measured}, required {row.required})" for row in unmet]
+        unmet = [row for row in self.rows.values() if not keeps_its_target(_SECTION, row)]
+        short = [f"{row.claim} ({row.measured}, target {targets.of(_SECTION, row.key)})" for row in unmet]
         short += [f"{key} failed" for key in self.failures]
         return [
             f"{sound}: CUDA tests: {self.tests}.",
@@ -92,7 +99,8 @@ class Report:
     def markdown(self) -> str:
         """The whole report."""
         listed = "\n".join(f"- {key}: {value}" for key, value in self.facts.items())
-        parts = ["# laconic on a GPU", *self.verdict(), listed, rows_table(list(self.rows.values()))]
+        rows = rows_table({(_SECTION, key): row for key, row in self.rows.items()})
+        parts = ["# laconic on a GPU", *self.verdict(), listed, rows]
         parts += [self.several] if self.several else []
         for key, log in ({"CUDA tests": self.tests_log} if self.has_failed_tests else {}) | self.failures.items():
             parts += [f"## {key}", f"```\n{log.strip()}\n```"]
@@ -123,7 +131,7 @@ def run_tests(report: Report) -> None:
     report.tests = told[-1].strip("= ") if told else f"failed: pytest ended with {run.returncode}"
 
 
-def measure(report: Report, options: Options, ends: Callable[[], bool], arguments: Sequence[str]) -> None:
+def measure(report: Report, options: Options, ends: Callable[[], bool], imported: Callable[[], set[str]]) -> None:
     """Measure the rows that are left, record each at once, and stop when the time is over."""
     bench = BENCHMARK.prepare(options)
     for key in ORDER:
@@ -139,8 +147,7 @@ def measure(report: Report, options: Options, ends: Callable[[], bool], argument
             report.failures[key] = traceback.format_exc()
             continue
         if not options.quick:
-            command = ["--rows", key]
-            BENCHMARK.save(Record("gpu", [row], BENCHMARK.rows, command, measures=BENCHMARK.measures), bench)
+            BENCHMARK.save(BENCHMARK.record(_SECTION, [row], ["--rows", key], imported()), bench)
 
 
 def measure_several(report: Report, options: Options, seconds: float) -> None:
@@ -167,7 +174,7 @@ def of_today() -> dict[str, Row]:
     return {
         key: row
         for (section, key), row in recorded_rows().items()
-        if section == "gpu" and key in ORDER and row.date == today and row.code == code_digest(row.measures)
+        if section == _SECTION and key in ORDER and row.date == today and not is_old(row)
     }
 
 
@@ -190,7 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run_tests(report)
         else:
             report.tests = "not run, as there is no GPU"
-        measure(report, options, lambda: time.monotonic() > end_s, given)
+        with collected() as imported:
+            measure(report, options, lambda: time.monotonic() > end_s, imported)
         measure_several(report, options, end_s - time.monotonic())
     except BenchmarkError as error:
         print(f"benchmarks.gpu.report: {error}", file=sys.stderr)

@@ -234,18 +234,18 @@ def step_plain(bench: Bench) -> Row:
         f"{sizes.step}, bf16, fused AdamW; medians of {BLOCKS} interleaved blocks of {STEPS_PER_BLOCK} "
         f"steps: {each}. The first {WARMUP_STEPS} losses differ from plain PyTorch's by {worst:.1e} at most."
     )
-    return _step_row(bench, "plain", "plain PyTorch", 1.03, note)
+    return _step_row(bench, "plain", "plain PyTorch", note)
 
 
 @BENCHMARK.row("step-fsdp2")
 def step_fsdp2(bench: Bench) -> Row:
-    return _step_row(bench, "fsdp2", "FSDP2", 1.0)
+    return _step_row(bench, "fsdp2", "FSDP2")
 
 
-def _step_row(bench: Bench, kind: str, name: str, limit: float, note: str = "") -> Row:
+def _step_row(bench: Bench, kind: str, name: str, note: str = "") -> Row:
     laconic_s, other_s = (statistics.median(_step_times(bench)[each][0]) for each in ("none", kind))
     claim = f"step time, one rank, laconic / {name}"
-    return ratio_row(claim=claim, ratio=laconic_s / other_s, limit=limit, note=note)
+    return ratio_row(claim=claim, ratio=laconic_s / other_s, note=note)
 
 
 def loss_rank(sizes: Sizes, device_type: str) -> dict[str, list[float]]:
@@ -269,9 +269,7 @@ def loss(bench: Bench, cache: str) -> Row:
     ]
     return Row(
         claim=f"loss on {bench.device_type.upper()} against CPU, cache={cache}, largest relative difference",
-        required="<= 1e-4",
         measured=f"{max(differences):.1e}",
-        is_met=max(differences) <= 1e-4,
         note=f"{bench.sizes.loss}, fp32, {LOSS_STEPS} AdamW steps on {NODES} x {LOCAL} ranks",
     )
 

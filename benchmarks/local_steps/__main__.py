@@ -1,6 +1,6 @@
 """How much traffic local steps save, and how much quality they cost: every row of the claim.
 
-    python -m benchmarks.local_steps                        all rows, some 90 minutes on 2 cores, recorded in RESULTS.md
+    python -m benchmarks.local_steps                        all rows, some 90 minutes on 2 cores, recorded
     python -m benchmarks.local_steps --rows bytes,flops     some rows, recorded too
     python -m benchmarks.local_steps --quick                all rows on tiny jobs, printed only: does the method work?
 

@@ -1,6 +1,6 @@
 """The planner's predictions beside measurements: bytes, memory, seconds, and what it recommends.
 
-    python -m benchmarks.plan                              all rows, recorded in RESULTS.md
+    python -m benchmarks.plan                              all rows, recorded
     python -m benchmarks.plan --rows bytes-counted         some rows, recorded too
     python -m benchmarks.plan --quick                      all rows on a few jobs, printed only
 
@@ -18,12 +18,11 @@ from tests.support.record import Record
 
 
 def _details(bench: Bench) -> str:
-    return "\n\n".join(bench.tables.values())
+    return "\n\n".join(table.markdown() for table in bench.tables.values())
 
 
 def _save(record: Record, bench: Bench) -> None:
-    tables = {**record.known.get("tables", {}), **bench.tables}
-    record.save(more=list(tables.values()), tables=tables)
+    record.save(bench.tables)
 
 
 BENCHMARK = Benchmark(measures=("laconic.plan", "laconic.rehearse", "laconic.shard"),

@@ -11,12 +11,12 @@ from typing import Any
 from benchmarks.plan.jobs import Case, Predictions
 from benchmarks.plan.lab import LabRuns
 from benchmarks.plan.ranks import train_all
-from laconic.compare.markdown import markdown
 from laconic.config import to_dict
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import Estimate
 from tests.support.launch import launch
 from tests.support.measure import Options
+from tests.support.record import Table
 
 LAUNCH_S = 1500.0
 
@@ -30,8 +30,8 @@ class Bench:
         self.lab = LabRuns(out)
         self.infiniband: dict[tuple[str, int, int], dict[str, Estimate]] = {}
         """The plans that both rows of the FCDP paper on InfiniBand read."""
-        self.tables: dict[str, str] = {}
-        """The tables below the rows, by the key of their row."""
+        self.tables: dict[str, Table] = {}
+        """The raw figures, by the key of their row."""
 
     def train(self, cases: Sequence[Case], nodes: int, local: int) -> list[dict[str, Any]]:
         """Train cases in one launch of processes, without a wire. Returns the summaries."""
@@ -56,8 +56,3 @@ def open_bench(options: Options) -> Iterator[Bench]:
     """Make the folder for the files of the runs."""
     options.out.mkdir(parents=True, exist_ok=True)
     yield Bench(options.out.absolute(), quick=options.quick)
-
-
-def columns(names: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose first column is text."""
-    return markdown(tuple(names), [list(line) for line in lines], num_text_columns=1)

@@ -22,14 +22,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.plan.bench import Bench, columns
+from benchmarks.plan.bench import Bench
 from laconic.config import Config, from_dict
 from laconic.plan.candidates import CANDIDATES
 from laconic.plan.cluster_file import cluster_from_dict
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import Estimate
 from laconic.plan.prediction import Predictor
-from tests.support.record import Row, recorded_rows
+from tests.support.record import Row, Table, recorded_rows
 
 _CLOSE = 0.05
 _COPY_S = {"10 GbE": 6.745, "InfiniBand EDR": 0.949, "1 GbE": 67.66}
@@ -111,22 +111,19 @@ def row(bench: Bench) -> Row:
     flat = (15 / 16) / (1 / 2)  # the published FCDP gathers along a flat ring; laconic's two levels cross less
     lines.append(("30B LoRA, 2 nodes, FCDP-Comm: GiB", f"{host.label}, as a flat ring", across * flat * in_gib, 0.16))
     errors = [value / said - 1 for _, _, value, said in lines]
-    bench.tables["fcdp-paper"] = columns(
-        ("figure", "strategy", "predicted", "the paper", ""),
-        [
+    bench.tables["fcdp-paper"] = Table(
+        columns=("figure", "strategy", "predicted", "the paper", ""),
+        rows=[
             [name, label, f"{value:.2f}", f"{said:.2f}", f"{value / said - 1:+.1%}"]
             for name, label, value, said in lines
         ],
     )
-    worst = max(errors, key=abs)
     return Row(
         key="fcdp-paper",
         claim="step times (53.3 s, 55.7 s) and volumes (213.73, 108.28, 0.16 GB) of the FCDP paper",
-        required=f"within {_CLOSE:.0%}",
         measured=", ".join(
             f"{value:.2f} ({error:+.1%})" for (_, _, value, _), error in zip(lines, errors, strict=True)
         ),
-        is_met=abs(worst) <= _CLOSE,
         note="the wire's rate is the paper's own measurement of a copy. The paper gives no sequence length (384 is "
         "assumed) and no unit of its counters (GiB of both nodes fit). FCDP as published crosses on a flat ring; "
         f"laconic's two levels would cross {across * in_gib:.3f} GiB. "
@@ -145,9 +142,9 @@ def infiniband(bench: Bench) -> Row:
         fits = "yes" if found["host"].fits and found[_ZERO_3].fits else "no"
         lines.append([f"{model}, {nodes} nodes", str(batch), *(f"{batch / each:.1f}" for each in seconds),
                       f"{published:+.1%}", f"{own:+.1%}", fits])  # fmt: skip
-    bench.tables["fcdp-infiniband"] = columns(
-        ("full training, InfiniBand", "batch", "ZeRO-3: samples/s", "FCDP as published", "cache=host",
-         "FCDP against ZeRO-3", "cache=host", "fits"), lines,
+    bench.tables["fcdp-infiniband"] = Table(
+        columns=("full training, InfiniBand", "batch", "ZeRO-3: samples/s", "FCDP as published", "cache=host",
+         "FCDP against ZeRO-3", "cache=host", "fits"), rows=lines,
     )  # fmt: skip
     found_gains = [_gains(steps["10B", 4, rows])[0] for rows in _ROWS]
     rates = [64 * nodes / steps["10B", nodes, 8][_ZERO_3].seconds for nodes in _RATES]
@@ -156,9 +153,7 @@ def infiniband(bench: Bench) -> Row:
         key="fcdp-infiniband",
         claim="full training on InfiniBand, 10B on 4 nodes of the FCDP paper: what FCDP as published gains over ZeRO-3 "
         "at a batch of 8 a GPU (+40.2 %) and at the largest, 16 (+41.3 %)",
-        required=f"within {100 * _CLOSE:.0f} points; cache=host gains as much or more for 10B to 30B",
         measured=f"{' / '.join(f'{each:+.1%}' for each in found_gains)}; {100 * min(own_gains):+.1f} points or more",
-        is_met=_are_close(found_gains) and min(own_gains) >= 0,
         note="by the planner. The wire's rate is the paper's own measurement of a copy, 67 Gbit/s of 100. FCDP as "
         "published gathers once on a flat ring, as FSDP2 hpZ does, which stands for it. The paper gives no sequence "
         f"length (384 is assumed). 10B to 30B on 2 and 4 nodes gain {min(at_8):+.1%} to {max(at_8):+.1%} at 8 a GPU. "
@@ -180,9 +175,7 @@ def infiniband_fitted(bench: Bench) -> Row:
         key="fcdp-infiniband-fitted",
         claim="the same with the wire's rate fitted to one figure of the paper, ZeRO-3's 23.2 samples a second: FCDP "
         "as published over ZeRO-3, at 8 a GPU (+40.2 %) and at 16 (+41.3 %)",
-        required=f"within {100 * _CLOSE:.0f} points",
         measured=" / ".join(f"{published:+.1%}" for published, _ in gains),
-        is_met=_are_close([published for published, _ in gains]) and abs(rate / _RATES[4] - 1) <= _CLOSE,
         note=f"{share:.0%} of the rate of the copy; ZeRO-3 then has {rate:.1f} samples a second. The gain at 16 hangs "
         "on the length of a sequence, which the paper does not give: longer ones compute for longer, and that hides "
         f"the wire. At 256 tokens in place of 384 it is {shorter:+.1%}. cache=host would gain "
@@ -238,16 +231,13 @@ def slow_wire(bench: Bench) -> Row:
         for name, each in found.items():
             ratios.setdefault(name, []).append(each.seconds / found["FCDP"].seconds)
             lines.append([f"{model}, {each.label}", f"{each.seconds:.1f}", f"{ratios[name][-1]:.1f}x"])
-    bench.tables["fcdp-slow-wire"] = columns(("LoRA, 1 GbE", "s", "against laconic host"), lines)
-    required = {"ZeRO-3": 100, "ZeRO++": 51}
+    bench.tables["fcdp-slow-wire"] = Table(columns=("LoRA, 1 GbE", "s", "against laconic host"), rows=lines)
     today = recorded_rows()["wire", "lora-hpz"]
     return Row(
         key="fcdp-slow-wire",
         claim="LoRA on 1 GbE, 10B / 30B on 2 nodes of the FCDP paper: cache=host against ZeRO-3; against hpZ as it was "
         "before DeepSpeed 0.13.2, which is the paper's ZeRO++ and is gone",
-        required="; ".join(f">= {least}x" for least in required.values()) + ", as FCDP in the paper",
-        measured="; ".join(" / ".join(f"{each:.0f}x" for each in ratios[name]) for name in required),
-        is_met=all(min(ratios[name]) >= least for name, least in required.items()),
+        measured="; ".join(" / ".join(f"{each:.0f}x" for each in ratios[name]) for name in ("ZeRO-3", "ZeRO++")),
         note="by the planner. The paper's 51x is not against a ZeRO++ of today. Its bytes say that its ZeRO++ was hpZ "
         "without codes that gathered frozen weights in every forward; DeepSpeed's hpZ has kept a frozen base on the "
         "node since 0.13.2, so what the paper beat is gone. Against the hpZ of today, measured and not planned "

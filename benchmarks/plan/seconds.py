@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Sequence
 from itertools import groupby
 
-from benchmarks.plan.bench import Bench, columns
+from benchmarks.plan.bench import Bench
 from benchmarks.plan.jobs import ISLANDS, PEERS, STRATEGIES, VARIANTS, Case, candidate_of, make_cases
 from benchmarks.plan.lab import Run
 from laconic.lab import format_rate
-from tests.support.record import Row
+from tests.support.record import Row, Table
 
 RATES = (20e6, 50e6, 100e6, 200e6, None)
 _STRATEGIES = ("none", "host", "device", "8bit", "4bit", "zero++", "fsdp2", "fsdp2-hpz", "hsdp", "ddp")
@@ -37,10 +37,8 @@ _NEW: tuple[tuple[str, str, tuple[str, ...], tuple[int, int], float | None], ...
 )
 """(model, variant, strategies, cluster, rate) of runs with what no run had before, later than the planner's rules."""
 _EXACT = ("none", "host", "device", "fsdp2", "fsdp2-gloo", "fsdp2-hpz", "fsdp2-two-level", "hsdp", "ddp")
-_MOST_BYTES = 0.02
 _FEW_BYTES = 1e6
 """Where a step sends less at a node's interface, headers of small messages weigh too much to be left out."""
-_MOST_S, _MEDIAN_S = 0.20, 0.064
 _CLOSE = 0.05
 
 
@@ -104,18 +102,16 @@ def interface(bench: Bench) -> Row:
     worst = max(judged, key=lambda run: abs(run.bytes_error))
     median = statistics.median(abs(run.bytes_error) for run in judged)
     strategies = sorted({run.case.candidate for run in found})
-    bench.tables["bytes-interface"] = columns(
-        ("run", "interface MB, said", "measured", ""),
-        [[r.name, f"{r.estimate.interface_bytes / 1e6:.3f}", f"{r.wire_bytes / 1e6:.3f}", f"{r.bytes_error:+.2%}"]
+    bench.tables["bytes-interface"] = Table(
+        columns=("run", "interface MB, said", "measured", ""),
+        rows=[[r.name, f"{r.estimate.interface_bytes / 1e6:.3f}", f"{r.wire_bytes / 1e6:.3f}", f"{r.bytes_error:+.2%}"]
          for r in found],
     )  # fmt: skip
     return Row(
         key="bytes-interface",
         claim="bytes of a step at a node's interface, ours and every peer that runs here",
-        required=f"within {_MOST_BYTES:.0%}",
         measured=f"{abs(worst.bytes_error):.2%} at worst, median {median:.2%}, {len(strategies)} strategies, "
         f"{len(judged)} runs that send 1 MB a step or more",
-        is_met=abs(worst.bytes_error) <= _MOST_BYTES,
         note=f"{', '.join(strategies)}; payload times the header factor of the lab's cluster file, which `laconic plan "
         f"measure` wrote at 200mbit before the runs. Worst: {worst.name} ({worst.bytes_error:+.2%})."
         + (f" Not judged, as headers of small messages weigh too much: {'; '.join(few)}." if few else ""),
@@ -131,9 +127,9 @@ def seconds(bench: Bench) -> Row:
         new = new_runs(bench)
         found += new
     worst, median = _worst(found), _median(found)
-    bench.tables["seconds"] = columns(
-        ("run", "s, said", "measured", "", "waits for"),
-        [[r.name, f"{r.estimate.seconds:.3f}", f"{r.seconds:.3f}", f"{r.seconds_error:+.1%}",
+    bench.tables["seconds"] = Table(
+        columns=("run", "s, said", "measured", "", "waits for"),
+        rows=[[r.name, f"{r.estimate.seconds:.3f}", f"{r.seconds:.3f}", f"{r.seconds_error:+.1%}",
           r.estimate.bound_by.value] for r in found],
     )  # fmt: skip
     by_rate = "; ".join(
@@ -144,10 +140,8 @@ def seconds(bench: Bench) -> Row:
     return Row(
         key="seconds",
         claim=f"seconds of a step, {len(found)} runs in the lab, 20 Mbit/s to unshaped, peers included",
-        required=f"median <= {_MEDIAN_S:.1%}, worst <= {_MOST_S:.0%}; >= 24 runs never fitted",
         measured=f"median {median:.1%}, worst {abs(worst.seconds_error):.1%}"
         + (f"; of {len(new)} new runs {_median(new):.1%} and {abs(_worst(new).seconds_error):.1%}" if new else ""),
-        is_met=median <= _MEDIAN_S and abs(worst.seconds_error) <= _MOST_S and len(new) >= 24,
         note=f"{', '.join(sorted({run.case.candidate for run in found}))}, on 2 x 2, 3 x 1 and 4 x 1. Worst: "
         f"{worst.name} ({worst.seconds_error:+.1%}); medians by rate: {by_rate}. The cluster files were measured "
         f"before the runs, one for each rate. The machine is not even: {_spread(bench)}. Two rules came after the "
@@ -183,12 +177,10 @@ def best(bench: Bench) -> Row:
         lines.append([f"{model}, {nodes} x {local}, {format_rate(rate)}", chosen.case.candidate,
                       f"{chosen.seconds:.3f}", fastest.case.candidate, f"{fastest.seconds:.3f}",
                       f"{lost:+.1%}"])  # fmt: skip
-    bench.tables["best"] = columns(("job", "recommended", "s", "fastest", "s", "lost"), lines)
+    bench.tables["best"] = Table(columns=("job", "recommended", "s", "fastest", "s", "lost"), rows=lines)
     return Row(
         key="best",
         claim=f"the recommended configuration is the fastest of those measured, or within {_CLOSE:.0%}",
-        required=">= 90 % of >= 12 cases",
         measured=f"{good} of {len(lines)}",
-        is_met=len(lines) >= 12 and good >= 0.9 * len(lines),
         note="among strategies that train the same: " + ", ".join(sorted({run.case.candidate for run in found})) + ".",
     )

@@ -1,6 +1,6 @@
 """How much a published version takes: bytes, the trainer's time and memory, and seconds to bring it to readers.
 
-    python -m benchmarks.publish                      all rows, recorded in RESULTS.md
+    python -m benchmarks.publish                      all rows, recorded
     python -m benchmarks.publish --rows bytes         some rows, recorded too
     python -m benchmarks.publish --quick              all rows on a tiny model, printed only
 
@@ -68,9 +68,7 @@ def patch_bytes(bench: Bench) -> Row:
     ratios = {rate: {name: whole / nbytes for name, nbytes in each.items()} for rate, each in found.items()}
     return Row(
         claim='bytes of a patch, `encoding="smallest"` / "gaps", against whole bf16, AdamW at 1e-6; 1e-5; 1e-4',
-        required="; ".join(f"<= 1/{limit}" for limit in _RATES.values()),
         measured="; ".join(f"1/{each['smallest']:.1f} / 1/{each['gaps']:.1f}" for each in ratios.values()),
-        is_met=all(ratios[rate]["smallest"] >= limit for rate, limit in _RATES.items()),
         note=f"{bench.job.llama}, after {bench.job.first_steps} steps at 1e-3 and {bench.job.warm_up_steps} of a new "
         f"AdamW at the rate; medians of {bench.versions} versions, one a step, without the manifest, whose bytes are "
         "those of names and digests. Gaps, the default, are what every reader of safetensors and every engine can "
@@ -89,9 +87,7 @@ def weights_on_disk(bench: Bench) -> Row:
     return Row(
         claim="bf16 weights on disk as differences to the version before, against whole ones, AdamW at 1e-4 / 1e-5: of "
         f"each step; of each {every}th step; whole again",
-        required="<= 0.20x / <= 0.08x; to the bit",
         measured=f"{once[1e-4]:.3f}x / {once[1e-5]:.3f}x; {later[1e-4]:.3f}x / {later[1e-5]:.3f}x; to the bit",
-        is_met=all(each[rate] <= limit for each in (once, later) for rate, limit in limits.items()),
         note=f"{bench.job.llama}; medians of {bench.versions} versions of laconic.publish, which is where weights are "
         "kept as differences; each chain was read back and compared with the model. A checkpoint has weights in fp32 "
         "and two moments besides, which change everywhere, so its folders stay whole.",
@@ -127,9 +123,7 @@ def standstill(bench: Bench) -> Row:
     return Row(
         claim=f"time that training stands still for a version, 2 x 2, {format_rate(RATE_BITS_PER_S)} / unshaped, "
         "against a whole gather to rank 0",
-        required="<= 0.1x",
         measured=" / ".join(f"{ratio:.3f}x" for ratio in ratios.values()),
-        is_met=max(ratios.values()) <= 0.1,
         note=f"{bench.job.llama}, cache=host; medians of {bench.versions} versions, of the slowest rank: "
         + "; ".join(f"{format_rate(rate)}: publish {each['publish_s']:.4f} s, gather {each['gather_s']:.4f} s"
                     for rate, each in found.items())
@@ -145,9 +139,7 @@ def host_memory(bench: Bench) -> Row:
     ratio = found["held_bytes"] / (2 * bench.job.numel)
     return Row(
         claim="host memory that a publisher holds between versions, over all ranks, against one copy in bf16",
-        required="<= 1.02x; <= 0.02x where a coded wire has the copy",
         measured=f"{ratio:.3f}x; {found['held_bytes_lossless'] / (2 * bench.job.numel):.3f}x",
-        is_met=ratio <= 1.02 and found["held_bytes_lossless"] <= 0.02 * 2 * bench.job.numel,
         note=f"{bench.job.llama}, 2 x 2, bytes of all tensors that only the publisher holds. The copy of the wire is "
         "not used: it lags behind the weights in units that no forward has gathered since, and has other borders.",
     )
@@ -156,16 +148,14 @@ def host_memory(bench: Bench) -> Row:
 BENCHMARK.row("device-memory")(device.memory_row)
 
 
-def _sync_row(bench: Bench, readers: int, limit: float) -> Row:
+def _sync_row(bench: Bench, readers: int) -> Row:
     found = _in_lab(bench, "sync", nodes=1 + readers, local=1, rate=RATE_BITS_PER_S)
     ratio = found["http"]["seconds"] / found["whole"]["seconds"]
     each = "; ".join(f"{name}: {it['seconds']:.3f} s, {it['sent_bytes'] / 1e6:.3f} MB" for name, it in found.items())
     return Row(
         claim=f"seconds from a step to {readers} reader{'s' * (readers > 1)}, a node each, "
         f"{format_rate(RATE_BITS_PER_S)}, AdamW at 1e-6: HTTP, against a broadcast of whole weights",
-        required=f"<= {limit:.2f}x",
         measured=f"{ratio:.3f}x",
-        is_met=ratio <= limit,
         note=f"{bench.job.llama}; medians of {bench.versions} versions in turns, from `publish` until the slowest "
         f"reader has them, with bytes that leave the trainer's interface; {each}. {1 + readers} processes share two "
         'processors: comparing, hashing, applying take the rest. Readers have `verify="first"`, patches are gaps. '
@@ -176,13 +166,13 @@ def _sync_row(bench: Bench, readers: int, limit: float) -> Row:
 @BENCHMARK.row("sync-1")
 def sync_to_one(bench: Bench) -> Row:
     """One reader."""
-    return _sync_row(bench, 1, 0.1)
+    return _sync_row(bench, 1)
 
 
 @BENCHMARK.row("sync-4")
 def sync_to_four(bench: Bench) -> Row:
     """Four readers."""
-    return _sync_row(bench, 4, 0.05)
+    return _sync_row(bench, 4)
 
 
 def _in_lab(bench: Bench, part: str, *, nodes: int, local: int, rate: float | None) -> dict[str, Any]:

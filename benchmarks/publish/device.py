@@ -26,7 +26,6 @@ def memory_row(bench: Any) -> Row:
     row = ratio_row(
         claim="device memory that a publisher adds at any moment, against one unit's shard, 2 x 2 / one rank",
         ratio=max(max(added.peaks) / added.unit for of in found.values() for added in of.values()),
-        limit=1.0,
         note=f"{_llama(bench)}, fp32 with bf16 compute, on the emulated accelerator of laconic.rehearse, with values. "
         + "; ".join(_in_words(local, of) for local, of in found.items())
         + f". All that a version allocates between the begin of `publish` and its commit, without what training frees "

@@ -5,16 +5,15 @@ python -m benchmarks.published.page    writes it anew, without predicting
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
 from benchmarks.published.found import MOST, Found, is_right, median, worst
 from benchmarks.published.sources import Measurement, measurements, pairs, sources
 from laconic.compare.markdown import markdown
 from laconic.plan.units import format_quantity
-from tests.support.record import RESULTS
+from tests.support import record
 
-PAGE = RESULTS.parents[1] / "docs" / "published.md"
+PAGE = record.RESULTS.parent / "docs" / "published.md"
 _HEAD = """\
 # What strangers measured, predicted
 
@@ -42,11 +41,7 @@ a mistake in one of these, tell us.
 
 def recorded() -> dict[str, Found]:
     """The predictions on record, by key."""
-    path = RESULTS.parent / "results" / "published.json"
-    if not path.exists():
-        return {}
-    known = json.loads(path.read_text(encoding="utf-8"))
-    return {key: Found(**values) for key, values in known.get("predictions", {}).items()}
+    return {key: Found(**values) for key, values in record.recorded("published").get("predictions", {}).items()}
 
 
 def render(found: Mapping[str, Found]) -> str:

@@ -1,6 +1,6 @@
 """Steps of published models on nodes of eight H100, simulated: no GPU has taken them.
 
-    python -m benchmarks.simulated                              all rows, recorded in RESULTS.md
+    python -m benchmarks.simulated                              all rows, recorded
     python -m benchmarks.simulated --rows simulated-8b          some rows, recorded too
     python -m benchmarks.simulated --out runs/simulated         the same, and pictures of steps in that folder
     python -m benchmarks.simulated --quick                      all rows on one job, printed only
@@ -19,10 +19,7 @@ from tests.support.record import Record
 
 
 def _save(record: Record, bench: Bench) -> None:
-    """Write the record. The tables are those of the last grid, which a run of other rows leaves as it is."""
-    tables = {**record.known.get("tables", {}), **bench.tables}
-    figures = f"The cluster's figures, of which none is from a step of ours:\n\n{figures_table()}"
-    record.save(more=[figures, *tables.values()], tables=tables)
+    record.save({"cluster": figures_table(), **bench.tables})
 
 
 BENCHMARK = Benchmark(
@@ -30,7 +27,7 @@ BENCHMARK = Benchmark(
     name="simulated",
     prepare=lambda options: Bench(options.out, quick=options.quick, keeps=options.keeps),
     save=_save,
-    details=lambda bench: "\n\n".join(bench.tables.values()),
+    details=lambda bench: "\n\n".join(table.markdown() for table in bench.tables.values()),
     rows={"simulated-8b": grid.row_8b, "simulated-grid": grid.row_grid, "simulated-h100": h100.row},
 )
 

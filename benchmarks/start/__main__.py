@@ -1,6 +1,6 @@
 """The first ten minutes: the demo and the launch examples.
 
-python -m benchmarks.start                    both rows, recorded in RESULTS.md
+python -m benchmarks.start                    both rows, recorded
 python -m benchmarks.start --rows demo        some rows, recorded too; the demo on an idle machine
 python -m benchmarks.start --quick            the short demo, printed only
 """
@@ -19,12 +19,12 @@ from typing import Any
 
 from benchmarks.start.launch import launch_row
 from tests.support.measure import Benchmark, Options
-from tests.support.record import RESULTS, Row, recorded_rows
+from tests.support.record import Row, recorded, recorded_rows
 
 BENCHMARK = Benchmark[Options](
     name="start", prepare=lambda options: options, measures=("laconic.doctor", "laconic.lab")
 )
-LIMITS_S = {"first row": 20.0, "first table": 60.0, "all": 120.0}
+MOMENTS = ("first row", "first table", "all")
 _TOLERANCE = 0.1
 _RATE_BITS_PER_S = 200e6
 _TIMEOUT_S = 600.0
@@ -35,8 +35,7 @@ def demo(options: Options) -> Row:
     """Run `laconic compare --demo` as `make demo` does; compare its ratios to FSDP2 with those on record."""
     times_s, results = _run(options)
     full = _medians([each for each in results if each["job"] == "full"])
-    recorded = json.loads((RESULTS.parent / "results" / "wire.json").read_text(encoding="utf-8"))["results"]
-    wire = _medians([each for each in recorded if _is_like_the_demo(each)])
+    wire = _medians([each for each in recorded("wire")["results"] if _is_like_the_demo(each)])
     off, said = [], []
     for strategy in wire.keys() & full.keys() - {"fsdp2"}:
         for figure, name in (("step_s", "seconds"), ("wire_bytes", "bytes")):
@@ -45,15 +44,10 @@ def demo(options: Options) -> Row:
             if abs(now / then - 1) > _TOLERANCE:
                 off.append(said[-1])
     thin = recorded_rows()["thinner", "bytes"].measured
-    in_time = all(times_s[name] <= limit_s for name, limit_s in LIMITS_S.items())
     return Row(
         claim="seconds of the demo after installation: first row / first table / all; ratios to FSDP2 as in wire",
-        required="<= "
-        + " / <= ".join(f"{limit_s:.0f}" for limit_s in LIMITS_S.values())
-        + f"; with 4bit; within {_TOLERANCE:.0%}",
-        measured=" / ".join(f"{times_s[name]:.1f}" for name in LIMITS_S)
+        measured=" / ".join(f"{times_s[name]:.1f}" for name in MOMENTS)
         + f"; {'with' if '4bit' in full else 'without'} 4bit; {len(said) - len(off)} of {len(said)} ratios",
-        is_met=in_time and "4bit" in full and not off,
         note=f"`laconic compare --demo`, in a new process. Against FSDP2, for the record of 2 x 2 nodes at 200 Mbit/s: "
         f"{', '.join(sorted(said))}. 4bit {full['4bit']['wire_bytes'] / full['fsdp2']['wire_bytes']:.3f} of the bytes, "
         f"for {thin.split('; ')[1].split(' / ')[0]} in thinner; {len(results)} runs in all."
@@ -63,7 +57,7 @@ def demo(options: Options) -> Row:
 
 
 def _run(options: Options) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """The seconds until each of `LIMITS_S` was on the screen, and the results of all runs."""
+    """The seconds until each of `MOMENTS` was on the screen, and the results of all runs."""
     command = [str(Path(sys.executable).with_name("laconic")), "compare", "--demo", "--out", str(options.out / "demo")]
     last = "laconic 4bit"
     times_s: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""The record of a benchmark, and the comparison of the files of two versions."""
+"""The record of a benchmark, its targets and its pages, and the comparison of the files of two versions."""
 
 from __future__ import annotations
 
@@ -9,43 +9,87 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import unchanged
-from laconic.compare.machine import describe_machine, in_words
-from tests.support import record
+from benchmarks import page, unchanged
+from tests.support import record, targets
+from tests.support.imported import collected
 
 
-def test_each_row_is_shown_with_the_machine_that_measured_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that was recorded before rows said their machine has that of its file."""
-    monkeypatch.setattr(record, "RESULTS", tmp_path / "RESULTS.md")
-    first, second = (
-        record.Row(key=key, claim=key, required="1", measured="1", is_met=True) for key in ("first", "second")
+def test_a_run_replaces_its_rows_and_keeps_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(record, "_commit", lambda: "0123abc+")
+    for key, measured in (("second", "1"), ("first", "2"), ("second", "3")):
+        row = record.Row(key=key, claim=key, measured=measured)
+        modules = {"laconic.store.series", "laconic.layout.packing", "elsewhere.layout"}
+        record.Record(
+            "toy", [row], ["first", "second"], ["--rows", key], measures=["laconic.layout"], imported=modules
+        ).save({"raw": record.Table(columns=("a", "b"), rows=[["1", "2, 3"]])}, seen=[measured])
+    rows = record.recorded_rows()
+    assert [(key, row.measured) for (_, key), row in rows.items()] == [("first", "2"), ("second", "3")]
+    assert rows["toy", "second"].command == "python -m benchmarks.toy --rows second"
+    assert tuple(rows["toy", "second"].measures) == ("laconic.layout.packing",)
+    assert not record.is_old(rows["toy", "second"])
+    assert record.recorded("toy")["seen"] == ["3"]
+    assert (tmp_path / "results" / "toy-raw.csv").read_text() == 'a,b\n1,"2, 3"\n'
+
+
+def test_a_row_is_old_once_its_code_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "laconic" / "toy.py"
+    module.parent.mkdir()
+    monkeypatch.setattr(record, "SOURCES", tmp_path)
+
+    def is_old(text: str) -> bool:
+        module.write_text(text)
+        record._digest_of_file.cache_clear()
+        return record.is_old(row)
+
+    module.write_text("A = 1\n")
+    row = record.Row(claim="", measured="", measures=("laconic.toy",), code=record.code_digest(["laconic.toy"]))
+    assert not is_old('"""Some words."""\n\nA = 1  # and more\n')
+    assert is_old("A = 2\n")
+    module.unlink()
+    assert record.is_old(row)
+
+
+@pytest.mark.machine
+def test_modules_are_those_of_every_process() -> None:
+    program = (
+        "import os\nimport laconic.layout.packing\n"
+        "if os.fork() == 0:\n    import laconic.store.series\n    os._exit(0)\nos.wait()"
     )
-    record.Record("toy", [first], ["first", "second"], ["--rows", "first"]).save()
-    file = tmp_path / "results" / "toy.json"
-    saved = json.loads(file.read_text())
-    saved["machine"]["cpu"] = "another processor"
-    del saved["rows"]["first"]["machine"]
-    file.write_text(json.dumps(saved))
-
-    record.Record("toy", [second], ["first", "second"], ["--rows", "second"]).save()
-    text = (tmp_path / "RESULTS.md").read_text()
-    here = in_words(describe_machine())
-    assert "`python -m benchmarks.toy --rows first`, " in text
-    assert f"(first); {in_words(saved['machine'])}.\n\n`python -m benchmarks.toy --rows second`, " in text
-    assert f"(second); {here}.\n\n| claim" in text
-    assert json.loads(file.read_text())["rows"]["first"]["machine"] == in_words(saved["machine"])
+    with collected() as imported:
+        subprocess.run([sys.executable, "-c", program], check=True)
+        assert {"laconic.layout.packing", "laconic.store.series"} <= imported()
 
 
-def test_a_section_is_replaced_and_its_neighbours_stay(tmp_path: Path) -> None:
-    path = tmp_path / "RESULTS.md"
-    record.write_section("one", "first", path)
-    record.write_section("two", "second", path)
-    record.write_section("one", "third\n\n### inner\n", path)
-    text = path.read_text()
-    assert text.startswith("# Results\n")
-    assert text.endswith("## one\n\nthird\n\n### inner\n\n## two\n\nsecond\n")
-    record.write_section("two", "fourth", path)
-    assert path.read_text() == text.replace("second", "fourth")
+@pytest.mark.parametrize(
+    ("target", "measured", "missed"),
+    [
+        ("<= 0.47 / <= 0.91", "0.462x / 0.898x", []),
+        ("<= 0.45 / <= 0.91", "0.462x / 0.898x", ["0.462 is not <= 0.45"]),
+        ("<= 1/15 / <= 1/2", "1/15.5 / 1/1.3", ["0.769231 is not <= 1/2"]),
+        (">= 500 / = 0", "1,520 tried; 0 hangs", []),
+        ("+- 2 / any", "-2.08% of 4bit, 3 runs", ["-2.08 is not +- 2"]),
+        ("<= 1e-4", "within 1.8e-07", []),
+        ("<= 1", "1 / 2", ["1 bounds for 2 numbers"]),
+    ],
+)
+def test_a_target_bounds_each_number(target: str, measured: str, missed: list[str]) -> None:
+    assert targets.missed(target, measured) == missed
+
+
+def test_recorded_figures_keep_their_targets() -> None:
+    rows = record.recorded_rows()
+    for section, known in targets.all_targets().items():
+        for key, target in known.items():
+            assert (section, key) in rows, f"{section}.{key}: no such row; a row that is gone has no target"
+            measured = rows[section, key].measured
+            assert not targets.missed(target, measured), f"{section}.{key}: {targets.missed(target, measured)}"
+
+
+def test_pages_are_of_the_rows_on_record() -> None:
+    for name, text in (("results", page.results()), ("studies", page.studies())):
+        assert (page.DOCS / f"{name}.md").read_text(encoding="utf-8") == text, "python -m benchmarks.page"
+    assert page.results().count("\n") <= 120
 
 
 def write_version(folder: Path) -> None:

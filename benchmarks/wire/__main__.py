@@ -1,6 +1,6 @@
 """How much less crosses the wire, and how much time and memory that saves: every row of the claim, in the lab.
 
-    python -m benchmarks.wire                            all rows, about an hour on 2 cores, recorded in RESULTS.md
+    python -m benchmarks.wire                            all rows, about an hour on 2 cores, recorded
     python -m benchmarks.wire --rows wire-full,losses    some rows, recorded too
     python -m benchmarks.wire --quick                    all rows on a tiny job, printed only: does the method work?
 
@@ -54,10 +54,7 @@ def save(record: Record, bench: Bench) -> None:
     }
     kept = {result_key(each): each for each in map(Result.from_dict, record.known.get("results", []))}
     results = sorted((kept | new).values(), key=_order)
-    record.save(
-        more=["Every run (of repeated ones, all):", tables(results), LEGEND],
-        results=[result.to_dict() for result in results],
-    )
+    record.save(results=[result.to_dict() for result in results])
     if record.name == BENCHMARK.name:
         _DOCS.mkdir(exist_ok=True)
         picture.save(results, _DOCS / "levels.png")

@@ -63,6 +63,15 @@ class Key(NamedTuple):
     repeat: int
 
 
+class Times(dict[str, float]):
+    """The seconds of a step by strategy: the medians of its runs."""
+
+    def __init__(self, runs: Mapping[str, Sequence[float]]) -> None:
+        super().__init__({name: statistics.median(seconds) for name, seconds in runs.items()})
+        self.runs = runs
+        """The seconds of each run, which took turns."""
+
+
 class Bench:
     """The results of all cases; each case runs once, when a row first needs it."""
 
@@ -112,11 +121,11 @@ class Bench:
 
     def times(
         self, names: Sequence[str], job: Job = "full", rate_bits_per_s: float | None = None, setup: Setup = HOME
-    ) -> dict[str, float]:
-        """Run strategies in turn, several times. Returns the seconds of a step of each: the medians of its runs."""
+    ) -> Times:
+        """Run strategies in turn, several times."""
         repeats = range(self.repeats)
         runs = [{name: self.result(name, job, rate_bits_per_s, repeat, setup) for name in names} for repeat in repeats]
-        return {name: statistics.median(run[name].step_s for run in runs) for name in names}
+        return Times({name: [run[name].step_s for run in runs] for name in names})
 
     def _steps(self, key: Key) -> int:
         """The number of steps of a case: few where a step takes long."""

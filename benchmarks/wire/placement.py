@@ -15,8 +15,6 @@ _WHY: dict[Job, str] = {
     "lora": "Small adapters are whole on each rank, as under DDP, and one sum of gradients is all that moves. It takes "
     "three trips in a row, in each of which ranks wait for their turn on a processor; CPU time is within 5 % of DDP's.",
 }
-_BOUNDS = {FLAT: 1.06, _EIGHT: 1.10}
-"""The largest ratio of a step's seconds to the seconds of its bytes on the wire alone."""
 
 
 @BENCHMARK.row("rank-shaped", section="placement")
@@ -32,49 +30,46 @@ def rank_8x1(bench: Bench) -> Row:
 
 
 def _on_a_wire(bench: Bench, *setups: Setup) -> Row:
-    measured, each, is_met = [], [], True
+    measured, each, runs = [], [], {}
     for setup in setups:
         times = bench.times(_ALL, "full", RATE_BITS_PER_S, setup)
         wire_s = 8 * wire_bytes(bench.result("rank", "full", RATE_BITS_PER_S, setup=setup)) / RATE_BITS_PER_S
         by_ddp, by_wire = times["rank"] / times["ddp"], times["rank"] / wire_s
-        is_met = is_met and by_ddp <= 1 and by_wire <= _BOUNDS.get(setup, by_wire)
+        runs |= {f"{name} on {setup}": seconds for name, seconds in times.runs.items()}
         measured.append(f"{setup}: {by_ddp:.3f}x, {by_wire:.3f}x")
         each.append(f"{setup}: {seconds_of(times)}, the wire alone {wire_s:.3f} s")
-    bounds = ", ".join(f"<= {_BOUNDS[setup]:.2f}x on {setup}" for setup in setups if setup in _BOUNDS)
     return Row(
         claim=f"step time, whole weights on each rank, {' and '.join(map(str, setups))} at "
         f"{format_rate(RATE_BITS_PER_S)}, against DDP; the wire alone",
-        required=f"<= 1.00x; {bounds}",
         measured="; ".join(measured),
-        is_met=is_met,
         note=f"full training; {'; '.join(each)}; medians of {bench.repeats} alternating runs each.",
+        runs=runs,
     )
 
 
 @BENCHMARK.row("rank-unshaped", section="placement")
 def rank_unshaped(bench: Bench) -> Row:
     """Full training where processors are the bound."""
-    return _against(bench, "full", None, by_ddp=1.0, by_fsdp2=0.6)
+    return _against(bench, "full", None)
 
 
 @BENCHMARK.row("rank-lora", section="placement")
 def rank_lora(bench: Bench) -> Row:
     """LoRA, whose frozen weights never move."""
-    return _against(bench, "lora", RATE_BITS_PER_S, by_ddp=1.0, by_fsdp2=0.1)
+    return _against(bench, "lora", RATE_BITS_PER_S)
 
 
-def _against(bench: Bench, job: Job, rate: float | None, *, by_ddp: float, by_fsdp2: float) -> Row:
+def _against(bench: Bench, job: Job, rate: float | None) -> Row:
     times = bench.times(_ALL, job, rate)
     ratios = [times["rank"] / times[name] for name in _PEERS]
     wire = "an unshaped wire" if rate is None else format_rate(rate)
     return Row(
         claim=f"step time, whole weights on each rank, {'LoRA' if job == 'lora' else 'full training'}, {wire}, "
         "against DDP / FSDP2",
-        required=f"<= {by_ddp:.2f}x / <= {by_fsdp2:.2f}x",
         measured=" / ".join(f"{ratio:.3f}x" for ratio in ratios),
-        is_met=ratios[0] <= by_ddp and ratios[1] <= by_fsdp2,
         note=(
             f"{HOME}; {seconds_of(times)}; medians of {bench.repeats} alternating runs each. Four ranks share two "
             f"processors. {_WHY[job]}"
         ),
+        runs=times.runs,
     )

@@ -24,17 +24,15 @@ HPZ_PEERS = ("fsdp2-hpz", "deepspeed-hpz", "zero++")
 
 @BENCHMARK.row("time-2x2")
 def time_2x2(bench: Bench) -> Row:
-    why = "The required ratios were set against a ring whose gathers do not run ahead; this one fills the wire."
-    return _against_baselines(bench, HOME, by_fsdp2=0.43, by_hsdp=0.72, why=why)
+    return _against_baselines(bench, HOME)
 
 
 @BENCHMARK.row("time-4x1")
 def time_4x1(bench: Bench) -> Row:
-    why = "Messages travel in rounds of pieces; with all at once it was 0.720x / 0.812x."
-    return _against_baselines(bench, FLAT, by_fsdp2=0.68, by_hsdp=0.92, why=why)
+    return _against_baselines(bench, FLAT)
 
 
-def _against_baselines(bench: Bench, setup: Setup, *, by_fsdp2: float, by_hsdp: float, why: str) -> Row:
+def _against_baselines(bench: Bench, setup: Setup) -> Row:
     times = bench.times(COMPARED, "full", RATE_BITS_PER_S, setup)
     ratios = {name: times["host"] / time for name, time in times.items()}
     host_bytes, fsdp2_bytes = (
@@ -43,23 +41,22 @@ def _against_baselines(bench: Bench, setup: Setup, *, by_fsdp2: float, by_hsdp: 
     floor_s, fsdp2_s = (8 * each / RATE_BITS_PER_S for each in (host_bytes, fsdp2_bytes))
     return Row(
         claim=f"step time, full training on {setup} at {format_rate(RATE_BITS_PER_S)}, against FSDP2's ring / HSDP",
-        required=f"<= {by_fsdp2:.2f}x / <= {by_hsdp:.2f}x",
         measured=f"{ratios['fsdp2']:.3f}x / {ratios['hsdp']:.3f}x",
-        is_met=ratios["fsdp2"] <= by_fsdp2 and ratios["hsdp"] <= by_hsdp,
         note=(
             f"{seconds_of(times)}, medians of {bench.repeats} alternating runs each; DDP {ratios['ddp']:.3f}x. The "
             f"bytes are {host_bytes / fsdp2_bytes:.3f}x FSDP2's, which take {fsdp2_s / times['fsdp2']:.1%} of its "
             f"step, as its gathers run ahead. The wire alone takes {floor_s:.3f} s for laconic's bytes, "
             f"{floor_s / times['fsdp2']:.3f}x and {floor_s / times['hsdp']:.3f}x. HSDP moves as few bytes as a cache. "
-            f"On CPU its reductions wait; with NCCL they overlap, and the two should be level. {why}"
+            f"On CPU its reductions wait; with NCCL they overlap, and the two should be level."
         ),
+        runs=times.runs,
     )
 
 
 @BENCHMARK.row("lora-hpz")
 def lora_hpz(bench: Bench) -> Row:
     """Compare LoRA with what keeps a copy of the weights on each node's devices: until backward, or for good."""
-    rate, least = HPZ_RATE_BITS_PER_S, 20
+    rate = HPZ_RATE_BITS_PER_S
     times = bench.times((*HPZ_PEERS, "host"), "lora", rate)
     ratios = [times[name] / times["host"] for name in HPZ_PEERS]
     megabytes = {name: wire_bytes(bench.result(name, "lora", rate)) / 1e6 for name in times}
@@ -68,14 +65,13 @@ def lora_hpz(bench: Bench) -> Row:
     )
     return Row(
         claim=f"step time, LoRA, at {format_rate(rate)}, against FSDP2 hpZ / DeepSpeed hpZ / ZeRO++'s algorithm",
-        required=f"<= 1/{least} of each",
         measured=" / ".join(f"1/{ratio:.1f}" for ratio in ratios),
-        is_met=min(ratios) >= least,
         note=(
             f"{each}; medians of {bench.repeats} alternating runs each. FSDP2 hpZ gathers all weights along one ring "
             "in every forward, ZeRO++ in 8 bits on two levels. DeepSpeed keeps frozen weights on the node since "
             "0.13.2, as a cache of laconic's does."
         ),
+        runs=times.runs,
     )
 
 
@@ -86,12 +82,11 @@ def unshaped(bench: Bench) -> Row:
     ratios = {name: time / times["fsdp2"] for name, time in times.items()}
     return Row(
         claim="step time on an unshaped wire, full training, every strategy, against FSDP2 with a true ring",
-        required="<= 0.85x",
         measured=", ".join(f"{name} {ratios[name]:.3f}x" for name in own),
-        is_met=max(ratios[name] for name in own) <= 0.85,
         note=(
             f"{seconds_of(times)}, medians of {bench.repeats} alternating runs each. Against FSDP2: with Gloo's own "
             f"collectives {ratios['fsdp2-gloo']:.3f}x, HSDP {ratios['hsdp']:.3f}x, DDP {ratios['ddp']:.3f}x. On CPU "
             "FSDP2 and HSDP wait for their reductions."
         ),
+        runs=times.runs,
     )

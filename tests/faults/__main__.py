@@ -1,11 +1,11 @@
 """Faults that laconic survives or notices, thousands of them, counted by the harm that they do.
 
-    python -m tests.faults                            all campaigns, recorded in RESULTS.md
+    python -m tests.faults                            all campaigns, recorded
     python -m tests.faults --rows crash-states        some campaigns, recorded too
     python -m tests.faults --quick                    a small fixed sample of each, printed only
 
 A campaign is a function under `campaign`. The suite runs a small fixed sample of the same code. Sections
-of RESULTS.md: `trust` has faults from outside, `device` what an accelerator would show, `mend` every member of a class
+of the record: `trust` has faults from outside, `device` what an accelerator would show, `mend` every member of a class
 of defects that was mended, `publish` what befalls published weights, and `suite` ranks in one process beside processes.
 """
 

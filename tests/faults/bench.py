@@ -31,16 +31,15 @@ Found = tuple[int, Iterable[str], str]
 
 
 def campaign(
-    key: str, claim: str, *, at_least: int, harms: Sequence[str], section: str = "", measures: tuple[str, ...] = ()
+    key: str, claim: str, *, harms: Sequence[str], section: str = "", measures: tuple[str, ...] = ()
 ) -> Callable[[Callable[[Bench], Found]], Callable[[Bench], Found]]:
     """Register the function below as a campaign.
 
     Args:
         key: of its row.
         claim: the faults that it tries, and the promise.
-        at_least: the number of faults that the promise asks for.
         harms: the kinds of harm; the promise is 0 of each.
-        section: of RESULTS.md. Default: `trust`.
+        section: of the record. Default: `trust`.
         measures: see `Row`.
     """
 
@@ -54,9 +53,7 @@ def campaign(
             counts = (f"{sum(text.startswith(harm) for text in texts):,} {harm}" for harm in harms)
             return Row(
                 claim=claim,
-                required=f">= {at_least:,} tried; {', '.join(f'0 {harm}' for harm in harms)}",
                 measured=f"{tried:,} tried; {', '.join(counts)}",
-                is_met=tried >= (1 if bench.quick else at_least) and not texts,
                 note=note,
                 measures=measures,
             )

@@ -104,7 +104,6 @@ def job(bits: Sequence[int], num_seeds: int) -> Counter[tuple[str, bool]]:
 @campaign(
     "bit-flips",
     "flipped bits in weights and gradients on the wire, and in the host cache, against checksums",
-    at_least=1000,
     harms=("unseen", "seen by some ranks only", "false alarm"),
 )
 def flips(bench: Bench) -> Found:
@@ -155,7 +154,6 @@ def job_of_pairs(pairs: int, width: int, num_blocks: int, rows: int) -> list[tup
 @campaign(
     "check-cost",
     f"checksums at their interval, and audits every {_AUDIT_INTERVAL} steps, add {_LIMIT:.0%} of a step at most",
-    at_least=12,
     harms=("more",),
 )
 def cost(bench: Bench) -> Found:

@@ -78,7 +78,6 @@ def on_disk(state: State) -> Iterator[Path]:
 @campaign(
     "crash-states",
     "states that a power cut may leave of a save; not loadable, or loaded differing",
-    at_least=1000,
     harms=HARMS,
 )
 def power_cuts(bench: Bench) -> Found:

@@ -158,7 +158,6 @@ def tally(folder: Path, count: int, *, seed: int = 0) -> tuple[Counter[str], lis
 @campaign(
     "checkpoint-damage",
     "damage to any file of a checkpoint: a warning, and the checkpoint before",
-    at_least=2000,
     harms=HARMS,
 )
 def checkpoints(bench: Bench) -> Found:
@@ -182,7 +181,6 @@ JOB_HARMS = ("silent", "foreign errors", "restarts blocked")
 @campaign(
     "job-damage",
     "mutations of token files and model folders, each followed by a restart",
-    at_least=1000,
     harms=JOB_HARMS,
 )
 def job(bench: Bench) -> Found:

@@ -36,7 +36,6 @@ def _harms_of(found: Findings) -> list[str]:
     "races",
     "accesses to the same bytes are ordered, each wait that is taken out makes a race, and random legal orders of "
     "streams end with the same bits",
-    at_least=_NUM_ORDERS,
     harms=RACE_HARMS,
 )
 def races(bench: Bench) -> Found:
@@ -49,7 +48,6 @@ def races(bench: Bench) -> Found:
 @campaign(
     "races-fsdp2",
     "torch's FSDP2 and HSDP, for which the checker was not written, have no race, and end with the same bits",
-    at_least=100,
     harms=(RACE_HARMS[0], RACE_HARMS[3]),
 )
 def races_of_fsdp2(bench: Bench) -> Found:
@@ -95,7 +93,6 @@ def host_waits_of(name: str) -> dict[str, float]:
 @campaign(
     "host-waits",
     "waits of the host for the device in a warm step: none, with offload one",
-    at_least=len(_EXACT + _OFFLOADED),
     harms=("more waits",),
     section="device",
 )
@@ -122,7 +119,6 @@ def operations_of(name: str) -> Counter[str]:
 @campaign(
     "lane-operations",
     "operations on the lanes for a unit in a warm step: 8.5, in four bits 20",
-    at_least=len(_MOST_OPERATIONS),
     harms=("more operations",),
     section="device",
 )
@@ -144,7 +140,6 @@ _MESHES = ((2, 1), (2, 2), (1, 3))
 @campaign(
     "kernel-paths",
     f"default kernel paths x strategies: gradients within {LIMIT:.0e} of the unsharded model's, in fp32",
-    at_least=100,
     harms=("fault",),
     section="mend",
 )

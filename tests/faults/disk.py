@@ -145,7 +145,6 @@ SAMPLE = ("full: checkpoint", "read_only: tokens", "forbidden: output folder")
 @campaign(
     "disk",
     "full, read-only, forbidden folders: one line and exit code 2 on each rank, nothing lost, and the run goes on",
-    at_least=16,
     harms=HARMS,
 )
 def folders(bench: Bench) -> Found:

@@ -322,7 +322,6 @@ TRAIN_KINDS = ["verdict/{n}", "done/{n}", "call", "beat", "beat/{k}", "ended"]
     "forged",
     "forged or damaged messages in the store of islands, to watchers and to the rendezvous; islands end with code 2 "
     "and one line; watchers live, with more than 1,024 open files too",
-    at_least=300,
     harms=("tracebacks", "dead", "late", "otherwise"),
     section="mend",
 )

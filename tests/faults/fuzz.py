@@ -68,7 +68,7 @@ Values = dict[str, st.SearchStrategy[Any]]
 """A strategy of hypothesis for the values of each key."""
 
 
-@campaign("config-fuzz", "random configurations and command lines: a job, or one line", at_least=100_000, harms=HARMS)
+@campaign("config-fuzz", "random configurations and command lines: a job, or one line", harms=HARMS)
 def configurations(bench: Bench) -> Found:
     """Try all kinds of input."""
     share = 500 if bench.quick else 1
@@ -258,7 +258,6 @@ def _harm_of_cluster(spec: ClusterSpec) -> str:
 @campaign(
     "cluster-fuzz",
     "damaged cluster files: read, or refused with one line",
-    at_least=2_000,
     harms=("foreign", "silent", "no single line"),
 )
 def clusters(bench: Bench) -> Found:
@@ -324,7 +323,6 @@ def job_with_path(key: str, path: Path, folder: Path) -> dict[str, Any]:
 @campaign(
     "prepare-fuzz",
     "random jobs whose configuration is accepted: two steps and a checkpoint, or one line",
-    at_least=1_000,
     harms=JOB_HARMS,
 )
 def jobs(bench: Bench) -> Found:

@@ -291,7 +291,6 @@ def growth_of(strategy: str, rounds: int = ROUNDS, warm_up: int = WARM_UP) -> di
 @campaign(
     "kept",
     f"build, train, drop, with {len(ENDINGS)} endings: growth of objects, threads, descriptors, groups and memory",
-    at_least=len(STRATEGIES),
     harms=("growth",),
     section="mend",
 )

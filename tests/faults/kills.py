@@ -167,7 +167,6 @@ def kill_islands(folder: Path, sync: dict[str, Any], num: int, *, of: int) -> Ta
 @campaign(
     "kills",
     "kills of ranks, nodes and whole runs at calls of laconic, all strategies",
-    at_least=500,
     harms=HARMS,
 )
 def kills(bench: Bench) -> Found:

@@ -32,7 +32,6 @@ _START_S = 60.0  # the time for all processes to start
 @campaign(
     "links",
     "links of a node that are cut and come back, in the lab",
-    at_least=len(NAMES) * len(CUTS_S),
     harms=HARMS,
 )
 def links(bench: Bench) -> Found:

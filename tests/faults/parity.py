@@ -31,7 +31,6 @@ _NUM_TREES = 2000
 @campaign(
     "module-trees",
     "random module trees: values and gradients of fully_shard against the unsharded model's",
-    at_least=_NUM_TREES,
     harms=("trees that differ",),
 )
 def module_trees(bench: Bench) -> Found:
@@ -72,7 +71,6 @@ def _played(some: Sequence[Case]) -> list[Any]:
 @campaign(
     "in-process",
     "ranks in one process against processes over Gloo, random module trees with most parts: equal to the bit",
-    at_least=60,
     harms=("difference",),
     section="suite",
 )

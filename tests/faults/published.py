@@ -96,7 +96,6 @@ def damaged_folders(folder: Path, num_damages: int, *, seed: int = 0) -> Counter
 @campaign(
     "publish-damage",
     "damaged, forged and missing files of published weights; applied, or not told in a line",
-    at_least=1000,
     harms=("wrong",),
     section="publish",
     measures=MEASURES,
@@ -228,7 +227,6 @@ def lives_of_readers(folder: Path, num_kills: int) -> int:
 @campaign(
     "publish-kills",
     "kills of publishers and readers at calls of laconic; wrong or half versions served",
-    at_least=500,
     harms=("wrong",),
     section="publish",
     measures=MEASURES,

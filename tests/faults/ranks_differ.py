@@ -338,7 +338,6 @@ def try_kind(name: str) -> list[str]:
 @campaign(
     "ranks-differ",
     f"ranks that differ: all end within {MOST_S:g} s with an exception that names rank, unit and difference",
-    at_least=30,
     harms=("kinds that do not",),
     section="mend",
 )

@@ -39,7 +39,6 @@ State = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
 @campaign(
     "recovery-damage",
     "faults in the recovery files of islands: flipped, cut, zeroed, exchanged, older, lost, of another rank",
-    at_least=300,
     harms=HARMS,
 )
 def recoveries(bench: Bench) -> Found:

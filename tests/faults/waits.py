@@ -150,7 +150,6 @@ def lose(strategy: str, kind: str, rank: int, call: int, cause_s: float | None =
 @campaign(
     "waits",
     "ranks in library use that lose another rank (SIGKILL, SIGSTOP, an endless loop), all strategies",
-    at_least=210,
     harms=("hang beyond the timeout", "do not name the rank that was killed"),
 )
 def losses(bench: Bench) -> Found:

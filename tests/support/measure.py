@@ -1,4 +1,4 @@
-"""The command line of every benchmark. It measures the chosen rows, and records each row as soon as it is measured."""
+"""The command line of every benchmark. It measures the chosen rows, and records each as soon as it is measured."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import dataclasses
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from tests.support.imported import collected
 from tests.support.record import Record, Row, rows_table
 
 B = TypeVar("B")
@@ -41,7 +42,7 @@ class Benchmark(Generic[B]):
     """A table of claims, and the command that measures them. The functions that measure rows register with `row`."""
 
     name: str
-    """The title of its section in RESULTS.md, and the name of its JSON file."""
+    """The section of its rows, and the name of its JSON file."""
     prepare: Callable[[Options], B | AbstractContextManager[B]]
     """The function that makes the state that all rows share. It may raise a BenchmarkError."""
     module: str = ""
@@ -86,9 +87,10 @@ class Benchmark(Generic[B]):
         """
         arguments = sys.argv[1:] if arguments is None else list(arguments)
         options = self._parse(arguments, doc)
-        rows: dict[str, Row] = {}
+        rows: dict[tuple[str, str], Row] = {}
         failed = []
         with contextlib.ExitStack() as stack:
+            imported = stack.enter_context(collected())
             options.keeps = options.out is not None
             options.out = (options.out or Path(stack.enter_context(tempfile.TemporaryDirectory()))).absolute()
             options.out.mkdir(parents=True, exist_ok=True)
@@ -101,21 +103,26 @@ class Benchmark(Generic[B]):
                 return 1
             for key in options.rows:
                 print(f"{key} ...", file=sys.stderr, flush=True)
+                section = self.sections.get(key, self.name)
                 try:
-                    rows[key] = self.rows[key](bench)
+                    rows[section, key] = self.rows[key](bench)
                 except Exception:  # of any kind: a row that fails must not cost the rows after it
                     traceback.print_exc()
                     failed.append(key)
                     continue
                 if not options.quick:
-                    section = self.sections.get(key, self.name)
-                    own = [row for other, row in rows.items() if self.sections.get(other, self.name) == section]
-                    record = Record(section, own, self.rows, arguments, module=self.module, measures=self.measures)
-                    self.save(record, bench)
-            print(f"\n{rows_table(list(rows.values()))}\n\n{self.details(bench)}".rstrip())
+                    own = [row for (other, _), row in rows.items() if other == section]
+                    self.save(self.record(section, own, arguments, imported()), bench)
+            print(f"\n{rows_table(rows)}\n\n{self.details(bench)}".rstrip())
         if failed:
             print(f"{self.module}: rows that failed: {', '.join(failed)}", file=sys.stderr)
         return 1 if failed else 0
+
+    def record(self, section: str, rows: Sequence[Row], arguments: Sequence[str], imported: Iterable[str]) -> Record:
+        """The record of rows of a section that a command has measured."""
+        return Record(
+            section, rows, self.rows, arguments, module=self.module, measures=self.measures, imported=imported
+        )
 
     def _parse(self, arguments: Sequence[str], doc: str | None) -> Options:
         parser = argparse.ArgumentParser(

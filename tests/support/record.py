@@ -1,4 +1,4 @@
-"""The record of a benchmark: a section of RESULTS.md, which the next run replaces, and a JSON file beside it.
+"""The record: results/SECTION.json has the rows of a benchmark, and results/SECTION-NAME.csv are its tables.
 
 python -m tests.support.record    prints the rows that are older than the code that they measure, and their commands
 """
@@ -6,194 +6,163 @@ python -m tests.support.record    prints the rows that are older than the code t
 from __future__ import annotations
 
 import ast
+import csv
 import dataclasses
 import hashlib
 import json
-import re
 import shlex
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from laconic.compare.machine import describe_machine, in_words
 from laconic.compare.markdown import markdown
+from tests.support import targets
 
 _ROOT = Path(__file__).parents[2]
-RESULTS = _ROOT / "benchmarks" / "RESULTS.md"
+RESULTS = _ROOT / "results"
 SOURCES = _ROOT / "src"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One claim beside a measurement."""
+    """One measured quantity."""
 
     key: str = ""
     """The name for `--rows`, which `Benchmark.row` writes."""
     claim: str
     """The measured quantity."""
-    required: str
-    """The value that the claim promises."""
     measured: str
     """The value that the benchmark found."""
-    is_met: bool
     note: str = ""
-    """The method of the measurement, and the reason for a shortfall."""
+    """The method of the measurement, and the reason for what falls short."""
     tried: str = ""
     """The results of other settings that fell short."""
+    runs: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """The seconds of each run, by what ran, where the value is a ratio of their medians."""
     date: str = ""
     """The day of the measurement."""
     command: str = ""
     """The command that measured the row."""
     machine: str = ""
     """The machine and the software of the measurement, in words."""
+    commit: str = ""
+    """The commit of the sources, with a plus if files had changed since."""
     measures: tuple[str, ...] = ()
-    """The modules and packages whose code the row measured; of its benchmark, unless it says others."""
+    """The packages whose code the row measures; of its benchmark, unless it says others. On record: their modules that
+    were imported."""
     code: str = ""
     """The digest of that code: see `code_digest`."""
 
 
-def ratio_row(*, claim: str, ratio: float, limit: float, note: str = "") -> Row:
-    """Return the row of a ratio that must not exceed a limit."""
-    required, measured = f"<= {limit:.2f}x", f"{ratio:.3f}x"
-    return Row(claim=claim, required=required, measured=measured, is_met=ratio <= limit, note=note)
+def ratio_row(*, claim: str, ratio: float, note: str = "", runs: Mapping[str, Sequence[float]] | None = None) -> Row:
+    """Return the row of a ratio."""
+    return Row(claim=claim, measured=f"{ratio:.3f}x", note=note, runs=runs or {})
 
 
-def rows_table(rows: Sequence[Row]) -> str:
-    """Return the claims as a Markdown table with notes below."""
-    cells = [[row.claim, row.required, row.measured, "yes" if row.is_met else "**no**"] for row in rows]
-    table = markdown(("claim", "required", "measured", "met"), cells, num_text_columns=4)
-    notes = [f"- *{row.claim}*: {_note(row)}" for row in rows if row.note or row.tried]
+def rows_table(rows: Mapping[tuple[str, str], Row]) -> str:
+    """Return rows, by section and key, as a Markdown table beside their targets, with notes below."""
+    cells = [[row.claim, row.measured, *_kept(section, row)] for (section, _), row in rows.items()]
+    table = markdown(("claim", "measured", "target", "kept"), cells, num_text_columns=4)
+    notes = [f"- *{row.claim}*: {note_of(row)}" for row in rows.values() if row.note or row.tried]
     return "\n".join([table, "", *notes])
 
 
-def _note(row: Row) -> str:
+def _kept(section: str, row: Row) -> tuple[str, str]:
+    target = targets.of(section, row.key)
+    return (target, "yes" if keeps_its_target(section, row) else "**no**") if target else ("", "")
+
+
+def keeps_its_target(section: str, row: Row) -> bool:
+    """True if no number of a row is outside the bounds of its target, or if it has none."""
+    target = targets.of(section, row.key)
+    return target is None or not targets.missed(target, row.measured)
+
+
+def note_of(row: Row) -> str:
+    """The note, with what was tried before."""
     return f"{row.note} Tried before: {row.tried}" if row.tried else row.note
 
 
-def write_section(title: str, body: str, path: Path = RESULTS) -> None:
-    """Replace the section `## title` of `path`, or append it."""
-    text = path.read_text(encoding="utf-8") if path.exists() else "# Results\n"
-    section = f"## {title}\n\n{body.strip()}\n"
-    found = re.search(rf"^## {re.escape(title)}\n.*?(?=^## |\Z)", text, flags=re.MULTILINE | re.DOTALL)
-    if found is None:
-        text = f"{text.rstrip()}\n\n{section}"
-    else:
-        rest = text[found.end() :]
-        text = text[: found.start()] + section + (f"\n{rest}" if rest else "")
-    path.write_text(text, encoding="utf-8")
-
-
-_HEAD = """\
-# Results
-
-Every figure that the documentation quotes, with the command that measures it; running it again replaces its rows.
-`python -m tests.faults` measures the rows of trust, mend, parity and device. Of {num} claims {num_short} fall short:
-
-{short}
-
-The claims on which most users decide, as measured:
-
-{chosen}
-
-**No cluster of GPUs has run laconic yet**; an H200 and an H100 have, each alone: [gpu](#gpu). Sections: {sections}.
-"""
-HEADLINES = (
-    ("wire", "wire-full"), ("thinner", "bytes"), ("wire", "device-memory"), ("thinner", "seconds"), ("wire", "losses"),
-    ("thinner", "paired"), ("trust", "kills"), ("trust", "races"), ("gpu", "policies"), ("gpu", "step-plain"),
-    ("gpu", "step-fsdp2"),
-)  # fmt: skip
-"""The section and the key of the claims on which users decide."""
+def recorded(section: str) -> dict[str, Any]:
+    """The content of a section's file; empty if there is none."""
+    path = RESULTS / f"{section}.json"
+    known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return known
 
 
 def recorded_rows() -> dict[tuple[str, str], Row]:
-    """All rows on record, by section and key, in the order of RESULTS.md's sections."""
-    files = sorted((RESULTS.parent / "results").glob("*.json"))
-    known = {file.stem: json.loads(file.read_text(encoding="utf-8"))["rows"] for file in files}
-    order = [name for name in _sections() if name in known]
-    return {(name, key): Row(**row) for name in order for key, row in known[name].items()}
+    """All rows on record, by section and key."""
+    sections = sorted(path.stem for path in RESULTS.glob("*.json"))
+    return {(name, key): Row(**row) for name in sections for key, row in recorded(name)["rows"].items()}
 
 
-def _sections() -> list[str]:
-    return re.findall(r"^## (.+)$", RESULTS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table of raw figures."""
 
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
 
-def write_head(path: Path | None = None) -> None:
-    """Write what RESULTS.md, or `path`, opens with: shortfalls, the claims that matter, and the sections."""
-    path = path or RESULTS  # which tests replace
-    rows = recorded_rows()
-    short = [(section, row) for (section, _), row in rows.items() if not row.is_met]
-    chosen = [(section, rows[section, key]) for section, key in HEADLINES if (section, key) in rows]
-    links = [f"[{name}](#{re.sub(r'[^a-z0-9_ -]', '', name.lower()).replace(' ', '-')})" for name in _sections()]
-    head = _HEAD.format(
-        num=len(rows), num_short=len(short), sections=", ".join(links),
-        short="\n".join(_headline(*each) for each in short), chosen="\n".join(_headline(*each) for each in chosen),
-    )  # fmt: skip
-    text = path.read_text(encoding="utf-8")
-    path.write_text(head + text[text.index("\n## ") :], encoding="utf-8")
-
-
-def _headline(section: str, row: Row) -> str:
-    return f"- {section}: {row.claim}: **{row.measured}** (required: {row.required})"
+    def markdown(self) -> str:
+        """The table for a screen; its first column is text."""
+        shown = markdown(tuple(self.columns), [list(row) for row in self.rows], num_text_columns=1)
+        return f"{self.caption}\n\n{shown}" if self.caption else shown
 
 
 class Record:
-    """All known rows of one benchmark: the rows of this run, and of earlier runs if this run did not measure them."""
+    """All known rows of one section: the rows of this run, and of earlier runs if this run did not measure them."""
 
     def __init__(
         self, name: str, rows: Sequence[Row], order: Iterable[str], arguments: Sequence[str], *, module: str = "",
-        measures: Sequence[str] = (),
+        measures: Sequence[str], imported: Iterable[str],
     ) -> None:  # fmt: skip
         """Read the rows of earlier runs.
 
         Args:
-            name: the name of the benchmark.
+            name: the section.
             rows: the rows of this run.
-            order: the keys of the rows, in the order of the table; those of the section that it lacks come after them.
+            order: the keys of the rows, in the order of the file; those of the section that it lacks come after them.
             arguments: the command line of this run.
             module: the module that `python -m` ran. Default: that of the name below `benchmarks`.
-            measures: the modules and packages whose code the rows measured.
+            measures: the packages whose code the rows measured.
+            imported: the modules that this run imported: see `tests.support.imported`.
         """
-        self.name, self._order = name, list(order)
-        self._json = RESULTS.parent / "results" / f"{name}.json"
-        self.machine: dict[str, Any] = describe_machine()
-        self.known: dict[str, Any] = json.loads(self._json.read_text()) if self._json.exists() else {}
+        self.name, imported = name, set(imported)
+        self.known = recorded(name)
         """The content of the JSON file before this run."""
-        command = shlex.join(["python", "-m", module or f"benchmarks.{name}", *arguments])
-        own = {row.key: row.measures or measures for row in rows}
-        now = {"date": self.machine["date"], "command": command, "machine": in_words(self.machine)}
-        new = {
-            row.key: dataclasses.asdict(row) | now | {"measures": own[row.key], "code": code_digest(own[row.key])}
-            for row in rows
-        }
-        before = in_words(self.known["machine"]) if self.known else ""  # of rows that do not say their machine
-        self._rows = {**{key: {"machine": before} | row for key, row in self.known.get("rows", {}).items()}, **new}
-        self._order += [key for key in self._rows if key not in self._order]
+        self.machine: dict[str, Any] = describe_machine()
+        now = {
+            "date": self.machine["date"], "machine": in_words(self.machine), "commit": _commit(),
+            "command": shlex.join(["python", "-m", module or f"benchmarks.{name}", *arguments]),
+        }  # fmt: skip
+        found = {**self.known.get("rows", {})}
+        for row in rows:
+            modules = modules_of(row.measures or measures, imported)
+            found[row.key] = dataclasses.asdict(row) | now | {"measures": modules, "code": code_digest(modules)}
+        self._rows = {key: found[key] for key in (*(key for key in order if key in found), *found)}
 
-    def save(self, *, more: Sequence[str] = (), **data: Any) -> None:
-        """Write the JSON file and the section, with paragraphs `more` below the table; `data` is for the JSON file."""
-        self._json.parent.mkdir(exist_ok=True)
-        report = {"machine": self.machine, "rows": self._rows, **data}
-        self._json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        shown = [Row(**self._rows[key]) for key in self._order if key in self._rows]
-        machines = dict.fromkeys(row.machine for row in shown)
-        body = [_commands(shown, machine) for machine in machines] + [rows_table(shown), *more]
-        write_section(self.name, "\n\n".join(body), RESULTS)
-        write_head()
+    def save(self, tables: Mapping[str, Table] | None = None, **data: Any) -> None:
+        """Write the JSON file, with `data` beside its rows, and a CSV file for each table, by name."""
+        RESULTS.mkdir(exist_ok=True)
+        text = json.dumps({"rows": self._rows, **data}, indent=1)
+        (RESULTS / f"{self.name}.json").write_text(text + "\n", encoding="utf-8")
+        for name, table in (tables or {}).items():
+            with (RESULTS / f"{self.name}-{name}.csv").open("w", encoding="utf-8", newline="") as file:
+                csv.writer(file, lineterminator="\n").writerows([table.columns, *table.rows])
 
 
-def _commands(rows: Sequence[Row], machine: str) -> str:
-    """Return each command on a machine with its date, and with its rows if there are several."""
-    runs: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        if row.machine == machine:
-            runs.setdefault((row.command, row.date), []).append(row.key)
-    is_one = len(runs) == 1 and all(row.machine == machine for row in rows)
-    told = [
-        f"`{command}`, {date}" + ("" if is_one else f" ({', '.join(keys)})") for (command, date), keys in runs.items()
-    ]
-    return f"{'; '.join(told)}; {machine}."
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip()
+
+    return git("rev-parse", "--short", "HEAD") + "+" * bool(git("status", "--porcelain", "--untracked-files=no", "src"))
 
 
 # -- which rows are old ------------------------------------------------------------------------------------------------
@@ -214,8 +183,13 @@ def _is_text(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
+def modules_of(packages: Sequence[str], imported: Iterable[str]) -> list[str]:
+    """Those of the imported modules that are in packages."""
+    return sorted(name for name in imported if any(f"{name}.".startswith(f"{package}.") for package in packages))
+
+
 def code_digest(modules: Sequence[str]) -> str:
-    """The digest of the code of modules and packages; empty if there are none.
+    """The digest of the code of modules and of whole packages; empty if there are none.
 
     Raises:
         ValueError: there is no such module.
@@ -233,16 +207,15 @@ def code_digest(modules: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16] if parts else ""
 
 
-_OLD_NAMES = dict.fromkeys(("trust", "mend", "parity"), "python -m tests.faults")
-"""The command of sections whose rows may name a module that is gone."""
-_ONCE = "measured-once"
+STUDIES = "studies"
 """The section of rows whose scripts are gone: they stay as they are."""
 
 
-def _is_old(row: Row) -> bool:
+def is_old(row: Row) -> bool:
+    """True if code that the row measured has changed, or is gone."""
     try:
         return not row.code or row.code != code_digest(row.measures)
-    except ValueError:  # a module is gone that it measured
+    except ValueError:
         return True
 
 
@@ -251,8 +224,8 @@ def main() -> None:
     rows = recorded_rows()
     old: dict[tuple[str, str], list[str]] = {}
     for (section, key), row in rows.items():
-        if section != _ONCE and _is_old(row):
-            old.setdefault((_OLD_NAMES.get(section, row.command.partition(" --rows")[0]), row.date), []).append(key)
+        if section != STUDIES and is_old(row):
+            old.setdefault((row.command.partition(" --rows")[0], row.date), []).append(key)
     count = sum(map(len, old.values()))
     print(
         f"{count} of {len(rows)} recorded rows are older than the code that they measure:" if count else "no row is old"

@@ -216,7 +216,7 @@ class Ulps(PartCoding):
         """Whether the messages so far fitted what was held, as a device finds out: the host reads it later."""
 
     def typical_bits(self, dtype: torch.dtype) -> float:
-        """Of a value, for those who ask before it is known: RESULTS.md, section lossless."""
+        """Of a value, for those who ask before it is known: results/lossless-bits.csv."""
         return 3
 
     def encode(self, part: Tensor, base: Tensor | None = None) -> UnreadMessage:

@@ -12,7 +12,7 @@ a byte. A value takes
 
 The middle of the window is the mean exponent of the block, unless its highest value lies lower. A block of zeros, such
 as the rows of an embedding that no token has used, takes its top alone, 0; other tops are 6 and more. So bf16 takes
-11.3 bits of 16, float16 some 14 of 16 and fp32 some 27 of 32: RESULTS.md, section lossless. A message that would be as
+11.3 bits of 16, float16 some 14 of 16 and fp32 some 27 of 32: results/lossless.json. A message that would be as
 long as the values *is* the values.
 
     message     tops, a byte for each block | for each block that is not of zeros: the lowest byte of each value's sign

@@ -18,7 +18,7 @@ cost the views of gathered weights; owners that differ from unit to unit need no
 blocks than there are ranks, so a few send it all; whole blocks in a node, cut inside it, pad as an eighth of the ranks.
 
 Experts over a mesh axis of their own are no remedy. With e groups of experts, a group has 1/e of the experts and 1/e of
-the ranks, so the share of a rank stays as it is. Tried on 88 bad plans, it made no good one (RESULTS.md).
+the ranks, so the share of a rank stays as it is. Tried on 88 bad plans, it made no good one.
 """
 
 from __future__ import annotations
