@@ -13,7 +13,6 @@ from benchmarks.plan.lab import LabRuns
 from benchmarks.plan.ranks import train_all
 from laconic.config import to_dict
 from laconic.plan.cluster_spec import ClusterSpec
-from laconic.plan.estimates import Estimate
 from tests.support.launch import launch
 from tests.support.measure import Options
 from tests.support.record import Table
@@ -28,8 +27,6 @@ class Bench:
         self.out, self.quick = out, quick
         self.predictions = Predictions()
         self.lab = LabRuns(out)
-        self.infiniband: dict[tuple[str, int, int], dict[str, Estimate]] = {}
-        """The plans that both rows of the FCDP paper on InfiniBand read."""
         self.tables: dict[str, Table] = {}
         """The raw figures, by the key of their row."""
 
