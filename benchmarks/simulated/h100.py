@@ -67,8 +67,6 @@ def row(bench: Bench) -> Row:
         measured=f"{errors['plain']:+.1%}",
         note=f"{FULL.step}, bf16, fused AdamW: {each}. Under FSDP2 and laconic the trainer measures a norm as well. "
         f"laconic against FSDP2: {ratios[0]:.3f}x simulated, {ratios[1]:.3f}x measured. Products at {MATMUL.text}, "
-        f"attention at {ATTENTION.text}, memory at {MEMORY.text}: none of these is from this step. Real kernels reach "
-        "a little less: the rate of products is the best that any shape has, small kernels do not fill the memory's "
-        "bandwidth, and no gap between kernels is counted. So the grid's compute is too short by about as much. That "
-        "changes little where the wire is the bound, and hides less of each transfer than a real step would.",
+        f"attention at {ATTENTION.text}, memory at {MEMORY.text}: none of these is from this step. Small kernels do "
+        "not fill the memory's bandwidth, and no gap between kernels is counted.",
     )

@@ -63,7 +63,8 @@ def test_figures_and_their_units() -> None:
 def test_the_tables_fill_what_the_file_leaves_out() -> None:
     spec = parse_cluster(TABLE)
     assert (spec.device, spec.network) == ("A100 SXM 80GB", "10 GbE")
-    assert spec.flops_per_s("bfloat16") == pytest.approx(0.87 * 312e12)
+    assert spec.flops_per_s("bfloat16") == pytest.approx(0.82 * 312e12)
+    assert spec.device_attention_share * spec.flops_per_s("bfloat16") == pytest.approx(0.6 * 312e12)
     assert spec.wire_bits_per_s == pytest.approx(0.97 * 10e9)
     several = parse_cluster(TABLE.replace("10gbe", "8 x InfiniBand NDR"))  # of a node: they add up
     assert several.wire_bits_per_s == pytest.approx(8 * 0.9 * 400e9)

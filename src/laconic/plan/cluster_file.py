@@ -217,6 +217,9 @@ def _device_figures(device: Device) -> Iterator[tuple[str, float, str]]:
     efficiency = device.matmul_efficiency
     for dtype, peak in device.peak_flops_per_s.items():
         yield f"{_FLOPS}.{dtype}", efficiency * peak, _share("FLOP/s", efficiency, peak, whose)
+    if device.attention_efficiency is not None:
+        share = device.attention_efficiency / efficiency
+        yield "device_attention_share", share, f"table: {device.attention_efficiency:.0%} of the peak ({device.name})"
 
 
 def _usual(unit: Unit, links: _Links) -> tuple[float, str]:

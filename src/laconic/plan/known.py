@@ -33,7 +33,9 @@ class Device:
     peak_flops_per_s: Mapping[str, float]
     """By dtype, without sparsity."""
     matmul_efficiency: float
-    """The share of the peak that a large matrix product reaches."""
+    """The share of the peak that a large matrix product of random values reaches."""
+    attention_efficiency: float | None = None
+    """The share of the peak that fused attention reaches. Default: that of products."""
     local: str | None = None
     """The network between the devices of a node, a name of the table; None if machines differ."""
     host_link: str
