@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,7 @@ class Cell:
 
 
 def _may_win(rival: Rival, *, is_own: bool) -> bool:
-    return rival.is_own is is_own and rival.is_exact
+    return rival.is_exact and (rival.is_shared or rival.is_own is is_own)
 
 
 class Bench:
@@ -215,16 +216,24 @@ def row_grid(bench: Bench) -> Row:
         f"{label}: {step.reason}" for cell in cells for label, step in cell.steps.items() if isinstance(step, Refusal)
     }
     told = "; ".join(f"{cell} {ratio:.3f}x" for cell, ratio in slower)
+    staged = [cell for cell in cells if cell.best(is_own=True) is cell.steps["pipeline"]]
     return Row(
         key="simulated-grid",
-        claim=f"{len(cells)} simulated cells; laconic's best exact strategy against the best of FSDP2 and "
-        "HSDP, of those that fit",
+        claim=f"{len(cells)} simulated cells; laconic's best exact strategy against the best of FSDP2, HSDP and a "
+        "pipeline, of those that fit",
         measured=f"{len(both) - len(slower)} of {len(both)}; {min(ratio for _, ratio in both):.3f}x to "
         f"{worst_ratio:.3f}x",
         note=f"The worst: {worst}. Slower: {told or 'none'}. In {alone[0]} cells laconic alone fits, in {alone[1]} "
-        f"torch alone, in {len(cells) - len(both) - sum(alone)} nothing. Offload counts on both sides. "
+        f"torch alone, in {len(cells) - len(both) - sum(alone)} nothing. Offload counts on both sides, and so "
+        f"does the pipeline, which is the best of all in {len(staged)} cells: {_counted(staged)}. "
         f"{_in_four_bits(cells)} Refused: {'; '.join(sorted(refused)) or 'nothing'}.",
     )
+
+
+def _counted(cells: Sequence[Cell]) -> str:
+    """The cells of each model and form, in words."""
+    found = Counter(f"{cell.model} {cell.form}, {cell.rate_gbit_per_s} Gbit/s" for cell in cells)
+    return ", ".join(f"{count} of {name}" for name, count in found.items()) or "none"
 
 
 def _in_four_bits(cells: Sequence[Cell]) -> str:

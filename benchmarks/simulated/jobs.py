@@ -44,6 +44,8 @@ class Rival:
     """Its name in the tables."""
     offloads: bool = False
     """Whether sharded parameters, gradients and states rest on the host, and the optimizer steps there."""
+    is_shared: bool = False
+    """Whether torch has the same, which sends as much."""
 
     @property
     def is_own(self) -> bool:
@@ -61,11 +63,13 @@ RIVALS = (
     Rival(candidate="hsdp", label="HSDP"),
     Rival(candidate="host", label="host"),
     Rival(candidate="device", label="device"),
+    Rival(candidate="pipeline", label="pipeline", is_shared=True),
     Rival(candidate="4bit", label="4bit"),
     Rival(candidate="fsdp2", label="FSDP2 offload", offloads=True),
     Rival(candidate="host", label="host offload", offloads=True),
 )
-"""In the order of the tables. Torch's offload runs with HSDP's mesh as well, and is not here."""
+"""In the order of the tables. Torch's offload runs with HSDP's mesh as well, and is not here; nor is its own pipeline:
+ours counts on both sides."""
 BY_LABEL: Mapping[str, Rival] = MappingProxyType({rival.label: rival for rival in RIVALS})
 
 

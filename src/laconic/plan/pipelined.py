@@ -3,7 +3,8 @@
 [Note: A few micro-batches for all]
 In the middle of a step a schedule repeats itself: with each round of as many micro-batches as there are places, all
 places do what they did in the round before. So a step of many micro-batches is rehearsed with two rounds, and once more
-with a third; what that adds counts for each round that is left out. All layers run: a stage with more of them waits
+with a third; what that adds counts for each round that is left out. A step of no more micro-batches than these two
+rehearsals have together is rehearsed whole. All layers run: a stage with more of them waits
 less for the wire, so their number is no line.
 """
 
@@ -77,7 +78,7 @@ class PipelinedStep(RehearsedStep):
         self._num_places, self._count = num_places(pipeline, launch), policy.micro_batches
         self._rows = rows_of(work.job, cluster)
         few = _ROUNDS * self._num_places
-        is_short = self._count % self._num_places or self._count <= few + self._num_places or keeps_spans
+        is_short = self._count % self._num_places or self._count <= 2 * few + self._num_places or keeps_spans
         self._few_rounds = self._count if is_short else few
         super().__init__(cluster, work, keeps_spans=keeps_spans)
         rows = f"{self._count} micro-batches of {self._rows} row{'s' * (self._rows > 1)}"
