@@ -49,13 +49,13 @@ FULL: dict[str, Any] = {
         ),
     },
     "resnet": {
-        "is_vit": False, "seeds": 5, "tuning_seeds": 2, "plain_steps": 0, "steps": 240, "rows": 16,
+        "is_vit": False, "seeds": 5, "tuning_seeds": 1, "plain_steps": 0, "steps": 240, "rows": 16,
         "settings": tuple(
             Setting(lr=lr, momentum=m) for lr, m in ((0.05, 0.9), (0.05, 0.5), (0.1, 0.5), (0.2, 0.0))
         ),
     },
     "vit": {
-        "is_vit": True, "seeds": 5, "tuning_seeds": 2, "plain_steps": 160, "steps": 480, "rows": 16,
+        "is_vit": True, "seeds": 5, "tuning_seeds": 1, "plain_steps": 160, "steps": 480, "rows": 16,
         "settings": tuple(
             Setting(lr=lr, momentum=m) for lr, m in ((2e-3, 0.9), (5e-3, 0.9), (5e-3, 0.5), (1e-2, 0.5))
         ),
