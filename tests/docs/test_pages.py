@@ -123,6 +123,7 @@ QUOTED = {
         "local_steps flops": ("9.8 %", "14.7 %", "17.1 %", "22.0 %", "25.6 %"),
         "local_steps memory": ("19.5 %", "29 %", "34 %", "43 %", "51 %"),
     },
+    "../README.md": {"placement grid-peers": ("0.95 of", "1.27 of", "LoRA 1.16")},
     "pipeline.md": {"pipeline seconds": ("0.31", "0.10", "0.59 and 0.45", "0.95 to 0.99")},
     "which-strategy.md": {"plan seconds": ("8.6 %", "81 %"), "plan bytes-interface": ("0.6 %",)},
 }  # fmt: skip
