@@ -8,12 +8,12 @@ import os
 import sys
 from typing import NoReturn
 
-_folder, _exit = os.environ["LACONIC_IMPORTED"], os._exit
+_folder, _exit = os.environ.get("LACONIC_IMPORTED", ""), os._exit
 
 
 def _write() -> None:
     names = [name for name in sys.modules if name.partition(".")[0] == "laconic"]
-    if names and os.path.isdir(_folder):
+    if names and os.path.isdir(_folder):  # it is gone once the measurement has ended
         with open(os.path.join(_folder, str(os.getpid())), "w", encoding="utf-8") as file:
             file.write("\n".join(names))
 
@@ -23,5 +23,6 @@ def _end(status: int) -> NoReturn:
     _exit(status)
 
 
-os._exit = _end
-atexit.register(_write)
+if _folder:
+    os._exit = _end
+    atexit.register(_write)
