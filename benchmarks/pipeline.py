@@ -174,10 +174,9 @@ def kills(bench: Bench) -> Row:
         ends = ranks(step_for_ever, nodes=3, faults=[Kill(rank=1, turn=turn)])
         told = [ends[0], ends[2]]  # rank 2 may wait for rank 0, which ends first
         named += all("is gone" in each for each in told) and any("rank 1 is gone" in each for each in told)
-    config = _endless(bench)
     waits_s, is_named = [], []
     for kill in range(2 if bench.quick else _KILLS):
-        processes = started(bench.out, config)
+        processes = started(bench.out, _endless(bench, f"killed-{kill}"))
         code, lines, seconds_to_end = said_after_kill(processes, 1 + kill)
         waits_s.append(seconds_to_end)
         is_named.append(code > 0 and len(lines) == 1)
@@ -190,11 +189,11 @@ def kills(bench: Bench) -> Row:
     )
 
 
-def _endless(bench: Bench) -> Any:
+def _endless(bench: Bench, folder: str) -> Any:
     base = bench.comparison(HOME).base
     train = dataclasses.replace(
         base.train, steps=1_000_000, log_every=1, eval_every=0, save_every=-1, device="cpu",
-        output=str(bench.out / "killed"),
+        output=str(bench.out / folder),
     )  # fmt: skip
     return dataclasses.replace(base, train=train)
 
