@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from laconic.pipeline import SCHEDULES, PipelinePolicy
@@ -76,6 +78,23 @@ def test_weights_rest_between_the_micro_batches_of_a_step() -> None:
             pipeline.step(*toys.batch(step, 8))
         peaks[cache] = stage.memory().device_peak_bytes  # type: ignore[operator]
     assert peaks["none"] < peaks["rank"] - sum(p.nbytes for p in stage.parameters()) / 3
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "ZBVZeroBubble"])
+@on_ranks(2, local=1)
+def test_outputs_leave_with_their_loss(schedule: Any) -> None:
+    """Of several micro-batches under way no output is alive when the next one comes."""
+    pipeline = toys.start(PipelinePolicy(schedule=schedule, micro_batches=3), 2, 1)
+    outputs: list[weakref.ref[Tensor]] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        assert not any(each() is not None for each in outputs)
+        outputs.append(weakref.ref(output))
+        return output.sum()
+
+    pipeline._loss_fn = loss_fn
+    pipeline.step(*toys.batch(0, 6))
+    assert len(outputs) == (3 if pipeline.has_last else 0)
 
 
 @pytest.mark.heavy

@@ -217,7 +217,7 @@ class Pipeline:
         """The stages for these shapes and their schedule."""
         if entries[0] not in self._scheduled_for:
             stages = [self._make_stage(module, number, entries) for number, module in self.modules.items()]
-            made = stages, self.policy.make_schedule(stages, self._part_of_loss)
+            made = stages, self._make_schedule(stages)
             latest = list(self._scheduled_for.items())[1 - _MOST_SHAPES :]  # their buffers take memory
             self._scheduled_for = dict([*latest, (entries[0], made)])
         return self._scheduled_for[entries[0]]
@@ -226,6 +226,9 @@ class Pipeline:
         return WireStage(
             module, number, entries, group=self.group, device=self.device, wire=self.policy.wire, traffic=self.traffic
         )
+
+    def _make_schedule(self, stages: Sequence[Any]) -> Any:
+        return self.policy.make_schedule(stages, lambda loss, target: loss)  # which the last stage has made
 
     def _find_entries(self, first: Boundary) -> tuple[Boundary, ...]:
         """Run each stage but the last forward on zeros, in turn, and tell all what it hands on. Collective."""
@@ -269,8 +272,11 @@ class Pipeline:
             ValueError: the batch or the target is missing, or does not divide into micro-batches.
         """
         stages, schedule = self._scheduled(self._shapes(batch, target, self.policy.micro_batches))
+        targets = target.chunk(self.policy.micro_batches) if self.has_last and target is not None else ()
         for stage in stages:
             stage.syncs = is_last
+            if stage.is_last:
+                stage.loss_of = lambda output, number: self._part_of_loss(output, targets[number])
         losses: list[Tensor] = []
         inputs = as_tuple(batch) if self.has_first and batch is not None else ()
         with waiting_for("a step of the pipeline"):

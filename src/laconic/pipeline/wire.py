@@ -16,6 +16,11 @@ torch makes room for the messages of all micro-batches of a step, and keeps it: 
 message has memory from the moment that it is asked for. What forward has taken goes with its graph, when backward has
 passed; what backward has taken goes at once. So there is room for the micro-batches that are alive.
 
+[Note: Outputs leave with their loss]
+torch's schedule makes the loss of what the last stage returns, and keeps both until backward has passed. Only the loss
+has use for the output: of a language model that is the logits, as large as all else that a layer keeps. So here the
+stage makes the loss, and the schedule gets it as the output.
+
 [Note: Weights of a split backward]
 A schedule that splits backward asks autograd for the gradients of a stage's inputs, and later for those of its weights,
 in the gathered parameters' `.grad`. torch leaves them there until the step ends, in the dtype of gathered weights: sums
@@ -26,7 +31,7 @@ because the weights are gathered before it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,6 +201,8 @@ class WireStage(PipelineStage):
         """Codes that have been asked for, and the tensors in which torch looks for what they stand for."""
         self.syncs = True
         """False if another step's gradients are to be added before they are reduced."""
+        self.loss_of: Callable[[Any, int], Tensor] | None = None
+        """The loss of an output of a micro-batch, which the last stage makes: [Note: Outputs leave with their loss]."""
         _compat.refuse_constants_between_stages([form for each in entries[1:] for form in each.tensors])
         outputs = self._exit.tensors or (TensorForm((1,), torch.float32, True),)  # nobody asks for those of the last
         super().__init__(
@@ -279,11 +286,14 @@ class WireStage(PipelineStage):
     # -- forward and backward ------------------------------------------------------------------------------------------
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """See `PipelineStage`."""
+        """See `PipelineStage`. With `loss_of` the last stage returns the loss in place of its output."""
         self._land("forward", fwd_chunk_id)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._free_room(self.args_recv_info[fwd_chunk_id])
-        return output
+        if self.loss_of is None:
+            return output
+        self.fwd_cache[fwd_chunk_id] = (), self.fwd_cache[fwd_chunk_id][1]
+        return self.loss_of(output, fwd_chunk_id)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False

@@ -391,6 +391,9 @@ class _TorchPipeline(Pipeline):
     def _make_stage(self, module: nn.Module, number: int, entries: tuple[Boundary, ...]) -> Any:
         return PipelineStage(module, number, self.num_stages, self.device, group=self.group)
 
+    def _make_schedule(self, stages: Sequence[Any]) -> Any:
+        return self.policy.make_schedule(stages, self._part_of_loss)
+
 
 class TorchPipelineStepper(PipelineStepper):
     """The same with torch's own stages and FSDP2 inside them."""
