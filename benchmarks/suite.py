@@ -1,7 +1,7 @@
-"""The cost of the project's own suite, and its flakes.
+"""The flakes of the project's own suite, and the time of its CI.
 
 python -m benchmarks.suite                            all rows, some hours; the machine should be idle
-python -m benchmarks.suite --rows launch              some seconds
+python -m benchmarks.suite --rows ci                  half an hour
 python -m benchmarks.suite --quick                    few repetitions, printed only
 """
 
@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,33 +20,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
-from laconic import rehearse
-from tests.support.launch import launch
 from tests.support.measure import Benchmark
 from tests.support.record import Row
 
 _ROOT = Path(__file__).parents[1]
-_SUM = re.compile(r"([\d.]+)s +([\d.]+)s of the processors  all (\d+) files")
 _COUNTS = re.compile(r"=+ (.*) in ([\d.]+)s")
 _STEPS = re.compile(r"make (\S+) took (\d+) s")
-_LAUNCHES, _WORKERS = 50, 2
+_WORKERS = 2
 
 
-@dataclass(frozen=True)
-class Bench:
-    """How much is repeated."""
-
-    quick: bool
-
-    def times(self, number: int) -> int:
-        """The number of repetitions."""
-        return 1 if self.quick else number
-
-
-BENCHMARK = Benchmark(name="suite", measures=("laconic.rehearse",), prepare=lambda options: Bench(options.quick))
+BENCHMARK = Benchmark(name="suite", measures=("laconic.rehearse",), prepare=lambda options: options.quick)
 
 
 @dataclass(frozen=True)
@@ -58,14 +39,13 @@ class _Run:
     words: str
     """pytest's own count."""
     clock_s: float
-    processors_s: float
     has_failed: bool
     commit: str
 
 
 def _run(target: str, *prefix: str) -> _Run:
     done = subprocess.run([*prefix, "make", target], cwd=_ROOT, capture_output=True, text=True)
-    total, counts = _SUM.findall(done.stdout), _COUNTS.findall(done.stdout)
+    counts = _COUNTS.findall(done.stdout)
     if not counts:
         raise RuntimeError(f"make {target} ran no test:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     if done.returncode:
@@ -77,7 +57,6 @@ def _run(target: str, *prefix: str) -> _Run:
     return _Run(
         words=counts[-1][0],
         clock_s=float(counts[-1][1]),
-        processors_s=float(total[-1][1]) if total else 0.0,
         has_failed=done.returncode != 0,
         commit=commit.strip(),
     )
@@ -95,13 +74,13 @@ def _spinning(number: int) -> Iterator[None]:
             spinner.wait()
 
 
-def _repeat(bench: Bench, row: str, number: int, target: str, slots: Sequence[tuple[str, ...]]) -> list[_Run]:
+def _repeat(is_quick: bool, row: str, number: int, target: str, slots: Sequence[tuple[str, ...]]) -> list[_Run]:
     """Run a part of the suite so many times, at once in each slot: a command that runs another one, or none.
 
     Hours pass, so each run is kept in runs/ beside its row, and a call after a break goes on. A call that finds all of
     them begins anew.
     """
-    if bench.quick:
+    if is_quick:
         with _spinning(_WORKERS * (len(slots) - 1)):
             return [_run(target, *slots[0])]
     kept = _ROOT / "runs" / f"suite-{row}.jsonl"
@@ -140,44 +119,22 @@ def _repeated(claim: str, runs: Sequence[_Run]) -> Row:
     )
 
 
-@BENCHMARK.row("test")
-def make_test(bench: Bench) -> Row:
-    """`make test` on an idle machine."""
-    run = _run("test")
-    return Row(
-        claim="`make test` after the installation: minutes; seconds of the processors",
-        measured=f"{run.clock_s / 60:.1f} min; {run.processors_s:.0f} s",
-        note=f"{run.words}. Collection counts in the minutes, not in the seconds of the processors.",
-    )
-
-
 @BENCHMARK.row("test-busy")
-def make_test_beside_others(bench: Bench) -> Row:
+def make_test_beside_others(is_quick: bool) -> Row:
     """`make test` beside the four processes of two other runs of it, which never wait: no second of a core is lost."""
-    runs = _repeat(bench, "test-busy", 20, "test", [()] * 3)
+    runs = _repeat(is_quick, "test-busy", 20, "test", [()] * 3)
     return _repeated("`make test` beside four processes that spin: those of two other runs of it", runs)
 
 
 @BENCHMARK.row("test-one-core")
-def make_test_on_one_core(bench: Bench) -> Row:
+def make_test_on_one_core(is_quick: bool) -> Row:
     """`make test` where it has one core; another run of it has the other."""
-    runs = _repeat(bench, "test-one-core", 5, "test", [("taskset", "-c", core) for core in "01"])
+    runs = _repeat(is_quick, "test-one-core", 5, "test", [("taskset", "-c", core) for core in "01"])
     return _repeated("`make test` on one core", runs)
 
 
-@BENCHMARK.row("test-all")
-def make_test_all(bench: Bench) -> Row:
-    """`make test-all` on an idle machine."""
-    run = _run("test-all")
-    return Row(
-        claim="`make test-all` after it: minutes",
-        measured=f"{run.clock_s / 60:.1f} min",
-        note=f"{run.words}.",
-    )
-
-
 @BENCHMARK.row("ci")
-def continuous_integration(bench: Bench) -> Row:
+def continuous_integration(is_quick: bool) -> Row:
     """All of .ci/run in a fresh clone, with the installation."""
     with tempfile.TemporaryDirectory(prefix="laconic-ci-") as folder:
         clone = Path(folder, "laconic")
@@ -195,39 +152,10 @@ def continuous_integration(bench: Bench) -> Row:
 
 
 @BENCHMARK.row("test-all-busy")
-def make_test_all_beside_others(bench: Bench) -> Row:
+def make_test_all_beside_others(is_quick: bool) -> Row:
     """`make test-all` beside another run of it: three workers, which wait for a third of their time."""
-    runs = _repeat(bench, "test-all-busy", 5, "test-all", [()] * 2)
+    runs = _repeat(is_quick, "test-all-busy", 5, "test-all", [()] * 2)
     return _repeated("`make test-all` beside two processes that spin: the workers of another run of it", runs)
-
-
-def _meet() -> float:
-    dist.init_process_group("gloo")
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return float(total)
-
-
-@BENCHMARK.row("launch")
-def launch_of_ranks(bench: Bench) -> Row:
-    """A launch of four ranks that meet once."""
-    threads, processes = [], []
-    rehearse.ranks(_meet, nodes=2, local=2)
-    launch(os.getpid, num_ranks=4, num_local=2, timeout_s=60)
-    for _ in range(bench.times(_LAUNCHES)):
-        begun = time.perf_counter()
-        assert rehearse.ranks(_meet, nodes=2, local=2) == [4.0] * 4
-        threads.append(time.perf_counter() - begun)
-    for _ in range(bench.times(10)):
-        begun = time.perf_counter()
-        launch(os.getpid, num_ranks=4, num_local=2, timeout_s=60)
-        processes.append(time.perf_counter() - begun)
-    milliseconds = statistics.median(threads) * 1e3
-    return Row(
-        claim="a launch of four ranks in one process, with a group and a sum",
-        measured=f"{milliseconds:.1f} ms",
-        note=f"Median of {len(threads)}. Four warm processes take {statistics.median(processes) * 1e3:.0f} ms.",
-    )
 
 
 if __name__ == "__main__":

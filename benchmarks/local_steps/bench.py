@@ -28,20 +28,15 @@ _LOSS_STEPS = 320
 EVERY = 16
 """The steps between syncs, for twenty syncs in a run: the outer momentum needs about ten."""
 _LOSS_SHAPE = Shape(layers=5)
-STREAMED = {"fragments": 4, "overlap": 2}
-HEADS = {"include": ("mlp", "attention")}
 TOP_K = {"codec": "top64", "error_feedback": 0.95, "every": 32, "outer_lr": 1.0, "outer_momentum": 0.0}
 """SparseLoCo's outer optimizer and its decay of the feedback (arXiv 2508.15706)."""
 LOSSES: dict[str, dict[str, Any]] = {
     "ddp": {"kind": "ddp"},
     "diloco int4": {"codec": "int4"},
-    "streamed int4": {"codec": "int4", **STREAMED},
-    "slices 2": {"codec": "int4", "slices": 2, "sliced_lr": 0.5, "sliced_momentum": 0.6, **HEADS, **STREAMED},
-    "slices 4": {"codec": "int4", "slices": 4, "sliced_lr": 0.3, "sliced_momentum": 0.6, **HEADS, **STREAMED},
+    "streamed int4": {"codec": "int4", "fragments": 4, "overlap": 2},
     "top64": TOP_K,
 }
-"""The runs whose losses are compared. The settings of slices, here of MLPs and heads, were tuned on another seed, of a
-model a quarter as large. Rows with the defaults are in slices.py."""
+"""The runs whose losses are compared. Those of slices are in slices.py."""
 OUTER_MOMENTUM = 0.8
 """With 0.9, old pseudo-gradients, from a higher learning rate, would still weigh too much after twenty syncs."""
 

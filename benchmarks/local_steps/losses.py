@@ -26,24 +26,6 @@ def loss_codecs(bench: Bench) -> Row:
     )
 
 
-@BENCHMARK.row("loss-slices")
-def loss_slices(bench: Bench) -> Row:
-    excess = [excess_over(bench.losses(f"slices {n}"), bench.losses("streamed int4")) for n in (2, 4)]
-    return Row(
-        claim="eval loss at equal tokens, 1/2 / 1/4 of MLPs and heads, four islands, against streaming DiLoCo",
-        measured=" / ".join(f"{value:+.2%}" for value in excess),
-        note=_losses_note(bench, ["streamed int4", "slices 2", "slices 4"], "streamed int4")
-        + " A sliced weight learns from 1/2 or 1/4 of the tokens, so its gradients are noisier.",
-        tried=(
-            "one rate for all parameters, 0.4 and 0.2: +0.90% / +1.86%. On another seed and 0.26 M parameters, four "
-            "slices, where one rate of 0.2 gives +1.86%: slices at 0.2 and 0.8 +1.49%, 0.3 and 0.8 +1.62%, 0.12 and "
-            "0.9 +1.78%, 0.5 without momentum +1.60%, 1.0 without +1.87%; frozen slices moved ahead along the last "
-            "outer step +1.48%; an island's steps in flight kept +3.30%; slices of MLPs alone +0.91% (two slices "
-            "+0.72%). Data parallel on a quarter of the rows: +3.69%."
-        ),
-    )
-
-
 @BENCHMARK.row("loss-top-k")
 def loss_top_k(bench: Bench) -> Row:
     excess = excess_over(bench.losses("top64"), bench.losses("ddp"))

@@ -5,7 +5,7 @@ How much a processor does in a second hangs on the machine and on its neighbours
 neighbour slows memory down more than cores. What holds everywhere is the ratio of two files of one run, to a fifth or
 so. So a file should cost at most five times as much as the files of its run do on average, it fails above seven times,
 and a run of a few files limits nothing. The sum of all files is judged where the machine is known to be idle, by
-`python -m benchmarks.suite --rows test`.
+`python -m benchmarks.suite --rows ci`.
 
 The seconds of the processors are those of pytest's own process, in which the tests that are limited stay. What a test
 imports first is booked to nobody, since another test would import it otherwise. A neighbour may come while one file
