@@ -30,7 +30,7 @@ from tests.support.measure import Benchmark, BenchmarkError
 from tests.support.pipelines import step_for_ever
 from tests.support.record import Row, ratio_row
 
-HOME, HALF = Setup(job_file="pipeline"), Setup(job_file="pipeline_half")
+HOME, HALF = Setup(job_file="pipeline"), Setup(job_file="pipeline", is_half=True)
 FAST_BITS_PER_S, SLOW_BITS_PER_S = 200e6, 50e6
 _PEERS = ("host", "4bit", "fsdp2-pipeline", "hsdp")
 _BYTES_A_VALUE = 4

@@ -31,8 +31,8 @@ from tests.support.measure import Benchmark
 from tests.support.record import Row, ratio_row
 
 THINNER = Setup(job_file="thinner")
-ACCUMULATED = Setup(job_file="thinner_accumulated")
-HALF = Setup(job_file="thinner_half")
+ACCUMULATED = Setup(job_file="thinner", accumulation=4)
+HALF = Setup(job_file="thinner", is_half=True)
 FAST_BITS_PER_S, SLOW_BITS_PER_S = 200e6, 50e6
 _JOBS = Path(__file__).parent / "jobs"
 _TIMEOUT_S = 3600.0

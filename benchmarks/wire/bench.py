@@ -31,14 +31,32 @@ HPZ_RATE_BITS_PER_S = 50e6
 
 @dataclass(frozen=True, order=True)
 class Setup:
-    """A cluster, and the file below jobs/ that it trains."""
+    """A cluster, and the job that it trains: a file below jobs/, with changes."""
 
     nodes: int = 2
     local: int = 2
     job_file: str = "wire"
+    is_half: bool = False
+    """Whether weights are gathered, and products are made, in bf16."""
+    accumulation: int = 0
+    """The micro-batches of a step; 0: those of the file."""
 
     def __str__(self) -> str:
         return f"{self.nodes} x {self.local}"
+
+    def job(self) -> Config:
+        """Return the training job."""
+        base = load(_JOBS / f"{self.job_file}.toml")
+        if self.is_half:
+            base = dataclasses.replace(base, shard=dataclasses.replace(base.shard, param_dtype="bfloat16"))
+        if self.accumulation:
+            base = dataclasses.replace(base, train=dataclasses.replace(base.train, accumulation=self.accumulation))
+        return base
+
+    def folder(self) -> str:
+        """Return the name of a folder for its runs."""
+        changes = "-half" * self.is_half + f"-{self.accumulation}" * bool(self.accumulation)
+        return f"{self.job_file}{changes}-{self.nodes}x{self.local}"
 
 
 HOME = Setup()
@@ -95,10 +113,10 @@ class Bench:
     def comparison(self, setup: Setup = HOME) -> Comparison:
         """Return the comparison of a setup, whose lab stays open. Raises: LabUnavailable."""
         if setup not in self._comparisons:
-            base = load(_JOBS / f"{setup.job_file}.toml")
+            base = setup.job()
             base = dataclasses.replace(base, data=dataclasses.replace(base.data, cache=str(self.out / "tokens")))
             comparison = Comparison(
-                _shrink(base) if self.quick else base, self.out / f"{setup.job_file}-{setup.nodes}x{setup.local}",
+                _shrink(base) if self.quick else base, self.out / setup.folder(),
                 nodes=setup.nodes, local=setup.local, reporter=self._reporter,
             )  # fmt: skip
             self._comparisons[setup] = self._labs.enter_context(comparison)
