@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 
 from benchmarks.wire.bench import Bench as WireBench
 from benchmarks.wire.bench import Key, Setup, opened, seconds_of, wire_bytes
@@ -44,14 +45,15 @@ class Bench(WireBench):
 def _save(record: Record, bench: Bench) -> None:
     unshaped = {key: run for key, run in bench.results.items() if key.rate_bits_per_s is None}
     rows = [
-        (STRATEGIES[name].label, *(_megabytes(bench, name, setup) for setup in TWINS.values()))
+        (STRATEGIES[name].label, *(f"{_bytes(bench, name, setup) / 1e6:.2f}" for setup in TWINS.values()))
         for name in ("fsdp2", *PEERS, *OWN)
     ]
     record.save({"bytes": Table(("MB a node and step", *TWINS), rows)} if unshaped else None)
 
 
-def _megabytes(bench: Bench, name: str, setup: Setup) -> str:
-    return f"{wire_bytes(bench.result(name, setup=setup)) / 1e6:.2f}"
+def _bytes(bench: Bench, name: str, setup: Setup) -> float:
+    """The bytes of a node and step. DDP's weights and gradients stay in fp32 where products are in bf16."""
+    return wire_bytes(bench.result(name, setup=replace(setup, is_half=setup.is_half and not name.startswith("ddp"))))
 
 
 BENCHMARK = Benchmark(
@@ -67,10 +69,7 @@ BENCHMARK = Benchmark(
 def wire_bytes_row(bench: Bench) -> Row:
     """Bytes at the interface against FSDP2 with a true ring."""
     ratios = {
-        name: [
-            wire_bytes(bench.result(name, setup=setup)) / wire_bytes(bench.result("fsdp2", setup=setup))
-            for setup in TWINS.values()
-        ]
+        name: [_bytes(bench, name, setup) / _bytes(bench, "fsdp2", setup) for setup in TWINS.values()]
         for name in (*PEERS, *OWN)
     }
     words = "; ".join(f"{STRATEGIES[name].label} {_ratios(each)}" for name, each in ratios.items())
@@ -80,7 +79,8 @@ def wire_bytes_row(bench: Bench) -> Row:
         f"FSDP2's ring: {' / '.join(TWINS)} micro-batches",
         measured="; ".join(_ratios(ratios[name]) for name in OWN),
         note=f"at the interface, per node and step. {words}. results/twins-bytes.csv has the megabytes. Gradients are "
-        "summed in the dtype of the products, by DDP in fp32. HSDP's replicas agree once a step.",
+        "summed in the dtype of the products. Weights and gradients of DDP stay in fp32, under autocast, so it sends "
+        "what it sends in fp32.",
     )
 
 
@@ -99,10 +99,11 @@ def seconds_bf16(bench: Bench) -> Row:
 def _seconds(bench: Bench, dtype: str) -> Row:
     """Seconds of a step against FSDP2 with a true ring."""
     twins = {name: setup for name, setup in TWINS.items() if name.startswith(dtype)}
-    ratios: dict[str, list[float]] = {name: [] for name in (*PEERS, *OWN)}
+    names = [name for name in (*PEERS, *OWN) if dtype == "fp32" or not name.startswith("ddp")]
+    ratios: dict[str, list[float]] = {name: [] for name in names}
     notes, runs = [], {}
     for twin, setup in twins.items():
-        times = bench.times(("fsdp2", *PEERS, *OWN), "full", _RATE_BITS_PER_S, setup)
+        times = bench.times(("fsdp2", *names), "full", _RATE_BITS_PER_S, setup)
         for name, found in ratios.items():
             found.append(times[name] / times["fsdp2"])
         runs |= {f"{name}, {twin}": each for name, each in times.runs.items()}

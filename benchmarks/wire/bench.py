@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from laconic.compare.case import STRATEGIES, Case, Job
 from laconic.compare.progress import ConsoleReporter
 from laconic.compare.result import Result
 from laconic.compare.runner import Comparison
-from laconic.config import Config, load
+from laconic.config import Config, from_dict
 from laconic.lab import LabUnavailable
 from tests.support.measure import Benchmark, BenchmarkError
 from tests.support.step_bytes import StepBytes, step_bytes
@@ -46,12 +47,12 @@ class Setup:
 
     def job(self) -> Config:
         """Return the training job."""
-        base = load(_JOBS / f"{self.job_file}.toml")
+        job = tomllib.loads((_JOBS / f"{self.job_file}.toml").read_text(encoding="utf-8"))
         if self.is_half:
-            base = dataclasses.replace(base, shard=dataclasses.replace(base.shard, param_dtype="bfloat16"))
+            job.setdefault("shard", {})["param_dtype"] = "bfloat16"
         if self.accumulation:
-            base = dataclasses.replace(base, train=dataclasses.replace(base.train, accumulation=self.accumulation))
-        return base
+            job["train"]["accumulation"] = self.accumulation
+        return from_dict(Config, job)
 
     def folder(self) -> str:
         """Return the name of a folder for its runs."""
