@@ -31,6 +31,7 @@ from tests.support.pipelines import step_for_ever
 from tests.support.record import Row, ratio_row
 
 HOME, HALF = Setup(job_file="pipeline"), Setup(job_file="pipeline", is_half=True)
+EAGER = Setup(job_file="pipeline", schedule="Eager1F1B")
 FAST_BITS_PER_S, SLOW_BITS_PER_S = 200e6, 50e6
 _PEERS = ("host", "4bit", "fsdp2-pipeline", "hsdp")
 _BYTES_A_VALUE = 4
@@ -112,6 +113,27 @@ def seconds(bench: Bench) -> Row:
     )
 
 
+@BENCHMARK.row("eager")
+def eager(bench: Bench) -> Row:
+    """Seconds of a step where messages travel beside compute, against torch's 1F1B."""
+    ratios, notes, runs = [], [], {}
+    for rate in (FAST_BITS_PER_S, SLOW_BITS_PER_S):
+        found = [
+            [bench.result("pipeline", "full", rate, repeat, setup) for setup in (EAGER, HOME)]
+            for repeat in range(bench.repeats)
+        ]
+        ours, plain = ([run.step_s for run in each] for each in zip(*found, strict=True))
+        ratios.append(statistics.median(ours) / statistics.median(plain))
+        runs |= {f"Eager1F1B at {format_rate(rate)}": ours, f"1F1B at {format_rate(rate)}": plain}
+        notes.append(f"{format_rate(rate)}: {statistics.median(ours):.3f} s, {statistics.median(plain):.3f} s")
+    return Row(
+        claim="seconds of a step at 200 / 50 Mbit/s, full training, `pipeline` with Eager1F1B against 1F1B",
+        measured=" / ".join(f"{ratio:.3f}x" for ratio in ratios),
+        note=f"medians of {bench.repeats} alternating runs. {'; '.join(notes)}. The same bytes cross.",
+        runs=runs,
+    )
+
+
 @BENCHMARK.row("seconds-half")
 def seconds_half(bench: Bench) -> Row:
     """Seconds of a step in bf16 against lossless crossings."""
@@ -141,9 +163,9 @@ def two_boxes(bench: Bench) -> Row:
         claim=f"tokens a second of 2 x 2 at {format_rate(FAST_BITS_PER_S)} against 1 x 2, by the best of our "
         "strategies: full training with 2 / 8 rows a rank / LoRA with 2",
         measured=" / ".join(measured),
-        note=f"Against the fastest on one node. {'; '.join(words)}. A row has 32 tokens. A pipeline takes one row a "
-        "micro-batch, 4 or 16 of them a step; the others take all rows of a rank at once. The ranks of a node share "
-        "one processor of their own, on which the kernel's work for the wire runs, too; medians of "
+        note=f"Against the fastest on one node. {'; '.join(words)}. A row has 32 tokens. A pipeline is Eager1F1B with "
+        "one row a micro-batch, 4 or 16 of them a step; the others take all rows of a rank at once. The ranks of a "
+        "node share one processor of their own, on which the kernel's work for the wire runs, too; medians of "
         f"{_PINNED_REPEATS} runs.",
     )
 
@@ -151,7 +173,7 @@ def two_boxes(bench: Bench) -> Row:
 def _pinned_tokens_per_s(bench: Bench, job: Job, rows: int, strategy: str, nodes: int) -> float:
     """The median over runs, each in fresh processes. On one node a pipeline has no stages, and shards the data."""
     name = "rank" if nodes == 1 and strategy == "pipeline" else strategy
-    base, out = bench.comparison(HOME).base, bench.out / f"pinned-{rows}-{nodes}"
+    base, out = bench.comparison(EAGER).base, bench.out / f"pinned-{rows}-{nodes}"
     each, times = (1, rows) if name == "pipeline" else (rows, 1)
     train = dataclasses.replace(base.train, micro_batch_size=each, accumulation=times)
     steps = 5 if bench.quick else _PINNED_STEPS

@@ -48,7 +48,7 @@ def _save(record: Record, bench: Bench) -> None:
         (STRATEGIES[name].label, *(f"{_bytes(bench, name, setup) / 1e6:.2f}" for setup in TWINS.values()))
         for name in ("fsdp2", *PEERS, *OWN)
     ]
-    record.save({"bytes": Table(("MB a node and step", *TWINS), rows)} if unshaped else None)
+    record.save({"bytes": Table(columns=("MB a node and step", *TWINS), rows=rows)} if unshaped else None)
 
 
 def _bytes(bench: Bench, name: str, setup: Setup) -> float:

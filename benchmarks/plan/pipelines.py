@@ -13,6 +13,7 @@ from tests.support.record import Row, Table
 _PIPELINES: dict[str, dict[str, Any]] = {
     "1F1B": {"schedule": "1F1B"},
     "1F1B, 8 micro-batches": {"schedule": "1F1B", "micro_batches": 8},
+    "Eager1F1B": {"schedule": "Eager1F1B", "micro_batches": 8},
     "1F1B, 8 bits": {"schedule": "1F1B", "wire": "8bit"},
     "GPipe": {"schedule": "GPipe", "micro_batches": 8},
     "Interleaved1F1B": {"schedule": "Interleaved1F1B"},
@@ -32,6 +33,7 @@ _RUNS: tuple[tuple[str, str, str, str, tuple[int, int], float | None], ...] = (
     ("demo", "1F1B", "host", "checkpointing", (2, 2), None),
     ("deep", "Interleaved1F1B", "rank", "adamw8bit", (2, 2), None),
     ("deep", "1F1B", "none", "", (3, 1), 100e6),
+    ("deep", "Eager1F1B", "rank", "", (2, 2), 50e6),
     ("gpt2", "1F1B, 8 micro-batches", "rank", "", (2, 1), 50e6),
 )
 """(model, pipeline, cache, variant, cluster, rate) of each run. No rule of the planner was made from one of them."""

@@ -41,6 +41,8 @@ class Setup:
     """Whether weights are gathered, and products are made, in bf16."""
     accumulation: int = 0
     """The micro-batches of a step; 0: those of the file."""
+    schedule: str = ""
+    """The order of a pipeline's micro-batches; empty: that of the file."""
 
     def __str__(self) -> str:
         return f"{self.nodes} x {self.local}"
@@ -52,11 +54,14 @@ class Setup:
             job.setdefault("shard", {})["param_dtype"] = "bfloat16"
         if self.accumulation:
             job["train"]["accumulation"] = self.accumulation
+        if self.schedule:
+            job["pipeline"]["schedule"] = self.schedule
         return from_dict(Config, job)
 
     def folder(self) -> str:
         """Return the name of a folder for its runs."""
         changes = "-half" * self.is_half + f"-{self.accumulation}" * bool(self.accumulation)
+        changes += f"-{self.schedule}" * bool(self.schedule)
         return f"{self.job_file}{changes}-{self.nodes}x{self.local}"
 
 

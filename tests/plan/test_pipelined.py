@@ -95,8 +95,20 @@ def test_a_step_waits_for_a_slow_wire_and_both_directions_are_one_time() -> None
     assert free.waits_s[PlanLane.WIRE] < 0.01 * free.seconds
 
 
+def test_messages_travel_beside_compute_where_another_micro_batch_is_under_way() -> None:
+    """[Note: Eager 1F1B]: with a wire that works for a fifth of the time of compute, little of it is left in a step."""
+    rate = 8 * HIDDEN_BYTES / (0.2 * compute_s(4, 1) / 2)
+    figures = {**FREE, "wire_bits_per_s": rate}
+    plain, eager = (read(2, 8, schedule=schedule, figures=figures) for schedule in ("1F1B", "Eager1F1B"))
+    free = read(2, 8)
+    assert plain.seconds > 1.12 * free.seconds
+    assert eager.seconds < 1.06 * free.seconds
+    assert eager.sent_bytes == plain.sent_bytes
+    assert plain.peak_bytes < eager.peak_bytes
+
+
 @pytest.mark.heavy
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+@pytest.mark.parametrize("schedule", ["1F1B", "Eager1F1B", "Interleaved1F1B"])
 def test_a_few_micro_batches_stand_for_all(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {**FREE, "wire_bits_per_s": 8e7}
     few = read(2, 12, schedule=schedule, figures=figures)
@@ -195,8 +207,8 @@ def test_the_plan_chooses_a_pipeline_where_weights_outweigh_tokens() -> None:
     found = Predictor(config, cluster(2, 1, **slow), device_type="cpu").estimate(CANDIDATES["pipeline"])
     assert isinstance(found, Estimate)
     assert found.job.pipeline.stages == 2
-    assert found.job.pipeline.schedule == "1F1B", "the interleaved schedule sends three times as much"
-    assert "2 groups of nodes, 2 stages by 1F1B, 4 micro-batches of 1 row" in found.notes[-1]
+    assert found.job.pipeline.schedule == "Eager1F1B", "the interleaved schedule sends three times as much"
+    assert "2 groups of nodes, 2 stages by Eager1F1B, 4 micro-batches of 1 row" in found.notes[-1]
     host = Predictor(config, cluster(2, 1, **slow), device_type="cpu").estimate(CANDIDATES["host"])
     assert isinstance(host, Estimate)
     assert found.wire_bytes < host.wire_bytes

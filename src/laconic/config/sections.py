@@ -272,8 +272,9 @@ class PipelineConfig(Section):
     """Groups of nodes that each hold a part of the layers; it divides the number of nodes. Inside a group the part is
     sharded as [shard] says. `nodes`: as many as there are. Default: no pipeline; all other keys are for one."""
     schedule: ScheduleName = "1F1B"
-    """The order of forwards and backwards, as torch.distributed.pipelining names it. GPipe and 1F1B have one stage on
-    each rank, the V-shaped ones (ZBVZeroBubble, DualPipeV) two, all others as many as `cut` says, or two."""
+    """The order of forwards and backwards, as torch.distributed.pipelining names it, or `Eager1F1B`. GPipe, 1F1B and
+    Eager1F1B have one stage on each rank, the V-shaped ones (ZBVZeroBubble, DualPipeV) two, all others as many as `cut`
+    says, or two."""
     micro_batches: Count | None = None
     """The equal parts into which a pipeline cuts its rows of a step: for each of its ranks the
     train.micro_batch_size x train.accumulation rows that this rank would have alone. So a pipeline changes no batch.

@@ -21,9 +21,9 @@ if TYPE_CHECKING:  # a job description imports no torch
     from laconic.pipeline.wire import WireStage
 
 ScheduleName = Literal[
-    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    "GPipe", "1F1B", "Eager1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
-"""The schedules of torch.distributed.pipelining."""
+"""The schedules of torch.distributed.pipelining, and one that hides the wire: [Note: Eager 1F1B]."""
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 PipelineWire = Annotated[
     str,
@@ -33,7 +33,7 @@ PipelineWire = Annotated[
         "of a gradient, so fewer bits have no evidence",
     ),
 ]
-_ONE_STAGE = ("GPipe", "1F1B")
+_ONE_STAGE = ("GPipe", "1F1B", "Eager1F1B")
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 _IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 
@@ -48,14 +48,14 @@ class PipelinePolicy(Policy):
     """
 
     schedule: ScheduleName = "1F1B"
-    """The order of forwards and backwards, by the name that torch.distributed.pipelining gives it."""
+    """The order of forwards and backwards, by the name that torch.distributed.pipelining gives it; or `Eager1F1B`."""
     micro_batches: Count = 4
     """The equal parts into which each batch is cut. With S stages the bubble of 1F1B is (S - 1) / micro_batches."""
     wire: PipelineWire = "exact"
     """The bits in which activations and their gradients cross between stages: "exact" is the dtype that they have;
     "8bit" is eight bits a value, and a step of two bytes for every 128."""
     stages_per_rank: Count | None = None
-    """The stages on each rank. Default: what the schedule needs: one for GPipe and 1F1B, two for all others."""
+    """The stages on each rank. Default: what the schedule needs: one for GPipe, 1F1B and Eager1F1B, two for others."""
 
     def _check_keys(self) -> None:
         wanted = 1 if self.schedule in _ONE_STAGE else 2 if self.schedule in _V_SHAPED else None
@@ -74,6 +74,11 @@ class PipelinePolicy(Policy):
     def splits_backward(self) -> bool:
         """True if the schedule asks for the gradients of inputs first, and for those of weights later."""
         return self.schedule in ("InterleavedZeroBubble", *_V_SHAPED)
+
+    @property
+    def asks_ahead(self) -> bool:
+        """True if messages of both directions are under way beside each other: [Note: Eager 1F1B]."""
+        return self.schedule == "Eager1F1B"
 
     def num_stages(self, num_ranks: int) -> int:
         """The number of stages of a pipeline of so many ranks."""
@@ -137,6 +142,8 @@ class PipelinePolicy(Policy):
         """
         from torch.distributed.pipelining import schedules
 
+        from laconic.pipeline.eager import ScheduleEager1F1B
+
         num_ranks, rank = stages[0].group_size, stages[0].group_rank
         self.check_ranks(num_ranks)
         numbers, wanted = [stage.stage_index for stage in stages], self.stages_of(rank, num_ranks)
@@ -145,8 +152,8 @@ class PipelinePolicy(Policy):
                 f"rank {rank} of {num_ranks} has the stages {wanted} of {self.num_stages(num_ranks)} under "
                 f"{self.schedule}, got {numbers} of {stages[0].num_stages}; give it those that stages_of lists"
             )
-        made: Any = schedules.get_schedule_class(self.schedule)
-        given = stages[0] if self.schedule in _ONE_STAGE else list(stages)
+        made: Any = ScheduleEager1F1B if self.schedule == "Eager1F1B" else schedules.get_schedule_class(self.schedule)
+        given = stages[0] if self.schedule in ("GPipe", "1F1B") else list(stages)
         return made(given, self.micro_batches, loss_fn=loss_fn, scale_grads=scale_grads)
 
     def forward_slots(self, rank: int, num_ranks: int, micro_batches: int | None = None) -> dict[int, tuple[int, int]]:

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from laconic.comm.agreement import RankGroup
-from laconic.comm.groups import is_rehearsed
+from laconic.comm.groups import destroy_with, is_rehearsed, new_group
 from laconic.comm.messages import new_host_group, uses_sends
 from laconic.comm.traffic import Traffic
 from laconic.comm.watch import waiting_for
@@ -96,6 +96,10 @@ class Pipeline:
         self._ranks = RankGroup(_host_group_of(self.group))
         self._ranks.on_all(self._check, "the pipeline cannot start")
         self._agree()
+        self._gradients = self.group
+        if policy.asks_ahead:
+            self._gradients = new_group(dist.get_process_group_ranks(self.group), None)
+            destroy_with(self, [self._gradients])
         self._divisor = policy.micro_batches if reduction == "mean" else 1
         self.device = _device_of(mesh)
         self.traffic = next(
@@ -224,8 +228,9 @@ class Pipeline:
 
     def _make_stage(self, module: nn.Module, number: int, entries: tuple[Boundary, ...]) -> Any:
         return WireStage(
-            module, number, entries, group=self.group, device=self.device, wire=self.policy.wire, traffic=self.traffic
-        )
+            module, number, entries, group=self.group, gradients=self._gradients, device=self.device,
+            wire=self.policy.wire, traffic=self.traffic,
+        )  # fmt: skip
 
     def _make_schedule(self, stages: Sequence[Any]) -> Any:
         return self.policy.make_schedule(stages, lambda loss, target: loss)  # which the last stage has made

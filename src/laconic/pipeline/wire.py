@@ -177,6 +177,7 @@ class WireStage(PipelineStage):
         entries: Sequence[Boundary],
         *,
         group: dist.ProcessGroup,
+        gradients: dist.ProcessGroup | None = None,
         device: torch.device,
         wire: str = "exact",
         traffic: Traffic | None = None,
@@ -188,6 +189,7 @@ class WireStage(PipelineStage):
             stage_index: its number.
             entries: what each stage takes, for one micro-batch; what comes after the first is what crosses.
             group: the ranks of the pipeline.
+            gradients: a group of the same ranks, for gradients of activations. Default: `group`.
             device: this rank's device.
             wire: "exact" or "8bit".
             traffic: counts the bytes, as "activations". Default: that of the sharded module, or a new one.
@@ -196,7 +198,7 @@ class WireStage(PipelineStage):
         if traffic is None:
             traffic = module.traffic if isinstance(module, ShardedModule) else Traffic()
         self.traffic = traffic
-        self._wire = wire
+        self._wire, self._gradients = wire, gradients or group
         self._landings: dict[tuple[str, int], list[tuple[Tensor, Tensor, TensorForm]]] = {}
         """Codes that have been asked for, and the tensors in which torch looks for what they stand for."""
         self.syncs = True
@@ -225,7 +227,7 @@ class WireStage(PipelineStage):
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """See `PipelineStage`."""
-        return self._sending(super().get_bwd_send_ops(bwd_chunk_id), self._entry.gradients())
+        return self._sending(self._backward(super().get_bwd_send_ops(bwd_chunk_id)), self._entry.gradients())
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """See `PipelineStage`."""
@@ -237,8 +239,13 @@ class WireStage(PipelineStage):
         """See `PipelineStage`."""
         if self.has_backward and not self.is_last:
             self._make_room(self.grad_recv_info[bwd_chunk_id], self._exit)
-        ops = super().get_bwd_recv_ops(bwd_chunk_id)
+        ops = self._backward(super().get_bwd_recv_ops(bwd_chunk_id))
         return self._receiving(ops, self._exit.gradients(), ("backward", bwd_chunk_id))
+
+    def _backward(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        for op in ops:
+            op.group = self._gradients
+        return ops
 
     def _sending(self, ops: list[dist.P2POp], boundary: Boundary) -> list[dist.P2POp]:
         for op, form in zip(ops, boundary.tensors if ops else (), strict=True):

@@ -160,7 +160,8 @@ def best_pipeline(job: Config, num_nodes: int, predict: Callable[[Config], Estim
 
     First the number of stages, with whole weights on each rank of a stage, as torch's schedules keep them until the
     step ends; the job's own cache if that does not fit. Then, if places wait for each other or for the wire, smaller
-    micro-batches and the interleaved schedule, if the wire has time for what that sends. `predict` predicts a job.
+    micro-batches, the eager schedule, and the interleaved one, if the wire has time for what that sends. `predict`
+    predicts a job.
 
     Raises:
         JobError, ValueError: no pipeline can run the job; the error is that of the first one.
@@ -188,11 +189,16 @@ def best_pipeline(job: Config, num_nodes: int, predict: Callable[[Config], Estim
         best = best_with(replace(best.job, shard=job.shard))
     if best.fits and best.waits_s.get(PlanLane.STAGES, 0.0) > _MUCH * best.seconds:
         best = best_with(*_smaller(best.job))
-    waits_s = sum(best.waits_s.get(lane, 0.0) for lane in (PlanLane.STAGES, PlanLane.WIRE))
-    sends_s = _MORE * best.busy_s.get(PlanLane.WIRE, 0.0)
-    if best.fits and waits_s > _MUCH * best.seconds and sends_s < best.seconds:
+    if best.fits and _waits_much(best):
+        best = best_with(_with(best.job, schedule="Eager1F1B"))
+    if best.fits and _waits_much(best) and _MORE * best.busy_s.get(PlanLane.WIRE, 0.0) < best.seconds:
         best = best_with(_with(best.job, schedule="Interleaved1F1B"))
     return best
+
+
+def _waits_much(found: Estimate) -> bool:
+    waits_s = sum(found.waits_s.get(lane, 0.0) for lane in (PlanLane.STAGES, PlanLane.WIRE))
+    return waits_s > _MUCH * found.seconds
 
 
 def _smaller(job: Config) -> list[Config]:
