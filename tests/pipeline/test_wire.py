@@ -102,7 +102,7 @@ class Witness(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize(("schedule", "most"), [("1F1B", [8, 2, 1]), ("GPipe", [8, 8, 8])])
+@pytest.mark.parametrize(("schedule", "most"), [("1F1B", [8, 2, 1]), ("Eager1F1B", [8, 3, 1]), ("GPipe", [8, 8, 8])])
 @on_ranks(3, local=1)
 def test_only_what_is_alive_has_room(schedule: Any, most: list[int]) -> None:
     """The batch of eight micro-batches is the user's; what comes from another rank goes with its backward."""

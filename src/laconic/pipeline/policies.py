@@ -142,7 +142,7 @@ class PipelinePolicy(Policy):
         """
         from torch.distributed.pipelining import schedules
 
-        from laconic.pipeline.eager import ScheduleEager1F1B
+        from laconic.pipeline.schedules import ScheduleEager1F1B
 
         num_ranks, rank = stages[0].group_size, stages[0].group_rank
         self.check_ranks(num_ranks)

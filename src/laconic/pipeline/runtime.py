@@ -33,6 +33,7 @@ from laconic.comm.watch import waiting_for
 from laconic.errors import RanksDifferError
 from laconic.pipeline.cutting import PipelineCut
 from laconic.pipeline.policies import PipelinePolicy
+from laconic.pipeline.schedules import let_weights_rest
 from laconic.pipeline.stages import refuse_shared, restoring_state
 from laconic.pipeline.ties import Tie
 from laconic.pipeline.wire import Boundary, WireStage, as_tuple, count_message, decode_tensor, encode_tensor, room_for
@@ -233,7 +234,9 @@ class Pipeline:
         )  # fmt: skip
 
     def _make_schedule(self, stages: Sequence[Any]) -> Any:
-        return self.policy.make_schedule(stages, lambda loss, target: loss)  # which the last stage has made
+        schedule = self.policy.make_schedule(stages, lambda loss, target: loss)  # which the last stage has made
+        let_weights_rest(schedule)
+        return schedule
 
     def _find_entries(self, first: Boundary) -> tuple[Boundary, ...]:
         """Run each stage but the last forward on zeros, in turn, and tell all what it hands on. Collective."""
