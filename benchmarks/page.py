@@ -1,18 +1,20 @@
-"""docs/results.md and docs/studies.md, from the record.
+"""docs/results.md, docs/studies.md and the table of twins in README.md, from the record.
 
-python -m benchmarks.page    writes both anew
+python -m benchmarks.page    writes all three anew
 """
 
 from __future__ import annotations
 
+import csv
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 from laconic.compare.markdown import markdown
-from tests.support.record import STUDIES, Row, is_old, note_of, recorded_rows
+from tests.support.record import RESULTS, STUDIES, Row, is_old, note_of, recorded_rows
 
-DOCS = Path(__file__).parents[1] / "docs"
+README = Path(__file__).parents[1] / "README.md"
+DOCS = README.with_name("docs")
 _HEAD = """\
 # Results
 
@@ -52,6 +54,8 @@ GAINS = (
          (("4bit", "hsdp"), ("4bit", "zero++"))),
     Line("thinner", "bytes", "the same: bytes for each parameter; bytes on the wire", "FSDP2 / exact / ZeRO++"),
     Line("thinner", "accumulated", "the same with 4 micro-batches: bytes on the wire", "ZeRO++"),
+    Line("twins", "bytes", "bytes on the wire in fp32 / bf16 / fp32 with 8 micro-batches / bf16 with 8: exact; four "
+         "bits", "FSDP2"),
     Line("thinner", "paired", "the same: loss, from one checkpoint", "exact / ZeRO++"),
     Line("lossless", "lossless-seconds", "bf16, lossless, at 200 / 50 Mbit/s: seconds; with gradients in four bits",
          "exact; four bits",
@@ -62,11 +66,12 @@ GAINS = (
          (("rank", "ddp"), ("rank", "fsdp2"))),
     Line("pipeline", "seconds", "full training, few tokens, a pipeline over machines: seconds at 200 / 50 Mbit/s; loss",
          "laconic exact; four bits; FSDP2's pipeline; HSDP"),
-    Line("pipeline", "two-boxes", "two boxes at 200 Mbit/s: tokens/s, full training / LoRA", "one box, at its best"),
+    Line("pipeline", "two-boxes", "two boxes at 200 Mbit/s: tokens/s, full training with 2 / 8 rows a rank / LoRA",
+         "one box, at its best"),
     Line("placement", "unequal", "two of four ranks at half speed, rows by measured speed: tokens/s; loss",
          "equal rows"),
     Line("local_steps", "bytes", "local steps (DiLoCo, int4): bytes a token", "DDP"),
-    Line("local_steps", "loss-codecs", "the same: loss at equal tokens, int8 / int4", "DDP"),
+    Line("local_steps", "loss-codecs", "the same: loss at equal tokens, whole / streamed", "DDP"),
     Line("cyclic", "run", "cyclic schedule, 4 workers: activations held at the peak", "data parallelism"),
     Line("optimizers", "adamw8bit-loss", "AdamW in eight bits: loss", "AdamW"),
     Line("publish", "bytes", "weight sync after a step, by learning rate: bytes", "whole weights"),
@@ -106,9 +111,9 @@ UNMEASURED = (
     "Two or more machines with GPUs: NCCL over Ethernet, InfiniBand, RoCE. [Simulated](simulated.md) and "
     "[published](published.md) are predictions.",
     "Overlap of four-bit crossings with compute on GPUs over a real wire.",
-    "Front figures in bf16 with accumulation on a processor that multiplies bf16 well; most seconds here are in fp32.",
+    "Seconds in bf16 with accumulation on a processor that multiplies bf16: `python -m benchmarks.twins` has the rows.",
     "Models above 20 M parameters in the lab, and losses after more than some thousand steps.",
-    "The two-level FSDP2 and DDP's bf16 and PowerSGD hooks beside ours in the lab; the planner has them.",
+    "DDP's PowerSGD hook beside ours in the lab; the planner has it.",
     "Slices of MLPs with 10 M parameters, 16 islands and five seeds; the row above has 0.13 M and two.",
     "ResNet-50 and a ViT under the cyclic schedule on images, at their published accuracy.",
 )
@@ -165,8 +170,26 @@ question; the history has them. What failed stands here as what went well.
 """
 
 
+_BEGIN, _END = "<!-- from results/twins-bytes.csv: python -m benchmarks.page -->\n", "<!-- end -->\n"
+
+
+def front(page: str) -> str:
+    """README with the megabytes of a step in fp32 and bf16, with one micro-batch and with eight."""
+    with (RESULTS / "twins-bytes.csv").open(encoding="utf-8", newline="") as file:
+        (_, *twins), *rows = csv.reader(file)
+    base = [float(each) for each in rows[0][1:]]
+    shown = [
+        [label, *(f"{value} ({float(value) / least:.3f}x)" for value, least in zip(values, base, strict=True))]
+        for label, *values in rows
+    ]
+    table = markdown(("MB on the wire (x FSDP2)", *twins), shown, num_text_columns=1)
+    before, _, rest = page.partition(_BEGIN)
+    return f"{before}{_BEGIN}{table}\n{_END}{rest.partition(_END)[2]}"
+
+
 def main() -> None:
-    """Write both pages."""
+    """Write the pages."""
+    README.write_text(front(README.read_text(encoding="utf-8")), encoding="utf-8")
     (DOCS / "results.md").write_text(results(), encoding="utf-8")
     (DOCS / "studies.md").write_text(studies(), encoding="utf-8")
 

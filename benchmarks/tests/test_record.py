@@ -90,6 +90,8 @@ def test_pages_are_of_the_rows_on_record() -> None:
     for name, text in (("results", page.results()), ("studies", page.studies())):
         assert (page.DOCS / f"{name}.md").read_text(encoding="utf-8") == text, "python -m benchmarks.page"
     assert page.results().count("\n") <= 120
+    readme = page.README.read_text(encoding="utf-8")
+    assert readme == page.front(readme), "python -m benchmarks.page"
 
 
 def write_version(folder: Path) -> None:

@@ -123,10 +123,14 @@ QUOTED = {
         "local_steps flops": ("9.8 %", "14.7 %", "17.1 %", "22.0 %", "25.6 %"),
         "local_steps memory": ("19.5 %", "29 %", "34 %", "43 %", "51 %"),
     },
-    "../README.md": {"placement grid-peers": ("0.95 of", "1.27 of", "LoRA 1.16")},
+    "../README.md": {
+        "placement grid-peers": ("0.95 of", "1.27 of", "LoRA 1.16"), "twins bytes": ("0.058 of", "0.115"),
+    },
+    "thinner.md": {"twins bytes": ("0.058", "0.115", "0.010", "0.020")},
     "pipeline.md": {
         "pipeline seconds": ("0.31", "0.10", "0.59 and 0.45", "0.95 to 0.99"),
-        "pipeline two-boxes": ("1.72 times", "1.46 times", "0.57 times"),
+        "pipeline two-boxes": ("1.25 times", "1.21 times", "0.52 times", "0.80, 1.43 and 0.94"),
+        "pipeline eager": ("0.83 times", "1.17 times"),
     },
     "which-strategy.md": {"plan seconds": ("8.6 %", "81 %"), "plan bytes-interface": ("0.6 %",)},
 }  # fmt: skip
