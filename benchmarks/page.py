@@ -81,7 +81,7 @@ GAINS = (
     Line("gpu", "policies", "one GPU: policies whose losses are those on CPU", ""),
     Line("plan", "bytes-interface", "`laconic plan`: error in bytes on the wire", "what the lab's interfaces count"),
     Line("plan", "seconds", "`laconic plan`: error in seconds", "steps in the lab"),
-    Line("plan", "pipelines", "`laconic plan`: error in seconds and memory of pipelines", "14 runs in the lab"),
+    Line("plan", "pipelines", "`laconic plan`: error in seconds and memory of pipelines", "steps in the lab"),
     Line("trust", "kills", "killed ranks, nodes and runs", ""),
     Line("trust", "races", "races between streams, messages and threads", ""),
     Line("trust", "bit-flips", "flipped bits, with checksums on", ""),

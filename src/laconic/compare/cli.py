@@ -31,7 +31,7 @@ _DEMO_TWINS = (
     " All this is in fp32 with one micro-batch a step. In bf16 FSDP2, HSDP and laconic host send half as much, four "
     "bits what they send here; with more micro-batches FSDP2 alone sends more."
 )
-"""What other jobs would show; results/twins.json has the measurement."""
+"""The difference that bf16 and more micro-batches make; results/twins.json has the bytes."""
 _DEMO_DEVICE_MB = 50.0
 """The device memory of the demo's ranks: room for FSDP2 and laconic, but not for HSDP and DDP."""
 _STRATEGIES = "fsdp2,hsdp,ddp,host,4bit"

@@ -11,8 +11,8 @@ of nearly twice as many micro-batches.
 
 [Note: Weights rest in a runtime of schedules]
 torch's runtime gathers all weights of a stage before its first forward, and keeps them until its last backward. Here a
-unit gathers its weights when it needs them, and they rest as its cache says, so the runtime is told that they are
-there. Its last word of a step stands: what a split backward has kept whole goes then.
+unit gathers its weights when it needs them, and they rest as its cache says. So `let_weights_rest` tells the runtime
+that the weights are there. The runtime's reshard at the end of a step stays: it frees what a split backward kept whole.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.distributed.pipelining.schedules import (
     _batch_p2p,
     _ComputationType,
     _PipelineScheduleRuntime,
+    _wait_batch_p2p,
 )
 
 
@@ -50,17 +51,18 @@ class ScheduleEager1F1B(ScheduleLoopedBFS):
         is_forward, number = action.computation_type == _ComputationType.SEND_F, action.microbatch_index
         assert number is not None
         sent.append(_batch_p2p(stage.get_fwd_send_ops(number) if is_forward else stage.get_bwd_send_ops(number)))
-        while len(sent) > 2 * self.pp_group_size:
-            for work in sent.popleft():
-                work.wait()
+        self._wait_for_all_but(2 * self.pp_group_size, sent)
 
     def _step_microbatches(self, *args: Any, **kwargs: Any) -> Any:
         found = super()._step_microbatches(*args, **kwargs)
         for sent in self._sent.values():
-            while sent:
-                for work in sent.popleft():
-                    work.wait()
+            self._wait_for_all_but(0, sent)
         return found
+
+    @staticmethod
+    def _wait_for_all_but(number: int, sent: deque[list[dist.Work]]) -> None:
+        while len(sent) > number:
+            _wait_batch_p2p(sent.popleft())
 
     def _calculate_single_rank_operations(self, rank: int) -> list[_Action | None]:
         forwards, backwards = (
